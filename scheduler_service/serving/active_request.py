@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from scheduler_service.core.request import Request
 from scheduler_service.serving.availability import Availability
 from scheduler_service.serving.clock import Clock
-from scheduler_service.serving.output import Delta, OutputReader, ReadyList, SampleRecord
+from scheduler_service.serving.output import MAX_DELTA_TOKENS, Delta, OutputReader, ReadyList, SampleRecord
 from scheduler_service.serving.refusal import OF_END, Reason, RefusedError
 
 logger = logging.getLogger(__name__)
@@ -64,6 +64,12 @@ class ActiveRequest:
         self.on_end: Callable[[], None] | None = None  # called once
         self.listeners: dict[Callable[[], None], None] = {}  # in order; called after everything that came
         self._engine = engine
+
+    @property
+    def max_delta_tokens(self) -> int:
+        """The most tokens of one delta: fewer with log-probabilities, so that it has no more of those."""
+        sampling = self.request.sampling
+        return MAX_DELTA_TOKENS // (1 + max(sampling.num_logprobs or 0, sampling.num_prompt_logprobs or 0))
 
     # What the engine does
 
@@ -133,7 +139,7 @@ class ActiveRequest:
         """Yield what comes of all samples until they have ended: of each from its first token on, or from the one that
         is named. Raises RefusedError when the request fails, after what came before that."""
         places = zip(self.outputs, first_tokens or [0] * len(self.outputs), strict=True)
-        readers = [OutputReader(output, first_token) for output, first_token in places]
+        readers = [OutputReader(output, first_token, self.max_delta_tokens) for output, first_token in places]
         news = News()
         news.tell()
         self.listeners[news.tell] = None

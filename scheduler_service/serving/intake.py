@@ -20,10 +20,11 @@ from scheduler_service.serving.tenants.caller import Call
 from scheduler_service.serving.tenants.quota import Quotas
 from scheduler_service.serving.turns import TenantBytes
 
-# What answers may hold in memory until they are sent, by what their requests ask for: of all tenants, and of one or one
-# call.
-MAX_ANSWER_BYTES = 256 << 20
-MAX_TENANT_ANSWER_BYTES = MAX_ANSWER_BYTES // 4
+# What answers may hold in memory until they are sent, by what their requests ask for: of one call, whose answer is
+# copied at once, of one tenant, and of all.
+MAX_ANSWER_BYTES = 16 << 20
+MAX_TENANT_ANSWER_BYTES = 64 << 20
+MAX_ANSWERS_BYTES = 256 << 20
 _NO_RULES = ChatRules()
 
 
@@ -51,7 +52,7 @@ class Intake:
         self.model = model
         self.tokenizer = tokenizer
         self.turns = text_limits.turns()
-        self.answers = TenantBytes("answers", MAX_ANSWER_BYTES, MAX_TENANT_ANSWER_BYTES)
+        self.answers = TenantBytes("answers", MAX_ANSWERS_BYTES, MAX_TENANT_ANSWER_BYTES)
         self.texts = PromptTexts(tokenizer, text_limits, self.turns) if tokenizer is not None else None
         self._max_pending_calls = max_pending_calls
         self._detached = detached

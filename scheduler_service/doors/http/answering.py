@@ -3,46 +3,66 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
-import msgspec
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Raw, Struct, UnsetType
 
-from scheduler_service.core.request import EndReason, OutputMode, SequenceEnd, TokenLogprobs
-from scheduler_service.doors.http.answers import PromptTokensDetails, UsageCounts
+from scheduler_service.core.request import EndReason, OutputMode, Request, SequenceEnd
+from scheduler_service.doors.http.answers import PromptTokensDetails, UsageCounts, encode
 from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.options import ReadCall
 from scheduler_service.doors.http.requests import GenerationRequest, StreamOptions
 from scheduler_service.serving.active_request import ActiveRequest
-from scheduler_service.serving.intake import Intake
-from scheduler_service.serving.output import Delta
+from scheduler_service.serving.intake import MAX_ANSWER_BYTES, Intake
+from scheduler_service.serving.output import Delta, LogprobColumns
 from scheduler_service.serving.refusal import invalid
 from scheduler_service.serving.tenants.caller import Call
+from scheduler_service.serving.turns import PIECE_SIZE, Turns
 
 _FINISH_REASONS = {EndReason.STOP: "stop", EndReason.LENGTH: "length", EndReason.ABORT: "abort"}
 _Result = TypeVar("_Result")
-_encode = msgspec.json.Encoder().encode
+# An estimate of what an answer has of each log-probability, and of each token that it repeats.
+_ENTRY_BYTES, _TOKEN_BYTES = 80, 16
+_EXPECTED_TOKENS = 4096  # of an output whose length is not asked for
+_ENTRY_VALUES = 32  # that writing a log-probability counts as
 
 
 class PromptProgress:
     """What has come of one prompt so far."""
 
-    def __init__(self, index: int, active: ActiveRequest) -> None:
+    def __init__(self, index: int, active: ActiveRequest, turns: Turns) -> None:
         num_samples = active.request.n
+        self._turns = turns
         self.index = index
         self.active = active
         self.num_tokens = [0] * num_samples
         self.has_begun = [False] * num_samples  # something was told of the sample
         self.num_cached_tokens = 0
-        self.logprobs: list[TokenLogprobs] = []  # of the prompt, from its second token on
+        self.logprobs = LogprobColumns()  # of the prompt, from its second token on
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:
         return self.active.request.prompt_token_ids
 
+    async def write(self, num_entries: int, work: Callable[..., _Result], *args: Any, **named: Any) -> _Result:
+        """Call `work`, which writes a part of the answer with log-probabilities in it: many on a thread, in the
+        tenant's turn."""
+        if num_entries * _ENTRY_VALUES <= PIECE_SIZE:
+            return work(*args, **named)
+        return await self._turns.call(self.active.request.tenant, partial(work, *args, **named))
+
+    def num_entries(self, delta: Delta) -> int:
+        """Return how many log-probabilities a choice of a delta shows, with the prompt's where it is the first."""
+        sampling = self.active.request.sampling
+        num_prompt = 0 if self.has_begun[delta.sample_index] else len(self.logprobs)
+        num_output = len(delta.logprobs)
+        return num_prompt * (1 + (sampling.num_prompt_logprobs or 0)) + num_output * (1 + (sampling.num_logprobs or 0))
+
     def take(self, delta: Delta) -> None:
-        self.logprobs += delta.prompt_logprobs
+        self.logprobs.extend(delta.prompt_logprobs)
         self.num_tokens[delta.sample_index] += len(delta.token_ids)
         if delta.end is not None:
             self.num_cached_tokens = delta.end.num_cached_tokens
@@ -99,14 +119,48 @@ async def begin_requests(
     inside the block under the request's own names."""
     mode = OutputMode.STREAMED if is_streamed else OutputMode.WHOLE
     begun: list[PromptProgress] = []
-    try:
-        with asked.names.in_refusals():
-            for index, parsed in enumerate(asked.requests):
-                begun.append(PromptProgress(index, await intake.begin(parsed, call, mode)))
-            yield begun
-    finally:
-        for progress in begun:
-            progress.active.cancel()
+    with asked.names.in_refusals():
+        resolved = []
+        for parsed in asked.requests:
+            resolved.append(await intake.resolve(parsed, call, mode))
+            await asyncio.sleep(0)  # others have their turn
+        with intake.answers.held(resolved[0].tenant, answer_size(asked, resolved)):
+            try:
+                for index, (parsed, request) in enumerate(zip(asked.requests, resolved, strict=True)):
+                    begun.append(PromptProgress(index, intake.start(parsed, request, call), intake.turns))
+                    await asyncio.sleep(0)  # others have their turn
+                yield begun
+            finally:
+                for progress in begun:
+                    progress.active.cancel()
+
+
+def answer_size(asked: ReadCall, resolved: Sequence[Request]) -> int:
+    """Return the bytes that an answer may hold in memory, but for the texts of outputs, as far as what was asked for
+    says. Raises RefusedError for too many."""
+    sizes: Counter[str] = Counter()  # by the field that asks for it
+    for parsed, request in zip(asked.requests, resolved, strict=True):
+        sampling, num_prompt_tokens = request.sampling, len(request.prompt_token_ids)
+        num_tokens = 0
+        if request.output_mode is not OutputMode.STREAMED:  # whose tokens go out as they come
+            num_tokens = min(request.max_tokens, _EXPECTED_TOKENS if parsed.max_tokens is None else request.max_tokens)
+        for field, num, number in (
+            ("prompt_logprobs", num_prompt_tokens, sampling.num_prompt_logprobs),
+            ("logprobs", num_tokens, sampling.num_logprobs),
+        ):
+            if number is not None:
+                sizes[f"sampling.{field}"] += request.n * num * (1 + number) * _ENTRY_BYTES
+        sizes["echo"] += asked.echoes * request.n * num_prompt_tokens * _TOKEN_BYTES
+        sizes["return_token_ids"] += asked.shows_tokens * request.n * (num_prompt_tokens + num_tokens) * _TOKEN_BYTES
+    field, size = sizes.most_common(1)[0]
+    if sizes.total() > MAX_ANSWER_BYTES:
+        raise invalid(
+            field,
+            f"the answer may take {sizes.total()} bytes, {size} of them for {field.removeprefix('sampling.')}, and "
+            f"{MAX_ANSWER_BYTES} are the most of a call; ask for fewer, or for shorter outputs, stream them, or "
+            "send the prompts by themselves",
+        )
+    return sizes.total()
 
 
 async def deltas_of(progress: PromptProgress) -> AsyncIterator[Delta]:
@@ -121,29 +175,44 @@ async def _whole_answer(begun: Sequence[PromptProgress], writer: AnswerWriter, n
     choices = []
     for progress in begun:
         await progress.active.wait_for_end()
-        wholes = [delta async for delta in _wholes(progress)]
+        wholes = await _wholes(progress)
         if num_best is not None and num_best < len(wholes):
             best = sorted(wholes, key=_mean_logprob, reverse=True)[:num_best]
             wholes = [delta._replace(sample_index=index) for index, delta in enumerate(best)]
-        choices += [writer.choice(progress, delta, is_whole=True) for delta in wholes]
-    usage = _usage(begun, writer.num_hidden_tokens)
-    return _encode(writer.answer(choices, usage, begun[0] if len(begun) == 1 else None, is_whole=True))
+        for delta in wholes:
+            choices.append(await progress.write(progress.num_entries(delta), _whole_choice, writer, progress, delta))
+            await asyncio.sleep(0)  # others have their turn
+    usage, only = _usage(begun, writer.num_hidden_tokens), begun[0] if len(begun) == 1 else None
+    num_entries = 0 if only is None else max(map(only.num_entries, wholes))
+    return await begun[0].write(num_entries, _encoded_answer, writer, choices, usage, only)
 
 
-async def _wholes(progress: PromptProgress) -> Any:
-    """Yield all that came of each sample, as one delta."""
+def _whole_choice(writer: AnswerWriter, progress: PromptProgress, delta: Delta) -> Raw:
+    return Raw(encode(writer.choice(progress, delta, is_whole=True)))
+
+
+def _encoded_answer(writer: AnswerWriter, choices: list[Any], usage: UsageCounts, only: PromptProgress | None) -> bytes:
+    return encode(writer.answer(choices, usage, only, is_whole=True))
+
+
+async def _wholes(progress: PromptProgress) -> list[Delta]:
+    """Return all that came of each sample, as one delta."""
     parts: list[list[Delta]] = [[] for _ in progress.num_tokens]
-    async with contextlib.aclosing(progress.active.deltas()) as deltas:
-        async for delta in deltas:
-            progress.take(delta)
-            parts[delta.sample_index].append(delta)
-    for deltas_of_sample in parts:
-        yield deltas_of_sample[-1]._replace(
+    logprobs = [LogprobColumns() for _ in parts]
+    async for delta in deltas_of(progress):
+        if delta.logprobs or delta.prompt_logprobs:
+            logprobs[delta.sample_index].extend(delta.logprobs)
+            await asyncio.sleep(0)  # others have their turn
+        parts[delta.sample_index].append(delta._replace(logprobs=(), prompt_logprobs=()))
+    return [
+        deltas[-1]._replace(
             first_token=0,
-            token_ids=[token_id for delta in deltas_of_sample for token_id in delta.token_ids],
-            logprobs=[entry for delta in deltas_of_sample for entry in delta.logprobs],
-            text="".join(delta.text for delta in deltas_of_sample),
+            token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
+            logprobs=logprobs[index],
+            text="".join(delta.text for delta in deltas),
         )
+        for index, deltas in enumerate(parts)
+    ]
 
 
 def _mean_logprob(delta: Delta) -> float:
@@ -159,14 +228,17 @@ async def _stream_answer(
         await all_of(_stream_prompt(progress, writer, stream, options) for progress in begun)
     if options.include_usage:
         usage = _usage(begun, writer.num_hidden_tokens)
-        await stream.tell(_encode(writer.answer([], usage, None, is_whole=False)))
+        await stream.tell(encode(writer.answer([], usage, None, is_whole=False)))
     await stream.end()
 
 
 async def all_of(parts: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
     """Return what each gives. If one fails, the others are cancelled, and that failure is raised."""
-    tasks = [asyncio.create_task(part) for part in parts]
+    tasks = []
     try:
+        for part in parts:
+            tasks.append(asyncio.create_task(part))
+            await asyncio.sleep(0)  # others have their turn
         return await asyncio.gather(*tasks)
     finally:
         for task in tasks:
@@ -185,7 +257,7 @@ async def _stream_prompt(
                     await stream.tell(_event(writer, choice, progress, 0, options, is_first=is_first))
                     is_first = False
             progress.take(delta)
-            choice = writer.choice(progress, delta, is_whole=False)
+            choice = await progress.write(progress.num_entries(delta), writer.choice, progress, delta, is_whole=False)
             if choice is not None:
                 num_tokens = progress.num_tokens[delta.sample_index]
                 await stream.tell(_event(writer, choice, progress, num_tokens, options, is_first=is_first))
@@ -206,7 +278,7 @@ def _event(
         usage = None
         if options.continuous_usage_stats:
             usage = counts(len(progress.prompt_token_ids), num_tokens - min(num_tokens, writer.num_hidden_tokens))
-    return _encode(writer.answer([choice], usage, progress if is_first else None, is_whole=False))
+    return encode(writer.answer([choice], usage, progress if is_first else None, is_whole=False))
 
 
 def _usage(begun: Sequence[PromptProgress], num_hidden_tokens: int) -> UsageCounts:

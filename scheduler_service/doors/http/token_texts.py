@@ -4,7 +4,11 @@ A token's bytes need not be whole characters: such a token's text shows its byte
 """
 
 import codecs
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from msgspec import Raw
 
 from scheduler_service.core.request import TokenLogprobs
 from scheduler_service.doors.http.answers import (
@@ -14,10 +18,15 @@ from scheduler_service.doors.http.answers import (
     PromptLogprob,
     PromptLogprobsField,
     TopLogprob,
+    encode,
+    encode_list,
 )
 from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
 
 _LOWEST = -9999.0  # JSON has no infinity
+_PIECE_ROWS = 256  # of a completion's columns, that are written at once
+# What a completion's columns have of a token: its offset, its log-probability, its text, the most likely tokens.
+_Row = tuple[int, float | None, str, dict[str, float] | None]
 
 
 class TokenTexts:
@@ -41,32 +50,31 @@ class TokenTexts:
             return prefix + "".join(f"\\x{byte:02x}" for byte in content)
 
     def chat_logprobs(self, entries: Iterable[TokenLogprobs]) -> ChatLogprobs:
-        return ChatLogprobs(
+        return ChatLogprobs(encode_list(map(self._chat_logprob, entries)))
+
+    def _chat_logprob(self, entry: TokenLogprobs) -> ChatLogprob:
+        return ChatLogprob(
+            self.text_of(entry.token_id),
+            _finite(entry.logprob),
+            list(self.bytes_of(entry.token_id)),
             [
-                ChatLogprob(
-                    self.text_of(entry.token_id),
-                    _finite(entry.logprob),
-                    list(self.bytes_of(entry.token_id)),
-                    [
-                        TopLogprob(self.text_of(token_id), _finite(logprob), list(self.bytes_of(token_id)))
-                        for token_id, logprob in entry.top
-                    ],
-                )
-                for entry in entries
-            ]
+                TopLogprob(self.text_of(token_id), _finite(logprob), list(self.bytes_of(token_id)))
+                for token_id, logprob in entry.top
+            ],
         )
 
-    def prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> PromptLogprobsField:
+    def prompt_logprobs(self, entries: Iterable[TokenLogprobs]) -> PromptLogprobsField:
         """Return those of a prompt: each token's own, and the most likely ones'."""
-        found: PromptLogprobsField = [None]
-        for entry in entries:
-            ranked = {
-                token_id: PromptLogprob(_finite(logprob), rank, self._readable(token_id))
-                for rank, (token_id, logprob) in enumerate(entry.top, 1)
-            }
-            own = PromptLogprob(_finite(entry.logprob), entry.rank, self._readable(entry.token_id))
-            found.append({entry.token_id: own} | ranked)
+        found: PromptLogprobsField = encode_list(itertools.chain([None], map(self._prompt_logprob, entries)))
         return found
+
+    def _prompt_logprob(self, entry: TokenLogprobs) -> dict[int, PromptLogprob]:
+        ranked = {
+            token_id: PromptLogprob(_finite(logprob), rank, self._readable(token_id))
+            for rank, (token_id, logprob) in enumerate(entry.top, 1)
+        }
+        own = PromptLogprob(_finite(entry.logprob), entry.rank, self._readable(entry.token_id))
+        return {entry.token_id: own} | ranked
 
     def _readable(self, token_id: int) -> str:
         """Return a token's text, as far as it is one: beside it stands its id."""
@@ -83,23 +91,26 @@ class CompletionTokens:
 
     def logprobs(self, entries: Iterable[TokenLogprobs], first_token_id: int | None = None) -> CompletionLogprobs:
         """Return those of the next tokens. `first_token_id` is of one before them, which has none."""
-        columns = CompletionLogprobs([], [], [], [])
+        columns: list[list[bytes]] = [[], [], [], []]  # of each, the pieces
+        rows = self._rows(entries, first_token_id)
+        while piece := list(itertools.islice(rows, _PIECE_ROWS)):
+            for pieces, column in zip(columns, zip(*piece, strict=True), strict=True):
+                pieces.append(encode(column)[1:-1])
+        lists: list[Any] = [Raw(b"[%b]" % b",".join(pieces)) for pieces in columns]
+        return CompletionLogprobs(*lists)
+
+    def _rows(self, entries: Iterable[TokenLogprobs], first_token_id: int | None) -> Iterator[_Row]:
         if first_token_id is not None:
-            self._add(columns, first_token_id, None, None)
+            yield self._row(first_token_id, None, None)
         for entry in entries:
             top = {self._text(entry.token_id): _finite(entry.logprob)}  # first, as vLLM's clients expect
             top |= {self._text(token_id): _finite(logprob) for token_id, logprob in entry.top}
-            self._add(columns, entry.token_id, _finite(entry.logprob), top)
-        return columns
+            yield self._row(entry.token_id, _finite(entry.logprob), top)
 
-    def _add(
-        self, columns: CompletionLogprobs, token_id: int, logprob: float | None, top: dict[str, float] | None
-    ) -> None:
-        columns.text_offset.append(self._num_chars)
-        columns.tokens.append(self._text(token_id))
-        columns.token_logprobs.append(logprob)
-        columns.top_logprobs.append(top)
+    def _row(self, token_id: int, logprob: float | None, top: dict[str, float] | None) -> _Row:
+        offset = self._num_chars
         self._num_chars += len(self._decoder.decode(self._texts.bytes_of(token_id)))
+        return offset, logprob, self._text(token_id), top
 
     def _text(self, token_id: int) -> str:
         return self._texts.text_of(token_id, "bytes:")

@@ -32,7 +32,7 @@ _MAX_MESSAGE_WEIGHT = 65_536
 # Failures that wait for a client that does not read. With so many, its next requests wait on the wire.
 _MAX_UNREAD_FAILURES = 1024
 _END_OF_STREAM_IDS = 2**64
-_LOGPROBS_WEIGHT = 32  # of one position's, with 20 alternatives
+_LOGPROB_WEIGHT = 32  # so that a message takes a few milliseconds
 
 
 class _Submitted:
@@ -209,7 +209,7 @@ class SharedCall:
         )
         active.listeners[lambda: self._mark_ready(request)] = None
         request.active = active
-        request.readers = [OutputReader(output) for output in active.outputs]
+        request.readers = [OutputReader(output, max_tokens=active.max_delta_tokens) for output in active.outputs]
         last = request.stream_id + len(request.readers)
         self._streams.update(dict.fromkeys(range(request.stream_id, last), request))
 
@@ -342,6 +342,6 @@ class SharedCall:
 
 
 def _weight(response: scheduler_pb2.GenerateResponse) -> int:
-    num_logprobs = len(response.logprobs) + len(response.prompt_logprobs)
+    num_logprobs = sum(1 + len(entry.top) for entry in (*response.logprobs, *response.prompt_logprobs))
     num_values = len(response.token_ids) + len(response.text) + len(response.embedding)
-    return 1 + num_values + _LOGPROBS_WEIGHT * num_logprobs
+    return 1 + num_values + _LOGPROB_WEIGHT * num_logprobs

@@ -388,5 +388,5 @@ class SlowClient:
 
 def _weight(entry: pb.StreamDelta) -> int:
     delta = entry.delta
-    num_logprobs = len(delta.logprobs) + len(delta.prompt_logprobs)
+    num_logprobs = sum(1 + len(entry.top) for entry in (*delta.logprobs, *delta.prompt_logprobs))
     return 1 + len(delta.token_ids) + len(delta.text) + len(delta.embedding) + 32 * num_logprobs

@@ -1,0 +1,60 @@
+"""What answers hold in memory, which is bounded before anything is computed."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scheduler_service.core.request import TokenLogprobs
+from scheduler_service.doors.http import answering
+from scheduler_service.serving.output import OutputReader, SampleRecord
+from tests.contract.http.door import HttpServer
+from tests.contract.http.test_fairness import CHAT, COMPLETION, MIB, chat, of, shared_server
+
+
+@pytest.mark.parametrize(
+    ("field", "path", "asked"),
+    [
+        ("prompt_logprobs", COMPLETION, {"prompt": [[5] * 200] * 250, "prompt_logprobs": 20}),
+        ("prompt_logprobs", COMPLETION, {"prompt": [[5] * 200] * 16, "prompt_logprobs": 20, "n": 16, "stream": True}),
+        ("logprobs", COMPLETION, {"prompt": [[5]] * 250, "logprobs": 20, "max_tokens": 200}),
+        ("echo", COMPLETION, {"prompt": [[5] * 200] * 1024, "echo": True, "n": 16}),
+        ("return_token_ids", COMPLETION, {"prompt": [[5] * 200] * 1024, "return_token_ids": True, "n": 16}),
+        ("top_logprobs", CHAT, chat("x") | {"logprobs": True, "top_logprobs": 20, "n": 16, "max_tokens": 200}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_what_an_answer_holds_is_bounded_before_it_is_computed(
+    server: HttpServer, monkeypatch: pytest.MonkeyPatch, field: str, path: str, asked: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(answering, "MAX_ANSWER_BYTES", 4 * MIB)
+    error = await server.refusal(path, **({"max_tokens": 1} | asked))
+    assert error["param"] == field
+    assert str(4 * MIB) in error["message"]
+    assert (await server.stack.loads()).num_prompt_tokens == 0
+
+
+async def test_answers_of_a_tenant_share_a_bound(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scheduler_service.serving.intake.MAX_TENANT_ANSWER_BYTES", MIB // 2)
+    asked = {"prompt": [5] * 40, "max_tokens": 100, "logprobs": 20, "n": 2, "seed": 0, "ignore_eos": True}
+    async with shared_server(model, tmp_path) as server:
+        server.stack.worker.step_seconds = 0.01
+        tenants = ("acme", "acme", "globex")
+        answers = await asyncio.gather(*(server.post(COMPLETION, of(tenant), **asked) for tenant in tenants))
+        assert sorted(answer.status_code for answer in answers[:2]) == [200, 429]
+        assert any("answers of this tenant" in answer.text for answer in answers[:2])
+        assert answers[2].status_code == 200
+        assert (await server.post(COMPLETION, of("acme"), **asked)).status_code == 200
+
+
+def test_log_probabilities_that_wait_take_few_bytes() -> None:
+    entry = TokenLogprobs(5, -0.5, 1, tuple((token_id, -0.5) for token_id in range(20)))
+    record = SampleRecord(0, with_logprobs=True, is_whole=True)
+    record.add([5] * 1000, [entry] * 1000, [entry] * 1000)
+    record.take_in()
+    assert record.num_bytes < 2 * 1000 * 21 * 20
+    [*_, last] = OutputReader(record, max_tokens=100).take()
+    assert list(last.logprobs) == [entry] * 100
+    record.forget()
+    assert record.num_bytes < 20_000
