@@ -69,9 +69,10 @@ RANGES = {
     "logprobs": LOGPROBS,
     "prompt_logprobs": LOGPROBS,
 }
-MAX_ENTRIES = {"stop": 16, "stop_token_ids": 64, "logit_bias": 1024}
 MAX_STOP_TEXT_CHARS = 256
 MAX_GRAMMAR_BYTES = 512 * 1024  # of UTF-8
+# A text of a choice has at least one character, two quotes, and what parts it from the next.
+MAX_ENTRIES = {"stop": 16, "stop_token_ids": 64, "logit_bias": 1024, "choice": MAX_GRAMMAR_BYTES // 4}
 # Of a random choice: a beam search makes none, and takes the values that turn them off.
 FILTERS_OFF = {name: getattr(SamplingParams(), name) for name in ("temperature", "top_k", "top_p", "min_p")}
 
@@ -81,12 +82,12 @@ def faults_in(options: Options) -> Iterator[Fault]:
     for field, legal in RANGES.items():
         if field in options:
             yield from legal.faults(field, options[field])
-    yield from faults_of_min_tokens(options)
-    yield from _faults_of_beams(options)
-    yield from _faults_of_grammar(options)
     for field, limit in MAX_ENTRIES.items():
         if (count := len(options.get(field, ()))) > limit:
             yield Fault(field, f"{field} has {count} entries, at most {limit} are allowed; send fewer")
+    yield from faults_of_min_tokens(options)
+    yield from _faults_of_beams(options)
+    yield from _faults_of_grammar(options)
     for token_id, bias in options.get("logit_bias", {}).items():
         yield from LOGIT_BIAS.faults(f"logit_bias[{token_id}]", bias)
     for position, text in enumerate(options.get("stop", ())):

@@ -13,6 +13,7 @@ from pagewire.common.chat_output.chat_format import (
     format_of,
 )
 from pagewire.common.chat_output.output_parser import OutputParser
+from pagewire.common.chat_output.parameters import Parameters
 from pagewire.common.chat_output.parts import Arguments, CallStart, Content, OutputPart, Reasoning
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Content",
     "OutputParser",
     "OutputPart",
+    "Parameters",
     "Reasoning",
     "format_of",
 ]

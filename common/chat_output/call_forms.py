@@ -4,9 +4,11 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from pagewire.common.chat_output.parameters import Parameters
+
 Form = dict[str, Any]
-# Of a call of a function, by its parameters' schema.
-CallTag = Callable[[str, Any], Form]
+# Of a call of a function, by its parameters.
+CallTag = Callable[[str, Parameters], Form]
 ANY_TEXT = "any_text"
 FREE_TEXTS = (ANY_TEXT, "regex", "triggered_tags")  # formats with `excludes`
 
@@ -14,16 +16,17 @@ FREE_TEXTS = (ANY_TEXT, "regex", "triggered_tags")  # formats with `excludes`
 class Asked(NamedTuple):
     """What a request asks of an output."""
 
-    functions: Mapping[str, Any]  # JSON Schemas of their parameters, by name
+    functions: Mapping[str, Parameters]  # by name
     text: Form  # what is no call
     thought: Form  # what reasoning is
     is_required: bool  # a call is
     is_parallel: bool
 
 
-def json_between(begin: str, schema: Any, end: str | list[str]) -> Form:
-    """Return the form of JSON between two texts that matches a JSON Schema."""
-    return {"type": "tag", "begin": begin, "content": {"type": "json_schema", "json_schema": schema}, "end": end}
+def json_between(begin: str, parameters: Parameters, end: str | list[str]) -> Form:
+    """Return the form of arguments in JSON between two texts."""
+    content = {"type": "json_schema", "json_schema": parameters.schema}
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
 class TaggedCalls(NamedTuple):

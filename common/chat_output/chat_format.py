@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 from pagewire.common.chat_output import glm, harmony, json_calls, llama, mistral, pythonic, xml_calls
 from pagewire.common.chat_output.call_forms import ANY_TEXT, FREE_TEXTS, Asked, CallTag, Form, LeadingCalls, TaggedCalls
 from pagewire.common.chat_output.output_parser import OutputParser
+from pagewire.common.chat_output.parameters import Parameters, read_functions
 from pagewire.common.chat_output.parts import Reasoning
 from pagewire.common.chat_output.unread import Reading, Unread
 
@@ -14,13 +15,13 @@ _NEWLINES = "\n"
 _OPENAI, _GPT_OSS, _NONE = "openai", "openai_gptoss", "none"
 # Behind reasoning. With as much as there may be, a model may go on with spaces for ever.
 _SPACE: Form = {"type": "regex", "pattern": r"[ \n]{0,2}"}
-# The JSON Schemas of the parameters of functions, by name.
+# The parameters of functions by name, or their JSON Schemas.
 Functions = Mapping[str, Any]
 _Format = TypeVar("_Format")
 
 
 class CallFormat(NamedTuple):
-    read: Callable[[Functions, Unread], Reading[None]]
+    read: Callable[[Mapping[str, Parameters], Unread], Reading[None]]
     form: Callable[[Asked], Form]  # what outputs match, as a format of a structural tag
     tags: tuple[str, ...]  # the texts that it reads
 
@@ -46,9 +47,10 @@ class ChatFormat(NamedTuple):
         return (*(self.thinking or ()), *(calls.tags if calls else ()))
 
     def parser(self, prompt: str, functions: Functions) -> OutputParser:
-        """Return what reads an output that goes on with a prompt, and may call functions, if there are any."""
+        """Return what reads an output that goes on with a prompt, and may call functions, if there are any. Raises
+        SchemaBudgetError."""
         calls = self._read_in(functions)
-        read = partial(calls.read, functions) if calls else Unread.rest
+        read = partial(calls.read, read_functions(functions)) if calls else Unread.rest
         return OutputParser(partial(self._read, is_reasoning=self.is_reasoning(prompt), read=read))
 
     def _read_in(self, functions: Functions) -> CallFormat | None:
@@ -78,7 +80,7 @@ class ChatFormat(NamedTuple):
         """Return what outputs match that go on with a prompt. They call functions, one or several, or else any number
         of them within text, or instead of one that matches `text`; all that once they have ended their reasoning, if
         they begin or go on with some. Where that has a limit, no other begins within free text. Raises ValueError for
-        functions where the model calls none."""
+        functions where the model calls none, and SchemaBudgetError."""
         if functions and self.calls is None:
             raise ValueError("there are no calls in this format")
         thought: Form = {"type": ANY_TEXT}
@@ -86,7 +88,7 @@ class ChatFormat(NamedTuple):
         if max_reasoning_tokens is not None:
             thought["max_tokens"] = max_reasoning_tokens
             text = _without(text, [self.thinking.begin] if self.thinking else [])
-        asked = Asked(functions, text, thought, is_required, is_parallel)
+        asked = Asked(read_functions(functions), text, thought, is_required, is_parallel)
         form = self.calls.form(asked) if self.calls and (functions or self.is_in_channels) else asked.text
         return {
             "type": "structural_tag",

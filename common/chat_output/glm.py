@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from pagewire.common.chat_output.parameters import Parameters
 from pagewire.common.chat_output.parts import CallStart, Content
 from pagewire.common.chat_output.tagged_arguments import ArgumentTags
 from pagewire.common.chat_output.unread import Reading, Unread
@@ -11,7 +12,7 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 _ARGUMENTS = ArgumentTags("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>", END)
 
 
-def read_calls(functions: Mapping[str, Any], unread: Unread) -> Reading[None]:
+def read_calls(functions: Mapping[str, Parameters], unread: Unread) -> Reading[None]:
     """Tell content, and the calls in it."""
     marker = yield from unread.until((BEGIN,), Content)
     while marker:
@@ -29,6 +30,6 @@ def read_calls(functions: Mapping[str, Any], unread: Unread) -> Reading[None]:
             marker = yield from unread.until((BEGIN,), Content)
 
 
-def call_tag(name: str, parameters: Any) -> dict[str, Any]:
+def call_tag(name: str, parameters: Parameters) -> dict[str, Any]:
     """Return a call of a function, whose arguments match a JSON Schema, as a structural tag's part."""
     return {"type": "tag", "begin": f"{BEGIN}{name}\n", "content": _ARGUMENTS.form(parameters), "end": END}

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from pagewire.common.chat_output.call_forms import json_between
 from pagewire.common.chat_output.call_object import read_one_or_several
 from pagewire.common.chat_output.call_tags import CallTags
+from pagewire.common.chat_output.parameters import Parameters
 from pagewire.common.chat_output.unread import Reading, Unread
 
 
@@ -25,7 +26,7 @@ class JsonCalls(NamedTuple):
         tags = CallTags(self.begins, (self.end,), is_ended=self.is_ended)
         yield from tags.read(unread, lambda _: read_one_or_several(unread))
 
-    def call_tag(self, name: str, parameters: Any) -> dict[str, Any]:
+    def call_tag(self, name: str, parameters: Parameters) -> dict[str, Any]:
         """Return a call of a function, whose arguments match a JSON Schema, as a structural tag's part."""
         opener, closer = "[]" if self.is_list else ("\n", "\n")
         begin = f'{self.begins[0]}{opener}{{"name": {json.dumps(name)}, "arguments": '

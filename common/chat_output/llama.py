@@ -6,6 +6,7 @@ from typing import Any
 
 from pagewire.common.chat_output.call_forms import json_between
 from pagewire.common.chat_output.call_object import read_call
+from pagewire.common.chat_output.parameters import Parameters
 from pagewire.common.chat_output.parts import Content
 from pagewire.common.chat_output.unread import Reading, Unread
 
@@ -25,6 +26,6 @@ def read_calls(functions: Mapping[str, Any], unread: Unread) -> Reading[None]:
         marker = yield from unread.until((TAG, _BRACE), rest or Content)
 
 
-def call_tag(name: str, parameters: Any) -> dict[str, Any]:
+def call_tag(name: str, parameters: Parameters) -> dict[str, Any]:
     """Return a call of a function, whose arguments match a JSON Schema, as a structural tag's part."""
     return json_between(f'{{"name": {json.dumps(name)}, "parameters": ', parameters, "}")

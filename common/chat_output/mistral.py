@@ -6,6 +6,7 @@ from typing import Any
 
 from pagewire.common.chat_output.call_forms import json_between
 from pagewire.common.chat_output.call_object import Rest, read_one_or_several
+from pagewire.common.chat_output.parameters import Parameters
 from pagewire.common.chat_output.parts import Arguments, CallStart, Content
 from pagewire.common.chat_output.unread import Reading, Unread, told
 
@@ -39,11 +40,11 @@ def _read_named(unread: Unread) -> Reading[Rest]:
     return Content if is_whole else Arguments
 
 
-def named_call_tag(name: str, parameters: Any) -> dict[str, Any]:
+def named_call_tag(name: str, parameters: Parameters) -> dict[str, Any]:
     """Return a call of a function, whose arguments match a JSON Schema, as a structural tag's part."""
     return json_between(f"{BEGIN}{name}{_ARGUMENTS}", parameters, "")
 
 
-def listed_call_tag(name: str, parameters: Any) -> dict[str, Any]:
+def listed_call_tag(name: str, parameters: Parameters) -> dict[str, Any]:
     """The same of a call in a list."""
     return json_between(f'{BEGIN}[{{"name": {json.dumps(name)}, "arguments": ', parameters, "}]")

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from pagewire.common.chat_output.call_object import Rest
 from pagewire.common.chat_output.call_tags import CallTags
 from pagewire.common.chat_output.literals import json_of
+from pagewire.common.chat_output.parameters import Parameters, values_in
 from pagewire.common.chat_output.parts import Arguments, CallStart, Content
-from pagewire.common.chat_output.tagged_arguments import NOTHING, named_in, types_of, values_in, with_definitions
 from pagewire.common.chat_output.unread import Reading, Unread, held
 
 _LINE = "\n"
@@ -52,41 +52,33 @@ class PythonicCalls(NamedTuple):
                 return Content
         return rest
 
-    def call_tag(self, name: str, parameters: Any) -> dict[str, Any]:
+    def call_tag(self, name: str, parameters: Parameters) -> dict[str, Any]:
         """Return a call between its tags, as a structural tag's part."""
         tag = bare_call_tag(name, parameters)
         begin, end = f"{self.begins[0]}{self.opener or _LINE}", f"{self.closer or _LINE}{self.ends[0]}"
         return {**tag, "begin": begin + tag["begin"], "end": tag["end"] + end}
 
 
-def bare_call_tag(name: str, parameters: Any) -> dict[str, Any]:
+def bare_call_tag(name: str, parameters: Parameters) -> dict[str, Any]:
     """Return a call of a function, whose arguments match a JSON Schema, as a structural tag's part: one after another
     in the schema's order."""
-    properties, required = named_in(parameters)
-    keys = list(properties)
-    # By which argument is the first.
-    lists: list[dict[str, Any]] = [] if any(key in keys for key in required) else [NOTHING]
-    for place, first in enumerate(keys):
-        rest = [_argument_form(", ", key, parameters) for key in keys[place + 1 :]]
-        others = [
-            form if key in required else {"type": "or", "elements": [form, NOTHING]}
-            for key, form in zip(keys[place + 1 :], rest, strict=True)
-        ]
-        lists.append({"type": "sequence", "elements": [_argument_form("", first, parameters), *others]})
-        if first in required:
-            break
-    return {"type": "tag", "begin": f"{name}(", "content": {"type": "or", "elements": lists}, "end": ")"}
+    arguments = {
+        "type": "tags_in_order",
+        "separator": ", ",
+        "tags": [_argument_tag(key, parameters) for key in parameters.properties],
+        "required": [key in parameters.required for key in parameters.properties],
+    }
+    return {"type": "tag", "begin": f"{name}(", "content": arguments, "end": ")"}
 
 
-def _argument_form(before: str, key: str, schema: dict[str, Any]) -> dict[str, Any]:
-    value = named_in(schema)[0][key]
-    forms: list[dict[str, Any]] = [with_definitions(value, schema)]
-    if values := values_in(value):
+def _argument_tag(key: str, parameters: Parameters) -> dict[str, Any]:
+    forms: list[dict[str, Any]] = [parameters.json_form(key)]
+    if values := values_in(parameters.properties[key]):
         forms += [{"type": "const_string", "value": repr(each)} for each in values]
     else:
-        patterns = (_SPELLINGS[name] for name in sorted(types_of(value, schema) & _SPELLINGS.keys()))
+        patterns = (_SPELLINGS[name] for name in sorted(parameters.types[key] & _SPELLINGS.keys()))
         forms += [{"type": "regex", "pattern": pattern} for pattern in patterns]
-    return {"type": "tag", "begin": f"{before}{key}=", "content": {"type": "or", "elements": forms}, "end": ""}
+    return {"type": "tag", "begin": f"{key}=", "content": {"type": "or", "elements": forms}, "end": ""}
 
 
 def _read_call(functions: Mapping[str, Any], unread: Unread) -> Reading[Rest]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from pagewire.common.chat_output.call_object import Rest
 from pagewire.common.chat_output.call_tags import CallTags
+from pagewire.common.chat_output.parameters import Parameters
 from pagewire.common.chat_output.parts import CallStart, Content
 from pagewire.common.chat_output.tagged_arguments import ArgumentTags
 from pagewire.common.chat_output.unread import Reading, Unread
@@ -25,12 +26,12 @@ class XmlCalls(NamedTuple):
     def tags(self) -> tuple[str, ...]:
         return (self.begin, self.end)
 
-    def read_calls(self, functions: Mapping[str, Any], unread: Unread) -> Reading[None]:
+    def read_calls(self, functions: Mapping[str, Parameters], unread: Unread) -> Reading[None]:
         """Tell content, and the calls in it. A call of a function that there is may lack the outer tag."""
         tags = CallTags((self.begin, _FUNCTION), (self.end,), is_ended=True)
         yield from tags.read(unread, partial(self._read_call, functions, unread))
 
-    def _read_call(self, functions: Mapping[str, Any], unread: Unread, tag: str) -> Reading[Rest]:
+    def _read_call(self, functions: Mapping[str, Parameters], unread: Unread, tag: str) -> Reading[Rest]:
         is_inner = tag == _FUNCTION
         is_begun = is_inner or (yield from unread.begins_with(_FUNCTION))
         name = (yield from unread.word()) if is_begun else ""
@@ -41,7 +42,7 @@ class XmlCalls(NamedTuple):
         yield from self.arguments.tell(unread, functions.get(name))
         return Content
 
-    def call_tag(self, name: str, parameters: Any) -> dict[str, Any]:
+    def call_tag(self, name: str, parameters: Parameters) -> dict[str, Any]:
         """Return a call of a function, whose arguments match a JSON Schema, as a structural tag's part."""
         return {
             "type": "tag",

@@ -24,6 +24,8 @@ _FIELDS = {
     "tag": {"begin", "content", "end"},
     "tags_with_separator": {"tags", "separator", "at_least_one", "stop_after_first"},
     "triggered_tags": {"triggers", "tags", "at_least_one", "stop_after_first", "excludes"},
+    # Not of xgrammar: tags of which those that are not required may be left out.
+    "tags_in_order": {"tags", "separator", "required"},
 }
 
 
@@ -35,6 +37,10 @@ def _are_texts(value: Any) -> bool:
     return isinstance(value, list) and all(map(_is_text, value))
 
 
+def _are_flags(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, bool) for each in value)
+
+
 # What fields are, wherever they stand, and how that is called.
 _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("type", "value", "pattern", "begin", "separator"), (_is_text, "a text")),
@@ -43,6 +49,7 @@ _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
         ("excludes", "special_tokens"), (lambda value: value is None or _are_texts(value), "a list of texts")
     ),
     "triggers": (_are_texts, "a list of texts"),
+    "required": (_are_flags, "a list of true or false"),
     "end": (lambda value: _is_text(value) or _are_texts(value), "a text or a list of texts"),
     "max_tokens": (
         lambda value: value is None or (type(value) is int and 0 <= value < 1 << 32),  # true is none
@@ -114,6 +121,8 @@ class _Rules:
                 return self.separated(form)
             case "triggered_tags":
                 return self.triggered(form)
+            case "tags_in_order":
+                return self.in_order(form)
         raise ValueError(f"formats of type {kind!r} are not supported in structural tags")
 
     def rule(self, body: str, attributes: str = "") -> str:
@@ -203,6 +212,20 @@ class _Rules:
         more = "" if form.get("stop_after_first") else f" ({self.literal(form.get('separator', ''))} {tag})*"
         tags = self.rule(f"{tag}{more}")
         return tags if form.get("at_least_one") else self.rule(f"{tags} |")
+
+    def in_order(self, form: Any) -> str:
+        """Tags in their order with a text between them. Each rule refers to the one of the tags behind it, so that
+        there are only as many as tags."""
+        tags, required = _tags(form), _field(form, "required", "tags_in_order")
+        if len(tags) != len(required):
+            raise ValueError(f"tags_in_order has {len(tags)} tags, but required is a list of {len(required)}")
+        separator = self.literal(form.get("separator", ""))
+        first = later = '""'  # the tags from a place on, where none or some came before
+        for form_of_tag, is_required in zip(reversed(tags), reversed(required), strict=True):
+            tag = self.tag(form_of_tag)
+            first = self.either([self.sequence([tag, later]), *([] if is_required else [first])])
+            later = self.either([self.sequence([separator, tag, later]), *([] if is_required else [later])])
+        return first
 
     def triggered(self, form: Any) -> str:
         """Free text in which a trigger begins one of the tags that begin with it."""

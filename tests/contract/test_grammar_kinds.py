@@ -254,12 +254,12 @@ def test_what_cannot_be_read_says_why(kind: str, text: str, reason: str, compile
 TEXTS = {"begin": "<a>", "value": "a", "pattern": "a", "separator": ",", "type": "structural_tag"}
 LISTS = {"excludes": ["b"], "triggers": ["<"], "special_tokens": ["<s>"]}
 TRUTHS = {"at_least_one": True, "stop_after_first": False}
-FLAT = {*TEXTS, *LISTS, *TRUTHS, "end", "max_tokens"}
+FLAT = {*TEXTS, *LISTS, *TRUTHS, "end", "max_tokens", "required"}
 TAG = tag("<a>", "</a>")
 VALUES = {
     **TEXTS, **LISTS, **TRUTHS, "end": ["</a>"], "max_tokens": 5, "json_schema": POINT, "schema": POINT,
     "elements": [ONE_DIGIT], "tags": [TAG], "content": ONE_DIGIT, "format": TAG,
-    "structures": [{"begin": "<a>", "schema": POINT, "end": ""}],
+    "structures": [{"begin": "<a>", "schema": POINT, "end": ""}], "required": [True],
 }  # fmt: skip
 ANY_JSON = [None, True, False, 0, 1, 5.0, -1, 1 << 32, "", "a", [], ["a"], [1], [None], [[]], [{}], {}, {"type": 5}]
 
@@ -269,7 +269,7 @@ def is_of_type(field: str, value: Any) -> bool:
         return field in {"excludes", "special_tokens", "max_tokens", *TRUTHS}
     if field in ("json_schema", "schema"):
         return value is True or isinstance(value, dict)
-    if field in ("elements", "tags", "structures"):
+    if field in ("elements", "tags", "structures", "required"):
         return value == []
     are_texts = isinstance(value, list) and all(isinstance(text, str) for text in value)
     kinds = {**dict.fromkeys(TEXTS, isinstance(value, str)), **dict.fromkeys(LISTS, are_texts)}

@@ -19,6 +19,7 @@ from pagewire.common.network.families.reading import MAX_EXPERTS
 from pagewire.common.network.quantization import METHODS
 from pagewire.common.process import EXIT_REFUSED
 from pagewire.common.sampling_rules import MAX_GRAMMAR_BYTES, RANGES
+from pagewire.common.schema_budget import MAX_CHARS, MAX_VALUES
 from pagewire.common.transport import addresses, health, link_secret, listening, queued_writer
 from pagewire.hosting import gateway, logs
 from pagewire.hosting.gateway import GatewayConfig
@@ -79,6 +80,7 @@ FACTS = [
     ("docs/tracing.md", f"waits at most {logs.FLUSH_TIMEOUT:g} seconds"),
     ("docs/structured_output.md", f"| {1000 * trial.MAX_MASK_SECONDS:g} ms each on average"),
     ("docs/structured_output.md", f"more than {MAX_GRAMMAR_BYTES >> 10} KiB"),
+    ("docs/structured_output.md", f"| {MAX_VALUES} values and {MAX_CHARS >> 10} Ki characters"),
     ("docs/structured_output.md", f"at most {round(1000 * trial.MAX_CPU_SECONDS)} ms of CPU time"),
     ("docs/structured_output.md", f"of CPU time and {trial.MAX_BYTES // MIB} MiB of memory"),
     ("docs/structured_output.md", f"more than {grammars.MAX_TENANT_WAITING} different ones of one tenant"),

@@ -7,29 +7,41 @@ from typing import Any, NamedTuple
 
 from msgspec import UNSET
 
-from pagewire.common.chat_output import Arguments, CallStart, ChatFormat, ChatRules, Content, OutputParser, Reasoning
+from pagewire.common.chat_output import (
+    Arguments,
+    CallStart,
+    ChatFormat,
+    ChatRules,
+    Content,
+    OutputParser,
+    Parameters,
+    Reasoning,
+)
 from pagewire.common.grammars.structural_tag import format_in
+from pagewire.common.schema_budget import SchemaBudget, SchemaBudgetError
 from pagewire.common.strict_json import from_json
 from scheduler_service.doors.http.answers import CalledFunction, ToolCall
 from scheduler_service.doors.http.options import FoundGrammar, structured
 from scheduler_service.doors.http.requests import AllowedToolsChoice, ChatCompletionRequest, ToolField
-from scheduler_service.serving.refusal import invalid
+from scheduler_service.serving.refusal import RefusedError, invalid
 
 _NO_PARAMETERS = {"type": "object", "additionalProperties": False}
 # Makes what reads an output.
 ParserMaker = Callable[[], OutputParser]
 
 
-def functions_of(request: ChatCompletionRequest, output: ChatFormat) -> dict[str, Any]:
-    """Return the JSON Schemas of the parameters of the functions that an output may call, by name. Raises
-    RefusedError."""
-    tools, (mode, names) = request.tools or [], _choice_of(request)
-    functions: dict[str, Any] = {}
+def functions_of(request: ChatCompletionRequest, output: ChatFormat) -> dict[str, Parameters]:
+    """Return the parameters of the functions that an output may call, by name. Raises RefusedError."""
+    tools, (mode, names), budget = request.tools or [], _choice_of(request), SchemaBudget()
+    functions: dict[str, Parameters] = {}
     for position, tool in enumerate(tools):
-        name = tool.function.name
+        name, schema = tool.function.name, tool.function.parameters
         if name in functions:
             raise invalid(f"tools[{position}].function.name", f"another tool is called {name!r} too; rename one")
-        functions[name] = _NO_PARAMETERS if tool.function.parameters is None else tool.function.parameters
+        try:
+            functions[name] = Parameters(_NO_PARAMETERS if schema is None else schema, budget)
+        except SchemaBudgetError as error:
+            raise _too_large(f"tools[{position}]", error) from None
     if mode == "none" or not (functions or names or mode == "required"):
         return {}
     is_known = names <= functions.keys()
@@ -47,6 +59,14 @@ def functions_of(request: ChatCompletionRequest, output: ChatFormat) -> dict[str
     return functions
 
 
+def _too_large(field: str, error: SchemaBudgetError) -> RefusedError:
+    return invalid(
+        field,
+        f"{field}: the JSON Schemas of the request have {error}, counting what each $ref and each property's copy of "
+        "$defs adds; send simpler schemas, or fewer tools",
+    )
+
+
 def _choice_of(request: ChatCompletionRequest) -> tuple[str, set[str]]:
     """Return whether there are to be calls, and of which functions; none: of any."""
     match request.tool_choice:
@@ -59,7 +79,7 @@ def _choice_of(request: ChatCompletionRequest) -> tuple[str, set[str]]:
 
 
 def chat_grammars(
-    request: ChatCompletionRequest, output: ChatFormat, functions: dict[str, Any], prompt: str, rules: ChatRules
+    request: ChatCompletionRequest, output: ChatFormat, functions: dict[str, Parameters], prompt: str, rules: ChatRules
 ) -> list[FoundGrammar]:
     """Return what an output must match besides what is ruled out: calls as the request asks for them, or else a text of
     the form that it asks for, once it has ended its reasoning. Raises RefusedError for a grammar, which cannot be told
@@ -81,14 +101,17 @@ def chat_grammars(
     text = _form_of(found, besides, output)
     if found and text is None:
         return found
-    tag = output.structural_tag(
-        functions,
-        prompt,
-        is_required=is_required,
-        is_parallel=not isinstance(request.tool_choice, ToolField) and request.parallel_tool_calls is not False,
-        text=text,
-        max_reasoning_tokens=budget,
-    )
+    try:
+        tag = output.structural_tag(
+            functions,
+            prompt,
+            is_required=is_required,
+            is_parallel=not isinstance(request.tool_choice, ToolField) and request.parallel_tool_calls is not False,
+            text=text,
+            max_reasoning_tokens=budget,
+        )
+    except SchemaBudgetError as error:
+        raise _too_large("tools", error) from None
     return [(found[0][0] if found else besides, "structural_tag", json.dumps(tag))]
 
 
@@ -99,8 +122,12 @@ def _form_of(found: list[FoundGrammar], besides: str, output: ChatFormat) -> dic
         return None
     [(field, kind, value)] = found
     if kind in _FORMS:
+        budget = SchemaBudget()
         try:
+            budget.take_json(value) if isinstance(value, str) else budget.take_tree(value)
             return _FORMS[kind](value)
+        except SchemaBudgetError as error:
+            raise _too_large(field, error) from None
         except ValueError:
             return None
     if besides:

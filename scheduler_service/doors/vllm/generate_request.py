@@ -13,6 +13,7 @@ from typing import Any
 from smg_grpc_proto import vllm_engine_pb2
 
 from pagewire.common.sampling_rules import RANGES
+from pagewire.common.schema_budget import SchemaBudget
 from pagewire.common.strict_json import from_json
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
 from scheduler_service.serving.parsed_request import ParsedRequest, parse_request
@@ -46,7 +47,6 @@ _OPTIONS = [
 # How a gateway's JSON Schema begins where `tool_choice` is "required": a list of calls, each an object with the name of
 # a tool and its parameters.
 _CALLS_BEGINNING = '{"type":"array","minItems":1,"items":{"type":"object","anyOf":[{"properties":{"name":'
-_MAX_SCHEMA_LENGTH = 512 * 1024  # of a schema that is served
 # As most models write JSON. Of space before a comma or a bracket the gateway makes text, and of the calls behind it.
 _SPELLING_OF_CALLS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -104,9 +104,10 @@ def close_calls(schema: str) -> str:
     The gateway reads such calls alone, though its schema leaves room for more: what else stood in one would make text
     of all of them.
     """
-    if not schema.startswith(_CALLS_BEGINNING) or len(schema) > _MAX_SCHEMA_LENGTH:
+    if not schema.startswith(_CALLS_BEGINNING):
         return schema
     try:
+        SchemaBudget().take_json(schema)
         calls = from_json(schema)
         for call in calls["items"]["anyOf"]:
             if set(call) != {"properties", "required"} or set(call["properties"]) != {"name", "parameters"}:

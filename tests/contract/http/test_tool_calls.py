@@ -9,6 +9,8 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizers import Tokenizer
 
+from pagewire.common.sampling_rules import MAX_ENTRIES
+from pagewire.common.schema_budget import MAX_VALUES
 from scheduler_service.config import FrontEndConfig, HttpOptions
 from tests.contract.http.door import HttpServer, serve_http
 from tests.contract.http.scripted import CALL, SECOND, WEATHER, Say, make_tool_checkpoint
@@ -300,3 +302,42 @@ async def test_calls_that_are_left_to_the_model_may_be_free(model: Path, say: Sa
 )
 async def test_what_is_refused(server: HttpServer, field: str, asked: dict[str, Any]) -> None:
     assert (await server.refusal(PATH, messages=[QUESTION], **asked))["param"] == field
+
+
+async def test_schemas_of_too_many_values_are_refused_by_each_api(server: HttpServer) -> None:
+    definitions = {f"x{i}": {"anyOf": [{"$ref": f"#/$defs/x{j}"} for j in range(120)]} for i in range(120)}
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/x0"}}, "$defs": definitions}
+    many = ["x"] * MAX_VALUES
+    message, tool = {"messages": [QUESTION]}, {"name": "f"}
+    function = {"type": "function", "function": tool | {"parameters": schema}}
+    for path, asked in (
+        (PATH, message | {"tools": [function]}),
+        ("/v1/messages", message | {"max_tokens": 1, "tools": [tool | {"input_schema": schema}]}),
+        ("/v1/responses", {"input": "hi", "tools": [tool | {"type": "function", "parameters": schema}]}),
+    ):
+        error = await server.refusal(path, **asked)
+        assert error["param"] == "tools[0]"
+        assert f"have more than {MAX_VALUES} values" in error["message"]
+        assert "send simpler schemas" in error["message"]
+    thinks: dict[str, Any] = {"messages": [QUESTION], "chat_template_kwargs": {"thinks": True}}
+    for field, value in (
+        ("guided_json", {"enum": many}),
+        ("guided_choice", many),
+        ("guided_regex", "[a]" * MAX_VALUES),
+    ):
+        assert (await server.refusal(PATH, **thinks, **{field: value}))["param"] == field
+    most = MAX_ENTRIES["choice"]
+    error = await server.refusal(PATH, messages=[QUESTION], guided_choice=["x"] * (most + 1))
+    assert f"has {most + 1} entries, at most {most} are allowed" in error["message"]
+
+
+async def test_copies_of_definitions_are_counted(model: Path) -> None:
+    schema = {
+        "properties": {f"p{i}": {"type": "integer"} for i in range(50)},
+        "$defs": {"a": {"enum": ["x"] * (MAX_VALUES // 40)}},
+    }
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    async with serve_http(model, front={"tool_call_parser": "qwen3_coder"}) as server:
+        error = await server.refusal(PATH, messages=[QUESTION], tools=[tool])
+    assert error["param"] == "tools"
+    assert f"have more than {MAX_VALUES} values" in error["message"]

@@ -1,5 +1,6 @@
 """What constrains outputs to valid calls, by a tokenizer that has a token for each tag of a format."""
 
+import itertools
 import json
 import random
 from typing import Any
@@ -237,3 +238,13 @@ def test_text_with_a_limit_keeps_it_beside_calls(name: str) -> None:
     assert constraint.allows("ab")
     assert not constraint.allows("abc")
     assert constraint.allows(spelled(name, CALLS[:1]))
+
+
+def test_arguments_come_in_order_and_may_lack() -> None:
+    properties: dict[str, object] = {key: {"type": "integer"} for key in "abcd"}
+    for required in ([], ["a"], ["b"], ["d"], ["b", "d"], list("abcd"), ["z"]):
+        constraint = Constraint("pythonic", {"f": {"properties": properties, "required": required}}, is_required=True)
+        for num in range(5):
+            for keys in itertools.permutations("abcd", num):
+                is_legal = list(keys) == sorted(keys) and set(required) - {"z"} <= set(keys)
+                assert constraint.allows(f"[f({', '.join(f'{key}=1' for key in keys)})]") == is_legal, (required, keys)

@@ -1,0 +1,121 @@
+"""What the schemas of a call cost before a process of their own reads them: no more than they are long, and bounded."""
+
+import json
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pagewire.common.chat_output import Parameters
+from pagewire.common.grammars.structural_tag import structural_tag_to_lark
+from pagewire.common.schema_budget import MAX_CHARS, MAX_VALUES, SchemaBudget, SchemaBudgetError
+from tests.core.chat_output.spellings import SPELLINGS, Call
+from tests.core.chat_output.splitting import Functions, parts_of
+from tests.growth import MAX_RATIO, cost_ratio
+
+FORMATS = ("hermes", "qwen-coder", "pythonic")  # arguments in JSON, between tags, as Python spells them
+
+
+def referring(num: int, targets: Callable[[int], list[int]]) -> dict[str, Any]:
+    """A schema with definitions, each of which may be what any of some others is."""
+    definitions = {f"x{i}": {"anyOf": [{"$ref": f"#/$defs/x{j}"} for j in targets(i)]} for i in range(num)}
+    return {"type": "object", "properties": {"a": {"$ref": "#/$defs/x0"}}, "$defs": definitions}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"anyOf": [schema]}
+    return {"properties": {"a": schema}}
+
+
+SCHEMAS: dict[str, tuple[int, Callable[[int], dict[str, Any]]]] = {
+    "wide": (200, lambda n: {"properties": {f"p{i}": {"type": ["string", "null"]} for i in range(n)}}),
+    "required": (
+        400,
+        lambda n: {"properties": {f"p{i}": True for i in range(n)}, "required": [f"q{i}" for i in range(n)]},
+    ),
+    "deep": (200, nested),
+    "listed": (1500, lambda n: {"properties": {"a": {"enum": [f"v{i}" for i in range(n)]}}}),
+    "long": (50_000, lambda n: {"properties": {"a": {"type": "integer", "description": "x" * n}}}),
+    # n references each, to few definitions
+    "cyclic": (200, lambda n: referring(3, lambda _: list(range(3)) * (n // 9))),
+    "branching": (200, lambda n: referring(8, lambda i: [i + 1] * (n // 8))),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("kind", SCHEMAS)
+def test_a_schema_costs_no_more_than_it_is_long(kind: str, name: str) -> None:
+    size, make = SCHEMAS[kind]
+    tag = SPELLINGS[name].chat_format.structural_tag
+    small, large = make(size), make(4 * size)
+    assert cost_ratio(lambda: tag({"f": small}, ""), lambda: tag({"f": large}, "")) <= MAX_RATIO
+
+
+OVERSIZED: dict[str, dict[str, Any]] = {
+    "values": {"properties": {"a": {"default": [0] * MAX_VALUES}}},
+    "texts": {"description": "x" * (MAX_CHARS + 1)},
+    "names": {"properties": {"x" * (MAX_CHARS + 1): True}},
+    "references": referring(150, lambda _: list(range(150))),
+    "one definition of many": {
+        "properties": {f"p{i}": {"$ref": "#/$defs/x"} for i in range(500)},
+        "$defs": {"x": {"anyOf": [{}] * 500}},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", OVERSIZED)
+def test_what_is_too_much_is_refused(kind: str) -> None:
+    with pytest.raises(SchemaBudgetError, match=rf"^more than ({MAX_VALUES} values|{MAX_CHARS} characters)$"):
+        Parameters(OVERSIZED[kind], SchemaBudget())
+
+
+def test_functions_share_a_budget() -> None:
+    functions: Functions = {name: {"default": [0] * (MAX_VALUES // 2)} for name in ("f", "g")}
+    chat_format = SPELLINGS["hermes"].chat_format
+    chat_format.structural_tag({"f": functions["f"]}, "")
+    for call in (chat_format.structural_tag, lambda functions, prompt: chat_format.parser(prompt, functions)):
+        with pytest.raises(SchemaBudgetError):
+            call(functions, "")
+
+
+@pytest.mark.parametrize("name", ["qwen-coder", "glm", "pythonic", "lfm"])
+def test_definitions_are_counted_before_they_are_copied(name: str) -> None:
+    properties: dict[str, object] = {f"p{i}": {"type": "integer"} for i in range(1000)}
+    functions: Functions = {"f": {"properties": properties, "$defs": {"a": {"description": "x" * 100_000}}}}
+    tracemalloc.start()
+    try:
+        with pytest.raises(SchemaBudgetError, match=f"{MAX_CHARS} characters"):
+            json.dumps(SPELLINGS[name].chat_format.structural_tag(functions, ""))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 * MAX_CHARS
+    properties = {key: properties[key] for key in ("p0", "p1")}
+    tag = SPELLINGS[name].chat_format.structural_tag({"f": functions["f"] | {"properties": properties}}, "")
+    assert json.dumps(tag).count("x" * 100_000) % 2 == 0
+
+
+@pytest.mark.parametrize("name", ["qwen-coder", "glm"])
+def test_types_are_found_once_an_output(name: str) -> None:
+    def read(num_types: int) -> object:
+        spelling = SPELLINGS[name]
+        functions: Functions = {"f": {"properties": {"text": {"anyOf": [{"type": "string"}] * num_types}}}}
+        pieces = [spelling.spell([Call("f", {"text": "x"})])] * 500
+        return parts_of(spelling.chat_format, functions, "", pieces)
+
+    assert cost_ratio(lambda: read(1), lambda: read(3000)) <= MAX_RATIO
+
+
+def test_tags_in_order_say_of_each_whether_it_is_required() -> None:
+    tag = {"begin": "a", "content": {"type": "any_text"}, "end": "b"}
+    for required, reason in (
+        ([True, False], "has 1 tags, but required is a list of 2"),
+        ("x", "as required, which is a list of true or false"),
+        (None, "no 'required'"),
+    ):
+        form = {"type": "tags_in_order", "tags": [tag]} | ({} if required is None else {"required": required})
+        with pytest.raises(ValueError, match=reason):
+            structural_tag_to_lark(json.dumps({"type": "structural_tag", "format": form}), {}, ())
