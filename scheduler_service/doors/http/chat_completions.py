@@ -6,6 +6,7 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 
+from pagewire.common.chat_output.parameters import Parameters
 from pagewire.common.chat_template import text_of
 from scheduler_service.doors.http.answering import (
     PromptProgress,
@@ -136,9 +137,12 @@ async def complete_chat(
 
 async def read_chat(request: ChatCompletionRequest, call: Call, intake: Intake) -> tuple[ReadCall, ParserMaker]:
     """Return the requests of a chat, and what reads their outputs. Raises RefusedError."""
-    prompt = await render_messages(request, call, intake)
     tenant = call.caller.tenant(request.tenant or "")
-    return await intake.turns.carry_out(tenant, call.size, _read, request, prompt, call, intake)
+    output = intake.chats.format_of(chosen_template(intake.model, request.chat_template))
+    # What is refused for its schemas costs no rendering.
+    functions = await intake.turns.carry_out(tenant, call.size, functions_of, request, output)
+    prompt = await render_messages(request, call, intake)
+    return await intake.turns.carry_out(tenant, call.size, _read, request, functions, prompt, call, intake)
 
 
 def parser_maker(request: ChatCompletionRequest, prompt_end: str, intake: Intake) -> ParserMaker:
@@ -147,9 +151,10 @@ def parser_maker(request: ChatCompletionRequest, prompt_end: str, intake: Intake
     return partial(output.parser, prompt_end, functions_of(request, output))
 
 
-def _read(request: ChatCompletionRequest, prompt: str, call: Call, intake: Intake) -> tuple[ReadCall, ParserMaker]:
+def _read(
+    request: ChatCompletionRequest, functions: dict[str, Parameters], prompt: str, call: Call, intake: Intake
+) -> tuple[ReadCall, ParserMaker]:
     output = intake.chats.format_of(chosen_template(intake.model, request.chat_template))
-    functions = functions_of(request, output)
     options, names = sampling_options(
         request, intake.model, chat_grammars(request, output, functions, prompt, intake.chats)
     )

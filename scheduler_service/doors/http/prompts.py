@@ -79,7 +79,7 @@ def _variables_of(request: ChatCompletionRequest | TokenizeRequest) -> dict[str,
 
 
 def _plain(tool: ToolField) -> dict[str, Any]:
-    function = {name: value for name, value in msgspec.to_builtins(tool.function).items() if value is not None}
+    function = {name: value for name, value in msgspec.structs.asdict(tool.function).items() if value is not None}
     return {"type": "function", "function": function}
 
 
