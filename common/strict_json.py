@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from pagewire.common.surrogates import without_half_escapes
+
 MAX_DEPTH = 128  # as deep as the library of grammars reads
 # Of what one call of a decoder reads, which keeps the interpreter's lock: it takes 20 ms at most, of a slow processor.
 MAX_VALUES = 1 << 19
@@ -62,12 +64,12 @@ def count_values(text: bytes) -> int:
 
 
 def from_json(text: str) -> Any:
-    """Return what JSON of strangers says. Raises ValueError for what is none, for more than MAX_VALUES, and for more
-    than MAX_DEPTH lists and objects within one another."""
+    """Return what JSON of strangers says, with U+FFFD in place of half a surrogate pair. Raises ValueError for what is
+    none, for more than MAX_VALUES, and for more than MAX_DEPTH lists and objects within one another."""
     if (number := count_values(text.encode(errors="surrogatepass"))) > MAX_VALUES:
         raise ValueError(f"it has {number} values, more than {MAX_VALUES}")
     try:
-        read = json.loads(text)
+        read = json.loads(without_half_escapes(text) if "\\ud" in text or "\\uD" in text else text)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     level = [read]

@@ -1,20 +1,38 @@
 """Reads one output, piece by piece."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
-from pagewire.common.chat_output.parts import OutputPart
+from pagewire.common.chat_output.parts import Arguments, OutputPart
 from pagewire.common.chat_output.unread import Reading, Unread
+from pagewire.common.surrogates import HalfEscapes, without_halves
 
 
 class OutputParser:
     def __init__(self, read: Callable[[Unread], Reading[None]]) -> None:
         self._unread = Unread()
         self._next = partial(next, read(self._unread), None)
+        self._escapes = HalfEscapes()  # of the arguments that are read
 
     def feed(self, text: str, *, is_last: bool = False) -> list[OutputPart]:
         """Return the parts that are known now, one after another. Nothing can follow what is last."""
         self._unread.add(text)
         if is_last:
             self._unread.end()
-        return list(iter(self._next, None))
+        parts = [whole for part in iter(self._next, None) for whole in self._whole(part)]
+        return [*parts, *self._end_arguments()] if is_last else parts
+
+    def _whole(self, part: OutputPart) -> Iterator[OutputPart]:
+        """Yield a part with U+FFFD in place of half a surrogate pair: UTF-8 has no halves, and not every client reads
+        an escape of one."""
+        text = without_halves(part[0])
+        if isinstance(part, Arguments):
+            text = self._escapes.feed(text)
+        else:
+            yield from self._end_arguments()
+        if text or not part[0]:
+            yield type(part)(text)
+
+    def _end_arguments(self) -> Iterator[OutputPart]:
+        if held := self._escapes.feed("", is_last=True):
+            yield Arguments(held)

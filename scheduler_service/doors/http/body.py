@@ -2,8 +2,10 @@
 value, and what would do."""
 
 import asyncio
+import contextlib
 import difflib
 import functools
+import json
 import re
 from collections.abc import Iterator, Mapping
 from types import UnionType
@@ -14,6 +16,7 @@ from msgspec import Meta, Struct, defstruct, field, structs
 from starlette.types import Receive, Scope
 
 from pagewire.common.strict_json import MAX_VALUES, count_values
+from pagewire.common.surrogates import without_halves
 from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES
 from scheduler_service.doors.http.refusals import HttpRefusal
 from scheduler_service.serving.refusal import RefusedError, invalid
@@ -22,7 +25,8 @@ from scheduler_service.serving.turns import PIECE_SIZE, Turns
 MAX_BODY_BYTES = MAX_MESSAGE_BYTES
 BODY_TIMEOUT_S = 30.0
 _SHOWN_CHARS = 60
-_MAX_SHOWN_BYTES = 64 << 10  # of a body of which a value is shown, for which it is decoded once more
+_MAX_SHOWN_BYTES = 64 << 10  # of a body of which a value or a place is shown, for which it is decoded once more
+_HALF = "half a surrogate pair, which is no character; cut texts between characters"
 _PLACE = re.compile(r" - at `(?:key` in `)?\$\.?(.*)`$")
 _UNKNOWN = re.compile(r"^Object contains unknown field `(.*?)`", re.DOTALL)
 _INDEX = re.compile(r"\[(\d+)\]")
@@ -79,9 +83,32 @@ def decode_body(body: bytes, kind: type[_Request]) -> _Request:
     except msgspec.ValidationError as error:
         raise _refusal(str(error), body, kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        if rb"\ud" in body.lower():
+            raise _refused_half(body) from None
         raise invalid("", f"the body is no JSON: {error}") from None
     except RecursionError:
         raise invalid("", "the body is nested too deeply") from None
+
+
+def _refused_half(body: bytes) -> RefusedError:
+    """Return why a body is refused that is no JSON, or has an escape that stands for no character."""
+    with contextlib.suppress(ValueError, RecursionError):
+        # Values, each with its place: that of what it is in, and a step.
+        waiting: list[tuple[Any, Any]] = [(None, json.loads(body))] if len(body) <= _MAX_SHOWN_BYTES else []
+        for place, value in waiting:
+            if isinstance(value, str) and without_halves(value) != value:
+                steps = []
+                while place is not None:
+                    place, step = place
+                    steps.append(step)
+                path = "".join(reversed(steps)).removeprefix(".")
+                return invalid(path, f"{path or 'the body'} has {_HALF}")
+            if isinstance(value, dict):
+                waiting += [(place, name) for name in value]
+                waiting += [((place, f".{name[:_SHOWN_CHARS]}"), inner) for name, inner in value.items()]
+            elif isinstance(value, list):
+                waiting += [((place, f"[{index}]"), inner) for index, inner in enumerate(value)]
+    return invalid("", f"the body is no JSON, or a text in it has {_HALF}")
 
 
 def decode_query(values: Mapping[str, str], kind: type[_Request]) -> _Request:
