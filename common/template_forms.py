@@ -8,8 +8,10 @@ import functools
 import hashlib
 import itertools
 import re
+import reprlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from types import UnionType
 from typing import Any, NamedTuple
 
 from pagewire.common.strict_json import from_json
@@ -36,15 +38,40 @@ _NUM_ID_CHARS = 9
 _ID = re.compile(rf"[a-zA-Z0-9]{{{_NUM_ID_CHARS}}}")
 _LONG_ID = "call_0123456789abcdef"
 
+# What fields of messages, of their calls, and of what is called are where they are set, and what would do.
+_Fields = Mapping[str, tuple[type | UnionType, str]]
+_TEXT, _CALL_ID = (str, "a text"), (str, "the call's id, a text")
+_MESSAGE_FIELDS: _Fields = {
+    "role": (str, "a text such as 'user'"),
+    "content": (object, "a text or a list of parts"),  # of which kinds, `_parts` says
+    "name": _TEXT,
+    "tool_call_id": _CALL_ID,
+    "tool_calls": (list | tuple, "a list of calls"),
+}
+_CALL_FIELDS: _Fields = {"id": _CALL_ID, "function": (Mapping, "an object with name and arguments")}
+_FUNCTION_FIELDS: _Fields = {"name": _TEXT, "arguments": (str | Mapping, "the JSON of an object, or the object")}
+# The roles of messages that say something; an answer may have calls alone.
+_SPEAKING = ("user", "system", "developer")
+
 compiled = functools.lru_cache(maxsize=8)(Template)
 
 
 class ChatTemplateError(ValueError):
-    """The template fails, or the messages are not such as it takes."""
+    """The template fails, or the messages are not such as it takes.
+
+    Attributes:
+        place: where in the messages, such as "[2].role", if it is known.
+    """
+
+    def __init__(self, reason: str, place: str = "") -> None:
+        super().__init__(reason)
+        self.place = place
 
 
 def as_taken(messages: Sequence[Message], asked: AskedTemplate) -> list[dict[str, Any]]:
     """Returns messages as a template takes them. Raises ChatTemplateError for those that are none."""
+    for index, message in enumerate(messages):
+        _check(message, f"[{index}]")
     plain = _with_one_system([_plain(message, asked) for message in messages], asked)
     return [_in_form(message, asked) for message in _with_one_call_each(plain, asked)]
 
@@ -65,12 +92,35 @@ def conversation_with_call(
     return [QUESTION, answer, *results]
 
 
+def _check(message: Any, place: str) -> None:
+    """Raises ChatTemplateError for what is no message, or has fields of other types than a message's."""
+    if not isinstance(message, Mapping) or "role" not in message:
+        raise ChatTemplateError(f"{reprlib.repr(message)} is not a message; one is a mapping such as {QUESTION}")
+    needed = ("role", "content") if message["role"] in _SPEAKING else ("role",)
+    _check_fields(message, place, _MESSAGE_FIELDS, needed)
+    for index, call in enumerate(message.get("tool_calls") or ()):
+        place_of_call = f"{place}.tool_calls[{index}]"
+        if not isinstance(call, Mapping):
+            raise _wrong_type(place_of_call, call, "an object with id, type and function")
+        _check_fields(call, place_of_call, _CALL_FIELDS)
+        _check_fields(call.get("function") or {}, f"{place_of_call}.function", _FUNCTION_FIELDS)
+
+
+def _check_fields(given: Mapping[str, Any], place: str, fields: _Fields, needed: Sequence[str] = ()) -> None:
+    for name, (kind, expected) in fields.items():
+        value = given.get(name)
+        if name in needed if value is None else not isinstance(value, kind):
+            raise _wrong_type(f"{place}.{name}", value, expected)
+
+
+def _wrong_type(place: str, value: Any, expected: str) -> ChatTemplateError:
+    shown = "not set" if value is None else reprlib.repr(value)
+    return ChatTemplateError(f"messages{place} is {shown}, but must be {expected}", place)
+
+
 def _plain(message: Message, asked: AskedTemplate) -> dict[str, Any]:
     """Returns a message in which nothing is None, as templates expect, of a role that the template writes out, and with
     reasoning under each name that they read."""
-    if not isinstance(message, Mapping) or "role" not in message:
-        example = {"role": "user", "content": "Hello"}
-        raise ChatTemplateError(f"{message!r} is not a message; one is a mapping such as {example}")
     plain = {name: value for name, value in message.items() if value is not None}
     if not plain.get("tool_calls"):  # an empty list too, which some take for calls
         plain.pop("tool_calls", None)
@@ -270,10 +320,11 @@ def _parts(content: Any) -> list[dict[str, Any]]:
     parts = []
     for part in content if isinstance(content, Sequence) else [content]:
         kind = part.get("type") if isinstance(part, Mapping) else part
-        if kind not in ("text", "thinking"):
-            raise ChatTemplateError(f"a message's content holds {kind!r}, but only texts are supported")
+        if not isinstance(part, Mapping) or kind not in ("text", "thinking"):
+            raise ChatTemplateError(f"a message's content holds {reprlib.repr(kind)}, but only texts are supported")
         if kind not in part or (kind == "text" and not isinstance(part["text"], str)):
-            raise ChatTemplateError(f"a part of a message's content is {dict(part)!r}, which has no {kind} in {kind!r}")
+            shown = reprlib.repr(dict(part))
+            raise ChatTemplateError(f"a part of a message's content is {shown}, which has no {kind} in {kind!r}")
         parts.append(dict(part))
     return parts
 

@@ -101,6 +101,12 @@ async def test_a_model_without_a_template_says_what_to_do(tmp_path: Path) -> Non
             ([{"content": "hello"}], "is not a message; one is a mapping such as"),
             ([{"role": "user", "content": [{"type": "image_url"}]}], "'image_url', but only texts"),
             ([{"role": "user", "content": 5}], "holds 5, but only texts"),
+            (
+                [{"role": None, "content": "hello"}],
+                r"messages\[0\]\.role is not set, but must be a text such as 'user'",
+            ),
+            ([HELLO, {"role": 5}], r"messages\[1\]\.role is 5, but must be a text"),
+            ([{"role": "user"}], r"messages\[0\]\.content is not set, but must be a text or a list of parts"),
         ):
             with pytest.raises(pagewire.InvalidRequest, match=text):
                 await client.chat(wrong, chat_template=TEMPLATE)

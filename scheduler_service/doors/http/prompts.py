@@ -63,7 +63,7 @@ def _rendered(template: str, request: ChatCompletionRequest | TokenizeRequest, m
             variables=_variables_of(request),
         )
     except ChatTemplateError as error:
-        raise invalid("messages", str(error)) from None
+        raise invalid(f"messages{error.place}", str(error)) from None
     try:
         return up_to_last(text, messages[-1]) if request.continue_final_message else text
     except ChatTemplateError as error:
