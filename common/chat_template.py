@@ -70,16 +70,16 @@ def up_to_last(prompt: str, message: Message) -> str:
     """Cuts off what a template writes behind the content of the last message, as transformers does. Raises
     ChatTemplateError."""
     content = text_of(message)
-    # Looked for from the end, as by rfind, which is quadratic in the worst case.
-    from_end = prompt[::-1].find(content.strip()[::-1])
-    place = len(prompt) - from_end - len(content.strip()) if from_end >= 0 else -1
-    if place < 0 or not content.strip():
+    stripped = content.strip()
+    found = prompt[::-1].find(stripped[::-1])  # rfind takes the product of both lengths
+    place = len(prompt) - found - len(stripped)
+    if found < 0 or not stripped:
         raise ChatTemplateError(
             "the last message does not stand in the prompt as it was sent, or is empty; leave continue_final_message "
             "unset"
         )
     kept = content.lstrip()
-    return prompt[: place + len(kept)] if prompt.startswith(kept, place) else prompt[: place + len(content.strip())]
+    return prompt[: place + len(kept)] if prompt.startswith(kept, place) else prompt[: place + len(stripped)]
 
 
 def refusals(template: str, special_tokens: Mapping[str, str]) -> dict[str, str]:

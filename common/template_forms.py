@@ -158,16 +158,15 @@ def _with_one_call_each(messages: Sequence[dict[str, Any]], asked: AskedTemplate
         if not isinstance(calls, Sequence) or len(calls) < 2 or _takes_calls(asked, 2) or not _takes_calls(asked, 1):
             yield message
             continue
-        results = []
+        results: dict[Any, list[dict[str, Any]]] = {}  # by the ids of their calls
         while rest and rest[0]["role"] == "tool":
-            results.append(rest.popleft())
+            result = rest.popleft()
+            results.setdefault(result.get("tool_call_id"), []).append(result)
         for call in calls:
             yield {**message, "tool_calls": [call]}
             message = {"role": message["role"], "content": ""}
-            call_id = call.get("id") if isinstance(call, Mapping) else None
-            yield from (result for result in results if result.get("tool_call_id") == call_id)
-            results = [result for result in results if result.get("tool_call_id") != call_id]
-        yield from results
+            yield from results.pop(call.get("id"), ())
+        yield from itertools.chain.from_iterable(results.values())
 
 
 def _in_form(message: dict[str, Any], asked: AskedTemplate) -> dict[str, Any]:
