@@ -36,6 +36,9 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 # Mistral's templates refuse other ids of calls.
 _NUM_ID_CHARS = 9
 _ID = re.compile(rf"[a-zA-Z0-9]{{{_NUM_ID_CHARS}}}")
+_KNOWN_ROLES = ("user", "assistant", "tool", "system", "developer")
+_ROLE = re.compile(r"[\w .-]{1,64}")  # one that a template may name
+_OTHER_ROLE = "a role of no template"
 _LONG_ID = "call_0123456789abcdef"
 
 # What fields of messages, of their calls, and of what is called are where they are set, and what would do.
@@ -262,9 +265,19 @@ def _with_call(
 def _takes(asked: AskedTemplate, role: str, num_parts: int) -> bool:
     """Tells whether a template writes out a content of so many parts, or of one text where that is 0, of a message of a
     role. A role that it fails on is as the user's."""
+    role = _probed_role(asked, role)
     if role != "user" and not any(_writes(asked, role, number) for number in (0, 1)):
         role = "user"
     return _writes(asked, role, num_parts)
+
+
+def _probed_role(asked: AskedTemplate, role: str) -> str:
+    """Returns the role with which a template is tried. Those that it does not name in quotes are one to it, so that no
+    role of a client's is kept, and there are only as many as the template names."""
+    template, _ = asked
+    if role in _KNOWN_ROLES or (_ROLE.fullmatch(role) and any(f"{quote}{role}{quote}" in template for quote in "'\"")):
+        return role
+    return _OTHER_ROLE
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,35 +1,63 @@
-"""What conversations cost before a template renders them: no product of two lengths."""
+"""What conversations cost before a template renders them: no product of two lengths, and nothing is kept of them."""
 
-import time
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from pagewire.common.chat_template import ChatTemplateError, render, up_to_last
+from tests.growth import MAX_RATIO, cost_ratio
 
-MAX_RATIO = 6  # of processor time at four times the size
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+# It writes out a content of parts of 'listing' messages, and of no others.
+NAMING = (
+    "{% for m in messages %}{% if m.role == 'listing' %}{% for part in m.content %}[{{ part.text }}]{% endfor %}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
 # It takes one call a message.
 SINGLE = (
     "{% for m in messages %}{% if m.tool_calls and m.tool_calls|length != 1 %}{{ raise_exception('no') }}{% endif %}"
     "<{{ m.role }}>{{ m.content }}"
     "{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments | tojson }}{% endif %}{% endfor %}"
 )
-
-
-def processor_time(run: Callable[[], object]) -> float:
-    """The best of three."""
-    times = []
-    for _ in range(3):
-        began = time.process_time()
-        run()
-        times.append(time.process_time() - began)
-    return min(times)
+NUM_ROLES, ROLE_CHARS = 140, 100_000
 
 
 def rendered(messages: list[dict[str, Any]], template: str = TEMPLATE) -> str:
     return render(template, messages, special_tokens={})
+
+
+def test_nothing_is_kept_of_roles_of_clients() -> None:
+    rendered([{"role": "critic", "content": "x"}])
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for number in range(NUM_ROLES):
+            role = "r" * ROLE_CHARS + str(number)
+            assert rendered([{"role": role, "content": "x"}]) == f"<{role}>x"
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 5 * ROLE_CHARS
+
+
+def test_roles_that_a_template_does_not_name_cost_no_trial_each() -> None:
+    long = "{% for i in range(300) %}{% endfor %}" + TEMPLATE  # as if it began with much else
+
+    def render_roles(num_roles: int) -> str:
+        return rendered([{"role": f"role {number % num_roles}", "content": "x"} for number in range(400)], long)
+
+    assert cost_ratio(lambda: render_roles(1), lambda: render_roles(400)) <= MAX_RATIO
+
+
+def test_a_role_that_a_template_names_has_its_own_form() -> None:
+    parts = [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]
+    for content in (parts, "xy"):
+        listed = "[x][y]" if content == parts else "[xy]"
+        assert rendered([{"role": "listing", "content": content}], NAMING) == listed
+        for role in ("critic", "listings", "'listing'", "l" * 100):
+            assert rendered([{"role": role, "content": content}], NAMING) == "xy"
 
 
 def calls_with_results(num: int) -> list[dict[str, Any]]:
@@ -39,9 +67,8 @@ def calls_with_results(num: int) -> list[dict[str, Any]]:
 
 
 def test_results_find_their_calls_at_once() -> None:
-    rendered(calls_with_results(2), SINGLE)
-    times = [processor_time(lambda num=num: rendered(calls_with_results(num), SINGLE)) for num in (1000, 4000)]
-    assert times[1] <= MAX_RATIO * times[0], times
+    few, many = calls_with_results(1000), calls_with_results(4000)
+    assert cost_ratio(lambda: rendered(few, SINGLE), lambda: rendered(many, SINGLE)) <= MAX_RATIO
     answer = [*calls_with_results(2), {"role": "tool", "tool_call_id": "other", "content": "s"}]
     assert rendered(answer, SINGLE) == "<user>q<assistant>{}<tool>r<assistant>{}<tool>r<tool>s"
 
@@ -50,12 +77,16 @@ def test_results_find_their_calls_at_once() -> None:
     "content", [lambda num: "ab" + "a" * num, lambda num: "a" * num + "b", lambda num: "b" + "a" * num]
 )
 def test_a_last_message_is_found_at_once(content: Callable[[int], str]) -> None:
-    def search(num: int) -> None:
-        with pytest.raises(ChatTemplateError, match="does not stand in the prompt"):
-            up_to_last("a" * (2 * num), {"content": content(num)})
+    def searching(num: int) -> Callable[[], None]:
+        prompt, message = "a" * (2 * num), {"content": content(num)}
 
-    times = [processor_time(lambda num=num: search(num)) for num in (50_000, 200_000)]
-    assert times[1] <= MAX_RATIO * max(times[0], 1e-3), times
+        def search() -> None:
+            with pytest.raises(ChatTemplateError, match="does not stand in the prompt"):
+                up_to_last(prompt, message)
+
+        return search
+
+    assert cost_ratio(searching(50_000), searching(200_000)) <= MAX_RATIO
 
 
 def test_the_last_place_of_a_message_counts() -> None:
