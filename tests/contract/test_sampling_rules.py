@@ -29,6 +29,7 @@ STRUCTURES = [
     *({kind: text} for kind in ("json", "regex", "grammar", "structural_tag") for text in ("", "{}")),
     {"regex": "x" * (MAX_GRAMMAR_BYTES + 1)}, {"json": {"title": "é" * (MAX_GRAMMAR_BYTES // 2)}},
     {"choice": ["x" * MAX_GRAMMAR_BYTES]}, {"choice": ["a", "b"]}, {"json_object": True},
+    {"choice": ["x"] * (MAX_ENTRIES["choice"] + 1)},
 ]  # fmt: skip
 LISTS = {
     "stop": ["", "x", ["x"], ["x", ""], ["x" * (MAX_STOP_TEXT_CHARS + 1)], ["x"] * (MAX_ENTRIES["stop"] + 1), []],

@@ -9,7 +9,6 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizers import Tokenizer
 
-from pagewire.common.sampling_rules import MAX_ENTRIES
 from pagewire.common.schema_budget import MAX_VALUES
 from scheduler_service.config import FrontEndConfig, HttpOptions
 from tests.contract.http.door import HttpServer, serve_http
@@ -326,9 +325,6 @@ async def test_schemas_of_too_many_values_are_refused_by_each_api(server: HttpSe
         ("guided_regex", "[a]" * MAX_VALUES),
     ):
         assert (await server.refusal(PATH, **thinks, **{field: value}))["param"] == field
-    most = MAX_ENTRIES["choice"]
-    error = await server.refusal(PATH, messages=[QUESTION], guided_choice=["x"] * (most + 1))
-    assert f"has {most + 1} entries, at most {most} are allowed" in error["message"]
 
 
 async def test_copies_of_definitions_are_counted(model: Path) -> None:
