@@ -10,7 +10,7 @@ from scheduler_service.core.request import TokenLogprobs
 from scheduler_service.doors.http import answering
 from scheduler_service.serving.output import OutputReader, SampleRecord
 from tests.contract.http.door import HttpServer
-from tests.contract.http.test_fairness import CHAT, COMPLETION, MIB, chat, of, shared_server
+from tests.contract.http.shared import CHAT, COMPLETION, MIB, chat, of, shared_server
 
 
 @pytest.mark.parametrize(

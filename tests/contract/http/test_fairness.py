@@ -2,8 +2,6 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +11,9 @@ from scheduler_service.doors.http import prompts
 from scheduler_service.doors.http import server as http_server
 from scheduler_service.serving.prompt_text import TextLimits
 from scheduler_service.serving.turns import PIECE_SIZE
-from tests.contract.http.door import HttpServer, serve_http
-from tests.contract.tenants import KEYS, key_file, write_tenants
-
-CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
-MIB = 1 << 20
-
-
-@asynccontextmanager
-async def shared_server(model: Path, folder: Path, **front: Any) -> AsyncIterator[HttpServer]:
-    """A server of tenants that know their keys."""
-    tenants = folder / "tenants.yaml"
-    write_tenants(tenants)
-    front |= {"tenants": str(tenants), "scheduler_api_key_file": key_file(folder, "root")}
-    async with serve_http(model, tenants=str(tenants), front=front, key=KEYS["acme"]) as server:
-        yield server
-
-
-def of(tenant: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {KEYS[tenant]}"}
-
-
-def chat(text: str) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": text}], "max_tokens": 2}
+from tests.contract.http.door import HttpServer
+from tests.contract.http.shared import CHAT, COMPLETION, MIB, chat, of, shared_server
+from tests.contract.tenants import KEYS
 
 
 async def test_chats_are_rendered_in_turns(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

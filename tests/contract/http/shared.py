@@ -1,0 +1,30 @@
+"""A server that several tenants share, and their requests."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.contract.http.door import HttpServer, serve_http
+from tests.contract.tenants import KEYS, key_file, write_tenants
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+MIB = 1 << 20
+
+
+@asynccontextmanager
+async def shared_server(model: Path, folder: Path, **front: Any) -> AsyncIterator[HttpServer]:
+    """A server of tenants that know their keys."""
+    tenants = folder / "tenants.yaml"
+    write_tenants(tenants)
+    front |= {"tenants": str(tenants), "scheduler_api_key_file": key_file(folder, "root")}
+    async with serve_http(model, tenants=str(tenants), front=front, key=KEYS["acme"]) as server:
+        yield server
+
+
+def of(tenant: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {KEYS[tenant]}"}
+
+
+def chat(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": 2}
