@@ -1,0 +1,303 @@
+"""No request costs a server more than its size allows: processor time is compared at a size and at four times that.
+
+Each route gets the bodies of `hostile_bodies`. This is the one test that looks at time: at ratios alone, of the best of
+three, above what is too short to compare.
+"""
+
+import asyncio
+import gc
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from itertools import pairwise
+from urllib.parse import quote
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from scheduler_service.doors.http.body import MAX_BODY_BYTES
+from scheduler_service.doors.http.connection import MAX_HEAD_BYTES
+from scheduler_service.doors.http.openapi import NAMED, POSTED, TypedRoute
+from tests.contract.http.door import HttpServer, make_chat_checkpoint, serve_http
+from tests.contract.http.hostile_bodies import HostileBody, bodies_of, format_bodies_of
+from tests.contract.http.scripted import TEMPLATE
+from tests.contract.pooling import write_pooling
+from tests.core.chat_output.spellings import SPELLINGS
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+SEED = 60
+PATHS = [route.path for route in POSTED]
+STEP, MAX_RATIO = 4, 6.0
+SMALL_SIZE = 256
+SIZES = [64 * STEP**power for power in range(6)]  # up to 64 KiB
+# With room for what stands around the large field.
+LARGE_SIZES = [(MAX_BODY_BYTES - 4096) // STEP**power for power in (2, 1, 0)]
+HEAD_SIZES = [(MAX_HEAD_BYTES - 1024) // STEP**power for power in (4, 3, 2, 1, 0)]
+NUM_LARGE = 4  # drawn bodies of each route that have such sizes, beside the listed ones
+# Shorter times are not compared: most of such a time is what any request costs.
+SHORT_S = 0.02
+# A request that takes longer, waiting included, is tried at no larger size.
+LONG_S = 0.5
+NUM_TRIES = 3
+# A request holds the event loop for a bounded time at once: from some size on, a larger one holds it no longer.
+MAX_HELD_RATIO = 2.0
+# Fields and shapes that are always tried: whole values of them are decoded, or make other values.
+LISTED = {
+    *(("metadata", shape) for shape in ("lists within", "deep lists within", "keys")),
+    *(("allowed_token_ids", shape) for shape in ("zeros", "its own")),
+    *(("stop_token_ids", "its own"), ("bad_words", "texts"), ("stop", "texts"), ("logit_bias", "tokens")),
+    *(("tokens", shape) for shape in ("zeros", "its own")),
+    *(("prompt", shape) for shape in ("lists", "zeros", "texts")),
+    *(("input", shape) for shape in ("lists", "zeros", "items of texts")),
+    *(("messages", shape) for shape in ("messages", "calls", "keys")),
+    *(("", shape) for shape in ("a long key", "a long key and a line", "keys")),
+}
+# What stands in a path or in a query again and again, and what stands at its end.
+PARTS: dict[str, tuple[str, str]] = {
+    "one character": ("a", ""),
+    "escaped": ("%41", ""),
+    "slashes": ("/", ""),
+    "escaped slashes": ("%2F", ""),
+    "surrogates": ("%ED%A0%80", ""),
+    "places": (quote("` - at `$`"), ""),
+    "places and a line": (quote(" - at `$"), "%0A"),
+    "fields": ("a=1&", ""),
+}
+Bodies = dict[str, list[HostileBody]]
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpServer]:
+    """A server of a model that makes embeddings, with a template for each format of calls."""
+    print(f"seed {SEED}")
+    named = {name: f"{{{{ messages[0].content }}}}{{# {each.template} #}}" for name, each in SPELLINGS.items()}
+    model = make_chat_checkpoint(tmp_path_factory.mktemp("models") / "chatty", **named)
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    write_pooling(model, pooling_mode_mean_tokens=False, pooling_mode_lasttoken=True)
+    gc.collect()
+    gc.freeze()  # or collections would look at all that other tests have left
+    async with serve_http(model) as server:
+        yield server
+    gc.unfreeze()
+
+
+def by_path(bodies: Iterable[HostileBody]) -> Bodies:
+    found: Bodies = {path: [] for path in PATHS}
+    for body in bodies:
+        found[body.route.path].append(body)
+    return found
+
+
+def dealt(bodies: Iterable[HostileBody]) -> Bodies:
+    """Return bodies by route. A body of a field that several routes have goes to one of them."""
+    rng = random.Random(SEED)
+    found: dict[tuple[str, str], list[HostileBody]] = {}
+    for body in bodies:
+        found.setdefault((body.place, body.shape), []).append(body)
+    return by_path(rng.choice(each) for each in found.values())
+
+
+def drawn() -> Bodies:
+    """Return the bodies that have many sizes: at each route, each shape in one field, and the listed ones."""
+    rng = random.Random(SEED)
+    found: dict[tuple[str, str], list[HostileBody]] = {}
+    listed = []
+    for body in ALL:
+        found.setdefault((body.route.path, body.shape), []).append(body)
+        if (body.place, body.shape) in LISTED:
+            listed.append(body)
+    return by_path(dict.fromkeys((*listed, *(rng.choice(each) for each in found.values()))))
+
+
+ALL = [body for route in POSTED for body in bodies_of(route)]
+OF_FORMATS = dealt(body for route in POSTED for body in format_bodies_of(route))
+DEALT, DRAWN = dealt(ALL), drawn()
+
+
+class Ladder:
+    """Requests of one kind, of one size after another.
+
+    Attributes:
+        faults: what is wrong with answers, or with what they cost.
+    """
+
+    def __init__(self, server: HttpServer, name: str, make: Callable[[int], bytes]) -> None:
+        self._server = server
+        self._name = name
+        self._make = make
+        self.faults: list[str] = []
+
+    async def climb(self, sizes: Sequence[int]) -> bool:
+        """Compare the seconds of each size with those of the size before. Return whether larger ones may be tried."""
+        seconds = [await self.seconds(sizes[0])]
+        for size, next_size in pairwise(sizes):
+            begun = time.monotonic()
+            seconds.append(await self.seconds(next_size))
+            is_long = time.monotonic() - begun > LONG_S
+            for _ in range(NUM_TRIES - 1):
+                if not _is_beyond(seconds[-2:], SHORT_S, MAX_RATIO):
+                    break
+                again = [await self.seconds(size), await self.seconds(next_size)]
+                seconds[-2:] = map(min, seconds[-2:], again)
+            if _is_beyond(seconds[-2:], SHORT_S, MAX_RATIO):
+                self._blame("take", size, next_size, seconds[-2:])
+            if self.faults or is_long:
+                return False
+        return True
+
+    async def hold(self, size: int, next_size: int, short: float) -> None:
+        """Compare for how long two sizes hold the event loop."""
+        held = [await self._held(size), await self._held(next_size)]
+        for _ in range(NUM_TRIES - 1):
+            if not _is_beyond(held, short, MAX_HELD_RATIO):
+                return
+            held = list(map(min, held, [await self._held(size), await self._held(next_size)]))
+        if _is_beyond(held, short, MAX_HELD_RATIO):
+            self._blame("hold the event loop for", size, next_size, held)
+
+    async def seconds(self, size: int) -> float:
+        """Return the processor time that a request costs this process, all of its threads together."""
+        content = self._make(size)
+        before = time.process_time()
+        status = await ask(self._server, content)
+        spent = time.process_time() - before
+        self._judge(size, status)
+        return spent
+
+    async def _held(self, size: int) -> float:
+        content = self._make(size)
+        heart = asyncio.create_task(_longest_beat())
+        await asyncio.sleep(0)
+        self._judge(size, await ask(self._server, content))
+        heart.cancel()
+        return await heart
+
+    def _judge(self, size: int, status: str) -> None:
+        if not status or (status >= "500" and status != "503"):
+            self.faults.append(f"{self._name}, {size} bytes: answered by {status or 'nothing'}")
+
+    def _blame(self, what: str, size: int, next_size: int, seconds: Sequence[float]) -> None:
+        before, after = (value * 1000 for value in seconds)
+        self.faults.append(
+            f"{self._name}: {size} bytes {what} {before:.1f} ms, {next_size} bytes {after:.1f} ms, "
+            f"{after / before:.1f} times as long"
+        )
+
+
+def _is_beyond(seconds: Sequence[float], short: float, most: float) -> bool:
+    before, after = seconds
+    return after > short and after > most * before
+
+
+async def _longest_beat() -> float:
+    """Return the most processor time of this process between two turns of the event loop, until cancelled."""
+    longest, last = 0.0, time.process_time()
+    try:
+        while True:
+            await asyncio.sleep(0)
+            now = time.process_time()
+            longest, last = max(longest, now - last), now
+    except asyncio.CancelledError:
+        return longest
+
+
+async def ask(server: HttpServer, content: bytes) -> str:
+    """Send a request on a connection of its own, read the answer to its end, and return its status."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
+    answer = b""
+    try:
+        writer.write(content)
+        answer = await reader.read(64)
+        while await reader.read(1 << 20):
+            pass
+    except ConnectionError:
+        pass  # behind an answer, to what the server has not read to its end
+    finally:
+        writer.close()
+    return answer[9:12].decode()
+
+
+def request(method: str, target: str, body: bytes = b"") -> bytes:
+    assert len(body) <= MAX_BODY_BYTES
+    lines = (f"{method} {target} HTTP/1.1", "host: localhost", "connection: close", f"content-length: {len(body)}")
+    return "\r\n".join((*lines, "", "")).encode() + body
+
+
+def ladder(server: HttpServer, body: HostileBody) -> Ladder:
+    return Ladder(server, body.name, lambda size: request("POST", body.route.path, body.make(size)))
+
+
+async def check(server: HttpServer, faults: Sequence[str]) -> None:
+    assert not faults, f"{len(faults)} faults:\n" + "\n".join(faults)
+    assert await ask(server, request("GET", "/health")) == "200"
+
+
+def decoding_seconds() -> float:
+    """Return the seconds in which this machine decodes a whole body of numbers."""
+    content, seconds = b"[" + b"0," * (MAX_BODY_BYTES // 2 - 1) + b"0]", []
+    for _ in range(NUM_TRIES):
+        before = time.process_time()
+        msgspec.json.decode(content)
+        seconds.append(time.process_time() - before)
+    return min(seconds)
+
+
+posted = pytest.mark.parametrize("path", PATHS)
+
+
+@posted
+async def test_every_small_body_is_answered(server: HttpServer, path: str) -> None:
+    faults: list[str] = []
+    for body in DEALT[path]:
+        each = ladder(server, body)
+        await each.seconds(SMALL_SIZE)
+        faults += each.faults
+    await check(server, faults)
+
+
+@posted
+async def test_no_body_costs_more_than_its_size(server: HttpServer, path: str) -> None:
+    faults: list[str] = []
+    for body in (*DRAWN[path], *OF_FORMATS[path]):
+        each = ladder(server, body)
+        await each.climb(SIZES)
+        faults += each.faults
+    await check(server, faults)
+
+
+@posted
+async def test_no_large_body_holds_the_event_loop(server: HttpServer, path: str) -> None:
+    short = 2 * decoding_seconds()
+    listed = [body for body in DRAWN[path] if (body.place, body.shape) in LISTED]
+    others = [body for body in DRAWN[path] if body not in listed]
+    faults: list[str] = []
+    for body in (*listed, *random.Random(SEED).sample(others, min(NUM_LARGE, len(others)))):
+        each = ladder(server, body)
+        # What is too dear already fails in the test above.
+        if await each.climb(SIZES[-2:]) and await each.climb(LARGE_SIZES):
+            await each.hold(*LARGE_SIZES[-2:], short)
+        faults += each.faults
+    await check(server, faults)
+
+
+@pytest.mark.parametrize("route", NAMED, ids=lambda route: f"{route.method} {route.path}")
+async def test_no_head_costs_more_than_its_size(server: HttpServer, route: TypedRoute) -> None:
+    """Paths and queries say all of these requests."""
+    before, _, after = route.path.partition("{")
+    after = after.partition("}")[2]
+    forms = {"the id": f"{before}#{after}", "a field that is not known": f"{before}x{after}?#=1"}
+    fields = (each.encode_name for each in msgspec.structs.fields(route.request))
+    forms |= {name: f"{before}x{after}?{name}=#" for name in fields if not name.endswith("_id")}
+    faults: list[str] = []
+    for place, form in forms.items():
+        for shape, (part, end) in PARTS.items():
+
+            def make(size: int, form: str = form, part: str = part, end: str = end) -> bytes:
+                return request(route.method, form.replace("#", part * (size // len(part)) + end))
+
+            each = Ladder(server, f"{route.method} {route.path}: {shape} in {place}", make)
+            await each.climb(HEAD_SIZES)
+            faults += each.faults
+    await check(server, faults)
