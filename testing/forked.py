@@ -23,9 +23,10 @@ from testing import services
 from testing.services import Process, System
 
 # Imported once, by the process that forks. None of them starts a thread: torch does so when it first computes.
-# A scheduler never has torch in its process.
+# Schedulers and front ends never have torch in their processes.
 PRELOADED = {
     "scheduler": ["pagewire.cli.services", "scheduler_service.server"],
+    "frontend": ["pagewire.cli.services", "scheduler_service.front_end", "scheduler_service.doors.http.server"],
     "worker": ["torch", "pagewire.cli.services", "worker_service.server", "worker_service.startup.loader"],
 }
 FORKSERVER = multiprocessing.get_context("forkserver")

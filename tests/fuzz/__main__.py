@@ -1,5 +1,6 @@
-"""Send random requests to real services with small caches, and hold what comes against what each yields alone; spell
-random texts in grammars: `python -m tests.fuzz --minutes 30`, `python -m tests.fuzz --seed SEED --rounds 1`."""
+"""Send random requests to real services with small caches, over gRPC and HTTP, and hold what comes against what each
+yields alone; spell random texts in grammars: `python -m tests.fuzz --minutes 30`,
+`python -m tests.fuzz --seed SEED --rounds 1`."""
 
 import argparse
 import asyncio

@@ -5,11 +5,14 @@ import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
+import httpx2 as httpx
+
 from pagewire import AsyncClient
 from pagewire.completion import Output
 from pagewire.errors import DeadlineExceeded, NotFound, PagewireError
 from testing.streams import Progress
-from tests.fuzz.drawn_request import DrawnRequest
+from tests.fuzz.drawn_request import DrawnRequest, Way
+from tests.fuzz.over_http import outputs_over_http
 from tests.fuzz.received import Received
 
 
@@ -21,8 +24,10 @@ class Company:
         is_interrupted: whether something ended it that is no part of it.
     """
 
-    def __init__(self, url: str, requests: Sequence[DrawnRequest], num_at_once: int) -> None:
+    def __init__(self, url: str, http_url: str, requests: Sequence[DrawnRequest], num_at_once: int) -> None:
+        """`http_url` is that of a front end."""
         self._requests = requests
+        self._http = httpx.AsyncClient(base_url=http_url, timeout=None)
         self._client, self._cut = AsyncClient(url), AsyncClient(url)  # whose connection is cut again and again
         self._places = asyncio.Semaphore(num_at_once)
         self._progress = Progress()  # of all together
@@ -36,6 +41,7 @@ class Company:
         finally:
             await self._client.aclose()
             await self._cut.aclose()
+            await self._http.aclose()
 
     async def _one(self, number: int) -> None:
         request, own = self._requests[number], Progress()
@@ -60,9 +66,12 @@ class Company:
             for each, other in enumerate(self._requests):
                 self.is_interrupted[each] |= other.fate == "disconnected"
             await self._cut.aclose()
-        elif fate == "aborted":
+        elif fate == "aborted" and self._requests[number].way is Way.GRPC:
             with contextlib.suppress(NotFound):
                 await self._client.abort(f"aborted-{number}")
+        elif fate == "aborted":
+            response = await self._http.delete(f"/v1/requests/aborted-{number}")
+            assert response.status_code in (200, 404), response.text
 
     async def _receive(self, number: int, own: Progress) -> None:
         received, is_late = self.received[number], self._requests[number].fate == "expires"
@@ -73,12 +82,20 @@ class Company:
                     own.add(len(output.token_ids))
                     self._progress.add(len(output.token_ids))
         except PagewireError as error:
-            received.fail(error)
+            received.fail(
+                error if self._requests[number].way is Way.GRPC else type(error)("")
+            )  # fields have other names
             self.is_interrupted[number] |= is_late and isinstance(error, DeadlineExceeded)
 
     async def _outputs(self, number: int) -> AsyncGenerator[Output, None]:
         """The deltas of a request, as its fate has them come."""
         request = self._requests[number]
+        if request.way is not Way.GRPC:
+            outputs = self._outputs_over_http(number)
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    yield output
+            return
         match request.fate:
             case "detached" | "left":
                 name = await self._client.submit(**request.arguments)
@@ -96,6 +113,16 @@ class Company:
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 yield output
+
+    def _outputs_over_http(self, number: int) -> AsyncGenerator[Output, None]:
+        request = self._requests[number]
+        fields: dict[str, Any] = {}
+        if request.fate == "expires":
+            fields["timeout"] = request.timeout
+        elif request.fate == "aborted":
+            fields["request_id"] = f"aborted-{number}"
+        is_streamed = request.way is Way.STREAMED
+        return outputs_over_http(self._http, request.arguments, is_streamed=is_streamed, **fields)
 
     async def _look(self, name: str, num_tokens: int) -> None:
         """Attach to a request, and leave it after so many tokens, if the connection lasts as long."""

@@ -3,9 +3,11 @@
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from pagewire import SamplingParams, Session
+from tests.fuzz.over_http import is_expressible
 
 VOCAB_SIZE = 1024  # of the bundled model's tokenizer
 SPECIAL = 5  # ids below are none of its texts' tokens
@@ -33,6 +35,18 @@ GRAMMARS: tuple[dict[str, Any], ...] = (
 FATES = {"stays": 12, "cancelled": 3, "expires": 1, "disconnected": 2, "aborted": 1, "detached": 3, "left": 1}
 
 
+class Way(Enum):
+    """How a client sends a request, and gets its answer."""
+
+    GRPC = "over gRPC"
+    WHOLE = "over HTTP, whole"
+    STREAMED = "over HTTP, streamed"
+
+
+# The fates of requests that may be sent over HTTP.
+_FATES_OVER_HTTP = {"stays", "cancelled", "expires", "aborted"}
+
+
 @dataclass(frozen=True, slots=True)
 class DrawnRequest:
     """A request, and its fate.
@@ -45,6 +59,7 @@ class DrawnRequest:
             detached and "left": its client asks for the result alone.
         after: how many tokens of it have come when that happens; of the whole round if it has none.
         timeout: of one that expires, in seconds.
+        way: how it is sent in company. Alone it is sent over gRPC.
     """
 
     arguments: dict[str, Any]
@@ -52,6 +67,7 @@ class DrawnRequest:
     fate: str
     after: int
     timeout: float
+    way: Way
 
 
 def draw_requests(rng: random.Random, num_requests: int) -> list[DrawnRequest]:
@@ -71,14 +87,22 @@ def _draw_request(rng: random.Random, stems: list[list[int]]) -> DrawnRequest:
     after, timeout = rng.choice((0, 0, 1, 5, 30)), rng.choice((0.001, 0.05, 0.5))
     if rng.random() < 0.12:
         fate = "stays" if fate in ("detached", "left", "aborted") else fate
-        return DrawnRequest(arguments, True, fate, after, timeout)
+        return DrawnRequest(arguments, True, fate, after, timeout, _draw_way(arguments, fate))
     if rng.random() < 0.3:
         returns = rng.choice((None, True, False))
         arguments["session"] = Session(rng.choice(("", "chat", "agent")), returns, rng.choice((None, 1, 60)))
     arguments["sampling"] = _draw_sampling(rng)
     if arguments["sampling"].beam_width and fate == "aborted":
         fate = "cancelled"  # what is told of a search that is aborted is not the beginning of what it would find
-    return DrawnRequest(arguments, False, fate, after, timeout)
+    return DrawnRequest(arguments, False, fate, after, timeout, _draw_way(arguments, fate))
+
+
+def _draw_way(arguments: dict[str, Any], fate: str) -> Way:
+    """From a stream of its own: seeds that found a bug draw all else as they did then."""
+    rng = random.Random(f"way {arguments}")
+    if fate not in _FATES_OVER_HTTP or not is_expressible(arguments):
+        return Way.GRPC
+    return rng.choice((Way.GRPC, Way.WHOLE, Way.STREAMED))
 
 
 def _draw_sampling(rng: random.Random) -> SamplingParams:

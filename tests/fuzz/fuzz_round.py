@@ -4,17 +4,20 @@ import asyncio
 import random
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from pagewire import AsyncClient
 from pagewire.errors import PagewireError
+from pagewire.hosting.supervisor import free_port
 from testing.forked import LoggingStart
-from testing.services import System, running
+from testing.services import HOST, Service, Start, System, running
 from tests.fuzz.company import Company, outputs_of
-from tests.fuzz.drawn_request import VOCAB_SIZE, DrawnRequest, draw_requests
+from tests.fuzz.drawn_request import VOCAB_SIZE, DrawnRequest, Way, draw_requests
+from tests.fuzz.over_http import as_over_http
 from tests.fuzz.received import Received
 
 STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
@@ -32,6 +35,7 @@ class Report:
     seed: int
     num_rounds: int = 0
     num_requests: int = 0
+    num_over_http: int = 0
     num_interrupted: int = 0
     num_refused: int = 0
     num_tokens: int = 0
@@ -48,9 +52,10 @@ class Report:
 
     def __str__(self) -> str:
         return (
-            f"{self.num_requests} requests, {self.num_interrupted} of them interrupted and {self.num_refused} refused, "
-            f"{self.num_tokens} tokens, {self.num_preemptions} preemptions, {self.num_cached_tokens} tokens of prompts "
-            f"from the cache; {self.num_spelled} texts spelled; {len(self.faults)} faults"
+            f"{self.num_requests} requests, {self.num_over_http} of them over HTTP, {self.num_interrupted} interrupted "
+            f"and {self.num_refused} refused, {self.num_tokens} tokens, {self.num_preemptions} preemptions, "
+            f"{self.num_cached_tokens} tokens of prompts from the cache; {self.num_spelled} texts spelled; "
+            f"{len(self.faults)} faults"
         )
 
 
@@ -95,11 +100,24 @@ async def run_round(seed: int, num_requests: int) -> Report:
         model, start = draw_model(seed, Path(folder)), LoggingStart(Path(folder))
         with running(model, start=start, **CALM) as calm:
             alone = await _alone(calm.url, requests)
-        with running(model, start=start, **flags) as system:
-            await _together(system, requests, num_at_once, alone, report)
+        with running(model, start=start, **flags) as system, _front_end(model, system, start) as http_url:
+            await _together(system, http_url, requests, num_at_once, alone, report)
         report.faults += [f"logged: {line}" for line in start.lines()]
     loop.set_exception_handler(None)
     return report
+
+
+@contextmanager
+def _front_end(model: Path, system: System, start: Start) -> Iterator[str]:
+    """Run a front end, whose HTTP API has this URL."""
+    port = free_port(HOST)
+    flags = ["--model", model, "--scheduler", system.url, "--port", 0, "--http-port", port, "--metrics-port", 0]
+    front_end = Service("frontend", [*flags, "--log-level", "error"], start)
+    try:
+        front_end.wait_until_ready()
+        yield f"http://{HOST}:{port}"
+    finally:
+        front_end.stop()
 
 
 async def _alone(url: str, requests: Sequence[DrawnRequest]) -> list[Received]:
@@ -118,15 +136,23 @@ async def _receive(client: AsyncClient, request: DrawnRequest) -> Received:
 
 
 async def _together(
-    system: System, requests: Sequence[DrawnRequest], num_at_once: int, alone: Sequence[Received], report: Report
+    system: System,
+    http_url: str,
+    requests: Sequence[DrawnRequest],
+    num_at_once: int,
+    alone: Sequence[Received],
+    report: Report,
 ) -> None:
     """Send all at once, and report what differs."""
-    company = Company(system.url, requests, num_at_once)
+    company = Company(system.url, http_url, requests, num_at_once)
     await company.run()
+    report.num_over_http = sum(request.way is not Way.GRPC for request in requests)
     report.num_interrupted = sum(company.is_interrupted)
     report.num_refused = sum(received.error is not None for received in alone)
     report.num_tokens = sum(received.num_tokens for received in company.received)
     for number, (calm, wild) in enumerate(zip(alone, company.received, strict=True)):
+        if requests[number].way is not Way.GRPC:
+            calm = as_over_http(calm, requests[number].arguments)
         if not (wild.begins(calm) if company.is_interrupted[number] else wild == calm):
             report.faults.append(_difference(number, requests[number], calm, wild))
     async with AsyncClient(system.url) as client:

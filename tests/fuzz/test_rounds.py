@@ -15,6 +15,7 @@ async def test_requests_in_company_yield_what_they_yield_alone(seed: int) -> Non
     print(f"seed {seed}: {report}")
     assert not report.faults, "\n".join(report.faults)
     assert report.num_interrupted > 0
+    assert report.num_over_http > 5
     assert report.num_tokens > 300
 
 
