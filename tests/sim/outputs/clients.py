@@ -14,6 +14,7 @@ from pagewire.errors import PagewireError
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.wire import decode_error, decode_failure
 from scheduler_service.core.request import EndReason
+from tests.sim.outputs.http_network import read_over_http
 from tests.sim.outputs.request import SimulatedRequest
 from tests.sim.outputs.route import Moment
 from tests.sim.outputs.scenario import SlowCall, Task, Way
@@ -48,6 +49,8 @@ class Client:
                 await self._read_shared()
             elif self.task.way is Way.ALONE:
                 await self._read_alone()
+            elif self.task.way in (Way.HTTP_WHOLE, Way.HTTP_STREAMED):
+                await self._read_over_http(is_streamed=self.task.way is Way.HTTP_STREAMED)
             else:
                 await self._detach()
 
@@ -101,6 +104,15 @@ class Client:
         view, before = View(self.request), self.began
         responses = self.route.connection.read("Generate", self.request.message, self.task.timeout)
         await self._read(view, responses, before)
+        self.simulation.must_be_gone(self.request)
+
+    async def _read_over_http(self, *, is_streamed: bool) -> None:
+        view, before, world = View(self.request), self.began, self.simulation.world
+        assert world.http is not None
+        responses = read_over_http(world.http, world.before, self.request, self.task.timeout, is_streamed=is_streamed)
+        await self._read(view, responses, before)
+        if view.is_over and view.has_ended_well:
+            self.simulation.reached[f"served {self.task.way.value}"] += 1
         self.simulation.must_be_gone(self.request)
 
     async def _read(self, view: View, responses: Any, before: Moment) -> bool:

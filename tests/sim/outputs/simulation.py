@@ -105,7 +105,7 @@ class Simulation:
             self.loop.call_later(time, world.worker.spoil)
         for time, seconds in scenario.losses:
             self.loop.call_later(time, world.worker.lose, seconds)
-        clients = [Client(self, task) for task in scenario.tasks]
+        clients = [Client(self, task) for task in (*scenario.tasks, *scenario.http_tasks)]
         slow = [SlowClient(self, each) for each in scenario.slow_calls]
         running = [*(self.begin(client.run()) for client in clients), *(self.begin(each.run()) for each in slow)]
         if scenario.stops_at is not None:

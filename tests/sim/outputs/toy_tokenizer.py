@@ -37,3 +37,6 @@ class ToyTokenizer(Tokenizer):
 
     def piece(self, token_id: int, *, skip_special_tokens: bool) -> str:
         return str(token_id)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        return str(token_id).encode()
