@@ -1,256 +1,317 @@
-"""Measures the gaps between tokens of streams over HTTP, alone and beside clients that break the protocol.
+"""Measures what tenants notice of a hostile client of the HTTP API: gaps between tokens, small chats, health, memory.
 
     python -m bench hostile-http
 
-A worker, a scheduler with `--max-decode-slowdown` and a front end run as processes, with the 54M shape. Streams go on
-beside each attack for as long as that takes: 20,000 requests with changed fields and bytes, bodies that come slowly or
-never, 100,000 headers in one request and in many, bodies as large as are taken, and as many connections as the server
-has room for, with more than that. The attackers are one process of the lowest priority, as in `hostile`. It counts
-answers by status, and takes what memory the front end has had at most, and has once the attack is over. Raw numbers go
-to bench/results/hostile_http.json.
+A worker, a scheduler with `--max-decode-slowdown` and tenants, and a front end run as processes, with the 54M shape.
+One tenant streams, chats and asks for the server's health, alone, beside each attack of another tenant, and beside all
+of them together. A heartbeat in the front end's event loop (`heartbeat/sitecustomize.py`) tells for how long the loop
+was held at once, by itself or by a thread with the interpreter's lock. The attackers are one process of the lowest
+priority, as in `hostile`. Raw numbers go to bench/results/hostile_http.json.
 """
 
 import argparse
 import asyncio
 import itertools
 import json
+import os
 import random
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.checkpoint import tokenized_checkpoint
 from bench.goals import verdict
-from bench.services.hostile import MAX_DECODE_SLOWDOWN, PAUSE_S, TOKENIZER, random_prompt
+from bench.services.heartbeat.sitecustomize import FORM
+from bench.services.hostile import KEYS, MAX_DECODE_SLOWDOWN, QUOTA, TOKENIZER, random_prompt, tenants
+from bench.services.http_attacks import ATTACKS, CHAT, COMPLETIONS, SMUGGLED, TEMPLATES, Attacker, Connection, posted
 from pagewire.common.limits import raise_descriptor_limit
 from pagewire.hosting.supervisor import free_port
-from testing.services import HOST, Service, running
+from testing.services import ENVIRON, HOST, Process, Service, running
 
 NUM_STREAMS, INPUT_LEN, OUTPUT_LEN = 4, 100, 200
-CALM_STREAMS = 3  # one after the other
-GOAL, MAX_GROWTH_MIB = 2.0, 100
-Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-VALUES: list[Any] = [
-    None, True, 0, 1, -1, 2**31, 2**64, 1e308, "", "x", "\ud800", "é🐢\x00", "x" * 3000, [], [[]], [None], {},
-    {"a": {"b": [1]}}, {"role": "user"}, "{{ 1/0 }}", "[a", {"type": "text"}, {"5": 1}, {"regex": "(a|b)*"},
-]  # fmt: skip
-REQUESTS: list[tuple[str, dict[str, Any]]] = [
-    ("/v1/completions", {"prompt": "once", "max_tokens": 3, "n": 2, "logprobs": 1, "stop": ["a"], "seed": 1}),
-    ("/v1/completions", {"prompt": [[1, 2], [3]], "max_tokens": 2, "stream": True, "logit_bias": {"5": 1.0}}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 2}),
-    ("/tokenize", {"prompt": "x", "return_token_strs": True}),
-    ("/detokenize", {"tokens": [1, 2, 3]}),
-]
+ALL = "all together"
+KEY = f"authorization: Bearer {KEYS['polite']}"
+CHAT_PAUSE_S, HEALTH_PAUSE_S, SETTLE_S = 0.1, 0.05, 2.0
+PATIENCE_S = 60.0  # in which an answer comes, or counts as none
+GAP_GOAL, CHAT_GOAL = 2.0, 3.0  # times calm
+HEALTH_GOAL_S, HELD_GOAL_S, GROWTH_GOAL_MIB = 0.2, 0.02, 100
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
-def posted(path: str, content: bytes, *headers: str) -> bytes:
-    lines = (f"POST {path} HTTP/1.1", "host: localhost", f"content-length: {len(content)}", *headers)
-    return "\r\n".join((*lines, "", "")).encode() + content
+class FrontEnd:
+    """A front end with a heartbeat in its event loop."""
+
+    def __init__(self, model: Path, scheduler: str, directory: Path) -> None:
+        self.port = free_port(HOST)
+        self._beats = directory / "heartbeat"
+        self._beats.write_bytes(bytes(FORM.size))
+        key = directory / "key"
+        key.write_text(KEYS["watcher"])
+        flags = ["--model", model, "--scheduler", scheduler, "--port", 0, "--http-port", self.port, "--metrics-port", 0]
+        flags += ["--tenants", directory / "tenants.yaml", "--scheduler-api-key-file", key, "--log-level", "error"]
+        self.service = Service("frontend", flags, self._start)
+
+    def _start(self, arguments: Sequence[str]) -> Process:
+        paths = os.pathsep.join((str(Path(__file__).parent / "heartbeat"), ENVIRON["PYTHONPATH"]))
+        environ = {**ENVIRON, "PYTHONPATH": paths, "HEARTBEAT": str(self._beats)}
+        command = [sys.executable, "-m", "pagewire", *arguments]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
+
+    def beats(self) -> dict[str, float]:
+        """Return for how long the loop has been late and held at most since the last call, in seconds."""
+        late, held = FORM.unpack(self._beats.read_bytes())
+        with self._beats.open("r+b") as file:
+            file.write(bytes(FORM.size))
+        return {"late": late, "held": held}
 
 
-def changed(rng: random.Random, value: Any) -> Any:
-    """Returns a value of JSON with something else somewhere."""
-    if isinstance(value, dict) and value and rng.random() < 0.8:
-        name = rng.choice(list(value))
-        return value | {name + "x" * (rng.random() < 0.1): changed(rng, value[name])}
-    if isinstance(value, list) and value and rng.random() < 0.6:
-        return [*value, changed(rng, rng.choice(value))]
-    return rng.choice(VALUES)
+class Victim:
+    """A tenant that streams, chats and asks for the server's health at the same time.
 
+    Attributes:
+        gaps: the seconds between the tokens of its streams.
+        chats: the seconds that its chats have taken.
+        health: the seconds that /health has taken.
+        answers: the statuses of all of these.
+    """
 
-def mutated(rng: random.Random) -> bytes:
-    path, asked = rng.choice(REQUESTS)
-    for _ in range(rng.randint(1, 3)):
-        asked = changed(rng, asked)
-    sent = bytearray(posted(path, json.dumps(asked).encode(), "connection: close"))
-    for _ in range(rng.choice((0, 0, 1, 3))):
-        place = rng.randrange(len(sent))
-        sent[place : place + rng.randint(0, 4)] = rng.randbytes(rng.randint(0, 3))
-    return bytes(sent)
-
-
-class Attacker:
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, rng: random.Random) -> None:
         self._port = port
-        self._rng = random.Random(0)
+        self._rng = rng
+        self._is_over = False
+        self.gaps: list[float] = []
+        self.chats: list[float] = []
+        self.health: list[float] = []
         self.answers: Counter[str] = Counter()
 
-    async def mutate(self) -> None:
-        await self._each(20_000, 16, lambda _: self._send(mutated(self._rng)))
+    async def run(self, seconds: float) -> None:
+        """Return once all that has begun within these seconds is answered."""
+        asyncio.get_running_loop().call_later(seconds, self._stop)
+        acts = [*[(self._stream, self.gaps)] * NUM_STREAMS, (self._chat, self.chats), (self._ask_health, self.health)]
+        await asyncio.gather(*(self._repeat(act, seconds) for act, seconds in acts))
 
-    async def send_slow_bodies(self) -> None:
-        async def trickle(number: int) -> None:
-            content = json.dumps({"prompt": "x" * 200_000, "max_tokens": 1}).encode()
-            if number % 2:
-                await self._send(posted("/v1/completions", content)[:150], until=time.monotonic() + 5.0)
-            else:
-                await self._send(posted("/v1/completions", content, "connection: close"), pause=0.05)
+    def _stop(self) -> None:
+        self._is_over = True
 
-        await self._each(400, 400, trickle)
+    async def _repeat(self, act: Callable[[Connection], Awaitable[None]], waited: list[float]) -> None:
+        """`waited` gets the seconds of an act that fails too."""
+        connection: Connection | None = None
+        while not self._is_over:
+            begun = time.perf_counter()
+            try:
+                async with asyncio.timeout(PATIENCE_S):
+                    if connection is None:
+                        connection = await asyncio.open_connection(HOST, self._port)
+                    await act(connection)
+            except (OSError, TimeoutError, EOFError) as error:
+                self.answers[type(error).__name__] += 1
+                waited.append(time.perf_counter() - begun)
+                if connection is not None:
+                    connection[1].close()
+                connection = None
+                await asyncio.sleep(CHAT_PAUSE_S)
+        if connection is not None:
+            connection[1].close()
 
-    async def send_headers(self) -> None:
-        async def flood(number: int) -> None:
-            num_headers = 100_000 if number % 50 == 0 else 90
-            await self._send(
-                posted("/tokenize", b"{}", *(f"x-{index}: y" for index in range(num_headers)), "connection: close")
-            )
-
-        await self._each(1000, 16, flood)
-
-    async def send_large_bodies(self) -> None:
-        async def send(number: int) -> None:
-            piece = ('"x",', "[", "1,", '{"a":', '"\\u00e9",')[number % 5]
-            content = b'{"prompt": [' + (piece * ((15 << 20) // len(piece))).encode()
-            await self._send(posted("/v1/completions", content, "connection: close"))
-
-        await self._each(40, 4, send)
-
-    async def open_connections(self) -> None:
-        """Holds what it gets, and opens others for some seconds."""
-        held: list[Connection] = []
-        until = time.monotonic() + 20.0
-        for number in itertools.count():
-            if time.monotonic() > until:
+    async def _stream(self, connection: Connection) -> None:
+        body = {"prompt": random_prompt(self._rng, INPUT_LEN), "max_tokens": OUTPUT_LEN, "ignore_eos": True}
+        body |= {"stream": True, "return_token_ids": True}
+        if not await self._send(connection, posted(COMPLETIONS, _json(body), KEY)):
+            return
+        times = []
+        async for line in connection[0]:
+            if line.startswith(b"data: {"):
+                times.append(time.perf_counter())
+            elif line == b"0\r\n":
                 break
-            source = (f"127.0.0.{2 + number % 8}", 0)  # one has too few ports
-            try:
-                held.append(await asyncio.open_connection(HOST, self._port, local_addr=source))
-            except OSError:  # refused, or this process may open no more
-                await asyncio.sleep(PAUSE_S)
-            if number % 1000 == 0:
-                for reader, writer in held:
-                    if reader.at_eof():
-                        writer.close()
-                self.answers["connections closed"] += sum(reader.at_eof() for reader, _ in held)
-                held = [(reader, writer) for reader, writer in held if not reader.at_eof()]
-        self.answers["connections held"] += len(held)
-        for _, writer in held:
-            writer.close()
+        await connection[0].readline()
+        self.answers["stream that ends early"] += len(times) < OUTPUT_LEN // 2
+        self.gaps += [after - before for before, after in itertools.pairwise(times)]
 
-    async def _each(self, number: int, num_at_once: int, act: Callable[[int], Awaitable[None]]) -> None:
-        numbers = iter(range(number))
+    async def _chat(self, connection: Connection) -> None:
+        body = {"messages": [{"role": "user", "content": str(self._rng.random())}], "max_tokens": 1}
+        begun = time.perf_counter()
+        await self._send(connection, posted(CHAT, _json(body), KEY))
+        self.chats.append(time.perf_counter() - begun)
+        await asyncio.sleep(CHAT_PAUSE_S)
 
-        async def some() -> None:
-            for index in numbers:
-                await act(index)
+    async def _ask_health(self, connection: Connection) -> None:
+        begun = time.perf_counter()
+        await self._send(connection, b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        self.health.append(time.perf_counter() - begun)
+        await asyncio.sleep(HEALTH_PAUSE_S)
 
-        await asyncio.gather(*(some() for _ in range(num_at_once)))
-
-    async def _send(self, sent: bytes, *, pause: float = 0.0, until: float = 0.0) -> None:
-        """Sends in pieces, and counts the answer. Where the bytes are no whole request, it waits until then."""
-        answer = b""
-        try:
-            reader, writer = await asyncio.open_connection(HOST, self._port)
-            try:
-                for start in range(0, len(sent), 4096 if pause else len(sent)):
-                    writer.write(sent[start : start + (4096 if pause else len(sent))])
-                    await writer.drain()
-                    await asyncio.sleep(pause)
-                async with asyncio.timeout(max(1.0, until - time.monotonic()) if until or not pause else 30.0):
-                    answer = await reader.read(1 << 16)
-            finally:
-                writer.close()
-        except (OSError, TimeoutError):
-            pass
-        status = answer[9:12].decode(errors="replace") if answer.startswith(b"HTTP/1.1 ") else "none"
-        self.answers[status] += 1
+    async def _send(self, connection: Connection, request: bytes) -> bool:
+        """Send a request, and read its answer. Return whether that is a stream, of which the head alone is read."""
+        reader, writer = connection
+        writer.write(request)
+        await writer.drain()
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        self.answers[head[9:12].decode()] += 1
+        if b"text/event-stream" in head:
+            return True
+        (length,) = (line for line in head.split(b"\r\n") if line.startswith(b"content-length:"))
+        await reader.readexactly(int(length.partition(b":")[2]))
+        return False
 
 
-ATTACKS: dict[str, Callable[[Attacker], Awaitable[None]]] = {
-    "mutated requests": Attacker.mutate,
-    "slow bodies": Attacker.send_slow_bodies,
-    "headers": Attacker.send_headers,
-    "large bodies": Attacker.send_large_bodies,
-    "connections": Attacker.open_connections,
-}
+def _json(body: dict[str, Any]) -> bytes:
+    return json.dumps(body).encode()
 
 
-async def stream(connection: Connection, rng: random.Random) -> list[float]:
-    """Returns the seconds between the events of a stream, but for the first ones: these come while the prompts are
-    computed."""
-    reader, writer = connection
-    asked = {"prompt": random_prompt(rng, INPUT_LEN), "max_tokens": OUTPUT_LEN, "ignore_eos": True, "stream": True}
-    writer.write(posted("/v1/completions", json.dumps(asked | {"return_token_ids": True}).encode()))
-    times = []
-    async for line in reader:
-        if line.startswith(b"data: {"):
-            times.append(time.perf_counter())
-        elif line == b"0\r\n":
-            await reader.readline()
-            break
-    assert len(times) >= OUTPUT_LEN // 2, f"a stream ended behind {len(times)} events"
-    return [after - before for before, after in itertools.pairwise(times)][NUM_STREAMS:]
+def corrected(gaps: list[float], usual: float) -> list[float]:
+    """Return gaps with those that a client would have seen within the long ones, had the tokens not come at once
+    behind them: a stream that stands still would else have one long gap, and no more."""
+    return [gap - usual * number for gap in gaps for number in range(max(1, int(gap / usual)))]
 
 
-async def run_arm(name: str, port: int, front_end: Service, rng: random.Random) -> dict[str, Any]:
-    """Streams as long as an attack goes on."""
-    connections = [await asyncio.open_connection(HOST, port) for _ in range(NUM_STREAMS)]
-    before = front_end.resident_bytes
-    front_end.forget_peak()
+def quantiles(seconds: list[float]) -> dict[str, float]:
+    """Return some quantiles; without a measurement, what the victim would have waited."""
+    found = sorted(seconds) or [PATIENCE_S]
+    return {"p50": found[len(found) // 2], "p99": found[int(len(found) * 0.99)], "max": found[-1]}
+
+
+async def run_arm(
+    name: str, front_end: FrontEnd, arguments: argparse.Namespace, rng: random.Random, usual: float = PATIENCE_S
+) -> dict[str, Any]:
+    """`usual` is the median gap between tokens of a calm server, if that is known."""
+    names = ATTACKS if name == ALL else [each for each in ATTACKS if each == name]
+    victim, service = Victim(front_end.port, rng), front_end.service
+    before = service.resident_bytes
+    service.forget_peak()
+    front_end.beats()
+    command = ("nice", "-n", "19", sys.executable, "-m", "bench", "hostile-http")
+    seconds = arguments.seconds + arguments.warm_up
+    attack = json.dumps({"port": front_end.port, "seconds": seconds, "names": list(names)})
     # By a command, as in `hostile`.
-    command = ("nice", "-n", "19", sys.executable, "-m", "bench", "hostile-http", "--attack", f"{port} {name}")
-    attack = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE) if name in ATTACKS else None
-    ended = asyncio.create_task(attack.communicate()) if attack is not None else None
-    gaps: list[float] = []
-    for number in itertools.count():
-        if ended.done() if ended is not None else number == CALM_STREAMS:
-            break
-        for of_stream in await asyncio.gather(*(stream(connection, rng) for connection in connections)):
-            gaps += of_stream
-    gaps.sort()
-    answers = json.loads((await ended)[0]) if ended is not None else {}
-    peak = (front_end.peak_bytes - before) / 2**20
-    await asyncio.sleep(2.0)
-    growth = (front_end.resident_bytes - before) / 2**20
-    quantiles = {"p50": gaps[len(gaps) // 2], "p99": gaps[int(len(gaps) * 0.99)], "max": gaps[-1]}
-    for _, writer in connections:
-        writer.close()
-    found = {**quantiles, "answers": answers, "peak_mib": peak, "growth_mib": growth}
+    attackers = (
+        await asyncio.create_subprocess_exec(*command, "--attack", attack, stdout=asyncio.subprocess.PIPE)
+        if names
+        else None
+    )
+    if attackers is not None:
+        assert attackers.stdout is not None
+        assert await attackers.stdout.readline() == b"begun\n", "the attackers have not begun"
+        await asyncio.sleep(arguments.warm_up)
+    await victim.run(arguments.seconds)
+    answers = json.loads((await attackers.communicate())[0]) if attackers is not None else {}
+    found = {
+        "gaps": quantiles(corrected(victim.gaps, usual)),
+        "chats": quantiles(victim.chats),
+        "health": quantiles(victim.health),
+    }
+    await until_well(front_end.port)
+    found |= {"loop": front_end.beats(), "peak_mib": (service.peak_bytes - before) / 2**20}
+    found |= {"growth_mib": (service.resident_bytes - before) / 2**20, "victim": +victim.answers, "answers": answers}
     print(f"  {name}: {found}", flush=True)
     return found
 
 
-async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+async def until_well(port: int) -> None:
+    """Wait until the server has done what attackers have left it with."""
+    reader, writer = await asyncio.open_connection(HOST, port)
+    writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+    assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+    writer.close()
+    await asyncio.sleep(SETTLE_S)
+
+
+def served_model(directory: Path) -> Path:
+    """Make a model with a chat template of its own, and one for each format of calls."""
+    model = tokenized_checkpoint("54M", TOKENIZER, directory / "model")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    (model / "additional_chat_templates").mkdir()
+    for name, text in TEMPLATES.items():
+        named = model / "additional_chat_templates" / f"{name}.jinja"
+        named.write_text(TEMPLATE + "{# " + text + " #}")
+    return model
+
+
+async def attack(port: int, seconds: float, names: Sequence[str]) -> None:
+    """Attack, and print how all that was answered."""
+    raise_descriptor_limit()
+    print("begun", flush=True)
+    attacker = Attacker(port, time.monotonic() + seconds)
+    await asyncio.gather(*(attacker.run(name) for name in names))
+    print(json.dumps(attacker.answers), flush=True)
+
+
+async def measure(arguments: argparse.Namespace) -> dict[str, Any] | None:
     if arguments.attack is not None:
-        raise_descriptor_limit()
-        port, name = arguments.attack.split(" ", 1)
-        attacker = Attacker(int(port))
-        await ATTACKS[name](attacker)
-        print(json.dumps(attacker.answers), flush=True)
-        sys.exit()
+        return await attack(**json.loads(arguments.attack))
     with tempfile.TemporaryDirectory() as made:
-        model = tokenized_checkpoint("54M", TOKENIZER, Path(made) / "model")
-        scheduler = ["--max-decode-slowdown", MAX_DECODE_SLOWDOWN]  # or a long prompt is a gap of seconds for others
-        with running(model, worker=["--num-device-blocks", 1024, "--num-threads", 1], scheduler=scheduler) as system:
-            port = free_port(HOST)
-            flags = ["--model", model, "--scheduler", system.url, "--port", 0, "--http-port", port, "--metrics-port", 0]
-            front_end = Service("frontend", flags)
+        directory = Path(made)
+        model = served_model(directory)
+        # Without a bound, a long prompt would be a gap of seconds for others.
+        scheduler = ["--tenants", tenants(directory), "--max-decode-slowdown", MAX_DECODE_SLOWDOWN]
+        worker = ["--num-device-blocks", 1024, "--num-threads", 1]
+        with running(model, worker=worker, scheduler=scheduler) as system:
+            front_end = FrontEnd(model, system.url, directory)
             try:
-                front_end.wait_until_ready()
+                front_end.service.wait_until_ready()
                 rng = random.Random(0)
-                await run_arm("calm", port, front_end, rng)  # warms up
-                chosen = [name for name in ATTACKS if arguments.only in name]
-                return {name: await run_arm(name, port, front_end, rng) for name in ("calm", *chosen)}
+                usual = (await run_arm("calm", front_end, arguments, rng))["gaps"]["p50"]  # warms up
+                names = [name for name in (*ATTACKS, ALL) if arguments.only in name]
+                arms = {name: await run_arm(name, front_end, arguments, rng, usual) for name in ("calm", *names)}
             finally:
-                front_end.stop()
+                front_end.service.stop()
+    load = {"model": "54M", "streams": NUM_STREAMS, "quota": QUOTA, "max_decode_slowdown": MAX_DECODE_SLOWDOWN}
+    return {"load": load | {"seconds": arguments.seconds}, "arms": arms}
 
 
 def report(figures: dict[str, Any]) -> None:
-    print(f"gaps between tokens of {NUM_STREAMS} streams over HTTP, in ms; the front end's memory; answers by status")
-    for name, found in ((name, figures[name]) for name in ("calm", *ATTACKS) if name in figures):
-        gaps = ", ".join(f"{key} {found[key] * 1000:.1f}" for key in ("p50", "p99", "max"))
-        ratio = found["p99"] / figures["calm"]["p99"]
-        num_failed = sum(count for status, count in found["answers"].items() if status.startswith("50"))
-        print(f"  {name:16} {gaps}; p99 {ratio:.2f} times calm {verdict(ratio, GOAL, at_least=False)}")
-        print(f"  {'':16} {num_failed} answers of 5xx {verdict(num_failed, 0, at_least=False)}: {found['answers']}")
-        growth = verdict(found["growth_mib"], MAX_GROWTH_MIB, at_least=False)
-        print(f"  {'':16} {found['peak_mib']:.0f} MiB more, {found['growth_mib']:.0f} behind it {growth}")
+    arms = figures["arms"]
+    calm = arms["calm"]
+    print(
+        f"a tenant with {NUM_STREAMS} streams over HTTP beside attacks of {figures['load']['seconds']:g} s; in ms, MiB"
+    )
+    for name, found in arms.items():
+        print(name)
+        for key, goal, text in (("gaps", GAP_GOAL, "gaps between tokens"), ("chats", CHAT_GOAL, "small chats")):
+            ratio = found[key]["p99"] / calm[key]["p99"]
+            print(f"  {text:20} {_told(found[key])}; p99 {ratio:.2f} times calm {verdict(ratio, goal, at_least=False)}")
+        health = verdict(found["health"]["max"] * 1000, HEALTH_GOAL_S * 1000, at_least=False)
+        print(f"  {'/health':20} {_told(found['health'])} {health}")
+        late, held = (found["loop"][key] * 1000 for key in ("late", "held"))
+        print(f"  {'event loop':20} held {held:.1f} {_goal(held, HELD_GOAL_S * 1000, name)}, late {late:.1f}")
+        for key, text in (("peak_mib", "memory at most"), ("growth_mib", "memory behind it")):
+            print(f"  {text:20} {found[key]:.0f} more {verdict(found[key], GROWTH_GOAL_MIB, at_least=False)}")
+        wrong = num_wrong(found)
+        print(f"  {'answers':20} {wrong} that none may get {verdict(wrong, 0, at_least=False)}: {_answers(found)}")
+
+
+def num_wrong(found: dict[str, Any]) -> int:
+    """Return the answers that no client should get: a fault of the server, a 429 or 503 without a time to try again,
+    one to a request that was the body of another, and whatever kept the victim from being served."""
+    wrong = sum(
+        count for status, count in found["answers"].items() if status in ("500", SMUGGLED) or "at once" in status
+    )
+    return wrong + sum(count for status, count in found["victim"].items() if status != "200")
+
+
+def _answers(found: dict[str, Any]) -> str:
+    return f"attackers {dict(found['answers'])}, the other tenant {dict(found['victim'])}"
+
+
+def _goal(value: float, goal: float, name: str) -> str:
+    """The bound is one of each attack by itself."""
+    return "" if name in ("calm", ALL) else verdict(value, goal, at_least=False)
+
+
+def _told(found: dict[str, float]) -> str:
+    return ", ".join(f"{key} {found[key] * 1000:.1f}" for key in ("p50", "p99", "max"))
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each attack (default 20)")
+    parser.add_argument("--warm-up", type=float, default=4.0, help="seconds that attackers have before (default 4)")
     parser.add_argument("--only", default="", help="attacks whose names have this within them (default: all)")
     parser.add_argument("--attack", help=argparse.SUPPRESS)

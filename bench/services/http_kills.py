@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.goals import verdict
-from bench.services.hostile_http import posted
+from bench.services.http_attacks import posted
 from pagewire import AsyncClient
 from pagewire.hosting.supervisor import free_port
 from testing.services import HOST, Service, System, running

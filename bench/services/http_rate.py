@@ -31,7 +31,7 @@ from bench.checkpoint import SHAPES, tokenized_checkpoint
 from bench.goals import verdict
 from bench.measure import cpu_seconds, in_turns
 from bench.services.front_end import Child
-from bench.services.hostile_http import posted
+from bench.services.http_attacks import posted
 from bench.tokenizer import trained_tokenizer
 from models.story_grammar import write_story
 from pagewire.common.limits import raise_descriptor_limit
