@@ -133,7 +133,7 @@ class ActiveRequest:
         if not self.has_ended:
             await news.wait()
         if self.error is not None:
-            raise self.error
+            raise self.error.again()
 
     async def deltas(self, first_tokens: Sequence[int] | None = None) -> AsyncGenerator[Delta, None]:
         """Yield what comes of all samples until they have ended: of each from its first token on, or from the one that
@@ -150,7 +150,7 @@ class ActiveRequest:
                     for delta in reader.take():
                         yield delta
                 if self.error is not None:
-                    raise self.error
+                    raise self.error.again()
                 if self.has_ended and all(reader.has_ended for reader in readers):
                     return
         finally:

@@ -62,6 +62,10 @@ class RefusedError(Exception):
         self.reason = reason
         self.field = field
 
+    def again(self) -> "RefusedError":
+        """Return an equal error without a traceback, whose frames would keep the request alive that has the error."""
+        return RefusedError(self.reason, str(self), self.field)
+
 
 def invalid(field: str, message: str) -> RefusedError:
     """Return the refusal of a field that cannot be taken as it is."""
