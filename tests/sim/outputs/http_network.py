@@ -69,6 +69,7 @@ class HttpCall:
             "raw_path": _PATH.encode(),
             "query_string": b"",
             "headers": [(b"host", b"localhost"), (b"content-length", str(len(body)).encode())],
+            "state": {},
             "certificate_names": (),
             "abort": self.cut,
         }
