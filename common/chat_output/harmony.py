@@ -25,14 +25,15 @@ _ANALYSIS = "analysis"
 def read_messages(functions: Mapping[str, Any], unread: Unread) -> Reading[None]:
     """Tell the messages of an output. What stands in none is content."""
     told_kinds: set[type[Content | Reasoning]] = set()
-    header: str = yield from unread.begins_with("to=")
-    marker = START if header else (yield from told(Content, unread.pieces_until(TAGS)))
+    header = [(yield from unread.begins_with("to="))]
+    marker = START if header[0] else (yield from told(Content, unread.pieces_until(TAGS)))
     while marker:
         if marker in (START, CHANNEL, CONSTRAIN, MESSAGE):
             while marker and marker != MESSAGE:
                 text, marker = yield from held(unread.pieces_until((CHANNEL, CONSTRAIN, MESSAGE)))
-                header += f"{text} "
-            recipient, is_analysis, header = _RECIPIENT.search(header), _ANALYSIS in header.split(), ""
+                header += (text, " ")
+            said, header = "".join(header), []
+            recipient, is_analysis = _RECIPIENT.search(said), _ANALYSIS in said.split()
             if marker and recipient and functions and (recipient[1] or recipient[2] in functions):
                 marker = yield from _tell_call(unread, recipient[2])
                 continue

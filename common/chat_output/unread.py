@@ -6,7 +6,8 @@ Its readings are generators that yield None where they need more text.
 import json
 import re
 from collections.abc import Callable, Generator
-from typing import TypeVar
+from functools import cache
+from typing import NamedTuple, TypeVar
 
 from pagewire.common.chat_output.parts import Content, OutputPart
 
@@ -23,10 +24,16 @@ _CLOSERS = {"{": "}", "[": "]"}
 _STRING_END = re.compile(r'["\\]')
 # What opens or closes something between the strings of JSON, or cannot stand there.
 _STRUCTURE = re.compile(r"[^\s:,\w.+-]")
-_SCALAR_END = re.compile(r"[^\w.+-]")
+_SCALAR = re.compile(r"[\w.+-]*")
 
 
 class Unread:
+    """The unread text of an output.
+
+    Invariant: a reading that waits for more text leaves at most the beginning of a marker unread. It holds all other
+    text that it has looked at. A token therefore costs the same in a long output as in a short one.
+    """
+
     def __init__(self) -> None:
         self._text = ""
         self._at = 0  # up to here it was read
@@ -34,7 +41,7 @@ class Unread:
         self._kept: list[str] | None = None  # what was read since a tag, until that turns out to be one
 
     def add(self, text: str) -> None:
-        self._text = self._text[self._at :] + text
+        self._text = self._text[self._at :] + text if self._at < len(self._text) else text
         self._at = 0
 
     def end(self) -> None:
@@ -61,22 +68,24 @@ class Unread:
     def pieces_until(self, markers: tuple[str, ...], trimmed: str = "") -> PieceReading[str]:
         """The same in pieces, without some characters right before the marker."""
         self._kept = None
+        search = _search_of(markers)
+        held: list[str] = []  # trimmed characters, which belong to the text unless a marker follows
         while True:
-            found = min(
-                ((place, marker) for marker in markers if (place := self._text.find(marker, self._at)) >= 0),
-                default=None,
-            )
+            found = search.pattern.search(self._text, self._at)
+            is_last = found is None and self._is_whole
+            end = found.start() if found else len(self._text) if is_last else search.safe_end(self._text, self._at)
+            piece = self._take(end)
+            text = piece if is_last else piece.rstrip(trimmed)
+            if text or (held and is_last):
+                yield "".join((*held, text))
+                held = []
+            if len(text) < len(piece):
+                held.append(piece[len(text) :])
             if found:
-                end = self._end_of_text(found[0], trimmed)
-            else:
-                end = len(self._text) if self._is_whole else self._safe_end(markers, trimmed)
-            if end > self._at:
-                yield self._take(end)
-            if found:
-                self._kept = []
-                self._take(found[0] + len(found[1]))
-                return found[1]
-            if self._is_whole:
+                self._kept = held
+                self._take(found.end())
+                return found[0]
+            if is_last:
                 return ""
             yield None
 
@@ -98,23 +107,31 @@ class Unread:
 
     def ahead(self, *markers: str) -> Generator[None, None, str]:
         """Return with which of some markers the text goes on behind spaces, which stay unread, or nothing."""
+        spaces: list[str] = []
+        longest = max(map(len, markers))
         while True:
-            text = self._text[self._at :].lstrip(_SPACES)
-            found = next((marker for marker in markers if text.startswith(marker)), "")
-            if found or self._is_whole or not any(marker.startswith(text) for marker in markers):
-                return found
+            place = self._past(_SPACES)
+            rest = self._text[place : place + longest]
+            found = next((marker for marker in markers if rest.startswith(marker)), "")
+            if found or self._is_whole or not any(marker.startswith(rest) for marker in markers):
+                break
+            spaces.append(self._text[self._at : place])
+            self._text, self._at = self._text[place:], 0
             yield None
+        if spaces:
+            self._text, self._at = "".join((*spaces, self._text[self._at :])), 0
+        return found
 
     def ends_within(self, *markers: str) -> bool:
         """Tell whether nothing is left but spaces and the beginning of one of some markers, or not even that."""
-        text = self._text[self._at :].lstrip(_SPACES)
-        return any(marker.startswith(text) for marker in markers)
+        place = self._past(_SPACES)
+        rest = self._text[place : place + max(map(len, markers)) + 1]
+        return any(marker.startswith(rest) for marker in markers)
 
     def skip(self, characters: str = _SPACES) -> Generator[None, None, None]:
         """Read past all such characters."""
         while True:
-            while self._at < len(self._text) and self._text[self._at] in characters:
-                self._take(self._at + 1)
+            self._take(self._past(characters))
             if self._at < len(self._text) or self._is_whole:
                 return
             yield None
@@ -126,14 +143,17 @@ class Unread:
         if self._text.startswith("\n", self._at):
             self._take(self._at + 1)
 
-    def run(self, pattern: re.Pattern[str]) -> PieceReading[None]:
-        """Read on as far as a pattern matches, which matches whatever a match of it begins with, and nothing."""
+    def run(self, pattern: re.Pattern[str]) -> PieceReading[bool]:
+        """Read on as far as a pattern matches, which matches whatever a match of it begins with, and nothing. Return
+        whether it matched any text."""
+        has_read = False
         while True:
             found = pattern.match(self._text, self._at)
             if found and found.end() > self._at:
+                has_read = True
                 yield self._take(found.end())
             if self._at < len(self._text) or self._is_whole:
-                return
+                return has_read
             yield None
 
     def word(self) -> Generator[None, None, str]:
@@ -172,14 +192,7 @@ class Unread:
         first = yield from self.next()
         if first in ("{", "[", '"'):
             return (yield from self._nested_value())
-        while True:
-            found = _SCALAR_END.search(self._text, self._at)
-            end = found.start() if found else len(self._text)
-            if end < len(self._text) or self._is_whole:
-                is_one = end > self._at
-                yield self._take(end)
-                return is_one
-            yield None
+        return (yield from self.run(_SCALAR))
 
     def _nested_value(self) -> PieceReading[bool]:
         nesting = _Nesting()
@@ -198,21 +211,34 @@ class Unread:
             self._kept.append(text)
         return text
 
-    def _end_of_text(self, end: int, trimmed: str) -> int:
-        """Return where the text before a place ends, without some characters there."""
-        while end > self._at and self._text[end - 1] in trimmed:
-            end -= 1
-        return end
+    def _past(self, characters: str) -> int:
+        """Return the place after such characters, which stay unread."""
+        place = self._at
+        while place < len(self._text) and self._text[place] in characters:
+            place += 1
+        return place
 
-    def _safe_end(self, markers: tuple[str, ...], trimmed: str) -> int:
-        """Return up to where the text belongs to none of some markers, whatever comes."""
-        end = len(self._text)
-        firsts = {marker[0] for marker in markers}
-        for place in range(max(self._at, end + 1 - max(map(len, markers))), end):
-            if self._text[place] in firsts and any(marker.startswith(self._text[place:]) for marker in markers):
-                end = place
-                break
-        return self._end_of_text(end, trimmed)
+
+class _Search(NamedTuple):
+    """The search for the first of some markers."""
+
+    pattern: re.Pattern[str]
+    markers: tuple[str, ...]
+    firsts: frozenset[str]  # the first character of each
+    longest: int
+
+    def safe_end(self, text: str, at: int) -> int:
+        """Return the place in a text without a marker up to which no marker can begin, whatever text follows."""
+        for place in range(max(at, len(text) + 1 - self.longest), len(text)):
+            if text[place] in self.firsts and any(marker.startswith(text[place:]) for marker in self.markers):
+                return place
+        return len(text)
+
+
+@cache
+def _search_of(markers: tuple[str, ...]) -> _Search:
+    pattern = re.compile("|".join(map(re.escape, markers)))
+    return _Search(pattern, markers, frozenset(marker[0] for marker in markers), max(map(len, markers)))
 
 
 class _Nesting:
