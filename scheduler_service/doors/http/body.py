@@ -27,10 +27,11 @@ BODY_TIMEOUT_S = 30.0
 _SHOWN_CHARS = 60
 _MAX_SHOWN_BYTES = 64 << 10  # of a body of which a value or a place is shown, for which it is decoded once more
 _HALF = "half a surrogate pair, which is no character; cut texts between characters"
-_PLACE = re.compile(r" - at `(?:key` in `)?\$\.?(.*)`$")
-_UNKNOWN = re.compile(r"^Object contains unknown field `(.*?)`", re.DOTALL)
+_MAX_ERROR_CHARS = 600  # of an error's beginning, and of its end, that are read: the rest quotes the client
+_PLACE = " - at `"  # between the reason and the path in an error
+_UNKNOWN = "Object contains unknown field `"
 _INDEX = re.compile(r"\[(\d+)\]")
-_IN_BRACKETS = re.compile(r"\[.*?\]")
+_IN_BRACKETS = re.compile(r"\[[^][]*\]")
 _Request = TypeVar("_Request", bound=Struct)
 
 
@@ -140,12 +141,9 @@ def _decoder(kind: type[_Request]) -> "msgspec.json.Decoder[_Request]":
 
 
 def _refusal(text: str, body: bytes, kind: type[Struct]) -> RefusedError:
-    place = _PLACE.search(text)
-    path = place[1] if place else ""
-    said = text[: place.start()] if place else text
-    unknown = _UNKNOWN.match(said)
-    if unknown:
-        name = unknown[1][:_SHOWN_CHARS]
+    said, path = _split_error(text)
+    if said.startswith(_UNKNOWN):
+        name = said[len(_UNKNOWN) :].partition("`")[0][:_SHOWN_CHARS]
         field = f"{path}.{name}" if path else name
         near = difflib.get_close_matches(name, _fields_beside(kind, field), 1)
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -157,6 +155,15 @@ def _refusal(text: str, body: bytes, kind: type[Struct]) -> RefusedError:
     if why and ("`null`, got" in said or "length <= 0" in said or "Invalid enum value" in said):
         return invalid(path, f"{path}{given} is not served: {why}")
     return invalid(path, f"{path}{given} cannot be: {_lowered(said)}")
+
+
+def _split_error(text: str) -> tuple[str, str]:
+    """Return the reason and the path of the field that an error of the decoder names. In front of the path it quotes
+    names and values of any length."""
+    if len(text) > 2 * _MAX_ERROR_CHARS:
+        text = f"{text[:_MAX_ERROR_CHARS]}…{text[-_MAX_ERROR_CHARS:]}"
+    said, _, place = text.rpartition(_PLACE)
+    return (said, place.removeprefix("key` in `")[:-1].removeprefix("$").removeprefix(".")) if said else (text, "")
 
 
 def _names(path: str) -> list[str]:
