@@ -113,9 +113,14 @@ class SamplePrinter:
         self._labelled = num_samples > 1
         self._waiting: list[list[Output]] = [[] for _ in range(num_samples)]
         self._current = 0
-        self.text = ""  # that was written, without labels and the ends of lines after samples
+        self._texts: list[str] = []
         self._in_line = False  # whether the line that was written last has not ended
         self._label()
+
+    @property
+    def text(self) -> str:
+        """The text that was written, without labels and the ends of lines after samples."""
+        return "".join(self._texts)
 
     def add(self, output: Output) -> None:
         self._waiting[output.index].append(output)
@@ -137,7 +142,7 @@ class SamplePrinter:
         deltas, self._waiting[self._current] = self._waiting[self._current], []
         ended = any(delta.finish_reason is not None for delta in deltas)
         text = "".join(delta.text for delta in deltas)
-        self.text += text
+        self._texts.append(text)
         self._write(text + "\n" * ended)
         return ended
 

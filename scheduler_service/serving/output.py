@@ -10,9 +10,9 @@ has a text of its own, which is what it completed. Text that comes with the end 
 the last.
 """
 
-import io
 import sys
 from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol, overload
@@ -23,7 +23,7 @@ from scheduler_service.serving.observer import ENDED_WELL
 # Tokens, or prompt log-probabilities, of one delta: keeps a message of it far below a client's limit of 4 MiB.
 MAX_DELTA_TOKENS = 2048
 _BASE_BYTES = 4096  # of a sample without a token, and of what stands around it
-_MAX_TEXTS = 256  # tokens after which texts are joined: Python 3.11 keeps each as it was written until it is asked
+_BLOCK_CHARS = 1024  # of a text that is appended to, after which a new block begins
 
 
 class Delta(NamedTuple):
@@ -52,6 +52,41 @@ class OutputDecoder(Protocol):
 
     def flush(self) -> tuple[str, str | None, int]:
         """Return the text that was held back, and a stop text in it."""
+
+
+class TextBlocks:
+    """The text of an output, in blocks.
+
+    The cost of an append or a slice depends on its own length alone, where a string would be copied whole.
+    """
+
+    def __init__(self) -> None:
+        self._blocks = [""]
+        self._starts = [0]  # where each block begins
+        self.num_chars = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(sys.getsizeof, self._blocks))
+
+    def append(self, text: str) -> None:
+        self._blocks[-1] += text
+        self.num_chars += len(text)
+        if len(self._blocks[-1]) >= _BLOCK_CHARS:
+            self._blocks.append("")
+            self._starts.append(self.num_chars)
+
+    def __getitem__(self, span: slice) -> str:
+        if len(self._blocks) == 1:
+            return self._blocks[0][span]
+        start, stop, _ = span.indices(self.num_chars)
+        first = bisect_right(self._starts, start) - 1
+        begin = self._starts[first]
+        return "".join(self._blocks[first : bisect_left(self._starts, stop)])[start - begin : stop - begin]
+
+    def clear(self) -> None:
+        if self.num_chars:
+            self._blocks, self._starts, self.num_chars = [""], [0], 0
 
 
 class LogprobColumns(Sequence[TokenLogprobs]):
@@ -142,8 +177,7 @@ class SampleRecord:
         # Lists are faster where little is in them, arrays smaller.
         self.first_token = self._first_prompt_logprob = 0
         self._token_ids: MutableSequence[int] = array("I") if is_kept else []
-        self._text = io.StringIO()
-        self._num_chars = 0
+        self._text = TextBlocks()
         self._text_ends: MutableSequence[int] = array("I") if is_kept else []  # where in the text each token's own ends
         self._make_logprobs: Callable[[], LogprobColumns | list[TokenLogprobs]]
         self._make_logprobs = LogprobColumns if is_kept or is_whole else list
@@ -157,7 +191,7 @@ class SampleRecord:
         """Estimate the memory that an output which is kept takes."""
         columns = (self._logprobs, self._prompt_logprobs)
         in_columns = sum(each.num_bytes for each in columns if isinstance(each, LogprobColumns))
-        return _BASE_BYTES + 16 * len(self._token_ids) + sys.getsizeof(self._text.getvalue()) + in_columns
+        return _BASE_BYTES + 16 * len(self._token_ids) + self._text.num_bytes + in_columns
 
     # Publishing
 
@@ -240,7 +274,7 @@ class SampleRecord:
         """Say whether there is anything to tell from a token on."""
         if first_token < self.num_tokens or self.end is not None:
             return True
-        return self._chars_before(first_token) < self._num_chars
+        return self._chars_before(first_token) < self._text.num_chars
 
     def delta(self, first_token: int, num_tokens: int) -> Delta:
         """Make a delta of so many tokens from one on. With the last token comes the end, if the output has ended
@@ -248,10 +282,8 @@ class SampleRecord:
         start = first_token - self.first_token
         stop = start + num_tokens
         is_last = first_token + num_tokens == self.num_tokens
-        text = self._text.getvalue()
-        if start or not is_last:
-            end_of_text = self._num_chars if is_last else self._chars_before(first_token + num_tokens)
-            text = text[self._chars_before(first_token) : end_of_text]
+        end_of_text = self._text.num_chars if is_last else self._chars_before(first_token + num_tokens)
+        text = self._text[self._chars_before(first_token) : end_of_text]
         logprobs: Sequence[TokenLogprobs] = ()
         cumulative_logprob = None
         if self._with_logprobs:
@@ -270,7 +302,7 @@ class SampleRecord:
         if self._is_kept:
             return
         self.first_token = self.num_tokens
-        self._text, self._num_chars = io.StringIO(), 0
+        self._text.clear()
         self._token_ids.clear()
         self._text_ends.clear()
         if self._with_logprobs:
@@ -285,15 +317,13 @@ class SampleRecord:
         if self.stop_text is None:
             num_kept, text = self._decode(token_ids, end)
             if num_kept > 1:
-                self._text_ends.extend([self._num_chars] * (num_kept - 1))
+                self._text_ends.extend([self._text.num_chars] * (num_kept - 1))
             if text:
-                self._num_chars += self._text.write(text)
+                self._text.append(text)
             if num_kept:
                 self.num_tokens += num_kept
-                if self.num_tokens % _MAX_TEXTS < num_kept:
-                    self._text.getvalue()
                 self._token_ids.extend(token_ids if num_kept == len(token_ids) else token_ids[:num_kept])
-                self._text_ends.append(self._num_chars)
+                self._text_ends.append(self._text.num_chars)
             if self._with_logprobs:
                 self._add_logprobs(logprobs[:num_kept])
         if end is not None:

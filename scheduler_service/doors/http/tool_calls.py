@@ -2,7 +2,8 @@
 
 import json
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import starmap
 from typing import Any, NamedTuple
 
 from msgspec import UNSET
@@ -163,7 +164,7 @@ class SampleReader:
 
     def read(self, text: str, *, is_last: bool) -> Told:
         content, reasoning = [], []
-        calls: list[ToolCall] = []
+        calls: list[tuple[ToolCall, list[str]]] = []  # with the pieces of its arguments
         for part in self._parser.feed(text, is_last=is_last):
             match part:
                 case Content():
@@ -171,20 +172,21 @@ class SampleReader:
                 case Reasoning():
                     reasoning.append(part.text)
                 case CallStart():
-                    calls.append(_begun(self.num_calls, part.name))
+                    calls.append((_begun(self.num_calls, part.name), []))
                     self.num_calls += 1
                 case Arguments():
-                    before = calls.pop() if calls else ToolCall(CalledFunction(""), self.num_calls - 1)
-                    calls.append(_with_arguments(before, part.text))
-        return Told("".join(content), "".join(reasoning), tuple(calls))
+                    if not calls:
+                        calls.append((ToolCall(CalledFunction(""), self.num_calls - 1), []))
+                    calls[-1][1].append(part.text)
+        return Told("".join(content), "".join(reasoning), tuple(starmap(_with_arguments, calls)))
 
 
 def _begun(index: int, name: str) -> ToolCall:
     return ToolCall(CalledFunction("", name), index, f"call_{secrets.token_hex(12)}", "function")
 
 
-def _with_arguments(call: ToolCall, text: str) -> ToolCall:
-    function = CalledFunction(call.function.arguments + text, call.function.name)
+def _with_arguments(call: ToolCall, pieces: Iterable[str]) -> ToolCall:
+    function = CalledFunction("".join(pieces), call.function.name)
     return ToolCall(function, call.index, call.id, call.type)
 
 
