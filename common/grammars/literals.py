@@ -13,21 +13,24 @@ from typing import Any
 
 from pagewire.common.grammars.json_schema import schemas_within
 
+# Invariant: the search never returns to a character that it has passed. Repetitions are possessive. A text without an
+# end extends to the end of its line, a regular expression or a class to the end of all.
 _IN_LARK = re.compile(
-    r"""(?:\#|//)[^\n]*                                     # a comment
-    |"(?:\\.|[^"\\\n])*"\s*\.\.\s*"(?:\\.|[^"\\\n])*"       # a range of characters
-    |(?P<text>"(?:\\.|[^"\\\n])*")(?P<text_flags>i?)
-    |/(?P<regex>(?:\\.|[^/\\])+)/(?P<regex_flags>[imslux]*)
-    |%(?P<embedded>json|regex|llguidance)\s*(?=\{)""",
+    r"""(?:\#|//)[^\n]*|<[^<>\s]*+>                         # a comment, or a token by its name
+    |"(?:\\.|[^"\\\n])*+"\s*+\.\.\s*+"(?:\\.|[^"\\\n])*+"   # a range of characters
+    |(?P<text>"(?:\\.|[^"\\\n])*+")(?P<text_flags>i?)
+    |/(?P<regex>(?:\\.|[^/\\])++)/(?P<regex_flags>[imslux]*)
+    |"(?:\\.|[^"\\\n])*+|/(?:\\.|[^/\\])*+                  # no end
+    |%(?P<embedded>json|regex|llguidance)\s*+(?=\{)""",
     re.VERBOSE,
 )
 _IN_REGEX = re.compile(
     r"""\\(?:x(?P<x>[0-9A-Fa-f]{2})|u(?P<u>[0-9A-Fa-f]{4})|U(?P<U>[0-9A-Fa-f]{8})|[xuU]\{(?P<hex>[0-9A-Fa-f]{1,8})\})
     |\\(?P<control>[afnrtv])
-    |\\(?:[pP](?:\{[^}]*\}|.)|[0-9A-Za-z<>])                                      # a class, or a place
-    |\[\^?\]?(?:\\.|\[[^\]]*\]|[^\]\\\[])*\]                                      # a class
+    |\\(?:[pP](?:\{[^}]*+\}?|.)|[0-9A-Za-z<>])                                    # a class, or a place
+    |\[\^?+\]?+(?:\\.|\[[^\]]*+\]|[^\]\\\[])*+(?:\]|.*)                            # a class
     |\((?:\?(?:P?<\w+>|[A-Za-z-]*[:)]))?                                          # the head of a group
-    |\{\d*,?\d*\}|[.^$|)*+?]
+    |\{\d*+,?\d*+\}|[.^$|)*+?]
     |\\?(?P<text>.)""",
     re.VERBOSE | re.DOTALL,
 )

@@ -140,7 +140,7 @@ def test_a_character_is_spelled_by_its_bytes_if_all_have_tokens(tmp_path: Path) 
 def test_the_texts_of_a_grammar_are_found() -> None:
     """Those that stand in it as they are, wherever that is; not what is a class, a range or a comment."""
     lark = r"""// "no"
-    start: "a\u00e9\"" /b\/(?:cd)?[ef]{2}\d\.\x{41}\t\u00e9(?P<name>g)+/i TAG["h"] // "no"
+    start: "a\u00e9\"" </no> /b\/(?:cd)?[ef]{2}\d\.\x{41}\t\u00e9(?P<name>g)+/i TAG["h"] // "no"
     TAG: "i"i | "x".."z" # "no"
     x: %json {"properties": {"j": {"const": ["k", 1]}}, "$defs": {"no": {"enum": ["l"]}}, "pattern": "^m$"}
     y: <[5]> | %regex {"substring_chars": "no"}
