@@ -35,7 +35,7 @@ _READINGS = (
     (
         # A server that refuses a client's certificate does so when the client takes the connection for made, without a
         # word.
-        r"last error: .*Socket closed|^there is no connection .*Socket closed|"
+        r"last error: (?:(?!last error: ).)*Socket closed|^there is no connection .*Socket closed|"
         r"^there is no session .*Secure read failed",
         "{where} accepts connections and closes them: it looks like {port.with_tls}, or one of another protocol; "
         "{port.give}",

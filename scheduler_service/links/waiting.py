@@ -32,7 +32,7 @@ LINK_OPTIONS: tuple[tuple[str, int | str], ...] = (
 _MIN_BACKOFF = 0.1
 _MAX_BACKOFF = 1.0
 _PATIENCE = 3.0  # seconds without a connection before that is told
-_LAST_ERROR = re.compile(r".*last error: (?:\w+: )?")
+_LAST_ERROR = re.compile(r"^.*last error: (?:\w+: )?")
 
 
 class Outdated(Exception):
