@@ -28,6 +28,7 @@ _Result = TypeVar("_Result")
 _ENTRY_BYTES, _TOKEN_BYTES = 80, 16
 _EXPECTED_TOKENS = 4096  # of an output whose length is not asked for
 _ENTRY_VALUES = 32  # that writing a log-probability counts as
+CHAR_VALUES = 16  # that reading a character of an output's format counts as
 
 
 class PromptProgress:
@@ -47,19 +48,22 @@ class PromptProgress:
     def prompt_token_ids(self) -> Sequence[int]:
         return self.active.request.prompt_token_ids
 
-    async def write(self, num_entries: int, work: Callable[..., _Result], *args: Any, **named: Any) -> _Result:
-        """Call `work`, which writes a part of the answer with log-probabilities in it: many on a thread, in the
-        tenant's turn."""
-        if num_entries * _ENTRY_VALUES <= PIECE_SIZE:
+    async def write(self, num_values: int, work: Callable[..., _Result], *args: Any, **named: Any) -> _Result:
+        """Call `work`, which writes a part of the answer with so many values in it: many on a thread, in the tenant's
+        turn."""
+        if num_values <= PIECE_SIZE:
             return work(*args, **named)
         return await self._turns.call(self.active.request.tenant, partial(work, *args, **named))
 
-    def num_entries(self, delta: Delta) -> int:
-        """Return how many log-probabilities a choice of a delta shows, with the prompt's where it is the first."""
+    def num_values(self, delta: Delta) -> int:
+        """Return what a choice of a delta costs: its text, and the log-probabilities that it shows, with the prompt's
+        if it is the first."""
         sampling = self.active.request.sampling
         num_prompt = 0 if self.has_begun[delta.sample_index] else len(self.logprobs)
         num_output = len(delta.logprobs)
-        return num_prompt * (1 + (sampling.num_prompt_logprobs or 0)) + num_output * (1 + (sampling.num_logprobs or 0))
+        num_entries = num_prompt * (1 + (sampling.num_prompt_logprobs or 0))
+        num_entries += num_output * (1 + (sampling.num_logprobs or 0))
+        return num_entries * _ENTRY_VALUES + len(delta.text) * CHAR_VALUES
 
     def take(self, delta: Delta) -> None:
         self.logprobs.extend(delta.prompt_logprobs)
@@ -180,11 +184,11 @@ async def _whole_answer(begun: Sequence[PromptProgress], writer: AnswerWriter, n
             best = sorted(wholes, key=_mean_logprob, reverse=True)[:num_best]
             wholes = [delta._replace(sample_index=index) for index, delta in enumerate(best)]
         for delta in wholes:
-            choices.append(await progress.write(progress.num_entries(delta), _whole_choice, writer, progress, delta))
+            choices.append(await progress.write(progress.num_values(delta), _whole_choice, writer, progress, delta))
             await asyncio.sleep(0)  # others have their turn
     usage, only = _usage(begun, writer.num_hidden_tokens), begun[0] if len(begun) == 1 else None
-    num_entries = 0 if only is None else max(map(only.num_entries, wholes))
-    return await begun[0].write(num_entries, _encoded_answer, writer, choices, usage, only)
+    num_values = 0 if only is None else max(map(only.num_values, wholes))
+    return await begun[0].write(num_values, _encoded_answer, writer, choices, usage, only)
 
 
 def _whole_choice(writer: AnswerWriter, progress: PromptProgress, delta: Delta) -> Raw:
@@ -257,7 +261,7 @@ async def _stream_prompt(
                     await stream.tell(_event(writer, choice, progress, 0, options, is_first=is_first))
                     is_first = False
             progress.take(delta)
-            choice = await progress.write(progress.num_entries(delta), writer.choice, progress, delta, is_whole=False)
+            choice = await progress.write(progress.num_values(delta), writer.choice, progress, delta, is_whole=False)
             if choice is not None:
                 num_tokens = progress.num_tokens[delta.sample_index]
                 await stream.tell(_event(writer, choice, progress, num_tokens, options, is_first=is_first))

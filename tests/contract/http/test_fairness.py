@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
-from scheduler_service.doors.http import prompts
+from pagewire.common.chat_output import OutputParser
+from scheduler_service.doors.http import answering, prompts
 from scheduler_service.doors.http import server as http_server
+from scheduler_service.doors.http.responses import response_teller
 from scheduler_service.serving.prompt_text import TextLimits
 from scheduler_service.serving.turns import PIECE_SIZE
 from tests.contract.http.door import HttpServer
+from tests.contract.http.scripted import Say
 from tests.contract.http.shared import CHAT, COMPLETION, MIB, chat, of, shared_server
 from tests.contract.tenants import KEYS
 
@@ -115,3 +118,28 @@ async def test_a_long_list_of_tokens_becomes_text_in_pieces(server: HttpServer, 
     for start in range(4):
         whole = (await server.post("/detokenize", tokens=token_ids[start:])).json()["prompt"]
         assert whole.endswith(text[10:])
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses"])
+async def test_a_long_output_is_read_off_the_event_loop(
+    path: str, server: HttpServer, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one piece with whole answers; a short one is read at once."""
+    threads: set[int] = set()
+    feed = OutputParser.feed
+
+    def noted(parser: OutputParser, text: str, *, is_last: bool) -> Any:
+        threads.add(threading.get_ident())
+        return feed(parser, text, is_last=is_last)
+
+    monkeypatch.setattr(OutputParser, "feed", noted)
+    for module in (answering, response_teller):
+        monkeypatch.setattr(module, "PIECE_SIZE", 10 * answering.CHAR_VALUES)
+    name = "input" if path == "/v1/responses" else "messages"
+    asked = {name: [{"role": "user", "content": "x"}]} | ({"max_tokens": 99} if path == "/v1/messages" else {})
+    say("x")
+    assert (await server.post(path, **asked)).status_code == 200
+    assert threads == {threading.get_ident()}
+    say("once upon a time")
+    assert (await server.post(path, **asked)).status_code == 200
+    assert len(threads) == 2

@@ -122,14 +122,21 @@ async def answer_message(
             teller = MessageTeller(make_parser(), head)
             if not request.stream:
                 await progress.active.wait_for_end()
-                events = [event async for delta in deltas_of(progress) for event in teller.tell(delta, progress)]
+                events = [
+                    event async for delta in deltas_of(progress) for event in await _told(teller, delta, progress)
+                ]
                 return _encode(folded(events))
             stream.is_named = True
             async for delta in deltas_of(progress):
-                for event in teller.tell(delta, progress):
+                for event in await _told(teller, delta, progress):
                     await stream.tell(_encode(event), str(event.__struct_config__.tag))
             await stream.end()
             return None
+
+
+async def _told(teller: MessageTeller, delta: Delta, progress: PromptProgress) -> list[MessageEvent]:
+    """Return the events of a delta; those of a long text are made in the tenant's turn."""
+    return await progress.write(progress.num_values(delta), lambda: list(teller.tell(delta, progress)))
 
 
 async def count_tokens(request: CountTokensRequest, call: Call, intake: Intake) -> bytes:

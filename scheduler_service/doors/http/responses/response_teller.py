@@ -7,6 +7,7 @@ import msgspec
 
 from pagewire.common.chat_output import Arguments, CallStart, Content, OutputParser, OutputPart, Reasoning
 from scheduler_service.core.request import EndReason, SequenceEnd
+from scheduler_service.doors.http.answering import CHAR_VALUES
 from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.responses.answers import (
     AnswerText,
@@ -25,10 +26,10 @@ from scheduler_service.doors.http.responses.answers import (
 )
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.output import Delta
+from scheduler_service.serving.turns import PIECE_SIZE
 
 ID_PREFIX = "resp_"  # of a response's id, before the request's
 _STATUSES = {EndReason.STOP: "completed", EndReason.LENGTH: "incomplete", EndReason.ABORT: "cancelled"}
-_CHAR_VALUES = 4  # that reading a character of an output counts as
 _encode = msgspec.json.Encoder().encode
 _LAST_EVENTS = {"cancelled": "incomplete"}  # which clients know no event of
 
@@ -62,8 +63,10 @@ class ResponseTeller:
             self._is_in_progress = True
             in_progress = msgspec.structs.replace(self._begun, status="in_progress")
             events.append(self._event("response.in_progress", response=in_progress))
-        size = _CHAR_VALUES * len(delta.text)
-        events += await self._intake.turns.carry_out(self._tenant, size, self._told, delta.text, end is not None)
+        if CHAR_VALUES * len(delta.text) <= PIECE_SIZE:
+            events += self._told(delta.text, end is not None)
+        else:
+            events += await self._intake.turns.call(self._tenant, self._told, delta.text, end is not None)
         if end is not None:
             status = _STATUSES[end.reason]
             details = Incomplete("max_output_tokens") if status == "incomplete" else None
