@@ -264,6 +264,8 @@ CASES: dict[str, dict[str, Case | Harmless]] = {
         ),
         "tools": Case([USED], has_in_grammar("triggered_tags"), True),
         "tool_choice": Case({"type": "any"}, has_in_grammar("tags_with_separator"), True, {"tools": [USED]}),
+        "context_management": Harmless({"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
+        "diagnostics": Harmless({"previous_message_id": None}),
     },
     RESPONSES: PROMPTS
     | QUEUED

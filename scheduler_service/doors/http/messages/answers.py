@@ -64,13 +64,17 @@ class ThinkingDelta(Struct, tag_field="type", tag="thinking_delta", frozen=True)
     thinking: str
 
 
+class SignatureDelta(Struct, tag_field="type", tag="signature_delta", frozen=True):
+    signature: str
+
+
 class InputDelta(Struct, tag_field="type", tag="input_json_delta", frozen=True):
     partial_json: str
 
 
 class BlockDelta(Struct, tag_field="type", tag="content_block_delta", frozen=True):
     index: int
-    delta: TextDelta | ThinkingDelta | InputDelta
+    delta: TextDelta | ThinkingDelta | SignatureDelta | InputDelta
 
 
 class BlockStop(Struct, tag_field="type", tag="content_block_stop", frozen=True):

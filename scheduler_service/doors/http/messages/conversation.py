@@ -1,19 +1,27 @@
 """A request of the Messages API as the chat that it means."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from scheduler_service.doors.http.messages.requests import (
     AnyChoice,
     CountTokensRequest,
+    DocumentBlock,
     InputMessage,
     MessagesRequest,
+    MessagesTool,
     NoChoice,
     OutputConfig,
+    ReadableBlock,
+    RedactedThinkingBlock,
+    ResultBlock,
+    SearchResultBlock,
     TextBlock,
+    TextSource,
     ThinkingBlock,
     ToolChoice,
+    ToolReferenceBlock,
     ToolResultBlock,
     ToolUseBlock,
 )
@@ -25,21 +33,26 @@ from scheduler_service.doors.http.requests import (
     QueuedRequest,
     ToolField,
 )
+from scheduler_service.serving.refusal import invalid
 
 _QUEUED = QueuedRequest.__struct_fields__
+# The blocks of which the messages of a role consist.
+_BLOCKS = {
+    "user": ReadableBlock | ToolResultBlock,
+    "assistant": TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock,
+    "system": ReadableBlock,
+}
 _SAMPLED = ("max_tokens", "stream", "temperature", "top_p", "top_k", "seed")
 
 
 def chat_of(request: CountTokensRequest) -> ChatCompletionRequest:
-    """Return the chat that a request means."""
+    """Return the chat that a request means. Raises RefusedError."""
     config, choice, thinking = request.output_config or OutputConfig(), request.tool_choice, request.thinking
     output = request.output_format or config.format
     same: dict[str, Any] = {name: getattr(request, name, None) for name in (*_QUEUED, *_SAMPLED)}
     return ChatCompletionRequest(
         messages=list(_messages(request)),
-        tools=[
-            ToolField(FunctionField(tool.name, tool.description, tool.input_schema)) for tool in request.tools or ()
-        ],
+        tools=[_tool(index, tool) for index, tool in enumerate(request.tools or ())],
         tool_choice=_choice(choice),
         parallel_tool_calls=not getattr(choice, "disable_parallel_tool_use", None),
         reasoning_effort=config.effort,
@@ -49,6 +62,19 @@ def chat_of(request: CountTokensRequest) -> ChatCompletionRequest:
         stop=request.stop_sequences if isinstance(request, MessagesRequest) else None,
         **same,
     )
+
+
+def _tool(index: int, tool: MessagesTool) -> ToolField:
+    """Raises RefusedError for a tool that the model itself may not call."""
+    callers = tool.allowed_callers
+    if callers and "direct" not in callers:
+        field = f"tools[{index}].allowed_callers"
+        raise invalid(field, f"{field} does not have 'direct', so that no one could call the tool; add it")
+    description = tool.description
+    if tool.input_examples:
+        examples = "\n".join(json.dumps(example, ensure_ascii=False) for example in tool.input_examples)
+        description = f"{description or ''}\n\nExamples of inputs:\n{examples}".lstrip()
+    return ToolField(FunctionField(tool.name, description, tool.input_schema))
 
 
 def _choice(choice: Any) -> Any:
@@ -66,13 +92,23 @@ def _messages(request: CountTokensRequest) -> Iterator[dict[str, Any]]:
     if request.system:
         texts = [request.system] if isinstance(request.system, str) else [block.text for block in request.system]
         yield {"role": "system", "content": "\n".join(texts)}
-    for message in request.messages:
+    for index, message in enumerate(request.messages):
+        _check_blocks(index, message)
         if isinstance(message.content, str):
             yield {"role": message.role, "content": message.content}
         elif message.role == "assistant":
             yield _answer(message)
         else:
             yield from _question(message)
+
+
+def _check_blocks(index: int, message: InputMessage) -> None:
+    """Raises RefusedError for a block that messages of the role do not have."""
+    for position, block in enumerate(message.content):
+        if not isinstance(block, str | _BLOCKS[message.role]):
+            field = f"messages[{index}].content[{position}]"
+            kind = str(block.__struct_config__.tag)
+            raise invalid(field, f"{field} is of type {kind!r}, which messages of role {message.role!r} do not have")
 
 
 def _question(message: InputMessage) -> Iterator[dict[str, Any]]:
@@ -84,12 +120,31 @@ def _question(message: InputMessage) -> Iterator[dict[str, Any]]:
                 yield {"role": message.role, "content": texts}
                 texts = []
             given = block.content or ""
-            content = given if isinstance(given, str) else "\n".join(part.text for part in given)
+            content = given if isinstance(given, str) else "\n".join(map(_text, given))
             yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
-        elif isinstance(block, TextBlock):
-            texts.append({"type": "text", "text": block.text})
+        elif isinstance(block, ReadableBlock):  # as all others are
+            texts.append({"type": "text", "text": _text(block)})
     if texts:
         yield {"role": message.role, "content": texts}
+
+
+def _text(block: ResultBlock) -> str:
+    """Return the text of the prompt that a block becomes."""
+    match block:
+        case ToolReferenceBlock():
+            return f"Tool: {block.tool_name}"
+        case SearchResultBlock():
+            return _document([block.title, block.source], "\n".join(part.text for part in block.content))
+        case DocumentBlock():
+            source = block.source
+            given = source.data if isinstance(source, TextSource) else source.content
+            text = given if isinstance(given, str) else "\n".join(part.text for part in given)
+            return _document([block.title, block.context], text)
+    return block.text
+
+
+def _document(head: Iterable[str | None], text: str) -> str:
+    return "\n".join(["<document>", *filter(None, head), text, "</document>\n"])
 
 
 def _answer(message: InputMessage) -> dict[str, Any]:

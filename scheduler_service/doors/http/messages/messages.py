@@ -24,6 +24,7 @@ from scheduler_service.doors.http.messages.answers import (
     MessageStart,
     MessageStop,
     MessageUsage,
+    SignatureDelta,
     Stop,
     TextDelta,
     TextPart,
@@ -33,6 +34,7 @@ from scheduler_service.doors.http.messages.answers import (
     ToolUsePart,
 )
 from scheduler_service.doors.http.messages.conversation import chat_of
+from scheduler_service.doors.http.messages.edits import check_edits
 from scheduler_service.doors.http.messages.requests import CountTokensRequest, MessagesRequest
 from scheduler_service.doors.http.options import RequestNames
 from scheduler_service.doors.http.prompts import chosen_template
@@ -44,6 +46,8 @@ from scheduler_service.serving.tenants.caller import Call
 _STOP_REASONS = {EndReason.STOP: "end_turn", EndReason.LENGTH: "max_tokens", EndReason.ABORT: "abort"}
 # What Anthropic's documentation wraps a call's input in that is no JSON.
 _INVALID = "INVALID_JSON"
+# Of each thinking block: clients leave blocks without one out of the next request.
+_SIGNATURE = "unsigned"
 # What a request calls the fields of the chat that it means.
 _NAMES = RequestNames(
     "messages",
@@ -57,10 +61,11 @@ _encode = msgspec.json.Encoder().encode
 class MessageTeller:
     """Makes the events of a message of what comes of an output."""
 
-    def __init__(self, parser: OutputParser, head: MessageAnswer) -> None:
+    def __init__(self, parser: OutputParser, head: MessageAnswer, *, shows_thinking: bool) -> None:
         """`head` is the message as it begins."""
         self._parser = parser
         self._head = head
+        self._shows_thinking = shows_thinking
         self._index = -1  # of the block that began last
         self._kind: type[OutputPart] | None = None  # of what it holds, while it is open
         self._has_begun = False
@@ -90,7 +95,8 @@ class MessageTeller:
             case Reasoning():
                 if self._kind is not Reasoning:
                     yield from self._open(Reasoning, ThinkingPart(""))
-                yield BlockDelta(self._index, ThinkingDelta(part.text))
+                if self._shows_thinking:
+                    yield BlockDelta(self._index, ThinkingDelta(part.text))
             case Content(text) if text:
                 if self._kind is not Content:
                     yield from self._open(Content, TextPart(""))
@@ -103,6 +109,8 @@ class MessageTeller:
         yield BlockStart(self._index, block)
 
     def _close(self) -> Iterator[MessageEvent]:
+        if self._kind is Reasoning:
+            yield BlockDelta(self._index, SignatureDelta(_SIGNATURE))
         if self._kind is not None:
             self._kind = None
             yield BlockStop(self._index)
@@ -115,11 +123,13 @@ async def answer_message(
     with _NAMES.in_refusals():
         asked, make_parser = await read_chat(await _chat(request, call, intake), call, intake)
         async with begin_requests(asked, call, intake, is_streamed=bool(request.stream)) as [progress]:
+            check_edits(request, len(progress.prompt_token_ids))
             message_id = f"msg_{request.request_id or secrets.token_hex(12)}"
             head = MessageAnswer(
                 message_id, "message", "assistant", model_name, [], None, None, message_usage(progress)
             )
-            teller = MessageTeller(make_parser(), head)
+            is_omitted = request.thinking is not None and request.thinking.display == "omitted"
+            teller = MessageTeller(make_parser(), head, shows_thinking=not is_omitted)
             if not request.stream:
                 await progress.active.wait_for_end()
                 events = [
@@ -143,7 +153,9 @@ async def count_tokens(request: CountTokensRequest, call: Call, intake: Intake) 
     """Raises RefusedError."""
     with _NAMES.in_refusals():
         asked, _ = await read_chat(await _chat(request, call, intake), call, intake)
-        return _encode(TokenCount(len(await intake.tokenize(asked.requests[0]))))
+        num_tokens = len(await intake.tokenize(asked.requests[0]))
+        check_edits(request, num_tokens)
+        return _encode(TokenCount(num_tokens))
 
 
 async def _chat(request: CountTokensRequest, call: Call, intake: Intake) -> ChatCompletionRequest:
@@ -194,7 +206,7 @@ def _filled(head: ContentPart, text: str) -> ContentPart:
         case TextPart():
             return TextPart(text)
         case ThinkingPart():
-            return ThinkingPart(text)
+            return ThinkingPart(text, _SIGNATURE)
     return ToolUsePart(head.id, head.name, _input(text))
 
 

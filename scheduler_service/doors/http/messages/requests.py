@@ -16,6 +16,10 @@ class Block(Struct, tag_field="type", forbid_unknown_fields=True, frozen=True, k
     cache_control: Annotated[dict[str, Any], _INERT] | None = None
 
 
+class CitationsConfig(Struct, forbid_unknown_fields=True, frozen=True):
+    enabled: Annotated[Literal[False], why("texts are not cited")] | None = None
+
+
 class TextBlock(Block, tag="text", forbid_unknown_fields=True, frozen=True):
     text: str
     citations: Annotated[Empty, why("texts are not cited")] | None = None
@@ -26,21 +30,63 @@ class ThinkingBlock(Block, tag="thinking", forbid_unknown_fields=True, frozen=Tr
     signature: Annotated[str, _INERT] | None = None
 
 
+class RedactedThinkingBlock(Block, tag="redacted_thinking", forbid_unknown_fields=True, frozen=True):
+    """Reasoning that only Anthropic's servers can decrypt. The prompt does not contain it."""
+
+    data: Annotated[str, _INERT]
+
+
 class ToolUseBlock(Block, tag="tool_use", forbid_unknown_fields=True, frozen=True):
     id: str
     name: str
     input: dict[str, Any]
+    caller: Annotated[dict[str, Any], _INERT] | None = None
+
+
+class TextSource(Struct, tag_field="type", tag="text", forbid_unknown_fields=True, frozen=True):
+    data: str
+    media_type: Annotated[Literal["text/plain"], why("documents are plain texts")] = "text/plain"
+
+
+class ContentSource(Struct, tag_field="type", tag="content", forbid_unknown_fields=True, frozen=True):
+    content: str | list[TextBlock]
+
+
+class DocumentBlock(Block, tag="document", forbid_unknown_fields=True, frozen=True):
+    source: TextSource | ContentSource
+    title: str | None = None
+    context: str | None = None
+    citations: CitationsConfig | None = None
+
+
+class SearchResultBlock(Block, tag="search_result", forbid_unknown_fields=True, frozen=True):
+    source: str
+    title: str
+    content: list[TextBlock]
+    citations: CitationsConfig | None = None
+
+
+class ToolReferenceBlock(Block, tag="tool_reference", forbid_unknown_fields=True, frozen=True):
+    """A tool that a search for tools has found. The prompt has all tools from the start."""
+
+    tool_name: str
+
+
+ReadableBlock = TextBlock | DocumentBlock | SearchResultBlock
+ResultBlock = ReadableBlock | ToolReferenceBlock
 
 
 class ToolResultBlock(Block, tag="tool_result", forbid_unknown_fields=True, frozen=True):
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | list[ResultBlock] | None = None
     is_error: Annotated[bool, _INERT] | None = None
 
 
 class InputMessage(Struct, forbid_unknown_fields=True, frozen=True):
     role: Literal["user", "assistant", "system"]
-    content: str | list[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock]
+    content: str | list[ReadableBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock]
+    clear_at: Annotated[Literal["never"], why("messages are not cleared")] | None = None
+    cache_control: Annotated[dict[str, Any], _INERT] | None = None
 
 
 class MessagesTool(Struct, forbid_unknown_fields=True, frozen=True):
@@ -50,6 +96,10 @@ class MessagesTool(Struct, forbid_unknown_fields=True, frozen=True):
     type: Literal["custom"] | None = None
     strict: Annotated[bool, _INERT] | None = None
     cache_control: Annotated[dict[str, Any], _INERT] | None = None
+    eager_input_streaming: Annotated[bool, _INERT] | None = None
+    defer_loading: Annotated[bool, why("no effect: the prompt has all tools from the start")] | None = None
+    input_examples: Annotated[list[dict[str, Any]], why("added to the description")] | None = None
+    allowed_callers: Annotated[list[str], why("direct must be among them; no code is run")] | None = None
 
 
 class _Choice(Struct, tag_field="type", forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -79,7 +129,7 @@ class Thinking(Struct, forbid_unknown_fields=True, frozen=True):
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Meta(ge=0, le=UINT32.high), why("reasoning ends behind so many")] | None = None
-    display: Annotated[str, _INERT] | None = None
+    display: Annotated[Literal["summarized", "omitted"], why("omitted: thinking blocks are empty")] | None = None
 
 
 class OutputFormat(Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True, frozen=True):
@@ -89,6 +139,53 @@ class OutputFormat(Struct, tag_field="type", tag="json_schema", forbid_unknown_f
 class OutputConfig(Struct, forbid_unknown_fields=True, frozen=True):
     format: OutputFormat | None = None
     effort: Annotated[str, why("the template's variable reasoning_effort")] | None = None
+    task_budget: Annotated[None, why("no budget is shown to the model; use max_tokens")] = None
+
+
+class AllTurns(Struct, tag_field="type", tag="all", forbid_unknown_fields=True, frozen=True):
+    """Every turn."""
+
+
+class ThinkingTurns(Struct, tag_field="type", tag="thinking_turns", forbid_unknown_fields=True, frozen=True):
+    value: int
+
+
+class ToolUses(Struct, tag_field="type", tag="tool_uses", forbid_unknown_fields=True, frozen=True):
+    value: int
+
+
+class InputTokens(Struct, tag_field="type", tag="input_tokens", forbid_unknown_fields=True, frozen=True):
+    value: int
+
+
+class ClearThinking(
+    Struct, tag_field="type", tag="clear_thinking_20251015", forbid_unknown_fields=True, frozen=True, kw_only=True
+):
+    keep: Literal["all"] | AllTurns | ThinkingTurns | None = None
+
+
+class ClearToolUses(
+    Struct, tag_field="type", tag="clear_tool_uses_20250919", forbid_unknown_fields=True, frozen=True, kw_only=True
+):
+    trigger: InputTokens | ToolUses | None = None
+    keep: ToolUses | None = None
+    clear_at_least: InputTokens | None = None
+    clear_tool_inputs: bool | list[str] | None = None
+    exclude_tools: list[str] | None = None
+
+
+class Compact(Struct, tag_field="type", tag="compact_20260112", forbid_unknown_fields=True, frozen=True, kw_only=True):
+    trigger: InputTokens | None = None
+    instructions: str | None = None
+    pause_after_compaction: bool | None = None
+
+
+class ContextManagement(Struct, forbid_unknown_fields=True, frozen=True):
+    edits: list[ClearThinking | ClearToolUses | Compact] | None = None
+
+
+class Diagnostics(Struct, forbid_unknown_fields=True, frozen=True):
+    previous_message_id: Annotated[None, why("cache misses are not explained")] = None
 
 
 class CountTokensRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
@@ -100,7 +197,13 @@ class CountTokensRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True
     output_config: OutputConfig | None = None
     output_format: Annotated[OutputFormat, why("the older form of output_config.format")] | None = None
     mcp_servers: Annotated[Empty, why("no other server is called")] | None = None
-    context_management: Annotated[None, why("a conversation is taken as it is sent")] = None
+    context_management: Annotated[ContextManagement, why("refused where an edit would clear something")] | None = None
+    cache_control: Annotated[dict[str, Any], _INERT] | None = None
+    speed: Annotated[str, _INERT] | None = None
+    user_profile_id: Annotated[str, _INERT] | None = None
+    diagnostics: Diagnostics | None = None
+    compaction: Annotated[None, why("conversations are not compacted")] = None
+    fallbacks: Annotated[Empty, why("no other model answers")] | None = None
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):

@@ -1,0 +1,286 @@
+"""`/v1/messages` as Claude Code calls it: what asks for nothing is accepted, and what asks for more is refused by
+name. The first request is that of Claude Code 2.1.197, with short texts."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import msgspec
+import pytest
+from anthropic.types import Message
+from tokenizers import Tokenizer
+
+from scheduler_service.doors.http.messages.conversation import chat_of
+from scheduler_service.doors.http.messages.requests import CountTokensRequest
+from scheduler_service.serving.intake import Intake
+from tests.contract.http.door import HttpServer
+from tests.contract.http.scripted import CALL, WEATHER, Say, make_tool_checkpoint
+
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+QUESTION = {"role": "user", "content": "hi"}
+CACHED = {"cache_control": {"type": "ephemeral"}}
+USE = {"type": "tool_use", "id": "1", "name": "weather", "input": {"city": "Oslo"}}
+THOUGHT = {"type": "thinking", "thinking": "hm", "signature": "x"}
+DIRECT = {"type": "direct"}
+TEXT_DOCUMENT = {
+    "type": "document",
+    "source": {"type": "text", "media_type": "text/plain", "data": "rain"},
+    "title": "report",
+    "context": "of today",
+}
+FOUND = {"type": "search_result", "source": "http://x", "title": "news", "content": [{"type": "text", "text": "sun"}]}
+REFERENCE = {"type": "tool_reference", "tool_name": "weather"}
+COUNTED = {"messages", "system", "tools", "thinking", "output_config", "context_management"}
+TOOL = {"name": "weather", "input_schema": WEATHER}
+SCHEMA = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "type": "object",
+    "properties": {
+        "file_path": {"description": "A path.", "type": "string"},
+        "offset": {"description": "A line.", "type": "integer", "minimum": 0, "maximum": 9007199254740991},
+        "limit": {"type": "integer", "exclusiveMinimum": 0, "maximum": 9007199254740991},
+        "mode": {"type": "string", "enum": ["replace", "insert"], "default": "replace"},
+    },
+    "required": ["file_path"],
+    "additionalProperties": False,
+}
+FIRST: dict[str, Any] = {
+    "model": "chatty",
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "reminder"}, {"type": "text", "text": "hi", **CACHED}]},
+        {"role": "system", "content": "skills"},
+    ],
+    "system": [
+        {"type": "text", "text": "be kind"},
+        {"type": "text", "text": "You are an agent.", **CACHED},
+        {"type": "text", "text": "Do tasks.", **CACHED},
+    ],
+    "tools": [{"name": name, "description": "Works.", "input_schema": SCHEMA} for name in ("Read", "Edit")],
+    "metadata": {"user_id": "somebody"},
+    "max_tokens": 50,
+    "thinking": {"type": "adaptive"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "output_config": {"effort": "high"},
+    "stream": True,
+}
+
+
+def said(*blocks: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [*blocks]}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tool_checkpoint(tmp_path_factory.mktemp("models") / "chatty")
+
+
+@pytest.fixture
+async def client(server: HttpServer) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+class Prompts:
+    """The prompts that requests become."""
+
+    def __init__(self, server: HttpServer, tokenizer: Tokenizer, begun: list[Any]) -> None:
+        self._server, self._tokenizer, self._begun = server, tokenizer, begun
+
+    async def of(self, **asked: Any) -> str:
+        given = {"messages": [QUESTION]} | asked
+        self._begun.clear()
+        answered = await self._server.post(MESSAGES, **{"max_tokens": 1} | given)
+        assert answered.status_code == 200, answered.text
+        token_ids = self._begun[0].prompt_token_ids
+        counted = await self._server.post(COUNT, **{name: given[name] for name in given.keys() & COUNTED})
+        assert counted.json() == {"input_tokens": len(token_ids)}
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+@pytest.fixture
+def prompts(server: HttpServer, model: Path, monkeypatch: pytest.MonkeyPatch) -> Prompts:
+    begun: list[Any] = []
+    start = Intake.start
+
+    def noted(intake: Intake, parsed: Any, request: Any, call: Any, **options: Any) -> Any:
+        begun.append(request)
+        return start(intake, parsed, request, call, **options)
+
+    monkeypatch.setattr(Intake, "start", noted)
+    return Prompts(server, Tokenizer.from_file(str(model / "tokenizer.json")), begun)
+
+
+async def test_the_first_request(client: anthropic.AsyncAnthropic, server: HttpServer, say: Say) -> None:
+    say("<think>hm</think>hello")
+    response = await server.post(MESSAGES, **FIRST)
+    assert response.status_code == 200, response.text
+    async with client.beta.messages.stream(**{key: FIRST[key] for key in FIRST.keys() - {"stream"}}) as stream:
+        message = await stream.get_final_message()
+    assert [(block.type, getattr(block, "text", None)) for block in message.content] == [
+        ("thinking", None),
+        ("text", "hello"),
+    ]
+
+
+PLAIN = "<user>hi<assistant>"
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        *({name: value} for name, value in (("cache_control", CACHED["cache_control"]), ("speed", "fast"))),
+        {"metadata": {"user_id": "x"}, "service_tier": "standard_only", "user_profile_id": "x", "inference_geo": "x"},
+        {"context_management": {"edits": []}, "diagnostics": {"previous_message_id": None}, "fallbacks": []},
+        {"output_config": {"effort": None, "format": None, "task_budget": None}},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi", **CACHED}], **CACHED}]},
+    ],
+    ids=str,
+)
+async def test_what_asks_for_nothing_changes_nothing(prompts: Prompts, asked: dict[str, Any]) -> None:
+    assert await prompts.of(**asked) == PLAIN
+
+
+async def test_fields_of_tools(prompts: Prompts, server: HttpServer) -> None:
+    described = {"name": "weather", "input_schema": WEATHER, "description": "Tells."}
+    inert = {"eager_input_streaming": True, "defer_loading": True, "allowed_callers": ["direct", "code_execution"]}
+    assert await prompts.of(tools=[described | inert | CACHED]) == f"weather,{PLAIN}"
+    examples = described | {"input_examples": [{"city": "Oslo"}, {"city": "Rome"}]}
+    chat = chat_of(msgspec.convert({"messages": [QUESTION], "tools": [examples]}, CountTokensRequest))
+    (tool,) = chat.tools or ()
+    assert tool.function.description == 'Tells.\n\nExamples of inputs:\n{"city": "Oslo"}\n{"city": "Rome"}'
+    error = await server.refusal(MESSAGES, messages=[QUESTION], max_tokens=1, tools=[TOOL | {"allowed_callers": ["x"]}])
+    assert error["param"] == "tools[0].allowed_callers"
+
+
+async def test_blocks_of_a_history(prompts: Prompts) -> None:
+    history = [
+        QUESTION,
+        {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "e"}, USE | {"caller": DIRECT}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": [FOUND, REFERENCE]}]},
+        {"role": "user", "content": [TEXT_DOCUMENT, {"type": "text", "text": "c"}]},
+    ]
+    found = "<document>\nnews\nhttp://x\nsun\n</document>\n\nTool: weather"
+    document = "<document>\nreport\nof today\nrain\n</document>\nc"
+    call = '<tool_call>{"city": "Oslo"}</tool_call>'
+    assert await prompts.of(messages=history) == (f"<user>hi<assistant>{call}<tool>{found}<user>{document}<assistant>")
+    content = {"type": "content", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    parts = [{"type": "document", "source": content, "citations": {"enabled": False}}]
+    asked = [{"role": "user", "content": parts}]
+    assert await prompts.of(messages=asked) == "<user><document>\na\nb\n</document>\n<assistant>"
+
+
+def turns(*blocks: dict[str, Any]) -> list[dict[str, Any]]:
+    """A conversation in which each block is an answer, and has a result if it is a call."""
+    told: list[dict[str, Any]] = []
+    for block in blocks:
+        result = [{"type": "tool_result", "tool_use_id": "1", "content": "x"}]
+        told += [QUESTION, {"role": "assistant", "content": [block]}]
+        told += [{"role": "user", "content": result}] if block is USE else []
+    return [*told, QUESTION]
+
+
+@pytest.mark.parametrize(
+    ("edit", "harmless", "changing"),
+    [
+        ({"type": "clear_thinking_20251015"}, [THOUGHT], [THOUGHT, THOUGHT]),
+        (
+            {"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 2}},
+            [THOUGHT] * 2,
+            [THOUGHT] * 3,
+        ),
+        ({"type": "clear_thinking_20251015", "keep": {"type": "all"}}, [THOUGHT] * 3, None),
+        ({"type": "clear_tool_uses_20250919"}, [USE], None),
+        (
+            {
+                "type": "clear_tool_uses_20250919",
+                "trigger": {"type": "input_tokens", "value": 5},
+                "keep": {"type": "tool_uses", "value": 1},
+            },
+            [USE],
+            [USE] * 2,
+        ),
+        (
+            {
+                "type": "clear_tool_uses_20250919",
+                "trigger": {"type": "tool_uses", "value": 2},
+                "keep": {"type": "tool_uses", "value": 1},
+            },
+            [USE] * 2,
+            [USE] * 3,
+        ),
+        ({"type": "compact_20260112"}, [USE], None),
+        ({"type": "compact_20260112", "trigger": {"type": "input_tokens", "value": 20}}, [], [USE]),
+    ],
+)
+async def test_edits_that_change_nothing(
+    prompts: Prompts, server: HttpServer, edit: dict[str, Any], harmless: list[Any], changing: list[Any] | None
+) -> None:
+    without = {"type": "clear_thinking_20251015", "keep": "all"}
+    management = {"edits": [without, edit]}
+    plain = await prompts.of(messages=turns(*harmless))
+    assert await prompts.of(messages=turns(*harmless), context_management=management) == plain
+    if changing is not None:
+        for path in (MESSAGES, COUNT):
+            asked = {"max_tokens": 1} if path == MESSAGES else {}
+            error = await server.refusal(path, messages=turns(*changing), context_management=management, **asked)
+            assert error["param"] == "context_management.edits[1]"
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
+
+
+@pytest.mark.parametrize(
+    ("param", "asked"),
+    [
+        ("context_management.edits[0]", {"context_management": {"edits": [{"type": "forget"}]}}),
+        ("diagnostics.previous_message_id", {"diagnostics": {"previous_message_id": "msg_1"}}),
+        ("fallbacks", {"fallbacks": [{"model": "x"}]}),
+        ("output_config.task_budget", {"output_config": {"task_budget": {"type": "tokens", "total": 9}}}),
+        ("thinking.display", {"thinking": {"type": "adaptive", "display": "x"}}),
+        ("messages[0].clear_at", {"messages": [QUESTION | {"clear_at": "next_user_message"}]}),
+        (
+            "messages[0].content[0].citations.enabled",
+            {"messages": said(TEXT_DOCUMENT | {"citations": {"enabled": True}})},
+        ),
+        (
+            "messages[0].content[0].source",
+            {"messages": said({"type": "document", "source": {"type": "url", "url": "x"}})},
+        ),
+        ("messages[0].content[0]", {"messages": said(IMAGE)}),
+        ("messages[0].content[0]", {"messages": said(USE)}),
+        ("messages[0].content[0]", {"messages": said(THOUGHT)}),
+        ("messages[1].content[0]", {"messages": [QUESTION, {"role": "assistant", "content": [TEXT_DOCUMENT]}]}),
+    ],
+    ids=str,
+)
+async def test_what_asks_for_more_is_refused_by_name(server: HttpServer, param: str, asked: dict[str, Any]) -> None:
+    error = await server.refusal(MESSAGES, **{"messages": [QUESTION], "max_tokens": 1} | asked)
+    assert error["param"].removesuffix(".type") == param
+
+
+def given_result(message: Message) -> list[dict[str, Any]]:
+    """The results of a message's calls."""
+    ids = [block.id for block in message.content if block.type == "tool_use"]
+    return said(*({"type": "tool_result", "tool_use_id": call_id, "content": "x"} for call_id in ids))
+
+
+async def test_thinking_has_a_signature_and_may_be_omitted(client: anthropic.AsyncAnthropic, say: Say) -> None:
+    say(f"<think>hm</think>{CALL}")
+    for display, thinking in ((None, "hm"), ("summarized", "hm"), ("omitted", "")):
+        given = {"type": "adaptive"} | ({"display": display} if display else {})
+        asked: Any = {"model": "chatty", "messages": [QUESTION], "max_tokens": 150, "thinking": given, "tools": [TOOL]}
+        whole = await client.messages.create(**asked)
+        async with client.messages.stream(**asked) as stream:
+            deltas = [event.delta.type async for event in stream if event.type == "content_block_delta"]
+            streamed = await stream.get_final_message()
+        for message in (whole, streamed):
+            thought, called = message.content
+            assert thought.type == "thinking"
+            assert (thought.thinking, bool(thought.signature)) == (thinking, True)
+            assert (called.type, message.stop_reason) == ("tool_use", "tool_use")
+        assert deltas.count("signature_delta") == 1
+        again = await client.messages.create(
+            **asked | {"messages": [QUESTION, {"role": "assistant", "content": whole.content}, *given_result(whole)]}
+        )
+        assert again.stop_reason == "tool_use"
