@@ -29,6 +29,8 @@ TOOLS = [
         "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}},
     }
 ]
+_ANSWER = {"role": "assistant", "content": "Good morning"}
+_SYSTEM_HEADING = "System message:"  # of one that is written as a turn of the user
 _PROBES = ("first of two texts", "second of two texts")
 _ARGUMENTS = ("argument of a call", "argument of another")
 # The names under which reasoning is given; the first is what most templates read.
@@ -76,7 +78,8 @@ def as_taken(messages: Sequence[Message], asked: AskedTemplate) -> list[dict[str
     for index, message in enumerate(messages):
         _check(message, f"[{index}]")
     plain = _with_one_system([_plain(message, asked) for message in messages], asked)
-    return [_in_form(message, asked) for message in _with_one_call_each(plain, asked)]
+    kept = _with_system_turns(plain, asked)
+    return [_in_form(message, asked) for message in _with_one_call_each(kept, asked)]
 
 
 def conversation_with_call(
@@ -143,6 +146,64 @@ def _with_one_system(messages: list[dict[str, Any]], asked: AskedTemplate) -> li
         return messages
     text = "\n\n".join(_text(_parts(message.get("content", ""))) for message in first)
     return [{**first[0], "content": text}, *messages[len(first) :]]
+
+
+def _with_system_turns(messages: Sequence[dict[str, Any]], asked: AskedTemplate) -> list[dict[str, Any]]:
+    """Writes system messages that a template would leave out, or refuse after the first turn, as turns of the user with
+    a heading. A turn is joined to its neighbor where the template does not take both.
+
+    A system message stays where it is, so that the prompt before it is found in the prefix cache.
+    """
+    turns: list[dict[str, Any]] = []
+    has_begun = was_written = False  # a turn; whether the last turn holds a system message
+    for message in messages:
+        role = message["role"]
+        is_system = role in ("system", "developer")
+        is_kept = not is_system or (_takes_later(asked, role) if has_begun else not _leaves_out(asked, role))
+        if not is_kept:
+            text = _text(_parts(message.get("content", "")))
+            message = {"role": "user", "content": f"{_SYSTEM_HEADING}\n\n{text}"}
+        has_begun |= not is_system
+        before = turns[-1]["role"] if turns else ""
+        is_next = before in ("user", "tool") and message["role"] == "user" and (was_written or not is_kept)
+        if is_next and not _takes_turn_after(asked, before):
+            contents = [_text(_parts(each.get("content", ""))) for each in (turns[-1], message)]
+            turns[-1] = {**turns[-1], "content": "\n\n".join(contents)}
+            was_written |= not is_kept
+        else:
+            turns.append(message)
+            was_written = not is_kept
+    return turns
+
+
+@functools.lru_cache(maxsize=64)
+def _takes_later(asked: AskedTemplate, role: str) -> bool:
+    """Tells whether a template writes messages of a system's role out where they are, behind the first turn."""
+    first = [{"role": "system", "content": _PROBES[0]}] if _takes_roles(asked, ("system",)) else []
+    later = {"role": role, "content": _PROBES[1]}
+    conversations = [[*first, QUESTION, later], [*first, QUESTION, _ANSWER, later, QUESTION]]
+    expected = "|".join(re.escape(text) for text in (QUESTION["content"], _ANSWER["content"], *_PROBES))
+    return all(
+        re.findall(expected, _rendered(messages, asked, tools=None) or "") == [each["content"] for each in messages]
+        for messages in conversations
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _leaves_out(asked: AskedTemplate, role: str) -> bool:
+    """Tells whether a template makes a prompt of a first message of a role, but without its text."""
+    rendered = _rendered([{"role": role, "content": _PROBES[0]}, QUESTION], asked, tools=None)
+    return rendered is not None and _PROBES[0] not in rendered
+
+
+@functools.lru_cache(maxsize=64)
+def _takes_turn_after(asked: AskedTemplate, role: str) -> bool:
+    """Tells whether a template writes out a user's turn after a turn of the user, or after the result of a tool."""
+    before = (
+        [QUESTION] if role == "user" else conversation_with_call("call00000", in_json=_form_of_calls(asked).in_json)
+    )
+    turn = {"role": "user", "content": _PROBES[0]}
+    return _shows(_rendered([*before, turn], asked), _PROBES[:1])
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,6 +1,7 @@
 """Histories of agents, as clients send them, by templates that are as particular as published ones: each takes them
 whole."""
 
+import itertools
 import json
 import random
 from typing import Any
@@ -57,25 +58,48 @@ TEMPLATES = {
         "{% set ns = namespace(s='') %}{% for m in messages %}{% if m.role == 'system' %}{% set ns.s = m.content %}"
         "{% endif %}{% endfor %}{{ ns.s }}" + _each("", f"{{% if m.role != 'system' %}}{_USUAL}{{% endif %}}")
     ),
+    "later system messages are left out": _each(  # SmolLM3, MiniMax
+        "", f"{{% if m.role != 'system' or loop.first %}}{_USUAL}{{% endif %}}"
+    ),
+    "no system messages": _each("", f"{{% if m.role not in ('system', 'developer') %}}{_USUAL}{{% endif %}}"),
     "parts alone": _each(
         "", f"{{% for p in m.content %}}{{{{ p.text }}}}{{% endfor %}}{{% if m.tool_calls %}}{_CALLS}{{% endif %}}"
     ),
 }
 
+ALTERNATING = (
+    "{% set ns = namespace(last='assistant') %}"
+    + _each(  # Mistral
+        _only("('system', 'user', 'assistant', 'tool')")
+        + "{% if m.role == 'system' %}{% if not loop.first %}{{ raise_exception('first') }}{% endif %}"
+        "{% elif m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}{% if m.role == ns.last %}"
+        "{{ raise_exception('alternate') }}{% endif %}{% set ns.last = m.role %}{% endif %}",
+        _USUAL,
+    )
+)
 
-def draw_history(rng: random.Random) -> tuple[list[dict[str, Any]], list[str]]:
-    """A history, and the texts in it, in their order but for results, which may stand behind their own calls."""
+
+def draw_history(rng: random.Random, *, is_interrupted: bool = False) -> tuple[list[dict[str, Any]], list[str]]:
+    """A history, and the texts in it, in their order but for results, which may stand behind their own calls.
+    Where it is interrupted, system messages stand between turns."""
     texts: list[str] = []
 
     def text() -> str:
         texts.append(f"text{len(texts)}.")
         return texts[-1]
 
+    def interruption() -> dict[str, Any]:
+        return {"role": rng.choice(["system", "developer"]), "content": text()}
+
     history = [{"role": role, "content": text()} for role in rng.choice([[], ["system"], ["developer"]])]
     if rng.random() < 0.5:
         history += [{"role": rng.choice(["system", "developer"]), "content": text()}]
-    for _ in range(rng.randint(1, 3)):
+    for turn in range(rng.randint(1, 3)):
+        if turn and is_interrupted and rng.random() < 0.3:
+            history.append(interruption())
         history.append({"role": "user", "content": text()})
+        if is_interrupted and rng.random() < 0.3:
+            history += [interruption() for _ in range(rng.randint(1, 2))]
         calls = [
             {
                 "id": rng.choice(["call_", "toolu_", ""]) + f"{rng.randrange(1 << 64):x}",
@@ -90,6 +114,8 @@ def draw_history(rng: random.Random) -> tuple[list[dict[str, Any]], list[str]]:
         history.append(answer)
         results = [{"role": "tool", "tool_call_id": call["id"], "content": text()} for call in calls]
         history += rng.sample(results, len(results))
+        if is_interrupted and results and rng.random() < 0.5:
+            history.append(interruption())
     return history, texts
 
 
@@ -109,6 +135,69 @@ def test_a_history_stands_whole_in_the_prompt(name: str) -> None:
         turns = [index for index, message in enumerate(history) if message["role"] == "user"]
         before = render(TEMPLATES[name], history[: turns[-1]], special_tokens={}) if turns[-1] else ""
         assert prompt.startswith(before)  # so that it is found in the cache
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_system_message_between_turns_stays_where_it_is(name: str) -> None:
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    for _ in range(40):
+        history, texts = draw_history(rng, is_interrupted=True)
+        prompt = render(TEMPLATES[name], history, special_tokens={})
+        assert [text for text in texts if prompt.count(text) != 1] == [], prompt
+        first = next(index for index, message in enumerate(history) if message["role"] == "user")
+        spoken = [message["content"] for message in history[first:] if message["role"] != "tool" and message["content"]]
+        assert sorted(spoken, key=prompt.index) == spoken
+        turns = [index for index, message in enumerate(history) if message["role"] == "user"]
+        before = render(TEMPLATES[name], history[: turns[-1]], special_tokens={}) if turns[-1] else ""
+        assert prompt.startswith(before)
+
+
+CALLING: list[dict[str, Any]] = [
+    {
+        "role": "assistant",
+        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+    },
+    {"role": "tool", "tool_call_id": "1", "content": "seen"},
+]
+
+
+@pytest.mark.parametrize(
+    ("template", "roles", "expected"),
+    [
+        (ALTERNATING, "user system", "<user>0\n\nSystem message:\n\n1"),
+        (
+            ALTERNATING,
+            "system user developer system",
+            "<system>0<user>1\n\nSystem message:\n\n2\n\nSystem message:\n\n3",
+        ),
+        (
+            ALTERNATING,
+            "user assistant system system user assistant user",
+            "<user>0<assistant>1<user>System message:\n\n2\n\nSystem message:\n\n3\n\n4<assistant>5<user>6",
+        ),
+        (
+            ALTERNATING,
+            "user call system assistant",
+            "<user>0<assistant><call>{}#1<tool>seen\n\nSystem message:\n\n1<assistant>2",
+        ),
+        (TEMPLATES["nothing"], "user system user", "<user>0<system>1<user>2"),
+        (TEMPLATES["one system message"], "user system user", "<user>0<user>System message:\n\n1<user>2"),
+        (
+            TEMPLATES["one system message"],
+            "user call system",
+            "<user>0<assistant><call>{}#1<tool>seen<user>System message:\n\n1",
+        ),
+        (TEMPLATES["no system messages"], "system user", "<user>System message:\n\n0<user>1"),
+    ],
+)
+def test_the_form_of_a_system_message_between_turns(template: str, roles: str, expected: str) -> None:
+    number = itertools.count()
+    history: list[dict[str, Any]] = []
+    for role in roles.split():
+        history += CALLING if role == "call" else [{"role": role, "content": str(next(number))}]
+    assert render(template, history, special_tokens={}) == expected
 
 
 def test_ids_are_changed_where_they_must_be_alone() -> None:
