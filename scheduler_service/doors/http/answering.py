@@ -147,7 +147,8 @@ def answer_size(asked: ReadCall, resolved: Sequence[Request]) -> int:
         sampling, num_prompt_tokens = request.sampling, len(request.prompt_token_ids)
         num_tokens = 0
         if request.output_mode is not OutputMode.STREAMED:  # whose tokens go out as they come
-            num_tokens = min(request.max_tokens, _EXPECTED_TOKENS if parsed.max_tokens is None else request.max_tokens)
+            is_open = parsed.max_tokens is None and parsed.default_max_tokens is None
+            num_tokens = min(request.max_tokens, _EXPECTED_TOKENS) if is_open else request.max_tokens
         for field, num, number in (
             ("prompt_logprobs", num_prompt_tokens, sampling.num_prompt_logprobs),
             ("logprobs", num_tokens, sampling.num_logprobs),

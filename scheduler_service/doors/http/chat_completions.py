@@ -169,9 +169,8 @@ def _read(
         names["logprobs"] = "logprobs" if request.top_logprobs is None else "top_logprobs"
     if request.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
-    max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    if max_tokens is not None:
-        options["max_tokens"] = max_tokens
+    elif request.max_tokens is not None:
+        options["max_tokens"] = request.max_tokens
     called = RequestNames("messages", **names)
     drawn = f"chatcmpl-{secrets.token_hex(12)}"
     with called.in_refusals():
@@ -184,6 +183,8 @@ def _read(
             request_id=request.request_id or drawn,
             # A template writes those that belong there.
             add_special_tokens=False,
+            # Cut to the room that is left.
+            default_max_tokens=request.max_completion_tokens,
         )
     answer_id = drawn if request.request_id is None else f"chatcmpl-{request.request_id}"
     return ReadCall([read], answer_id, called, bool(request.echo), bool(request.return_token_ids)), make_parser

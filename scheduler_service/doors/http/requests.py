@@ -208,7 +208,9 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
 class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
     messages: Messages
     max_tokens: Annotated[int, Meta(ge=1, le=UINT32.high)] | None = None
-    max_completion_tokens: Annotated[int, Meta(ge=1, le=UINT32.high), why("goes before max_tokens")] | None = None
+    max_completion_tokens: (
+        Annotated[int, Meta(ge=1, le=UINT32.high), why("goes before max_tokens; lowered to what fits")] | None
+    ) = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, within(RANGES["logprobs"]), why("with logprobs alone")] | None = None
     chat_template: Annotated[str, why("the name of one of the model's templates")] | None = None

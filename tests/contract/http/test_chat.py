@@ -120,6 +120,18 @@ async def test_what_the_template_is_told(server: HttpServer, model: Path) -> Non
         assert (await server.refusal(PATH, messages=goes_on, **asked))["param"] == field
 
 
+async def test_a_length_beyond_the_room_is_lowered(server: HttpServer) -> None:
+    whole = await server.chat("hello", ignore_eos=True)
+    asked = {"ignore_eos": True, "max_completion_tokens": 32_000, "max_tokens": 1, "seed": 0}
+    lowered = await server.chat("hello", **asked)
+    assert lowered["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    assert lowered["choices"][0]["finish_reason"] == "length"
+    *_, last = await server.events(PATH, messages=[QUESTION | {"content": "hello"}], **asked)
+    assert last["choices"][0]["finish_reason"] == "length"
+    error = await server.refusal(PATH, messages=[QUESTION], min_tokens=5, max_completion_tokens=4)
+    assert error["param"] in ("min_tokens", "max_completion_tokens")
+
+
 @pytest.mark.parametrize(
     ("field", "asked"),
     [
@@ -128,7 +140,7 @@ async def test_what_the_template_is_told(server: HttpServer, model: Path) -> Non
         ("messages", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}),
         ("messages[0]", {"messages": ["hello"]}),
         ("messages", {"messages": [{"role": "user", "content": "x" * 3000}]}),
-        ("max_completion_tokens", {"max_completion_tokens": 5000}),
+        ("max_completion_tokens", {"max_completion_tokens": 0}),
         ("max_tokens", {"max_tokens": 5000}),
         ("max_tokens", {"max_tokens": 0}),
         ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),

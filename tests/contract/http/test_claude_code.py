@@ -58,7 +58,7 @@ FIRST: dict[str, Any] = {
     ],
     "tools": [{"name": name, "description": "Works.", "input_schema": SCHEMA} for name in ("Read", "Edit")],
     "metadata": {"user_id": "somebody"},
-    "max_tokens": 50,
+    "max_tokens": 32_000,
     "thinking": {"type": "adaptive"},
     "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     "output_config": {"effort": "high"},
@@ -123,6 +123,7 @@ async def test_the_first_request(client: anthropic.AsyncAnthropic, server: HttpS
     ]
 
 
+MAX_MODEL_LEN = 256
 PLAIN = "<user>hi<assistant>"
 
 
@@ -284,3 +285,15 @@ async def test_thinking_has_a_signature_and_may_be_omitted(client: anthropic.Asy
             **asked | {"messages": [QUESTION, {"role": "assistant", "content": whole.content}, *given_result(whole)]}
         )
         assert again.stop_reason == "tool_use"
+
+
+async def test_a_length_beyond_the_room_is_lowered(client: anthropic.AsyncAnthropic, say: Say) -> None:
+    say("x" * 1000)
+    asked: Any = {"model": "chatty", "messages": [QUESTION]}
+    prompt = await client.messages.count_tokens(**asked)
+    message = await client.messages.create(**asked, max_tokens=64_000, timeout=60)
+    assert message.stop_reason == "max_tokens"
+    assert message.usage.output_tokens == MAX_MODEL_LEN - prompt.input_tokens
+    async with client.messages.stream(**asked, max_tokens=64_000) as stream:
+        streamed = await stream.get_final_message()
+    assert (streamed.stop_reason, streamed.usage.output_tokens) == ("max_tokens", message.usage.output_tokens)

@@ -42,7 +42,7 @@ _BLOCKS = {
     "assistant": TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock,
     "system": ReadableBlock,
 }
-_SAMPLED = ("max_tokens", "stream", "temperature", "top_p", "top_k", "seed")
+_SAMPLED = ("stream", "temperature", "top_p", "top_k", "seed")
 
 
 def chat_of(request: CountTokensRequest) -> ChatCompletionRequest:
@@ -59,6 +59,7 @@ def chat_of(request: CountTokensRequest) -> ChatCompletionRequest:
         chat_template_kwargs=None if thinking is None else {"enable_thinking": thinking.type != "disabled"},
         thinking_token_budget=thinking.budget_tokens if thinking and thinking.type == "enabled" else None,
         response_format=None if output is None else JsonSchemaFormat(json_schema=NamedSchema(output.schema)),
+        max_completion_tokens=getattr(request, "max_tokens", None),
         stop=request.stop_sequences if isinstance(request, MessagesRequest) else None,
         **same,
     )

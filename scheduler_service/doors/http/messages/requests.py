@@ -207,7 +207,7 @@ class CountTokensRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    max_tokens: Annotated[int, Meta(ge=1, le=UINT32.high)]
+    max_tokens: Annotated[int, Meta(ge=1, le=UINT32.high), why("lowered to what fits")]
     stream: bool | None = None
     stop_sequences: list[str] | None = None
     temperature: Annotated[float, within(RANGES["temperature"])] | None = None

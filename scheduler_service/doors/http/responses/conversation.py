@@ -71,7 +71,7 @@ def chat_meant(request: ResponsesRequest, conversation: Iterable[InputItem]) -> 
     same: dict[str, Any] = {name: getattr(request, name) for name in _SAME}
     return ChatCompletionRequest(
         messages=list(_messages(request.instructions, conversation)),
-        max_completion_tokens=request.max_output_tokens,
+        max_tokens=request.max_output_tokens,
         tools=[ToolField(FunctionField(tool.name, tool.description, tool.parameters)) for tool in request.tools or ()],
         tool_choice=_choice(request.tool_choice),
         reasoning_effort=(request.reasoning or ReasoningConfig()).effort,

@@ -20,9 +20,7 @@ from scheduler_service.serving.refusal import invalid
 from scheduler_service.serving.tenants.caller import Call
 
 # What a request calls the fields of the chat that it means.
-_NAMES = RequestNames(
-    "input", messages="input", max_completion_tokens="max_output_tokens", response_format="text.format"
-)
+_NAMES = RequestNames("input", messages="input", max_tokens="max_output_tokens", response_format="text.format")
 _encode = msgspec.json.Encoder().encode
 
 
