@@ -16,6 +16,7 @@ from scheduler_service.doors.http.messages.requests import CountTokensRequest
 from scheduler_service.serving.intake import Intake
 from tests.contract.http.door import HttpServer
 from tests.contract.http.scripted import CALL, WEATHER, Say, make_tool_checkpoint
+from tests.growth import MAX_RATIO, cost_ratio
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 QUESTION = {"role": "user", "content": "hi"}
@@ -297,3 +298,45 @@ async def test_a_length_beyond_the_room_is_lowered(client: anthropic.AsyncAnthro
     async with client.messages.stream(**asked, max_tokens=64_000) as stream:
         streamed = await stream.get_final_message()
     assert (streamed.stop_reason, streamed.usage.output_tokens) == ("max_tokens", message.usage.output_tokens)
+
+
+BILLING = "x-anthropic-billing-header: cc_version=2.1.197.abc; cc_entrypoint=sdk-cli; cch={};"
+
+
+def texts(*given: str) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": text} for text in given]
+
+
+async def test_the_billing_line_is_left_out(prompts: Prompts) -> None:
+    for line in (BILLING.format("1"), BILLING.format("2").removesuffix(";"), BILLING.format("") + "\n"):
+        assert await prompts.of(system=texts(line, "be kind")) == f"<system>be kind{PLAIN}"
+        assert await prompts.of(system=texts(line)) == await prompts.of(system=line) == PLAIN
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["be kind", BILLING.format("1")],
+        [f"{BILLING.format('1')} Be kind."],
+        [f"{BILLING.format('1')}\nbe kind"],
+        [f" {BILLING.format('1')}"],
+        ["x-anthropic-billing-header: what is it?"],
+        ["x-anthropic-billing-header:"],
+        [BILLING.format("1"), BILLING.format("2")],
+    ],
+    ids=str,
+)
+async def test_a_text_like_the_billing_line_stays(prompts: Prompts, given: list[str]) -> None:
+    kept = given[1:] if len(given) > 1 and given[0].startswith("x-") else given
+    assert await prompts.of(system=texts(*given)) == "<system>" + "\n".join(kept) + PLAIN
+    user = [{"role": "user", "content": texts(BILLING.format("1"))}]
+    assert await prompts.of(messages=user) == f"<user>{BILLING.format('1')}<assistant>"
+
+
+def test_a_long_line_is_read_in_linear_time() -> None:
+    def read(number: int) -> None:
+        for line in ("a=b=" * number, "a=b;" * number, "a=b; " * number + "!", "a=" + " " * number + "!"):
+            system = f"x-anthropic-billing-header:{line}"
+            chat_of(msgspec.convert({"messages": [QUESTION], "system": system}, CountTokensRequest))
+
+    assert cost_ratio(lambda: read(10_000), lambda: read(40_000)) <= MAX_RATIO

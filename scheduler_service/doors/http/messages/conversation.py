@@ -1,6 +1,7 @@
 """A request of the Messages API as the chat that it means."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -42,6 +43,9 @@ _BLOCKS = {
     "assistant": TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock,
     "system": ReadableBlock,
 }
+# The first block of Claude Code's system text. It differs from request to request, and the model has no use for it: in
+# the prompt it would defeat the prefix cache.
+_BILLING_LINE = re.compile(r"x-anthropic-billing-header:(?: *[\w.-]+=[^;\s]*(?:;|\s*\Z))+\s*")
 _SAMPLED = ("stream", "temperature", "top_p", "top_k", "seed")
 
 
@@ -90,8 +94,11 @@ def _choice(choice: Any) -> Any:
 
 
 def _messages(request: CountTokensRequest) -> Iterator[dict[str, Any]]:
-    if request.system:
-        texts = [request.system] if isinstance(request.system, str) else [block.text for block in request.system]
+    system = request.system or []
+    texts = [system] if isinstance(system, str) else [block.text for block in system]
+    if texts and _BILLING_LINE.fullmatch(texts[0]):
+        del texts[0]
+    if texts:
         yield {"role": "system", "content": "\n".join(texts)}
     for index, message in enumerate(request.messages):
         _check_blocks(index, message)
