@@ -353,7 +353,7 @@ class HttpDoor:
             except TimeoutError:
                 raise timed_out() from None
             if answer is not None:
-                await Response(answer, media_type=_JSON)(scope, receive, send)
+                await Response(answer, headers=stream.warning_headers, media_type=_JSON)(scope, receive, send)
 
         # Ids may have slashes that clients send as they are.
         return Route(route.path.replace("}", ":path}"), _Endpoint(endpoint), methods=[route.method])

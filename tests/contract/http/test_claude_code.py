@@ -32,6 +32,7 @@ TEXT_DOCUMENT = {
 }
 FOUND = {"type": "search_result", "source": "http://x", "title": "news", "content": [{"type": "text", "text": "sun"}]}
 REFERENCE = {"type": "tool_reference", "tool_name": "weather"}
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
 COUNTED = {"messages", "system", "tools", "thinking", "output_config", "context_management"}
 TOOL = {"name": "weather", "input_schema": WEATHER}
 SCHEMA = {
@@ -229,9 +230,6 @@ async def test_edits_that_change_nothing(
             assert error["param"] == "context_management.edits[1]"
 
 
-IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
-
-
 @pytest.mark.parametrize(
     ("param", "asked"),
     [
@@ -340,3 +338,39 @@ def test_a_long_line_is_read_in_linear_time() -> None:
             chat_of(msgspec.convert({"messages": [QUESTION], "system": system}, CountTokensRequest))
 
     assert cost_ratio(lambda: read(10_000), lambda: read(40_000)) <= MAX_RATIO
+
+
+async def test_images_in_results_are_said_to_be_left_out(
+    prompts: Prompts, server: HttpServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts = [{"type": "text", "text": "seen"}, IMAGE | CACHED]
+    result = {"type": "tool_result", "tool_use_id": "1", "content": parts}
+    history = [QUESTION, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [result]}]
+    prompt = await prompts.of(messages=history)
+    assert prompt.endswith("<tool>seen\n[An image was left out here: the model reads text only.]<assistant>")
+    warning = "images in the results of tools are left out: the model reads text only"
+    for more in ({}, {"stream": True}):
+        caplog.clear()
+        response = await server.post(MESSAGES, messages=history, max_tokens=1, **more)
+        assert response.headers["warning"] == f'299 - "{warning}"'
+        assert caplog.text.count(warning) == 1
+    assert "warning" not in (await server.post(MESSAGES, messages=[QUESTION], max_tokens=1)).headers
+
+
+async def test_tools_that_run_at_anthropic_are_left_out(prompts: Prompts, server: HttpServer) -> None:
+    search = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8, "allowed_domains": ["x"]}
+    tools = [search, TOOL, {"type": "code_execution_20260120", "name": "code_execution"}]
+    assert await prompts.of(tools=tools) == f"weather,{PLAIN}"
+    response = await server.post(MESSAGES, messages=[QUESTION], max_tokens=1, tools=tools)
+    assert response.headers["warning"] == '299 - "tools that run at Anthropic are left out: code_execution, web_search"'
+    for param, tool in (
+        ("tools[0].type", {"type": "bash_20250124", "name": "bash"}),
+        ("tools[0].type", {"type": "web_search_20250305 ", "name": "x"}),
+        ("tools[0].input_schema", {"type": "custom", "name": "x"}),
+        ("tools[0].max_uses", TOOL | {"max_uses": 1}),
+    ):
+        error = await server.refusal(MESSAGES, messages=[QUESTION], max_tokens=1, tools=[tool])
+        assert error["param"] == param
+    choice = {"type": "tool", "name": "web_search"}
+    error = await server.refusal(MESSAGES, messages=[QUESTION], max_tokens=1, tools=tools, tool_choice=choice)
+    assert error["param"] == "tool_choice"

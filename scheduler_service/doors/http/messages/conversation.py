@@ -6,9 +6,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from scheduler_service.doors.http.messages.requests import (
+    VENDOR_TYPE,
     AnyChoice,
     CountTokensRequest,
     DocumentBlock,
+    ImageBlock,
     InputMessage,
     MessagesRequest,
     MessagesTool,
@@ -43,6 +45,9 @@ _BLOCKS = {
     "assistant": TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock,
     "system": ReadableBlock,
 }
+_VENDOR_TYPE = re.compile(VENDOR_TYPE)
+_VENDOR_OPTIONS = MessagesTool.__struct_fields__[MessagesTool.__struct_fields__.index("max_uses") :]
+_LEFT_OUT = "[An image was left out here: the model reads text only.]"
 # The first block of Claude Code's system text. It differs from request to request, and the model has no use for it: in
 # the prompt it would defeat the prefix cache.
 _BILLING_LINE = re.compile(r"x-anthropic-billing-header:(?: *[\w.-]+=[^;\s]*(?:;|\s*\Z))+\s*")
@@ -56,7 +61,7 @@ def chat_of(request: CountTokensRequest) -> ChatCompletionRequest:
     same: dict[str, Any] = {name: getattr(request, name, None) for name in (*_QUEUED, *_SAMPLED)}
     return ChatCompletionRequest(
         messages=list(_messages(request)),
-        tools=[_tool(index, tool) for index, tool in enumerate(request.tools or ())],
+        tools=[_tool(index, tool) for index, tool in enumerate(request.tools or ()) if not _vendor_kind(tool)],
         tool_choice=_choice(choice),
         parallel_tool_calls=not getattr(choice, "disable_parallel_tool_use", None),
         reasoning_effort=config.effort,
@@ -69,8 +74,37 @@ def chat_of(request: CountTokensRequest) -> ChatCompletionRequest:
     )
 
 
+def warnings_of(request: CountTokensRequest) -> list[str]:
+    """Return what the server does otherwise than a request asks for."""
+    warnings = []
+    if kinds := sorted({*map(_vendor_kind, request.tools or ())} - {""}):
+        warnings.append(f"tools that run at Anthropic are left out: {', '.join(kinds)}")
+    if any(map(_has_image, request.messages)):
+        warnings.append("images in the results of tools are left out: the model reads text only")
+    return warnings
+
+
+def _vendor_kind(tool: MessagesTool) -> str:
+    """Return what a tool that runs at Anthropic does, or an empty text for a tool of the client."""
+    found = _VENDOR_TYPE.fullmatch(tool.type or "")
+    return found[1] if found else ""
+
+
+def _has_image(message: InputMessage) -> bool:
+    contents = [block.content for block in message.content if isinstance(block, ToolResultBlock)]
+    return any(isinstance(part, ImageBlock) for content in contents for part in content or ())
+
+
 def _tool(index: int, tool: MessagesTool) -> ToolField:
-    """Raises RefusedError for a tool that the model itself may not call."""
+    """Raises RefusedError for a tool without a schema, or one that the model itself may not call."""
+    if tool.input_schema is None:
+        field = f"tools[{index}].input_schema"
+        raise invalid(field, f"{field} is not set; send the JSON Schema of the tool's input")
+    if name := next((name for name in _VENDOR_OPTIONS if getattr(tool, name) is not None), ""):
+        field = f"tools[{index}].{name}"
+        raise invalid(
+            field, f"{field} is an option of tools that run at Anthropic, but this is no such tool; leave it out"
+        )
     callers = tool.allowed_callers
     if callers and "direct" not in callers:
         field = f"tools[{index}].allowed_callers"
@@ -141,6 +175,8 @@ def _text(block: ResultBlock) -> str:
     match block:
         case ToolReferenceBlock():
             return f"Tool: {block.tool_name}"
+        case ImageBlock():
+            return _LEFT_OUT
         case SearchResultBlock():
             return _document([block.title, block.source], "\n".join(part.text for part in block.content))
         case DocumentBlock():

@@ -33,7 +33,7 @@ from scheduler_service.doors.http.messages.answers import (
     TokenCount,
     ToolUsePart,
 )
-from scheduler_service.doors.http.messages.conversation import chat_of
+from scheduler_service.doors.http.messages.conversation import chat_of, warnings_of
 from scheduler_service.doors.http.messages.edits import check_edits
 from scheduler_service.doors.http.messages.requests import CountTokensRequest, MessagesRequest
 from scheduler_service.doors.http.options import RequestNames
@@ -122,6 +122,8 @@ async def answer_message(
 ) -> bytes | None:
     """Return the message, unless it is streamed. Raises RefusedError."""
     with _NAMES.in_refusals():
+        for text in warnings_of(request):
+            stream.warn(text)
         asked, make_parser = await read_chat(await _chat(request, call, intake), call, intake)
         async with begin_requests(asked, call, intake, is_streamed=bool(request.stream)) as [progress]:
             check_edits(request, len(progress.prompt_token_ids))

@@ -72,8 +72,15 @@ class ToolReferenceBlock(Block, tag="tool_reference", forbid_unknown_fields=True
     tool_name: str
 
 
+class ImageBlock(Block, tag="image", forbid_unknown_fields=True, frozen=True):
+    """An image that a tool has returned. The model reads text only: the prompt says that it is left out."""
+
+    source: dict[str, Any]
+    transformations: Annotated[dict[str, Any], _INERT] | None = None
+
+
 ReadableBlock = TextBlock | DocumentBlock | SearchResultBlock
-ResultBlock = ReadableBlock | ToolReferenceBlock
+ResultBlock = ReadableBlock | ToolReferenceBlock | ImageBlock
 
 
 class ToolResultBlock(Block, tag="tool_result", forbid_unknown_fields=True, frozen=True):
@@ -89,17 +96,33 @@ class InputMessage(Struct, forbid_unknown_fields=True, frozen=True):
     cache_control: Annotated[dict[str, Any], _INERT] | None = None
 
 
+# Types of tools that run at Anthropic.
+VENDOR_TYPE = "(web_search|web_fetch|code_execution|tool_search_tool_bm25|tool_search_tool_regex|advisor)_[0-9]{8}"
+_OF_VENDOR = why("an option of a tool that runs at Anthropic")
+
+
 class MessagesTool(Struct, forbid_unknown_fields=True, frozen=True):
+    """A tool that the client runs; or, by its type, one that runs at Anthropic, which is left out."""
+
     name: Annotated[str, Meta(min_length=1, max_length=256)]
-    input_schema: Annotated[dict[str, Any], why("a JSON Schema, which is always kept to")]
+    input_schema: Annotated[dict[str, Any], why("a JSON Schema, which is always kept to")] | None = None
     description: str | None = None
-    type: Literal["custom"] | None = None
+    type: Annotated[str, Meta(pattern=f"^(custom|{VENDOR_TYPE})$")] | None = None
     strict: Annotated[bool, _INERT] | None = None
     cache_control: Annotated[dict[str, Any], _INERT] | None = None
     eager_input_streaming: Annotated[bool, _INERT] | None = None
     defer_loading: Annotated[bool, why("no effect: the prompt has all tools from the start")] | None = None
     input_examples: Annotated[list[dict[str, Any]], why("added to the description")] | None = None
     allowed_callers: Annotated[list[str], why("direct must be among them; no code is run")] | None = None
+    # Options of tools that run at Anthropic.
+    max_uses: Annotated[int, _OF_VENDOR] | None = None
+    allowed_domains: Annotated[list[str], _OF_VENDOR] | None = None
+    blocked_domains: Annotated[list[str], _OF_VENDOR] | None = None
+    user_location: Annotated[dict[str, Any], _OF_VENDOR] | None = None
+    max_content_tokens: Annotated[int, _OF_VENDOR] | None = None
+    citations: Annotated[dict[str, Any], _OF_VENDOR] | None = None
+    use_cache: Annotated[bool, _OF_VENDOR] | None = None
+    response_inclusion: Annotated[str, _OF_VENDOR] | None = None
 
 
 class _Choice(Struct, tag_field="type", forbid_unknown_fields=True, frozen=True, kw_only=True):
