@@ -374,3 +374,16 @@ async def test_tools_that_run_at_anthropic_are_left_out(prompts: Prompts, server
     choice = {"type": "tool", "name": "web_search"}
     error = await server.refusal(MESSAGES, messages=[QUESTION], max_tokens=1, tools=tools, tool_choice=choice)
     assert error["param"] == "tool_choice"
+
+
+async def test_a_final_answer_is_continued(prompts: Prompts, client: anthropic.AsyncAnthropic, say: Say) -> None:
+    for content in ("It is {", texts("It is", " {"), [THOUGHT, *texts("It is {")]):
+        history = [QUESTION, {"role": "assistant", "content": content}]
+        assert await prompts.of(messages=history, system="be") == "<system>be<user>hi<assistant>It is {"
+    for empty in ("", " ", [THOUGHT]):
+        prompt = await prompts.of(messages=[QUESTION, {"role": "assistant", "content": empty}])
+        assert prompt.startswith(PLAIN)
+        assert prompt.endswith("<assistant>")
+    say("sunny}")
+    message = await client.messages.create(model="chatty", messages=history, max_tokens=20)  # type: ignore[arg-type]
+    assert [block.text for block in message.content if block.type == "text"] == ["sunny}"]

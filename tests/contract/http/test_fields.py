@@ -250,11 +250,9 @@ CASES: dict[str, dict[str, Case | Harmless]] = {
         name: GENERATION[name]
         for name in ("request_id", "max_tokens", "temperature", "top_p", "top_k", "seed", "stream")
     }
+    | {name: CHAT_PROMPTS[name] for name in ("truncate_prompt_tokens", "truncation_side", "add_special_tokens")}
     | {
-        name: CHAT_PROMPTS[name]
-        for name in ("messages", "truncate_prompt_tokens", "truncation_side", "add_special_tokens")
-    }
-    | {
+        "messages": prompted([ANSWER], "<assistant>once "),
         "system": prompted("be", "<system>be\n<user>hello\n<assistant>"),
         "stop_sequences": read("parsed.stop", ["xyz", "zyx"], ("xyz", "zyx")),
         "thinking": prompted({"type": "disabled"}, "<user>hello\n<assistant>False"),

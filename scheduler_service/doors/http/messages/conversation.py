@@ -69,6 +69,7 @@ def chat_of(request: CountTokensRequest) -> ChatCompletionRequest:
         thinking_token_budget=thinking.budget_tokens if thinking and thinking.type == "enabled" else None,
         response_format=None if output is None else JsonSchemaFormat(json_schema=NamedSchema(output.schema)),
         max_completion_tokens=getattr(request, "max_tokens", None),
+        continue_final_message=_goes_on(request.messages[-1]) or None,
         stop=request.stop_sequences if isinstance(request, MessagesRequest) else None,
         **same,
     )
@@ -93,6 +94,14 @@ def _vendor_kind(tool: MessagesTool) -> str:
 def _has_image(message: InputMessage) -> bool:
     contents = [block.content for block in message.content if isinstance(block, ToolResultBlock)]
     return any(isinstance(part, ImageBlock) for content in contents for part in content or ())
+
+
+def _goes_on(message: InputMessage) -> bool:
+    """Return whether a last message is the beginning of the answer, which the model continues."""
+    content = [TextBlock(message.content)] if isinstance(message.content, str) else message.content
+    texts = [block.text for block in content if isinstance(block, TextBlock)]
+    has_calls = any(isinstance(block, ToolUseBlock) for block in content)
+    return message.role == "assistant" and not has_calls and bool("".join(texts).strip())
 
 
 def _tool(index: int, tool: MessagesTool) -> ToolField:

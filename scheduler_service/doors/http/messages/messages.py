@@ -51,6 +51,7 @@ _SIGNATURE = "unsigned"
 # What a request calls the fields of the chat that it means.
 _NAMES = RequestNames(
     "messages",
+    continue_final_message="messages",
     max_completion_tokens="max_tokens",
     stop="stop_sequences",
     response_format="output_config.format",
