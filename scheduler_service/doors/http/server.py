@@ -37,6 +37,7 @@ from scheduler_service.doors.http.connection import HttpConnection, Listener, Un
 from scheduler_service.doors.http.detached_requests import abort_request, read_detached, submit_detached
 from scheduler_service.doors.http.embeddings import embed_inputs
 from scheduler_service.doors.http.event_stream import EventStream
+from scheduler_service.doors.http.messages.answers import model_info, model_page
 from scheduler_service.doors.http.messages.messages import answer_message, count_tokens
 from scheduler_service.doors.http.messages.requests import CountTokensRequest, MessagesRequest
 from scheduler_service.doors.http.openapi import NAMED, POSTED, TypedRoute, document, page
@@ -255,13 +256,16 @@ class HttpDoor:
 
     async def _models(self, request: Any) -> Response:
         self._call(request.scope)
-        return Response(encode(Models("list", [self._card(name) for name in self._model_names()])), media_type=_JSON)
+        cards = [self._card(name) for name in self._model_names()]
+        answer = model_page(cards) if _is_of_anthropic(request.scope) else Models("list", cards)
+        return Response(encode(answer), media_type=_JSON)
 
     async def _model(self, request: Any) -> Response:
         self._call(request.scope)
         name = unquote(request.path_params["name"])
         self._check_model(name)
-        return Response(encode(self._card(name)), media_type=_JSON)
+        card = self._card(name)
+        return Response(encode(model_info(card) if _is_of_anthropic(request.scope) else card), media_type=_JSON)
 
     async def _complete(self, request: CompletionRequest, call: Call, stream: EventStream) -> bytes | None:
         if request.detached:
@@ -477,6 +481,11 @@ async def _refuse(
         await stream.end()
     else:
         await error_response(refused, scope["path"])(scope, receive, send)
+
+
+def _is_of_anthropic(scope: Scope) -> bool:
+    """Return whether the client is one of Anthropic's API, which reads other lists of models."""
+    return b"anthropic-version" in scope["header_values"]
 
 
 def _of_route(status: int, scope: Scope) -> str:

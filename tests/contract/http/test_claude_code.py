@@ -387,3 +387,15 @@ async def test_a_final_answer_is_continued(prompts: Prompts, client: anthropic.A
     say("sunny}")
     message = await client.messages.create(model="chatty", messages=history, max_tokens=20)  # type: ignore[arg-type]
     assert [block.text for block in message.content if block.type == "text"] == ["sunny}"]
+
+
+async def test_models_for_clients_of_anthropic(client: anthropic.AsyncAnthropic, server: HttpServer) -> None:
+    page = await client.models.list()
+    (card,) = page.data
+    assert (card.id, card.display_name, card.type, card.lifecycle) == ("chatty", "chatty", "model", "active")
+    assert (card.max_input_tokens, card.max_tokens) == (MAX_MODEL_LEN, MAX_MODEL_LEN)
+    assert not page.has_next_page()
+    assert await client.models.retrieve("chatty") == card
+    with pytest.raises(anthropic.NotFoundError):
+        await client.models.retrieve("other")
+    assert (await server.openai.models.list()).data[0].object == "model"

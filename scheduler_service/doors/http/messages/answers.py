@@ -1,8 +1,12 @@
 """Answers of Anthropic's Messages API, and the events of one that is streamed."""
 
+from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 from msgspec import Struct
+
+from scheduler_service.doors.http.answers import Model
 
 
 class TextPart(Struct, tag_field="type", tag="text", frozen=True):
@@ -45,6 +49,26 @@ class MessageAnswer(Struct, frozen=True):
 
 class TokenCount(Struct, frozen=True):
     input_tokens: int
+
+
+class ModelInfoAnswer(Struct, tag_field="type", tag="model", frozen=True):
+    """A model, as Anthropic's API describes it."""
+
+    id: str
+    display_name: str
+    created_at: datetime  # the start of the server
+    max_input_tokens: int
+    max_tokens: int
+    lifecycle: Literal["active"] = "active"
+
+
+class ModelPage(Struct, frozen=True):
+    """All models, on one page."""
+
+    data: list[ModelInfoAnswer]
+    first_id: str
+    last_id: str
+    has_more: bool = False
 
 
 class MessageStart(Struct, tag_field="type", tag="message_start", frozen=True):
@@ -96,3 +120,12 @@ class MessageStop(Struct, tag_field="type", tag="message_stop", frozen=True):
 
 
 MessageEvent = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop
+
+
+def model_info(card: Model) -> ModelInfoAnswer:
+    began_at = datetime.fromtimestamp(card.created, UTC)
+    return ModelInfoAnswer(card.id, card.id, began_at, card.max_model_len, card.max_model_len)
+
+
+def model_page(cards: Sequence[Model]) -> ModelPage:
+    return ModelPage([model_info(card) for card in cards], cards[0].id, cards[-1].id)
