@@ -163,6 +163,9 @@ class HttpOptions:
     allowed_origins: str | None = option(
         None, "origins of the web pages that may call --http-port, separated by commas, or * (default: none)", ORIGINS
     )
+    any_model_name: bool = option(
+        False, "answer HTTP requests whatever model they name, instead of refusing names that are not served"
+    )
     lenient: bool = option(False, "ignore fields of HTTP requests that are not known, instead of refusing them")
     strict_tools: bool = option(
         True,

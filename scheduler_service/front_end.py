@@ -136,7 +136,15 @@ def _make_http(
     origins = [origin.strip() for origin in (http.allowed_origins or "").split(",")] if http.allowed_origins else []
     names, metrics = (lambda: link.served_model_names), partial(exposition, collector)
     return HttpDoor(
-        address, servicer.intake, link.forward, service.tenants, names, metrics, origins, is_lenient=http.lenient
+        address,
+        servicer.intake,
+        link.forward,
+        service.tenants,
+        names,
+        metrics,
+        origins,
+        takes_any_model_name=http.any_model_name,
+        is_lenient=http.lenient,
     )
 
 

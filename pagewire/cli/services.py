@@ -113,6 +113,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "OpenAI API": (
         "http_host",
         "allowed_origins",
+        "any_model_name",
         "lenient",
         "strict_tools",
         "tool_call_parser",

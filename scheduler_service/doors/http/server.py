@@ -101,16 +101,19 @@ class HttpDoor:
         read_metrics: Callable[[], bytes],
         allowed_origins: Sequence[str],
         *,
+        takes_any_model_name: bool,
         is_lenient: bool,
     ) -> None:
         """Bind the port. `intake` is that of all doors of this process, and `forward` passes calls on to the scheduler;
         `model_names` are those by which requests may ask for the model, first the one in answers; `read_metrics` gives
-        metrics in Prometheus' text format; `allowed_origins` are of web pages that may call; `is_lenient`: fields that
-        are not known are ignored. Raises OSError."""
+        metrics in Prometheus' text format; `allowed_origins` are of web pages that may call; `takes_any_model_name`:
+        requests are answered whatever model they name; `is_lenient`: fields that are not known are ignored. Raises
+        OSError."""
         self._intake = intake
         self._forward = forward
         self._tenants = tenants
         self._model_names = model_names
+        self._takes_any_model_name = takes_any_model_name
         self._read_metrics = read_metrics
         self._streams: set[EventStream] = set()
         self._comments: set[asyncio.Task[None]] = set()
@@ -431,10 +434,11 @@ class HttpDoor:
 
     def _check_model(self, name: str | None) -> None:
         served = self._served()
-        if name is not None and name not in self._model_names():
+        if name is not None and not self._takes_any_model_name and name not in self._model_names():
             raise RefusedError(
                 Reason.NOT_FOUND,
-                f"the model {name[:80]!r} is not served here; send {served!r}, or leave model unset",
+                f"the model {name[:80]!r} is not served here; send {served!r}, or leave model unset "
+                "(--any-model-name accepts any)",
                 "model",
             )
 

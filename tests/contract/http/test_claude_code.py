@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from scheduler_service.doors.http.messages.conversation import chat_of
 from scheduler_service.doors.http.messages.requests import CountTokensRequest
 from scheduler_service.serving.intake import Intake
-from tests.contract.http.door import HttpServer
+from tests.contract.http.door import HttpServer, serve_http
 from tests.contract.http.scripted import CALL, WEATHER, Say, make_tool_checkpoint
 from tests.growth import MAX_RATIO, cost_ratio
 
@@ -399,3 +399,15 @@ async def test_models_for_clients_of_anthropic(client: anthropic.AsyncAnthropic,
     with pytest.raises(anthropic.NotFoundError):
         await client.models.retrieve("other")
     assert (await server.openai.models.list()).data[0].object == "model"
+
+
+async def test_any_name_of_a_model(model: Path, server: HttpServer, say: Say) -> None:
+    say("x")
+    asked: Any = {"messages": [QUESTION], "max_tokens": 1, "model": "claude-opus-4-8"}
+    error = await server.refusal(MESSAGES, status=404, **asked)
+    assert "--any-model-name" in error["message"]
+    async with serve_http(model, front={"any_model_name": True}) as lenient:
+        for path, prompt in ((MESSAGES, {}), ("/v1/chat/completions", {}), (COUNT, {"max_tokens": None})):
+            response = await lenient.post(path, **{key: value for key, value in (asked | prompt).items() if value})
+            assert response.status_code == 200, response.text
+            assert response.json().get("model", "chatty") == "chatty"
