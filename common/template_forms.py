@@ -144,8 +144,7 @@ def _with_one_system(messages: list[dict[str, Any]], asked: AskedTemplate) -> li
     roles = tuple(message["role"] for message in first[:2])
     if len(first) < 2 or _takes_roles(asked, roles) or not _takes_roles(asked, roles[:1]):
         return messages
-    text = "\n\n".join(_text(_parts(message.get("content", ""))) for message in first)
-    return [{**first[0], "content": text}, *messages[len(first) :]]
+    return [_joined(first), *messages[len(first) :]]
 
 
 def _with_system_turns(messages: Sequence[dict[str, Any]], asked: AskedTemplate) -> list[dict[str, Any]]:
@@ -154,7 +153,7 @@ def _with_system_turns(messages: Sequence[dict[str, Any]], asked: AskedTemplate)
 
     A system message stays where it is, so that the prompt before it is found in the prefix cache.
     """
-    turns: list[dict[str, Any]] = []
+    turns: list[list[dict[str, Any]]] = []  # messages that are one turn
     has_begun = was_written = False  # a turn; whether the last turn holds a system message
     for message in messages:
         role = message["role"]
@@ -164,16 +163,22 @@ def _with_system_turns(messages: Sequence[dict[str, Any]], asked: AskedTemplate)
             text = _text(_parts(message.get("content", "")))
             message = {"role": "user", "content": f"{_SYSTEM_HEADING}\n\n{text}"}
         has_begun |= not is_system
-        before = turns[-1]["role"] if turns else ""
+        before = turns[-1][0]["role"] if turns else ""
         is_next = before in ("user", "tool") and message["role"] == "user" and (was_written or not is_kept)
         if is_next and not _takes_turn_after(asked, before):
-            contents = [_text(_parts(each.get("content", ""))) for each in (turns[-1], message)]
-            turns[-1] = {**turns[-1], "content": "\n\n".join(contents)}
+            turns[-1].append(message)
             was_written |= not is_kept
         else:
-            turns.append(message)
+            turns.append([message])
             was_written = not is_kept
-    return turns
+    return [_joined(turn) for turn in turns]
+
+
+def _joined(messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns one message with the texts of all, or the message if it is the only one."""
+    if len(messages) == 1:
+        return messages[0]
+    return {**messages[0], "content": "\n\n".join(_text(_parts(each.get("content", ""))) for each in messages)}
 
 
 @functools.lru_cache(maxsize=64)

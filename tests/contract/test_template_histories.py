@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from pagewire.common.chat_template import ChatTemplateError, render
+from pagewire.common.template_forms import AskedTemplate, as_taken
+from tests.growth import MAX_RATIO, cost_ratio
 
 _CALLS = "{% for c in m.tool_calls %}<call>{{ c.function.arguments | tojson }}#{{ c.id }}{% endfor %}"
 _NINE = "{% if {0}|length != 9 %}{{ raise_exception('nine') }}{% endif %}"
@@ -198,6 +200,16 @@ def test_the_form_of_a_system_message_between_turns(template: str, roles: str, e
     for role in roles.split():
         history += CALLING if role == "call" else [{"role": role, "content": str(next(number))}]
     assert render(template, history, special_tokens={}) == expected
+
+
+@pytest.mark.parametrize("template", [ALTERNATING, TEMPLATES["one system message"]])
+def test_many_system_messages_take_linear_time(template: str) -> None:
+    def history(number: int) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": "q"}, *[{"role": "system", "content": "s"}] * number]
+
+    small, large = history(1000), history(4000)
+    asked: AskedTemplate = (template, ())
+    assert cost_ratio(lambda: as_taken(small, asked), lambda: as_taken(large, asked)) <= MAX_RATIO
 
 
 def test_ids_are_changed_where_they_must_be_alone() -> None:
