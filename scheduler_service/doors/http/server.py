@@ -305,7 +305,7 @@ class HttpDoor:
         return await answer_message(request, call, self._intake, self._model_name(), stream)
 
     async def _count_tokens(self, request: CountTokensRequest, call: Call, stream: EventStream) -> bytes:
-        return await count_tokens(request, call, self._intake)
+        return await count_tokens(request, call, self._intake, stream)
 
     async def _submit(self, request: GenerationRequest, asked: ReadCall, call: Call) -> bytes:
         self._served()  # what fits is known then

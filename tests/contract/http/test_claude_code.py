@@ -349,9 +349,9 @@ async def test_images_in_results_are_said_to_be_left_out(
     prompt = await prompts.of(messages=history)
     assert prompt.endswith("<tool>seen\n[An image was left out here: the model reads text only.]<assistant>")
     warning = "images in the results of tools are left out: the model reads text only"
-    for more in ({}, {"stream": True}):
+    for path, more in ((MESSAGES, {"max_tokens": 1}), (MESSAGES, {"max_tokens": 1, "stream": True}), (COUNT, {})):
         caplog.clear()
-        response = await server.post(MESSAGES, messages=history, max_tokens=1, **more)
+        response = await server.post(path, messages=history, **more)
         assert response.headers["warning"] == f'299 - "{warning}"'
         assert caplog.text.count(warning) == 1
     assert "warning" not in (await server.post(MESSAGES, messages=[QUESTION], max_tokens=1)).headers

@@ -1,8 +1,8 @@
 """`/v1/messages`, Anthropic's Messages API: chats, whose answers are blocks of text, thinking, calls of tools."""
 
 import secrets
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -57,6 +57,7 @@ _NAMES = RequestNames(
     response_format="output_config.format",
     thinking_token_budget="thinking.budget_tokens",
 )
+_Result = TypeVar("_Result")
 _encode = msgspec.json.Encoder().encode
 
 
@@ -123,11 +124,9 @@ async def answer_message(
 ) -> bytes | None:
     """Return the message, unless it is streamed. Raises RefusedError."""
     with _NAMES.in_refusals():
-        for text in warnings_of(request):
-            stream.warn(text)
-        asked, make_parser = await read_chat(await _chat(request, call, intake), call, intake)
+        asked, make_parser = await read_chat(await _chat(request, call, intake, stream), call, intake)
         async with begin_requests(asked, call, intake, is_streamed=bool(request.stream)) as [progress]:
-            check_edits(request, len(progress.prompt_token_ids))
+            await _in_turn(request, call, intake, check_edits, request, len(progress.prompt_token_ids))
             message_id = f"msg_{request.request_id or secrets.token_hex(12)}"
             head = MessageAnswer(
                 message_id, "message", "assistant", model_name, [], None, None, message_usage(progress)
@@ -153,22 +152,30 @@ async def _told(teller: MessageTeller, delta: Delta, progress: PromptProgress) -
     return await progress.write(progress.num_values(delta), lambda: list(teller.tell(delta, progress)))
 
 
-async def count_tokens(request: CountTokensRequest, call: Call, intake: Intake) -> bytes:
+async def count_tokens(request: CountTokensRequest, call: Call, intake: Intake, stream: EventStream) -> bytes:
     """Raises RefusedError."""
     with _NAMES.in_refusals():
-        asked, _ = await read_chat(await _chat(request, call, intake), call, intake)
+        asked, _ = await read_chat(await _chat(request, call, intake, stream), call, intake)
         num_tokens = len(await intake.tokenize(asked.requests[0]))
-        check_edits(request, num_tokens)
+        await _in_turn(request, call, intake, check_edits, request, num_tokens)
         return _encode(TokenCount(num_tokens))
 
 
-async def _chat(request: CountTokensRequest, call: Call, intake: Intake) -> ChatCompletionRequest:
-    """Return the chat that a request means. Clients give a budget to any model: one that has no reasoning keeps to it.
-    Raises RefusedError."""
-    chat = await intake.turns.carry_out(call.caller.tenant(request.tenant or ""), call.size, chat_of, request)
+async def _chat(request: CountTokensRequest, call: Call, intake: Intake, stream: EventStream) -> ChatCompletionRequest:
+    """Return the chat that a request means, and warn of what it leaves out. Clients give a budget to any model: one
+    that has no reasoning keeps to it. Raises RefusedError."""
+    chat = await _in_turn(request, call, intake, chat_of, request)
+    for text in await _in_turn(request, call, intake, warnings_of, request):
+        stream.warn(text)
     if intake.chats.format_of(chosen_template(intake.model, None)).has_reasoning:
         return chat
     return msgspec.structs.replace(chat, thinking_token_budget=None)
+
+
+async def _in_turn(
+    request: CountTokensRequest, call: Call, intake: Intake, work: Callable[..., _Result], *args: Any
+) -> _Result:
+    return await intake.turns.carry_out(call.caller.tenant(request.tenant or ""), call.size, work, *args)
 
 
 def message_usage(progress: PromptProgress) -> MessageUsage:

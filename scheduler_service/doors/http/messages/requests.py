@@ -204,7 +204,7 @@ class Compact(Struct, tag_field="type", tag="compact_20260112", forbid_unknown_f
 
 
 class ContextManagement(Struct, forbid_unknown_fields=True, frozen=True):
-    edits: list[ClearThinking | ClearToolUses | Compact] | None = None
+    edits: Annotated[list[ClearThinking | ClearToolUses | Compact], Meta(max_length=8)] | None = None
 
 
 class Diagnostics(Struct, forbid_unknown_fields=True, frozen=True):
