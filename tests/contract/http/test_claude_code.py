@@ -411,3 +411,33 @@ async def test_any_name_of_a_model(model: Path, server: HttpServer, say: Say) ->
             response = await lenient.post(path, **{key: value for key, value in (asked | prompt).items() if value})
             assert response.status_code == 200, response.text
             assert response.json().get("model", "chatty") == "chatty"
+
+
+@pytest.mark.parametrize(
+    ("particular", "later"),
+    [
+        ("", "<system>s"),
+        ("{% if loop.first or message.role != 'system' %}", "<user>System message:\n\ns"),  # gpt-oss
+        (
+            "{% if message.role == 'system' and not loop.first %}{{ raise_exception('no') }}{% endif %}{% if true %}",
+            "<user>System message:\n\ns",  # Qwen3.5
+        ),
+    ],
+)
+async def test_a_system_message_after_a_question_in_every_api(tmp_path: Path, particular: str, later: str) -> None:
+    model = make_tool_checkpoint(tmp_path / "particular")
+    shown = f"{particular}<{{{{ message.role }}}}>{{{{ message.content }}}}{'{% endif %}' if particular else ''}"
+    (model / "chat_template.jinja").write_text(
+        f"{{% for message in messages %}}{shown}{{% endfor %}}{{% if add_generation_prompt %}}<assistant>{{% endif %}}"
+    )
+    told = {"role": "system", "content": "s"}
+    messages = [{"role": "system", "content": "be"}, QUESTION, told]
+    prompt = f"<system>be<user>hi{later}<assistant>"
+    num_tokens = len(Tokenizer.from_file(str(model / "tokenizer.json")).encode(prompt).ids)
+    async with serve_http(model) as server:
+        rendered = await server.post("/v1/chat/completions/render", messages=messages)
+        assert len(rendered.json()["token_ids"]) == num_tokens
+        counted = await server.post(COUNT, system="be", messages=messages[1:])
+        assert counted.json() == {"input_tokens": num_tokens}
+        answered = await server.post("/v1/responses", instructions="be", input=messages[1:], max_output_tokens=1)
+        assert answered.json()["usage"]["input_tokens"] == num_tokens
