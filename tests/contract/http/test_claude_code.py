@@ -265,7 +265,9 @@ def given_result(message: Message) -> list[dict[str, Any]]:
     return said(*({"type": "tool_result", "tool_use_id": call_id, "content": "x"} for call_id in ids))
 
 
-async def test_thinking_has_a_signature_and_may_be_omitted(client: anthropic.AsyncAnthropic, say: Say) -> None:
+async def test_thinking_has_a_signature_and_may_be_omitted(
+    server: HttpServer, client: anthropic.AsyncAnthropic, say: Say
+) -> None:
     say(f"<think>hm</think>{CALL}")
     for display, thinking in ((None, "hm"), ("summarized", "hm"), ("omitted", "")):
         given = {"type": "adaptive"} | ({"display": display} if display else {})
@@ -280,6 +282,10 @@ async def test_thinking_has_a_signature_and_may_be_omitted(client: anthropic.Asy
             assert (thought.thinking, bool(thought.signature)) == (thinking, True)
             assert (called.type, message.stop_reason) == ("tool_use", "tool_use")
         assert deltas.count("signature_delta") == 1
+        dumped = [block.model_dump() for block in whole.content]  # with the nulls of all fields
+        parsed = {"type": "text", "text": "x", "citations": None, "parsed_output": {"a": 1}}
+        history = [QUESTION, {"role": "assistant", "content": [parsed, *dumped]}, *given_result(whole)]
+        assert (await server.post(MESSAGES, messages=history, max_tokens=1, tools=[TOOL])).json().get("error") is None
         again = await client.messages.create(
             **asked | {"messages": [QUESTION, {"role": "assistant", "content": whole.content}, *given_result(whole)]}
         )

@@ -48,8 +48,8 @@ _BLOCKS = {
 _VENDOR_TYPE = re.compile(VENDOR_TYPE)
 _VENDOR_OPTIONS = MessagesTool.__struct_fields__[MessagesTool.__struct_fields__.index("max_uses") :]
 _LEFT_OUT = "[An image was left out here: the model reads text only.]"
-# The first block of Claude Code's system text. It differs from request to request, and the model has no use for it: in
-# the prompt it would defeat the prefix cache.
+# The first block of Claude Code's system text. It differs between sessions and between their agents, in some versions
+# between requests, and the model has no use for it: in the prompt it would defeat the prefix cache.
 _BILLING_LINE = re.compile(r"x-anthropic-billing-header:(?: *[\w.-]+=[^;\s]*(?:;|\s*\Z))+\s*")
 _SAMPLED = ("stream", "temperature", "top_p", "top_k", "seed")
 

@@ -8,6 +8,7 @@ from pagewire.common.sampling_rules import RANGES, UINT32
 from scheduler_service.doors.http.requests import INERT, INT64, Empty, QueuedRequest, why, within
 
 _INERT = Meta(description=INERT)
+_NO_TOOLSETS = why("tools are named one by one")
 
 
 class Block(Struct, tag_field="type", forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -23,6 +24,7 @@ class CitationsConfig(Struct, forbid_unknown_fields=True, frozen=True):
 class TextBlock(Block, tag="text", forbid_unknown_fields=True, frozen=True):
     text: str
     citations: Annotated[Empty, why("texts are not cited")] | None = None
+    parsed_output: Annotated[Any, _INERT] = None  # the text as anthropic's client has parsed it
 
 
 class ThinkingBlock(Block, tag="thinking", forbid_unknown_fields=True, frozen=True):
@@ -41,6 +43,7 @@ class ToolUseBlock(Block, tag="tool_use", forbid_unknown_fields=True, frozen=Tru
     name: str
     input: dict[str, Any]
     caller: Annotated[dict[str, Any], _INERT] | None = None
+    toolset_name: Annotated[None, _NO_TOOLSETS] = None
 
 
 class TextSource(Struct, tag_field="type", tag="text", forbid_unknown_fields=True, frozen=True):
@@ -87,6 +90,7 @@ class ToolResultBlock(Block, tag="tool_result", forbid_unknown_fields=True, froz
     tool_use_id: str
     content: str | list[ResultBlock] | None = None
     is_error: Annotated[bool, _INERT] | None = None
+    toolset_name: Annotated[None, _NO_TOOLSETS] = None
 
 
 class InputMessage(Struct, forbid_unknown_fields=True, frozen=True):
