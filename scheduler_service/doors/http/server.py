@@ -37,7 +37,7 @@ from scheduler_service.doors.http.connection import HttpConnection, Listener, Un
 from scheduler_service.doors.http.detached_requests import abort_request, read_detached, submit_detached
 from scheduler_service.doors.http.embeddings import embed_inputs
 from scheduler_service.doors.http.event_stream import EventStream
-from scheduler_service.doors.http.messages.answers import model_info, model_page
+from scheduler_service.doors.http.messages.answers import described_model, model_page
 from scheduler_service.doors.http.messages.messages import answer_message, count_tokens
 from scheduler_service.doors.http.messages.requests import CountTokensRequest, MessagesRequest
 from scheduler_service.doors.http.openapi import NAMED, POSTED, TypedRoute, document, page
@@ -268,7 +268,7 @@ class HttpDoor:
         name = unquote(request.path_params["name"])
         self._check_model(name)
         card = self._card(name)
-        return Response(encode(model_info(card) if _is_of_anthropic(request.scope) else card), media_type=_JSON)
+        return Response(encode(described_model(card) if _is_of_anthropic(request.scope) else card), media_type=_JSON)
 
     async def _complete(self, request: CompletionRequest, call: Call, stream: EventStream) -> bytes | None:
         if request.detached:

@@ -122,10 +122,10 @@ class MessageStop(Struct, tag_field="type", tag="message_stop", frozen=True):
 MessageEvent = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop
 
 
-def model_info(card: Model) -> ModelInfoAnswer:
+def described_model(card: Model) -> ModelInfoAnswer:
     began_at = datetime.fromtimestamp(card.created, UTC)
     return ModelInfoAnswer(card.id, card.id, began_at, card.max_model_len, card.max_model_len)
 
 
 def model_page(cards: Sequence[Model]) -> ModelPage:
-    return ModelPage([model_info(card) for card in cards], cards[0].id, cards[-1].id)
+    return ModelPage([described_model(card) for card in cards], cards[0].id, cards[-1].id)
