@@ -44,6 +44,7 @@ def make_door(servicer: RequestServicer, link: SchedulerLink) -> HttpDoor:
             lambda: ("toy",),
             bytes,
             (),
+            takes_any_model_name=False,
             is_lenient=False,
         )
 
