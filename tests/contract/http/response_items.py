@@ -24,4 +24,6 @@ def items(response: Response) -> list[tuple[Any, ...]]:
                 told.append(("reasoning", "".join(part.text for part in item.content or ())))
             case "function_call":
                 told.append(("function_call", item.name, item.arguments))
+            case "custom_tool_call":
+                told.append(("custom_tool_call", item.name, item.input))
     return told

@@ -159,7 +159,7 @@ async def test_some_tools_may_be_allowed(server: HttpServer, say: Say, mode: str
         ("input[0].type", {"input": [{"type": "item_reference", "id": "1"}]}),
         ("max_output_tokens", {"max_output_tokens": 100_000}),
         ("background", {"background": True, "store": False}),
-        ("tools[0].type", {"tools": [{"type": "web_search"}]}),
+        ("tools[0].type", {"tools": [{"type": "computer"}]}),
         ("tool_choice", {"tool_choice": "required"}),
         ("text.format", {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": 1}}}}),
     ],

@@ -38,9 +38,19 @@ class FunctionCallOutput(Struct, tag_field="type", tag="function_call", frozen=T
     name: str
     arguments: str
     status: str
+    namespace: str | None = None
 
 
-OutputItem = ReasoningOutput | MessageOutput | FunctionCallOutput
+class CustomCallOutput(Struct, tag_field="type", tag="custom_tool_call", frozen=True):
+    id: str
+    call_id: str
+    name: str
+    input: str
+    status: str
+    namespace: str | None = None
+
+
+OutputItem = ReasoningOutput | MessageOutput | FunctionCallOutput | CustomCallOutput
 
 
 class CachedTokens(Struct, frozen=True):
@@ -112,6 +122,7 @@ class ResponseEvent(Struct, frozen=True, omit_defaults=True):
     delta: str | None = None
     text: str | None = None
     arguments: str | None = None
+    input: str | None = None
     name: str | None = None
     logprobs: list[Any] | None = None
 

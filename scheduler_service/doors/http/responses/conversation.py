@@ -18,11 +18,21 @@ from scheduler_service.doors.http.requests import (
     SampledRequest,
     ToolField,
 )
+from scheduler_service.doors.http.responses.called_tools import (
+    function_name,
+    input_arguments,
+    tool_fields,
+    tool_warnings,
+)
 from scheduler_service.doors.http.responses.requests import (
     AllowedFunctions,
+    CustomCallItem,
+    CustomResultItem,
+    CustomTool,
     FunctionCallItem,
     FunctionResultItem,
     FunctionTool,
+    InputImage,
     InputItem,
     InputItems,
     InputText,
@@ -40,17 +50,35 @@ _SAME = (
     *("stream", "structured_outputs", "chat_template_kwargs", "parallel_tool_calls"),
 )
 # Before the ids of items that were sent without.
-_KINDS = {MessageItem: "msg", ReasoningItem: "rs", FunctionCallItem: "fc", FunctionResultItem: "fco"}
+_KINDS = {
+    MessageItem: "msg",
+    ReasoningItem: "rs",
+    FunctionCallItem: "fc",
+    FunctionResultItem: "fco",
+    CustomCallItem: "ctc",
+    CustomResultItem: "ctco",
+}
+_LEFT_OUT = "[An image was left out here: the model reads text only.]"
 
 
 def items_of(request: ResponsesRequest, before: Iterable[InputItem] = ()) -> list[InputItem]:
     """Return the input of a request as items, each whole as it is listed, with an id that no other has, be it of what
     comes before. Raises RefusedError."""
     given = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
-    typed = [{"type": "message", **item} for item in given]
+    typed = [{"type": "message", **_without_nulls(item)} for item in given]
     items = decode_body(msgspec.json.encode({"input": typed}), InputItems).input
     taken = {item.id for item in before}
     return [_whole(item, f"{request.request_id}_input_{index}", taken) for index, item in enumerate(items)]
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return an item, or a part of it, without the fields that are null: they count as unset, whatever they are."""
+    match value:
+        case dict():
+            return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+        case list():
+            return [_without_nulls(inner) for inner in value]
+    return value
 
 
 def _whole(item: InputItem, name: str, taken: set[str | None]) -> InputItem:
@@ -72,7 +100,7 @@ def chat_meant(request: ResponsesRequest, conversation: Iterable[InputItem]) -> 
     return ChatCompletionRequest(
         messages=list(_messages(request.instructions, conversation)),
         max_tokens=request.max_output_tokens,
-        tools=[ToolField(FunctionField(tool.name, tool.description, tool.parameters)) for tool in request.tools or ()],
+        tools=tool_fields(request.tools or ()),
         tool_choice=_choice(request.tool_choice),
         reasoning_effort=(request.reasoning or ReasoningConfig()).effort,
         response_format=_format((request.text or TextField()).format),
@@ -80,9 +108,24 @@ def chat_meant(request: ResponsesRequest, conversation: Iterable[InputItem]) -> 
     )
 
 
+def warnings_of(request: ResponsesRequest, conversation: Iterable[InputItem]) -> list[str]:
+    """Return what is done otherwise than a request and its conversation ask for."""
+    warnings = list(tool_warnings(request.tools or ()))
+    if any(_has_image(item) for item in conversation):
+        warnings.append("images in the results of tools are left out: the model reads text only")
+    return warnings
+
+
+def _has_image(item: InputItem) -> bool:
+    match item:
+        case FunctionResultItem(output=list() as parts) | CustomResultItem(output=list() as parts):
+            return any(isinstance(part, InputImage) for part in parts)
+    return False
+
+
 def _choice(given: Any) -> Any:
     match given:
-        case FunctionTool():
+        case FunctionTool() | CustomTool():
             return ToolField(FunctionField(given.name))
         case AllowedFunctions():
             return AllowedToolsChoice(AllowedTools(given.mode, [_choice(tool) for tool in given.tools]))
@@ -107,12 +150,12 @@ def _messages(instructions: str | None, conversation: Iterable[InputItem]) -> It
             yield answer
             answer = {}
         match item:
-            case MessageItem(role="assistant") | FunctionCallItem() | ReasoningItem():
+            case MessageItem(role="assistant") | FunctionCallItem() | CustomCallItem() | ReasoningItem():
                 answer = answer or {"role": "assistant", "content": ""}
                 _add(answer, item)
             case MessageItem():
                 yield {"role": "system" if item.role == "developer" else item.role, "content": _text(item.content)}
-            case FunctionResultItem():
+            case FunctionResultItem() | CustomResultItem():
                 yield {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
     if answer:
         yield answer
@@ -121,7 +164,7 @@ def _messages(instructions: str | None, conversation: Iterable[InputItem]) -> It
 def _goes_on(answer: dict[str, Any], item: InputItem) -> bool:
     """Tell whether an item is of the turn that has begun: reasoning comes first, then a text, then calls."""
     match item:
-        case FunctionCallItem():
+        case FunctionCallItem() | CustomCallItem():
             return True
         case MessageItem(role="assistant"):
             return not answer["content"] and "tool_calls" not in answer
@@ -134,10 +177,13 @@ def _add(answer: dict[str, Any], item: InputItem) -> None:
             answer["content"] = _text(item.content)
         case ReasoningItem():
             answer["reasoning_content"] = _text(item.content or [])
-        case FunctionCallItem():
-            function = {"name": item.name, "arguments": item.arguments}
+        case FunctionCallItem() | CustomCallItem():
+            arguments = item.arguments if isinstance(item, FunctionCallItem) else input_arguments(item.input)
+            function = {"name": function_name(item.name, item.namespace), "arguments": arguments}
             answer.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
 
 
 def _text(content: Any) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+    if isinstance(content, str):
+        return content
+    return "".join(_LEFT_OUT if isinstance(part, InputImage) else part.text for part in content)

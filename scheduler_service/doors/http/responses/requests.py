@@ -46,21 +46,62 @@ class MessageItem(Struct, tag_field="type", tag="message", forbid_unknown_fields
     phase: Annotated[str, _INERT] | None = None
 
 
+class DirectCaller(Struct, forbid_unknown_fields=True, frozen=True):
+    """The caller of a tool: the model itself, and no program that it wrote."""
+
+    type: Literal["direct"]
+
+
 class FunctionCallItem(
     Struct, tag_field="type", tag="function_call", forbid_unknown_fields=True, frozen=True, kw_only=True
 ):
     call_id: str
     name: str
-    arguments: str
+    arguments: str = ""
+    namespace: str | None = None
+    caller: Annotated[DirectCaller, _INERT] | None = None
     id: Annotated[str, _INERT] | None = None
     status: Annotated[str, _INERT] | None = None
+
+
+class CustomCallItem(
+    Struct, tag_field="type", tag="custom_tool_call", forbid_unknown_fields=True, frozen=True, kw_only=True
+):
+    call_id: str
+    name: str
+    input: str = ""
+    namespace: str | None = None
+    caller: Annotated[DirectCaller, _INERT] | None = None
+    id: Annotated[str, _INERT] | None = None
+    status: Annotated[str, _INERT] | None = None
+
+
+class InputImage(Struct, tag_field="type", tag="input_image", forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """An image in the result of a call. The prompt says that it was left out."""
+
+    image_url: str | None = None
+    file_id: str | None = None
+    detail: str | None = None
 
 
 class FunctionResultItem(
     Struct, tag_field="type", tag="function_call_output", forbid_unknown_fields=True, frozen=True, kw_only=True
 ):
     call_id: str
-    output: str | list[InputText]
+    output: str | list[InputText | InputImage]
+    name: Annotated[str, _INERT] | None = None
+    caller: Annotated[DirectCaller, _INERT] | None = None
+    id: Annotated[str, _INERT] | None = None
+    status: Annotated[str, _INERT] | None = None
+
+
+class CustomResultItem(
+    Struct, tag_field="type", tag="custom_tool_call_output", forbid_unknown_fields=True, frozen=True, kw_only=True
+):
+    call_id: str
+    output: str | list[InputText | InputImage]
+    name: Annotated[str, _INERT] | None = None
+    caller: Annotated[DirectCaller, _INERT] | None = None
     id: Annotated[str, _INERT] | None = None
     status: Annotated[str, _INERT] | None = None
 
@@ -73,7 +114,7 @@ class ReasoningItem(Struct, tag_field="type", tag="reasoning", forbid_unknown_fi
     status: Annotated[str, _INERT] | None = None
 
 
-InputItem = MessageItem | FunctionCallItem | FunctionResultItem | ReasoningItem
+InputItem = MessageItem | FunctionCallItem | FunctionResultItem | CustomCallItem | CustomResultItem | ReasoningItem
 
 
 class InputItems(Struct, forbid_unknown_fields=True, frozen=True):
@@ -89,13 +130,98 @@ class FunctionTool(Struct, tag_field="type", tag="function", forbid_unknown_fiel
     description: str | None = None
     parameters: Annotated[dict[str, Any], why("a JSON Schema; without one there are none")] | None = None
     strict: Annotated[bool, why("no effect: --strict-tools of the server says it for all")] | None = None
+    defer_loading: Annotated[bool, why("no effect: the model is given every tool")] | None = None
+    output_schema: Annotated[dict[str, Any], _INERT] | None = None
+    allowed_callers: Annotated[list[Literal["direct"]], why("the model calls tools, and no program")] | None = None
+    is_asynchronous: Annotated[Literal[False], why("results come with the next request")] | None = field(
+        default=None, name="async"
+    )
+
+
+class GrammarFormat(Struct, tag_field="type", tag="grammar", forbid_unknown_fields=True, frozen=True):
+    """The grammar of a custom tool's input. The model is given it, and its calls are not constrained by it."""
+
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+class CustomTool(Struct, tag_field="type", tag="custom", forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """A tool whose input is a text. The model calls it as a function with one parameter, `input`."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    description: str | None = None
+    format: TextFormat | GrammarFormat | None = None
+    defer_loading: Annotated[bool, why("no effect: the model is given every tool")] | None = None
+    allowed_callers: Annotated[list[Literal["direct"]], why("the model calls tools, and no program")] | None = None
+    is_asynchronous: Annotated[Literal[False], why("results come with the next request")] | None = field(
+        default=None, name="async"
+    )
+
+
+class NamespaceTool(Struct, tag_field="type", tag="namespace", forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """Tools under a common name. The model calls each as the function `namespace__name`."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    tools: list[FunctionTool | CustomTool]
+    description: str | None = None
+
+
+class VendorTool(Struct, tag_field="type", frozen=True):
+    """A tool that runs at OpenAI. It is left out, whatever its options are; the answer's `warning` header says so."""
+
+
+class WebSearchTool(VendorTool, tag="web_search", frozen=True):
+    """A search of the web."""
+
+
+class DatedWebSearchTool(VendorTool, tag="web_search_2025_08_26", frozen=True):
+    """A search of the web, of a date."""
+
+
+class PreviewWebSearchTool(VendorTool, tag="web_search_preview", frozen=True):
+    """The older search of the web."""
+
+
+class DatedPreviewWebSearchTool(VendorTool, tag="web_search_preview_2025_03_11", frozen=True):
+    """The older search of the web, of a date."""
+
+
+class FileSearchTool(VendorTool, tag="file_search", frozen=True):
+    """A search of files that are stored at OpenAI."""
+
+
+class CodeInterpreterTool(VendorTool, tag="code_interpreter", frozen=True):
+    """A sandbox that runs code."""
+
+
+class ImageGenerationTool(VendorTool, tag="image_generation", frozen=True):
+    """A model that draws images."""
+
+
+class McpTool(VendorTool, tag="mcp", frozen=True):
+    """A server of tools that OpenAI calls."""
+
+
+Tool = (
+    FunctionTool
+    | CustomTool
+    | NamespaceTool
+    | WebSearchTool
+    | DatedWebSearchTool
+    | PreviewWebSearchTool
+    | DatedPreviewWebSearchTool
+    | FileSearchTool
+    | CodeInterpreterTool
+    | ImageGenerationTool
+    | McpTool
+)
 
 
 class AllowedFunctions(Struct, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True, frozen=True):
     """Calls of some of the tools; the template is given all."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[FunctionTool], Meta(min_length=1)]
+    tools: Annotated[list[FunctionTool | CustomTool], Meta(min_length=1)]
 
 
 class SchemaFormat(Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -107,13 +233,27 @@ class SchemaFormat(Struct, tag_field="type", tag="json_schema", forbid_unknown_f
 
 class TextField(Struct, forbid_unknown_fields=True, frozen=True):
     format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
-    verbosity: Annotated[None, why("ask for it in the instructions")] = None
+    verbosity: Annotated[Literal["medium"], why("ask for another in the instructions")] | None = None
 
 
 class ReasoningConfig(Struct, forbid_unknown_fields=True, frozen=True):
     effort: Annotated[str, why("the template's variable reasoning_effort")] | None = None
     summary: Annotated[str, why("no effect: reasoning is told as it is")] | None = None
     generate_summary: Annotated[str, _INERT] | None = None
+    context: Annotated[Literal["auto"], why("the template decides which reasoning it writes")] | None = None
+    mode: Annotated[Literal["standard"], why("there is one mode")] | None = None
+
+
+# What an answer has besides, of tools that do not run here; reasoning is in the answer as it is.
+Included = Literal[
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+]
 
 
 class ResponsesRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
@@ -124,8 +264,8 @@ class ResponsesRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True,
     stream_options: Annotated[dict[str, Any], _INERT] | None = None
     structured_outputs: StructuredOutputsField | None = None
     chat_template_kwargs: Annotated[dict[str, Any], why("variables of the template")] | None = None
-    tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionTool | AllowedFunctions | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionTool | CustomTool | AllowedFunctions | None = None
     parallel_tool_calls: Annotated[bool, why("false: at most one")] | None = None
     text: TextField | None = None
     reasoning: ReasoningConfig | None = None
@@ -137,14 +277,24 @@ class ResponsesRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True,
         ]
         | None
     ) = None
-    include: Annotated[list[str], _INERT] | None = None
-    truncation: Annotated[Literal["disabled"], why("prompts are cut by truncate_prompt_tokens")] | None = None
+    include: Annotated[list[Included], why("for log-probabilities use /v1/chat/completions")] | None = None
+    truncation: (
+        Annotated[
+            Literal["disabled", "auto"],
+            why("no effect: a conversation that does not fit is refused; truncate_prompt_tokens cuts prompts"),
+        ]
+        | None
+    ) = None
     store: Annotated[bool, why("kept for a while, for GET and previous_response_id, unless false")] | None = None
     background: Annotated[bool, why("the answer comes at once, for GET")] | None = None
     previous_response_id: Annotated[str, why("its conversation comes before the input")] | None = None
     conversation: Annotated[None, why("conversations are not stored; send it")] = None
     prompt: Annotated[None, why("prompts are not stored; send it")] = None
-    max_tool_calls: Annotated[None, why("no tool is run here")] = None
+    max_tool_calls: Annotated[int, Meta(ge=0), why("no effect: it limits tools that run at OpenAI")] | None = None
+    client_metadata: Annotated[dict[str, Any], _INERT] | None = None
+    prompt_cache_options: (
+        Annotated[dict[Literal["mode", "ttl"], str], why("no effect: prefixes are always cached")] | None
+    ) = None
     context_management: Annotated[Empty, why("a conversation is taken as it is sent")] | None = None
     top_logprobs: Annotated[Literal[0], why("use /v1/chat/completions")] | None = None
 

@@ -12,6 +12,7 @@ from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.responses.answers import (
     AnswerText,
     CachedTokens,
+    CustomCallOutput,
     FunctionCallOutput,
     Incomplete,
     MessageOutput,
@@ -24,6 +25,8 @@ from scheduler_service.doors.http.responses.answers import (
     ResponseUsage,
     ThoughtText,
 )
+from scheduler_service.doors.http.responses.called_tools import CalledTool, called_tools, input_of
+from scheduler_service.doors.http.responses.requests import Tool
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.output import Delta
 from scheduler_service.serving.turns import PIECE_SIZE
@@ -37,12 +40,15 @@ _LAST_EVENTS = {"cancelled": "incomplete"}  # which clients know no event of
 class ResponseTeller:
     """Makes the events of a response of what comes of an output."""
 
-    def __init__(self, parser: OutputParser, begun: ResponseAnswer, intake: Intake, tenant: str) -> None:
-        """`begun` is the response of a tenant as it begins."""
+    def __init__(
+        self, parser: OutputParser, begun: ResponseAnswer, tools: Iterable[Tool], intake: Intake, tenant: str
+    ) -> None:
+        """`begun` is the response of a tenant as it begins, and `tools` are those of its request."""
         self._parser = parser
         self._begun = begun
         self._intake = intake
         self._tenant = tenant
+        self._tools = called_tools(tools)
         self._name = begun.id.removeprefix(ID_PREFIX)
         self._num_events = 0
         self._is_in_progress = False
@@ -93,8 +99,9 @@ class ResponseTeller:
     def _tell_part(self, part: OutputPart) -> Iterator[ResponseEvent]:
         match part:
             case CallStart(name):
-                item_id, call_id = self._new_id("fc"), self._new_id("call")
-                yield from self._begin_item(FunctionCallOutput(item_id, call_id, name, "", "in_progress"))
+                yield from self._begin_item(self._call_of(self._tools.get(name, CalledTool(name))))
+            case Arguments(text) if isinstance(self._open, CustomCallOutput):
+                self._pieces.append(text)  # the input can be read from it once it is whole
             case Arguments(text):
                 yield self._delta("response.function_call_arguments.delta", text)
             case Reasoning(text):
@@ -107,11 +114,18 @@ class ResponseTeller:
                     yield from self._begin_item(MessageOutput(self._new_id("msg"), [], "in_progress"))
                 yield self._delta("response.output_text.delta", text, content_index=0, logprobs=[])
 
+    def _call_of(self, tool: CalledTool) -> OutputItem:
+        """Return the call of a tool as it begins."""
+        call_id = self._new_id("call")
+        if tool.is_custom:
+            return CustomCallOutput(self._new_id("ctc"), call_id, tool.name, "", "in_progress", tool.namespace)
+        return FunctionCallOutput(self._new_id("fc"), call_id, tool.name, "", "in_progress", tool.namespace)
+
     def _begin_item(self, item: OutputItem) -> Iterator[ResponseEvent]:
         yield from self._close("completed")
         self._open = item
         yield self._of_item("response.output_item.added", item=item)
-        if not isinstance(item, FunctionCallOutput):
+        if isinstance(item, ReasoningOutput | MessageOutput):
             yield self._of_item("response.content_part.added", item_id=item.id, content_index=0, part=_part(item, ""))
 
     def _close(self, status: str) -> Iterator[ResponseEvent]:
@@ -124,6 +138,12 @@ class ResponseTeller:
             case FunctionCallOutput():
                 whole: OutputItem = msgspec.structs.replace(item, arguments=text, status=status)
                 yield self._of_item("response.function_call_arguments.done", **place, arguments=text, name=item.name)
+            case CustomCallOutput():
+                given = input_of(text)
+                whole = msgspec.structs.replace(item, input=given, status=status)
+                if given:
+                    yield self._of_item("response.custom_tool_call_input.delta", **place, delta=given)
+                yield self._of_item("response.custom_tool_call_input.done", **place, input=given)
             case _:
                 part = _part(item, text)
                 whole = msgspec.structs.replace(item, content=[part], status=status)

@@ -11,8 +11,8 @@ from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.options import RequestNames
 from scheduler_service.doors.http.requests import ChatCompletionRequest
 from scheduler_service.doors.http.responses.answers import ResponseAnswer
-from scheduler_service.doors.http.responses.conversation import chat_meant, items_of
-from scheduler_service.doors.http.responses.requests import InputItem, ResponsesRequest
+from scheduler_service.doors.http.responses.conversation import chat_meant, items_of, warnings_of
+from scheduler_service.doors.http.responses.requests import InputItem, ResponsesRequest, VendorTool
 from scheduler_service.doors.http.responses.response_teller import ID_PREFIX, tell_events
 from scheduler_service.doors.http.responses.stored_responses import PROMPT_END_CHARS, ResponseRecord, StoredResponses
 from scheduler_service.serving.intake import Intake
@@ -45,6 +45,8 @@ async def answer_response(
             conversation, size = await stored.conversation(request.previous_response_id)
             call = dataclasses.replace(call, size=max(call.size, size))
         chat = await stored.in_turn(call.size, _chat, request, conversation)
+        for text in warnings_of(request, conversation):
+            stream.warn(text)
         asked, make_parser = await read_chat(chat, call, intake)
         prompt = asked.requests[0].prompt
         assert isinstance(prompt, str), "chats are of texts"
@@ -54,7 +56,7 @@ async def answer_response(
         if is_stored:
             await stored.in_turn(call.size, record.encoded)  # what would not be kept is not computed
         async with begin_requests(asked, call, intake, is_streamed=bool(request.stream)) as [progress]:
-            teller = stored.teller(make_parser, record)
+            teller = stored.teller(make_parser, record, request)
             if not request.stream:
                 await progress.active.wait_for_end()
             events = list(teller.begin())
@@ -94,7 +96,7 @@ def _begun(request: ResponsesRequest, model_name: str) -> ResponseAnswer:
         temperature=request.temperature,
         top_p=request.top_p,
         tool_choice=request.tool_choice or "auto",
-        tools=list(request.tools or ()),
+        tools=[tool for tool in request.tools or () if not isinstance(tool, VendorTool)],
         text=request.text or {"format": {"type": "text"}},
         reasoning=request.reasoning,
         metadata=request.metadata,

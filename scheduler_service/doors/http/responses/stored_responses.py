@@ -217,14 +217,14 @@ class StoredResponses:
         message = scheduler_pb2.AttachRequest(request_id=request_id, tenant=self.tenant)
         return self._forward("Attach", message, self._call)
 
-    def teller(self, make_parser: ParserMaker, record: ResponseRecord) -> ResponseTeller:
+    def teller(self, make_parser: ParserMaker, record: ResponseRecord, request: ResponsesRequest) -> ResponseTeller:
         """Return what makes the events of a response that begins."""
-        return ResponseTeller(make_parser(), record.response, self._intake, self.tenant)
+        return ResponseTeller(make_parser(), record.response, request.tools or (), self._intake, self.tenant)
 
     def _teller(self, record: ResponseRecord) -> ResponseTeller:
         assert record.request is not None, "its output is told, so that it is made in background"
         chat = chat_meant(record.request, ())  # the conversation says nothing of how the output is read
-        return self.teller(parser_maker(chat, record.prompt_end, self._intake), record)
+        return self.teller(parser_maker(chat, record.prompt_end, self._intake), record, record.request)
 
     async def in_turn(self, size: int, work: Callable[..., _Result], *args: Any) -> _Result:
         """Call `work` in the tenant's turn if its size is large (`Turns.carry_out`). Raises RefusedError."""

@@ -1,0 +1,352 @@
+"""What Codex sends to `/v1/responses`, in its first request and in the turns that follow, by OpenAI's own client."""
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.types.responses import Response
+from tokenizers import Tokenizer
+
+from scheduler_service.doors.http import prompts
+from scheduler_service.serving.checkpoint.model_info import read_model_info
+from testing.fake_worker import FakeWorker
+from tests.contract.http.door import HttpServer, serve_http
+from tests.contract.http.response_items import PATH
+from tests.contract.http.scripted import Say, make_tool_checkpoint
+
+LENGTH = 1024
+COMMAND = {
+    "type": "object",
+    "properties": {"cmd": {"type": "string"}, "tty": {"type": "boolean"}},
+    "required": ["cmd"],
+    "additionalProperties": False,
+}
+TARGETS = {"type": "object", "properties": {"targets": {"type": "array", "items": {"type": "string"}}}}
+PATCH_GRAMMAR = 'start: "*** Begin Patch" LF\nLF: /\\n/'
+PATCH = '*** Begin Patch\n+ "a" \\ 𝄞\n'
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "name": "exec_command", "description": "Runs.", "strict": False, "parameters": COMMAND},
+    {
+        "type": "namespace",
+        "name": "multi_agent_v1",
+        "description": "Agents.",
+        "tools": [
+            {"type": "function", "name": "close_agent", "description": "Closes.", "strict": False, "parameters": {}},
+            {"type": "function", "name": "wait_agent", "description": "Waits.", "strict": False, "parameters": TARGETS},
+        ],
+    },
+    {
+        "type": "custom",
+        "name": "apply_patch",
+        "description": "Patches.",
+        "format": {"type": "grammar", "syntax": "lark", "definition": PATCH_GRAMMAR},
+    },
+    {"type": "web_search", "external_web_access": False},
+    {"type": "image_generation", "output_format": "png"},
+]
+
+
+def of_role(role: str, number: int, *texts: str) -> dict[str, Any]:
+    parts = [{"type": "input_text", "text": text} for text in texts]
+    return {"type": "message", "id": f"msg_{number}", "role": role, "content": parts}
+
+
+# The shape of the first request of Codex CLI 0.171.0, with fewer tools.
+FIRST: dict[str, Any] = {
+    "model": "chatty",
+    "input": [
+        of_role("developer", 1, "You code."),
+        of_role("developer", 2, "Be kind.", " Be brief."),
+        of_role("user", 3, "The folder is /x."),
+        of_role("user", 4, "Look."),
+    ],
+    "tools": TOOLS,
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "reasoning": {"summary": "auto"},
+    "store": False,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "a key",
+}
+METADATA = {"client_metadata": {"thread_id": "1", "x-codex-turn-metadata": "{}"}}
+VENDOR = "tools that run at the vendor are left out: image_generation, web_search"
+GRAMMARS = "the grammars of custom tools are given to the model, but not enforced"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = make_tool_checkpoint(tmp_path_factory.mktemp("models") / "chatty")
+    config = json.loads((path / "config.json").read_text()) | {"max_position_embeddings": LENGTH}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.fixture
+async def server(model: Path) -> AsyncIterator[HttpServer]:
+    worker = FakeWorker(read_model_info(str(model)).digest, max_model_len=LENGTH)
+    await worker.start()
+    async with serve_http(model, worker=worker) as server:
+        yield server
+
+
+@pytest.fixture
+def rendered(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
+    """The messages and the variables of each chat that is rendered."""
+    seen: list[tuple[Any, dict[str, Any]]] = []
+    render = prompts.render
+
+    def noted(template: str, messages: Any, **options: Any) -> str:
+        seen.append((messages, options["variables"]))
+        return render(template, messages, **options)
+
+    monkeypatch.setattr(prompts, "render", noted)
+    return seen
+
+
+def call(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+async def both(server: HttpServer, **asked: Any) -> tuple[Response, list[Any]]:
+    """The response, and the events of the same response streamed."""
+    asked = FIRST | {"extra_body": METADATA} | asked
+    whole = await server.openai.responses.create(**asked)
+    Response.model_validate(whole.model_dump(warnings="error", by_alias=True))
+    events = [event async for event in await server.openai.responses.create(**asked, stream=True)]
+    dumps = [[item.model_dump(exclude={"id", "call_id"}) for item in it.output] for it in (events[-1].response, whole)]
+    assert dumps[0] == dumps[1]
+    return whole, events
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_the_first_request(
+    server: HttpServer, say: Say, rendered: list[Any], caplog: pytest.LogCaptureFixture, is_streamed: bool
+) -> None:
+    say("hello")
+    answer = await server.post(PATH, **FIRST, **METADATA, stream=is_streamed)
+    assert (answer.status_code, "hello" in answer.text) == (200, True), answer.text
+    assert answer.headers["warning"] == f'299 - "{VENDOR}", 299 - "{GRAMMARS}"'
+    assert [text for text in (VENDOR, GRAMMARS) if text in caplog.text] == [VENDOR, GRAMMARS]
+    [(messages, variables)] = rendered
+    assert [(message["role"], message["content"]) for message in messages] == [
+        ("system", "You code."),
+        ("system", "Be kind. Be brief."),
+        ("user", "The folder is /x."),
+        ("user", "Look."),
+    ]
+    functions = {tool["function"]["name"]: tool["function"] for tool in variables["tools"]}
+    names = ["exec_command", "multi_agent_v1__close_agent", "multi_agent_v1__wait_agent", "apply_patch"]
+    assert [*functions] == names
+    assert functions["multi_agent_v1__close_agent"]["description"] == "Tools of multi_agent_v1: Agents.\n\nCloses."
+    assert functions["multi_agent_v1__wait_agent"] == {
+        "name": "multi_agent_v1__wait_agent",
+        "description": "Waits.",
+        "parameters": TARGETS,
+    }
+    assert functions["apply_patch"]["parameters"]["required"] == ["input"]
+    assert PATCH_GRAMMAR in functions["apply_patch"]["description"]
+
+
+async def test_an_answer_without_warnings_has_no_header(server: HttpServer, say: Say) -> None:
+    say("hello")
+    for is_streamed in (False, True):
+        answer = await server.post(PATH, input="hi", tools=TOOLS[:2], stream=is_streamed)
+        assert "warning" not in answer.headers
+
+
+async def test_a_call_of_a_namespace_has_namespace_and_name_apart(server: HttpServer, say: Say) -> None:
+    say(call("multi_agent_v1__wait_agent", '{"targets": ["a"]}') + call("exec_command", '{"cmd": "ls"}'))
+    response, events = await both(server)
+    called = [(item.type, item.namespace, item.name, item.arguments) for item in response.output]
+    assert called == [
+        ("function_call", "multi_agent_v1", "wait_agent", '{"targets": ["a"]}'),
+        ("function_call", None, "exec_command", '{"cmd": "ls"}'),
+    ]
+    assert [tool.type for tool in response.tools] == ["function", "namespace", "custom"]
+    added = [event.item for event in events if event.type == "response.output_item.added"]
+    assert [(item.namespace, item.name) for item in added] == [("multi_agent_v1", "wait_agent"), (None, "exec_command")]
+
+
+async def test_a_custom_tool_is_called_with_a_text(server: HttpServer, say: Say) -> None:
+    say(call("apply_patch", json.dumps({"input": PATCH})))
+    response, events = await both(server)
+    [item] = response.output
+    assert (item.type, item.name, item.input) == ("custom_tool_call", "apply_patch", PATCH)
+    told = [(event.type, getattr(event, "delta", None) or event.input) for event in events if ".custom" in event.type]
+    kinds = ("response.custom_tool_call_input.delta", "response.custom_tool_call_input.done")
+    assert told == [(kind, PATCH) for kind in kinds]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ('{"input": ""}', ""),
+        ('{"patch": "x"}', '{"patch": "x"}'),  # what the model wrote is not lost
+        ('{"input": "a", "more": 1}', "a"),
+    ],
+)
+async def test_what_a_custom_tool_is_given(server: HttpServer, say: Say, arguments: str, expected: str) -> None:
+    say(call("apply_patch", arguments))
+    response, _ = await both(server)
+    assert [item.input for item in response.output] == [expected]
+
+
+@pytest.mark.parametrize("end", ["Patch", "Patch\\n+ \\", "Patch\\n+ \\ud834", "Patch\\n+ \\ud834\\udd", "{"])
+async def test_a_call_of_a_custom_tool_that_is_cut(server: HttpServer, model: Path, say: Say, end: str) -> None:
+    text = call("apply_patch", json.dumps({"input": f"Patch\n+ 𝄞{PATCH}"}))
+    say(text)
+    cut = text.partition(end)[0] + end
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    response, _ = await both(server, max_output_tokens=len(tokenizer.encode(cut).ids))
+    assert (response.status, response.incomplete_details and response.incomplete_details.reason) == (
+        "incomplete",
+        "max_output_tokens",
+    )
+    for item in response.output:
+        if item.type == "message":  # no call has begun
+            assert end == "{"
+            continue
+        assert f"Patch\n+ 𝄞{PATCH}".startswith(item.input.rstrip("\ufffd"))
+        assert item.input
+
+
+@pytest.mark.parametrize("kind", ["function", "custom"])
+async def test_a_tool_may_be_chosen(server: HttpServer, say: Say, kind: str) -> None:
+    name, arguments = {"function": ("exec_command", '{"cmd": "a"}'), "custom": ("apply_patch", '{"input": "a"}')}[kind]
+    say(call(name, arguments))
+    response, _ = await both(server, tool_choice={"type": kind, "name": name})
+    assert [item.name for item in response.output] == [name]
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": kind, "name": name}]}
+    response, _ = await both(server, tool_choice=allowed)
+    assert [item.name for item in response.output] == [name]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"truncation": "auto"},
+        {"text": {"verbosity": "medium"}},
+        {"max_tool_calls": 3},
+        {"reasoning": {"context": "auto", "summary": "auto", "mode": "standard"}},
+        {"prompt_cache_options": {"mode": "implicit", "ttl": "30m"}},
+        {"tools": [{**TOOLS[0], "defer_loading": False, "allowed_callers": ["direct"], "async": False}]},
+        {"tools": [{**TOOLS[0], "defer_loading": None, "output_schema": None, "allowed_callers": None, "async": None}]},
+    ],
+    ids=str,
+)
+async def test_what_asks_for_nothing_is_accepted(server: HttpServer, say: Say, asked: dict[str, Any]) -> None:
+    say("hello")
+    answer = await server.post(PATH, input="hi", **asked)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("param", "asked"),
+    [
+        ("text.verbosity", {"text": {"verbosity": "low"}}),
+        ("reasoning.context", {"reasoning": {"context": "current_turn"}}),
+        ("reasoning.mode", {"reasoning": {"mode": "pro"}}),
+        ("include[1]", {"include": ["reasoning.encrypted_content", "message.output_text.logprobs"]}),
+        ("tools[0].type", {"tools": [{"type": "local_shell"}]}),
+        ("tools[0].async", {"tools": [{**TOOLS[0], "async": True}]}),
+        ("tools[0].allowed_callers[0]", {"tools": [{**TOOLS[0], "allowed_callers": ["programmatic"]}]}),
+        ("tools[2].name", {"tools": [*TOOLS[:2], {"type": "custom", "name": "multi_agent_v1__wait_agent"}]}),
+        ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "web_search"}}),
+        ("tool_choice", {"tools": TOOLS[3:], "tool_choice": "required"}),
+        ("input[0].content[0].type", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}),
+        (
+            "input[0].caller.type",
+            {
+                "input": [
+                    {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+                    | {"caller": {"type": "program", "caller_id": "p"}}
+                ]
+            },
+        ),
+    ],
+    ids=str,
+)
+async def test_what_asks_for_more_is_refused_by_name(server: HttpServer, param: str, asked: dict[str, Any]) -> None:
+    assert (await server.refusal(PATH, **{"input": "hi"} | asked))["param"].startswith(param)
+
+
+@pytest.mark.parametrize("store", [False, True])
+async def test_a_loop_of_tools(server: HttpServer, say: Say, rendered: list[Any], store: bool) -> None:
+    """As Codex sends it: whole conversations, with items as they came, nulls among them."""
+    said = [
+        "<think>\nhm\n</think>\n\n" + call("exec_command", '{"cmd": "ls"}'),
+        call("multi_agent_v1__wait_agent", '{"targets": []}'),
+        call("apply_patch", json.dumps({"input": PATCH})),
+        "done",
+    ]
+    conversation: list[Any] = [*FIRST["input"]]
+    last = None
+    for text in said:
+        say(text)
+        since = {"previous_response_id": last.id, "input": conversation[-1:]} if store and last else {}
+        asked = FIRST | {"input": conversation, "store": store} | since
+        last = await server.openai.responses.create(**asked, extra_body=METADATA)
+        for item in last.output:
+            conversation.append(item.model_dump())
+            if item.type.endswith("_call"):
+                conversation.append({"type": f"{item.type}_output", "call_id": item.call_id, "output": "seen"})
+    assert last is not None
+    assert last.output_text == "done"
+    messages = rendered[-1][0]
+    assert messages[4]["reasoning_content"] == "hm"
+    called = [message["tool_calls"][0]["function"] for message in messages if "tool_calls" in message]
+    assert [(function["name"], json.loads(function["arguments"])) for function in called] == [
+        ("exec_command", {"cmd": "ls"}),
+        ("multi_agent_v1__wait_agent", {"targets": []}),
+        ("apply_patch", {"input": PATCH}),
+    ]
+    assert [message["content"] for message in messages if message["role"] == "tool"] == ["seen"] * 3
+
+
+async def test_a_stored_response_goes_on_by_its_id_alone(server: HttpServer, say: Say, rendered: list[Any]) -> None:
+    say(call("apply_patch", json.dumps({"input": PATCH})))
+    for is_background in (False, True):
+        first = await server.openai.responses.create(**FIRST | {"store": True, "background": is_background})
+        async for _ in await server.openai.responses.retrieve(first.id, stream=True) if is_background else _nothing():
+            pass
+        found = await server.openai.responses.retrieve(first.id)
+        [item] = found.output
+        assert (item.type, item.input) == ("custom_tool_call", PATCH)
+        result: Any = {"type": "custom_tool_call_output", "call_id": item.call_id, "output": "patched"}
+        second = await server.openai.responses.create(**FIRST | {"previous_response_id": first.id, "input": [result]})
+        assert second.status == "completed"
+        *_, called, answered = rendered[-1][0]
+        assert json.loads(called["tool_calls"][0]["function"]["arguments"]) == {"input": PATCH}
+        assert answered == {"role": "tool", "tool_call_id": item.call_id, "content": "patched"}
+        listed = [each.type async for each in await server.openai.responses.input_items.list(first.id)]
+        assert listed == ["message"] * 4
+
+
+async def _nothing() -> Any:
+    for never in ():
+        yield never
+
+
+@pytest.mark.parametrize("kind", ["function_call", "custom_tool_call"])
+async def test_an_image_in_a_result_is_left_out(
+    server: HttpServer, say: Say, rendered: list[Any], caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    say("hello")
+    given = {"function_call": {"arguments": "{}"}, "custom_tool_call": {"input": "x"}}[kind]
+    parts = [
+        {"type": "input_text", "text": "seen: "},
+        {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "auto", "file_id": None},
+    ]
+    asked = [
+        {"type": kind, "call_id": "1", "name": "look", **given},
+        {"type": f"{kind}_output", "call_id": "1", "output": parts},
+    ]
+    answer = await server.post(PATH, input=[*FIRST["input"], *asked])
+    assert answer.status_code == 200, answer.text
+    warning = "images in the results of tools are left out: the model reads text only"
+    assert answer.headers["warning"] == f'299 - "{warning}"'
+    assert warning in caplog.text
+    expected = "seen: [An image was left out here: the model reads text only.]"
+    assert rendered[-1][0][-1]["content"] == expected
