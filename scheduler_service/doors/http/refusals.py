@@ -18,6 +18,8 @@ _TYPES = {
 }
 _CODES = {Reason.UNAUTHENTICATED: "invalid_api_key", Reason.RESOURCE_EXHAUSTED: "rate_limit_exceeded"}
 
+_UNKNOWN_RESPONSE = (Reason.FAILED_PRECONDITION, "previous_response_id")
+
 
 class Error(Struct, frozen=True):
     message: str
@@ -50,6 +52,8 @@ def error_answer(refusal: RefusedError | HttpRefusal, path: str) -> ErrorAnswer:
     if isinstance(refusal, HttpRefusal):
         return ErrorAnswer(Error(str(refusal), _type(refusal.status)), kind)
     code = "model_not_found" if refusal.field == "model" else _CODES.get(refusal.reason)
+    if (refusal.reason, refusal.field) == _UNKNOWN_RESPONSE:
+        code = "previous_response_not_found"
     details = _NO_THREADS if kind and refusal.field == "thread" else UNSET
     error = Error(str(refusal), _type(refusal.reason.http_status), refusal.field or None, code, details)
     return ErrorAnswer(error, kind)

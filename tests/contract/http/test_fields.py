@@ -285,7 +285,7 @@ CASES: dict[str, dict[str, Case | Harmless]] = {
         "prompt_cache_options": Harmless({"mode": "implicit"}),
         "store": answered(lambda answer: answer["store"], True, True, request_id="kept"),
         "background": answered(lambda answer: answer["status"], True, "queued", store=True, request_id=None),
-        "previous_response_id": read("status", "resp_x", 404),
+        "previous_response_id": read("status", "resp_x", 400),
         "chat_template_kwargs": CHAT_PROMPTS["chat_template_kwargs"],
     },
     RENDER: PROMPTS
@@ -318,11 +318,11 @@ for shown, computed in ((RENDER, COMPLETIONS), (RENDER_CHAT, CHAT)):
         | {"detached": Harmless(True)}
         | CASES[shown]
     )
-# The fields of the last are of the same type as those of messages.
+# Requests whose tokens are counted have the type of others.
 ROWS = [
     (route.path, row)
     for route in POSTED
-    if route.path != f"{MESSAGES}/count_tokens"
+    if route.path not in (f"{MESSAGES}/count_tokens", f"{RESPONSES}/input_tokens")
     for row in field_rows(route.request)
 ]
 OPENAI = {COMPLETIONS, CHAT, EMBEDDINGS}
@@ -358,7 +358,7 @@ class Door:
 
 
 _CHANGING = (
-    *("created", "created_at", "prompt_tokens_details"),
+    *("created", "created_at", "completed_at", "prompt_tokens_details"),
     *("input_tokens", "input_tokens_details", "cache_read_input_tokens"),
 )
 

@@ -233,7 +233,7 @@ class StoredResponses:
 
 def _unknown(response_id: str, field: str) -> RefusedError:
     return RefusedError(
-        Reason.NOT_FOUND,
+        Reason.NOT_FOUND if field == "response_id" else Reason.FAILED_PRECONDITION,
         f"no response {response_id!r} is known for this tenant; responses are kept for a while only",
         field,
     )
