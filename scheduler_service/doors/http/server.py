@@ -59,7 +59,7 @@ from scheduler_service.doors.http.responses.requests import (
     ResponseQuery,
     ResponsesRequest,
 )
-from scheduler_service.doors.http.responses.responses import answer_response
+from scheduler_service.doors.http.responses.responses import answer_response, count_input_tokens
 from scheduler_service.doors.http.responses.stored_responses import StoredResponses
 from scheduler_service.doors.http.tokenization import detokenize, render, tokenize
 from scheduler_service.doors.scheduler.request_servicer import Forward
@@ -206,6 +206,7 @@ class HttpDoor:
             "/v1/completions": self._complete,
             "/v1/chat/completions": self._complete_chat,
             "/v1/responses": self._answer_response,
+            "/v1/responses/input_tokens": self._count_input_tokens,
             "/v1/messages": self._answer_message,
             "/v1/messages/count_tokens": self._count_tokens,
             "/v1/embeddings": self._embed,
@@ -284,6 +285,9 @@ class HttpDoor:
         return await answer_response(
             request, call, self._intake, self._stored(request, call), self._model_name(), stream
         )
+
+    async def _count_input_tokens(self, request: ResponsesRequest, call: Call, stream: EventStream) -> bytes:
+        return await count_input_tokens(request, call, self._intake, self._stored(request, call), stream)
 
     async def _read_response(self, query: ResponseQuery, call: Call, stream: EventStream) -> bytes | None:
         stored = self._stored(query, call)

@@ -1,16 +1,19 @@
 """`/v1/responses` over real HTTP, by OpenAI's own client: a streamed response is the whole one."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import openai
 import pytest
 from openai.types.responses import Response
 from tokenizers import Tokenizer
 
 from scheduler_service.doors.http.responses.conversation import chat_meant, items_of
 from scheduler_service.doors.http.responses.requests import ResponsesRequest
-from tests.contract.http.door import HttpServer
+from tests.contract.http.door import HttpServer, serve_http
 from tests.contract.http.response_items import PATH, TOOLS, items
 from tests.contract.http.scripted import CALL, SECOND, Say, make_tool_checkpoint
 
@@ -92,6 +95,59 @@ async def test_usage(server: HttpServer, model: Path, say: Say, thought: str) ->
     assert usage.output_tokens_details.reasoning_tokens == len(of_reasoning)
     assert usage.output_tokens > len(of_reasoning)
     assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+
+
+@pytest.mark.parametrize("background", [False, True])
+async def test_an_answer_says_what_was_used(model: Path, tmp_path: Path, say: Say, background: bool) -> None:
+    """Open Responses wants each of these fields, and none of the options of sampling null."""
+    own = tmp_path / "chatty"
+    shutil.copytree(model, own)
+    (own / "generation_config.json").write_text(json.dumps({"temperature": 0.5, "top_p": 0.25}))
+    asked: dict[str, Any] = {"temperature": 0.75, "presence_penalty": 0.5, "max_tool_calls": 3}
+    asked |= {"prompt_cache_key": "key", "safety_identifier": "me", "text": {"verbosity": "medium"}}
+    say("hello")
+    async with serve_http(own) as server:
+        for given in ({}, asked):
+            extra = {"frequency_penalty": 0.25} if given else {}
+            begun = await server.post(PATH, input="hi", background=background, **given, **extra)
+            answer = begun.json()
+            while answer["status"] in ("queued", "in_progress"):
+                answer = (await server.client.get(f"{PATH}/{answer['id']}")).json()
+            Response.model_validate(answer, strict=True)
+            used = {"temperature": 0.5, "top_p": 0.25, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+            used |= {"max_tool_calls": None, "prompt_cache_key": None, "safety_identifier": None, "top_logprobs": 0}
+            used |= {"service_tier": "default", "truncation": "disabled"}
+            used |= {name: value for name, value in (given | extra).items() if name != "text"}
+            assert {name: answer[name] for name in used} == used
+            assert answer["text"]["format"] == {"type": "text"}
+            completed_at = answer["completed_at"]
+            assert completed_at is None if background else answer["created_at"] <= completed_at
+
+
+async def test_a_response_that_has_not_completed_has_no_time_of_it(server: HttpServer, say: Say) -> None:
+    say("hello, hello, hello")
+    events = await server.openai.responses.create(model="chatty", input="hi", max_output_tokens=2, stream=True)
+    async for event in events:
+        if hasattr(event, "response"):
+            assert event.response.completed_at is None
+
+
+async def test_input_tokens_are_counted(server: HttpServer, say: Say) -> None:
+    say("hello")
+    asked: dict[str, Any] = {"input": "hi", "instructions": "be kind", "tools": TOOLS}
+    first = await server.openai.responses.create(model="chatty", **asked)
+    assert first.usage is not None
+    count = server.openai.responses.input_tokens.count
+    counted = await count(model="chatty", **asked, truncation="auto", parallel_tool_calls=True)
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", first.usage.input_tokens)
+    asked |= {"input": "and?", "previous_response_id": first.id}
+    second = await server.openai.responses.create(model="chatty", **asked)
+    assert second.usage is not None
+    assert (await count(model="chatty", **asked)).input_tokens == second.usage.input_tokens
+    with pytest.raises(openai.BadRequestError) as caught:
+        await count(model="chatty", input="hi", previous_response_id="resp_never")
+    assert caught.value.code == "previous_response_not_found"
+    assert (await server.refusal(f"{PATH}/input_tokens", input=[]))["param"] == "input"
 
 
 def test_a_conversation_is_the_chat_that_it_means() -> None:

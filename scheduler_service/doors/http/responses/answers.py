@@ -80,10 +80,11 @@ class ResponseError(Struct, frozen=True):
 
 
 class ResponseAnswer(Struct, frozen=True, kw_only=True):
-    """A response; what the request said stands in it again."""
+    """A response. It repeats the request's fields; options of sampling are those that are used."""
 
     id: str
     created_at: int
+    completed_at: int | None = None  # always None in background, where the time of the end is not stored
     model: str
     status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     output: list[OutputItem]
@@ -93,8 +94,12 @@ class ResponseAnswer(Struct, frozen=True, kw_only=True):
     instructions: str | None
     max_output_tokens: int | None
     parallel_tool_calls: bool
+    max_tool_calls: int | None = None
     temperature: float | None
     top_p: float | None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    top_logprobs: Literal[0] = 0
     tool_choice: Any
     tools: list[Any]
     text: Any
@@ -102,6 +107,8 @@ class ResponseAnswer(Struct, frozen=True, kw_only=True):
     metadata: dict[str, Any] | None
     background: bool
     previous_response_id: str | None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
     store: bool
     object: Literal["response"] = "response"
     truncation: Literal["disabled"] = "disabled"
@@ -125,6 +132,11 @@ class ResponseEvent(Struct, frozen=True, omit_defaults=True):
     input: str | None = None
     name: str | None = None
     logprobs: list[Any] | None = None
+
+
+class InputTokens(Struct, frozen=True):
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
 
 
 class InputItemList(Struct, frozen=True):

@@ -290,7 +290,11 @@ class ResponsesRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True,
     previous_response_id: Annotated[str, why("its conversation comes before the input")] | None = None
     conversation: Annotated[None, why("conversations are not stored; send it")] = None
     prompt: Annotated[None, why("prompts are not stored; send it")] = None
-    max_tool_calls: Annotated[int, Meta(ge=0), why("no effect: it limits tools that run at OpenAI")] | None = None
+    max_tool_calls: (
+        Annotated[int, Meta(ge=0), why("the answer repeats it: it limits tools that run at OpenAI")] | None
+    ) = None
+    prompt_cache_key: Annotated[str, why("the answer repeats it: prefixes are always cached")] | None = None
+    safety_identifier: Annotated[str, why("the answer repeats it")] | None = None
     client_metadata: Annotated[dict[str, Any], _INERT] | None = None
     prompt_cache_options: (
         Annotated[dict[Literal["mode", "ttl"], str], why("no effect: prefixes are always cached")] | None

@@ -7,7 +7,7 @@ import msgspec
 
 from pagewire.common.chat_output import Arguments, CallStart, Content, OutputParser, OutputPart, Reasoning
 from scheduler_service.core.request import EndReason, SequenceEnd
-from scheduler_service.doors.http.answering import CHAR_VALUES
+from scheduler_service.doors.http.answering import CHAR_VALUES, now
 from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.responses.answers import (
     AnswerText,
@@ -86,7 +86,10 @@ class ResponseTeller:
 
     def _end(self, status: str, **told: Any) -> Iterator[ResponseEvent]:
         yield from self._close("completed" if status == "completed" else "incomplete")
-        response = msgspec.structs.replace(self._begun, status=status, output=self._items, **told)
+        completed_at = now() if status == "completed" and not self._begun.background else None
+        response = msgspec.structs.replace(
+            self._begun, status=status, completed_at=completed_at, output=self._items, **told
+        )
         yield self._event(f"response.{_LAST_EVENTS.get(status, status)}", response=response)
 
     def _told(self, text: str, is_last: bool) -> list[ResponseEvent]:

@@ -5,14 +5,15 @@ import secrets
 
 import msgspec
 
+from pagewire.common.messages import SamplingParams
 from scheduler_service.doors.http.answering import begin_requests, deltas_of, now
 from scheduler_service.doors.http.chat_completions import read_chat
 from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.options import RequestNames
-from scheduler_service.doors.http.requests import ChatCompletionRequest
-from scheduler_service.doors.http.responses.answers import ResponseAnswer
+from scheduler_service.doors.http.requests import TextFormat
+from scheduler_service.doors.http.responses.answers import InputTokens, ResponseAnswer
 from scheduler_service.doors.http.responses.conversation import chat_meant, items_of, warnings_of
-from scheduler_service.doors.http.responses.requests import InputItem, ResponsesRequest, VendorTool
+from scheduler_service.doors.http.responses.requests import InputItem, ResponsesRequest, TextField, VendorTool
 from scheduler_service.doors.http.responses.response_teller import ID_PREFIX, tell_events
 from scheduler_service.doors.http.responses.stored_responses import PROMPT_END_CHARS, ResponseRecord, StoredResponses
 from scheduler_service.serving.intake import Intake
@@ -40,17 +41,13 @@ async def answer_response(
         raise invalid("timeout", "timeout is of an answer, and one in background is not waited for; leave it unset")
     request = msgspec.structs.replace(request, request_id=request.request_id or secrets.token_hex(24))
     with _NAMES.in_refusals():
-        conversation: list[InputItem] = []
-        if request.previous_response_id:
-            conversation, size = await stored.conversation(request.previous_response_id)
-            call = dataclasses.replace(call, size=max(call.size, size))
-        chat = await stored.in_turn(call.size, _chat, request, conversation)
-        for text in warnings_of(request, conversation):
-            stream.warn(text)
+        conversation, call = await _conversation(request, call, stored, stream)
+        chat = await stored.in_turn(call.size, chat_meant, request, conversation)
         asked, make_parser = await read_chat(chat, call, intake)
         prompt = asked.requests[0].prompt
         assert isinstance(prompt, str), "chats are of texts"
-        record = ResponseRecord(conversation, _begun(request, model_name), prompt_end=prompt[-PROMPT_END_CHARS:])
+        begun = _begun(request, asked.requests[0].request.sampling, model_name)
+        record = ResponseRecord(conversation, begun, prompt_end=prompt[-PROMPT_END_CHARS:])
         if request.background:
             return await stored.begin(request, record, asked, stream)
         if is_stored:
@@ -74,13 +71,35 @@ async def answer_response(
             return _encode(events[-1].response)
 
 
-def _chat(request: ResponsesRequest, conversation: list[InputItem]) -> ChatCompletionRequest:
-    """Add what is asked to a conversation, and return the chat that is meant. Raises RefusedError."""
-    conversation += items_of(request, conversation)
-    return chat_meant(request, conversation)
+async def count_input_tokens(
+    request: ResponsesRequest, call: Call, intake: Intake, stored: StoredResponses, stream: EventStream
+) -> bytes:
+    """Return how many tokens the prompt of a request has. Raises RefusedError."""
+    request = msgspec.structs.replace(request, request_id=request.request_id or secrets.token_hex(24))
+    with _NAMES.in_refusals():
+        conversation, call = await _conversation(request, call, stored, stream)
+        chat = await stored.in_turn(call.size, chat_meant, request, conversation)
+        asked, _ = await read_chat(chat, call, intake)
+        return _encode(InputTokens(len(await intake.tokenize(asked.requests[0]))))
 
 
-def _begun(request: ResponsesRequest, model_name: str) -> ResponseAnswer:
+async def _conversation(
+    request: ResponsesRequest, call: Call, stored: StoredResponses, stream: EventStream
+) -> tuple[list[InputItem], Call]:
+    """Return all items that a request has answered, and its call with their size. Warn of what is done otherwise than
+    they ask for. Raises RefusedError."""
+    conversation: list[InputItem] = []
+    if request.previous_response_id:
+        conversation, size = await stored.conversation(request.previous_response_id)
+        call = dataclasses.replace(call, size=max(call.size, size))
+    conversation += await stored.in_turn(call.size, items_of, request, conversation)
+    for text in warnings_of(request, conversation):
+        stream.warn(text)
+    return conversation, call
+
+
+def _begun(request: ResponsesRequest, used: SamplingParams, model_name: str) -> ResponseAnswer:
+    text = request.text or TextField()
     return ResponseAnswer(
         id=f"{ID_PREFIX}{request.request_id}",
         created_at=now(),
@@ -93,14 +112,19 @@ def _begun(request: ResponsesRequest, model_name: str) -> ResponseAnswer:
         instructions=request.instructions,
         max_output_tokens=request.max_output_tokens,
         parallel_tool_calls=request.parallel_tool_calls is not False,
-        temperature=request.temperature,
-        top_p=request.top_p,
+        max_tool_calls=request.max_tool_calls,
+        temperature=used.temperature,
+        top_p=used.top_p,
+        presence_penalty=used.presence_penalty,
+        frequency_penalty=used.frequency_penalty,
         tool_choice=request.tool_choice or "auto",
         tools=[tool for tool in request.tools or () if not isinstance(tool, VendorTool)],
-        text=request.text or {"format": {"type": "text"}},
+        text=msgspec.structs.replace(text, format=text.format or TextFormat()),
         reasoning=request.reasoning,
         metadata=request.metadata,
         background=bool(request.background),
         previous_response_id=request.previous_response_id,
+        prompt_cache_key=request.prompt_cache_key,
+        safety_identifier=request.safety_identifier,
         store=request.store is not False,
     )
