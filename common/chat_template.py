@@ -14,6 +14,7 @@ from pagewire.common.template_forms import (
     as_taken,
     compiled,
     conversation_with_call,
+    tools_as_taken,
 )
 from pagewire.common.template_forms import ChatTemplateError as ChatTemplateError
 from pagewire.common.template_sandbox import Overspent, TemplateFailure
@@ -118,4 +119,6 @@ def _rendered(
     """Raises ChatTemplateError for messages that are none, and TemplateFailure."""
     asked = template, tuple(sorted(special_tokens.items()))
     taken = as_taken(messages, asked)
-    return compiled(template).render({**special_tokens, **UNSET, **variables, "messages": taken})
+    given = {**special_tokens, **UNSET, **variables}
+    given["tools"] = tools_as_taken(given["tools"], asked)
+    return compiled(template).render({**given, "messages": taken})

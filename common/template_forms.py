@@ -7,6 +7,7 @@ What a template takes is found by having it render short conversations.
 import functools
 import hashlib
 import itertools
+import json
 import re
 import reprlib
 from collections import deque
@@ -35,6 +36,9 @@ _PROBES = ("first of two texts", "second of two texts")
 _ARGUMENTS = ("argument of a call", "argument of another")
 # The names under which reasoning is given; the first is what most templates read.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+# The key that Anthropic's documentation gives to arguments that are not JSON.
+_NOT_AN_OBJECT = "INVALID_JSON"
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 # Mistral's templates refuse other ids of calls.
 _NUM_ID_CHARS = 9
 _ID = re.compile(rf"[a-zA-Z0-9]{{{_NUM_ID_CHARS}}}")
@@ -96,6 +100,14 @@ def conversation_with_call(
     if reasoning is not None:
         answer |= {"thinking": reasoning, "reasoning_content": reasoning}
     return [QUESTION, answer, *results]
+
+
+def tools_as_taken(tools: Any, asked: AskedTemplate) -> Any:
+    """Returns tools whose functions have a description, parameters and properties, empty ones if need be, where a
+    template makes no prompt of tools without. Whatever is no list of functions is returned as it is."""
+    if not isinstance(tools, list | tuple) or _takes_bare_tools(asked):
+        return tools
+    return [_whole_tool(tool) for tool in tools]
 
 
 def _check(message: Any, place: str) -> None:
@@ -267,13 +279,26 @@ def _call(call: Any, asked: AskedTemplate) -> Any:
     if isinstance(call, Mapping) and "id" in call:
         call = {**call, "id": _id(call["id"], asked)}
     match call:
-        case {"function": {"arguments": str(arguments), **function}, **rest} if not _form_of_calls(asked).in_json:
-            try:
-                read = from_json(arguments or "{}")
-            except ValueError:
-                return call
-            return {**rest, "function": {**function, "arguments": read}} if isinstance(read, dict) else call
+        case {"function": Mapping() as function, **rest}:
+            arguments = _arguments(function.get("arguments"), in_json=_form_of_calls(asked).in_json)
+            return {**rest, "function": {**function, "arguments": arguments}}
     return call
+
+
+def _arguments(given: Any, *, in_json: bool) -> Any:
+    """Returns the arguments of a call as a mapping, or as JSON. Arguments that are missing or blank are empty; a text
+    that is not the JSON of an object, of a call that was cut off say, is kept under a key of its own."""
+    if given is None or (isinstance(given, str) and not given.strip()):
+        given = {}
+    if isinstance(given, str) is in_json:
+        return given
+    if in_json:
+        return json.dumps(given, ensure_ascii=False)
+    try:
+        read = from_json(given)
+    except ValueError:
+        read = None
+    return read if isinstance(read, dict) else {_NOT_AN_OBJECT: given}
 
 
 def _id(call_id: Any, asked: AskedTemplate) -> Any:
@@ -281,6 +306,27 @@ def _id(call_id: Any, asked: AskedTemplate) -> Any:
     if not isinstance(call_id, str) or _ID.fullmatch(call_id) or _takes_long_ids(asked):
         return call_id
     return hashlib.sha256(call_id.encode(errors="surrogatepass")).hexdigest()[:_NUM_ID_CHARS]
+
+
+def _whole_tool(tool: Any) -> Any:
+    match tool:
+        case {"function": Mapping() as function, **rest} if isinstance(function.get("parameters") or {}, Mapping):
+            given = (function.get("parameters") or {}).items()
+            parameters = _NO_PARAMETERS | {name: value for name, value in given if value is not None}
+            whole = {**function, "description": function.get("description") or "", "parameters": parameters}
+            return {**rest, "function": whole}
+    return tool
+
+
+@functools.lru_cache(maxsize=64)
+def _takes_bare_tools(asked: AskedTemplate) -> bool:
+    """Tells whether a template makes a prompt of tools that have a name alone, or empty parameters, or of no tools at
+    all."""
+    fields: list[dict[str, Any]] = [{}, {"description": "Looks."}, {"parameters": _NO_PARAMETERS}, {"parameters": {}}]
+    bare = [[{"type": "function", "function": {"name": "look", **each}}] for each in fields]
+    return (
+        all(_rendered([QUESTION], asked, tools) is not None for tools in bare) or _rendered([QUESTION], asked) is None
+    )
 
 
 class _CallForm(NamedTuple):

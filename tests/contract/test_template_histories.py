@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pagewire.common.chat_template import ChatTemplateError, render
-from pagewire.common.template_forms import AskedTemplate, as_taken
+from pagewire.common.template_forms import QUESTION, AskedTemplate, as_taken
 from tests.growth import MAX_RATIO, cost_ratio
 
 _CALLS = "{% for c in m.tool_calls %}<call>{{ c.function.arguments | tojson }}#{{ c.id }}{% endfor %}"
@@ -248,3 +248,101 @@ def test_text_and_thought_beside_a_call_are_both_kept() -> None:
     prompt = render(TEMPLATES["one call is written, no text beside reasoning"], history, special_tokens={})
     assert prompt.count("<Where?\n\nI look.>") == 1
     assert prompt.count("<call>{}") == 2
+
+
+_ITEMS = "{% for c in m.tool_calls %}<call>{% for k, v in c.function.arguments|items %}{{ k }}={{ v }};{% endfor %}"
+# Each way in which published templates write arguments.
+ARGUMENTS = {
+    "item by item": _each(
+        "", f"{{{{ m.content }}}}{{% if m.tool_calls %}}{_ITEMS}{{% endfor %}}{{% endif %}}"
+    ),  # Qwen3.5
+    "as JSON, if a mapping": _each(  # Qwen3
+        "",
+        "{{ m.content }}{% for c in m.tool_calls or [] %}<call>{% set a = c.function.arguments %}"
+        "{{ a if a is string else a | tojson }}{% endfor %}",
+    ),
+    "a mapping, or a fault": _each(  # GLM 4
+        "",
+        "{{ m.content }}{% for c in m.tool_calls or [] %}<call>{% set a = c.function.arguments %}"
+        "{% if a is not mapping %}{{ raise_exception('no mapping') }}{% endif %}{{ a | tojson }}{% endfor %}",
+    ),
+    "a text": TEMPLATES["no content is none"],
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({"arguments": None}, ""),
+        ({}, ""),
+        ({"arguments": ""}, ""),
+        ({"arguments": " \n"}, ""),
+        ({"arguments": "{}"}, ""),
+        ({"arguments": "null"}, "null"),
+        ({"arguments": "Oslo"}, "Oslo"),
+        ({"arguments": "{'at': 'Oslo'}"}, "Oslo"),
+        ({"arguments": '["Oslo"]'}, "Oslo"),
+        ({"arguments": '{"at": "Oslo"}'}, "Oslo"),
+        ({"arguments": {"at": "Oslo"}}, "Oslo"),
+        ({"arguments": {}}, ""),
+    ],
+    ids=str,
+)
+def test_arguments_of_any_kind_are_written(name: str, given: dict[str, Any], kept: str) -> None:
+    call = {"id": "call00000", "type": "function", "function": {"name": "look", **given}}
+    history = [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    history += [{"role": "tool", "tool_call_id": "call00000", "content": "seen"}, QUESTION]
+    prompt = render(ARGUMENTS[name], history, special_tokens={})
+    written = prompt.partition("<call>")[2].partition("<tool>")[0]
+    assert kept in written
+    if not kept:
+        assert written in ("", "{}")
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_that_were_cut_off_are_written(name: str) -> None:
+    """Anywhere, as `max_tokens` cuts them."""
+    whole = json.dumps({"at": 'Oslo "é', "days": [1, {"a": None}]}, ensure_ascii=False)
+    for end in range(len(whole) + 1):
+        call = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": whole[:end]}}
+        history = [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}, QUESTION]
+        prompt = render(ARGUMENTS[name], history, special_tokens={})
+        assert prompt.count("<call>") == 1
+        assert "Oslo" in prompt or end < whole.index("slo") + 3
+
+
+# Each way in which a template depends on the fields of tools.
+TOOLS = {
+    "nothing": "{{ tools | tojson }}",
+    "a description": "{% for t in tools %}{{ '// ' + t.function.description }}{% endfor %}",  # gpt-oss
+    "parameters": "{% for t in tools %}{% for k in t.function.parameters.properties %}{{ k }}{% endfor %}{% endfor %}",
+    "items": "{% for t in tools %}"
+    "{% for k, _ in t.function.parameters.properties|items %}{{ k }}{% endfor %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", TOOLS)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"description": None, "parameters": None},
+        {"description": "Looks."},
+        {"parameters": {}},
+        {"parameters": {"type": "object"}},
+        {"parameters": {"properties": {"at": {}}}},
+    ],
+    ids=str,
+)
+def test_tools_may_have_a_name_alone(name: str, fields: dict[str, Any]) -> None:
+    template = f"{{% if tools %}}{TOOLS[name]}{{% endif %}}{{{{ messages[0].content }}}}"
+    tool = {"type": "function", "function": {"name": "look", **fields}}
+    prompt = render(template, [QUESTION], special_tokens={}, variables={"tools": [tool]})
+    assert prompt.endswith(QUESTION["content"])
+    if name == "nothing":  # as it was given
+        assert json.loads(prompt.removesuffix(QUESTION["content"])) == [tool]
+    if name == "a description":
+        assert ("Looks." in prompt) == bool(fields.get("description"))
+    if name in ("parameters", "items"):
+        assert prompt.startswith("at") == ("properties" in (fields.get("parameters") or {}))
