@@ -185,9 +185,11 @@ def architecture_page() -> str:
 
 
 def http_page() -> str:
-    parts = [HTTP_TITLE, MADE]
+    parts, described = [HTTP_TITLE, MADE], dict[type[Struct], str]()
     for route in POSTED:
-        parts += [f"## `{route.path}`", f"{route.summary}.", *_http_fields(route.request)]
+        first = described.setdefault(route.request, route.path)
+        fields = _http_fields(route.request) if first == route.path else [f"The fields are those of `{first}`."]
+        parts += [f"## `{route.path}`", f"{route.summary}.", *fields]
     for route in NAMED:
         parts += [f"## `{route.method} {route.path}`", f"{route.summary}.", *_http_fields(route.request)]
     for kind in HTTP_TYPES:
