@@ -284,6 +284,7 @@ CASES: dict[str, dict[str, Case | Harmless]] = {
         "max_tool_calls": answered(lambda answer: answer["max_tool_calls"], 3, 3),
         "prompt_cache_key": answered(lambda answer: answer["prompt_cache_key"], "key", "key"),
         "safety_identifier": answered(lambda answer: answer["safety_identifier"], "me", "me"),
+        "user": answered(lambda answer: answer["user"], "me", "me"),
         "prompt_cache_options": Harmless({"mode": "implicit"}),
         "store": answered(lambda answer: answer["store"], True, True, request_id="kept"),
         "background": answered(lambda answer: answer["status"], True, "queued", store=True, request_id=None),

@@ -104,7 +104,12 @@ async def test_an_answer_says_what_was_used(model: Path, tmp_path: Path, say: Sa
     shutil.copytree(model, own)
     (own / "generation_config.json").write_text(json.dumps({"temperature": 0.5, "top_p": 0.25}))
     asked: dict[str, Any] = {"temperature": 0.75, "presence_penalty": 0.5, "max_tool_calls": 3}
-    asked |= {"prompt_cache_key": "key", "safety_identifier": "me", "text": {"verbosity": "medium"}}
+    asked |= {
+        "prompt_cache_key": "key",
+        "safety_identifier": "me",
+        "user": "me",
+        "metadata": {"a": "b"},
+    }
     say("hello")
     async with serve_http(own) as server:
         for given in ({}, asked):
@@ -116,10 +121,11 @@ async def test_an_answer_says_what_was_used(model: Path, tmp_path: Path, say: Sa
             Response.model_validate(answer, strict=True)
             used = {"temperature": 0.5, "top_p": 0.25, "presence_penalty": 0.0, "frequency_penalty": 0.0}
             used |= {"max_tool_calls": None, "prompt_cache_key": None, "safety_identifier": None, "top_logprobs": 0}
+            used |= {"user": None, "metadata": {}}
             used |= {"service_tier": "default", "truncation": "disabled"}
-            used |= {name: value for name, value in (given | extra).items() if name != "text"}
+            used |= given | extra
             assert {name: answer[name] for name in used} == used
-            assert answer["text"]["format"] == {"type": "text"}
+            assert answer["text"] == {"format": {"type": "text"}, "verbosity": "medium"}
             completed_at = answer["completed_at"]
             assert completed_at is None if background else answer["created_at"] <= completed_at
 

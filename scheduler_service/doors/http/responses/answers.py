@@ -22,7 +22,6 @@ class ReasoningOutput(Struct, tag_field="type", tag="reasoning", frozen=True):
     content: list[ThoughtText]
     status: str
     summary: list[Any] = []
-    encrypted_content: None = None
 
 
 class MessageOutput(Struct, tag_field="type", tag="message", frozen=True):
@@ -104,11 +103,12 @@ class ResponseAnswer(Struct, frozen=True, kw_only=True):
     tools: list[Any]
     text: Any
     reasoning: Any
-    metadata: dict[str, Any] | None
+    metadata: dict[str, Any]
     background: bool
     previous_response_id: str | None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
+    user: str | None = None
     store: bool
     object: Literal["response"] = "response"
     truncation: Literal["disabled"] = "disabled"

@@ -295,6 +295,7 @@ class ResponsesRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True,
     ) = None
     prompt_cache_key: Annotated[str, why("the answer repeats it: prefixes are always cached")] | None = None
     safety_identifier: Annotated[str, why("the answer repeats it")] | None = None
+    user: Annotated[str, why("the answer repeats it")] | None = None
     client_metadata: Annotated[dict[str, Any], _INERT] | None = None
     prompt_cache_options: (
         Annotated[dict[Literal["mode", "ttl"], str], why("no effect: prefixes are always cached")] | None
