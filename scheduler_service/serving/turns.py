@@ -112,7 +112,7 @@ class Turns:
     ) -> _Result:
         """Call `work`, a long piece whose bytes are counted elsewhere, on a thread in the tenant's turn."""
         async with self.turn(tenant, is_long=True):
-            return await _on(self._long_thread, partial(work, *args, **named))
+            return await on_thread(self._long_thread, partial(work, *args, **named))
 
     async def run(
         self, tenant: str, size: int, work: Callable[_Given, _Result], *args: _Given.args, **named: _Given.kwargs
@@ -123,7 +123,7 @@ class Turns:
             if size > PIECE_SIZE:
                 return await self.call(tenant, work, *args, **named)
             async with self.turn(tenant, is_long=False):
-                return await _on(self._short_threads, partial(work, *args, **named))
+                return await on_thread(self._short_threads, partial(work, *args, **named))
 
     async def carry_out(
         self, tenant: str, size: int, work: Callable[_Given, _Result], *args: _Given.args, **named: _Given.kwargs
@@ -134,5 +134,16 @@ class Turns:
         return await self.run(tenant, size, work, *args, **named)
 
 
-async def _on(threads: ThreadPoolExecutor, work: Callable[[], _Result]) -> _Result:
-    return await asyncio.get_running_loop().run_in_executor(threads, work)
+async def on_thread(threads: ThreadPoolExecutor, work: Callable[[], _Result]) -> _Result:
+    """Call `work` on a thread. If the caller is cancelled, work that has not begun is dropped with all that it holds;
+    work that has begun is waited for, so that its turn and its bytes are not given back while it goes on."""
+    waiting = [work]
+    submitted = threads.submit(lambda: waiting.pop()())
+    try:
+        return await asyncio.shield(running := asyncio.wrap_future(submitted))
+    except asyncio.CancelledError:
+        if submitted.cancel():
+            waiting.clear()
+        else:
+            await asyncio.wait([running])
+        raise

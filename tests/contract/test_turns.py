@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import weakref
 from functools import partial
 
 import pytest
@@ -70,10 +71,52 @@ async def test_what_waits_is_refused_to_the_tenant_that_has_too_much() -> None:
     with pytest.raises(RefusedError, match="texts of all tenants with 100 bytes wait"):
         await turns.run("b", 5, str)
     waiting[0].cancel()
-    await asyncio.gather(waiting[0], return_exceptions=True)
-    assert turns.waiting.num_bytes == 50
+    await asyncio.sleep(0)
+    assert turns.waiting.num_bytes == 100  # a thread still has them
     pieces.may_go_on.set()
+    await asyncio.gather(waiting[0], return_exceptions=True)
+    assert waiting[0].cancelled()
     assert await waiting[2] == "b"
     assert await turns.run("a", 1000, partial(str, "alone")) == "alone"
     assert not turns.waiting._held
+    turns.close()
+
+
+async def test_a_caller_that_leaves_keeps_its_turn_while_its_piece_runs() -> None:
+    """Or the tenant's next piece would run beside it, and its bytes would not count."""
+    pieces, turns = Pieces(), turns_of()
+    begun = asyncio.create_task(turns.run("a", PIECE_SIZE + 1, pieces.work, "begun"))
+    waiting = [asyncio.create_task(turns.run("a", PIECE_SIZE + 1, pieces.work, "a")) for _ in range(8)]
+    await asyncio.sleep(0)
+    for left in (begun, *waiting):
+        left.cancel()
+    await asyncio.wait(waiting)
+    last = asyncio.create_task(turns.run("a", PIECE_SIZE + 1, pieces.work, "last"))
+    await asyncio.sleep(0)
+    assert turns.waiting.num_bytes == 2 * (PIECE_SIZE + 1)
+    assert turns._long_thread._work_queue.qsize() == 0
+    pieces.may_go_on.set()
+    assert await last == "last"
+    assert begun.cancelled()
+    assert pieces.begun == ["begun", "last"]
+    assert turns.waiting.num_bytes == 0
+    assert not turns._queues
+    turns.close()
+
+
+async def test_work_of_a_caller_that_has_left_is_not_kept() -> None:
+    pieces, turns = Pieces(), turns_of()
+    running = asyncio.create_task(turns.run("a", PIECE_SIZE + 1, pieces.work, "a"))
+    held = {1, 2, 3}  # a kind of object that can be referred to weakly
+    freed = weakref.ref(held)
+    waiting = asyncio.create_task(turns.run("b", PIECE_SIZE + 1, len, held))
+    del held
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    del waiting
+    assert freed() is None
+    pieces.may_go_on.set()
+    await running
     turns.close()

@@ -3,11 +3,11 @@
 `TextDecoder` never lets half a character out, and holds text back while it may become a stop text.
 """
 
-import asyncio
 import ctypes
 import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as HuggingFaceTokenizer
 from tokenizers import decoders
 
 from pagewire.common.gguf.tokenizer_files import read_tokenizer
+from scheduler_service.serving.turns import on_thread
 
 # Prompt tokens that a decoder looks at, so that the first output token knows whether a space stands before it.
 _NUM_CONTEXT_TOKENS = 6
@@ -75,7 +76,7 @@ class Tokenizer:
         Long texts have a thread of their own, so that no other waits for one.
         """
         threads, encode = (self._long_text_thread, self._encode_long) if is_long else (self._threads, self._encode)
-        return await asyncio.get_running_loop().run_in_executor(threads, encode, text, max_tokens, add_special_tokens)
+        return await on_thread(threads, partial(encode, text, max_tokens, add_special_tokens))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         if self._byte_tokens.keys().isdisjoint(token_ids):
