@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from httptools import HttpParserError, HttpParserUpgrade
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
@@ -293,6 +293,8 @@ class HttpConnection(UvicornConnection):
             head = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
             head += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
             self._received[:0] = b"\r\n".join((*head, b"", piece[upgrade.args[0] :]))
+            self.parser = HttpRequestParser(self)  # the other reads nothing more if the connection is to close
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
         except HttpParserError as error:
             self._refuse(error.__context__)
         else:

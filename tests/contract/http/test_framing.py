@@ -114,6 +114,18 @@ async def test_a_body_behind_an_offer_is_no_request(server: HttpServer, arrivals
     assert (await server.client.delete(f"/v1/requests/{begun['request_id']}")).status_code == 200
 
 
+@pytest.mark.parametrize("offer", OFFERS.values(), ids=OFFERS)
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+async def test_an_offer_on_a_connection_that_closes_is_ignored(
+    server: HttpServer, offer: bytes, version: bytes
+) -> None:
+    closing = b"" if version == b"1.0" else b"connection: close\r\n"
+    head = POST.replace(b"1.1", version) + offer + closing + b"content-length: %d\r\n\r\n" % len(CONTENT)
+    answer = await answer_to(server, head + CONTENT)
+    assert answer.startswith(b"HTTP/1.1 200 "), answer
+    assert len(json.loads(answer.partition(b"\r\n\r\n")[2])["choices"]) == 1
+
+
 async def test_many_offers_come_at_once(server: HttpServer) -> None:
     async with connected(server) as (reader, writer):
         writer.write(VERSION.replace(b"host:", OFFERS["h2c"] + b"host:") * 40)
