@@ -133,13 +133,9 @@ class Intake:
         aborts the request. Raises RefusedError."""
         active = await self.begin(parsed, call, OutputMode.WHOLE, with_text=False)
         try:
-            await active.wait_for_end()
-            end = active.outputs[0].end
+            return active.request.request_id, await embedding_end(active)
         finally:
             active.cancel()
-        if end is None or not end.embedding:
-            raise RefusedError(Reason.CANCELLED, "the request was aborted before its embedding was made")
-        return active.request.request_id, end
 
     async def abort(self, tenant: str, request_id: str, call: Call) -> None:
         """Let a request end with ABORT, by whatever door it came. Raises RefusedError, also if there is none."""
@@ -240,3 +236,12 @@ class Intake:
                 claim.release()
             raise RefusedError(OF_ADMISSION[error.reason], str(error), error.field) from error
         self._active.add(active)
+
+
+async def embedding_end(active: ActiveRequest) -> SequenceEnd:
+    """Return the end of a request for an embedding, which has it. Raises RefusedError."""
+    await active.wait_for_end()
+    end = active.outputs[0].end
+    if end is None or not end.embedding:
+        raise RefusedError(Reason.CANCELLED, "the request was aborted before its embedding was made")
+    return end

@@ -10,13 +10,13 @@ from typing import Any
 from msgspec import Raw
 
 from scheduler_service.core.request import SequenceEnd
-from scheduler_service.doors.http.answering import all_of, now, numbered
+from scheduler_service.doors.http.answering import begin_requests, now, numbered
 from scheduler_service.doors.http.answers import EmbeddingAnswer, EmbeddingItem, UsageCounts, encode
-from scheduler_service.doors.http.options import RequestNames, parsed
+from scheduler_service.doors.http.options import ReadCall, RequestNames, parsed
 from scheduler_service.doors.http.prompts import reading_size, separate_prompts
 from scheduler_service.doors.http.requests import EmbeddingRequest
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
-from scheduler_service.serving.intake import Intake
+from scheduler_service.serving.intake import Intake, embedding_end
 from scheduler_service.serving.parsed_request import ParsedRequest
 from scheduler_service.serving.refusal import invalid
 from scheduler_service.serving.tenants.caller import Call
@@ -28,9 +28,11 @@ async def embed_inputs(request: EmbeddingRequest, call: Call, intake: Intake, mo
     """Return an embedding of each input. Raises RefusedError."""
     drawn = f"embd-{secrets.token_hex(12)}"
     tenant, size = call.caller.tenant(request.tenant or ""), reading_size(request.input, call)
-    with RequestNames("input", embed="model").in_refusals():
+    names = RequestNames("input", embed="model")
+    with names.in_refusals():
         requests = await intake.turns.carry_out(tenant, size, _read, request, drawn, call, intake.model)
-        ends = [end for _, end in await all_of(intake.embed(each, call) for each in requests)]
+    async with begin_requests(ReadCall(requests, drawn, names), call, intake, is_streamed=False) as begun:
+        ends = [await embedding_end(progress.active) for progress in begun]
     num_tokens = sum(end.num_prompt_tokens for end in ends)
     data: list[Any] = []
     for index, end in enumerate(ends):

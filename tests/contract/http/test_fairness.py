@@ -11,11 +11,13 @@ from pagewire.common.chat_output import OutputParser
 from scheduler_service.doors.http import answering, prompts
 from scheduler_service.doors.http import server as http_server
 from scheduler_service.doors.http.responses import response_teller
+from scheduler_service.doors.scheduler import request_servicer
 from scheduler_service.serving.prompt_text import TextLimits
 from scheduler_service.serving.turns import PIECE_SIZE
-from tests.contract.http.door import HttpServer
+from tests.contract.http.door import HttpServer, make_chat_checkpoint
 from tests.contract.http.scripted import Say
 from tests.contract.http.shared import CHAT, COMPLETION, MIB, chat, of, shared_server
+from tests.contract.pooling import write_pooling
 from tests.contract.tenants import KEYS
 
 
@@ -143,3 +145,17 @@ async def test_a_long_output_is_read_off_the_event_loop(
     say("once upon a time")
     assert (await server.post(path, **asked)).status_code == 200
     assert len(threads) == 2
+
+
+async def test_calls_with_many_inputs_refuse_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is one of the calls that wait to be queued, however many inputs it has."""
+    monkeypatch.setattr(request_servicer, "_MAX_PENDING_CALLS", 20)
+    model = make_chat_checkpoint(tmp_path / "model")
+    write_pooling(model, pooling_mode_mean_tokens=False, pooling_mode_lasttoken=True)
+    async with shared_server(model, tmp_path) as server:
+        inputs = ["some text"] * 100
+        flood = [asyncio.create_task(server.post("/v1/embeddings", of("acme"), input=inputs)) for _ in range(5)]
+        small = [asyncio.create_task(server.post(COMPLETION, of("globex"), prompt="x", max_tokens=1)) for _ in range(5)]
+        answers = await asyncio.gather(*flood, *small)
+        assert [answer.status_code for answer in answers] == [200] * 10
+        assert [len(answer.json()["data"]) for answer in answers[:5]] == [100] * 5
