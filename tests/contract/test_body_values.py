@@ -4,12 +4,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from pagewire.common.strict_json import MAX_VALUES, count_values, from_json
 from scheduler_service.doors.http.body import MAX_BODY_BYTES, decode_body
 from scheduler_service.doors.http.requests import CompletionRequest
 from scheduler_service.serving.refusal import RefusedError
+from scheduler_service.serving.turns import PIECE_SIZE
 
 BEGIN, END = b'{"prompt": "x", "metadata": {"a": [', b"]}}"
 KINDS = {
@@ -88,3 +90,12 @@ def test_too_many_values_are_refused_with_their_number() -> None:
     assert f"the body has {count_values(body)} values, this server takes {MAX_VALUES}" in str(refusal)
     with pytest.raises(ValueError, match=f"more than {MAX_VALUES}"):
         from_json("[" + ",".join(["[]"] * 1_000_000) + "]")
+
+
+def test_a_large_request_is_kept_without_fields_of_no_effect() -> None:
+    inert: dict[str, Any] = {"user": "x" * PIECE_SIZE, "metadata": {"a": "b"}, "service_tier": "auto", "store": True}
+    small = decode(msgspec.json.encode({"prompt": "x", "seed": 1} | inert | {"user": "x"}))
+    assert (small.user, small.metadata) == ("x", {"a": "b"})
+    large = decode(msgspec.json.encode({"prompt": "x", "seed": 1} | inert))
+    assert (large.prompt, large.seed) == ("x", 1)
+    assert [getattr(large, name) for name in inert] == [None] * len(inert)

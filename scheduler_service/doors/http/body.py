@@ -19,6 +19,7 @@ from pagewire.common.strict_json import MAX_VALUES, count_values
 from pagewire.common.surrogates import without_halves
 from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES
 from scheduler_service.doors.http.refusals import HttpRefusal
+from scheduler_service.doors.http.requests import INERT
 from scheduler_service.serving.refusal import RefusedError, invalid
 from scheduler_service.serving.turns import PIECE_SIZE, Turns
 
@@ -80,7 +81,9 @@ def decode_body(body: bytes, kind: type[_Request]) -> _Request:
             "6, a number with a fraction as 15, one with an exponent as 500, and 20 digits in a row as 30 more; send fewer",
         )
     try:
-        return _decoder(kind).decode(body)
+        decoded = _decoder(kind).decode(body)
+        # A large one is not kept with what nothing reads.
+        return structs.replace(decoded, **_unset_inert(kind)) if len(body) > PIECE_SIZE else decoded
     except msgspec.ValidationError as error:
         raise _refusal(str(error), body, kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -138,6 +141,13 @@ def _lenient_struct(kind: type[Struct]) -> type[Struct]:
 @functools.cache
 def _decoder(kind: type[_Request]) -> "msgspec.json.Decoder[_Request]":
     return msgspec.json.Decoder(kind)
+
+
+@functools.cache
+def _unset_inert(kind: type[Struct]) -> Mapping[str, Any]:
+    """Return the fields without an effect, as they are if they are not set."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {each.name: each.default for each in structs.fields(kind) if _described(hints[each.name]) == INERT}
 
 
 def _refusal(text: str, body: bytes, kind: type[Struct]) -> RefusedError:

@@ -76,6 +76,8 @@ _TRACE_HEADERS = (b"traceparent", b"tracestate")
 _CLOSE_TIMEOUT_S = 2
 # Bodies larger than PIECE_SIZE that are on their way have this much memory together, and those of a tenant a quarter.
 MAX_BODIES_BYTES = 128 << 20
+# Requests of such bodies, each of which is kept until its call ends, by the bytes of the bodies.
+MAX_REQUESTS_BYTES = 1 << 30
 _JSON = "application/json"
 # Serves a request, and returns the answer unless it is streamed.
 Serve = Callable[[Any, Call, EventStream], Awaitable[bytes | None]]
@@ -118,6 +120,7 @@ class HttpDoor:
         self._streams: set[EventStream] = set()
         self._comments: set[asyncio.Task[None]] = set()
         self._bodies = TenantBytes("bodies", MAX_BODIES_BYTES, max(MAX_BODY_BYTES, MAX_BODIES_BYTES // 4))
+        self._requests = TenantBytes("requests", MAX_REQUESTS_BYTES, MAX_REQUESTS_BYTES // 4)
         self._unread = UnreadAnswers()
         self._begun_at = now()
         self._hosts = HostNames(address.host)
@@ -347,22 +350,23 @@ class HttpDoor:
 
         async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
             call, size = self._call(scope), 0
+            tenant = call.caller.tenant("")
             if route.is_named:
                 named = {name: unquote(value) for name, value in scope["path_params"].items()}
                 request = decode_query({**QueryParams(scope["query_string"]), **named}, kind)
             else:
-                tenant = call.caller.tenant("")
-                body = await self._read_body(scope, receive, tenant)
-                request, size = await decode_in_turn(body, kind, tenant, self._intake.turns)
+                turns = self._intake.turns
+                request, size = await decode_in_turn(await self._read_body(scope, receive, tenant), kind, tenant, turns)
             call = replace(call, time_remaining=getattr(request, "timeout", None), size=size)
             self._check_model(getattr(request, "model", None))
-            try:
-                async with self._while_connected(scope, receive) as stream, asyncio.timeout(call.time_remaining):
-                    if getattr(request, "stream", None):
-                        self._streams.add(stream)
-                    answer = await serve(request, call, stream)
-            except TimeoutError:
-                raise timed_out() from None
+            with self._requests.held(tenant, size if size > PIECE_SIZE else 0):
+                try:
+                    async with self._while_connected(scope, receive) as stream, asyncio.timeout(call.time_remaining):
+                        if getattr(request, "stream", None):
+                            self._streams.add(stream)
+                        answer = await serve(request, call, stream)
+                except TimeoutError:
+                    raise timed_out() from None
             if answer is not None:
                 await Response(answer, headers=stream.warning_headers, media_type=_JSON)(scope, receive, send)
 

@@ -159,3 +159,23 @@ async def test_calls_with_many_inputs_refuse_no_other(tmp_path: Path, monkeypatc
         answers = await asyncio.gather(*flood, *small)
         assert [answer.status_code for answer in answers] == [200] * 10
         assert [len(answer.json()["data"]) for answer in answers[:5]] == [100] * 5
+
+
+async def test_requests_that_are_served_are_bounded_by_tenant(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streams that go on keep what was asked, but no fields without an effect."""
+    monkeypatch.setattr(http_server, "MAX_REQUESTS_BYTES", 8 * MIB)  # of one tenant's 2
+    asked = chat("x") | {"documents": [{"text": "x" * MIB}], "max_tokens": 100, "stream": True, "seed": 0}
+    async with shared_server(model, tmp_path) as server:
+        server.stack.worker.step_seconds = 0.1
+        async with server.client.stream("POST", CHAT, json=asked, headers=of("acme")) as first:
+            assert first.status_code == 200
+            refused = await server.post(CHAT, of("acme"), **asked)
+            assert refused.status_code == 429
+            assert "requests of this tenant" in refused.text
+            assert (await server.post(CHAT, of("acme"), **chat("small"))).status_code == 200
+            assert (await server.post(CHAT, of("globex"), **asked | {"max_tokens": 2})).status_code == 200
+        async with asyncio.timeout(20):
+            while (await server.post(CHAT, of("acme"), **asked | {"max_tokens": 2})).status_code == 429:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
