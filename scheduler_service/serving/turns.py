@@ -1,7 +1,7 @@
 """Bounds on the work that what clients send causes, in time and memory.
 
 The rule: a call works on the event loop with pieces of at most PIECE_SIZE bytes or JSON values, which take some
-milliseconds. Everything larger runs on a thread, in turns by tenant (`Turns`). A C function that keeps the
+milliseconds, one piece of all calls at a time unless it is small. Everything larger runs on a thread, in turns by tenant (`Turns`). A C function that keeps the
 interpreter's lock stops the event loop from a thread too, so each such call is bounded as well: bodies by the number of
 their values (`strict_json.MAX_VALUES`), answers by being written in pieces. The bytes that wait are limited for each
 tenant and for all (`TenantBytes`).
@@ -19,6 +19,7 @@ from typing import ParamSpec, TypeVar
 from scheduler_service.serving.refusal import Reason, RefusedError
 
 PIECE_SIZE = 64 * 1024
+_SMALL_SIZE = 4 * 1024  # of pieces that any number of may run before the event loop does anything else
 _NUM_SHORT = 2  # threads of short pieces, and pieces of one tenant on them
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
@@ -74,6 +75,7 @@ class _Queues:
 
     short: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, _NUM_SHORT))
     long: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, 1))
+    on_loop: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, 1))
     num_pieces: int = 0  # waiting and running
 
 
@@ -87,6 +89,7 @@ class Turns:
     def __init__(self, waiting: TenantBytes) -> None:
         self.waiting = waiting
         self._queues: dict[str, _Queues] = {}  # of tenants that have work
+        self._loop_piece = asyncio.Lock()  # of the one that runs on the event loop
         self._short_threads = ThreadPoolExecutor(_NUM_SHORT, thread_name_prefix="short work")
         self._long_thread = ThreadPoolExecutor(1, thread_name_prefix="long work")
 
@@ -97,11 +100,17 @@ class Turns:
     @asynccontextmanager
     async def turn(self, tenant: str, *, is_long: bool) -> AsyncIterator[None]:
         """Wait until one more piece of the tenant may run, and run it inside the block."""
+        with self._queued(tenant) as queues:
+            async with queues.long if is_long else queues.short:
+                yield
+
+    @contextmanager
+    def _queued(self, tenant: str) -> Iterator[_Queues]:
+        """Count a piece of the tenant inside the block."""
         queues = self._queues.setdefault(tenant, _Queues())
         queues.num_pieces += 1
         try:
-            async with queues.long if is_long else queues.short:
-                yield
+            yield queues
         finally:
             queues.num_pieces -= 1
             if not queues.num_pieces:
@@ -128,10 +137,15 @@ class Turns:
     async def carry_out(
         self, tenant: str, size: int, work: Callable[_Given, _Result], *args: _Given.args, **named: _Given.kwargs
     ) -> _Result:
-        """Call `work` at once if its size is at most PIECE_SIZE, else as `run` does. Raises RefusedError."""
-        if size <= PIECE_SIZE:
-            return work(*args, **named)
-        return await self.run(tenant, size, work, *args, **named)
+        """Call `work` on the event loop if its size is at most PIECE_SIZE, else as `run` does. Raises RefusedError."""
+        if size > PIECE_SIZE:
+            return await self.run(tenant, size, work, *args, **named)
+        if size > _SMALL_SIZE:
+            with self._queued(tenant) as queues:
+                async with queues.on_loop, self._loop_piece:
+                    await asyncio.sleep(0)  # between two pieces others have their turn
+                    return work(*args, **named)
+        return work(*args, **named)
 
 
 async def on_thread(threads: ThreadPoolExecutor, work: Callable[[], _Result]) -> _Result:

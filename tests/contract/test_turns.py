@@ -120,3 +120,19 @@ async def test_work_of_a_caller_that_has_left_is_not_kept() -> None:
     pieces.may_go_on.set()
     await running
     turns.close()
+
+
+async def test_pieces_on_the_event_loop_leave_turns_to_others() -> None:
+    """However many calls come at once, the event loop does other things between two of their pieces."""
+    turns, done = turns_of(), list[str]()
+    flood = [asyncio.create_task(turns.carry_out("a", PIECE_SIZE, done.append, "a")) for _ in range(40)]
+    other = asyncio.create_task(turns.carry_out("b", PIECE_SIZE, done.append, "b"))
+    most = before = 0
+    while not all(task.done() for task in flood):
+        await asyncio.sleep(0)
+        most, before = max(most, len(done) - before), len(done)
+    await other
+    assert most == 1
+    assert (done.count("a"), done.index("b") <= 2) == (40, True)
+    assert not turns._queues
+    turns.close()
