@@ -1,10 +1,10 @@
 """Bounds on the work that what clients send causes, in time and memory.
 
 The rule: a call works on the event loop with pieces of at most PIECE_SIZE bytes or JSON values, which take some
-milliseconds, one piece of all calls at a time unless it is small. Everything larger runs on a thread, in turns by tenant (`Turns`). A C function that keeps the
-interpreter's lock stops the event loop from a thread too, so each such call is bounded as well: bodies by the number of
-their values (`strict_json.MAX_VALUES`), answers by being written in pieces. The bytes that wait are limited for each
-tenant and for all (`TenantBytes`).
+milliseconds, one piece of all calls at a time unless it is small. Everything larger runs on a thread, in turns by
+tenant (`Turns`). A C function that keeps the interpreter's lock stops the event loop from a thread too, so each such
+call is bounded as well: bodies by the number of their values (`strict_json.MAX_VALUES`), answers by being written in
+pieces. The bytes that wait are limited for each tenant and for all (`TenantBytes`).
 """
 
 import asyncio

@@ -78,7 +78,8 @@ def decode_body(body: bytes, kind: type[_Request]) -> _Request:
         raise invalid(
             "",
             f"the body has {number} values, this server takes {MAX_VALUES}: a text counts as 4, a list or object as "
-            "6, a number with a fraction as 15, one with an exponent as 500, and 20 digits in a row as 30 more; send fewer",
+            "6, a number with a fraction as 15, one with an exponent as 500, and 20 digits in a row as 30 more; send "
+            "fewer",
         )
     try:
         decoded = _decoder(kind).decode(body)
