@@ -180,6 +180,11 @@ class HttpDoor:
             )
         except (RefusedError, HttpRefusal) as refused:
             await _refuse(refused, stream, scope, receive, send)
+        except asyncio.CancelledError:  # the server shuts down, and has waited for the call
+            if stream.has_begun:
+                raise
+            stopped = RefusedError(Reason.UNAVAILABLE, "the server has shut down; send the request to another one")
+            await _refuse(stopped, stream, scope, receive, send)
         except RecursionError:
             await _refuse(invalid("", "the body is nested too deeply"), stream, scope, receive, send)
         except Exception:

@@ -179,3 +179,29 @@ async def test_requests_that_are_served_are_bounded_by_tenant(
         async with asyncio.timeout(20):
             while (await server.post(CHAT, of("acme"), **asked | {"max_tokens": 2})).status_code == 429:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
+
+
+async def test_calls_that_wait_for_a_turn_are_refused_when_the_server_stops(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_go_on, render = threading.Event(), threading.Event(), prompts.render
+
+    def held(*given: Any, **named: Any) -> str:
+        begun.set()
+        assert may_go_on.wait(20)
+        return render(*given, **named)
+
+    monkeypatch.setattr(prompts, "render", held)
+    monkeypatch.setattr(http_server, "_CLOSE_TIMEOUT_S", 0.1)
+    async with serve_http(model) as server:
+        calls = [asyncio.create_task(server.post(CHAT, **chat("x"))) for _ in range(6)]
+        await asyncio.to_thread(begun.wait, 20)
+        server.front.stop.set()
+        done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)  # the others run on threads
+        may_go_on.set()
+        await asyncio.wait(calls)
+        assert done
+        for call in calls:
+            answer = call.result()
+            assert answer.status_code == 503, answer.text
+            assert "the server has shut down" in answer.json()["error"]["message"]
