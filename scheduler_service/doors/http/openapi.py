@@ -31,7 +31,12 @@ from scheduler_service.doors.http.requests import (
     NamedRequest,
     TokenizeRequest,
 )
-from scheduler_service.doors.http.responses.answers import DeletedResponse, InputItemList, InputTokens, ResponseAnswer
+from scheduler_service.doors.http.responses.answers import (
+    DeletedResponse,
+    InputItemList,
+    InputTokenCount,
+    ResponseAnswer,
+)
 from scheduler_service.doors.http.responses.requests import (
     InputItemsQuery,
     NamedResponse,
@@ -65,7 +70,7 @@ POSTED = (
     TypedRoute("/v1/completions", CompletionRequest, CompletionAnswer, "What comes after a text"),
     TypedRoute("/v1/chat/completions", ChatCompletionRequest, ChatAnswer, "The answer to a conversation"),
     TypedRoute("/v1/responses", ResponsesRequest, ResponseAnswer, "The answer to a conversation, as items"),
-    TypedRoute(COUNT_INPUT, ResponsesRequest, InputTokens, "How many tokens the conversation of a response has"),
+    TypedRoute(COUNT_INPUT, ResponsesRequest, InputTokenCount, "How many tokens the conversation of a response has"),
     TypedRoute("/v1/messages", MessagesRequest, MessageAnswer, "The answer to a conversation, in Anthropic's form"),
     TypedRoute("/v1/messages/count_tokens", CountTokensRequest, TokenCount, "How many tokens a conversation has"),
     TypedRoute("/v1/embeddings", EmbeddingRequest, EmbeddingAnswer, "Texts as numbers"),

@@ -17,6 +17,9 @@ from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.refusal import invalid
 from scheduler_service.serving.tenants.caller import Call
 
+# In place of an image in the result of a tool, and what the client is told of it.
+IMAGE_LEFT_OUT = "[An image was left out here: the model reads text only.]"
+IMAGES_WARNING = "images in the results of tools are left out: the model reads text only"
 _PROMPT_VALUES = 512  # that making a request of a prompt counts as
 # Fields of a request that are variables of a template.
 _VARIABLES = ("documents", "reasoning_effort")

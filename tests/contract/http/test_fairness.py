@@ -14,7 +14,7 @@ from scheduler_service.doors.http.responses import response_teller
 from scheduler_service.doors.scheduler import request_servicer
 from scheduler_service.serving.prompt_text import TextLimits
 from scheduler_service.serving.turns import PIECE_SIZE
-from tests.contract.http.door import HttpServer, make_chat_checkpoint
+from tests.contract.http.door import HttpServer, make_chat_checkpoint, serve_http
 from tests.contract.http.scripted import Say
 from tests.contract.http.shared import CHAT, COMPLETION, MIB, chat, of, shared_server
 from tests.contract.pooling import write_pooling

@@ -28,6 +28,7 @@ from scheduler_service.doors.http.messages.requests import (
     ToolResultBlock,
     ToolUseBlock,
 )
+from scheduler_service.doors.http.prompts import IMAGE_LEFT_OUT, IMAGES_WARNING
 from scheduler_service.doors.http.requests import (
     ChatCompletionRequest,
     FunctionField,
@@ -47,7 +48,6 @@ _BLOCKS = {
 }
 _VENDOR_TYPE = re.compile(VENDOR_TYPE)
 _VENDOR_OPTIONS = MessagesTool.__struct_fields__[MessagesTool.__struct_fields__.index("max_uses") :]
-_LEFT_OUT = "[An image was left out here: the model reads text only.]"
 # The first block of Claude Code's system text. It differs between sessions and between their agents, in some versions
 # between requests, and the model has no use for it: in the prompt it would defeat the prefix cache.
 _BILLING_LINE = re.compile(r"x-anthropic-billing-header:(?: *[\w.-]+=[^;\s]*(?:;|\s*\Z))+\s*")
@@ -75,13 +75,13 @@ def chat_of(request: CountTokensRequest) -> ChatCompletionRequest:
     )
 
 
-def warnings_of(request: CountTokensRequest) -> list[str]:
+def message_warnings(request: CountTokensRequest) -> list[str]:
     """Return what the server does otherwise than a request asks for."""
     warnings = []
     if kinds := sorted({*map(_vendor_kind, request.tools or ())} - {""}):
         warnings.append(f"tools that run at Anthropic are left out: {', '.join(kinds)}")
     if any(map(_has_image, request.messages)):
-        warnings.append("images in the results of tools are left out: the model reads text only")
+        warnings.append(IMAGES_WARNING)
     return warnings
 
 
@@ -185,7 +185,7 @@ def _text(block: ResultBlock) -> str:
         case ToolReferenceBlock():
             return f"Tool: {block.tool_name}"
         case ImageBlock():
-            return _LEFT_OUT
+            return IMAGE_LEFT_OUT
         case SearchResultBlock():
             return _document([block.title, block.source], "\n".join(part.text for part in block.content))
         case DocumentBlock():

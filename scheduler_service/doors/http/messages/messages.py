@@ -33,7 +33,7 @@ from scheduler_service.doors.http.messages.answers import (
     TokenCount,
     ToolUsePart,
 )
-from scheduler_service.doors.http.messages.conversation import chat_of, warnings_of
+from scheduler_service.doors.http.messages.conversation import chat_of, message_warnings
 from scheduler_service.doors.http.messages.edits import check_edits
 from scheduler_service.doors.http.messages.requests import CountTokensRequest, MessagesRequest
 from scheduler_service.doors.http.options import RequestNames
@@ -165,7 +165,7 @@ async def _chat(request: CountTokensRequest, call: Call, intake: Intake, stream:
     """Return the chat that a request means, and warn of what it leaves out. Clients give a budget to any model: one
     that has no reasoning keeps to it. Raises RefusedError."""
     chat = await _in_turn(request, call, intake, chat_of, request)
-    for text in await _in_turn(request, call, intake, warnings_of, request):
+    for text in await _in_turn(request, call, intake, message_warnings, request):
         stream.warn(text)
     if intake.chats.format_of(chosen_template(intake.model, None)).has_reasoning:
         return chat

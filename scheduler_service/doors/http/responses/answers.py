@@ -134,7 +134,7 @@ class ResponseEvent(Struct, frozen=True, omit_defaults=True):
     logprobs: list[Any] | None = None
 
 
-class InputTokens(Struct, frozen=True):
+class InputTokenCount(Struct, frozen=True):
     input_tokens: int
     object: Literal["response.input_tokens"] = "response.input_tokens"
 

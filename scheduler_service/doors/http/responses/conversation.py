@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from scheduler_service.doors.http.body import decode_body
+from scheduler_service.doors.http.prompts import IMAGE_LEFT_OUT, IMAGES_WARNING
 from scheduler_service.doors.http.requests import (
     AllowedTools,
     AllowedToolsChoice,
@@ -58,7 +59,6 @@ _KINDS = {
     CustomCallItem: "ctc",
     CustomResultItem: "ctco",
 }
-_LEFT_OUT = "[An image was left out here: the model reads text only.]"
 
 
 def items_of(request: ResponsesRequest, before: Iterable[InputItem] = ()) -> list[InputItem]:
@@ -112,7 +112,7 @@ def warnings_of(request: ResponsesRequest, conversation: Iterable[InputItem]) ->
     """Return what is done otherwise than a request and its conversation ask for."""
     warnings = list(tool_warnings(request.tools or ()))
     if any(_has_image(item) for item in conversation):
-        warnings.append("images in the results of tools are left out: the model reads text only")
+        warnings.append(IMAGES_WARNING)
     return warnings
 
 
@@ -186,4 +186,4 @@ def _add(answer: dict[str, Any], item: InputItem) -> None:
 def _text(content: Any) -> str:
     if isinstance(content, str):
         return content
-    return "".join(_LEFT_OUT if isinstance(part, InputImage) else part.text for part in content)
+    return "".join(IMAGE_LEFT_OUT if isinstance(part, InputImage) else part.text for part in content)

@@ -11,7 +11,7 @@ from scheduler_service.doors.http.chat_completions import read_chat
 from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.options import RequestNames
 from scheduler_service.doors.http.requests import TextFormat
-from scheduler_service.doors.http.responses.answers import InputTokens, ResponseAnswer
+from scheduler_service.doors.http.responses.answers import InputTokenCount, ResponseAnswer
 from scheduler_service.doors.http.responses.conversation import chat_meant, items_of, warnings_of
 from scheduler_service.doors.http.responses.requests import InputItem, ResponsesRequest, TextField, VendorTool
 from scheduler_service.doors.http.responses.response_teller import ID_PREFIX, tell_events
@@ -80,7 +80,7 @@ async def count_input_tokens(
         conversation, call = await _conversation(request, call, stored, stream)
         chat = await stored.in_turn(call.size, chat_meant, request, conversation)
         asked, _ = await read_chat(chat, call, intake)
-        return _encode(InputTokens(len(await intake.tokenize(asked.requests[0]))))
+        return _encode(InputTokenCount(len(await intake.tokenize(asked.requests[0]))))
 
 
 async def _conversation(
