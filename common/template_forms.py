@@ -37,7 +37,7 @@ _ARGUMENTS = ("argument of a call", "argument of another")
 # The names under which reasoning is given; the first is what most templates read.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 # The key that Anthropic's documentation gives to arguments that are not JSON.
-_NOT_AN_OBJECT = "INVALID_JSON"
+NOT_AN_OBJECT = "INVALID_JSON"
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 # Mistral's templates refuse other ids of calls.
 _NUM_ID_CHARS = 9
@@ -298,7 +298,7 @@ def _arguments(given: Any, *, in_json: bool) -> Any:
         read = from_json(given)
     except ValueError:
         read = None
-    return read if isinstance(read, dict) else {_NOT_AN_OBJECT: given}
+    return read if isinstance(read, dict) else {NOT_AN_OBJECT: given}
 
 
 def _id(call_id: Any, asked: AskedTemplate) -> Any:

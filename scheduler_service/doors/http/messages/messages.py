@@ -8,6 +8,7 @@ import msgspec
 
 from pagewire.common.chat_output import Arguments, CallStart, Content, OutputParser, OutputPart, Reasoning
 from pagewire.common.strict_json import from_json
+from pagewire.common.template_forms import NOT_AN_OBJECT
 from scheduler_service.core.request import EndReason
 from scheduler_service.doors.http.answering import PromptProgress, begin_requests, deltas_of
 from scheduler_service.doors.http.chat_completions import read_chat
@@ -44,8 +45,6 @@ from scheduler_service.serving.output import Delta
 from scheduler_service.serving.tenants.caller import Call
 
 _STOP_REASONS = {EndReason.STOP: "end_turn", EndReason.LENGTH: "max_tokens", EndReason.ABORT: "abort"}
-# What Anthropic's documentation wraps a call's input in that is no JSON.
-_INVALID = "INVALID_JSON"
 # Of each thinking block: clients leave blocks without one out of the next request.
 _SIGNATURE = "unsigned"
 # What a request calls the fields of the chat that it means.
@@ -225,5 +224,5 @@ def _input(text: str) -> dict[str, Any]:
     try:
         read = from_json(text)
     except ValueError:
-        return {_INVALID: text}
-    return read if isinstance(read, dict) else {_INVALID: text}
+        return {NOT_AN_OBJECT: text}
+    return read if isinstance(read, dict) else {NOT_AN_OBJECT: text}
