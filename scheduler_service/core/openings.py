@@ -90,15 +90,14 @@ class Openings:
             state.lost_its_swap(group)
         return group.state is GroupState.WAITING and self._start(group, builder)
 
-    def num_next_tokens(self, builder: PlanBuilder) -> int:
-        """Count the tokens that the next group would compute, if it has never run and could begin now; else 0."""
+    def num_next_tokens(self, builder: PlanBuilder, at_most: int) -> int:
+        """Count the tokens that the next group would compute, if these are `at_most` so many, it has never run, and
+        could begin now; else 0."""
         group = self._state.next_waiting(builder.now)
         if group is None or group.cursor is None or builder.num_free_tokens <= 0:
             return 0
         num_tokens = num_uncached_tokens(group)
-        if num_tokens > builder.num_free_tokens:
-            return 0
-        return num_tokens if self._startable(group, builder) is not None else 0
+        return num_tokens if num_tokens <= at_most and self._startable(group, builder) is not None else 0
 
     def _start(self, group: SequenceGroup, builder: PlanBuilder) -> bool:
         """Give the first sequence of a group its blocks, and all the slots it needs at once."""

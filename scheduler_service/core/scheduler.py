@@ -108,7 +108,7 @@ class Scheduler:
         builder.added_grammars.extend(worker.grammars.take_added(self._may_prepare))
         if self._policy.moves_keys and worker.active:
             max_wait_s = self._policy.max_wait_s
-            num_next_tokens = openings.num_next_tokens(builder)
+            num_next_tokens = openings.num_next_tokens(builder, self._admission.limits.num_step_tokens)
             worker.share_prompts(builder, num_next_tokens, lambda group: now - group.arrived_at >= max_wait_s)
         for group, rows in worker.rows_to_plan(builder):
             if group.state is not GroupState.RUNNING:

@@ -309,8 +309,8 @@ class WorkerState:
         self, builder: PlanBuilder, num_next_tokens: int, precedes: Callable[[SequenceGroup], bool]
     ) -> None:
         """Have long prompts give way to short ones: rows that do not decode get tokens in order of what they have left,
-        and behind those that have less left than `num_next_tokens` so many are kept for the request that is next, if it
-        would be done at once. Those that `precede` give way to none."""
+        and behind those that have less left than `num_next_tokens` up to so many are kept for the request that is next.
+        Those that `precede` give way to none."""
         rows = [(not precedes(row.sequence.group), row.num_uncomputed_tokens, row.order, row) for row in self.active]
         rows.sort(key=itemgetter(0, 1, 2))
         builder.shares = {}
@@ -318,7 +318,7 @@ class WorkerState:
         for gives_way, num_left, _, row in rows:
             if not is_kept and gives_way and num_left > num_next_tokens:
                 is_kept = True
-                num_free -= num_next_tokens if num_next_tokens <= num_free else 0
+                num_free -= min(num_next_tokens, num_free)
             num_tokens = builder.shares[row] = min(num_left, num_free)
             num_free -= num_tokens
 

@@ -2,6 +2,7 @@
 
 import gc
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -198,6 +199,32 @@ def test_what_a_long_prompt_cannot_make_room_for_at_once_waits():
     system.complete()
     system.add(prompt_of(40, 1), 3, request_id="longer than a step")
     assert first_tokens(system, ["long", "longer than a step"]) == ["long", "longer than a step"]
+
+
+def test_what_a_step_has_room_for_goes_first_however_slow_prompts_are_to_be():
+    """Prompts may compute 10 tokens beside what decodes: the long one does once, the short one has 24, and leaves 6."""
+    system = agent(budget=64, depth=1, num_blocks=200, max_decode_slowdown=2.0)
+    system.join()
+
+    def step() -> None:
+        system.plan()
+        [dispatch] = system.scheduler.state.worker.unacknowledged
+        seconds = dispatch.num_prompt_tokens / 1000 or 0.01
+        system.results.append(replace(system.results.popleft(), duration_us=int(seconds * 1e6)))
+        system.complete()
+
+    system.add(prompt_of(150), 100, request_id="decodes")
+    for _ in range(5):
+        step()
+    (long,) = system.add(prompt_of(200, 1), 3, request_id="long")
+    step()
+    (short,) = system.add(prompt_of(24, 2), 3, request_id="short")
+    while not system.tokens[short]:
+        assert not system.tokens[long]
+        step()
+    assert system.scheduler.state.groups["", "long"].sequences[0].holding.num_computed_tokens == 16
+    system.run()
+    system.assert_exact()
 
 
 def test_a_prompt_that_has_waited_too_long_gives_way_to_none():
