@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import os
 import secrets
+import sys
 import types
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from typing import Any
 from pagewire import installation, options
 from pagewire.cli.command import VERBS
 from pagewire.common import garbage_collection
+from pagewire.common.event_loop import few_events_loop
 from pagewire.common.gguf import is_gguf
 from pagewire.common.process import (
     EXIT_REFUSED,
@@ -47,6 +49,9 @@ log = logging.getLogger(__name__)
 GatewayFactory = Callable[[str], Supervisor]
 
 LOOPBACK = "127.0.0.1"
+# Threads that work on clients' texts leave the interpreter's lock to the event loop after so long. A loop that makes
+# system calls waits for it after each.
+_SWITCH_INTERVAL_S = 0.0005
 # Under which titles `--help` shows the options, and in which order: what matters first stands first.
 # tests/contract/test_options.py sees that every option stands in one group.
 MOST_USED = "most used"
@@ -346,7 +351,9 @@ def frontend(arguments: Sequence[str]) -> int:
     )
     from scheduler_service import front_end
 
-    return asyncio.run(run_out(_serve(front_end.run, config)))
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    with asyncio.Runner(loop_factory=few_events_loop) as runner:
+        return runner.run(run_out(_serve(front_end.run, config)))
 
 
 async def _serve(run: Callable[..., Coroutine[Any, Any, int]], config: Any) -> int:

@@ -1,0 +1,82 @@
+"""The event loop of a front end looks at all else that is due between a few events."""
+
+import asyncio
+import socket
+import time
+
+from pagewire.common.event_loop import MAX_EVENTS, few_events_loop
+
+
+async def _count_while_all_are_ready(num: int) -> tuple[list[int], list[bytes]]:
+    """Have that many sockets read what waits for all; how many were read between two looks, and what."""
+    loop = asyncio.get_running_loop()
+    pairs = [socket.socketpair() for _ in range(num)]
+    read: list[bytes] = []
+    counts: list[int] = []
+
+    def take(end: socket.socket) -> None:
+        read.append(end.recv(8))
+        loop.remove_reader(end)
+
+    for number, (mine, other) in enumerate(pairs):
+        mine.setblocking(False)
+        other.send(str(number).encode())
+        loop.add_reader(mine, take, mine)
+    async with asyncio.timeout(10):
+        while len(read) < num:
+            before = len(read)
+            await asyncio.sleep(0)
+            counts.append(len(read) - before)
+    for pair in pairs:
+        for end in pair:
+            end.close()
+    return counts, read
+
+
+def test_a_crowd_that_is_ready_at_once_is_served_a_few_at_a_time() -> None:
+    num = 5 * MAX_EVENTS
+    with asyncio.Runner(loop_factory=few_events_loop) as runner:
+        counts, read = runner.run(_count_while_all_are_ready(num))
+    assert max(counts) <= MAX_EVENTS
+    assert sorted(read, key=int) == [str(number).encode() for number in range(num)]
+
+
+def test_those_that_are_always_ready_leave_others_their_turn() -> None:
+    async def run() -> int:
+        loop = asyncio.get_running_loop()
+        pairs = [socket.socketpair() for _ in range(2 * MAX_EVENTS)]
+        seen: set[socket.socket] = set()
+        for mine, other in pairs:
+            other.send(b"x")  # and nobody reads it
+            loop.add_reader(mine, seen.add, mine)
+        rounds = 0
+        async with asyncio.timeout(10):
+            while len(seen) < len(pairs):
+                await asyncio.sleep(0)
+                rounds += 1
+        for pair in pairs:
+            loop.remove_reader(pair[0])
+            for end in pair:
+                end.close()
+        return rounds
+
+    with asyncio.Runner(loop_factory=few_events_loop) as runner:
+        assert runner.run(run()) <= 4
+
+
+def test_it_waits_no_longer_than_its_timers_and_writes() -> None:
+    async def run() -> bytes:
+        begun = time.monotonic()
+        await asyncio.sleep(0.01)
+        assert time.monotonic() - begun >= 0.01
+        server = await asyncio.start_server(lambda reader, writer: writer.write(b"x" * 4_000_000), "127.0.0.1", 0)
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        try:
+            async with asyncio.timeout(10):
+                return await reader.readexactly(4_000_000)
+        finally:
+            writer.close()
+            server.close()
+
+    with asyncio.Runner(loop_factory=few_events_loop) as runner:
+        assert runner.run(run()) == b"x" * 4_000_000
