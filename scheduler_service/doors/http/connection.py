@@ -7,6 +7,7 @@ import re
 import socket
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -42,13 +43,19 @@ _ABSOLUTE = re.compile(rb"(?i:https?)://([^/?]+)(.*)")
 
 
 class Listener(socket.socket):
-    """Listens, and closes what is beyond so many connections at once, those in their TLS handshake among them."""
+    """Listens, and holds at most so many connections at once, those in their TLS handshake among them. For one beyond,
+    the connection ends that has been longest without a request, first of those that have never had one. Where all
+    have requests, the new one is closed."""
 
     def __init__(self, listening: socket.socket, max_connections: int) -> None:
         super().__init__(fileno=listening.detach())
         self.num_open = 0
         self._num_tries = 0
         self._max_connections = max_connections
+        # By descriptor, longest first.
+        self._unused: dict[int, socket.socket] = {}  # never had a request
+        self._idle: dict[int, socket.socket] = {}  # between requests
+        self._occupied: dict[int, socket.socket] = {}
 
     def accept(self) -> "tuple[_Accepted, Any]":
         self._num_tries = (self._num_tries + 1) % _ACCEPTED_IN_A_ROW
@@ -56,10 +63,37 @@ class Listener(socket.socket):
             raise BlockingIOError("others have their turn")
         accepted, address = super().accept()
         connection = _Accepted(accepted, self)
-        if self.num_open > self._max_connections:
+        if self.num_open > self._max_connections and not self._end_longest():
             connection.close()
             raise ConnectionAbortedError("there are too many connections")  # asyncio takes it for the client's doing
+        self._unused[connection.fileno()] = connection
         return connection, address
+
+    def occupy(self, descriptor: int) -> None:
+        """Take note that a connection has a request."""
+        held = self._unused.pop(descriptor, None) or self._idle.pop(descriptor, None)
+        if held is not None:
+            self._occupied[descriptor] = held
+
+    def free(self, descriptor: int) -> None:
+        """Take note that a connection's requests are answered."""
+        if descriptor in self._occupied:
+            self._idle[descriptor] = self._occupied.pop(descriptor)
+
+    def remove(self, descriptor: int) -> None:
+        """Take note that a connection is closed."""
+        self.num_open -= 1
+        for connections in (self._unused, self._idle, self._occupied):
+            connections.pop(descriptor, None)
+
+    def _end_longest(self) -> bool:
+        """As if its client had ended it."""
+        for connections in (self._unused, self._idle):
+            for descriptor in connections:
+                with suppress(OSError):  # the client has
+                    connections.pop(descriptor).shutdown(socket.SHUT_RD)
+                return True
+        return False
 
 
 class _Accepted(socket.socket):
@@ -70,7 +104,7 @@ class _Accepted(socket.socket):
 
     def close(self) -> None:
         if self._listener is not None:
-            self._listener.num_open -= 1
+            self._listener.remove(self.fileno())
             self._listener = None
         super().close()
 
@@ -154,12 +188,19 @@ class HttpConnection(UvicornConnection):
     _is_in_head = False
     _certificate_names: tuple[str, ...] = ()  # the DNS names of the client's certificate, as gRPC's doors have them
     _serving: Cycle | None = None  # or served last; others may wait behind it
+    _descriptor = -1
     _timer: asyncio.TimerHandle | None = None  # which ends a connection that is silent
     _unread_timer: asyncio.TimerHandle | None = None
     _probe_timer: asyncio.TimerHandle | None = None
 
+    def __init__(self, *args: Any, listener: Listener, **kwargs: Any) -> None:
+        """`listener` accepts the connections; the rest is uvicorn's."""
+        super().__init__(*args, **kwargs)
+        self._listener = listener
+
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self._descriptor = transport.get_extra_info("socket").fileno()
         self.flow = _Flow(transport)
         self._received = bytearray()
         certificate = transport.get_extra_info("peercert") or {}
@@ -221,6 +262,7 @@ class HttpConnection(UvicornConnection):
         if self.parser.should_upgrade():
             return  # `_parse_piece` parses the head again
         self._check_head(version)
+        self._listener.occupy(self._descriptor)
         lengths = [value for name, value in self.headers if name == b"content-length"]
         self._num_body_bytes = int(lengths[0]) if lengths else 0
         self.expect_100_continue &= version != "1.0"
@@ -246,6 +288,7 @@ class HttpConnection(UvicornConnection):
         self._parse()
         self._unset_keepalive_if_required()  # a line without a request would end uvicorn's timer
         if served is not None and self._serving is served and not self._is_in_head:
+            self._listener.free(self._descriptor)
             self._end_after(HEAD_TIMEOUT_S if served.more_body or self.transport.is_closing() else KEEP_ALIVE_S)
 
     def pause_writing(self) -> None:

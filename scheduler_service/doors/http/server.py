@@ -10,7 +10,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from urllib.parse import unquote
 
 import uvicorn
@@ -196,7 +196,7 @@ class HttpDoor:
         return _Server(
             uvicorn.Config(
                 self,
-                http=HttpConnection,
+                http=cast("type[HttpConnection]", partial(HttpConnection, listener=self._socket)),
                 ws="none",
                 lifespan="off",
                 log_config=None,

@@ -17,7 +17,7 @@ from scheduler_service.doors.http import body, connection, event_stream
 from scheduler_service.doors.http import server as http_server
 from tests.contract.certificates import Authority
 from tests.contract.http.door import DONE, HttpServer, serve_http
-from tests.contract.http.sockets import PATH, VERSION, answer_to, connected, posted, status_of
+from tests.contract.http.sockets import PATH, VERSION, Stream, answer_to, connected, posted, status_of
 
 MIB = 1 << 20
 _ASKED = json.dumps({"prompt": "x" * 1_000_000, "return_token_strs": True}).encode()
@@ -55,20 +55,63 @@ async def test_a_whole_answer_that_takes_long_is_no_stream(model: Path, monkeypa
 # Connections
 
 
-async def test_connections_beyond_the_bound_are_closed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "max_open_connections", lambda: 8)  # of which gRPC has half
+async def is_open(stream: Stream) -> bool:
+    """Whether the server keeps a connection: it is asked for its version."""
+    reader, writer = stream
+    try:
+        writer.write(VERSION)
+        head = await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(int(head.partition(b"content-length: ")[2].split()[0]))
+    except (ConnectionError, asyncio.IncompleteReadError):
+        return False
+    return b" 200 " in head
+
+
+async def test_a_connection_beyond_the_bound_ends_one_without_a_request(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "max_open_connections", lambda: 8)
     async with serve_http(model) as server:
-        held = [await asyncio.open_connection(*server.url.removeprefix("http://").split(":")) for _ in range(4)]
-        held[0][1].write(VERSION)
-        assert b"200" in await held[0][0].readline()
+        address = server.url.removeprefix("http://").split(":")
+        held = [await asyncio.open_connection(*address) for _ in range(4)]
+        assert await is_open(held[0])
         for _ in range(50):
-            assert await answer_to(server, VERSION) == b""
-        assert b"200" not in await answer_to(server, VERSION)
+            assert b"200" in await answer_to(server, VERSION.replace(b"1.1", b"1.0"))
+        assert [await is_open(connection) for connection in held] == [True, False, True, True], "it had a request"
         for _, writer in held:
             writer.close()
+
+
+async def test_a_connection_that_had_a_request_ends_if_all_had_one(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "max_open_connections", lambda: 8)
+    async with serve_http(model) as server:
+        address = server.url.removeprefix("http://").split(":")
+        held = [await asyncio.open_connection(*address) for _ in range(4)]
+        for number in (1, 0, 2, 3):
+            assert await is_open(held[number])
+        last = await asyncio.open_connection(*address)
+        assert await is_open(last)
+        assert [await is_open(connection) for connection in held] == [True, False, True, True], "idle longest"
+        for _, writer in (*held, last):
+            writer.close()
+
+
+async def test_no_connection_with_a_request_ends_for_another(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "max_open_connections", lambda: 8)
+    async with serve_http(model) as server:
+        address = server.url.removeprefix("http://").split(":")
+        held = [await asyncio.open_connection(*address) for _ in range(4)]
+        for _, writer in held:
+            writer.write(posted()[:-1])  # the body lacks a byte
         async with asyncio.timeout(10):
-            while (await answer_to(server, VERSION.replace(b"1.1", b"1.0"))) == b"":  # noqa: ASYNC110 - nothing tells
+            while await answer_to(server, VERSION.replace(b"1.1", b"1.0")) != b"":  # noqa: ASYNC110 - nothing tells
                 await asyncio.sleep(0.01)
+        for reader, writer in held:
+            writer.write(b"}")
+            assert b" 200 " in await reader.readline()
+            writer.close()
 
 
 async def test_others_have_their_turn_between_connections() -> None:
@@ -96,19 +139,13 @@ async def test_connections_count_from_their_handshake_on(
     async with serve_http(model, front={"tls_cert": cert, "tls_key": key}) as server:
         address = server.url.removeprefix("http://").split(":")
         silent = [await asyncio.open_connection(*address) for _ in range(2)]
-        with pytest.raises((ConnectionError, ssl.SSLError)):
-            await asyncio.open_connection(*address, ssl=trusted)
-        silent[0][1].write(b"no handshake\r\n\r\n")
-        silent[1][1].close()
+        trusted_stream = await asyncio.open_connection(*address, ssl=trusted)
         async with asyncio.timeout(10):
-            while True:
-                try:
-                    _, writer = await asyncio.open_connection(*address, ssl=trusted)
-                    break
-                except (ConnectionError, ssl.SSLError):
-                    await asyncio.sleep(0.01)
-        writer.close()
-        silent[0][1].close()
+            assert await silent[0][0].read() == b"", "it ended for the third"
+        assert await is_open(trusted_stream)
+        assert not silent[1][0].at_eof()
+        for _, writer in (*silent, trusted_stream):
+            writer.close()
 
 
 async def test_an_idle_connection_ends(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
