@@ -32,10 +32,10 @@ async def encode():
     rng = random.Random(0)
     text = "".join(rng.choices("abcdefghijklm nopqrstuvwxyz", k=1 << 20))
     tokenizer = Tokenizer(Path(sys.argv[1]))
-    await tokenizer.encode("once", 10, is_long=True)
+    await tokenizer.encode("once", 10, list, is_long=True)
     before = resident_mb()
     for _ in range(6):
-        assert await tokenizer.encode(text, 10, is_long=True) > 10
+        assert await tokenizer.encode(text, 10, list, is_long=True) > 10
     print(resident_mb() - before)
 
 asyncio.run(encode())

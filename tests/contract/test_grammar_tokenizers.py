@@ -54,7 +54,7 @@ async def test_outputs_match_once_they_are_text(name: str, seed: int, tmp_path: 
     tokenizer = Tokenizer(path)
     vocab_size = HuggingFaceTokenizer.from_file(str(path)).get_vocab_size()
     compiler = GrammarCompiler(path.read_text(encoding="utf-8"), vocab_size)
-    prompt = await tokenizer.encode("once upon a fox", 100)
+    prompt = await tokenizer.encode("once upon a fox", 100, list)
 
     def decoded(kind: str, text: str) -> str:
         output = random_output(compiler, kind, text, vocab_size, rng)

@@ -1,7 +1,9 @@
 """Texts of prompts: what is refused before it is tokenized, what waits, and whom that holds up."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import grpc
 import pytest
@@ -12,6 +14,7 @@ from scheduler_service.serving.turns import PIECE_SIZE, Turns
 from testing.scheduler_stack import details, request, serve, status_of
 
 LONG = "x" * (PIECE_SIZE + 1)
+_Result = TypeVar("_Result")
 
 
 class HeldTokenizer:
@@ -22,13 +25,21 @@ class HeldTokenizer:
         self.waiting: list[tuple[str, asyncio.Future[None]]] = []
         self._has_more = asyncio.Event()
 
-    async def encode(self, text: str, max_tokens: int, *, add_special_tokens: bool, is_long: bool) -> list[int] | int:
+    async def encode(
+        self,
+        text: str,
+        max_tokens: int,
+        then: Callable[[list[int]], _Result],
+        *,
+        add_special_tokens: bool,
+        is_long: bool,
+    ) -> _Result | int:
         assert is_long == (len(text.encode()) > PIECE_SIZE)
         release: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.waiting.append((text, release))
         self._has_more.set()
         await release
-        return [1] * len(text) if len(text) <= max_tokens else len(text)
+        return then([1] * len(text)) if len(text) <= max_tokens else len(text)
 
     async def until_waiting(self, count: int) -> list[str]:
         async with asyncio.timeout(5):

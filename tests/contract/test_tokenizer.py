@@ -46,7 +46,7 @@ async def test_random_texts(tokenizer: Tokenizer, seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(100):
         text = "".join(rng.choice(PIECES) for _ in range(rng.randrange(1, 40)))
-        token_ids = await tokenizer.encode(text, 1000)
+        token_ids = await tokenizer.encode(text, 1000, list)
         decoder = IncrementalDecoder(tokenizer, [], skip_special_tokens=True)
         assert pushed(decoder, token_ids, rng) == text
 
@@ -62,7 +62,7 @@ def test_random_tokens_broken_characters_included(tokenizer: Tokenizer, seed: in
 
 
 async def test_half_a_character_never_comes_out(tokenizer: Tokenizer) -> None:
-    token_ids = await tokenizer.encode("a😀b日", 1000)
+    token_ids = await tokenizer.encode("a😀b日", 1000, list)
     decoder = IncrementalDecoder(tokenizer, [], skip_special_tokens=True)
     parts = [decoder.push([token_id]) for token_id in token_ids]
     assert [part for part in parts if part] == ["a", "😀", "b", "日"]
@@ -129,7 +129,7 @@ def text_decoder(tokenizer: Tokenizer, stop: list[str], *, min_tokens: int = 0, 
 @pytest.mark.parametrize("stop", ["time", "e t", "a tim", "😀", "m😀e", "never", "o"])
 async def test_stop_texts_across_token_borders(tokenizer: Tokenizer, stop: str, include: bool, chunk: int) -> None:
     text = "once upon a time m😀e there was a hat"
-    token_ids = await tokenizer.encode(text, 1000)
+    token_ids = await tokenizer.encode(text, 1000, list)
     decoder = text_decoder(tokenizer, ["zzz", stop], include=include)
     out, num_tokens, stop_text = "", 0, None
     for start in range(0, len(token_ids), chunk):
@@ -174,12 +174,12 @@ def test_stop_texts_among_broken_characters(tokenizer: Tokenizer, metaspace_toke
 
 async def test_text_that_may_become_a_stop_text_is_held_back_no_longer_than_needed(tokenizer: Tokenizer) -> None:
     decoder = text_decoder(tokenizer, ["abcd"])
-    parts = [decoder.push(await tokenizer.encode(char, 1000)).text for char in "xababcxd"]
+    parts = [decoder.push(await tokenizer.encode(char, 1000, list)).text for char in "xababcxd"]
     assert parts == ["x", "", "", "ab", "", "", "abcx", "d"]
 
 
 async def test_no_stop_text_ends_the_output_before_min_tokens(tokenizer: Tokenizer) -> None:
-    chars = [(await tokenizer.encode(char, 1000))[0] for char in "xyxyxyxy"]
+    chars = [(await tokenizer.encode(char, 1000, list))[0] for char in "xyxyxyxy"]
     decoder = text_decoder(tokenizer, ["xy"], min_tokens=5)
     decoded = decoder.push(chars)
     assert (decoded.text, decoded.stop_text, decoded.num_tokens) == ("xyxy", "xy", 6)
@@ -192,11 +192,11 @@ def test_a_file_that_is_no_tokenizer_is_a_clear_error(tmp_path: Path) -> None:
 
 
 async def test_a_prompt_of_too_many_tokens_is_only_counted(tokenizer: Tokenizer) -> None:
-    token_ids = await tokenizer.encode("once upon a time", 1000)
+    token_ids = await tokenizer.encode("once upon a time", 1000, list)
     assert isinstance(token_ids, list)
-    assert await tokenizer.encode("once upon a time", len(token_ids)) == token_ids
+    assert await tokenizer.encode("once upon a time", len(token_ids), list) == token_ids
     for is_long in (False, True):
-        assert await tokenizer.encode("once upon a time", len(token_ids) - 1, is_long=is_long) == len(token_ids)
+        assert await tokenizer.encode("once upon a time", len(token_ids) - 1, list, is_long=is_long) == len(token_ids)
 
 
 async def test_no_token_stands_for_more_bytes_than_the_longest(tokenizer: Tokenizer) -> None:
@@ -206,6 +206,6 @@ async def test_no_token_stands_for_more_bytes_than_the_longest(tokenizer: Tokeni
     assert tokenizer.max_token_bytes is not None
     for _ in range(200):
         text = "".join(rng.choices("once upon a time\U0001f600<end>\u65e5\n", k=rng.randrange(1, 60)))
-        token_ids = await tokenizer.encode(text, 1000)
+        token_ids = await tokenizer.encode(text, 1000, list)
         assert isinstance(token_ids, list)
         assert len(text.encode()) <= tokenizer.max_token_bytes * len(token_ids)

@@ -16,8 +16,6 @@ from scheduler_service.serving.prompt_text import ANY_NUMBER
 from scheduler_service.serving.refusal import Reason, RefusedError, invalid
 from scheduler_service.serving.tenants.caller import Call
 
-_NAME_VALUES = 16  # that finding a token's name counts as
-
 
 async def tokenize(request: TokenizeRequest, call: Call, intake: Intake) -> bytes:
     """Make tokens of a text, or of a conversation. Raises RefusedError."""
@@ -31,15 +29,15 @@ async def tokenize(request: TokenizeRequest, call: Call, intake: Intake) -> byte
             request.add_special_tokens is True,
             "messages",
         )
-    tokenizer, tenant = _tokenizer(intake), call.caller.tenant("")
+    tokenizer = _tokenizer(intake)
     assert intake.texts is not None, "there is a tokenizer"
-    token_ids = await intake.texts.encode(text, tenant, ANY_NUMBER, field=field, add_special_tokens=special)
-    num_values = len(token_ids) * (_NAME_VALUES if request.return_token_strs else 1)
-    write = partial(_written, token_ids, tokenizer if request.return_token_strs else None, longest_sequence(intake))
-    return await intake.turns.carry_out(tenant, num_values, write)
+    write = partial(_written, tokenizer if request.return_token_strs else None, longest_sequence(intake))
+    return await intake.texts.encode_then(
+        write, text, call.caller.tenant(""), ANY_NUMBER, field=field, add_special_tokens=special
+    )
 
 
-def _written(token_ids: list[int], naming: Tokenizer | None, max_model_len: int) -> bytes:
+def _written(naming: Tokenizer | None, max_model_len: int, token_ids: list[int]) -> bytes:
     names = None if naming is None else encode_list(map(naming.name_of, token_ids))
     return encode(Tokens(len(token_ids), max_model_len, encode_list(token_ids), names))
 

@@ -5,11 +5,11 @@
 
 import ctypes
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 from tokenizers import decoders
@@ -31,6 +31,7 @@ _NAME_OF_BYTE = "<0x{:02X}>"  # as sentencepiece writes it
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 _BYTES_OF_CHARS = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + at): byte for at, byte in enumerate(_OTHERS)}
+_Result = TypeVar("_Result")
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
 
 
@@ -68,15 +69,22 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}  # of tokens that were asked for
 
     async def encode(
-        self, text: str, max_tokens: int, *, add_special_tokens: bool = True, is_long: bool = False
-    ) -> list[int] | int:
-        """Token ids of a prompt, with the special tokens that belong around one or without; their number where there
-        are more than `max_tokens`. Raises ValueError for a text that it has no tokens for.
+        self,
+        text: str,
+        max_tokens: int,
+        then: Callable[[list[int]], _Result],
+        *,
+        add_special_tokens: bool = True,
+        is_long: bool = False,
+    ) -> _Result | int:
+        """Return what `then` makes of the token ids of a prompt, with the special tokens that belong around one or
+        without; their number where there are more than `max_tokens`. Raises ValueError for a text that it has no
+        tokens for.
 
         Long texts have a thread of their own, so that no other waits for one.
         """
         threads, encode = (self._long_text_thread, self._encode_long) if is_long else (self._threads, self._encode)
-        return await on_thread(threads, partial(encode, text, max_tokens, add_special_tokens))
+        return await on_thread(threads, partial(encode, text, max_tokens, add_special_tokens, then))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         if self._byte_tokens.keys().isdisjoint(token_ids):
@@ -142,23 +150,27 @@ class Tokenizer:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._long_text_thread.shutdown(wait=False, cancel_futures=True)
 
-    def _encode_long(self, text: str, max_tokens: int, add_special_tokens: bool) -> list[int] | int:
+    def _encode_long(
+        self, text: str, max_tokens: int, add_special_tokens: bool, then: Callable[[list[int]], _Result]
+    ) -> _Result | int:
         try:
-            return self._encode(text, max_tokens, add_special_tokens)
+            return self._encode(text, max_tokens, add_special_tokens, then)
         finally:
             # The allocator of most Linux systems would keep freed memory: hundreds of megabytes after a text of one.
             # Other threads run meanwhile.
             if _malloc_trim is not None:
                 _malloc_trim(0)
 
-    def _encode(self, text: str, max_tokens: int, add_special_tokens: bool) -> list[int] | int:
+    def _encode(
+        self, text: str, max_tokens: int, add_special_tokens: bool, then: Callable[[list[int]], _Result]
+    ) -> _Result | int:
         try:
             # Only the functions for batches let other threads run meanwhile.
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except BaseException as error:  # its panics are no Exceptions: a pattern that takes too many steps, say
             raise ValueError(f"{self._path} makes no tokens of this text: {error}") from None
         # No other thread runs while a list of ids is made.
-        return encoding.ids if len(encoding) <= max_tokens else len(encoding)
+        return then(encoding.ids) if len(encoding) <= max_tokens else len(encoding)
 
 
 def _max_token_bytes(tokenizer: HuggingFaceTokenizer) -> int | None:

@@ -1,6 +1,7 @@
 """What answers hold in memory, which is bounded before anything is computed."""
 
 import asyncio
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,20 @@ async def test_answers_of_a_tenant_share_a_bound(model: Path, tmp_path: Path, mo
         assert any("answers of this tenant" in answer.text for answer in answers[:2])
         assert answers[2].status_code == 200
         assert (await server.post(COMPLETION, of("acme"), **asked)).status_code == 200
+
+
+async def test_tokens_of_texts_do_not_wait_as_lists(server: HttpServer) -> None:
+    """All that is held is less than the lists would be, of 8 bytes for a small token id."""
+    text, num = "yz" * 50_000, 24
+    whole = (await server.post("/tokenize", prompt=text)).json()["tokens"]
+    assert len(whole) > 50_000
+    tracemalloc.start()
+    try:
+        await asyncio.gather(*(server.post("/tokenize", prompt=text) for _ in range(num)))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < num * 8 * len(whole)
 
 
 def test_log_probabilities_that_wait_take_few_bytes() -> None:

@@ -1,10 +1,13 @@
 """A tokenizer whose tokens are written as their numbers, one after another: stop texts begin and end amid tokens."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
+from typing import TypeVar
 
 from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
+
+_Result = TypeVar("_Result")
 
 
 def text_of(token_ids: Sequence[int]) -> str:
@@ -26,11 +29,17 @@ class ToyTokenizer(Tokenizer):
         self.max_token_bytes = None
 
     async def encode(
-        self, text: str, max_tokens: int, *, add_special_tokens: bool = True, is_long: bool = False
-    ) -> list[int] | int:
+        self,
+        text: str,
+        max_tokens: int,
+        then: Callable[[list[int]], _Result],
+        *,
+        add_special_tokens: bool = True,
+        is_long: bool = False,
+    ) -> _Result | int:
         await asyncio.sleep(self._rng.random() * 0.05)
         token_ids = tokens_of(text)
-        return token_ids if len(token_ids) <= max_tokens else len(token_ids)
+        return then(token_ids) if len(token_ids) <= max_tokens else len(token_ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return text_of(token_ids)
