@@ -22,7 +22,7 @@ from pagewire.common.sampling_rules import (
 from scheduler_service.core.request import BeamParams, EarlyStopping, Grammar, Request
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
 from scheduler_service.serving.prompt_text import too_many_tokens
-from scheduler_service.serving.refusal import invalid
+from scheduler_service.serving.refusal import ContextOverflow, invalid
 from scheduler_service.serving.tenants.caller import Call
 
 MAX_REQUEST_ID_CHARS = 128
@@ -93,6 +93,7 @@ class ParsedRequest:
                 f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}, together "
                 f"{num_prompt_tokens + max_tokens}; this server allows {max_sequence_tokens}; lower max_tokens to "
                 f"{room} or shorten the prompt",
+                ContextOverflow(max_sequence_tokens, num_prompt_tokens + max_tokens),
             )
         _refuse(faults_of_min_tokens({"min_tokens": self.request.sampling.min_tokens, "max_tokens": max_tokens}))
         return max_tokens

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TypeVar
 
 from scheduler_service.serving.checkpoint.tokenizer import IncrementalDecoder, Tokenizer
-from scheduler_service.serving.refusal import RefusedError, invalid
+from scheduler_service.serving.refusal import ContextOverflow, RefusedError, invalid
 from scheduler_service.serving.turns import PIECE_SIZE, TenantBytes, Turns
 
 _Result = TypeVar("_Result")
@@ -105,11 +105,13 @@ class PromptTexts:
 
     def _check_size(self, size: int, max_sequence_tokens: int, field: str) -> None:
         """Raises RefusedError for a text that is not worth tokenizing."""
+        overflow = None if max_sequence_tokens == ANY_NUMBER else ContextOverflow(max_sequence_tokens)
         if size > self._limits.max_prompt:
             raise invalid(
                 field,
                 f"the prompt has {size} bytes, this server takes {self._limits.max_prompt} (--max-prompt-bytes); "
                 "shorten it, or send its token_ids",
+                overflow,
             )
         most = self._tokenizer.max_token_bytes
         if most is not None and size > most * (max_sequence_tokens - 1):
@@ -118,6 +120,7 @@ class PromptTexts:
                 f"the prompt has {size} bytes and so more than {max_sequence_tokens - 1} tokens, since none has more "
                 f"than {most} bytes; this server allows {max_sequence_tokens} for prompt and output together; "
                 "shorten it",
+                overflow,
             )
 
 
@@ -130,4 +133,5 @@ def too_many_tokens(field: str, num_tokens: int, max_sequence_tokens: int) -> Re
         field,
         f"the prompt has {num_tokens} tokens, this server allows {max_sequence_tokens} for prompt and output "
         f"together; shorten the prompt to {max_sequence_tokens - 1} tokens or less",
+        ContextOverflow(max_sequence_tokens, num_tokens),
     )

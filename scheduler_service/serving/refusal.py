@@ -1,6 +1,7 @@
 """Why what a client asks for is refused or fails: a reason, one sentence, and the field at fault."""
 
 from enum import Enum
+from typing import NamedTuple
 
 from scheduler_service.core.request import AdmissionReason, EndReason
 
@@ -51,25 +52,35 @@ OF_END = {
 }
 
 
+class ContextOverflow(NamedTuple):
+    """A prompt that does not fit into the context, alone or with its output: agents that know so compact their
+    conversation."""
+
+    max_tokens: int  # of prompt and output together
+    num_tokens: int | None = None  # that were asked for; None: the prompt is too large to be counted
+
+
 class RefusedError(Exception):
     """Raised by what serves a call, it ends that call, as the door that it came by says such things.
 
     The text names limit, actual value and remedy; `field` is the path of the field at fault.
     """
 
-    def __init__(self, reason: Reason, message: str, field: str = "") -> None:
+    def __init__(self, reason: Reason, message: str, field: str = "", overflow: ContextOverflow | None = None) -> None:
         super().__init__(message.encode(errors="replace")[:MAX_MESSAGE_BYTES].decode(errors="ignore"))
         self.reason = reason
         self.field = field
+        self.overflow = overflow
 
-    def again(self) -> "RefusedError":
-        """Return an equal error without a traceback, whose frames would keep the request alive that has the error."""
-        return RefusedError(self.reason, str(self), self.field)
+    def again(self, field: str | None = None) -> "RefusedError":
+        """Return an equal error, under another name of the field if one is given. It has no traceback, whose frames
+        would keep the request alive that has the error."""
+        return RefusedError(self.reason, str(self), self.field if field is None else field, self.overflow)
 
 
-def invalid(field: str, message: str) -> RefusedError:
+def invalid(field: str, message: str, overflow: ContextOverflow | None = None) -> RefusedError:
     """Return the refusal of a field that cannot be taken as it is."""
-    return RefusedError(Reason.INVALID_ARGUMENT, message, field)
+    return RefusedError(Reason.INVALID_ARGUMENT, message, field, overflow)
 
 
 def unknown(request_id: str) -> RefusedError:

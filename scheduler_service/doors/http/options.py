@@ -49,7 +49,7 @@ class RequestNames:
             if field == "text" or field.startswith(_LISTS_OF_TOKENS):
                 field = self._prompt
             name, bracket, place = field.partition("[")
-            raise RefusedError(refusal.reason, str(refusal), self._options.get(name, name) + bracket + place) from None
+            raise refusal.again(self._options.get(name, name) + bracket + place) from None
 
 
 class ReadCall(NamedTuple):

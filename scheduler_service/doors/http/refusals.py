@@ -6,7 +6,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from starlette.responses import Response
 
-from scheduler_service.serving.refusal import Reason, RefusedError
+from scheduler_service.serving.refusal import ContextOverflow, Reason, RefusedError
 
 _TYPES = {
     401: "authentication_error",
@@ -54,9 +54,20 @@ def error_answer(refusal: RefusedError | HttpRefusal, path: str) -> ErrorAnswer:
     code = "model_not_found" if refusal.field == "model" else _CODES.get(refusal.reason)
     if (refusal.reason, refusal.field) == _UNKNOWN_RESPONSE:
         code = "previous_response_not_found"
+    message = str(refusal)
+    if refusal.overflow is not None:
+        code, message = "context_length_exceeded", f"{_overflow(refusal.overflow, path)}: {message}"
     details = _NO_THREADS if kind and refusal.field == "thread" else UNSET
-    error = Error(str(refusal), _type(refusal.reason.http_status), refusal.field or None, code, details)
+    error = Error(message, _type(refusal.reason.http_status), refusal.field or None, code, details)
     return ErrorAnswer(error, kind)
+
+
+def _overflow(overflow: ContextOverflow, path: str) -> str:
+    """Return the words by which clients of an API know that the context is full."""
+    most, number = overflow
+    if path.startswith("/v1/messages"):
+        return "prompt is too long" + ("" if number is None else f": {number} tokens > {most - 1} maximum")
+    return f"this model's maximum context length is {most} tokens"
 
 
 def error_response(refusal: RefusedError | HttpRefusal, path: str) -> Response:
