@@ -35,6 +35,10 @@ class DescribedWorker(Protocol):
     def dtype(self) -> str:
         """The data type of its weights and of its KV cache."""
 
+    @property
+    def weight_format(self) -> str:
+        """The format in which it holds the weights."""
+
 
 class Availability(Protocol):
     """Whether requests are taken, and what fits: as the step loop knows it, or as a front end's link has heard."""

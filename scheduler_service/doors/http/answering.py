@@ -6,10 +6,12 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from functools import partial
+from hashlib import sha256
 from typing import Any, Protocol, TypeVar
 
 from msgspec import UNSET, Raw, Struct, UnsetType
 
+from pagewire.common import __version__
 from scheduler_service.core.request import EndReason, OutputMode, Request, SequenceEnd
 from scheduler_service.doors.http.answers import PromptTokensDetails, UsageCounts, encode
 from scheduler_service.doors.http.event_stream import EventStream
@@ -322,6 +324,14 @@ def longest_sequence(intake: Intake) -> int:
     """Return the tokens that prompt and output can have together, as far as is known."""
     availability = intake.engine.availability
     return availability.max_sequence_tokens if availability.capacity else intake.model.max_model_len
+
+
+def fingerprint(intake: Intake) -> str:
+    """Return a name for what outputs depend on besides their requests: the version, the files of the model without its
+    weights, and the worker's data types and backend."""
+    worker = intake.engine.availability.capacity
+    of_worker = None if worker is None else (worker.dtype, worker.weight_format, worker.attention_backend)
+    return f"pagewire-{__version__}-{sha256(repr((intake.model.digest, of_worker)).encode()).hexdigest()[:8]}"
 
 
 def numbered(request_id: str, count: int) -> Iterator[str]:

@@ -65,6 +65,7 @@ class CompletionAnswer(Struct, frozen=True):
     object: Literal["text_completion"]
     created: int
     model: str
+    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: UsageCounts | UnsetType | None = UNSET
 
@@ -107,8 +108,8 @@ class ChatMessage(Struct, frozen=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
     refusal: UnsetType | None = UNSET
-    reasoning: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType | None = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -131,10 +132,12 @@ class ChatAnswer(Struct, frozen=True):
     object: Literal["chat.completion", "chat.completion.chunk"]
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChoice]
     usage: UsageCounts | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType | None = UNSET
     prompt_logprobs: PromptLogprobsField | UnsetType | None = UNSET
+    service_tier: Literal["default"] = "default"
 
 
 class Model(Struct, frozen=True):

@@ -11,6 +11,7 @@ from pagewire.common.chat_template import text_of
 from scheduler_service.doors.http.answering import (
     PromptProgress,
     answer_call,
+    fingerprint,
     finish_reason,
     now,
     stop_reason,
@@ -48,6 +49,7 @@ class ChatWriter:
         self._readers = [SampleReader(make_parser()) for _ in range(request.n or 1)]
         self._id, self._model = head
         self._created = now()
+        self._fingerprint = fingerprint(intake)
         last = request.messages[-1]
         goes_on = request.continue_final_message or request.add_generation_prompt is False
         self._role = str(last["role"]) if goes_on else _ROLE
@@ -81,11 +83,10 @@ class ChatWriter:
 
     def _whole(self, told: Told) -> ChatMessage:
         content = self._echoed + told.content
-        reasoning = told.reasoning or UNSET
+        reasoning = told.reasoning or None
         calls = without_indexes(told.tool_calls) or UNSET
-        return ChatMessage(
-            self._role, content or ("" if reasoning is calls else None), None, reasoning, reasoning, calls
-        )
+        says_nothing = reasoning is None and calls is UNSET
+        return ChatMessage(self._role, content or ("" if says_nothing else None), None, reasoning, reasoning, calls)
 
     def answer(
         self,
@@ -108,6 +109,7 @@ class ChatWriter:
             "chat.completion" if is_whole else "chat.completion.chunk",
             self._created,
             self._model,
+            self._fingerprint,
             choices,
             usage,
             token_ids,

@@ -10,6 +10,7 @@ from scheduler_service.core.request import EndReason
 from scheduler_service.doors.http.answering import (
     PromptProgress,
     answer_call,
+    fingerprint,
     finish_reason,
     now,
     numbered,
@@ -37,6 +38,7 @@ class CompletionWriter:
         self._request = request
         self._id, self._model = head
         self._created = now()
+        self._fingerprint = fingerprint(intake)
         self._echoed = echoed
         self._texts = TokenTexts(intake.tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
         self._tokens: dict[int, CompletionTokens] = {}  # of each choice
@@ -82,7 +84,9 @@ class CompletionWriter:
         *,
         is_whole: bool,
     ) -> CompletionAnswer:
-        return CompletionAnswer(self._id, "text_completion", self._created, self._model, choices, usage)
+        return CompletionAnswer(
+            self._id, "text_completion", self._created, self._model, self._fingerprint, choices, usage
+        )
 
     def _logprobs(self, index: int, delta: Delta, echoed: PromptProgress | None) -> CompletionLogprobs | None:
         """Return the log-probabilities of a delta's tokens, behind those of a prompt that it begins with."""

@@ -6,6 +6,7 @@ A call is served in the task of its connection, and ends with its client: what i
 import asyncio
 import contextlib
 import logging
+import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -132,7 +133,9 @@ class HttpDoor:
         self.url = f"{'http' if address.tls is None else 'https'}://{join(address.host, self._socket.getsockname()[1])}"
         self._application: ASGIApp = self._serve
         if allowed_origins:
-            self._application = CORSMiddleware(self._serve, allowed_origins, allow_methods=["*"], allow_headers=["*"])
+            self._application = CORSMiddleware(
+                self._serve, allowed_origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
+            )
         self._server = self._make_server(address.tls)
 
     async def run(self) -> None:
@@ -157,6 +160,7 @@ class HttpDoor:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a call, as ASGI has it. Preflight requests are calls too."""
+        send = partial(_send_named, send, f"req_{secrets.token_hex(12)}".encode())
         # The first of a name counts.
         scope["header_values"] = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}
         why = self._hosts.refusal(scope["header_values"].get(b"host", "localhost"))
@@ -487,6 +491,15 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+async def _send_named(send: Send, call_id: bytes, message: Message) -> None:
+    """Send a part of an answer, whose headers have the call's id under the names that clients of OpenAI and of
+    Anthropic read."""
+    if message["type"] == "http.response.start":
+        names = [(b"x-request-id", call_id), (b"request-id", call_id)]
+        message = {**message, "headers": [*message["headers"], *names]}
+    await send(message)
 
 
 async def _refuse(

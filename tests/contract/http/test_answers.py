@@ -1,5 +1,6 @@
 """The parts of answers and refusals by which clients decide what to do next."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,10 @@ import anthropic
 import openai
 import pytest
 
-from tests.contract.http.door import HttpServer, make_chat_checkpoint
+from pagewire.common import __version__
+from scheduler_service.serving.checkpoint.model_info import read_model_info
+from testing.fake_worker import FakeWorker
+from tests.contract.http.door import HttpServer, make_chat_checkpoint, serve_http
 from tests.contract.http.shared import CHAT, COMPLETION
 from tests.contract.pooling import write_pooling
 
@@ -61,3 +65,56 @@ async def test_other_refusals_say_nothing_of_the_context(server: HttpServer, ask
     error = await server.refusal(COMPLETION, **{"prompt": "x"} | asked)
     assert error["code"] is None
     assert "context" not in error["message"]
+
+
+async def test_every_answer_has_an_id_for_its_client(server: HttpServer) -> None:
+    chat = await server.openai.chat.completions.create(model="chatty", messages=[QUESTION], max_tokens=1)  # type: ignore[list-item]
+    assert (chat._request_id or "").startswith("req_")
+    with pytest.raises(openai.NotFoundError) as caught:
+        await server.openai.chat.completions.create(model="other", messages=[QUESTION])  # type: ignore[list-item]
+    assert (caught.value.request_id or "").startswith("req_")
+    async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        asked: Any = {"model": "chatty", "messages": [QUESTION], "max_tokens": 1}
+        message = await client.messages.create(**asked)
+        async with client.messages.stream(**asked) as stream:
+            streamed = stream.request_id
+            await stream.until_done()
+    ids = {chat._request_id, caught.value.request_id, message._request_id, streamed}
+    for path in ("/version", "/nowhere", "/v1/models"):
+        ids.add((await server.client.get(path)).headers["x-request-id"])
+    assert len(ids) == 7
+    assert None not in ids
+
+
+async def test_answers_tell_what_has_made_them(server: HttpServer) -> None:
+    """Whole and streamed, and the same for every request."""
+    asked: dict[str, dict[str, Any]] = {CHAT: {"messages": [QUESTION]}, COMPLETION: {"prompt": "once"}}
+    answers = []
+    for path, given in asked.items():
+        answers.append((await server.post(path, **given, max_tokens=3)).json())
+        answers += await server.events(path, **given, max_tokens=3)
+    (told,) = {answer["system_fingerprint"] for answer in answers}
+    assert told.startswith(f"pagewire-{__version__}-")
+    assert {answer["service_tier"] for answer in answers if answer["object"] != "text_completion"} == {"default"}
+    message = (await server.post(MESSAGES, messages=[QUESTION], max_tokens=3)).json()
+    assert message["usage"]["service_tier"] == "standard"
+    assert (await server.post(RESPONSES, input="hello", max_output_tokens=3)).json()["service_tier"] == "default"
+
+
+async def test_the_fingerprint_is_of_model_and_worker(server: HttpServer, model: Path, tmp_path: Path) -> None:
+    async def fingerprint(of: HttpServer) -> str:
+        answer: str = (await of.complete(prompt="x", max_tokens=1))["system_fingerprint"]
+        return answer
+
+    other = make_chat_checkpoint(tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"rope_theta": 7.0}))
+    worker = FakeWorker(read_model_info(str(model)).digest, dtype="bfloat16")
+    await worker.start()
+    async with serve_http(other) as second, serve_http(model, worker=worker) as third:
+        assert len({await fingerprint(each) for each in (server, second, third)}) == 3
+
+
+async def test_a_chat_without_reasoning_has_null(server: HttpServer) -> None:
+    message = (await server.chat("hello", max_tokens=3))["choices"][0]["message"]
+    assert message["reasoning"] is message["reasoning_content"] is None

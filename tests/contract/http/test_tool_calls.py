@@ -59,7 +59,7 @@ def told(answer: dict[str, Any]) -> tuple[str, str, list[tuple[str, str]], str]:
     assert len({call["id"] for call in calls}) == len(calls)
     return (
         message["content"] or "",
-        message.get("reasoning", ""),
+        message["reasoning"] or "",
         [(call["function"]["name"], call["function"]["arguments"]) for call in calls],
         choice["finish_reason"],
     )

@@ -34,6 +34,7 @@ class MessageUsage(Struct, frozen=True):
     output_tokens: int
     cache_read_input_tokens: int = 0
     cache_creation_input_tokens: int = 0
+    service_tier: Literal["standard"] = "standard"
 
 
 class MessageAnswer(Struct, frozen=True):
