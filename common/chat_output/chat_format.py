@@ -51,7 +51,8 @@ class ChatFormat(NamedTuple):
         SchemaBudgetError."""
         calls = self._read_in(functions)
         read = partial(calls.read, read_functions(functions)) if calls else Unread.rest
-        return OutputParser(partial(self._read, is_reasoning=self.is_reasoning(prompt), read=read))
+        read_all = partial(self._read, is_reasoning=self.is_reasoning(prompt), read=read)
+        return OutputParser(read_all, has_reasoning=self.has_reasoning)
 
     def _read_in(self, functions: Functions) -> CallFormat | None:
         return self.calls if functions or self.is_in_channels else None
@@ -63,7 +64,7 @@ class ChatFormat(NamedTuple):
     def _read(self, unread: Unread, *, is_reasoning: bool, read: Callable[[Unread], Reading[None]]) -> Reading[None]:
         if self.thinking and ((yield from unread.begins_with(self.thinking.begin)) or is_reasoning):
             yield from unread.skip(_NEWLINES)
-            yield from unread.until((self.thinking.end,), Reasoning)
+            yield from unread.thoughts(unread.until((self.thinking.end,), Reasoning))
             yield from unread.skip(_NEWLINES)
         yield from read(unread)
 

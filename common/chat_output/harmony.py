@@ -41,7 +41,8 @@ def read_messages(functions: Mapping[str, Any], unread: Unread) -> Reading[None]
             if marker and kind in told_kinds:
                 yield kind("\n")
             told_kinds.add(kind)
-            marker = yield from told(kind, unread.pieces_until(_ENDS))
+            reading = told(kind, unread.pieces_until(_ENDS))
+            marker = yield from unread.thoughts(reading) if kind is Reasoning else reading
         else:
             marker = yield from told(Content, unread.pieces_until(TAGS))
 

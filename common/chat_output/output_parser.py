@@ -9,7 +9,9 @@ from pagewire.common.surrogates import HalfEscapes, without_halves
 
 
 class OutputParser:
-    def __init__(self, read: Callable[[Unread], Reading[None]]) -> None:
+    def __init__(self, read: Callable[[Unread], Reading[None]], *, has_reasoning: bool = False) -> None:
+        """`has_reasoning`: the format tells reasoning apart."""
+        self.has_reasoning = has_reasoning
         self._unread = Unread()
         self._next = partial(next, read(self._unread), None)
         self._escapes = HalfEscapes()  # of the arguments that are read
@@ -21,6 +23,16 @@ class OutputParser:
             self._unread.end()
         parts = [whole for part in iter(self._next, None) for whole in self._whole(part)]
         return [*parts, *self._end_arguments()] if is_last else parts
+
+    def is_reasoning(self, place: int) -> bool | None:
+        """Tell whether the text that begins at a place is reasoning, between its tags. Return None where that depends
+        on text to come. Places are asked for in order."""
+        if place >= self._unread.place:
+            return None
+        spans = self._unread.reasoning
+        while spans and spans[0][1] <= place:
+            spans.popleft()
+        return bool(spans) and spans[0][0] <= place
 
     def _whole(self, part: OutputPart) -> Iterator[OutputPart]:
         """Yield a part with U+FFFD in place of half a surrogate pair: UTF-8 has no halves, and not every client reads

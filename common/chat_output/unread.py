@@ -5,6 +5,8 @@ Its readings are generators that yield None where they need more text.
 
 import json
 import re
+import sys
+from collections import deque
 from collections.abc import Callable, Generator
 from functools import cache
 from typing import NamedTuple, TypeVar
@@ -37,12 +39,20 @@ class Unread:
     def __init__(self) -> None:
         self._text = ""
         self._at = 0  # up to here it was read
+        self._num_added = 0
         self._is_whole = False
         self._kept: list[str] | None = None  # what was read since a tag, until that turns out to be one
+        self.reasoning: deque[tuple[int, int]] = deque()  # where in the whole text each piece of it begins and ends
 
     def add(self, text: str) -> None:
         self._text = self._text[self._at :] + text if self._at < len(self._text) else text
         self._at = 0
+        self._num_added += len(text)
+
+    @property
+    def place(self) -> int:
+        """Return the number of characters of the whole text that were read."""
+        return self._num_added - len(self._text) + self._at
 
     def end(self) -> None:
         """Say that no text is to come."""
@@ -64,6 +74,14 @@ class Unread:
         """Tell the text before the first of some markers, without the newlines right before it, and read past it.
         Return the marker, or nothing if the text ends without one. None of them may be the beginning of another."""
         return (yield from told(tell, self.pieces_until(markers, _NEWLINES)))
+
+    def thoughts(self, reading: Reading[str]) -> Reading[str]:
+        """Note where the text is that a reading tells as reasoning, up to a marker, which it returns."""
+        begin = self.place
+        self.reasoning.append((begin, sys.maxsize))
+        marker = yield from reading
+        self.reasoning[-1] = begin, self.place - len(marker)
+        return marker
 
     def pieces_until(self, markers: tuple[str, ...], trimmed: str = "") -> PieceReading[str]:
         """The same in pieces, without some characters right before the marker."""

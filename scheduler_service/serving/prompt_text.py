@@ -82,14 +82,6 @@ class PromptTexts:
             raise too_many_tokens(field, made, max_sequence_tokens)
         return made
 
-    async def count(self, text: str, tenant: str) -> int:
-        """Return how many tokens a text of an output has, without special ones around it. Raises RefusedError."""
-        if not text:
-            return 0
-        is_long = len(text) > PIECE_SIZE
-        async with self._turns.turn(tenant, is_long=is_long):
-            return await self._tokenizer.encode(text, ANY_NUMBER, len, add_special_tokens=False, is_long=is_long)
-
     async def decode(self, token_ids: Sequence[int], tenant: str, *, skip_special_tokens: bool) -> str:
         """Return the text of tokens that exist, a piece in each turn of the tenant. Raises RefusedError."""
         size, texts = len(token_ids) * _TOKEN_BYTES, []

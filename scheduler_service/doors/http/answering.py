@@ -13,7 +13,7 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 
 from pagewire.common import __version__
 from scheduler_service.core.request import EndReason, OutputMode, Request, SequenceEnd
-from scheduler_service.doors.http.answers import PromptTokensDetails, UsageCounts, encode
+from scheduler_service.doors.http.answers import OutputTokensDetails, PromptTokensDetails, UsageCounts, encode
 from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.options import ReadCall
 from scheduler_service.doors.http.requests import GenerationRequest, StreamOptions
@@ -78,6 +78,10 @@ class AnswerWriter(Protocol):
     """How one kind of answer is written."""
 
     num_hidden_tokens: int  # of each sample, that were computed and are not shown
+
+    @property
+    def output_details(self) -> OutputTokensDetails | UnsetType:
+        """What is known of the tokens of all outputs so far."""
 
     def first_choices(self, progress: PromptProgress) -> list[Any]:
         """Make the choices that an answer in events begins with, each in an event of its own."""
@@ -189,7 +193,7 @@ async def _whole_answer(begun: Sequence[PromptProgress], writer: AnswerWriter, n
         for delta in wholes:
             choices.append(await progress.write(progress.num_values(delta), _whole_choice, writer, progress, delta))
             await asyncio.sleep(0)  # others have their turn
-    usage, only = _usage(begun, writer.num_hidden_tokens), begun[0] if len(begun) == 1 else None
+    usage, only = _usage(begun, writer), begun[0] if len(begun) == 1 else None
     num_values = 0 if only is None else max(map(only.num_values, wholes))
     return await begun[0].write(num_values, _encoded_answer, writer, choices, usage, only)
 
@@ -234,7 +238,7 @@ async def _stream_answer(
     else:
         await all_of(_stream_prompt(progress, writer, stream, options) for progress in begun)
     if options.include_usage:
-        usage = _usage(begun, writer.num_hidden_tokens)
+        usage = _usage(begun, writer)
         await stream.tell(encode(writer.answer([], usage, None, is_whole=False)))
     await stream.end()
 
@@ -288,16 +292,22 @@ def _event(
     return encode(writer.answer([choice], usage, progress if is_first else None, is_whole=False))
 
 
-def _usage(begun: Sequence[PromptProgress], num_hidden_tokens: int) -> UsageCounts:
+def _usage(begun: Sequence[PromptProgress], writer: AnswerWriter) -> UsageCounts:
     return counts(
         sum(len(progress.prompt_token_ids) for progress in begun),
-        sum(num - min(num, num_hidden_tokens) for progress in begun for num in progress.num_tokens),
+        sum(num - min(num, writer.num_hidden_tokens) for progress in begun for num in progress.num_tokens),
         PromptTokensDetails(sum(progress.num_cached_tokens for progress in begun)),
+        writer.output_details,
     )
 
 
-def counts(num_prompt: int, num_output: int, details: PromptTokensDetails | UnsetType = UNSET) -> UsageCounts:
-    return UsageCounts(num_prompt, num_output, num_prompt + num_output, details)
+def counts(
+    num_prompt: int,
+    num_output: int,
+    details: PromptTokensDetails | UnsetType = UNSET,
+    output_details: OutputTokensDetails | UnsetType = UNSET,
+) -> UsageCounts:
+    return UsageCounts(num_prompt, num_output, num_prompt + num_output, details, output_details)
 
 
 def finish_reason(end: SequenceEnd | None, *, calls: bool = False) -> str | None:

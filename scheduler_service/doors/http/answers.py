@@ -23,11 +23,16 @@ class PromptTokensDetails(Struct, frozen=True):
     cached_tokens: int
 
 
+class OutputTokensDetails(Struct, frozen=True):
+    reasoning_tokens: int
+
+
 class UsageCounts(Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+    completion_tokens_details: OutputTokensDetails | UnsetType = UNSET
 
 
 class PromptLogprob(Struct, frozen=True):

@@ -16,12 +16,19 @@ from scheduler_service.doors.http.answering import (
     now,
     stop_reason,
 )
-from scheduler_service.doors.http.answers import ChatAnswer, ChatChoice, ChatMessage, PromptLogprobsField, UsageCounts
+from scheduler_service.doors.http.answers import (
+    ChatAnswer,
+    ChatChoice,
+    ChatMessage,
+    OutputTokensDetails,
+    PromptLogprobsField,
+    UsageCounts,
+)
 from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.options import ReadCall, RequestNames, parsed, sampling_options
 from scheduler_service.doors.http.prompts import chosen_template, render_messages
 from scheduler_service.doors.http.requests import ChatCompletionRequest
-from scheduler_service.doors.http.token_texts import TokenTexts
+from scheduler_service.doors.http.token_texts import ReasoningTokens, TokenTexts
 from scheduler_service.doors.http.tool_calls import (
     ParserMaker,
     SampleReader,
@@ -46,7 +53,6 @@ class ChatWriter:
     ) -> None:
         """`head` is the answer's id, and the model's name."""
         self._request = request
-        self._readers = [SampleReader(make_parser()) for _ in range(request.n or 1)]
         self._id, self._model = head
         self._created = now()
         self._fingerprint = fingerprint(intake)
@@ -55,6 +61,13 @@ class ChatWriter:
         self._role = str(last["role"]) if goes_on else _ROLE
         self._echoed = text_of(last) if request.echo and last["role"] == self._role else ""
         self._texts = TokenTexts(intake.tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
+        parsers = [make_parser() for _ in range(request.n or 1)]
+        self._readers = [SampleReader(parser) for parser in parsers]
+        self._reasoning = [ReasoningTokens(self._texts, parser) for parser in parsers]
+
+    @property
+    def output_details(self) -> OutputTokensDetails:
+        return OutputTokensDetails(sum(each.count for each in self._reasoning))
 
     def first_choices(self, progress: PromptProgress) -> list[ChatChoice]:
         openings = [ChatMessage(role=self._role, content="")]
@@ -66,8 +79,9 @@ class ChatWriter:
         request, end = self._request, delta.end
         reader = self._readers[delta.sample_index]
         told = reader.read(delta.text, is_last=end is not None)
+        others = self._reasoning[delta.sample_index].others(delta)
         if request.include_reasoning is False:
-            told = told._replace(reasoning="")
+            told, delta = told._replace(reasoning=""), others
         shows = any(told) or end is not None or (delta.token_ids and (request.return_token_ids or request.logprobs))
         if not shows:
             return None

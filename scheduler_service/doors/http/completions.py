@@ -32,6 +32,8 @@ _DEFAULT_MAX_TOKENS = 16
 
 
 class CompletionWriter:
+    output_details = UNSET
+
     def __init__(self, request: CompletionRequest, head: tuple[str, str], intake: Intake, echoed: list[str]) -> None:
         """`head` is the answer's id, and the model's name; `echoed` are the texts of prompts to begin with, or
         none."""

@@ -5,11 +5,13 @@ A token's bytes need not be whole characters: such a token's text shows its byte
 
 import codecs
 import itertools
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from msgspec import Raw
 
+from pagewire.common.chat_output import OutputParser
 from scheduler_service.core.request import TokenLogprobs
 from scheduler_service.doors.http.answers import (
     ChatLogprob,
@@ -22,6 +24,7 @@ from scheduler_service.doors.http.answers import (
     encode_list,
 )
 from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
+from scheduler_service.serving.output import Delta
 
 _LOWEST = -9999.0  # JSON has no infinity
 _PIECE_ROWS = 256  # of a completion's columns, that are written at once
@@ -114,6 +117,40 @@ class CompletionTokens:
 
     def _text(self, token_id: int) -> str:
         return self._texts.text_of(token_id, "bytes:")
+
+
+class ReasoningTokens:
+    """The tokens of one output's reasoning: those whose text begins between its tags."""
+
+    def __init__(self, texts: TokenTexts, parser: OutputParser) -> None:
+        """`parser` reads the output."""
+        self.count = 0
+        self._texts = texts
+        self._parser = parser
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._num_chars = 0
+        self._unknown: deque[tuple[int, int, TokenLogprobs | None]] = deque()  # each token after its place
+
+    def others(self, delta: Delta) -> Delta:
+        """Count the tokens of the reasoning in a delta whose text was read, and return the delta without them. A token
+        of which the text to come decides is in the delta after that."""
+        if not self._parser.has_reasoning:
+            return delta
+        for token_id, entry in itertools.zip_longest(delta.token_ids, delta.logprobs):
+            self._unknown.append((self._num_chars, token_id, entry))
+            self._num_chars += len(self._decoder.decode(self._texts.bytes_of(token_id)))
+        others: list[tuple[int, TokenLogprobs | None]] = []
+        while self._unknown:
+            place, token_id, entry = self._unknown[0]
+            is_reasoning = self._parser.is_reasoning(place)
+            if is_reasoning is None and delta.end is None:
+                break
+            self._unknown.popleft()
+            self.count += bool(is_reasoning)
+            if not is_reasoning:
+                others.append((token_id, entry))
+        logprobs = [entry for _, entry in others if entry is not None]
+        return delta._replace(token_ids=[token_id for token_id, _ in others], logprobs=logprobs)
 
 
 def _finite(logprob: float) -> float:

@@ -1,17 +1,21 @@
 """The parts of answers and refusals by which clients decide what to do next."""
 
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import anthropic
 import openai
 import pytest
+from tokenizers import Tokenizer
 
 from pagewire.common import __version__
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
-from tests.contract.http.door import HttpServer, make_chat_checkpoint, serve_http
+from testing.simulated_worker import SimulatedWorker
+from tests.contract.http.door import HttpServer, joined, make_chat_checkpoint, serve_http
+from tests.contract.http.scripted import make_tool_checkpoint
 from tests.contract.http.shared import CHAT, COMPLETION
 from tests.contract.pooling import write_pooling
 
@@ -118,3 +122,76 @@ async def test_the_fingerprint_is_of_model_and_worker(server: HttpServer, model:
 async def test_a_chat_without_reasoning_has_null(server: HttpServer) -> None:
     message = (await server.chat("hello", max_tokens=3))["choices"][0]["message"]
     assert message["reasoning"] is message["reasoning_content"] is None
+
+
+THOUGHT, ANSWER = "<think>\nWhere?\né < </th\n</think>\n\nI <look>.", "I <look>."
+
+
+@pytest.fixture
+async def thinker(tmp_path: Path) -> AsyncIterator[tuple[HttpServer, Tokenizer]]:
+    model = make_tool_checkpoint(tmp_path / "thinker")
+    async with serve_http(model) as server:
+        yield server, Tokenizer.from_file(str(model / "tokenizer.json"))
+
+
+def write(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer, text: str) -> list[int]:
+    """Has the model write a text. Return its tokens, with the one that ends it."""
+    script = [*tokenizer.encode(text).ids, 0]
+
+    def next_token(self: SimulatedWorker, row: Any, matcher: object, prefix: int) -> int:
+        return script[min(len(row.token_ids) - row.opening.num_prompt_tokens, len(script) - 1)]
+
+    monkeypatch.setattr(SimulatedWorker, "_next_token", next_token)
+    return script
+
+
+async def test_tokens_of_reasoning_are_counted(
+    thinker: tuple[HttpServer, Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those between the tags, whole, streamed, cut at any token, and in background."""
+    server, tokenizer = thinker
+    script = write(monkeypatch, tokenizer, THOUGHT)
+    begin = len(tokenizer.encode("<think>\n").ids)
+    expected = len(tokenizer.encode(THOUGHT.partition("</think>")[0]).ids) - begin
+    counted = {}
+    for most in (1, begin, begin + 3, begin + expected, len(script)):
+        asked: dict[str, Any] = {"messages": [QUESTION], "max_tokens": most, "n": 2}
+        whole = (await server.chat(**asked))["usage"]
+        events = await server.events(CHAT, **asked, stream_options={"include_usage": True})
+        assert events[-1]["usage"] == whole
+        counted[most] = whole["completion_tokens_details"]["reasoning_tokens"] / 2
+        answer = (await server.post(RESPONSES, input="x", max_output_tokens=most)).json()
+        assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] == counted[most]
+    assert list(counted.values()) == [0, 0, 3, expected, expected]
+    response = await server.openai.responses.create(model="thinker", input="x", background=True)
+    while response.status != "completed":
+        response = await server.openai.responses.retrieve(response.id)
+    assert response.usage is not None
+    assert response.usage.output_tokens_details.reasoning_tokens == expected
+    write(monkeypatch, tokenizer, ANSWER)
+    assert (await server.chat("x"))["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
+@pytest.mark.parametrize("stop", [None, "look"])
+async def test_reasoning_that_is_left_out_is_in_no_list_of_tokens(
+    thinker: tuple[HttpServer, Tokenizer], monkeypatch: pytest.MonkeyPatch, stop: str | None
+) -> None:
+    """Also where the text of a token is held back; its tags and the answer have their tokens."""
+    server, tokenizer = thinker
+    script = write(monkeypatch, tokenizer, THOUGHT)
+    asked: dict[str, Any] = {"messages": [QUESTION], "max_tokens": 200, "logprobs": True, "return_token_ids": True}
+    asked |= {"stop": stop}
+    [whole] = (await server.chat(**asked))["choices"]
+    assert whole["token_ids"] == script[: len(whole["token_ids"])]
+    [told] = (await server.chat(**asked, include_reasoning=False))["choices"]
+    text = tokenizer.decode(told["token_ids"])
+    assert text == f"<think>\n</think>\n\n{ANSWER}"[: len(text)]
+    assert told["message"]["reasoning"] is None
+    num_hidden = len(whole["token_ids"]) - len(told["token_ids"])
+    assert told["logprobs"]["content"][-9:] == whole["logprobs"]["content"][-9:]
+    assert len(told["logprobs"]["content"]) == len(whole["logprobs"]["content"]) - num_hidden
+    events = await server.events(CHAT, **asked, include_reasoning=False)
+    choices = [choice for event in events for choice in event["choices"]]
+    assert joined(choice.get("token_ids") or [] for choice in choices) == told["token_ids"]
+    logprobs = [choice["logprobs"]["content"] for choice in choices if choice["logprobs"]]
+    assert joined(logprobs) == told["logprobs"]["content"]

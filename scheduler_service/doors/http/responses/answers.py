@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from scheduler_service.doors.http.answers import OutputTokensDetails
 from scheduler_service.doors.http.responses.requests import InputItem
 
 
@@ -57,15 +58,11 @@ class CachedTokens(Struct, frozen=True):
     cache_write_tokens: int = 0
 
 
-class ReasoningTokens(Struct, frozen=True):
-    reasoning_tokens: int
-
-
 class ResponseUsage(Struct, frozen=True):
     input_tokens: int
     input_tokens_details: CachedTokens
     output_tokens: int
-    output_tokens_details: ReasoningTokens
+    output_tokens_details: OutputTokensDetails
     total_tokens: int
 
 

@@ -8,6 +8,7 @@ import msgspec
 from pagewire.common.chat_output import Arguments, CallStart, Content, OutputParser, OutputPart, Reasoning
 from scheduler_service.core.request import EndReason, SequenceEnd
 from scheduler_service.doors.http.answering import CHAR_VALUES, now
+from scheduler_service.doors.http.answers import OutputTokensDetails
 from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.responses.answers import (
     AnswerText,
@@ -18,7 +19,6 @@ from scheduler_service.doors.http.responses.answers import (
     MessageOutput,
     OutputItem,
     ReasoningOutput,
-    ReasoningTokens,
     ResponseAnswer,
     ResponseError,
     ResponseEvent,
@@ -27,6 +27,7 @@ from scheduler_service.doors.http.responses.answers import (
 )
 from scheduler_service.doors.http.responses.called_tools import CalledTool, called_tools, input_of
 from scheduler_service.doors.http.responses.requests import Tool
+from scheduler_service.doors.http.token_texts import ReasoningTokens, TokenTexts
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.output import Delta
 from scheduler_service.serving.turns import PIECE_SIZE
@@ -45,6 +46,7 @@ class ResponseTeller:
     ) -> None:
         """`begun` is the response of a tenant as it begins, and `tools` are those of its request."""
         self._parser = parser
+        self._reasoning = ReasoningTokens(TokenTexts(intake.tokenizer, as_ids=False), parser)
         self._begun = begun
         self._intake = intake
         self._tenant = tenant
@@ -55,7 +57,6 @@ class ResponseTeller:
         self._items: list[OutputItem] = []  # that are whole
         self._open: OutputItem | None = None
         self._pieces: list[str] = []  # of what is open
-        self._reasoning: list[str] = []  # all that was told
 
     def begin(self) -> Iterator[ResponseEvent]:
         yield self._event("response.created", response=self._begun)
@@ -70,13 +71,13 @@ class ResponseTeller:
             in_progress = msgspec.structs.replace(self._begun, status="in_progress")
             events.append(self._event("response.in_progress", response=in_progress))
         if CHAR_VALUES * len(delta.text) <= PIECE_SIZE:
-            events += self._told(delta.text, end is not None)
+            events += self._told(delta)
         else:
-            events += await self._intake.turns.call(self._tenant, self._told, delta.text, end is not None)
+            events += await self._intake.turns.call(self._tenant, self._told, delta)
         if end is not None:
             status = _STATUSES[end.reason]
             details = Incomplete("max_output_tokens") if status == "incomplete" else None
-            events += self._end(status, incomplete_details=details, usage=await self._usage(end))
+            events += self._end(status, incomplete_details=details, usage=self._usage(end))
         return events
 
     def fail(self, message: str) -> Iterator[ResponseEvent]:
@@ -92,8 +93,10 @@ class ResponseTeller:
         )
         yield self._event(f"response.{_LAST_EVENTS.get(status, status)}", response=response)
 
-    def _told(self, text: str, is_last: bool) -> list[ResponseEvent]:
-        return list(self._tell_text(text, is_last=is_last))
+    def _told(self, delta: Delta) -> list[ResponseEvent]:
+        events = list(self._tell_text(delta.text, is_last=delta.end is not None))
+        self._reasoning.others(delta)
+        return events
 
     def _tell_text(self, text: str, *, is_last: bool) -> Iterator[ResponseEvent]:
         for part in self._parser.feed(text, is_last=is_last):
@@ -110,7 +113,6 @@ class ResponseTeller:
             case Reasoning(text):
                 if not isinstance(self._open, ReasoningOutput):
                     yield from self._begin_item(ReasoningOutput(self._new_id("rs"), [], "in_progress"))
-                self._reasoning.append(text)
                 yield self._delta("response.reasoning_text.delta", text, content_index=0)
             case Content(text) if text:
                 if not isinstance(self._open, MessageOutput):
@@ -174,15 +176,12 @@ class ResponseTeller:
         """Return the id of the item that begins now, the same whenever this response is told."""
         return f"{kind}_{self._name}_{len(self._items) + (self._open is not None)}"
 
-    async def _usage(self, end: SequenceEnd) -> ResponseUsage:
-        """Count the tokens of reasoning by its text: one token may end it and go on behind it."""
-        assert self._intake.texts is not None, "chats are of texts"
-        num_reasoning = await self._intake.texts.count("".join(self._reasoning), self._tenant)
+    def _usage(self, end: SequenceEnd) -> ResponseUsage:
         return ResponseUsage(
             end.num_prompt_tokens,
             CachedTokens(end.num_cached_tokens),
             end.num_output_tokens,
-            ReasoningTokens(num_reasoning),
+            OutputTokensDetails(self._reasoning.count),
             end.num_prompt_tokens + end.num_output_tokens,
         )
 
