@@ -20,9 +20,10 @@ _ACTIVATIONS: dict[str, Activation] = dict.fromkeys(("gelu_new", "gelu_fast", "g
 GELUS = ("gelu", "gelu_new", "gelu_pytorch_tanh")
 # The names that files have for one thing.
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+HIDDEN_SIZE = ("hidden_size", "n_embd", "n_embed", "d_model")
 _SAME = (
     NUM_EXPERTS,
-    ("hidden_size", "n_embd", "n_embed", "d_model"),
+    HIDDEN_SIZE,
     ("num_hidden_layers", "n_layer", "n_layers"),
     ("num_attention_heads", "n_head", "n_heads"),
     ("max_position_embeddings", "n_positions"),

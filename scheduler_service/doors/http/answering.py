@@ -161,6 +161,7 @@ def answer_size(asked: ReadCall, resolved: Sequence[Request]) -> int:
         ):
             if number is not None:
                 sizes[f"sampling.{field}"] += request.n * num * (1 + number) * _ENTRY_BYTES
+        sizes["input"] += asked.embedding_bytes
         sizes["echo"] += asked.echoes * request.n * num_prompt_tokens * _TOKEN_BYTES
         sizes["return_token_ids"] += asked.shows_tokens * request.n * (num_prompt_tokens + num_tokens) * _TOKEN_BYTES
     field, size = sizes.most_common(1)[0]

@@ -7,14 +7,14 @@ import secrets
 import struct
 from typing import Any
 
-from msgspec import Raw
+from msgspec import Raw, structs
 
 from scheduler_service.core.request import SequenceEnd
 from scheduler_service.doors.http.answering import begin_requests, now, numbered
 from scheduler_service.doors.http.answers import EmbeddingAnswer, EmbeddingItem, UsageCounts, encode
 from scheduler_service.doors.http.options import ReadCall, RequestNames, parsed
-from scheduler_service.doors.http.prompts import reading_size, separate_prompts
-from scheduler_service.doors.http.requests import EmbeddingRequest
+from scheduler_service.doors.http.prompts import reading_size, render_messages, separate_prompts
+from scheduler_service.doors.http.requests import MAX_INPUTS, EmbeddingRequest, PromptField
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
 from scheduler_service.serving.intake import Intake, embedding_end
 from scheduler_service.serving.parsed_request import ParsedRequest
@@ -22,16 +22,21 @@ from scheduler_service.serving.refusal import invalid
 from scheduler_service.serving.tenants.caller import Call
 
 _NUMBER_BYTES = 4
+_SHOWN_BYTES = {"base64": 6, "float": 24}  # of a number in an answer, at most
 
 
 async def embed_inputs(request: EmbeddingRequest, call: Call, intake: Intake, model_name: str) -> EmbeddingAnswer:
     """Return an embedding of each input. Raises RefusedError."""
     drawn = f"embd-{secrets.token_hex(12)}"
-    tenant, size = call.caller.tenant(request.tenant or ""), reading_size(request.input, call)
-    names = RequestNames("input", embed="model")
+    given = await _input_of(request, call, intake)
+    tenant, size = call.caller.tenant(request.tenant or ""), reading_size(given, call)
+    names = RequestNames("messages" if request.input is None else "input", embed="model")
     with names.in_refusals():
-        requests = await intake.turns.carry_out(tenant, size, _read, request, drawn, call, intake.model)
-    async with begin_requests(ReadCall(requests, drawn, names), call, intake, is_streamed=False) as begun:
+        requests = await intake.turns.carry_out(tenant, size, _read, request, given, drawn, call, intake.model)
+    num_numbers = min(request.dimensions or intake.model.hidden_size, intake.model.hidden_size)
+    num_bytes = num_numbers * _SHOWN_BYTES[request.encoding_format or "float"]
+    asked = ReadCall(requests, drawn, names, embedding_bytes=num_bytes)
+    async with begin_requests(asked, call, intake, is_streamed=False) as begun:
         ends = [await embedding_end(progress.active) for progress in begun]
     num_tokens = sum(end.num_prompt_tokens for end in ends)
     data: list[Any] = []
@@ -42,10 +47,22 @@ async def embed_inputs(request: EmbeddingRequest, call: Call, intake: Intake, mo
     return EmbeddingAnswer(request.request_id or drawn, "list", now(), model_name, data, usage)
 
 
-def _read(request: EmbeddingRequest, drawn: str, call: Call, model: ModelInfo) -> list[ParsedRequest]:
-    prompts = separate_prompts(request.input, "input")
+async def _input_of(request: EmbeddingRequest, call: Call, intake: Intake) -> PromptField:
+    """Return the texts of a request, or that of its conversation. Raises RefusedError."""
+    if (request.input is None) == (request.messages is None):
+        raise invalid("input", "send either an input or messages")
+    if request.input is not None:
+        return request.input
+    unless_set = request.add_generation_prompt is True
+    return await render_messages(structs.replace(request, add_generation_prompt=unless_set), call, intake)
+
+
+def _read(
+    request: EmbeddingRequest, given: PromptField, drawn: str, call: Call, model: ModelInfo
+) -> list[ParsedRequest]:
+    prompts, is_text = separate_prompts(given, "input", MAX_INPUTS), request.messages is None
     return [
-        parsed(request, prompt, None, call, model, request_id=name)
+        parsed(request, prompt, None, call, model, request_id=name, add_special_tokens=is_text)
         for prompt, name in zip(prompts, numbered(request.request_id or drawn, len(prompts)), strict=True)
     ]
 

@@ -60,6 +60,7 @@ class ReadCall(NamedTuple):
     names: RequestNames
     echoes: bool = False  # each answer begins with its prompt
     shows_tokens: bool = False  # with its token ids, the prompt's too
+    embedding_bytes: int = 0  # of each answer
 
 
 def sampling_options(

@@ -6,8 +6,10 @@ import msgspec
 
 from pagewire.common.chat_template import GOES_TWO_WAYS, ChatTemplateError, render, up_to_last
 from scheduler_service.doors.http.requests import (
+    MAX_INPUTS,
     MAX_PROMPTS,
     ChatCompletionRequest,
+    EmbeddingRequest,
     PromptField,
     TokenizeRequest,
     ToolField,
@@ -20,20 +22,21 @@ from scheduler_service.serving.tenants.caller import Call
 # In place of an image in the result of a tool, and what the client is told of it.
 IMAGE_LEFT_OUT = "[An image was left out here: the model reads text only.]"
 IMAGES_WARNING = "images in the results of tools are left out: the model reads text only"
+_Conversation = ChatCompletionRequest | TokenizeRequest | EmbeddingRequest
 _PROMPT_VALUES = 512  # that making a request of a prompt counts as
 # Fields of a request that are variables of a template.
 _VARIABLES = ("documents", "reasoning_effort")
 
 
-def separate_prompts(given: PromptField, field: str) -> list[str | tuple[int, ...]]:
+def separate_prompts(given: PromptField, field: str, most: int = MAX_PROMPTS) -> list[str | tuple[int, ...]]:
     """Return each prompt as a text, or as token ids. Raises RefusedError."""
     if isinstance(given, str):
         return [given]
     kinds = {type(item) for item in given}
     if kinds == {int}:
         return [tuple(cast(list[int], given))]
-    if len(given) > MAX_PROMPTS:
-        raise invalid(field, f"{field} has {len(given)} entries, at most {MAX_PROMPTS} are allowed; send fewer")
+    if len(given) > most:
+        raise invalid(field, f"{field} has {len(given)} entries, at most {most} are allowed; send fewer")
     if int in kinds:
         raise invalid(field, f"{field} has token ids beside texts or lists; send the ids in a list of their own")
     return [item if isinstance(item, str) else tuple(item) for item in cast(list[str | list[int]], given)]
@@ -41,11 +44,11 @@ def separate_prompts(given: PromptField, field: str) -> list[str | tuple[int, ..
 
 def reading_size(given: PromptField, call: Call) -> int:
     """Return the values that making requests of a call's prompts counts as."""
-    num_prompts = 1 if isinstance(given, str) or isinstance(given[0], int) else min(len(given), MAX_PROMPTS)
+    num_prompts = 1 if isinstance(given, str) or isinstance(given[0], int) else min(len(given), MAX_INPUTS)
     return max(call.size, _PROMPT_VALUES * num_prompts)
 
 
-async def render_messages(request: ChatCompletionRequest | TokenizeRequest, call: Call, intake: Intake) -> str:
+async def render_messages(request: _Conversation, call: Call, intake: Intake) -> str:
     """Return the text of a conversation's prompt, rendered in the tenant's turn. Raises RefusedError."""
     template = chosen_template(intake.model, request.chat_template)
     if request.continue_final_message and request.add_generation_prompt:
@@ -54,7 +57,7 @@ async def render_messages(request: ChatCompletionRequest | TokenizeRequest, call
     return await intake.turns.run(tenant, call.size, _rendered, template, request, intake.model)
 
 
-def _rendered(template: str, request: ChatCompletionRequest | TokenizeRequest, model: ModelInfo) -> str:
+def _rendered(template: str, request: _Conversation, model: ModelInfo) -> str:
     messages = request.messages or []
     adds_prompt = not request.continue_final_message and request.add_generation_prompt is not False
     try:
@@ -73,11 +76,12 @@ def _rendered(template: str, request: ChatCompletionRequest | TokenizeRequest, m
         raise invalid("continue_final_message", str(error)) from None
 
 
-def _variables_of(request: ChatCompletionRequest | TokenizeRequest) -> dict[str, Any]:
+def _variables_of(request: _Conversation) -> dict[str, Any]:
     """Return the variables of a template that a request sets, by fields of their names or by `chat_template_kwargs`."""
     named = {name: value for name in _VARIABLES if (value := getattr(request, name, None)) is not None}
-    if request.tools and getattr(request, "tool_choice", None) != "none":  # else the model knows of none
-        named["tools"] = [tool if isinstance(tool, dict) else _plain(tool) for tool in request.tools]
+    tools = getattr(request, "tools", None)
+    if tools and getattr(request, "tool_choice", None) != "none":  # else the model knows of none
+        named["tools"] = [tool if isinstance(tool, dict) else _plain(tool) for tool in tools]
     return named | (request.chat_template_kwargs or {})
 
 

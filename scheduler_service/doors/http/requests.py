@@ -12,6 +12,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 from pagewire.common.sampling_rules import LOGIT_BIAS, MAX_SAMPLES, RANGES, UINT32, Range
 
 MAX_PROMPTS = 1024  # of one request
+MAX_INPUTS = 2048  # of one request for embeddings
 _INT32 = Range(-(2**31), 2**31 - 1)
 INT64 = Range(-(2**63), 2**63 - 1)
 _EMPTY = Range(0, 0)
@@ -259,7 +260,14 @@ class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen
 
 
 class EmbeddingRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    input: PromptField
+    """Texts, or a conversation."""
+
+    input: PromptField | None = None
+    messages: Annotated[Messages, why("a conversation, in place of input")] | None = None
+    chat_template: Annotated[str, why("the name of one of the model's templates")] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], why("variables of the template")] | None = None
+    add_generation_prompt: Annotated[bool, why("false unless set")] | None = None
+    continue_final_message: bool | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1), why("so many numbers of each, scaled to length 1 again")] | None = None
 

@@ -20,7 +20,7 @@ from pagewire.common.gguf import (
 from pagewire.common.gguf.tokenizer_files import TokenizerFiles, directory_digest, settings_of
 from pagewire.common.messages import SamplingParams
 from pagewire.common.network.families import text_settings
-from pagewire.common.network.families.reading import MAX_SIZE
+from pagewire.common.network.families.reading import HIDDEN_SIZE, MAX_SIZE
 from scheduler_service.serving.checkpoint.chat_template import ChatTemplate, chat_template_of, read_chat_template
 from scheduler_service.serving.checkpoint.pooling_config import PoolingChoice, read_gguf_pooling, read_pooling
 from scheduler_service.serving.checkpoint.sampling_defaults import ignored_settings, sampling_defaults
@@ -49,6 +49,7 @@ class ModelInfo:
     tokenizer_path: Path | None  # a tokenizer.json or a GGUF file
     is_as_gateways_read: bool  # its files say of tokenizer and chat template what they seem to
     embedding: PoolingChoice  # how embeddings are made
+    hidden_size: int = 0  # the numbers of an embedding; 0: the configuration does not say
 
     @property
     def has_tokenizer(self) -> bool:
@@ -192,6 +193,7 @@ def _model_info(
         tokenizer_path=None if tokenizer is None else tokenizer.path,
         is_as_gateways_read=(template is None or template.is_plain) and (tokenizer is None or tokenizer.is_plain),
         embedding=embedding,
+        hidden_size=next((config[key] for key in HIDDEN_SIZE if is_whole(config.get(key))), 0),
     )
 
 

@@ -1,6 +1,7 @@
 """What answers hold in memory, which is bounded before anything is computed."""
 
 import asyncio
+import json
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,11 @@ import pytest
 from scheduler_service.core.request import TokenLogprobs
 from scheduler_service.doors.http import answering
 from scheduler_service.serving.output import OutputReader, SampleRecord
-from tests.contract.http.door import HttpServer
+from tests.contract.http.door import HttpServer, make_chat_checkpoint, serve_http
 from tests.contract.http.shared import CHAT, COMPLETION, MIB, chat, of, shared_server
+from tests.contract.pooling import write_pooling
+
+EMBEDDINGS = "/v1/embeddings"
 
 
 @pytest.mark.parametrize(
@@ -34,6 +38,28 @@ async def test_what_an_answer_holds_is_bounded_before_it_is_computed(
     assert error["param"] == field
     assert str(4 * MIB) in error["message"]
     assert (await server.stack.loads()).num_prompt_tokens == 0
+
+
+async def test_what_embeddings_hold_is_bounded_before_they_are_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answering, "MAX_ANSWER_BYTES", 4 * MIB)
+    model = make_chat_checkpoint(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"hidden_size": 1024}))
+    write_pooling(model, pooling_mode_mean_tokens=False, pooling_mode_lasttoken=True)
+    async with serve_http(model) as server:
+        for asked, fits, beyond in (
+            ({}, 160, 200),
+            ({"encoding_format": "base64"}, 600, 800),
+            ({"dimensions": 128}, 0, 1500),  # more numbers than the worker's embeddings have
+        ):
+            if fits:
+                assert (await server.post(EMBEDDINGS, input=[[5]] * fits, **asked)).status_code == 200
+            before = (await server.stack.loads()).num_prompt_tokens
+            error = await server.refusal(EMBEDDINGS, input=[[5]] * beyond, **asked)
+            assert (error["param"], str(4 * MIB) in error["message"]) == ("input", True)
+            assert (await server.stack.loads()).num_prompt_tokens == before
 
 
 async def test_answers_of_a_tenant_share_a_bound(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,3 +195,22 @@ async def test_reasoning_that_is_left_out_is_in_no_list_of_tokens(
     assert joined(choice.get("token_ids") or [] for choice in choices) == told["token_ids"]
     logprobs = [choice["logprobs"]["content"] for choice in choices if choice["logprobs"]]
     assert joined(logprobs) == told["logprobs"]["content"]
+
+
+async def test_many_inputs_are_embedded(server: HttpServer) -> None:
+    """As many as OpenAI takes."""
+    answer = (await server.post(EMBEDDINGS, input=[[token_id % 250 + 1] for token_id in range(2048)])).json()
+    assert [each["index"] for each in answer["data"]] == list(range(2048))
+    error = await server.refusal(EMBEDDINGS, input=[[1]] * 2049)
+    assert (error["param"], "at most 2048" in error["message"]) == ("input", True)
+
+
+async def test_a_conversation_is_embedded(server: HttpServer) -> None:
+    """As its template writes it, without the beginning of an answer."""
+    [of_chat] = (await server.post(EMBEDDINGS, messages=[QUESTION])).json()["data"]
+    [of_text] = (await server.post(EMBEDDINGS, input="<user>hello\n")).json()["data"]
+    assert of_chat["embedding"] == of_text["embedding"]
+    for asked in ({}, {"input": "x", "messages": [QUESTION]}):
+        assert (await server.refusal(EMBEDDINGS, **asked))["param"] == "input"
+    error = await server.refusal(EMBEDDINGS, messages=[{"role": "user", "content": "x " * 300}])
+    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")

@@ -243,6 +243,21 @@ CASES: dict[str, dict[str, Case | Harmless]] = {
         "input": PROMPT,
         "encoding_format": answered(lambda answer: type(answer["data"][0]["embedding"]), "base64", str),
         "dimensions": answered(lambda answer: len(answer["data"][0]["embedding"]), 1, 1),
+    }
+    | {
+        name: prompted(value, expected, input=None, **{"messages": [QUESTION]} | beside)
+        for name, value, expected, beside in (
+            ("messages", [ANSWER], "<assistant>once \n", {}),
+            ("chat_template", "short", "hello", {}),
+            ("chat_template_kwargs", {"mood": "kind"}, "<user>hello\nkind", {}),
+            ("add_generation_prompt", True, "<user>hello\n<assistant>", {}),
+            (
+                "continue_final_message",
+                True,
+                "<user>hello\n<assistant>once ",
+                {"messages": [QUESTION, ANSWER]},
+            ),
+        )
     },
     MESSAGES: PROMPTS
     | QUEUED
@@ -352,10 +367,10 @@ class Door:
         """By the client's own call, of which all but what it demands are extra fields."""
         client = self.server.openai
         creates = {COMPLETIONS: client.completions, CHAT: client.chat.completions, EMBEDDINGS: client.embeddings}
-        demanded = {name: body[name] for name in ("prompt", "messages", "input") if name in body}
+        name = {COMPLETIONS: "prompt", CHAT: "messages", EMBEDDINGS: "input"}[path]
         create: Any = creates[path].with_raw_response.create
         try:
-            return (await create(model="chatty", **demanded, extra_body=body)).http_response
+            return (await create(model="chatty", **{name: body[name]}, extra_body=body)).http_response
         except openai.APIStatusError as error:
             return error.response
 
