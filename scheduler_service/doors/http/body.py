@@ -126,14 +126,18 @@ def decode_query(values: Mapping[str, str], kind: type[_Request]) -> _Request:
 
 def lenient(kind: Any) -> Any:
     """Return a type in which each struct takes fields too that it does not know."""
-    if get_origin(kind) in (Union, UnionType):
-        return Union[tuple(map(lenient, get_args(kind)))]  # noqa: UP007 - of as many as there are
+    origin: Any = Union if get_origin(kind) is UnionType else get_origin(kind)
+    if origin is not None:  # also of lists and of what is annotated
+        return origin[tuple(map(lenient, get_args(kind)))]
     return _lenient_struct(kind) if isinstance(kind, type) and issubclass(kind, Struct) else kind
 
 
 @functools.cache  # a struct that stands in several is one type in all, as a description of them needs
 def _lenient_struct(kind: type[Struct]) -> type[Struct]:
-    fields = [(each.name, lenient(each.type), field(default=each.default)) for each in structs.fields(kind)]
+    fields = [
+        (each.name, lenient(each.type), field(default=each.default, name=each.encode_name))
+        for each in structs.fields(kind)
+    ]
     return defstruct(
         kind.__name__, fields, bases=(kind,), forbid_unknown_fields=False, frozen=True, kw_only=True, module=__name__
     )
@@ -165,7 +169,7 @@ def _refusal(text: str, body: bytes, kind: type[Struct]) -> RefusedError:
     given = _shown(body, path)
     if why and ("`null`, got" in said or "length <= 0" in said or "Invalid enum value" in said):
         return invalid(path, f"{path}{given} is not served: {why}")
-    return invalid(path, f"{path}{given} cannot be: {_lowered(said)}")
+    return invalid(path, f"{path}{given} cannot be: {_lowered(said)}{why and f' ({why})'}")
 
 
 def _split_error(text: str) -> tuple[str, str]:

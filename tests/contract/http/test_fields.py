@@ -498,6 +498,21 @@ async def test_fields_that_are_not_known_are_ignored_where_that_is_asked_for(tmp
         assert described["CompletionRequest"]["properties"].keys() >= PLAIN[COMPLETIONS].keys()
         for name in ("CompletionRequest", "StreamOptions"):
             assert "additionalProperties" not in described[name]
+        tool = {"type": "function", "function": {"name": "f", "more": 1}, "other": 2}
+        chat = {"messages": [QUESTION], "tools": [tool], "tool_choice": "none", "max_tokens": 1}
+        assert (await server.chat(**chat))["choices"]
+        item = {
+            "type": "message",
+            "role": "user",
+            "content": [{"type": "input_text", "text": "x", "more": 1}],
+            "other": 2,
+        }
+        assert (await server.post(RESPONSES, input=[item], store=False)).status_code == 200
+        block = {"type": "text", "text": "x", "more": 1}
+        asked_of_messages = {"messages": [{"role": "user", "content": [block], "other": 2}], "max_tokens": 1}
+        assert (await server.post(MESSAGES, **asked_of_messages)).status_code == 200
+        wrong_item = item | {"content": [{"type": "input_text", "text": 1}]}
+        assert (await server.refusal(RESPONSES, input=[wrong_item]))["param"] == "input[0].content[0].text"
         for name, wrong in {"temperature": "hot", "suffix": "x", "response_format": {"type": "json_schema"}}.items():
             error = await server.refusal(COMPLETIONS, **asked | {name: wrong})
             assert error["param"].startswith(name)

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from scheduler_service.doors.http.body import decode_body
+from scheduler_service.doors.http.body import decode_body, lenient
 from scheduler_service.doors.http.prompts import IMAGE_LEFT_OUT, IMAGES_WARNING
 from scheduler_service.doors.http.requests import (
     AllowedTools,
@@ -66,7 +66,8 @@ def items_of(request: ResponsesRequest, before: Iterable[InputItem] = ()) -> lis
     comes before. Raises RefusedError."""
     given = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
     typed = [{"type": "message", **_without_nulls(item)} for item in given]
-    items = decode_body(msgspec.json.encode({"input": typed}), InputItems).input
+    kind = InputItems if type(request) is ResponsesRequest else lenient(InputItems)  # as the request was read
+    items: list[InputItem] = decode_body(msgspec.json.encode({"input": typed}), kind).input
     taken = {item.id for item in before}
     return [_whole(item, f"{request.request_id}_input_{index}", taken) for index, item in enumerate(items)]
 
@@ -82,7 +83,11 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _whole(item: InputItem, name: str, taken: set[str | None]) -> InputItem:
-    item_id = f"{_KINDS[type(item)]}_{name}" if not item.id or item.id in taken else item.id
+    item_id = (
+        f"{next(kind for each, kind in _KINDS.items() if isinstance(item, each))}_{name}"
+        if not item.id or item.id in taken
+        else item.id
+    )
     taken.add(item_id)
     changes: dict[str, Any] = {
         "id": item_id,
