@@ -287,7 +287,8 @@ _FOREIGN: tuple[tuple[str, Foreign], ...] = (
         "root_path middleware* allow_credentials! allowed_methods allowed_headers",
         _refused("put a proxy before the OpenAI API; see `allowed_origins`"),
     ),
-    ("enable_tokenizer_info_endpoint! tokens_only!", _refused("over gRPC, ServerInfo, Tokenize and Generate do it")),
+    ("enable_tokenizer_info_endpoint!", Foreign("/tokenizer_info is always served", (None, False, True))),
+    ("tokens_only!", _refused("over gRPC, ServerInfo, Tokenize and Generate do it")),
     ("uds", _refused("services listen on ports; see `http_host` and `http_port`")),
 )  # fmt: skip
 FOREIGN = {name.rstrip("!*"): foreign for names, foreign in _FOREIGN for name in names.split()}

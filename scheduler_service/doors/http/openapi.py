@@ -95,6 +95,7 @@ _GOT = {
     "/health": "200 while requests are taken",
     "/ping": "As /health",
     "/version": "Pagewire's version",
+    "/tokenizer_info": "The tokenizer's special tokens and the chat template",
     "/metrics": "This front end's metrics, for operators",
 }
 

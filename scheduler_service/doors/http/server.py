@@ -62,7 +62,7 @@ from scheduler_service.doors.http.responses.requests import (
 )
 from scheduler_service.doors.http.responses.responses import answer_response, count_input_tokens
 from scheduler_service.doors.http.responses.stored_responses import StoredResponses
-from scheduler_service.doors.http.tokenization import detokenize, render, tokenize
+from scheduler_service.doors.http.tokenization import described_tokenizer, detokenize, render, tokenize
 from scheduler_service.doors.scheduler.request_servicer import Forward
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.refusal import Reason, RefusedError, invalid, timed_out
@@ -239,6 +239,7 @@ class HttpDoor:
             Route("/health", self._health, methods=["GET"]),
             Route("/ping", self._health, methods=["GET", "POST"]),
             Route("/version", self._version, methods=["GET"]),
+            Route("/tokenizer_info", self._tokenizer_info, methods=["GET"]),
             Route("/metrics", self._metrics, methods=["GET"]),
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/models/{name:path}", self._model, methods=["GET"]),
@@ -259,6 +260,10 @@ class HttpDoor:
 
     async def _version(self, request: object) -> Response:
         return Response(encode({"version": __version__}), media_type=_JSON)
+
+    async def _tokenizer_info(self, request: Any) -> Response:
+        self._call(request.scope)
+        return Response(described_tokenizer(self._intake), media_type=_JSON)
 
     async def _metrics(self, request: Any) -> Response:
         self._call(request.scope).caller.check_operator("/metrics")

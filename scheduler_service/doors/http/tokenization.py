@@ -57,6 +57,23 @@ async def detokenize(request: DetokenizeRequest, call: Call, intake: Intake) -> 
     return encode(DecodedPrompt(await intake.texts.decode(request.tokens, tenant, skip_special_tokens=False)))
 
 
+def described_tokenizer(intake: Intake) -> bytes:
+    """Return the special tokens, the lengths and the chat template, by the names of vLLM's `/tokenizer_info`. Raises
+    RefusedError."""
+    _tokenizer(intake)
+    model = intake.model
+    return encode(
+        {
+            **model.special_tokens,
+            "bos_token_id": model.bos_token_id,
+            "pad_token_id": model.pad_token_id,
+            "vocab_size": model.vocab_size,
+            "model_max_length": longest_sequence(intake),
+            "chat_template": model.chat_template,
+        }
+    )
+
+
 async def render(read: ReadCall, intake: Intake, model_name: str) -> list[Raw]:
     """Return the tokens of each prompt as they would be queued. Raises RefusedError."""
     rendered = []
