@@ -43,6 +43,8 @@ from scheduler_service.doors.http.requests import (
     StructuralTagFormat,
     StructuredOutputsField,
     TextFormat,
+    ThinkingField,
+    ValueFormat,
 )
 from scheduler_service.metrics import FrontEndCollector, FrontEndStats, Metrics, MetricsCollector, ServiceStats
 from worker_service.device.triton_operations import TritonOperations
@@ -60,17 +62,19 @@ HTTP_TYPES = (
     StreamOptions,
     TextFormat,
     JsonObjectFormat,
+    ValueFormat,
     JsonSchemaFormat,
     NamedSchema,
     StructuralTagFormat,
     StructuredOutputsField,
+    ThinkingField,
 )
 HTTP_TITLE = """# The HTTP API
 
 Every field of the requests that `pagewire serve` and `pagewire frontend` take. Any other
 field is refused with the name of the nearest (`--lenient`: ignored); null counts as unset. `/docs` of a running server
-shows the same, and `/openapi.json` as OpenAPI. `/v1/models`, `/health`, `/ping`, `/version` and `/metrics` are there
-too."""
+shows the same, and `/openapi.json` as OpenAPI. `/v1/models`, `/tokenizer_info`, `/health`, `/ping`, `/version` and
+`/metrics` are there too."""
 METRICS_TITLE = """# Metrics
 
 The scheduler and each front end serve metrics in Prometheus' text format over HTTP: `curl -s 127.0.0.1:9090/metrics`.

@@ -10,7 +10,7 @@ from pagewire.common.surrogates import HalfEscapes, without_halves
 
 class OutputParser:
     def __init__(self, read: Callable[[Unread], Reading[None]], *, has_reasoning: bool = False) -> None:
-        """`has_reasoning`: the format tells reasoning apart."""
+        """`has_reasoning`: the format has tags or channels of reasoning."""
         self.has_reasoning = has_reasoning
         self._unread = Unread()
         self._next = partial(next, read(self._unread), None)
@@ -25,8 +25,8 @@ class OutputParser:
         return [*parts, *self._end_arguments()] if is_last else parts
 
     def is_reasoning(self, place: int) -> bool | None:
-        """Tell whether the text that begins at a place is reasoning, between its tags. Return None where that depends
-        on text to come. Places are asked for in order."""
+        """Return whether a place of the text is between the tags of reasoning, or None while that depends on text to
+        come. Callers ask for places in order."""
         if place >= self._unread.place:
             return None
         spans = self._unread.reasoning

@@ -76,7 +76,7 @@ class Unread:
         return (yield from told(tell, self.pieces_until(markers, _NEWLINES)))
 
     def thoughts(self, reading: Reading[str]) -> Reading[str]:
-        """Note where the text is that a reading tells as reasoning, up to a marker, which it returns."""
+        """Record the place of the text that a reading tells as reasoning. Return the marker that ends the text."""
         begin = self.place
         self.reasoning.append((begin, sys.maxsize))
         marker = yield from reading

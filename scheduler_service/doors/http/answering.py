@@ -338,8 +338,8 @@ def longest_sequence(intake: Intake) -> int:
 
 
 def fingerprint(intake: Intake) -> str:
-    """Return a name for what outputs depend on besides their requests: the version, the files of the model without its
-    weights, and the worker's data types and backend."""
+    """Return a name that differs if the version, config.json, the tokenizer, or the worker's data types or backend
+    differ. Weights of the same format are not compared."""
     worker = intake.engine.availability.capacity
     of_worker = None if worker is None else (worker.dtype, worker.weight_format, worker.attention_backend)
     return f"pagewire-{__version__}-{sha256(repr((intake.model.digest, of_worker)).encode()).hexdigest()[:8]}"

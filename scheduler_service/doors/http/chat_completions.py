@@ -174,7 +174,14 @@ def _read(
     options, names = sampling_options(
         request, intake.model, chat_grammars(request, output, functions, prompt, intake.chats)
     )
-    make_parser = partial(output.parser, prompt, functions)
+    read_as = output if request.separate_reasoning is not False else output._replace(thinking=None)
+    if request.separate_reasoning is False and output.is_in_channels:
+        raise invalid(
+            "separate_reasoning",
+            "separate_reasoning is false, but the model writes reasoning in a channel of its own; leave it unset, or "
+            "set include_reasoning to false",
+        )
+    make_parser = partial(read_as.parser, prompt, functions)
     special_texts = frozenset[str]() if intake.tokenizer is None else intake.tokenizer.special_texts
     if not special_texts.isdisjoint(output.tags(functions)):
         options.setdefault("skip_special_tokens", False)
@@ -183,10 +190,11 @@ def _read(
     if request.logprobs:
         options["logprobs"] = request.top_logprobs or 0
         names["logprobs"] = "logprobs" if request.top_logprobs is None else "top_logprobs"
-    if request.max_completion_tokens is not None:
+    most = request.max_completion_tokens
+    if most is not None:
         names["max_tokens"] = "max_completion_tokens"
-    elif request.max_tokens is not None:
-        options["max_tokens"] = request.max_tokens
+    if most == 0 or (most is None and request.max_tokens not in (None, -1)):
+        options["max_tokens"] = request.max_tokens if most is None else most
     called = RequestNames("messages", **names)
     drawn = f"chatcmpl-{secrets.token_hex(12)}"
     with called.in_refusals():
@@ -200,7 +208,7 @@ def _read(
             # A template writes those that belong there.
             add_special_tokens=False,
             # Cut to the room that is left.
-            default_max_tokens=request.max_completion_tokens,
+            default_max_tokens=None if most == -1 else most,
         )
     answer_id = drawn if request.request_id is None else f"chatcmpl-{request.request_id}"
     return ReadCall([read], answer_id, called, bool(request.echo), bool(request.return_token_ids)), make_parser

@@ -124,8 +124,8 @@ def _read(request: CompletionRequest, call: Call, intake: Intake) -> ReadCall:
     called = RequestNames("prompt", **names)
     if request.max_tokens == 0 and not request.echo:
         raise invalid("max_tokens", "max_tokens is 0, which nothing comes of without echo; send at least 1")
-    if request.max_tokens is not None:
-        options["max_tokens"] = max(1, request.max_tokens)
+    if request.max_tokens not in (None, -1):
+        options["max_tokens"] = request.max_tokens or 1
     if request.logprobs is not None:
         options["logprobs"] = request.logprobs
         if request.echo:
@@ -145,7 +145,7 @@ def _read(request: CompletionRequest, call: Call, intake: Intake) -> ReadCall:
                 call,
                 intake.model,
                 request_id=name,
-                default_max_tokens=_DEFAULT_MAX_TOKENS,
+                default_max_tokens=_DEFAULT_MAX_TOKENS if request.max_tokens is None else None,
             )
             for prompt, name in zip(prompts, numbered(request.request_id or drawn, len(prompts)), strict=True)
         ]

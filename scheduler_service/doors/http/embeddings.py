@@ -34,8 +34,8 @@ async def embed_inputs(request: EmbeddingRequest, call: Call, intake: Intake, mo
     with names.in_refusals():
         requests = await intake.turns.carry_out(tenant, size, _read, request, given, drawn, call, intake.model)
     num_numbers = min(request.dimensions or intake.model.hidden_size, intake.model.hidden_size)
-    num_bytes = num_numbers * _SHOWN_BYTES[request.encoding_format or "float"]
-    asked = ReadCall(requests, drawn, names, embedding_bytes=num_bytes)
+    size = num_numbers * _SHOWN_BYTES[request.encoding_format or "float"]
+    asked = ReadCall(requests, drawn, names, embedding_bytes=size)
     async with begin_requests(asked, call, intake, is_streamed=False) as begun:
         ends = [await embedding_end(progress.active) for progress in begun]
     num_tokens = sum(end.num_prompt_tokens for end in ends)
@@ -53,8 +53,8 @@ async def _input_of(request: EmbeddingRequest, call: Call, intake: Intake) -> Pr
         raise invalid("input", "send either an input or messages")
     if request.input is not None:
         return request.input
-    unless_set = request.add_generation_prompt is True
-    return await render_messages(structs.replace(request, add_generation_prompt=unless_set), call, intake)
+    chat = structs.replace(request, add_generation_prompt=request.add_generation_prompt is True)
+    return await render_messages(chat, call, intake)
 
 
 def _read(

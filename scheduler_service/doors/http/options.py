@@ -16,6 +16,7 @@ from scheduler_service.doors.http.requests import (
     QueuedRequest,
     SampledRequest,
     StructuralTagFormat,
+    ValueFormat,
 )
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
 from scheduler_service.serving.parsed_request import ParsedRequest, Truncation, check_token_id, parse_request
@@ -24,6 +25,8 @@ from scheduler_service.serving.tenants.caller import Call
 
 _SAME = (*SampledRequest.__annotations__, "n", "prompt_logprobs", "beam_width", "length_penalty")
 _NULL = b"null"
+LEAST_TOP_P = 2.0**-100  # which the most likely token alone is in
+_OF_SGLANG = {"regex": "regex", "grammar": "ebnf"}  # fields, by kinds of what an output must match
 _MAX_BAD_WORDS = 1024
 _PARENT = "sampling."  # of the paths of fields that stand in a request itself here
 _LISTS_OF_TOKENS = "token_ids.ids"
@@ -71,10 +74,13 @@ def sampling_options(
     options = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     if request.top_k is not None:
         options["top_k"] = max(request.top_k, 0)
+    if request.top_p == 0:
+        options["top_p"] = LEAST_TOP_P
     if request.seed is not None:
         options["seed"] = request.seed % 2**64
     if request.stop is not None:
-        options["stop"] = [request.stop] if isinstance(request.stop, str) else request.stop
+        stop = request.stop or []  # an empty text stops nothing
+        options["stop"] = [stop] if isinstance(stop, str) else stop
     if request.use_beam_search:
         options.setdefault("beam_width", request.n or 1)
     elif "beam_width" not in options and request.length_penalty == 1:
@@ -130,6 +136,8 @@ def structured(request: GenerationRequest) -> Iterator[FoundGrammar]:
             yield "response_format", "json_schema", _text(schema, "response_format")
         case JsonObjectFormat():
             yield "response_format", "json_object", True
+        case ValueFormat(value=schema):
+            yield "response_format", "json_schema", _text(schema, "response_format")
         case JsonSchemaFormat(json_schema=named):
             yield "response_format", "json_schema", _text(named.schema, "response_format")
         case StructuralTagFormat() as tag:
@@ -139,6 +147,7 @@ def structured(request: GenerationRequest) -> Iterator[FoundGrammar]:
     for kind in ("json", "regex", "choice", "grammar", "structural_tag", "json_object"):
         for field, value in (
             (f"guided_{kind}", getattr(request, f"guided_{kind}", None)),
+            (_OF_SGLANG.get(kind, ""), getattr(request, _OF_SGLANG.get(kind, ""), None)),
             (f"structured_outputs.{kind}", getattr(request.structured_outputs, kind, None)),
         ):
             if isinstance(value, Raw):

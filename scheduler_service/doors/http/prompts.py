@@ -79,6 +79,11 @@ def _rendered(template: str, request: _Conversation, model: ModelInfo) -> str:
 def _variables_of(request: _Conversation) -> dict[str, Any]:
     """Return the variables of a template that a request sets, by fields of their names or by `chat_template_kwargs`."""
     named = {name: value for name in _VARIABLES if (value := getattr(request, name, None)) is not None}
+    thinks = getattr(request, "enable_thinking", None)
+    if thinks is None and (thinking := getattr(request, "thinking", None)) is not None:
+        thinks = getattr(thinking, "type", thinking) not in (False, "disabled")
+    if thinks is not None:
+        named |= {"enable_thinking": thinks, "thinking": thinks}  # templates read one or the other
     tools = getattr(request, "tools", None)
     if tools and getattr(request, "tool_choice", None) != "none":  # else the model knows of none
         named["tools"] = [tool if isinstance(tool, dict) else _plain(tool) for tool in tools]

@@ -63,7 +63,7 @@ def error_answer(refusal: RefusedError | HttpRefusal, path: str) -> ErrorAnswer:
 
 
 def _overflow(overflow: ContextOverflow, path: str) -> str:
-    """Return the words by which clients of an API know that the context is full."""
+    """Return the words by which the clients of an API recognize a full context."""
     most, number = overflow
     if path.startswith("/v1/messages"):
         return "prompt is too long" + ("" if number is None else f": {number} tokens > {most - 1} maximum")

@@ -31,6 +31,7 @@ def why(text: str) -> Meta:
 
 INERT = "no effect"
 _INERT = Meta(description=INERT)
+_NOT_ALL = why("-1, all tokens of the vocabulary, is too many")
 TokenId = Annotated[int, Meta(ge=0, le=UINT32.high)]
 Empty = Annotated[list[Any], Meta(max_length=0)]
 # A text, several, one as token ids, or several so.
@@ -70,6 +71,12 @@ class JsonObjectFormat(Struct, tag_field="type", tag="json_object", forbid_unkno
     schema: Raw | UnsetType = UNSET
 
 
+class ValueFormat(Struct, tag_field="type", tag="json", forbid_unknown_fields=True, frozen=True):
+    """What matches a schema, as TGI and `InferenceClient` name it."""
+
+    value: Raw
+
+
 class NamedSchema(Struct, forbid_unknown_fields=True, frozen=True):
     schema: Raw
     name: str | None = None
@@ -89,7 +96,7 @@ class StructuralTagFormat(Struct, tag_field="type", tag="structural_tag", forbid
     triggers: Raw | UnsetType = UNSET
 
 
-ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat
+ResponseFormat = TextFormat | JsonObjectFormat | ValueFormat | JsonSchemaFormat | StructuralTagFormat
 
 
 class QueuedRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
@@ -98,6 +105,7 @@ class QueuedRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=Tru
     model: str | None = None
     # In the words of the public proto.
     request_id: str | None = None
+    rid: Annotated[str, why("as request_id, which takes precedence")] | None = None
     tenant: str | None = None
     priority: Annotated[int, within(_INT32)] | None = None
     cache_salt: str | None = None
@@ -123,7 +131,7 @@ class SampledRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, fr
     """Options of the sampling of one output by the names that they have in the public proto."""
 
     temperature: Annotated[float, within(RANGES["temperature"])] | None = None
-    top_p: Annotated[float, within(RANGES["top_p"])] | None = None
+    top_p: Annotated[float, within(Range(0, 1)), why("0: the most likely token")] | None = None
     min_p: Annotated[float, within(RANGES["min_p"])] | None = None
     presence_penalty: Annotated[float, within(RANGES["presence_penalty"])] | None = None
     frequency_penalty: Annotated[float, within(RANGES["frequency_penalty"])] | None = None
@@ -136,14 +144,14 @@ class SampledRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, fr
     skip_special_tokens: bool | None = None
     top_k: Annotated[int, Meta(ge=-1, le=UINT32.high), why("-1 and 0 are off")] | None = None
     seed: Annotated[int, within(INT64)] | None = None
-    stop: Texts | None = None
+    stop: Annotated[Texts, why("an empty text stops nothing")] | None = None
 
 
 class GenerationRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
     """The other fields that completions and chat completions share, as vLLM has them."""
 
     n: Annotated[int, within(RANGES["n"])] | None = None
-    prompt_logprobs: Annotated[int, within(RANGES["prompt_logprobs"])] | None = None
+    prompt_logprobs: Annotated[int, within(RANGES["prompt_logprobs"]), _NOT_ALL] | None = None
     beam_width: Annotated[int, within(RANGES["beam_width"])] | None = None
     length_penalty: float | None = None
     stream: bool | None = None
@@ -155,13 +163,15 @@ class GenerationRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True
     guided_regex: Annotated[str, why("as structured_outputs.regex")] | None = None
     guided_choice: Annotated[list[str], why("as structured_outputs.choice")] | None = None
     guided_grammar: Annotated[str, why("as structured_outputs.grammar")] | None = None
+    regex: Annotated[str, why("as structured_outputs.regex")] | None = None
+    ebnf: Annotated[str, why("as structured_outputs.grammar")] | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
     bad_words: Annotated[list[str], why("not even within words")] | None = None
     use_beam_search: Annotated[bool, why("with n beams, unless beam_width is set")] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: Annotated[bool, why("tokens of logprobs are written as token_id:N")] | None = None
     # What is not done here.
-    logprob_token_ids: Annotated[None, why("the most likely tokens are reported; use logprobs")] = None
+    logprob_token_ids: Annotated[Empty, why("the most likely tokens are reported; use logprobs")] | None = None
     logits_processors: Annotated[None, why("no code of clients is run")] = None
     kv_transfer_params: Annotated[None, why("no KV cache of another engine is taken")] = None
     ec_transfer_params: Annotated[None, why("no cache of another engine is taken")] = None
@@ -195,10 +205,19 @@ class AllowedToolsChoice(Struct, tag_field="type", tag="allowed_tools", forbid_u
     allowed_tools: AllowedTools
 
 
+class ThinkingField(Struct, forbid_unknown_fields=True, frozen=True):
+    """Whether the model is to reason, as the APIs of DeepSeek, GLM and Kimi say it."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Annotated[None, why("use thinking_token_budget")] = None
+
+
 class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
     prompt: PromptField
-    max_tokens: Annotated[int, Meta(ge=0, le=UINT32.high), why("16 unless set; 0 with echo alone")] | None = None
-    logprobs: Annotated[int, within(RANGES["logprobs"])] | None = None
+    max_tokens: (
+        Annotated[int, Meta(ge=-1, le=UINT32.high), why("16 unless set; 0 with echo alone; -1: as many as fit")] | None
+    ) = None
+    logprobs: Annotated[int, within(RANGES["logprobs"]), _NOT_ALL] | None = None
     echo: bool | None = None
     best_of: Annotated[int, within(Range(1, MAX_SAMPLES))] | None = None
     suffix: Annotated[Literal[""], why("nothing is filled in before a text")] | None = None
@@ -208,12 +227,15 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
 
 class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
     messages: Messages
-    max_tokens: Annotated[int, Meta(ge=1, le=UINT32.high)] | None = None
+    max_tokens: Annotated[int, Meta(ge=-1, le=UINT32.high), why("-1: as many as fit")] | None = None
     max_completion_tokens: (
-        Annotated[int, Meta(ge=1, le=UINT32.high), why("goes before max_tokens; lowered to what fits")] | None
+        Annotated[int, Meta(ge=-1, le=UINT32.high), why("goes before max_tokens; lowered to what fits, as -1 is")]
+        | None
     ) = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, within(RANGES["logprobs"]), why("with logprobs alone")] | None = None
+    top_logprobs: (
+        Annotated[int, within(RANGES["logprobs"]), why("with logprobs alone; -1, all tokens, is too many")] | None
+    ) = None
     chat_template: Annotated[str, why("the name of one of the model's templates")] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], why("variables of the template")] | None = None
     add_generation_prompt: bool | None = None
@@ -230,6 +252,9 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
         Annotated[int, Meta(ge=0, le=UINT32.high), why("reasoning ends behind so many tokens")] | None
     ) = None
     include_reasoning: Annotated[bool, why("false: reasoning is left out")] | None = None
+    separate_reasoning: Annotated[bool, why("false: reasoning stays in content, with its tags")] | None = None
+    enable_thinking: Annotated[bool, why("the template's variables enable_thinking and thinking")] | None = None
+    thinking: Annotated[bool | ThinkingField, why("as enable_thinking, which takes precedence")] | None = None
     modalities: Annotated[list[Literal["text"]], why("outputs are texts")] | None = None
     audio: Annotated[None, why("outputs are texts")] = None
     prediction: Annotated[None, why("outputs are not foretold")] = None
@@ -268,7 +293,7 @@ class EmbeddingRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, 
     chat_template_kwargs: Annotated[dict[str, Any], why("variables of the template")] | None = None
     add_generation_prompt: Annotated[bool, why("false unless set")] | None = None
     continue_final_message: bool | None = None
-    encoding_format: Literal["float", "base64"] | None = None
+    encoding_format: Annotated[Literal["float", "base64"], why("base64 takes a quarter of the bytes")] | None = None
     dimensions: Annotated[int, Meta(ge=1), why("so many numbers of each, scaled to length 1 again")] | None = None
 
 

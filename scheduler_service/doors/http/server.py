@@ -15,7 +15,7 @@ from typing import Any, cast
 from urllib.parse import unquote
 
 import uvicorn
-from msgspec import Struct
+from msgspec import Struct, structs
 from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -373,6 +373,8 @@ class HttpDoor:
                 request, size = await decode_in_turn(await self._read_body(scope, receive, tenant), kind, tenant, turns)
             call = replace(call, time_remaining=getattr(request, "timeout", None), size=size)
             self._check_model(getattr(request, "model", None))
+            if rid := getattr(request, "rid", None):
+                request = structs.replace(request, request_id=request.request_id or rid)
             with self._requests.held(tenant, size if size > PIECE_SIZE else 0):
                 try:
                     async with self._while_connected(scope, receive) as stream, asyncio.timeout(call.time_remaining):
@@ -499,7 +501,7 @@ class _Server(uvicorn.Server):
 
 
 async def _send_named(send: Send, call_id: bytes, message: Message) -> None:
-    """Send a part of an answer, whose headers have the call's id under the names that clients of OpenAI and of
+    """Send a part of an answer. Add the call's id to the headers, under the names that the clients of OpenAI and of
     Anthropic read."""
     if message["type"] == "http.response.start":
         names = [(b"x-request-id", call_id), (b"request-id", call_id)]

@@ -132,8 +132,8 @@ class ReasoningTokens:
         self._unknown: deque[tuple[int, int, TokenLogprobs | None]] = deque()  # each token after its place
 
     def others(self, delta: Delta) -> Delta:
-        """Count the tokens of the reasoning in a delta whose text was read, and return the delta without them. A token
-        of which the text to come decides is in the delta after that."""
+        """Count the reasoning tokens of a delta whose text the parser has read, and return the delta without them. If
+        the text to come decides about a token, a later delta has it."""
         if not self._parser.has_reasoning:
             return delta
         for token_id, entry in itertools.zip_longest(delta.token_ids, delta.logprobs):

@@ -8,13 +8,16 @@ from typing import Any
 import anthropic
 import openai
 import pytest
+import torch
 from tokenizers import Tokenizer
 
 from pagewire.common import __version__
+from pagewire.kernels.sampling import lowest_kept
+from scheduler_service.doors.http.options import LEAST_TOP_P
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.simulated_worker import SimulatedWorker
-from tests.contract.http.door import HttpServer, joined, make_chat_checkpoint, serve_http
+from tests.contract.http.door import CHAT_TEMPLATE, HttpServer, joined, make_chat_checkpoint, serve_http
 from tests.contract.http.scripted import make_tool_checkpoint
 from tests.contract.http.shared import CHAT, COMPLETION
 from tests.contract.pooling import write_pooling
@@ -214,3 +217,90 @@ async def test_a_conversation_is_embedded(server: HttpServer) -> None:
         assert (await server.refusal(EMBEDDINGS, **asked))["param"] == "input"
     error = await server.refusal(EMBEDDINGS, messages=[{"role": "user", "content": "x " * 300}])
     assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+
+
+async def test_reasoning_may_stay_in_the_content(
+    thinker: tuple[HttpServer, Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As sglang has it: with its tags, however the answer comes."""
+    server, tokenizer = thinker
+    write(monkeypatch, tokenizer, THOUGHT)
+    answer = await server.chat("x", separate_reasoning=False, max_tokens=200)
+    message = answer["choices"][0]["message"]
+    assert (message["content"], message["reasoning"]) == (THOUGHT, None)
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
+    events = await server.events(CHAT, messages=[QUESTION], separate_reasoning=False, max_tokens=200)
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert "".join(delta.get("content", "") for delta in deltas) == THOUGHT
+    assert (await server.chat("x", separate_reasoning=True, max_tokens=200))["choices"][0]["message"]["reasoning"]
+
+
+async def test_channels_are_always_separate(tmp_path: Path) -> None:
+    model = make_chat_checkpoint(tmp_path / "model")
+    (model / "chat_template.jinja").write_text(CHAT_TEMPLATE + "{# <|channel|> <|message|> #}")
+    async with serve_http(model) as server:
+        error = await server.refusal(CHAT, messages=[QUESTION], separate_reasoning=False)
+    assert error["param"] == "separate_reasoning"
+
+
+@pytest.mark.parametrize(
+    ("path", "given"),
+    [(COMPLETION, {"prompt": "once"}), (CHAT, {"messages": [QUESTION]}), (MESSAGES, {"messages": [QUESTION]})],
+    ids=str,
+)
+async def test_top_p_of_0_is_the_most_likely_token(server: HttpServer, path: str, given: dict[str, Any]) -> None:
+    greedy = {"top_p": 0, "max_tokens": 3}
+    assert (await server.post(path, **given, **greedy)).status_code == 200
+    assert (await server.refusal(path, **given, **greedy | {"top_p": -0.1}))["param"] == "top_p"
+
+
+def test_the_least_top_p_leaves_one_token() -> None:
+    scaled = torch.randn(512, generator=torch.Generator().manual_seed(1))
+    assert lowest_kept(scaled, 0, LEAST_TOP_P, torch.tensor(0.0)) == scaled.max()
+
+
+@pytest.mark.parametrize("stop", ["", []], ids=str)
+async def test_an_empty_stop_text_stops_nothing(server: HttpServer, stop: Any) -> None:
+    asked = {"max_tokens": 20, "ignore_eos": True, "seed": 0}
+    without = (await server.complete(prompt="x", **asked))["choices"]
+    assert (await server.complete(prompt="x", **asked, stop=stop))["choices"] == without
+    chat = await server.chat("x", **asked, stop=stop)
+    assert chat["choices"] == (await server.chat("x", **asked))["choices"]
+
+
+async def test_a_length_of_minus_1_is_as_many_as_fit(server: HttpServer) -> None:
+    asked = {"ignore_eos": True, "seed": 0}
+    for answer in (
+        await server.complete(prompt=[5] * 6, max_tokens=-1, **asked),
+        await server.chat("x", max_tokens=-1, **asked),
+        await server.chat("x", max_completion_tokens=-1, **asked),
+    ):
+        assert answer["usage"]["total_tokens"] == LENGTH
+        assert answer["choices"][0]["finish_reason"] == "length"
+    for path, given in ((CHAT, {"messages": [QUESTION]}), (COMPLETION, {"prompt": "x"})):
+        for number in (0, -2):
+            error = await server.refusal(path, **given, max_tokens=number)
+            assert error["param"] == "max_tokens"
+
+
+async def test_all_tokens_of_the_vocabulary_are_too_many(server: HttpServer) -> None:
+    for path, field in ((COMPLETION, "prompt_logprobs"), (COMPLETION, "logprobs"), (CHAT, "top_logprobs")):
+        given = {"prompt": "x"} if path == COMPLETION else {"messages": [QUESTION], "logprobs": True}
+        error = await server.refusal(path, **given, **{field: -1})
+        assert error["param"] == field
+        assert "all tokens" in error["message"]
+
+
+async def test_a_schema_may_be_a_value(server: HttpServer) -> None:
+    """As TGI and huggingface_hub's `InferenceClient` have it."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    await server.chat("x", response_format={"type": "json", "value": schema}, max_tokens=5)
+    assert json.loads(server.stack.worker.grammars[-1].text) == schema
+
+
+async def test_evaluations_learn_of_the_tokenizer(server: HttpServer, model: Path) -> None:
+    told = (await server.client.get("/tokenizer_info")).json()
+    assert told["chat_template"] == CHAT_TEMPLATE
+    assert told["model_max_length"] == LENGTH
+    named = {name: text for name, text in told.items() if name.endswith("_token")}
+    assert named == dict(read_model_info(str(model)).special_tokens)

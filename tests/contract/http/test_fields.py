@@ -130,6 +130,7 @@ PROMPTS = {
 }
 QUEUED = {
     "tenant": read("request.tenant", "somebody"),
+    "rid": read("request.request_id", "mine", request_id=None),
     "priority": read("request.priority", -3),
     "cache_salt": read("request.cache_salt", "salt"),
     "session_id": read("request.session_id", "talk"),
@@ -165,6 +166,8 @@ GENERATION = QUEUED | {
     "guided_json": matched({"type": "object"}, "JSON_SCHEMA", '{"type":"object"}'),
     "guided_regex": matched("[a-z]+", "REGEX", "[a-z]+"),
     "guided_choice": matched(["AB"], "CHOICE", '["AB"]'),
+    "regex": matched("[a-z]+", "REGEX", "[a-z]+"),
+    "ebnf": matched('start: "a"', "GRAMMAR", 'start: "a"'),
     "guided_grammar": matched('start: "a"', "GRAMMAR", 'start: "a"'),
     "allowed_token_ids": matched([71, 70], "GRAMMAR", "start: <[70,71]> start"),
     "bad_words": matched(["cat"], "GRAMMAR", 'start: TEXT\nANY: /(?s:.*)/\nTEXT: ANY & ~(ANY ("cat") ANY)'),
@@ -185,6 +188,8 @@ CHAT_PROMPTS = TEMPLATE | {
     "messages": prompted([ANSWER], "<assistant>once \n<assistant>"),
     "documents": prompted([{"text": "x"}], "x,", chat_template="told"),
     "reasoning_effort": prompted("low", ",low", chat_template="told"),
+    "enable_thinking": prompted(False, "<user>hello\n<assistant>False"),
+    "thinking": prompted({"type": "disabled"}, "<user>hello\n<assistant>False"),
     "model": PROMPTS["model"],
     "truncate_prompt_tokens": prompted(1, ">"),
     "truncation_side": prompted("right", "<", truncate_prompt_tokens=1),
@@ -195,6 +200,7 @@ CALLED = {"type": "function", "name": "f"}
 USED = {"name": "f", "input_schema": {"type": "object"}}
 NEUTRAL = {
     "include_reasoning": Harmless(False),
+    "separate_reasoning": Harmless(False),
     "function_call": Harmless("none", "sometimes"),
     "modalities": Harmless(["text"], ["audio"]),
 }
@@ -307,8 +313,11 @@ CASES: dict[str, dict[str, Case | Harmless]] = {
         "chat_template_kwargs": CHAT_PROMPTS["chat_template_kwargs"],
     },
     RENDER: PROMPTS
-    | {"prompt": PROMPT, "request_id": answered(lambda answer: answer[0]["request_id"], "mine", "mine")},
-    RENDER_CHAT: CHAT_PROMPTS | {"request_id": answered(lambda answer: answer["request_id"], "mine", "mine")},
+    | {"prompt": PROMPT, "request_id": answered(lambda answer: answer[0]["request_id"], "mine", "mine")}
+    | {"rid": answered(lambda answer: answer[0]["request_id"], "mine", "mine", request_id=None)},
+    RENDER_CHAT: CHAT_PROMPTS
+    | {"request_id": answered(lambda answer: answer["request_id"], "mine", "mine")}
+    | {"rid": answered(lambda answer: answer["request_id"], "mine", "mine", request_id=None)},
     "/tokenize": {
         name: Case(case.value, case.see, case.expected, {"prompt": None, "messages": [QUESTION]} | case.beside)
         for name, case in TEMPLATE.items()

@@ -238,7 +238,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=Tr
     stream: bool | None = None
     stop_sequences: list[str] | None = None
     temperature: Annotated[float, within(RANGES["temperature"])] | None = None
-    top_p: Annotated[float, within(RANGES["top_p"])] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1), why("0: the most likely token")] | None = None
     top_k: Annotated[int, Meta(ge=0, le=UINT32.high)] | None = None
     seed: Annotated[int, within(INT64)] | None = None
     thread: Annotated[None, why("conversations are not kept; send the whole one")] = None
