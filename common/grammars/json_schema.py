@@ -5,6 +5,7 @@ The library refuses keywords and formats that it does not know, and where it is 
 
 import json
 import math
+import re
 import sys
 from collections.abc import Callable
 from functools import partial, reduce
@@ -55,6 +56,15 @@ _OF_TEXTS = frozenset(
         *("format", "pattern", "minLength", "maxLength"),
     }
 )
+# Keywords that the library does not read.
+_UNENFORCED = frozenset(
+    {
+        *("$dynamicRef", "$recursiveRef", "contains", "dependencies", "dependentRequired", "dependentSchemas", "if"),
+        *("propertyNames", "unevaluatedItems", "unevaluatedProperties", "uniqueItems"),
+    }
+)
+# What a pattern may look at besides the characters that it matches: what is around them, or matched before.
+_LOOKS = re.compile(r"\\[1-9bBk]|\(\?(?:[=!>]|<[=!])")
 _MAX_REFERENCES = 16  # from one to the next: they may go round in a circle
 _MANY = (1 << 31) - 1  # more than any output has
 _LARGEST = (1 << 63) - (1 << 10)  # the largest float64 that the library takes as a bound
@@ -77,6 +87,43 @@ def for_library(schema: Any) -> dict[str, Any]:
     return {**read, "x-guidance": defaults | own}
 
 
+def enforceable(root: Any, schema: Any, left_out: set[str]) -> Any:
+    """Return a schema, or one within the schema `root`, without annotations and without the keywords that the library
+    cannot enforce. Add the names of the latter to `left_out`. One of them is oneOf, which is read as anyOf, because its
+    schemas may overlap."""
+    if not isinstance(schema, dict):
+        return schema
+    kept = {}
+    for name, value in schema.items():
+        if name in _ANNOTATIONS:
+            continue
+        inner = _with_schemas(name, value, lambda each: enforceable(root, each, left_out))
+        if _is_enforced(name, value, schema) or _excludes_nothing(name, value, schema, root):
+            kept[name] = inner
+        else:
+            left_out.add(name)
+            if name == "oneOf":
+                kept.setdefault("anyOf", inner)
+    if "patternProperties" in schema.keys() - kept.keys():
+        kept.pop("additionalProperties", None)  # which would exclude the properties of the patterns
+    return kept
+
+
+def _is_enforced(name: str, value: Any, schema: dict[str, Any]) -> bool:
+    match name:
+        case "pattern":
+            return not _LOOKS.search(str(value))
+        case "patternProperties":
+            return not _LOOKS.search(" ".join(value) if isinstance(value, dict) else "")
+        case "$ref":
+            return str(value).startswith("#")
+        case "not":
+            return _allows_all(value)  # nothing is allowed
+        case "oneOf":
+            return "discriminator" in schema
+    return name not in _UNENFORCED
+
+
 def _read(root: Any, schema: Any) -> Any:
     """A schema within a schema, which may be true or false, or what is none, of which the library says so."""
     if not isinstance(schema, dict):
@@ -89,7 +136,8 @@ def _read(root: Any, schema: Any) -> Any:
         if schema.get(exclusive) is True and name in schema:  # as the standard had it once
             schema[exclusive] = schema.pop(name)
     schema |= {name: _inward(name, schema[name]) for name in _INWARD if name in schema}
-    json.loads(json.dumps([schema.get("const"), schema.get("enum")]), parse_int=_told, parse_float=_told)
+    if values := [schema[name] for name in ("const", "enum") if name in schema]:
+        json.loads(json.dumps(values), parse_int=_told, parse_float=_told)
     form, parts = schema.get("format"), schema.get("allOf", [])
     if isinstance(form, str) and form in _PATTERNS and isinstance(parts, list):
         schema["allOf"] = [*parts, {"pattern": _PATTERNS[schema.pop("format")]}]

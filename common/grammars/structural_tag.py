@@ -97,6 +97,8 @@ class _Rules:
         self._token_names = token_names
         self._alone = alone
         self.lines: list[str] = []
+        self._names: dict[str, str] = {}  # of rules by what defines them
+        self._schemas: dict[str, str] = {}  # the names of rules by their schemas
 
     def expression(self, form: Any) -> str:
         """Add the rules of a format. Returns what refers to it."""
@@ -105,7 +107,10 @@ class _Rules:
             case "const_string":
                 return self.literal(_field(form, "value", kind))
             case "json_schema":
-                return self.rule(f"%json {json.dumps(for_library(_field(form, 'json_schema', kind)))}")
+                given = json.dumps(_field(form, "json_schema", kind))
+                if given not in self._schemas:  # reading one takes long
+                    self._schemas[given] = self.rule(f"%json {json.dumps(for_library(form['json_schema']))}")
+                return self._schemas[given]
             case "any_text":
                 most = form.get("max_tokens")
                 return '""' if most == 0 else self.rule(self.text(form), "" if most is None else f"[max_tokens={most}]")
@@ -126,9 +131,12 @@ class _Rules:
         raise ValueError(f"formats of type {kind!r} are not supported in structural tags")
 
     def rule(self, body: str, attributes: str = "") -> str:
-        name = f"r{len(self.lines)}"
-        self.lines.append(f"{name}{attributes}: {body}")
-        return name
+        """Return the name of a rule. Two that are the same have one name, or the library would read both."""
+        line = f"{attributes}: {body}"
+        if line not in self._names:
+            self._names[line] = f"r{len(self.lines)}"
+            self.lines.append(f"{self._names[line]}{line}")
+        return self._names[line]
 
     def sequence(self, parts: Any) -> str:
         return self.rule(" ".join(part for part in parts if part != '""') or '""')

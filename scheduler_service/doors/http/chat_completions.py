@@ -146,25 +146,31 @@ async def complete_chat(
     request: ChatCompletionRequest, call: Call, intake: Intake, model_name: str, stream: EventStream
 ) -> bytes | None:
     """Return the answer, unless it is streamed. Raises RefusedError."""
-    asked, make_parser = await read_chat(request, call, intake)
+    asked, make_parser = await read_chat(request, call, intake, stream)
     writer = ChatWriter(request, (asked.answer_id, model_name), intake, make_parser)
     return await answer_call(request, asked, call, intake, writer, stream)
 
 
-async def read_chat(request: ChatCompletionRequest, call: Call, intake: Intake) -> tuple[ReadCall, ParserMaker]:
-    """Return the requests of a chat, and what reads their outputs. Raises RefusedError."""
+async def read_chat(
+    request: ChatCompletionRequest, call: Call, intake: Intake, stream: EventStream
+) -> tuple[ReadCall, ParserMaker]:
+    """Return the requests of a chat, and what reads their outputs. Warn of keywords in schemas of tools that are not
+    enforced. Raises RefusedError."""
     tenant = call.caller.tenant(request.tenant or "")
     output = intake.chats.format_of(chosen_template(intake.model, request.chat_template))
     # What is refused for its schemas costs no rendering.
-    functions = await intake.turns.carry_out(tenant, call.size, functions_of, request, output)
+    functions, left_out = await intake.turns.carry_out(tenant, call.size, functions_of, request, output)
     prompt = await render_messages(request, call, intake)
-    return await intake.turns.carry_out(tenant, call.size, _read, request, functions, prompt, call, intake)
+    asked, maker = await intake.turns.carry_out(tenant, call.size, _read, request, functions, prompt, call, intake)
+    if left_out and asked.requests[0].request.grammar is not None:
+        stream.warn(f"of the schemas of tools these are not enforced: {', '.join(sorted(left_out))}")
+    return asked, maker
 
 
 def parser_maker(request: ChatCompletionRequest, prompt_end: str, intake: Intake) -> ParserMaker:
     """Return what makes readers of a chat's outputs, for a prompt that ends so. Raises RefusedError."""
     output = intake.chats.format_of(chosen_template(intake.model, request.chat_template))
-    return partial(output.parser, prompt_end, functions_of(request, output))
+    return partial(output.parser, prompt_end, functions_of(request, output)[0])
 
 
 def _read(

@@ -2,8 +2,6 @@
 
 from typing import Any, cast
 
-import msgspec
-
 from pagewire.common.chat_template import GOES_TWO_WAYS, ChatTemplateError, render, up_to_last
 from scheduler_service.doors.http.requests import (
     MAX_INPUTS,
@@ -91,7 +89,9 @@ def _variables_of(request: _Conversation) -> dict[str, Any]:
 
 
 def _plain(tool: ToolField) -> dict[str, Any]:
-    function = {name: value for name, value in msgspec.structs.asdict(tool.function).items() if value is not None}
+    # `strict` is for the server.
+    function = {name: getattr(tool.function, name) for name in ("name", "description", "parameters")}
+    function = {name: value for name, value in function.items() if value is not None}
     return {"type": "function", "function": function}
 
 

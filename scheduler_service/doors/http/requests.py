@@ -181,13 +181,16 @@ class GenerationRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True
     stream_interval: Annotated[None, why("tokens are sent as they come")] = None
 
 
+STRICT = why("true: a schema with what cannot be enforced is refused where calls are required")
+
+
 class FunctionField(Struct, forbid_unknown_fields=True, frozen=True):
     """A function that the model may call."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     description: str | None = None
     parameters: Annotated[dict[str, Any], why("a JSON Schema; without one there are none")] | None = None
-    strict: Annotated[bool, why("no effect: --strict-tools of the server says it for all")] | None = None
+    strict: Annotated[bool, STRICT] | None = None
 
 
 class ToolField(Struct, tag_field="type", tag="function", forbid_unknown_fields=True, frozen=True):

@@ -295,7 +295,7 @@ class HttpDoor:
 
     async def _complete_chat(self, request: ChatCompletionRequest, call: Call, stream: EventStream) -> bytes | None:
         if request.detached:
-            return await self._submit(request, (await read_chat(request, call, self._intake))[0], call)
+            return await self._submit(request, (await read_chat(request, call, self._intake, stream))[0], call)
         return await complete_chat(request, call, self._intake, self._model_name(), stream)
 
     async def _answer_response(self, request: ResponsesRequest, call: Call, stream: EventStream) -> bytes | None:
@@ -343,7 +343,7 @@ class HttpDoor:
         return encode(await render(read, self._intake, self._model_name()))
 
     async def _render_chat(self, request: ChatCompletionRequest, call: Call, stream: EventStream) -> bytes:
-        asked, _ = await read_chat(request, call, self._intake)
+        asked, _ = await read_chat(request, call, self._intake, stream)
         (prompt,) = await render(asked, self._intake, self._model_name())
         return encode(prompt)
 

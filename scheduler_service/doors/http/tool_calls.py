@@ -18,6 +18,7 @@ from pagewire.common.chat_output import (
     Parameters,
     Reasoning,
 )
+from pagewire.common.grammars.json_schema import enforceable
 from pagewire.common.grammars.structural_tag import format_in
 from pagewire.common.schema_budget import SchemaBudget, SchemaBudgetError
 from pagewire.common.strict_json import from_json
@@ -31,20 +32,28 @@ _NO_PARAMETERS = {"type": "object", "additionalProperties": False}
 ParserMaker = Callable[[], OutputParser]
 
 
-def functions_of(request: ChatCompletionRequest, output: ChatFormat) -> dict[str, Parameters]:
-    """Return the parameters of the functions that an output may call, by name. Raises RefusedError."""
-    tools, (mode, names), budget = request.tools or [], _choice_of(request), SchemaBudget()
+def functions_of(request: ChatCompletionRequest, output: ChatFormat) -> tuple[dict[str, Parameters], set[str]]:
+    """Return the parameters of the functions that an output may call, by name, and the keywords of their schemas that
+    are left out because they cannot be enforced. Raises RefusedError."""
+    tools, (mode, names), budget, given = request.tools or [], _choice_of(request), SchemaBudget(), SchemaBudget()
     functions: dict[str, Parameters] = {}
+    left_out: set[str] = set()
     for position, tool in enumerate(tools):
         name, schema = tool.function.name, tool.function.parameters
         if name in functions:
             raise invalid(f"tools[{position}].function.name", f"another tool is called {name!r} too; rename one")
         try:
-            functions[name] = Parameters(_NO_PARAMETERS if schema is None else schema, budget)
+            given.take_tree(schema)
+            kept = enforceable(schema, schema, keywords := set[str]())
+            if tool.function.strict and mode == "required":
+                _check_strict(f"tools[{position}]", name, keywords)
+                kept, keywords = schema, set()
+            functions[name] = Parameters(_NO_PARAMETERS if schema is None else kept, budget)
+            left_out |= keywords
         except SchemaBudgetError as error:
             raise _too_large(f"tools[{position}]", error) from None
     if mode == "none" or not (functions or names or mode == "required"):
-        return {}
+        return {}, set()
     is_known = names <= functions.keys()
     functions = {name: functions[name] for name in functions if name in names} if names else functions
     if not functions or not is_known:
@@ -57,7 +66,17 @@ def functions_of(request: ChatCompletionRequest, output: ChatFormat) -> dict[str
             "calls of tools are in no form that is known, by the model's chat template or --tool-call-parser; leave "
             "tools unset",
         )
-    return functions
+    return functions, left_out
+
+
+def _check_strict(field: str, name: str, keywords: set[str]) -> None:
+    """Raise RefusedError for keywords that cannot be enforced. Each oneOf is tried as it is."""
+    if asked := ", ".join(sorted(keywords - {"oneOf"})):
+        raise invalid(
+            field,
+            f"{field} is strict, but the schema of {name[:80]!r} has {asked}, which cannot be enforced; leave "
+            "strict unset, or write the schema without",
+        )
 
 
 def _too_large(field: str, error: SchemaBudgetError) -> RefusedError:

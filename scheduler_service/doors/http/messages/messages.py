@@ -123,7 +123,7 @@ async def answer_message(
 ) -> bytes | None:
     """Return the message, unless it is streamed. Raises RefusedError."""
     with _NAMES.in_refusals():
-        asked, make_parser = await read_chat(await _chat(request, call, intake, stream), call, intake)
+        asked, make_parser = await read_chat(await _chat(request, call, intake, stream), call, intake, stream)
         async with begin_requests(asked, call, intake, is_streamed=bool(request.stream)) as [progress]:
             await _in_turn(request, call, intake, check_edits, request, len(progress.prompt_token_ids))
             message_id = f"msg_{request.request_id or secrets.token_hex(12)}"
@@ -154,7 +154,7 @@ async def _told(teller: MessageTeller, delta: Delta, progress: PromptProgress) -
 async def count_tokens(request: CountTokensRequest, call: Call, intake: Intake, stream: EventStream) -> bytes:
     """Raises RefusedError."""
     with _NAMES.in_refusals():
-        asked, _ = await read_chat(await _chat(request, call, intake, stream), call, intake)
+        asked, _ = await read_chat(await _chat(request, call, intake, stream), call, intake, stream)
         num_tokens = len(await intake.tokenize(asked.requests[0]))
         await _in_turn(request, call, intake, check_edits, request, num_tokens)
         return _encode(TokenCount(num_tokens))

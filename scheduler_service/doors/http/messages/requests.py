@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Raw, Struct
 
 from pagewire.common.sampling_rules import RANGES, UINT32
-from scheduler_service.doors.http.requests import INERT, INT64, Empty, QueuedRequest, why, within
+from scheduler_service.doors.http.requests import INERT, INT64, STRICT, Empty, QueuedRequest, why, within
 
 _INERT = Meta(description=INERT)
 _NO_TOOLSETS = why("tools are named one by one")
@@ -112,7 +112,7 @@ class MessagesTool(Struct, forbid_unknown_fields=True, frozen=True):
     input_schema: Annotated[dict[str, Any], why("a JSON Schema, which is always kept to")] | None = None
     description: str | None = None
     type: Annotated[str, Meta(pattern=f"^(custom|{VENDOR_TYPE})$")] | None = None
-    strict: Annotated[bool, _INERT] | None = None
+    strict: Annotated[bool, STRICT] | None = None
     cache_control: Annotated[dict[str, Any], _INERT] | None = None
     eager_input_streaming: Annotated[bool, _INERT] | None = None
     defer_loading: Annotated[bool, why("no effect: the prompt has all tools from the start")] | None = None

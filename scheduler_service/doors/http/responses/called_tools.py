@@ -48,7 +48,8 @@ def tool_fields(tools: Iterable[Tool]) -> list[ToolField]:
         if name in fields:
             raise invalid(f"{place}.name", f"{place}.name: another tool is called as {name!r} too; rename one")
         parameters = _INPUT if isinstance(tool, CustomTool) else tool.parameters
-        fields[name] = ToolField(FunctionField(name, _description(tool, preface), parameters))
+        strict = None if isinstance(tool, CustomTool) else tool.strict
+        fields[name] = ToolField(FunctionField(name, _description(tool, preface), parameters, strict))
     return list(fields.values())
 
 

@@ -7,6 +7,7 @@ from msgspec import Meta, Raw, Struct, field
 from pagewire.common.sampling_rules import UINT32
 from scheduler_service.doors.http.requests import (
     INERT,
+    STRICT,
     Empty,
     JsonObjectFormat,
     SampledRequest,
@@ -129,7 +130,7 @@ class FunctionTool(Struct, tag_field="type", tag="function", forbid_unknown_fiel
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     description: str | None = None
     parameters: Annotated[dict[str, Any], why("a JSON Schema; without one there are none")] | None = None
-    strict: Annotated[bool, why("no effect: --strict-tools of the server says it for all")] | None = None
+    strict: Annotated[bool, STRICT] | None = None
     defer_loading: Annotated[bool, why("no effect: the model is given every tool")] | None = None
     output_schema: Annotated[dict[str, Any], _INERT] | None = None
     allowed_callers: Annotated[list[Literal["direct"]], why("the model calls tools, and no program")] | None = None

@@ -43,7 +43,7 @@ async def answer_response(
     with _NAMES.in_refusals():
         conversation, call = await _conversation(request, call, stored, stream)
         chat = await stored.in_turn(call.size, chat_meant, request, conversation)
-        asked, make_parser = await read_chat(chat, call, intake)
+        asked, make_parser = await read_chat(chat, call, intake, stream)
         prompt = asked.requests[0].prompt
         assert isinstance(prompt, str), "chats are of texts"
         begun = _begun(request, asked.requests[0].request.sampling, model_name)
@@ -79,7 +79,7 @@ async def count_input_tokens(
     with _NAMES.in_refusals():
         conversation, call = await _conversation(request, call, stored, stream)
         chat = await stored.in_turn(call.size, chat_meant, request, conversation)
-        asked, _ = await read_chat(chat, call, intake)
+        asked, _ = await read_chat(chat, call, intake, stream)
         return _encode(InputTokenCount(len(await intake.tokenize(asked.requests[0]))))
 
 

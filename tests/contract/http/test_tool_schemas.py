@@ -1,0 +1,165 @@
+"""Schemas of tools that cannot be enforced in full: calls are constrained as far as possible, and answers say so."""
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagewire.common.grammars.json_schema import enforceable
+from scheduler_service.serving.checkpoint.model_info import read_model_info
+from testing.fake_worker import FakeWorker
+from tests.contract.http.door import HttpServer, serve_http
+from tests.contract.http.scripted import CALL, WEATHER, Say, make_tool_checkpoint
+
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+QUESTION = {"role": "user", "content": "hi"}
+LENGTH = 1024
+CITY = WEATHER["properties"]["city"]  # type: ignore[index]
+# By the keyword that cannot be enforced: a schema with it, and the schema that is.
+SCHEMAS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "uniqueItems": ({"type": "array", "uniqueItems": True}, {"type": "array"}),
+    "not": ({**CITY, "not": {"const": "Rome"}}, CITY),
+    "if": ({**CITY, "if": {"const": "Rome"}, "then": {"minLength": 2}}, {**CITY, "then": {"minLength": 2}}),
+    "pattern": ({"type": "string", "pattern": "^(?!Rome).*$"}, {"type": "string"}),
+    "contains": ({"type": "array", "contains": {"const": 1}}, {"type": "array"}),
+    "propertyNames": ({"type": "object", "propertyNames": {"pattern": "^a"}}, {"type": "object"}),
+    "dependentRequired": ({"type": "object", "dependentRequired": {"a": ["b"]}}, {"type": "object"}),
+    "patternProperties": (
+        {"type": "object", "patternProperties": {"^(?=a)": CITY}, "additionalProperties": False},
+        {"type": "object"},
+    ),
+    "$ref": ({"$ref": "https://example.com/schema.json"}, {}),
+    "oneOf": ({"oneOf": [CITY, {"type": "string"}]}, {"anyOf": [CITY, {"type": "string"}]}),
+}
+
+
+def within(inner: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": {"city": inner}}
+
+
+def warning(*left_out: str) -> str:
+    return f"of the schemas of tools these are not enforced: {', '.join(left_out)}"
+
+
+def asked(path: str, schema: dict[str, Any], *, required: bool = False, **tool: Any) -> dict[str, Any]:
+    """A request with one tool."""
+    named = {"name": "weather"} | tool
+    match path:
+        case "/v1/messages":
+            choice: Any = {"type": "any"} if required else {"type": "auto"}
+            given: dict[str, Any] = named | {"input_schema": schema}
+            body: dict[str, Any] = {"messages": [QUESTION], "max_tokens": 150}
+        case "/v1/responses":
+            choice, given = "required" if required else "auto", {"type": "function", **named, "parameters": schema}
+            body = {"input": "hi", "store": False}
+        case _:
+            choice = "required" if required else "auto"
+            given = {"type": "function", "function": named | {"parameters": schema}}
+            body = {"messages": [QUESTION]}
+    return body | {"tools": [given], "tool_choice": choice}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = make_tool_checkpoint(tmp_path_factory.mktemp("models") / "chatty")
+    config = json.loads((path / "config.json").read_text()) | {"max_position_embeddings": LENGTH}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.fixture
+async def server(model: Path) -> AsyncIterator[HttpServer]:
+    worker = FakeWorker(read_model_info(str(model)).digest, max_model_len=LENGTH)
+    await worker.start()
+    async with serve_http(model, worker=worker) as server:
+        yield server
+
+
+def enforced(server: HttpServer) -> list[Any]:
+    """The schemas of calls in the last grammar."""
+    form = json.loads(server.stack.worker.grammars[-1].text)["format"]
+    return [tag["content"]["json_schema"] for tag in form["elements"][0]["tags"]]
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+async def test_a_keyword_that_cannot_be_enforced_is_left_out(
+    server: HttpServer, say: Say, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    say(CALL)
+    for keyword, (given, kept) in SCHEMAS.items():
+        for more in ({}, {"strict": False}, {"strict": True}, {"required": True}, {"required": True, "strict": False}):
+            caplog.clear()
+            answer = await server.post(path, **asked(path, within(given), **more))
+            assert (keyword, answer.status_code) == (keyword, 200), answer.text
+            assert answer.headers["warning"] == f'299 - "{warning(keyword)}"'
+            assert warning(keyword) in caplog.text
+            assert "Oslo" in answer.text
+            assert enforced(server) == [within(kept)]
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+async def test_a_strict_tool_that_must_be_called_is_refused_by_name(server: HttpServer, say: Say, path: str) -> None:
+    say(CALL)
+    for keyword, (given, _) in SCHEMAS.items():
+        answer = await server.post(path, **asked(path, within(given), required=True, strict=True))
+        error = answer.json()["error"]
+        assert answer.status_code == 400
+        if keyword != "oneOf":  # each is tried: some are enforced
+            assert error["param"] == "tools[0]"
+            assert f"the schema of 'weather' has {keyword}, which cannot be enforced" in error["message"]
+    answer = await server.post(path, **asked(path, WEATHER, required=True, strict=True))
+    assert (answer.status_code, "warning" in answer.headers) == (200, False)
+    assert enforced(server) == [WEATHER]
+
+
+async def test_strict_is_no_part_of_a_prompt(server: HttpServer, say: Say) -> None:
+    say("hello")
+    prompts = [
+        (await server.post(path, **asked(path, WEATHER, **more), **shown)).json()
+        for path in (f"{CHAT}/render",)
+        for more in ({}, {"strict": True}, {"strict": False})
+        for shown in ({"request_id": "same"},)
+    ]
+    assert prompts[0] == prompts[1] == prompts[2]
+
+
+async def test_what_nothing_is_enforced_of_has_no_warning(model: Path, say: Say) -> None:
+    say(CALL)
+    async with serve_http(model, front={"strict_tools": False}) as server:
+        given, _ = SCHEMAS["not"]
+        answer = await server.post(CHAT, **asked(CHAT, within(given), required=False), max_tokens=100)
+        assert (answer.status_code, "warning" in answer.headers) == (200, False)
+
+
+async def test_128_tools_of_239_kb(server: HttpServer, say: Say) -> None:
+    say(CALL)
+    properties = {"city": CITY | {"description": "c" * 600}, "day": {"type": "string", "description": "d" * 600}}
+    schema = WEATHER | {"properties": properties}
+    tools = [
+        {"type": "function", "function": {"name": name, "description": "e" * 500, "parameters": schema}}
+        for name in ("weather", *(f"t{index}" for index in range(127)))
+    ]
+    assert len(json.dumps(tools)) > 239_000
+    answer = await server.post(CHAT, messages=[QUESTION], tools=tools, max_tokens=100)
+    assert (answer.status_code, "warning" in answer.headers) == (200, False), answer.text
+    [call] = answer.json()["choices"][0]["message"]["tool_calls"]
+    assert (call["function"]["name"], call["function"]["arguments"]) == ("weather", '{"city": "Oslo"}')
+    assert enforced(server) == [WEATHER | {"properties": {"city": CITY, "day": {"type": "string"}}}] * 128
+
+
+def test_what_can_be_enforced_is_kept() -> None:
+    for schema in (
+        {"type": "object", "properties": {"not": {"type": "string"}, "if": {"const": {"not": 1}}}},
+        {"type": "object", "properties": {"never": {"not": {}}}},
+        {"type": "array", "items": {"pattern": r"^\d(?:a|b)$"}, "uniqueItems": False},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"type": "string"}}},
+        {"oneOf": [{"type": "string"}], "discriminator": {"propertyName": "kind"}},
+    ):
+        left_out: set[str] = set()
+        assert enforceable(schema, schema, left_out) == schema
+        assert not left_out
+    assert enforceable({}, {"title": "a", "properties": {"title": {"description": "b"}}}, set()) == {
+        "properties": {"title": {}}
+    }
