@@ -218,7 +218,7 @@ async def test_some_tools_may_be_allowed(server: HttpServer, say: Say, mode: str
     [
         ("input", {"input": []}),
         ("input[0].role", {"input": [{"role": "robot", "content": "x"}]}),
-        ("input[0].type", {"input": [{"type": "item_reference", "id": "1"}]}),
+        ("input", {"input": [{"type": "item_reference", "id": "1"}]}),
         ("max_output_tokens", {"max_output_tokens": 100_000}),
         ("background", {"background": True, "store": False}),
         ("tools[0].type", {"tools": [{"type": "computer"}]}),

@@ -125,6 +125,32 @@ async def test_ids_of_items_are_the_responses(server: HttpServer, say: Say) -> N
     await create(server.openai, extra_body={"request_id": "mine"})
 
 
+async def test_items_may_be_named(server: HttpServer, model: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the AI SDK sends the turns of a loop of tools, of responses that are kept, by any door."""
+    rendered = noted_messages(monkeypatch)
+    say(THOUGHT)
+    first = await create(server.openai, tools=TOOLS, extra_body={"request_id": "a_1"})
+    result: Any = {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "5 degrees"}
+    listed = (await server.openai.responses.input_items.list(first.id)).data
+    whole = [item.model_dump() for item in (*listed, *first.output)]
+    named = [{"type": "item_reference", "id": item["id"]} for item in whole]
+    second = await create(server.openai, input=[*whole, result], tools=TOOLS)
+    async with another_door(server, model) as other:
+        third = await create(other, input=[*named, result], tools=TOOLS)
+    assert rendered[-1] == rendered[-2]
+    assert (third.usage.input_tokens, items(third)) == (second.usage.input_tokens, items(second))
+    both = [{"type": "item_reference", "id": response.output[0].id} for response in (first, third)]
+    await create(server.openai, input=[*both, {"role": "user", "content": "hi"}])
+    assert [message.get("reasoning_content") for message in rendered[-1]] == ["hm", "hm", None]
+    for unknown_id in ("rs_a_1_7", "msg_other_0", "x", "", None):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await create(server.openai, input=[{"type": "item_reference", "id": unknown_id}])
+        assert (caught.value.param, "send the item itself" in caught.value.message) == ("input", True)
+    monkeypatch.setattr(stored_responses, "_MAX_NAMED", 1)
+    with pytest.raises(openai.BadRequestError, match="items of 2 responses, at most 1 are allowed"):
+        await create(server.openai, input=both)
+
+
 @pytest.mark.parametrize("seed", range(2))
 async def test_ids_may_have_any_characters(server: HttpServer, say: Say, seed: int) -> None:
     say("hello")

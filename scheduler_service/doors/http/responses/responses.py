@@ -22,6 +22,7 @@ from scheduler_service.serving.tenants.caller import Call
 
 # What a request calls the fields of the chat that it means.
 _NAMES = RequestNames("input", messages="input", max_tokens="max_output_tokens", response_format="text.format")
+_REFERENCE = "item_reference"  # the type of items that stand for others, by their ids
 _encode = msgspec.json.Encoder().encode
 
 
@@ -92,6 +93,12 @@ async def _conversation(
     if request.previous_response_id:
         conversation, size = await stored.conversation(request.previous_response_id)
         call = dataclasses.replace(call, size=max(call.size, size))
+    given = [] if isinstance(request.input, str) else request.input
+    if ids := {str(item.get("id")) for item in given if item.get("type") == _REFERENCE}:
+        found = await stored.items(ids)
+        call = dataclasses.replace(call, size=call.size + sum(map(len, found.values())))
+        items = [msgspec.json.decode(found[item["id"]]) if item.get("type") == _REFERENCE else item for item in given]
+        request = msgspec.structs.replace(request, input=items)
     conversation += await stored.in_turn(call.size, items_of, request, conversation)
     for text in warnings_of(request, conversation):
         stream.warn(text)

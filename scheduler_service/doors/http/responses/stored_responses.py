@@ -3,6 +3,7 @@ of each a record, which only doors understand, under the id of its request."""
 
 import contextlib
 import logging
+import re
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, TypeVar
 
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 _RECORD_BYTES = MAX_MESSAGE_BYTES - 1024  # what names it has room beside
 _PAGE_ITEMS = 20
+_ITEM_PLACE = re.compile(r"(_input)?_\d+$")  # what an item's id has after the name of its response
+_MAX_NAMED = 1024  # responses whose items a request refers to
 PROMPT_END_CHARS = 256
 _Result = TypeVar("_Result")
 _encode = msgspec.json.Encoder().encode
@@ -116,6 +119,20 @@ class StoredResponses:
             )
         items = await self.in_turn(len(result.record), lambda: _decode_items(_encode(response.output)))
         return [*record.input, *items], len(result.record)
+
+    async def items(self, ids: set[str]) -> dict[str, bytes]:
+        """Return items of responses, or of what these answer, as JSON by their ids. Raises RefusedError."""
+        names = {_ITEM_PLACE.sub("", each.partition("_")[2]) for each in ids}
+        if len(names) > _MAX_NAMED:
+            raise invalid("input", f"input refers to items of {len(names)} responses, at most {_MAX_NAMED} are allowed")
+        found: dict[str, bytes] = {}
+        for name in names:
+            with contextlib.suppress(RefusedError):  # it is not known
+                items, _ = await self.conversation(f"{ID_PREFIX}{name}")
+                found |= {item.id: _encode(item) for item in items if item.id in ids}
+        for item_id in ids - found.keys():
+            raise invalid("input", f"no item {item_id[:80]!r} is known for this tenant; send the item itself")
+        return found
 
     async def read(self, response_id: str) -> bytes:
         """Return a response as it is now. Raises RefusedError."""
