@@ -12,7 +12,7 @@ import re
 import reprlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, NamedTuple
 
 from pagewire.common.strict_json import from_json
@@ -56,8 +56,15 @@ _MESSAGE_FIELDS: _Fields = {
     "name": _TEXT,
     "tool_call_id": _CALL_ID,
     "tool_calls": (list | tuple, "a list of calls"),
+    "refusal": _TEXT,
+    "function_call": (NoneType, "unset; send tool_calls"),
+    "audio": (NoneType, "unset; messages are texts"),
 }
-_CALL_FIELDS: _Fields = {"id": _CALL_ID, "function": (Mapping, "an object with name and arguments")}
+_CALL_FIELDS: _Fields = {
+    "id": _CALL_ID,
+    "function": (Mapping, "an object with name and arguments"),
+    "custom": (NoneType, "unset; send calls of functions"),
+}
 _FUNCTION_FIELDS: _Fields = {"name": _TEXT, "arguments": (str | Mapping, "the JSON of an object, or the object")}
 # The roles of messages that say something; an answer may have calls alone.
 _SPEAKING = ("user", "system", "developer")
@@ -140,6 +147,8 @@ def _plain(message: Message, asked: AskedTemplate) -> dict[str, Any]:
     """Returns a message in which nothing is None, as templates expect, of a role that the template writes out, and with
     reasoning under each name that they read."""
     plain = {name: value for name, value in message.items() if value is not None}
+    if refusal := plain.pop("refusal", ""):  # which the model has written in place of an answer
+        plain["content"] = [*_parts(plain.get("content") or []), _text_part(refusal)]
     if not plain.get("tool_calls"):  # an empty list too, which some take for calls
         plain.pop("tool_calls", None)
     if plain["role"] == "developer" and not _takes_roles(asked, ("developer",)):
@@ -444,6 +453,8 @@ def _parts(content: Any) -> list[dict[str, Any]]:
     parts = []
     for part in content if isinstance(content, Sequence) else [content]:
         kind = part.get("type") if isinstance(part, Mapping) else part
+        if kind == "refusal":
+            part, kind = {"type": "text", "text": part.get(kind)}, "text"
         if not isinstance(part, Mapping) or kind not in ("text", "thinking"):
             raise ChatTemplateError(f"a message's content holds {reprlib.repr(kind)}, but only texts are supported")
         if kind not in part or (kind == "text" and not isinstance(part["text"], str)):

@@ -200,7 +200,7 @@ def _takes(field: Mapping[str, Any]) -> Iterator[str]:
         items = " or ".join(_takes(field.get("items", {})))
         if field.get("maxItems") != 0:
             yield f"list of {items}" if " or " not in items else f"list of ({items})"
-    elif field.get("type") == "null":
+    elif field.get("type") == "null" or field.get("maxProperties") == 0:
         return
     else:
         low = field.get("minimum", field.get("exclusiveMinimum"))

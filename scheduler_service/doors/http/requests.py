@@ -34,6 +34,7 @@ _INERT = Meta(description=INERT)
 _NOT_ALL = why("-1, all tokens of the vocabulary, is too many")
 TokenId = Annotated[int, Meta(ge=0, le=UINT32.high)]
 Empty = Annotated[list[Any], Meta(max_length=0)]
+EmptyObject = Annotated[dict[str, Any], Meta(max_length=0)]
 # A text, several, one as token ids, or several so.
 PromptField = str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
 Messages = Annotated[list[dict[str, Any]], Meta(min_length=1)]
@@ -56,8 +57,10 @@ class StructuredOutputsField(Struct, forbid_unknown_fields=True, frozen=True):
     grammar: Annotated[str, why("in Lark or EBNF")] | None = None
     json_object: bool | None = None
     structural_tag: Annotated[str, why("the JSON of one, as xgrammar has it")] | None = None
-    disable_any_whitespace: Annotated[None, why("say it in the schema, by x-guidance")] = None
-    disable_additional_properties: Annotated[None, why("say it in the schema, by additionalProperties")] = None
+    disable_any_whitespace: Annotated[Literal[False], why("say it in the schema, by x-guidance")] | None = None
+    disable_additional_properties: (
+        Annotated[Literal[False], why("say it in the schema, by additionalProperties")] | None
+    ) = None
     whitespace_pattern: Annotated[None, why("say it in the schema, by x-guidance")] = None
 
 
@@ -124,7 +127,15 @@ class QueuedRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=Tru
     safety_identifier: Annotated[str, _INERT] | None = None
     prompt_cache_key: Annotated[str, _INERT] | None = None
     prompt_cache_retention: Annotated[str, _INERT] | None = None
+    prompt_cache_options: (
+        Annotated[dict[Literal["mode", "ttl"], str], why("no effect: prefixes are always cached")] | None
+    ) = None
     spaces_between_special_tokens: Annotated[bool, _INERT] | None = None
+    mm_processor_kwargs: Annotated[dict[str, Any], _INERT] | None = None  # of images, which are not read
+    media_io_kwargs: Annotated[dict[str, Any], _INERT] | None = None
+    # What is not done here.
+    kv_transfer_params: Annotated[EmptyObject, why("no KV cache of another engine is taken")] | None = None
+    vllm_xargs: Annotated[EmptyObject, why("there are no extensions")] | None = None
 
 
 class SampledRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
@@ -172,15 +183,17 @@ class GenerationRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True
     return_tokens_as_token_ids: Annotated[bool, why("tokens of logprobs are written as token_id:N")] | None = None
     # What is not done here.
     logprob_token_ids: Annotated[Empty, why("the most likely tokens are reported; use logprobs")] | None = None
-    logits_processors: Annotated[None, why("no code of clients is run")] = None
-    kv_transfer_params: Annotated[None, why("no KV cache of another engine is taken")] = None
-    ec_transfer_params: Annotated[None, why("no cache of another engine is taken")] = None
-    vllm_xargs: Annotated[None, why("there are no extensions")] = None
+    logits_processors: Annotated[Empty, why("no code of clients is run")] | None = None
+    ec_transfer_params: Annotated[EmptyObject, why("no cache of another engine is taken")] | None = None
     repetition_detection: Annotated[None, why("outputs end by stop texts, tokens and lengths alone")] = None
-    watermarking: Annotated[None, why("outputs have no watermark")] = None
-    stream_interval: Annotated[None, why("tokens are sent as they come")] = None
+    watermarking: Annotated[Literal[False], why("outputs have no watermark")] | None = None
+    stream_interval: Annotated[Literal[1], why("tokens are sent as they come")] | None = None
+    return_token_offsets: Annotated[Literal[False], why("tokens are shown without their places")] | None = None
+    return_mm_kwargs: Annotated[bool, _INERT] | None = None
+    routed_experts_prompt_start: Annotated[int, _INERT] | None = None
 
 
+LOADED = why("no effect: the model is given every tool")
 STRICT = why("true: a schema with what cannot be enforced is refused where calls are required")
 
 
@@ -191,10 +204,12 @@ class FunctionField(Struct, forbid_unknown_fields=True, frozen=True):
     description: str | None = None
     parameters: Annotated[dict[str, Any], why("a JSON Schema; without one there are none")] | None = None
     strict: Annotated[bool, STRICT] | None = None
+    defer_loading: Annotated[bool, LOADED] | None = None
 
 
 class ToolField(Struct, tag_field="type", tag="function", forbid_unknown_fields=True, frozen=True):
     function: FunctionField
+    defer_loading: Annotated[bool, LOADED] | None = None
 
 
 class AllowedTools(Struct, forbid_unknown_fields=True, frozen=True):
@@ -225,7 +240,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
     best_of: Annotated[int, within(Range(1, MAX_SAMPLES))] | None = None
     suffix: Annotated[Literal[""], why("nothing is filled in before a text")] | None = None
     prompt_embeds: Annotated[None, why("prompts are texts or token ids")] = None
-    thinking_token_budget: Annotated[None, why("reasoning is told apart in chats alone")] = None
+    thinking_token_budget: Annotated[Literal[-1], why("reasoning is told apart in chats alone")] | None = None
 
 
 class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
@@ -252,7 +267,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
     functions: Annotated[Empty, why("the older form; use tools")] | None = None
     function_call: Annotated[Literal["none", "auto"], why("the older form; use tool_choice")] | None = None
     thinking_token_budget: (
-        Annotated[int, Meta(ge=0, le=UINT32.high), why("reasoning ends behind so many tokens")] | None
+        Annotated[int, Meta(ge=-1, le=UINT32.high), why("reasoning ends after that many tokens; -1: no limit")] | None
     ) = None
     include_reasoning: Annotated[bool, why("false: reasoning is left out")] | None = None
     separate_reasoning: Annotated[bool, why("false: reasoning stays in content, with its tags")] | None = None
@@ -260,11 +275,11 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
     thinking: Annotated[bool | ThinkingField, why("as enable_thinking, which takes precedence")] | None = None
     modalities: Annotated[list[Literal["text"]], why("outputs are texts")] | None = None
     audio: Annotated[None, why("outputs are texts")] = None
-    prediction: Annotated[None, why("outputs are not foretold")] = None
-    verbosity: Annotated[None, why("ask for it in the messages")] = None
+    prediction: Annotated[dict[str, Any], _INERT] | None = None  # it makes OpenAI's models faster, and nothing else
+    verbosity: Annotated[Literal["medium"], why("ask for another in the messages")] | None = None
     web_search_options: Annotated[None, why("nothing is searched for")] = None
-    mm_processor_kwargs: Annotated[None, why("messages are texts")] = None
-    media_io_kwargs: Annotated[None, why("messages are texts")] = None
+    moderation: Annotated[None, why("texts are not moderated")] = None
+    return_prompt_text: Annotated[Literal[False], why("use return_token_ids")] | None = None
 
 
 class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
@@ -280,6 +295,8 @@ class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=T
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     tools: Annotated[list[dict[str, Any]], why("a variable of the template")] | None = None
+    mm_processor_kwargs: Annotated[dict[str, Any], _INERT] | None = None
+    media_io_kwargs: Annotated[dict[str, Any], _INERT] | None = None
 
 
 class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
@@ -298,6 +315,11 @@ class EmbeddingRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, 
     continue_final_message: bool | None = None
     encoding_format: Annotated[Literal["float", "base64"], why("base64 takes a quarter of the bytes")] | None = None
     dimensions: Annotated[int, Meta(ge=1), why("so many numbers of each, scaled to length 1 again")] | None = None
+    padding: Annotated[Literal["do_not_pad"], why("inputs are embedded as they are")] | None = None
+    embed_dtype: Annotated[Literal["float32"], why("numbers have 32 bits")] | None = None
+    endianness: Annotated[Literal["native", "little"], why("the lowest byte of a number is first")] | None = None
+    use_activation: Annotated[Literal[True], why("embeddings have length 1")] | None = None
+    normalize: Annotated[Literal[True], why("embeddings have length 1")] | None = None
 
 
 class NamedRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):

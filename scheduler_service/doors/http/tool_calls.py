@@ -104,7 +104,7 @@ def chat_grammars(
     """Return what an output must match besides what is ruled out: calls as the request asks for them, or else a text of
     the form that it asks for, once it has ended its reasoning. Raises RefusedError for a grammar, which cannot be told
     where to begin, and for a budget where there is no reasoning."""
-    budget = request.thinking_token_budget
+    budget = None if request.thinking_token_budget == -1 else request.thinking_token_budget
     if budget is not None and not output.has_reasoning:
         raise invalid(
             "thinking_token_budget",

@@ -128,7 +128,8 @@ PROMPTS = {
     "truncation_side": prompted("right", "<end>", truncate_prompt_tokens=1),
     "add_special_tokens": prompted(False, TEXT),
 }
-QUEUED = {
+QUEUED: dict[str, Case | Harmless] = {
+    "prompt_cache_options": Harmless({"mode": "implicit"}),
     "tenant": read("request.tenant", "somebody"),
     "rid": read("request.request_id", "mine", request_id=None),
     "priority": read("request.priority", -3),
@@ -138,6 +139,7 @@ QUEUED = {
     "retention_seconds": read("request.retention_seconds", 5),
 }
 GENERATION = QUEUED | {
+    "stream_interval": Harmless(1, 2),
     "request_id": read("request.request_id", "mine"),
     "n": read("request.n", 3),
     "temperature": sampled("temperature", 0.5),
@@ -203,6 +205,7 @@ NEUTRAL = {
     "separate_reasoning": Harmless(False),
     "function_call": Harmless("none", "sometimes"),
     "modalities": Harmless(["text"], ["audio"]),
+    "verbosity": Harmless("medium", "low"),
 }
 SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -213,6 +216,7 @@ CASES: dict[str, dict[str, Case | Harmless]] = {
     | GENERATION
     | {
         "prompt": PROMPT,
+        "thinking_token_budget": Harmless(-1, 5),
         "logprobs": sampled("num_logprobs", 3),
         "echo": answered(lambda answer: answer["choices"][0]["text"].startswith(TEXT), True, True),
         "best_of": read("request.n", 3),
@@ -249,6 +253,11 @@ CASES: dict[str, dict[str, Case | Harmless]] = {
         "input": PROMPT,
         "encoding_format": answered(lambda answer: type(answer["data"][0]["embedding"]), "base64", str),
         "dimensions": answered(lambda answer: len(answer["data"][0]["embedding"]), 1, 1),
+        "padding": Harmless("do_not_pad", "max_length"),
+        "embed_dtype": Harmless("float32", "float16"),
+        "endianness": Harmless("little", "big"),
+        "use_activation": Harmless(True, False),
+        "normalize": Harmless(True, False),
     }
     | {
         name: prompted(value, expected, input=None, **{"messages": [QUESTION]} | beside)
@@ -276,6 +285,7 @@ CASES: dict[str, dict[str, Case | Harmless]] = {
         "messages": prompted([ANSWER], "<assistant>once "),
         "system": prompted("be", "<system>be\n<user>hello\n<assistant>"),
         "stop_sequences": read("parsed.stop", ["xyz", "zyx"], ("xyz", "zyx")),
+        "chat_template_kwargs": CHAT_PROMPTS["chat_template_kwargs"],
         "thinking": prompted({"type": "disabled"}, "<user>hello\n<assistant>False"),
         "output_config": prompted({"effort": "low"}, "<user>hello\n<assistant>low"),
         "output_format": matched(
@@ -306,7 +316,7 @@ CASES: dict[str, dict[str, Case | Harmless]] = {
         "prompt_cache_key": answered(lambda answer: answer["prompt_cache_key"], "key", "key"),
         "safety_identifier": answered(lambda answer: answer["safety_identifier"], "me", "me"),
         "user": answered(lambda answer: answer["user"], "me", "me"),
-        "prompt_cache_options": Harmless({"mode": "implicit"}),
+        "access_programs": Harmless({"cyber": "standard"}),
         "store": answered(lambda answer: answer["store"], True, True, request_id="kept"),
         "background": answered(lambda answer: answer["status"], True, "queued", store=True, request_id=None),
         "previous_response_id": read("status", "resp_x", 400),
@@ -353,7 +363,8 @@ ROWS = [
     for row in field_rows(route.request)
 ]
 OPENAI = {COMPLETIONS, CHAT, EMBEDDINGS}
-EXAMPLES = {"string": "x", "boolean": True, "object": {"a": "b"}, "list of string": ["x"]}
+EXAMPLES = {"string": "x", "boolean": True, "object": {"a": "b"}, "list of string": ["x"], "integer": 1}
+EXAMPLES["string or object"] = "x"
 
 
 @dataclass
@@ -462,6 +473,9 @@ async def test_a_field_does_what_it_says(door: Door, path: str, row: FieldRow) -
 
 # What asks for something, where that is no list.
 NOT_SERVED = {"suffix": "x", "top_logprobs": 1}
+NOT_SERVED |= {name: {"a": 1} for name in ("kv_transfer_params", "ec_transfer_params", "vllm_xargs")}
+FLAGS = ("watermarking", "return_token_offsets", "return_prompt_text", "enable_response_messages")
+NOT_SERVED |= dict.fromkeys(FLAGS, True)
 
 
 @cases(served=False)

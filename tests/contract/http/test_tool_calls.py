@@ -290,7 +290,7 @@ async def test_calls_that_are_left_to_the_model_may_be_free(model: Path, say: Sa
             for given in (TOOLS, [])
             for allowed in ({"mode": "auto", "tools": [TOOL, {"type": "function", "function": {"name": "other"}}]},)
         ),
-        ("thinking_token_budget", {"thinking_token_budget": -1}),
+        ("thinking_token_budget", {"thinking_token_budget": -2}),
         ("thinking_token_budget", {"thinking_token_budget": 1, "chat_template": "plain"}),
         ("bad_words", {"thinking_token_budget": 1, "bad_words": ["cat"]}),
         ("guided_grammar", {"tools": TOOLS, "guided_grammar": 'start: "a"'}),

@@ -66,6 +66,7 @@ def chat_of(request: CountTokensRequest) -> ChatCompletionRequest:
         parallel_tool_calls=not getattr(choice, "disable_parallel_tool_use", None),
         reasoning_effort=config.effort,
         enable_thinking=None if thinking is None else thinking.type != "disabled",
+        chat_template_kwargs=request.chat_template_kwargs,
         thinking_token_budget=thinking.budget_tokens if thinking and thinking.type == "enabled" else None,
         response_format=None if output is None else JsonSchemaFormat(json_schema=NamedSchema(output.schema)),
         max_completion_tokens=getattr(request, "max_tokens", None),

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Raw, Struct
 
 from pagewire.common.sampling_rules import RANGES, UINT32
-from scheduler_service.doors.http.requests import INERT, INT64, STRICT, Empty, QueuedRequest, why, within
+from scheduler_service.doors.http.requests import INERT, INT64, STRICT, Empty, EmptyObject, QueuedRequest, why, within
 
 _INERT = Meta(description=INERT)
 _NO_TOOLSETS = why("tools are named one by one")
@@ -96,6 +96,7 @@ class ToolResultBlock(Block, tag="tool_result", forbid_unknown_fields=True, froz
 class InputMessage(Struct, forbid_unknown_fields=True, frozen=True):
     role: Literal["user", "assistant", "system"]
     content: str | list[ReadableBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock]
+    output_config: Annotated[EmptyObject, why("effort is set once, in the request")] | None = None
     clear_at: Annotated[Literal["never"], why("messages are not cleared")] | None = None
     cache_control: Annotated[dict[str, Any], _INERT] | None = None
 
@@ -127,6 +128,10 @@ class MessagesTool(Struct, forbid_unknown_fields=True, frozen=True):
     citations: Annotated[dict[str, Any], _OF_VENDOR] | None = None
     use_cache: Annotated[bool, _OF_VENDOR] | None = None
     response_inclusion: Annotated[str, _OF_VENDOR] | None = None
+    url_sources: Annotated[dict[str, Any], _OF_VENDOR] | None = None
+    caching: Annotated[dict[str, Any], _OF_VENDOR] | None = None
+    max_tokens: Annotated[int, _OF_VENDOR] | None = None
+    model: Annotated[str, _OF_VENDOR] | None = None
 
 
 class _Choice(Struct, tag_field="type", forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -157,6 +162,7 @@ class Thinking(Struct, forbid_unknown_fields=True, frozen=True):
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Meta(ge=0, le=UINT32.high), why("reasoning ends behind so many")] | None = None
     display: Annotated[Literal["summarized", "omitted"], why("omitted: thinking blocks are empty")] | None = None
+    block_binding: Annotated[dict[str, Any], _INERT] | None = None  # blocks of any conversation are taken
 
 
 class OutputFormat(Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True, frozen=True):
@@ -229,6 +235,8 @@ class CountTokensRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True
     speed: Annotated[str, _INERT] | None = None
     user_profile_id: Annotated[str, _INERT] | None = None
     diagnostics: Diagnostics | None = None
+    billing_policy: Annotated[dict[str, Any], _INERT] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], why("variables of the template")] | None = None
     compaction: Annotated[None, why("conversations are not compacted")] = None
     fallbacks: Annotated[Empty, why("no other model answers")] | None = None
 
@@ -244,3 +252,4 @@ class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=Tr
     thread: Annotated[None, why("conversations are not kept; send the whole one")] = None
     container: Annotated[None, why("no code is run")] = None
     inference_geo: Annotated[str, _INERT] | None = None
+    fallback_credit_token: Annotated[str | dict[str, Any], _INERT] | None = None

@@ -7,6 +7,7 @@ from msgspec import Meta, Raw, Struct, field
 from pagewire.common.sampling_rules import UINT32
 from scheduler_service.doors.http.requests import (
     INERT,
+    LOADED,
     STRICT,
     Empty,
     JsonObjectFormat,
@@ -17,10 +18,18 @@ from scheduler_service.doors.http.requests import (
 )
 
 _INERT = Meta(description=INERT)
+_LATER = why("results come with the next request")
 
 
 class InputText(Struct, tag_field="type", tag="input_text", forbid_unknown_fields=True, frozen=True):
     text: str
+    prompt_cache_breakpoint: Annotated[dict[str, Any], _INERT] | None = None
+
+
+class RefusalText(Struct, tag_field="type", tag="refusal", forbid_unknown_fields=True, frozen=True):
+    """A text of an answer that refuses."""
+
+    text: str = field(name="refusal")
 
 
 class OutputText(Struct, tag_field="type", tag="output_text", forbid_unknown_fields=True, frozen=True):
@@ -41,7 +50,7 @@ class SummaryText(Struct, tag_field="type", tag="summary_text", forbid_unknown_f
 
 class MessageItem(Struct, tag_field="type", tag="message", forbid_unknown_fields=True, frozen=True, kw_only=True):
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[InputText | OutputText]
+    content: str | list[InputText | OutputText | RefusalText]
     id: Annotated[str, _INERT] | None = None
     status: Annotated[str, _INERT] | None = None
     phase: Annotated[str, _INERT] | None = None
@@ -60,6 +69,7 @@ class FunctionCallItem(
     name: str
     arguments: str = ""
     namespace: str | None = None
+    is_asynchronous: Annotated[Literal[False], _LATER] | None = field(default=None, name="async")
     caller: Annotated[DirectCaller, _INERT] | None = None
     id: Annotated[str, _INERT] | None = None
     status: Annotated[str, _INERT] | None = None
@@ -72,6 +82,7 @@ class CustomCallItem(
     name: str
     input: str = ""
     namespace: str | None = None
+    is_asynchronous: Annotated[Literal[False], _LATER] | None = field(default=None, name="async")
     caller: Annotated[DirectCaller, _INERT] | None = None
     id: Annotated[str, _INERT] | None = None
     status: Annotated[str, _INERT] | None = None
@@ -83,6 +94,7 @@ class InputImage(Struct, tag_field="type", tag="input_image", forbid_unknown_fie
     image_url: str | None = None
     file_id: str | None = None
     detail: str | None = None
+    prompt_cache_breakpoint: Annotated[dict[str, Any], _INERT] | None = None
 
 
 class FunctionResultItem(
@@ -90,6 +102,7 @@ class FunctionResultItem(
 ):
     call_id: str
     output: str | list[InputText | InputImage]
+    namespace: Annotated[str, _INERT] | None = None
     name: Annotated[str, _INERT] | None = None
     caller: Annotated[DirectCaller, _INERT] | None = None
     id: Annotated[str, _INERT] | None = None
@@ -131,12 +144,10 @@ class FunctionTool(Struct, tag_field="type", tag="function", forbid_unknown_fiel
     description: str | None = None
     parameters: Annotated[dict[str, Any], why("a JSON Schema; without one there are none")] | None = None
     strict: Annotated[bool, STRICT] | None = None
-    defer_loading: Annotated[bool, why("no effect: the model is given every tool")] | None = None
+    defer_loading: Annotated[bool, LOADED] | None = None
     output_schema: Annotated[dict[str, Any], _INERT] | None = None
     allowed_callers: Annotated[list[Literal["direct"]], why("the model calls tools, and no program")] | None = None
-    is_asynchronous: Annotated[Literal[False], why("results come with the next request")] | None = field(
-        default=None, name="async"
-    )
+    is_asynchronous: Annotated[Literal[False], _LATER] | None = field(default=None, name="async")
 
 
 class GrammarFormat(Struct, tag_field="type", tag="grammar", forbid_unknown_fields=True, frozen=True):
@@ -152,11 +163,9 @@ class CustomTool(Struct, tag_field="type", tag="custom", forbid_unknown_fields=T
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     description: str | None = None
     format: TextFormat | GrammarFormat | None = None
-    defer_loading: Annotated[bool, why("no effect: the model is given every tool")] | None = None
+    defer_loading: Annotated[bool, LOADED] | None = None
     allowed_callers: Annotated[list[Literal["direct"]], why("the model calls tools, and no program")] | None = None
-    is_asynchronous: Annotated[Literal[False], why("results come with the next request")] | None = field(
-        default=None, name="async"
-    )
+    is_asynchronous: Annotated[Literal[False], _LATER] | None = field(default=None, name="async")
 
 
 class NamespaceTool(Struct, tag_field="type", tag="namespace", forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -298,10 +307,15 @@ class ResponsesRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True,
     safety_identifier: Annotated[str, why("the answer repeats it")] | None = None
     user: Annotated[str, why("the answer repeats it")] | None = None
     client_metadata: Annotated[dict[str, Any], _INERT] | None = None
-    prompt_cache_options: (
-        Annotated[dict[Literal["mode", "ttl"], str], why("no effect: prefixes are always cached")] | None
-    ) = None
     context_management: Annotated[Empty, why("a conversation is taken as it is sent")] | None = None
+    background_options: Annotated[dict[str, Any], _INERT] | None = None  # how late a response in background may be
+    image: Annotated[dict[str, Any], _INERT] | None = None
+    access_programs: Annotated[dict[str, Literal["standard"]], why("there are no programs")] | None = None
+    moderation: Annotated[None, why("texts are not moderated")] = None
+    personality: Annotated[None, why("ask for it in the instructions")] = None
+    enable_response_messages: Annotated[Literal[False], why("use return_token_ids of chats")] | None = None
+    previous_input_messages: Annotated[Empty, why("send them as input")] | None = None
+    previous_response: Annotated[None, why("send its output as input")] = None
     top_logprobs: Annotated[Literal[0], why("use /v1/chat/completions")] | None = None
 
 
