@@ -32,6 +32,7 @@ from scheduler_service.doors.http.requests import (
     TokenizeRequest,
 )
 from scheduler_service.doors.http.responses.answers import (
+    CompactedConversation,
     DeletedResponse,
     InputItemList,
     InputTokenCount,
@@ -47,6 +48,7 @@ from scheduler_service.doors.http.responses.requests import (
 _REFERENCE = "#/components/schemas/{name}"
 _JSON = "application/json"
 COUNT_INPUT = "/v1/responses/input_tokens"
+COMPACT = "/v1/responses/compact"
 _RESPONSE = "/v1/responses/{response_id}"
 
 
@@ -71,6 +73,7 @@ POSTED = (
     TypedRoute("/v1/chat/completions", ChatCompletionRequest, ChatAnswer, "The answer to a conversation"),
     TypedRoute("/v1/responses", ResponsesRequest, ResponseAnswer, "The answer to a conversation, as items"),
     TypedRoute(COUNT_INPUT, ResponsesRequest, InputTokenCount, "How many tokens the conversation of a response has"),
+    TypedRoute(COMPACT, ResponsesRequest, CompactedConversation, "A conversation's user messages and a summary of it"),
     TypedRoute("/v1/messages", MessagesRequest, MessageAnswer, "The answer to a conversation, in Anthropic's form"),
     TypedRoute("/v1/messages/count_tokens", CountTokensRequest, TokenCount, "How many tokens a conversation has"),
     TypedRoute("/v1/embeddings", EmbeddingRequest, EmbeddingAnswer, "Texts as numbers"),
@@ -110,7 +113,7 @@ def document(as_read: Callable[[type[Struct]], Any]) -> dict[str, Any]:
     paths: dict[str, Any] = {}
     for route, request, answer in zip(routes, schemas[0:-2:2], schemas[1:-2:2], strict=True):
         content = {_JSON: {"schema": answer}}
-        if "stream" in route.request.__struct_fields__ and not route.path.endswith(("/render", COUNT_INPUT)):
+        if "stream" in route.request.__struct_fields__ and not route.path.endswith(("/render", COUNT_INPUT, COMPACT)):
             content["text/event-stream"] = {"schema": answer}
         given: dict[str, Any] = {"requestBody": {"required": True, "content": {_JSON: {"schema": request}}}}
         if route.is_named:

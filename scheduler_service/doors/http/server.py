@@ -60,7 +60,7 @@ from scheduler_service.doors.http.responses.requests import (
     ResponseQuery,
     ResponsesRequest,
 )
-from scheduler_service.doors.http.responses.responses import answer_response, count_input_tokens
+from scheduler_service.doors.http.responses.responses import answer_response, compact_conversation, count_input_tokens
 from scheduler_service.doors.http.responses.stored_responses import StoredResponses
 from scheduler_service.doors.http.tokenization import described_tokenizer, detokenize, render, tokenize
 from scheduler_service.doors.scheduler.request_servicer import Forward
@@ -219,6 +219,7 @@ class HttpDoor:
             "/v1/chat/completions": self._complete_chat,
             "/v1/responses": self._answer_response,
             "/v1/responses/input_tokens": self._count_input_tokens,
+            "/v1/responses/compact": self._compact,
             "/v1/messages": self._answer_message,
             "/v1/messages/count_tokens": self._count_tokens,
             "/v1/embeddings": self._embed,
@@ -305,6 +306,10 @@ class HttpDoor:
 
     async def _count_input_tokens(self, request: ResponsesRequest, call: Call, stream: EventStream) -> bytes:
         return await count_input_tokens(request, call, self._intake, self._stored(request, call), stream)
+
+    async def _compact(self, request: ResponsesRequest, call: Call, stream: EventStream) -> bytes:
+        stored = self._stored(request, call)
+        return await compact_conversation(request, call, self._intake, stored, self._model_name(), stream)
 
     async def _read_response(self, query: ResponseQuery, call: Call, stream: EventStream) -> bytes | None:
         stored = self._stored(query, call)

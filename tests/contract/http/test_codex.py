@@ -324,6 +324,49 @@ async def test_a_stored_response_goes_on_by_its_id_alone(server: HttpServer, say
         assert listed == ["message"] * 4
 
 
+async def test_a_conversation_is_compacted(server: HttpServer, say: Say, rendered: list[Any]) -> None:
+    say("<think>hm</think>They look at x.")
+    conversation: Any = [
+        *FIRST["input"][2:],
+        {"type": "function_call", "call_id": "1", "name": "exec_command", "arguments": '{"cmd": "ls"}'},
+        {"type": "function_call_output", "call_id": "1", "output": "x"},
+        {"role": "assistant", "content": "There is x."},
+    ]
+    kept = await server.openai.responses.create(model="chatty", input=conversation)
+    asked: Any
+    for asked in ({"input": conversation}, {"previous_response_id": kept.id}):
+        answer = await server.openai.responses.compact(model="chatty", instructions="Be brief.", **asked)
+        assert answer.object == "response.compaction"
+        assert [(item.type, getattr(item, "role", None)) for item in answer.output] == [
+            ("message", "user"),
+            ("message", "user"),
+            ("compaction", None),
+        ]
+        assert answer.usage.output_tokens_details.reasoning_tokens
+        [first, *_, last] = rendered[-1][0]
+        assert first == {"role": "system", "content": "Be brief."}
+        assert last["content"].startswith("Summarize this conversation")
+        goes_on = [
+            *(item.model_dump(warnings=False) for item in answer.output),
+            {"role": "user", "content": "And now?"},
+        ]
+        await server.openai.responses.create(model="chatty", input=goes_on, store=False)
+        assert [message["content"] for message in rendered[-1][0]] == [
+            "The folder is /x.",
+            "Look.",
+            "Summary of the conversation so far:\n\nThey look at x.",
+            "And now?",
+        ]
+    compact = f"{PATH}/compact"
+    for param, refused in (("input", {}), ("stream", {"stream": True}), ("background", {"background": True})):
+        body = {} if param == "input" else {"input": "hi"}
+        assert (await server.refusal(compact, **body, **refused))["param"] == param
+    assert (await server.refusal(PATH))["param"] == "input"
+    say("<think>hm")
+    error = await server.refusal(compact, status=500, input="hi")
+    assert "no summary; raise max_output_tokens" in error["message"]
+
+
 async def _nothing() -> Any:
     for never in ():
         yield never

@@ -355,11 +355,11 @@ for shown, computed in ((RENDER, COMPLETIONS), (RENDER_CHAT, CHAT)):
         | {"detached": Harmless(True)}
         | CASES[shown]
     )
-# Requests whose tokens are counted have the type of others.
+# Requests whose tokens are counted, or that are compacted, have the type of others.
 ROWS = [
     (route.path, row)
     for route in POSTED
-    if route.path not in (f"{MESSAGES}/count_tokens", f"{RESPONSES}/input_tokens")
+    if route.path not in (f"{MESSAGES}/count_tokens", f"{RESPONSES}/input_tokens", f"{RESPONSES}/compact")
     for row in field_rows(route.request)
 ]
 OPENAI = {COMPLETIONS, CHAT, EMBEDDINGS}

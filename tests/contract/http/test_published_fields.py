@@ -182,6 +182,9 @@ RESPONSE_PARTS: dict[str, Part] = {
         {"id": "rs_1", "status": "completed", "encrypted_content": "x", "summary": []},
     ),
     "input[](reasoning).content[](reasoning_text)": Part({"type": "reasoning_text", "text": "a"}, {"text": "b"}),
+    "input[](compaction)": Part(
+        {"type": "compaction", "encrypted_content": "a"}, {"encrypted_content": "b"}, {"id": "cmp_1"}
+    ),
     "text": Part({}, {}, {"verbosity": "medium"}, {"verbosity": "low"}),
     "text.format(text)": Part({"type": "text"}),
     "text.format(json_object)": Part({"type": "json_object"}),
@@ -360,7 +363,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "messages[](assistant).tool_calls[]": "custom",
     },
     RESPONSES: {
-        "input[]": ".*_search_call|compaction|computer_call|computer_call_output|tool_search_output|additional_tools"
+        "input[]": ".*_search_call|computer_call|computer_call_output|tool_search_output|additional_tools"
         "|program|configuration_update|image_generation_call|code_interpreter_call|.*shell_call|.*shell_call_output"
         "|apply_patch_call|apply_patch_call_output|mcp_.*|compaction_trigger|program_output",
         "tool_choice": "file_search|mcp|programmatic_tool_calling|apply_patch|shell",

@@ -136,6 +136,16 @@ class InputTokenCount(Struct, frozen=True):
     object: Literal["response.input_tokens"] = "response.input_tokens"
 
 
+class CompactedConversation(Struct, frozen=True):
+    """A conversation as its user's messages and a summary."""
+
+    id: str
+    created_at: int
+    output: list[InputItem]
+    usage: ResponseUsage | None
+    object: Literal["response.compaction"] = "response.compaction"
+
+
 class InputItemList(Struct, frozen=True):
     data: list[InputItem]
     first_id: str | None

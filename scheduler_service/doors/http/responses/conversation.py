@@ -27,6 +27,7 @@ from scheduler_service.doors.http.responses.called_tools import (
 )
 from scheduler_service.doors.http.responses.requests import (
     AllowedFunctions,
+    CompactionItem,
     CustomCallItem,
     CustomResultItem,
     CustomTool,
@@ -58,13 +59,14 @@ _KINDS = {
     FunctionResultItem: "fco",
     CustomCallItem: "ctc",
     CustomResultItem: "ctco",
+    CompactionItem: "cmp",
 }
 
 
 def items_of(request: ResponsesRequest, before: Iterable[InputItem] = ()) -> list[InputItem]:
     """Return the input of a request as items, each whole as it is listed, with an id that no other has, be it of what
     comes before. Raises RefusedError."""
-    given = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
+    given = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input or []
     typed = [{"type": "message", **_without_nulls(item)} for item in given]
     kind = InputItems if type(request) is ResponsesRequest else lenient(InputItems)  # as the request was read
     items: list[InputItem] = decode_body(msgspec.json.encode({"input": typed}), kind).input
@@ -160,6 +162,8 @@ def _messages(instructions: str | None, conversation: Iterable[InputItem]) -> It
                 _add(answer, item)
             case MessageItem():
                 yield {"role": "system" if item.role == "developer" else item.role, "content": _text(item.content)}
+            case CompactionItem():
+                yield {"role": "user", "content": f"Summary of the conversation so far:\n\n{item.encrypted_content}"}
             case FunctionResultItem() | CustomResultItem():
                 yield {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
     if answer:

@@ -128,7 +128,23 @@ class ReasoningItem(Struct, tag_field="type", tag="reasoning", forbid_unknown_fi
     status: Annotated[str, _INERT] | None = None
 
 
-InputItem = MessageItem | FunctionCallItem | FunctionResultItem | CustomCallItem | CustomResultItem | ReasoningItem
+class CompactionItem(Struct, tag_field="type", tag="compaction", forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """A summary of a conversation, in place of what it summarizes. The content is the text itself."""
+
+    encrypted_content: str
+    id: Annotated[str, _INERT] | None = None
+    status: Annotated[str, _INERT] | None = None
+
+
+InputItem = (
+    MessageItem
+    | FunctionCallItem
+    | FunctionResultItem
+    | CustomCallItem
+    | CustomResultItem
+    | ReasoningItem
+    | CompactionItem
+)
 
 
 class InputItems(Struct, forbid_unknown_fields=True, frozen=True):
@@ -267,7 +283,9 @@ Included = Literal[
 
 
 class ResponsesRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    input: str | Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    input: (
+        str | Annotated[list[dict[str, Any]], Meta(min_length=1), why("may be unset with previous_response_id")] | None
+    ) = None
     instructions: str | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=UINT32.high)] | None = None
     stream: bool | None = None

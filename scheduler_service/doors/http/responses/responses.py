@@ -11,17 +11,33 @@ from scheduler_service.doors.http.chat_completions import read_chat
 from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.options import RequestNames
 from scheduler_service.doors.http.requests import TextFormat
-from scheduler_service.doors.http.responses.answers import InputTokenCount, ResponseAnswer
+from scheduler_service.doors.http.responses.answers import (
+    CompactedConversation,
+    InputTokenCount,
+    MessageOutput,
+    ResponseAnswer,
+)
 from scheduler_service.doors.http.responses.conversation import chat_meant, items_of, warnings_of
-from scheduler_service.doors.http.responses.requests import InputItem, ResponsesRequest, TextField, VendorTool
+from scheduler_service.doors.http.responses.requests import (
+    CompactionItem,
+    InputItem,
+    MessageItem,
+    ResponsesRequest,
+    TextField,
+    VendorTool,
+)
 from scheduler_service.doors.http.responses.response_teller import ID_PREFIX, tell_events
 from scheduler_service.doors.http.responses.stored_responses import PROMPT_END_CHARS, ResponseRecord, StoredResponses
 from scheduler_service.serving.intake import Intake
-from scheduler_service.serving.refusal import invalid
+from scheduler_service.serving.refusal import Reason, RefusedError, invalid
 from scheduler_service.serving.tenants.caller import Call
 
 # What a request calls the fields of the chat that it means.
 _NAMES = RequestNames("input", messages="input", max_tokens="max_output_tokens", response_format="text.format")
+_SUMMARIZE = (
+    "Summarize this conversation for a reader who goes on with it and sees only the user's messages besides: what is "
+    "asked for, what was done and found, with names, paths and numbers, and what is left to do. Call no tool."
+)
 _REFERENCE = "item_reference"  # the type of items that stand for others, by their ids
 _encode = msgspec.json.Encoder().encode
 
@@ -84,6 +100,41 @@ async def count_input_tokens(
         return _encode(InputTokenCount(len(await intake.tokenize(asked.requests[0]))))
 
 
+async def compact_conversation(
+    request: ResponsesRequest,
+    call: Call,
+    intake: Intake,
+    stored: StoredResponses,
+    model_name: str,
+    stream: EventStream,
+) -> bytes:
+    """Return what a client may send in place of a conversation: the messages of its user, and a summary that the model
+    writes. Raises RefusedError."""
+    if request.stream or request.background:
+        field = "stream" if request.stream else "background"
+        raise invalid(field, f"{field} is true, but a compacted conversation comes whole; leave it unset")
+    request = msgspec.structs.replace(request, request_id=request.request_id or secrets.token_hex(24))
+    with _NAMES.in_refusals():
+        conversation, call = await _conversation(request, call, stored, stream)
+        asked_for = [*conversation, MessageItem(role="user", content=_SUMMARIZE)]
+        chat = await stored.in_turn(call.size, chat_meant, request, asked_for)
+        asked, make_parser = await read_chat(chat, call, intake, stream)
+        begun = _begun(request, asked.requests[0].request.sampling, model_name)
+        async with begin_requests(asked, call, intake, is_streamed=False) as [progress]:
+            await progress.active.wait_for_end()
+            teller = stored.teller(make_parser, ResponseRecord([], begun), request)
+            events = [event async for delta in deltas_of(progress) for event in await teller.tell(delta)]
+    response = events[-1].response
+    assert response is not None, "the last event has the response"
+    messages = [item for item in response.output if isinstance(item, MessageOutput)]
+    summary = "".join(part.text for message in messages for part in message.content)
+    if not summary:
+        raise RefusedError(Reason.INTERNAL, "the model has written no summary; raise max_output_tokens, or try again")
+    kept = [item for item in conversation if isinstance(item, MessageItem) and item.role == "user"]
+    compacted = CompactionItem(encrypted_content=summary, id=f"cmp_{request.request_id}")
+    return _encode(CompactedConversation(response.id, response.created_at, [*kept, compacted], response.usage))
+
+
 async def _conversation(
     request: ResponsesRequest, call: Call, stored: StoredResponses, stream: EventStream
 ) -> tuple[list[InputItem], Call]:
@@ -93,13 +144,15 @@ async def _conversation(
     if request.previous_response_id:
         conversation, size = await stored.conversation(request.previous_response_id)
         call = dataclasses.replace(call, size=max(call.size, size))
-    given = [] if isinstance(request.input, str) else request.input
+    given = [] if isinstance(request.input, str) else request.input or []
     if ids := {str(item.get("id")) for item in given if item.get("type") == _REFERENCE}:
         found = await stored.items(ids)
         call = dataclasses.replace(call, size=call.size + sum(map(len, found.values())))
         items = [msgspec.json.decode(found[item["id"]]) if item.get("type") == _REFERENCE else item for item in given]
         request = msgspec.structs.replace(request, input=items)
     conversation += await stored.in_turn(call.size, items_of, request, conversation)
+    if not conversation:
+        raise invalid("input", "input is not set, and no response is named; send one of them")
     for text in warnings_of(request, conversation):
         stream.warn(text)
     return conversation, call
