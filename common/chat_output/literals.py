@@ -9,8 +9,15 @@ from typing import Any
 _NAMES = {"true": True, "false": False, "null": None}
 # The parser of Python takes about 3 microseconds a character outside of strings, and holds the interpreter's lock.
 _MAX_PYTHON_CHARS = 6000
-# A string in quotes. If its end is missing, it extends to the end of the text, so that no part of it is scanned again.
-_IN_QUOTES = re.compile(r"""'(?:[^'\\]|\\.)*+'?|"(?:[^"\\]|\\.)*+"?""", re.DOTALL)
+# A string in quotes, or a comment. A string without an end extends to the end of the text, so that no part of it is
+# scanned again.
+_IN_QUOTES = re.compile(
+    r"""'''(?:[^'\\]|\\.|'(?!''))*+(?:''')?|\"{3}(?:[^"\\]|\\.|"(?!""))*+(?:\"{3})?"""
+    r"""|'(?:[^'\\]|\\.)*+'?|"(?:[^"\\]|\\.)*+"?|\#[^\r\n]*""",
+    re.DOTALL,
+)
+# The beginning of a formatted string: its code would be parsed, and can have strings of its own.
+_FORMATTED = re.compile(r"[ft]r?''", re.IGNORECASE)
 
 
 def json_of(text: str) -> str | None:
@@ -23,7 +30,8 @@ def json_of(text: str) -> str | None:
         pass
     else:
         return text
-    if len(_IN_QUOTES.sub("''", text)) > _MAX_PYTHON_CHARS:
+    outside = _IN_QUOTES.sub("''", text)
+    if len(outside) > _MAX_PYTHON_CHARS or _FORMATTED.search(outside):
         return None
     try:
         with warnings.catch_warnings():

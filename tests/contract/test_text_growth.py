@@ -37,7 +37,7 @@ _PIECES = (
     *(_PLACE, f"{_PLACE}.", f"{_PLACE}\n", "`", "[", "]", ".", "\n", " ", "a", "0", "0a", "\\", '"', "'", '\\"', "\\'"),
     *("/", "\\/", "\\/\n", "/a/", "//", "#", "</s>", "<", '"a"', '"a" ', '"a"..', "%json ", "%regex {"),
     *("[]", "[[]", "[\\]", "[^", "(", "(?", "(?P<a", "{", "{1", "\\p{", "\\x", "%", "%1", "{{", "%{"),
-    *("1,", "(1,", "[1", "{'a':", "-", "not ", "last error: ", "larger than max (1"),
+    *("1,", "(1,", "[1", "{1}", "{'a':", "-", "not ", "last error: ", "larger than max (1"),
 )
 
 
@@ -75,6 +75,7 @@ _READERS: dict[str, Callable[[str], object]] = {
     "query": _asked_for,
     "literal": json_of,
     "literal in quotes": lambda text: json_of(f"'{text}"),
+    "formatted literal": lambda text: json_of(f"f'{text}'"),
     "lark": lambda text: _literals(text),
     "text in lark": lambda text: _literals(f'"{text}'),
     "regex in lark": lambda text: _literals(f"/{text}/"),
@@ -176,6 +177,14 @@ def test_the_place_of_an_unknown_field_is_found_behind_its_name(body: Any, field
         (f"{{'a': '{'b, ' * 10_000}'}}", json.dumps({"a": "b, " * 10_000})),
         (f"[{'True, ' * 500}]", json.dumps([True] * 500)),
         (f"[{'True, ' * 2000}]", None),  # it would hold the event loop
+        # Quotes that hide nothing from Python's parser.
+        (f"[#'\n{'True, ' * 2000}]", None),
+        (f"[#'\r{'True, ' * 2000}]", None),
+        (f'["""a"b""", {"True, " * 2000}]', None),
+        (f"['''a'b''', {'True, ' * 2000}]", None),
+        ("[True, # a\n 'b']", '[true, "b"]'),
+        ('("""a"b""")', '"a\\"b"'),
+        ("f'{1}'", None),
         (json.dumps([1] * 10_000), json.dumps([1] * 10_000)),
     ],
 )
