@@ -89,6 +89,20 @@ async def test_tokens_of_texts_do_not_wait_as_lists(server: HttpServer) -> None:
     assert peak < num * 8 * len(whole)
 
 
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/responses/input_tokens"])
+async def test_items_have_no_names_of_any_length(server: HttpServer, path: str) -> None:
+    """Each would have a copy of the request's id."""
+    asked = {"request_id": "r" * 100_000, "input": [{"role": "user", "content": "a"}] * 400}
+    tracemalloc.start()
+    try:
+        error = await server.refusal(path, **asked)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert error["param"] == "request_id"
+    assert peak < 8 * MIB
+
+
 def test_log_probabilities_that_wait_take_few_bytes() -> None:
     entry = TokenLogprobs(5, -0.5, 1, tuple((token_id, -0.5) for token_id in range(20)))
     record = SampleRecord(0, with_logprobs=True, is_whole=True)

@@ -29,6 +29,7 @@ from scheduler_service.doors.http.responses.requests import (
 from scheduler_service.doors.http.responses.response_teller import ID_PREFIX, tell_events
 from scheduler_service.doors.http.responses.stored_responses import PROMPT_END_CHARS, ResponseRecord, StoredResponses
 from scheduler_service.serving.intake import Intake
+from scheduler_service.serving.parsed_request import check_request_id
 from scheduler_service.serving.refusal import Reason, RefusedError, invalid
 from scheduler_service.serving.tenants.caller import Call
 
@@ -56,8 +57,8 @@ async def answer_response(
         raise invalid("background", "background is true, but store is false: nothing could be read of it; set store")
     if request.background and request.timeout is not None:
         raise invalid("timeout", "timeout is of an answer, and one in background is not waited for; leave it unset")
-    request = msgspec.structs.replace(request, request_id=request.request_id or secrets.token_hex(24))
     with _NAMES.in_refusals():
+        request = _named(request)
         conversation, call = await _conversation(request, call, stored, stream)
         chat = await stored.in_turn(call.size, chat_meant, request, conversation)
         asked, make_parser = await read_chat(chat, call, intake, stream)
@@ -92,8 +93,8 @@ async def count_input_tokens(
     request: ResponsesRequest, call: Call, intake: Intake, stored: StoredResponses, stream: EventStream
 ) -> bytes:
     """Return how many tokens the prompt of a request has. Raises RefusedError."""
-    request = msgspec.structs.replace(request, request_id=request.request_id or secrets.token_hex(24))
     with _NAMES.in_refusals():
+        request = _named(request)
         conversation, call = await _conversation(request, call, stored, stream)
         chat = await stored.in_turn(call.size, chat_meant, request, conversation)
         asked, _ = await read_chat(chat, call, intake, stream)
@@ -113,8 +114,8 @@ async def compact_conversation(
     if request.stream or request.background:
         field = "stream" if request.stream else "background"
         raise invalid(field, f"{field} is true, but a compacted conversation comes whole; leave it unset")
-    request = msgspec.structs.replace(request, request_id=request.request_id or secrets.token_hex(24))
     with _NAMES.in_refusals():
+        request = _named(request)
         conversation, call = await _conversation(request, call, stored, stream)
         asked_for = [*conversation, MessageItem(role="user", content=_SUMMARIZE)]
         chat = await stored.in_turn(call.size, chat_meant, request, asked_for)
@@ -133,6 +134,14 @@ async def compact_conversation(
     kept = [item for item in conversation if isinstance(item, MessageItem) and item.role == "user"]
     compacted = CompactionItem(encrypted_content=summary, id=f"cmp_{request.request_id}")
     return _encode(CompactedConversation(response.id, response.created_at, [*kept, compacted], response.usage))
+
+
+def _named(request: ResponsesRequest) -> ResponsesRequest:
+    """Return a request with an id, its own or a drawn one. Raises RefusedError for one that is too long: each item may
+    be named after it."""
+    request_id = request.request_id or secrets.token_hex(24)
+    check_request_id(request_id)
+    return msgspec.structs.replace(request, request_id=request_id)
 
 
 async def _conversation(
