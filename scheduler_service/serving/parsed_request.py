@@ -63,6 +63,16 @@ class ParsedRequest:
         """Whether its prompt alone is computed, and pooled."""
         return self.request.sampling.pooling is not Pooling.NONE
 
+    def with_prompt(
+        self, prompt: str | tuple[int, ...], request_id: str, seed: int | None, model: ModelInfo
+    ) -> "ParsedRequest":
+        """Return the request with another prompt, and a seed that is drawn unless given. Both share the options, which
+        are read once. Raises RefusedError."""
+        check_request_id(request_id)
+        _check_text(prompt, model)
+        request = replace(self.request, request_id=request_id, seed=_drawn(seed))
+        return replace(self, request=request, prompt=prompt)
+
     def fit(
         self, token_ids: Sequence[int], model: ModelInfo, max_sequence_tokens: int, deadline: float | None
     ) -> Request:
@@ -137,14 +147,23 @@ def parse_request(
         retention_seconds=retention_seconds,
     )
     _check_names(request)
-    if isinstance(prompt, str) and not model.has_tokenizer:
-        raise invalid("text", "the served checkpoint has no tokenizer; send the prompt as token_ids")
+    _check_text(prompt, model)
     parsed = ParsedRequest(request, prompt, add_special_tokens, truncation, default_max_tokens=default_max_tokens)
     if options is not None:
         return _with_sampling(parsed, options, model)
     if model.embedding.refusal:
         raise invalid("embed", model.embedding.refusal)
     return parsed
+
+
+def _check_text(prompt: str | tuple[int, ...], model: ModelInfo) -> None:
+    if isinstance(prompt, str) and not model.has_tokenizer:
+        raise invalid("text", "the served checkpoint has no tokenizer; send the prompt as token_ids")
+
+
+def _drawn(seed: int | None) -> int:
+    """Return a seed, or another one each time for None."""
+    return secrets.randbits(64) if seed is None else seed
 
 
 def check_request_id(request_id: str) -> None:
@@ -173,7 +192,7 @@ def _with_sampling(parsed: ParsedRequest, options: Options, model: ModelInfo) ->
     request = replace(
         parsed.request,
         sampling=_read_sampling(options, model, beam, grammar),
-        seed=options["seed"] if "seed" in options else secrets.randbits(64),
+        seed=_drawn(options.get("seed")),
         n=options.get("n", 1),
         beam=beam,
         grammar=grammar,

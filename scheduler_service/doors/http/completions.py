@@ -29,6 +29,7 @@ from scheduler_service.serving.refusal import invalid
 from scheduler_service.serving.tenants.caller import Call
 
 _DEFAULT_MAX_TOKENS = 16
+_MAX_GRAMMARS_BYTES = 8 << 20  # of what outputs must match, in all requests of a call
 
 
 class CompletionWriter:
@@ -136,21 +137,36 @@ def _read(request: CompletionRequest, call: Call, intake: Intake) -> ReadCall:
         options.setdefault("logprobs", 0)
     prompts = separate_prompts(request.prompt, "prompt")
     drawn = f"cmpl-{secrets.token_hex(12)}"
+    first_name, *names_behind = numbered(request.request_id or drawn, len(prompts))
     with called.in_refusals():
-        requests = [
-            parsed(
-                request,
-                prompt,
-                options,
-                call,
-                intake.model,
-                request_id=name,
-                default_max_tokens=_DEFAULT_MAX_TOKENS if request.max_tokens is None else None,
-            )
-            for prompt, name in zip(prompts, numbered(request.request_id or drawn, len(prompts)), strict=True)
-        ]
+        first = parsed(
+            request,
+            prompts[0],
+            options,
+            call,
+            intake.model,
+            request_id=first_name,
+            default_max_tokens=_DEFAULT_MAX_TOKENS if request.max_tokens is None else None,
+        )
+        _check_grammars(first, len(prompts))
+        requests = [first]
+        for prompt, name in zip(prompts[1:], names_behind, strict=True):
+            requests.append(first.with_prompt(prompt, name, options.get("seed"), intake.model))
     answer_id = drawn if request.request_id is None else f"cmpl-{request.request_id}"
     return ReadCall(requests, answer_id, called, bool(request.echo), bool(request.return_token_ids))
+
+
+def _check_grammars(request: ParsedRequest, num_prompts: int) -> None:
+    """Raises RefusedError for a grammar that is too long for a number of prompts: each goes to the scheduler with a
+    copy."""
+    grammar = request.request.grammar
+    size = 0 if grammar is None else len(grammar.text.encode()) * num_prompts
+    if grammar is not None and size > _MAX_GRAMMARS_BYTES:
+        raise invalid(
+            f"sampling.{grammar.kind.name.lower()}",
+            f"what the outputs must match has {size} bytes for {num_prompts} prompts together, {_MAX_GRAMMARS_BYTES} "
+            "are the most; shorten it, or send fewer prompts",
+        )
 
 
 def _check_best_of(request: CompletionRequest, best_of: int) -> None:

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from pagewire.common.sampling_rules import faults_in
 from scheduler_service.core.request import TokenLogprobs
 from scheduler_service.doors.http import answering
+from scheduler_service.serving import parsed_request
 from scheduler_service.serving.output import OutputReader, SampleRecord
 from tests.contract.http.door import HttpServer, make_chat_checkpoint, serve_http
 from tests.contract.http.shared import CHAT, COMPLETION, MIB, chat, of, shared_server
@@ -87,6 +89,34 @@ async def test_tokens_of_texts_do_not_wait_as_lists(server: HttpServer) -> None:
     finally:
         tracemalloc.stop()
     assert peak < num * 8 * len(whole)
+
+
+async def test_no_grammar_is_copied_for_many_prompts(server: HttpServer) -> None:
+    """Each request goes to the scheduler with its own."""
+    choice = ["a" * 60] * 200
+    error = await server.refusal(COMPLETION, prompt=["x"] * 1024, structured_outputs={"choice": choice}, max_tokens=1)
+    assert error["param"] == "structured_outputs.choice"
+    assert "send fewer prompts" in error["message"]
+    assert (await server.stack.loads()).num_prompt_tokens == 0
+    answer = await server.complete(prompt=["x"] * 16, structured_outputs={"choice": choice}, max_tokens=1)
+    assert len(answer["choices"]) == 16
+
+
+async def test_options_are_read_once_for_all_prompts(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Any] = []
+
+    def faults_of(options: Any) -> Any:
+        read.append(options)
+        return faults_in(options)
+
+    monkeypatch.setattr(parsed_request, "faults_in", faults_of)
+    asked = {"prompt": ["x"] * 16, "logit_bias": dict.fromkeys(range(256), 1), "max_tokens": 8}
+    rendered = await server.post("/v1/completions/render", **asked)
+    assert len(rendered.json()) == 16
+    assert len(read) == 1
+    seeded, drawn = await server.complete(**asked), await server.complete(**asked, seed=None)
+    assert len({choice["text"] for choice in seeded["choices"]}) == 1
+    assert len({choice["text"] for choice in drawn["choices"]}) > 1
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/responses/input_tokens"])
