@@ -24,10 +24,11 @@ from scheduler_service.core.request import Grammar
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
 from scheduler_service.serving.observer import Observer
 from scheduler_service.serving.refusal import Reason, RefusedError, invalid
+from scheduler_service.serving.turns import TenantBytes
 
 logger = logging.getLogger(__name__)
 
-MAX_WAITING_BYTES = 64 * 1024 * 1024  # of all grammars that wait to be checked
+MAX_WAITING_BYTES = 64 * 1024 * 1024  # of all grammars that wait to be checked; of a tenant's a quarter
 MAX_TENANT_WAITING = 128  # of one tenant's
 _MAX_VERDICTS = 4096
 _MAX_ERROR_BYTES = 1000  # a status has it three times, and room for 8 KiB
@@ -67,7 +68,7 @@ class GrammarChecks(Observer):
         self._worker_fault = ""  # why the worker that is there, or was there last, takes no grammars
         self._verdicts: OrderedDict[_Key, str] = OrderedDict()  # why a grammar is refused, or nothing
         self._turns: dict[str, _Turns] = {}  # of the tenants that have grammars which wait
-        self.num_waiting_bytes = 0
+        self._waiting = TenantBytes("new grammars", MAX_WAITING_BYTES, MAX_WAITING_BYTES // 4)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
     async def start(self) -> None:
@@ -86,6 +87,11 @@ class GrammarChecks(Observer):
     def refusal(self) -> str:
         """The reason why no grammar is served, as far as is known, or nothing."""
         return self._model.grammar_refusal or self._tokenizer_fault or self._worker_fault
+
+    @property
+    def num_waiting_bytes(self) -> int:
+        """The bytes of all grammars that wait to be checked."""
+        return self._waiting.num_bytes
 
     @property
     def num_verdicts(self) -> int:
@@ -131,26 +137,19 @@ class GrammarChecks(Observer):
                 f"{len(turns.waiting)} new grammars of this tenant wait to be checked, the limit is "
                 f"{MAX_TENANT_WAITING}; try again later",
             )
-        if self.num_waiting_bytes + size > MAX_WAITING_BYTES:
-            raise RefusedError(
-                Reason.RESOURCE_EXHAUSTED,
-                f"new grammars with {self.num_waiting_bytes} bytes wait to be checked, this one has {size}, and the "
-                f"limit is {MAX_WAITING_BYTES}; try again later",
-            )
-        self._turns[tenant] = turns
-        same = turns.waiting.setdefault(key, _Same())
-        same.num_waiting += 1
-        self.num_waiting_bytes += size
-        try:
-            async with same.lock:
-                yield turns
-        finally:
-            self.num_waiting_bytes -= size
-            same.num_waiting -= 1
-            if not same.num_waiting:
-                del turns.waiting[key]
-            if not turns.waiting:
-                del self._turns[tenant]
+        with self._waiting.held(tenant, size):
+            self._turns[tenant] = turns
+            same = turns.waiting.setdefault(key, _Same())
+            same.num_waiting += 1
+            try:
+                async with same.lock:
+                    yield turns
+            finally:
+                same.num_waiting -= 1
+                if not same.num_waiting:
+                    del turns.waiting[key]
+                if not turns.waiting:
+                    del self._turns[tenant]
 
     async def _first_verdict(self, grammar: Grammar, key: _Key, turns: _Turns) -> str:
         """Return what a check before it has found of the same grammar, or check it behind the tenant's others."""

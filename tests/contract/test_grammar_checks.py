@@ -159,18 +159,31 @@ async def test_tenants_are_served_in_turn(model_path: Path) -> None:
     checked.assert_nothing_waits()
 
 
-@pytest.mark.parametrize(("limit", "value", "whose"), [("MAX_TENANT_WAITING", 5, "t"), ("MAX_WAITING_BYTES", 10, "u")])
-async def test_only_so_many_wait(
-    model_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int, whose: str
+@pytest.mark.parametrize(("limit", "value", "most"), [("MAX_TENANT_WAITING", 5, 5), ("MAX_WAITING_BYTES", 40, 10)])
+async def test_only_so_many_of_a_tenant_wait(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int, most: int
 ) -> None:
     monkeypatch.setattr(grammars, limit, value)
     async with checking(model_path) as checked:
         many = [asyncio.create_task(checked.checks.check(regex(f"g{number}"), "t")) for number in range(5)]
         await asyncio.sleep(0)  # each has begun
-        with pytest.raises(RefusedError, match=rf"\b{value}; try again later"):
-            await checked.checks.check(regex("another"), whose)
+        with pytest.raises(RefusedError, match=rf"\b{most}; try again later"):
+            await checked.checks.check(regex("another"), "t")
+        await checked.checks.check(regex("another"), "u")
         await asyncio.gather(*many)
-        await checked.checks.check(regex("another"[:value]), whose)
+        await checked.checks.check(regex("another"), "t")
+    checked.assert_nothing_waits()
+
+
+async def test_only_so_many_wait(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "MAX_WAITING_BYTES", 10)
+    async with checking(model_path) as checked:
+        many = [asyncio.create_task(checked.checks.check(regex(f"g{number}"), f"t{number}")) for number in range(5)]
+        await asyncio.sleep(0)  # each has begun
+        with pytest.raises(RefusedError, match=r"\b10; try again later"):
+            await checked.checks.check(regex("another"), "u")
+        await asyncio.gather(*many)
+        await checked.checks.check(regex("another"), "u")
     checked.assert_nothing_waits()
 
 
