@@ -72,9 +72,9 @@ HTTP_TYPES = (
 HTTP_TITLE = """# The HTTP API
 
 Every field of the requests that `pagewire serve` and `pagewire frontend` take. Any other
-field is refused with the name of the nearest (`--lenient`: ignored); null counts as unset. `/docs` of a running server
-shows the same, and `/openapi.json` as OpenAPI. `/v1/models`, `/tokenizer_info`, `/health`, `/ping`, `/version` and
-`/metrics` are there too."""
+field is refused with the name of the nearest (`--lenient`: ignored); null counts as unset, also of other fields. A
+whole float such as 100.0 is an integer. `/docs` of a running server shows the same, and `/openapi.json` as OpenAPI.
+`/v1/models`, `/tokenizer_info`, `/health`, `/ping`, `/version` and `/metrics` are there too."""
 METRICS_TITLE = """# Metrics
 
 The scheduler and each front end serve metrics in Prometheus' text format over HTTP: `curl -s 127.0.0.1:9090/metrics`.

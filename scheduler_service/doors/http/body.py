@@ -8,7 +8,7 @@ import functools
 import json
 import re
 from collections.abc import Iterator, Mapping
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -82,7 +82,10 @@ def decode_body(body: bytes, kind: type[_Request]) -> _Request:
             "fewer",
         )
     try:
-        decoded = _decoder(kind).decode(body)
+        try:
+            decoded = _decoder(kind).decode(body)
+        except msgspec.ValidationError:
+            decoded = _decoder(kind).decode(_as_meant(body, kind))
         # A large one is not kept with what nothing reads.
         return structs.replace(decoded, **_unset_inert(kind)) if len(body) > PIECE_SIZE else decoded
     except msgspec.ValidationError as error:
@@ -93,6 +96,48 @@ def decode_body(body: bytes, kind: type[_Request]) -> _Request:
         raise invalid("", f"the body is no JSON: {error}") from None
     except RecursionError:
         raise invalid("", "the body is nested too deeply") from None
+
+
+def _as_meant(body: bytes, kind: type[Struct]) -> bytes:
+    """Return the JSON of a body without the values that ask for nothing, and with integers for whole floats, or the
+    body itself if it cannot be read."""
+    try:
+        return msgspec.json.encode(_meant(msgspec.json.decode(body), kind))
+    except (msgspec.MsgspecError, ValueError):
+        return body
+
+
+def _meant(value: Any, hint: Any) -> Any:
+    """Return a value of a type as a client means it. A field that is not known counts as unset if it is null, a field
+    that takes no boolean if it is false, and a field that takes null alone if it is empty. A whole float becomes an
+    integer where no float is expected: many languages have no other numbers."""
+    parts = _parts(hint)
+    is_off = value is False and not parts & {bool, False}
+    if NoneType in parts and (is_off or (len(parts) == 1 and value in ("", [], {}))):
+        return None
+    if isinstance(value, list):
+        return [_meant(each, hint) for each in value]
+    if isinstance(value, dict) and (kinds := list(_structs(hint))):
+        tagged = [kind for kind in kinds if (config := kind.__struct_config__).tag == value.get(config.tag_field)]
+        known = {name: inner for kind in tagged or kinds for name, inner in _fields_of(kind).items()}
+        return {
+            name: _meant(inner, known.get(name)) for name, inner in value.items() if inner is not None or name in known
+        }
+    is_whole = isinstance(value, float) and value.is_integer() and int in parts and float not in parts
+    return int(value) if is_whole else value
+
+
+@functools.cache
+def _parts(hint: Any) -> frozenset[Any]:
+    """Return the types, and the values, that a type consists of."""
+    inner = get_args(hint)
+    return frozenset().union(*map(_parts, inner)) if inner else frozenset([] if isinstance(hint, Meta) else [hint])
+
+
+@functools.cache
+def _fields_of(kind: type[Struct]) -> Mapping[str, Any]:
+    """Return the types of a struct's fields by the names that they have in JSON."""
+    return {each.encode_name: each.type for each in structs.fields(kind)}
 
 
 def _refused_half(body: bytes) -> RefusedError:
@@ -161,7 +206,7 @@ def _refusal(text: str, body: bytes, kind: type[Struct]) -> RefusedError:
         name = said[len(_UNKNOWN) :].partition("`")[0][:_SHOWN_CHARS]
         field = f"{path}.{name}" if path else name
         near = difflib.get_close_matches(name, _fields_beside(kind, field), 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = f"; did you mean {near[0]}?" if near and near != [name] else ""
         return invalid(field, f"{field} is no field of this request{hint}")
     if not path:
         return invalid("", f"the body is no request: {_lowered(said)}")

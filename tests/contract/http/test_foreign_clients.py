@@ -1,0 +1,113 @@
+"""Requests as clients of other servers send them, each from a public report of one that was refused. What asks for
+nothing is accepted; what asks for something else is refused by name."""
+
+import json
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from scheduler_service.doors.http.body import decode_body
+from scheduler_service.doors.http.messages.requests import MessagesRequest
+from scheduler_service.doors.http.requests import ChatCompletionRequest, JsonSchemaFormat
+from tests.contract.http.door import HttpServer, serve_http
+from tests.contract.http.scripted import WEATHER, make_tool_checkpoint
+from tests.growth import MAX_RATIO, cost_ratio
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+QUESTION = {"role": "user", "content": "hi"}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": WEATHER}}
+PLAIN: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "hi", "max_tokens": 2},
+    CHAT: {"messages": [QUESTION], "max_tokens": 2, "seed": 0},
+    EMBEDDINGS: {"input": "hi"},
+    MESSAGES: {"messages": [QUESTION], "max_tokens": 2},
+    RESPONSES: {"input": "hi", "max_output_tokens": 2, "store": False},
+}
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpServer]:
+    async with serve_http(make_tool_checkpoint(tmp_path_factory.mktemp("models") / "chatty")) as server:
+        yield server
+
+
+async def accepted(server: HttpServer, path: str, **body: Any) -> Any:
+    response = await server.post(path, **PLAIN[path] | body)
+    assert response.status_code == 200, (body, response.text)
+    return response.json()
+
+
+async def refused_field(server: HttpServer, path: str, **body: Any) -> str:
+    error = await server.refusal(path, **PLAIN[path] | body)
+    assert error["param"] in error["message"]
+    return str(error["param"])
+
+
+async def test_null_of_an_unknown_field_counts_as_unset(server: HttpServer) -> None:
+    """Spring AI, langchain4j, Semantic Kernel and anthropic's C# client write each of their own fields, set or not."""
+    for path in PLAIN:
+        await accepted(server, path, moderation=None, lora_path=None, keep_alive=None)
+        assert await refused_field(server, path, moderation=None, keep_alive="5m") == "keep_alive"
+    function = {**TOOL["function"], "returns": None}  # type: ignore[dict-item]
+    await accepted(server, CHAT, tools=[{**TOOL, "function": function, "cache": None}])
+    await accepted(server, CHAT, response_format={"type": "text", "json_schema": None})
+    await accepted(server, CHAT, response_format={"type": "json_object", "json_schema": None})
+
+
+async def test_null_within_schemas_and_messages_stays() -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [None, 1.0, False]}}, "default": None}
+    body = {
+        "messages": [{"role": "user", "content": "hi", "more": None, "of": [{"a": None, "b": 2.0}]}],
+        "tools": [{"type": "function", "function": {"name": "w", "parameters": schema}}],
+        "response_format": {"type": "json_schema", "json_schema": {"schema": schema}},
+        "chat_template_kwargs": {"a": None, "b": 2.0},
+        "unknown": None,
+        "max_tokens": 2.0,
+    }
+    read = decode_body(json.dumps(body).encode(), ChatCompletionRequest)
+    assert json.dumps(read.messages) == json.dumps(body["messages"])
+    assert read.tools is not None
+    assert json.dumps(read.tools[0].function.parameters) == json.dumps(schema)
+    assert json.dumps(read.chat_template_kwargs) == json.dumps(body["chat_template_kwargs"])
+    assert isinstance(read.response_format, JsonSchemaFormat)
+    assert json.dumps(json.loads(bytes(read.response_format.json_schema.schema))) == json.dumps(schema)
+
+
+async def test_whole_floats_are_integers(server: HttpServer) -> None:
+    """Lua, JavaScript and Go's maps know no integers: LiteLLM sent max_tokens as 100.0."""
+    answer = await accepted(server, CHAT, max_tokens=3.0, n=1.0, top_k=40.0, seed=1.0, ignore_eos=True)
+    assert answer["usage"]["completion_tokens"] == 3
+    assert (await accepted(server, COMPLETIONS, prompt=[5.0, 6.0]))["usage"]["prompt_tokens"] == 2
+    await accepted(server, MESSAGES, max_tokens=2.0, top_k=1.0)
+    await accepted(server, RESPONSES, max_output_tokens=2.0)
+    for value in (2.5, 1e300, "2", True):
+        assert await refused_field(server, CHAT, max_tokens=value) == "max_tokens"
+
+
+async def test_empty_values_of_what_is_not_served_ask_for_nothing(server: HttpServer) -> None:
+    nothing = {"logits_processors": [], "vllm_xargs": {}, "kv_transfer_params": {}, "watermarking": False}
+    await accepted(server, CHAT, **nothing, mm_processor_kwargs={}, audio={}, prediction={})
+    await accepted(server, COMPLETIONS, **nothing, prompt_embeds=[])
+    await accepted(server, RESPONSES, conversation="", prompt={})
+    assert await refused_field(server, CHAT, vllm_xargs={"a": 1}) == "vllm_xargs"
+
+
+async def test_false_where_no_boolean_is_expected_asks_for_nothing(server: HttpServer) -> None:
+    """Chats have `logprobs` as a boolean, and proxies pass it on to completions."""
+    assert (await accepted(server, COMPLETIONS, logprobs=False))["choices"][0]["logprobs"] is None
+    assert await refused_field(server, COMPLETIONS, logprobs=True) == "logprobs"
+
+
+async def test_a_body_is_read_as_meant_in_linear_time() -> None:
+    def read(number: int) -> None:
+        turn = {"role": "assistant", "id": None, "content": [{"type": "text", "text": "a", "index": None}]}
+        body = json.dumps({"max_tokens": 4.0, "messages": [turn] * number}).encode()
+        assert len(decode_body(body, MessagesRequest).messages) == number
+
+    assert cost_ratio(partial(read, 500), partial(read, 2000)) <= MAX_RATIO
