@@ -272,6 +272,31 @@ async def test_what_asks_for_more_is_refused_by_name(server: HttpServer, param: 
     assert (await server.refusal(PATH, **{"input": "hi"} | asked))["param"].startswith(param)
 
 
+@pytest.mark.parametrize(
+    ("named", "heading"),
+    [
+        ({"name": "goal_objective", "namespace": "agent"}, "Output of agent__goal_objective:"),
+        ({"name": "clock"}, "Output of clock:"),
+        ({"call_id": None}, "Output of a tool:"),
+    ],
+    ids=str,
+)
+async def test_an_output_without_a_call_is_a_turn_of_the_user(
+    server: HttpServer, say: Say, rendered: list[Any], named: dict[str, Any], heading: str
+) -> None:
+    """As Codex sends the objective of a goal: text that no user wrote."""
+    say("done")
+    result = {"type": "function_call_output", "id": "fco_1", "output": "see it through", **named}
+    call = {"type": "function_call", "call_id": "1", "name": "exec_command", "arguments": "{}"}
+    answer = {"type": "function_call_output", "call_id": "1", "name": "exec_command", "output": "ok"}
+    for items in ([call, answer, result], [call, result, answer]):
+        response = await server.openai.responses.create(**FIRST | {"input": [*FIRST["input"], *items]})
+        assert response.output_text == "done"
+        turns = [(message["role"], message["content"]) for message in rendered[-1][0][4:]]
+        assert ("tool", "ok") in turns
+        assert ("user", f"{heading}\n\nsee it through") in turns
+
+
 @pytest.mark.parametrize("store", [False, True])
 async def test_a_loop_of_tools(server: HttpServer, say: Say, rendered: list[Any], store: bool) -> None:
     """As Codex sends it: whole conversations, with items as they came, nulls among them."""
@@ -291,7 +316,8 @@ async def test_a_loop_of_tools(server: HttpServer, say: Say, rendered: list[Any]
         for item in last.output:
             conversation.append(item.model_dump())
             if item.type.endswith("_call"):
-                conversation.append({"type": f"{item.type}_output", "call_id": item.call_id, "output": "seen"})
+                result = {"type": f"{item.type}_output", "call_id": item.call_id, "output": "seen"}
+                conversation.append(result | {"name": item.name, "namespace": item.namespace})
     assert last is not None
     assert last.output_text == "done"
     messages = rendered[-1][0]

@@ -164,10 +164,17 @@ def _messages(instructions: str | None, conversation: Iterable[InputItem]) -> It
                 yield {"role": "system" if item.role == "developer" else item.role, "content": _text(item.content)}
             case CompactionItem():
                 yield {"role": "user", "content": f"Summary of the conversation so far:\n\n{item.encrypted_content}"}
+            case FunctionResultItem(call_id=None):
+                yield {"role": "user", "content": f"{_output_heading(item)}\n\n{_text(item.output)}"}
             case FunctionResultItem() | CustomResultItem():
                 yield {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
     if answer:
         yield answer
+
+
+def _output_heading(item: FunctionResultItem) -> str:
+    """Return the first line of an output that answers no call: many templates refuse tool messages without one."""
+    return f"Output of {function_name(item.name, item.namespace) if item.name else 'a tool'}:"
 
 
 def _goes_on(answer: dict[str, Any], item: InputItem) -> bool:

@@ -100,10 +100,12 @@ class InputImage(Struct, tag_field="type", tag="input_image", forbid_unknown_fie
 class FunctionResultItem(
     Struct, tag_field="type", tag="function_call_output", forbid_unknown_fields=True, frozen=True, kw_only=True
 ):
-    call_id: str
+    """The result of a call; without a `call_id`, the output of a tool that the client ran by itself."""
+
     output: str | list[InputText | InputImage]
-    namespace: Annotated[str, _INERT] | None = None
-    name: Annotated[str, _INERT] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
     caller: Annotated[DirectCaller, _INERT] | None = None
     id: Annotated[str, _INERT] | None = None
     status: Annotated[str, _INERT] | None = None
@@ -115,6 +117,7 @@ class CustomResultItem(
     call_id: str
     output: str | list[InputText | InputImage]
     name: Annotated[str, _INERT] | None = None
+    namespace: Annotated[str, _INERT] | None = None
     caller: Annotated[DirectCaller, _INERT] | None = None
     id: Annotated[str, _INERT] | None = None
     status: Annotated[str, _INERT] | None = None
