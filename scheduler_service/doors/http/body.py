@@ -205,8 +205,10 @@ def _refusal(text: str, body: bytes, kind: type[Struct]) -> RefusedError:
     if said.startswith(_UNKNOWN):
         name = said[len(_UNKNOWN) :].partition("`")[0][:_SHOWN_CHARS]
         field = f"{path}.{name}" if path else name
-        near = difflib.get_close_matches(name, _fields_beside(kind, field), 1)
-        hint = f"; did you mean {near[0]}?" if near and near != [name] else ""
+        fields = _fields_beside(kind, field)
+        # Fields of another member of a union are among them: then the name is no slip.
+        near = [] if name in fields else difflib.get_close_matches(name, fields, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
         return invalid(field, f"{field} is no field of this request{hint}")
     if not path:
         return invalid("", f"the body is no request: {_lowered(said)}")

@@ -297,6 +297,11 @@ async def test_an_output_without_a_call_is_a_turn_of_the_user(
         assert ("user", f"{heading}\n\nsee it through") in turns
 
 
+async def test_a_field_of_another_item_is_no_slip(server: HttpServer) -> None:
+    error = await server.refusal(PATH, input=[of_role("user", 1, "hi") | {"namespace": "a"}])
+    assert error["message"] == "input[0].namespace is no field of this request"
+
+
 @pytest.mark.parametrize("store", [False, True])
 async def test_a_loop_of_tools(server: HttpServer, say: Say, rendered: list[Any], store: bool) -> None:
     """As Codex sends it: whole conversations, with items as they came, nulls among them."""
