@@ -8,11 +8,11 @@ SEEDS := 5000
 FIRST := 0
 MINUTES := 30
 BUDGET := 0
-NIGHTLY := test-lowest check-aarch64 sim sim-mutants sim-outputs chat-outputs fuzz bench
+NIGHTLY := test-lowest test-clients check-aarch64 sim sim-mutants sim-outputs chat-outputs fuzz bench
 # Into the environments below, whatever pip is told elsewhere.
 export PIP_USER := 0
 
-.PHONY: help check setup run test test-lowest nightly check-aarch64 first-hour fuzz sim sim-mutants sim-outputs chat-outputs lint lock protos docs model wheel bench gpu-next gpu-wheels gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels gpu-kernel-resources clean
+.PHONY: help check setup run test test-lowest test-clients nightly check-aarch64 first-hour fuzz sim sim-mutants sim-outputs chat-outputs lint lock protos docs model wheel bench gpu-next gpu-wheels gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels gpu-kernel-resources clean
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -50,6 +50,9 @@ test-lowest: .venv-lowest/.ready  ## with the oldest packages of pyproject.toml'
 	.venv-lowest/bin/python -m pytest -m 'not gpu and not alone' -n 4 --dist loadfile tests/core tests/contract tests/system/test_serve.py \
 	  $(patsubst %,--ignore=tests/contract/test_%.py,gguf_tokenizer template_forms tokenizer_files)
 	env -u TRITON_INTERPRET .venv-lowest/bin/python -m tests.kernels.triton.compilation --pairs --unlimited
+
+test-clients: .venv-clients/.ready $(READY)  ## with Node 20: Claude Code, Codex and other clients, pinned, against a scripted model; ARGS: pytest's
+	$(BIN)/python -m tests.clients $(ARGS)
 
 nightly:  ## what takes hours, each whether or not another fails; SEEDS=n, MINUTES=n, STARTS=n shorten it; SKIP=check-aarch64: without
 	@failed=; for part in $(filter-out $(SKIP),$(NIGHTLY)); do \
@@ -107,6 +110,18 @@ protos: .venv-protos/.ready  ## generate the stubs under protos/gen
 	.venv-lowest/bin/python -m pip install -q 'triton==3.6.0'
 	touch $@
 
+# Aider's packages need an environment of their own, and a Python before 3.13.
+CLIENTS := tests/clients/installed
+.venv-clients/.ready: $(wildcard $(CLIENTS)/*)
+	@command -v node > /dev/null && command -v npm > /dev/null || \
+	  { echo "make test-clients needs Node with npm: install Node 20 or newer" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.version_info < (3, 13) or sys.exit("make test-clients needs Python 3.11 or 3.12, for aider: name one, make PYTHON=/path/to/python3.12")'
+	rm -rf .venv-clients && mkdir .venv-clients
+	cp $(CLIENTS)/package.json $(CLIENTS)/package-lock.json .venv-clients && cd .venv-clients && npm ci --no-audit --no-fund
+	for name in python aider; do $(PYTHON) -m venv .venv-clients/$$name && \
+	  .venv-clients/$$name/bin/python -m pip install -q --no-deps -r $(CLIENTS)/$$name.txt || exit 1; done
+	touch $@
+
 lock: .venv-uv/.ready  ## constraints.txt and what the images install, after a change of pyproject.toml; ARGS=--upgrade: newest versions
 	.venv-uv/bin/python deploy/lock.py $(ARGS)
 
@@ -156,4 +171,4 @@ gpu-kernel-resources: $(READY)  ## without a GPU: registers, shared memory and s
 	env -u TRITON_INTERPRET $(BIN)/python -m tests.kernels.triton.compilation
 
 clean:  ## remove what setup made
-	rm -rf $(VENV) $(VENV).lock .venv-protos .venv-uv .venv-lowest
+	rm -rf $(VENV) $(VENV).lock .venv-protos .venv-uv .venv-lowest .venv-clients

@@ -3,6 +3,7 @@ that Pagewire is tried on; and `make test` says what is to come, and nothing of 
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -70,6 +71,17 @@ def test_an_environment_of_another_python_is_to_be_removed(tmp_path: Path) -> No
 def test_no_python_at_all_gets_one_line(tmp_path: Path) -> None:
     (line,), _ = run_make(tmp_path, "PYTHON=no-such-python")
     assert line == "there is no no-such-python: install Python 3.14, or name one, make PYTHON=/path/to/python3.14"
+
+
+def test_clients_without_node_get_one_line(tmp_path: Path) -> None:
+    """They are not left out."""
+    make = shutil.which("make")
+    assert make
+    command = [make, "-f", str(ROOT / "Makefile"), "test-clients"]
+    done = subprocess.run(command, cwd=tmp_path, env={"PATH": ""}, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("make:")]
+    assert lines == ["make test-clients needs Node with npm: install Node 20 or newer"]
+    assert done.returncode == 2
 
 
 def test_everything_says_the_same_of_versions() -> None:

@@ -1,0 +1,165 @@
+"""A model that follows a script: it reads the whole conversation from its prompt and writes what the script says.
+
+The scheduler, the HTTP API, the tokenizer, the chat template and the grammars are the real ones. Only the arithmetic of
+the model is replaced.
+"""
+
+import ctypes
+import json
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from pagewire.common.grammars import GrammarCompiler, Matcher
+from pagewire.common.messages import StepPlan, StepResult
+from scheduler_service.serving.checkpoint.model_info import read_model_info
+from testing.fake_worker import FakeWorker
+from testing.scheduler_stack import VOCAB_SIZE
+from testing.simulated_worker import Row, SimulatedWorker
+from testing.toy_grammar import ToyMatcher
+from tests.contract.http.door import make_chat_checkpoint
+
+MAX_MODEL_LEN = 200_000
+END = 0  # the token of make_chat_checkpoint that ends an output
+CLOSING = '"}],1{'  # the characters that end any JSON soonest, first those that close most
+# A line for the tools and a line for each message. The comment names the tags of reasoning and calls that are read.
+TEMPLATE = (
+    "{{ (tools or []) | tojson }}\n{% for message in messages %}{{ message | tojson }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}{# <think> </think> <tool_call> #}"
+)
+
+
+def make_scripted_checkpoint(path: Path) -> Path:
+    make_chat_checkpoint(path)
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    config = json.loads((path / "config.json").read_text()) | {"max_position_embeddings": MAX_MODEL_LEN}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The tools and the messages of a prompt. A prompt that no template made has neither."""
+
+    prompt: str
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, prompt: str) -> "Conversation":
+        text, generation_prompt, rest = prompt.rpartition("<assistant>")
+        if not generation_prompt or rest:
+            return cls(prompt)
+        tools, *messages = [json.loads(line) for line in text.splitlines()]
+        return cls(prompt, [tool.get("function", tool) for tool in tools], messages)
+
+    def texts_of(self, role: str) -> list[str]:
+        return [text_of(message) for message in self.messages if message["role"] == role]
+
+    @property
+    def tool_names(self) -> list[str]:
+        return [tool["name"] for tool in self.tools]
+
+
+def text_of(message: dict[str, Any]) -> str:
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+Script = Callable[[Conversation], str]
+
+
+class ScriptedWorker(FakeWorker):
+    """A worker whose rows write what `script` says. It enforces grammars, as a real worker does: a row whose grammar
+    forbids the script's beginning writes what `forced` says, and one whose grammar forbids more ends its JSON soon.
+    """
+
+    def __init__(self, checkpoint: Path, script: Script, forced: Script) -> None:
+        digest = read_model_info(str(checkpoint)).digest
+        super().__init__(
+            digest, max_model_len=MAX_MODEL_LEN, num_device_blocks=4096, block_size=64, max_num_batched_tokens=8192
+        )
+        tokenizer_json = (checkpoint / "tokenizer.json").read_text()
+        self.tokenizer = Tokenizer.from_str(tokenizer_json)
+        self.compiler = GrammarCompiler(tokenizer_json, VOCAB_SIZE)
+        self.closing = [END] + [self.tokenizer.token_to_id(character) for character in CLOSING]
+        self.script, self.forced = script, forced
+        self.conversations: list[Conversation] = []  # of the rows that were opened
+
+    def _simulated_worker(self) -> SimulatedWorker:
+        base = super()._simulated_worker()
+        rows = ScriptedRows(**{each.name: getattr(base, each.name) for each in fields(SimulatedWorker)})
+        rows.poisoned = frozenset()  # any text may be in a prompt
+        rows.scripted = self
+        rows.outputs = {}
+        return rows
+
+    def begin(self, prompt: list[int], allowed: set[int] | None) -> list[int]:
+        """Return the tokens that the script says after a prompt, of which the first must be allowed."""
+        conversation = Conversation.read(self.tokenizer.decode(prompt, skip_special_tokens=False))
+        self.conversations.append(conversation)
+        text = self.script(conversation)
+        tokens = self.tokenizer.encode(text).ids
+        if allowed is not None and tokens[0] not in allowed:
+            tokens = self.tokenizer.encode(self.forced(conversation)).ids
+        return [*tokens, END]
+
+
+@dataclass
+class Output:
+    """The rest of a script, and the state of the grammar that the output must match."""
+
+    row: Row  # held, or another row could get its id
+    script: list[int]
+    matcher: Matcher | None
+
+    def allowed(self) -> set[int] | None:
+        if self.matcher is None:
+            return None
+        mask = ctypes.create_string_buffer(4 * -(-VOCAB_SIZE // 32))
+        self.matcher.fill_mask(ctypes.addressof(mask), len(mask))
+        return {token for token in range(VOCAB_SIZE) if mask.raw[token // 8] >> token % 8 & 1}
+
+
+class ScriptedRows(SimulatedWorker):
+    """The rows of a scripted worker."""
+
+    scripted: ScriptedWorker
+    outputs: dict[int, Output]  # by the identity of their row
+
+    def execute(self, plan: StepPlan, apply_moves: bool = True) -> StepResult:
+        result = super().execute(plan, apply_moves)
+        return replace(result, embeddings=tuple(_numbers(each) for each in result.embeddings))
+
+    def _next_token(self, row: Row, matcher: ToyMatcher | None, prefix: int) -> int:
+        output = self.outputs.get(id(row)) or self._output(row)
+        allowed = output.allowed()
+        token = output.script.pop(0) if output.script else END
+        if allowed is not None and token not in allowed:
+            output.script = []
+            token = next((token for token in self.scripted.closing if token in allowed), min(allowed))
+        if output.matcher is not None:
+            output.matcher.consume([token])
+        return token
+
+    def _output(self, row: Row) -> Output:
+        num_prompt_tokens = row.opening.num_prompt_tokens
+        written = row.token_ids[num_prompt_tokens:]
+        grammar = self.grammars.get(row.opening.grammar_id)
+        matcher = None
+        if grammar is not None:
+            matcher = self.scripted.compiler.compile(grammar.kind.name.lower(), grammar.text, grammar.end_token_ids)
+            matcher.consume(written)
+        output = self.outputs[id(row)] = Output(row, [], matcher)
+        script = self.scripted.begin(list(row.token_ids[:num_prompt_tokens]), None if written else output.allowed())
+        output.script = script[len(written) :]
+        return output
+
+
+def _numbers(embedding: bytes) -> bytes:
+    """Eight bytes as two numbers of which neither is infinite or NaN."""
+    return struct.pack("<2f", *(number / 2**15 for number in struct.unpack("<2h", embedding[:4])))

@@ -1,0 +1,83 @@
+"""LiteLLM's first steps, run by its own environment: each API that it has for a server of one's own."""
+
+import asyncio
+import json
+import os
+
+import litellm
+
+SERVER = os.environ["SERVER"]
+HELLO = "Hello, here is a short text of a model that follows a script."
+OPENAI = {"model": "hosted_vllm/chatty", "api_base": f"{SERVER}/v1", "api_key": "none"}
+PROVIDERS = [
+    OPENAI,
+    OPENAI | {"model": "openai/chatty"},
+    {"model": "anthropic/chatty", "api_base": SERVER, "api_key": "none"},
+]
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "Weather.", "parameters": CITY}}]
+HI = [{"role": "user", "content": "hi"}]
+ASKED = [{"role": "user", "content": "What is the weather in 'Oslo'?"}]
+ANSWER_SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]} | {
+    "additionalProperties": False
+}
+
+
+def chat(provider: dict[str, str]) -> None:
+    answer = litellm.completion(messages=HI, **provider)
+    assert answer.choices[0].message.content == HELLO, answer
+    assert answer.usage.completion_tokens > 0
+    chunks = list(litellm.completion(messages=HI, stream=True, stream_options={"include_usage": True}, **provider))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == HELLO
+    assert len(chunks) > 3
+    whole = litellm.stream_chunk_builder(chunks)
+    assert whole.choices[0].finish_reason == "stop", whole
+
+
+def tools(provider: dict[str, str]) -> None:
+    answer = litellm.completion(messages=ASKED, tools=TOOLS, **provider)
+    message = answer.choices[0].message
+    (call,) = message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Oslo"})
+    result = {"role": "tool", "tool_call_id": call.id, "content": "sun"}
+    answer = litellm.completion(messages=[*ASKED, message.model_dump(), result], tools=TOOLS, **provider)
+    assert answer.choices[0].message.content == "The result is sun.", answer
+    chunks = list(litellm.completion(messages=ASKED, tools=TOOLS, stream=True, **provider))
+    (call,) = litellm.stream_chunk_builder(chunks).choices[0].message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Oslo"})
+
+
+def objects(provider: dict[str, str]) -> None:
+    named = {"name": "answer", "schema": ANSWER_SCHEMA, "strict": True}
+    answer = litellm.completion(messages=HI, response_format={"type": "json_schema", "json_schema": named}, **provider)
+    assert isinstance(json.loads(answer.choices[0].message.content)["age"], int), answer
+
+
+def other_apis() -> None:
+    openai = PROVIDERS[1]
+    assert litellm.text_completion(prompt="hi", max_tokens=99, **openai).choices[0].text == HELLO
+    assert len(litellm.embedding(input=["foo", "bar"], encoding_format="float", **openai).data) == 2
+    answer = litellm.responses(input="hi", **openai)
+    assert answer.output[-1].content[0].text == HELLO, answer
+    answered = asyncio.run(litellm.anthropic.messages.acreate(messages=HI, max_tokens=100, **PROVIDERS[2]))
+    assert answered["content"][0]["text"] == HELLO, answered
+
+
+def errors() -> None:
+    for provider in PROVIDERS:
+        try:
+            litellm.completion(messages=[{"role": "user", "content": "a " * 300_000}], **provider)
+        except litellm.ContextWindowExceededError:
+            pass
+        else:
+            raise AssertionError(f"{provider['model']} takes a prompt of any length")
+
+
+for each in PROVIDERS:
+    for step in (chat, tools, objects):
+        step(each)
+        print(f"passed {each['model']} {step.__name__}")
+other_apis()
+print("passed other_apis")
+errors()
+print("passed errors")

@@ -1,0 +1,101 @@
+"""The first steps of Python clients, each in a program of its own that their environment runs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.clients.conftest import Served
+from tests.clients.program import AIDER, PYTHON
+from tests.clients.scripts import HELLO
+
+STEPS = Path(__file__).with_name("steps")
+
+
+@pytest.mark.parametrize(
+    ("name", "num_passed"), [("litellm", 3 * 3 + 2), ("pydantic_ai", 3), ("openai_agents", 2)], ids=str
+)
+async def test_first_steps(served: Served, name: str, num_passed: int) -> None:
+    said = await served.program.run(PYTHON / "python", STEPS / f"{name}_steps.py", environ={"SERVER": served.url})
+    assert said.count("passed ") == num_passed, said
+
+
+EDIT = """I change the greeting.
+
+greet.py
+```python
+<<<<<<< SEARCH
+print("hello")
+=======
+print('one "two" 𝄞')
+>>>>>>> REPLACE
+```
+"""
+AIDER_OPTIONS = [
+    *("--model", "openai/chatty", "--edit-format", "diff", "--yes-always", "--no-git", "--no-pretty"),
+    *("--no-analytics", "--no-check-update", "--no-show-release-notes", "--no-show-model-warnings"),
+]
+
+
+async def test_aider(served: Served, tmp_path: Path) -> None:
+    """It changes a file, by answers that are streamed and by whole ones, and is asked a second time about the first."""
+    file = tmp_path / "greet.py"
+    prices = served.program.home / ".aider" / "caches" / "model_prices_and_context_window.json"
+    prices.parent.mkdir(parents=True)
+    prices.write_text('{"another model": {}}')  # which it would download
+    served.worker.script = lambda conversation: EDIT
+    for option in ("--stream", "--no-stream"):
+        file.write_text('print("hello")\n')
+        command = [AIDER, *AIDER_OPTIONS, option, "--message", "Change the greeting.", "greet.py"]
+        said = await served.program.run(*command, cwd=tmp_path, environ=served.environ())
+        assert "Applied edit to greet.py" in said, said
+        assert file.read_text() == "print('one \"two\" 𝄞')\n"
+
+
+TASKS = {
+    "choices": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": ["yes", "no, it is not"],
+        "doc_to_target": 0,
+        "metric_list": [{"metric": "acc"}],
+    },
+    "answers": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": HELLO,
+        "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 100, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "path", "tasks", "options"),
+    [
+        ("local-completions", "completions", ["choices", "answers"], []),
+        ("local-chat-completions", "chat/completions", ["answers"], ["--apply_chat_template"]),
+    ],
+    ids=["completions", "chat"],
+)
+async def test_lm_eval(
+    served: Served, checkpoint: Path, tmp_path: Path, model: str, path: str, tasks: list[str], options: list[str]
+) -> None:
+    """Tasks of a few made questions: log-likelihoods, of which the shorter answer's is higher, and texts."""
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("".join(f'{{"question": "Is {i} a number?"}}\n' for i in range(5)))
+    data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(questions)}}, "test_split": "test"}
+    for name, task in TASKS.items():
+        (tmp_path / f"{name}.yaml").write_text(json.dumps({"task": name} | data | task))
+    arguments = f"model=chatty,base_url={served.url}/v1/{path},num_concurrent=4,max_retries=1,tokenizer={checkpoint}"
+    command = [PYTHON / "lm-eval", "run", "--model", model, "--model_args", arguments, "--include_path", tmp_path]
+    await served.program.run(*command, "--tasks", ",".join(tasks), *options, "--output_path", tmp_path / "results.json")
+    scores = _results(tmp_path)
+    found = {name: score.get("acc,none", score.get("exact_match,none")) for name, score in scores.items()}
+    assert found == dict.fromkeys(tasks, 1.0), scores
+
+
+def _results(folder: Path) -> dict[str, dict[str, float]]:
+    """Read the file that lm-eval has written; its name has the time in it."""
+    (written,) = folder.glob("results_*.json")
+    return json.loads(written.read_text())["results"]
