@@ -31,4 +31,4 @@ async def test_standard_suite(served: Served, suite: str, num_passed: int, num_s
     command = [PYTHON / "python", "-m", "pytest", f"{SUITES}::{suite}", *OPTIONS]
     said = await served.program.run(*command, environ={"SERVER": served.url}, statuses=(0, 1))
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|skipped|failed|errors?)", said)}
-    assert counts == {"passed": num_passed, "skipped": num_skipped}, said[-20_000:]
+    assert counts == {"passed": num_passed} | ({"skipped": num_skipped} if num_skipped else {}), said[-20_000:]

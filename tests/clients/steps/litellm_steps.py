@@ -6,6 +6,7 @@ import os
 
 import litellm
 
+litellm.suppress_debug_info = True
 SERVER = os.environ["SERVER"]
 HELLO = "Hello, here is a short text of a model that follows a script."
 OPENAI = {"model": "hosted_vllm/chatty", "api_base": f"{SERVER}/v1", "api_key": "none"}
