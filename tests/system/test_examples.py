@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import grpc
 import jsonschema
 import pytest
 
@@ -115,6 +116,20 @@ def test_grpcurl(url: str, tmp_path: Path) -> None:
     assert output.count("FINISH_REASON_LENGTH") == 2
     (text,) = [line for line in output.splitlines() if line.strip().startswith('"text": ') and len(line) > 60]
     assert json.loads(f"{{{text.strip().rstrip(',')}}}")["text"] == expected(url, "The little fox", 40)
+
+
+def test_grpcurl_of_the_documents(url: str) -> None:
+    """Whoever attaches waits for the end, after which there is a result, and nothing to abort."""
+    submit, get_result, attach, abort = grpcurl.lines_of(ROOT / "docs/openai.md")
+    assert grpcurl.run(submit, url) == [{"request_id": "turtle-1"}]
+    story = expected(url, "Once there was a brave turtle", 24)
+    assert "".join(delta.get("text", "") for delta in grpcurl.run(attach, url)) == story
+    (result,) = grpcurl.run(get_result, url)
+    assert result["state"] == "RESULT_STATE_FINISHED"
+    assert [output["text"] for output in result["outputs"]] == [story]
+    with pytest.raises(grpc.RpcError) as caught:
+        grpcurl.run(abort, url)
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
 @pytest.mark.parametrize("path", ["README.md", "docs/python.md"])

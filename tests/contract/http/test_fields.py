@@ -11,6 +11,9 @@ from typing import Any
 import openai
 import pytest
 import pytest_asyncio
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
 from tokenizers import Tokenizer, processors
 
 from pagewire.common.messages import GrammarKind
@@ -497,6 +500,27 @@ async def _is_refused(door: Door, path: str, row: FieldRow, value: Any, *, by_op
 async def test_every_case_is_of_a_field() -> None:
     named = {(path, name) for path, cases_of_path in CASES.items() for name in cases_of_path}
     assert named <= {(path, row.name) for path, row in ROWS}
+
+
+# What OpenAI's client can send, and what of it is refused as no field of the request.
+CLIENTS = {
+    COMPLETIONS: (completion_create_params.CompletionCreateParamsBase, set()),
+    CHAT: (chat_create_params.CompletionCreateParamsBase, {"moderation", "prompt_cache_options"}),
+    RESPONSES: (
+        response_create_params.ResponseCreateParamsBase,
+        {"access_programs", "background_options", "image", "moderation"},
+    ),
+}
+
+
+@pytest.mark.parametrize("path", CLIENTS)
+async def test_no_other_field_of_the_client_is_missing(door: Door, path: str) -> None:
+    parameters, refused = CLIENTS[path]
+    rows = {row.name for each, row in ROWS if each == path}
+    assert {*parameters.__annotations__, "stream"} - rows == refused
+    for name in refused:
+        error = await door.server.refusal(path, **PLAIN[path] | {name: {}})
+        assert (error["param"], "no field of this request" in error["message"]) == (name, True)
 
 
 async def test_fields_within_fields_are_refused_as_others_are(door: Door) -> None:
