@@ -48,8 +48,7 @@ def main(options: list[str]) -> None:
     cuda = CUDA.findall((ROOT / REQUIREMENTS / "worker.lock").read_text())
     without = [f"--no-emit-package={name}" for name in cuda]
     compile_lock("worker-cpu", "pyproject.toml", *(f"--extra={extra}" for extra in LOCKS["worker"]), *without)
-    for name in ("gateway", "build"):
-        compile_lock(name, str(REQUIREMENTS / f"{name}.in"))
+    compile_lock("build", str(REQUIREMENTS / "build.in"))
 
 
 if __name__ == "__main__":

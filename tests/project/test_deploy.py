@@ -13,9 +13,9 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
-from pagewire.hosting.gateway import GatewayConfig
 from pagewire.options import options_of
 from scheduler_service.config import HTTP_PORT
+from tests.environments import constraints
 from tests.project.manifests import (
     BASE,
     COMPONENTS,
@@ -158,11 +158,11 @@ def test_ports_probes_and_services_agree(overlay: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("image", ["scheduler", "worker", "gateway"])
-def test_image_exposes_the_ports(image: str) -> None:
-    pods = [template["spec"] for name in ("smg", "frontends") for _, template in pod_templates(rendered_as(name))]
-    of_image = [pod for pod in pods if container_of(pod)["image"].startswith(f"pagewire-{image}:")]
-    exposed = re.search(r"^EXPOSE (.+)$", (DEPLOY / f"Dockerfile.{image}").read_text(), re.MULTILINE)
+@components
+def test_image_exposes_the_ports(component: str) -> None:
+    pods = [template["spec"] for _, template in pod_templates(rendered_as("frontends"))]
+    of_image = [pod for pod in pods if container_of(pod)["image"].startswith(f"pagewire-{component}:")]
+    exposed = re.search(r"^EXPOSE (.+)$", (DEPLOY / f"Dockerfile.{component}").read_text(), re.MULTILINE)
     assert exposed is not None
     assert set(map(int, exposed[1].split())) == {port for pod in of_image for port in ports_of(pod).values()}
 
@@ -210,8 +210,9 @@ def test_selectors_match_the_pods(overlay: Path) -> None:
     objects = rendered(overlay)
     labels = {component: template["metadata"]["labels"] for component, template in pod_templates(objects)}
     several = {
-        "PodMonitor": {"scheduler", "gateway"},
-        "pagewire-dns": {"scheduler", "frontend", "gateway"},
+        "PodMonitor": {"scheduler", "router"},
+        "pagewire-dns": {"scheduler", "frontend", "router"},
+        "pagewire-http": {"scheduler"},
         "pagewire-model": {"scheduler", "worker"},
         "pagewire-inference-pool": {"scheduler"},
     }
@@ -240,7 +241,7 @@ def test_pods_of_a_kind_are_spread_where_there_are_several(overlay: Path) -> Non
     objects = rendered(overlay)
     for component, template in pod_templates(objects):
         kinds = [item["kind"] for item in objects if item["metadata"]["name"] == f"pagewire-{component}"]
-        if {"StatefulSet", "LeaderWorkerSet"} & set(kinds) or component in ("gateway", "frontend"):
+        if {"StatefulSet", "LeaderWorkerSet"} & set(kinds) or component in ("router", "frontend"):
             (constraint,) = template["spec"]["topologySpreadConstraints"]
             assert selects(constraint["labelSelector"], template["metadata"]["labels"])
             # On one node rather than not at all.
@@ -302,7 +303,7 @@ def test_grace_periods_add_up(overlay: Path) -> None:
 def test_pods_are_locked_down(overlay: Path) -> None:
     for component, template in pod_templates(rendered(overlay)):
         pod = template["spec"]
-        assert pod["automountServiceAccountToken"] is (component == "gateway")
+        assert pod["automountServiceAccountToken"] is (component == "router")
         assert pod["enableServiceLinks"] is False
         ids = dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), 10001) if overlay.name != "openshift" else {}
         assert pod["securityContext"] == {
@@ -333,7 +334,7 @@ def test_pods_write_into_their_own_volumes_only_and_never_into_the_model_they_se
             assert "model" not in written or container["name"] == "fetch"
         mounts = {mount["mountPath"]: mount for mount in container_of(pod)["volumeMounts"]}
         assert "/tmp" in mounts
-        if component != "gateway":
+        if component != "router":
             assert mounts[flags_of(pod)["model"]]["readOnly"] is True
             claim = volumes["model"].get("persistentVolumeClaim")
             assert claim is None or claim["readOnly"] is True
@@ -437,12 +438,13 @@ def test_help_of_the_command_knows_every_flag(component: str, capsys: pytest.Cap
     assert {f"--{flag}" for flag in flags_of(pod_of(component))} <= known
 
 
-def test_the_gateway_knows_every_flag() -> None:
-    pod = find(rendered_as("smg"), "Deployment", "gateway")["spec"]["template"]["spec"]
-    assert int(flags_of(pod)["port"]) == GatewayConfig().gateway_port
+def test_the_router_knows_every_flag() -> None:
+    """By the command with which the image of its project begins."""
+    pod = find(rendered_as("router"), "Deployment", "router")["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    assert container["command"] == ["tini", "-s", "--", "python", "-m", "smg", "launch"]
-    command = [sys.executable, "-m", "smg", "launch", "--help"]
+    assert container["image"] == f"lightseekorg/smg:{constraints()['smg']}", "the version that is tested"
+    assert "command" not in container
+    command = [sys.executable, "-m", "smg.launch_router", "--help"]
     environ = {**os.environ, "PYTHONUTF8": "1"}  # its help is not ASCII
     known = subprocess.run(command, env=environ, capture_output=True, encoding="utf-8", check=True).stdout
     assert {f"--{flag}" for flag in flags_of(pod)} <= set(re.findall(r"--[a-z][a-z-]*", known))

@@ -26,7 +26,7 @@ from tests.environments import closure_of, constraints, files_of_the_build, link
 from tests.project.manifests import DEPLOY, ROOT, container_of, containers_of, pod_templates, rendered
 
 MODEL = ROOT / "models" / "storyteller"
-IMAGES = ("scheduler", "worker", "gateway")
+IMAGES = ("scheduler", "worker")
 PROBED = ("/version", "/health")  # whether a front end is alive, and ready: test_schemas.py asks that probes do
 
 
@@ -45,7 +45,7 @@ def test_image_runs_the_command_as_an_unprivileged_user(image: str) -> None:
     (entry,) = [
         shlex.split(argument.strip("[]").replace(",", " ")) for name, argument in instructions if name == "ENTRYPOINT"
     ]
-    for component, template in pod_templates(rendered(DEPLOY / "overlays" / "smg")):
+    for component, template in pod_templates(rendered(DEPLOY / "overlays" / "gpu")):
         if component == image:
             container = container_of(template["spec"])
             assert container["command"][: len(entry)] == entry
@@ -72,10 +72,10 @@ def test_an_edit_of_a_source_installs_no_package_again(image: str) -> None:
     before = [argument for index, argument in copies if index < installs]
     assert all(source.endswith(".lock") for argument in before for source in argument.split()[:-1])
     sources = [index for index, argument in copies if argument == ". /src"]
-    assert sources == ([] if image == "gateway" else [index for index in sources if index > installs])
+    assert sources == [index for index in sources if index > installs]
     layers = [argument for index, argument in copies if argument.startswith("--from=")]
     expected = ["--from=dependencies /opt/pagewire /opt/pagewire", "--from=package /opt/package /opt/pagewire"]
-    assert layers == (["--from=build /opt/gateway /opt/gateway"] if image == "gateway" else expected)
+    assert layers == expected
 
 
 @pytest.mark.parametrize("image", IMAGES)
@@ -118,7 +118,7 @@ def test_lock_pins_what_the_project_names(lock: str) -> None:
             assert requirement.specifier.contains(versions[name]), name
 
 
-@pytest.mark.parametrize("lock", [*LOCKED, "gateway", "build"])
+@pytest.mark.parametrize("lock", [*LOCKED, "build"])
 def test_images_have_the_versions_that_are_tested(lock: str) -> None:
     # triton is torch's choice, and no constraint.
     assert locked(lock).items() - {("triton", locked("worker")["triton"])} <= constraints().items()
@@ -141,12 +141,6 @@ def test_lock_of_the_cpu_image_is_the_workers_without_cuda() -> None:
     assert not [name for name in cpu if re.match("nvidia|cuda|triton", name)]
     (pinned,) = re.findall(r" torch==(\S+)", (DEPLOY / "Dockerfile.worker").read_text())
     assert pinned == worker["torch"]
-
-
-def test_lock_of_the_gateway_agrees_with_the_extra() -> None:
-    (extra,) = (requirement for requirement in requirements_of("gateway") if requirement.name == "smg")
-    assert extra.specifier.contains(locked("gateway")[canonicalize_name(extra.name)])
-    assert canonicalize_name(extra.name) not in locked("serve")
 
 
 # Bytes on a disk. What python:3.11-slim holds, and gcc with libc6-dev on Debian 12, both rounded up.
@@ -268,5 +262,5 @@ def test_images_of_the_manifests_have_dockerfiles() -> None:
     for overlay in DEPLOY.glob("overlays/*"):
         for _, template in pod_templates(rendered(overlay)):
             named |= {container["image"].rpartition(":")[0] for container in containers_of(template["spec"])}
-    # What copies from buckets is not ours.
-    assert named == {f"pagewire-{image}" for image in IMAGES} | {"rclone/rclone"}
+    # What copies from buckets is not ours, nor is the router.
+    assert named == {f"pagewire-{image}" for image in IMAGES} | {"rclone/rclone", "lightseekorg/smg"}

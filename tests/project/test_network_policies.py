@@ -1,19 +1,10 @@
-"""Who reaches whom: the network policies name both, and the gateway's administration asks for a key."""
+"""Who reaches whom: the network policies name both."""
 
-import contextlib
-import http.client
 import ipaddress
-import json
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from pagewire.hosting.supervisor import free_port
-from testing.gateway import wait_until
-from testing.services import ENVIRON
 from tests.project.manifests import (
     DEPLOY,
     WORKERS_RESOLVE_IN,
@@ -116,7 +107,7 @@ def test_only_the_scheduler_and_other_ranks_reach_the_worker(overlay: Path) -> N
 def test_clients_and_prometheus_reach_the_scheduler() -> None:
     flags = flags_of(find(base_objects(), "Deployment", "scheduler")["spec"]["template"]["spec"])
     clients, prometheus = policy_of(base_objects(), "scheduler")["ingress"]
-    assert peers(clients, "from") == ["gateway", "frontend", *CLIENTS]
+    assert peers(clients, "from") == ["router", "frontend", *CLIENTS]
     assert ports(clients) == [int(flags["port"])]
     assert peers(prometheus, "from") == [PROMETHEUS]
     assert ports(prometheus) == [int(flags["metrics-port"])]
@@ -126,9 +117,19 @@ def test_clients_and_prometheus_reach_a_front_end() -> None:
     objects = rendered(DEPLOY / "overlays" / "frontends")
     flags = flags_of(find(objects, "Deployment", "frontend")["spec"]["template"]["spec"])
     clients, prometheus = policy_of(objects, "frontend")["ingress"]
-    assert peers(clients, "from") == ["gateway", *CLIENTS]
+    assert peers(clients, "from") == ["router", *CLIENTS]
     assert ports(clients) == [int(flags["port"]), int(flags["http-port"])]
     assert (peers(prometheus, "from"), ports(prometheus)) == ([PROMETHEUS], [int(flags["metrics-port"])])
+
+
+def test_clients_reach_the_front_ends_beside_schedulers() -> None:
+    """By a Service and a policy of their own, where KEDA scales pairs."""
+    objects = rendered(DEPLOY / "overlays" / "keda")
+    _, beside = find(objects, "StatefulSet", "scheduler")["spec"]["template"]["spec"]["containers"]
+    (clients,) = policy_of(objects, "http")["ingress"]
+    assert (peers(clients, "from"), ports(clients)) == (CLIENTS, [int(parse_flags(beside["args"])["http-port"])])
+    (port,) = find(objects, "Service", "http")["spec"]["ports"]
+    assert (port["targetPort"], [port["port"]]) == (beside["ports"][0]["name"], ports(clients))
 
 
 def test_names_are_resolved_by_the_clusters_dns_by_openshifts_and_by_the_nodes_cache() -> None:
@@ -155,80 +156,26 @@ def test_a_pod_that_dials_a_name_may_resolve_it(overlay: Path) -> None:
     assert ("worker" in expression["values"]) is (overlay.name in WORKERS_RESOLVE_IN)
 
 
-def test_the_gateway_is_reached_by_clients_and_finds_our_schedulers_alone() -> None:
-    objects = rendered(DEPLOY / "overlays" / "smg")
-    role = find(objects, "Role", "gateway")
+def test_the_router_is_reached_by_clients_and_finds_our_schedulers_alone() -> None:
+    objects = rendered(DEPLOY / "overlays" / "router")
+    role = find(objects, "Role", "router")
     assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}]
-    binding = find(objects, "RoleBinding", "gateway")
+    binding = find(objects, "RoleBinding", "router")
     assert (binding["roleRef"]["kind"], binding["roleRef"]["name"]) == ("Role", role["metadata"]["name"])
-    pod = find(objects, "Deployment", "gateway")["spec"]["template"]["spec"]
+    pod = find(objects, "Deployment", "router")["spec"]["template"]["spec"]
     assert [subject["name"] for subject in binding["subjects"]] == [pod["serviceAccountName"]]
+    (variable,) = [item for item in container_of(pod)["env"] if item["name"] == "ADMIN_KEY"]
+    assert variable["valueFrom"] == {"secretKeyRef": {"name": "pagewire-router", "key": "admin-key"}}, "not optional"
     flags = flags_of(pod)
     scheduler = find(objects, "Deployment", "scheduler")["spec"]["template"]
     selected = dict(pair.split("=") for pair in flags["selector"].split())
     assert selected == {"app.kubernetes.io/name": "pagewire", "app.kubernetes.io/component": "scheduler"}
     assert selected.items() <= scheduler["metadata"]["labels"].items()
     assert flags["service-discovery-port"] == flags_of(scheduler["spec"])["port"]
-    clients, prometheus = policy_of(objects, "gateway")["ingress"]
+    clients, prometheus = policy_of(objects, "router")["ingress"]
     assert (peers(clients, "from"), ports(clients)) == (CLIENTS, [ports_of(pod)["http"]])
     assert (peers(prometheus, "from"), ports(prometheus)) == ([PROMETHEUS], [ports_of(pod)["metrics"]])
-    to_schedulers, to_api = policy_of(objects, "gateway")["egress"]
+    to_schedulers, to_api = policy_of(objects, "router")["egress"]
     assert peers(to_schedulers, "to") == ["scheduler"]
     assert peers(to_api, "to") == ["10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7"]
     assert ports(to_api) == [443, 6443]
-
-
-def gateway_arguments(key: str) -> list[str]:
-    """Returns the manifest's arguments of the gateway, on loopback, without discovery, with this key."""
-    pod = find(rendered(DEPLOY / "overlays" / "smg"), "Deployment", "gateway")["spec"]["template"]["spec"]
-    (variable,) = [item for item in container_of(pod)["env"] if item["name"] == "ADMIN_KEY"]
-    assert variable["valueFrom"] == {"secretKeyRef": {"name": "pagewire-gateway", "key": "admin-key"}}, "not optional"
-    flags = parse_flags([argument.replace("$(ADMIN_KEY)", key) for argument in container_of(pod)["args"]])
-    flags = {name: value for name, value in flags.items() if "discovery" not in name and name != "selector"}
-    flags |= {"host": "127.0.0.1", "prometheus-host": "127.0.0.1", "log-level": "error"}
-    flags |= {"port": str(free_port("127.0.0.1")), "prometheus-port": str(free_port("127.0.0.1"))}
-    return [f"--{name}={value}" if value else f"--{name}" for name, value in flags.items()]
-
-
-def status_of(port: str, method: str, path: str, key: str | None = None) -> int | None:
-    """Returns the status of the answer, or None if no server listens."""
-    connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=30)
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-    try:
-        connection.request(method, path, json.dumps({"url": "grpc://127.0.0.1:1"}), headers)
-        return connection.getresponse().status
-    except ConnectionRefusedError:
-        return None
-    finally:
-        connection.close()
-
-
-@contextlib.contextmanager
-def gateway(key: str) -> Iterator[str]:
-    """Runs a real gateway with this key in its Secret, and yields its port."""
-    arguments = gateway_arguments(key)
-    port = parse_flags(arguments)["port"]
-    process = subprocess.Popen([sys.executable, "-m", "smg", "launch", *arguments], env=ENVIRON)
-    try:
-        wait_until(lambda: status_of(port, "GET", "/liveness") == 200, 60)
-        yield port
-    finally:
-        process.kill()
-        process.wait()
-
-
-def test_the_gateways_administration_asks_for_the_key_of_the_secret() -> None:
-    """A rogue worker added by POST would get prompts."""
-    with gateway("s3cret") as port:
-        for method, path in [("POST", "/workers"), ("GET", "/workers"), ("POST", "/flush_cache")]:
-            assert status_of(port, method, path) == 401
-            assert status_of(port, method, path, "another") == 401
-        assert status_of(port, "GET", "/workers", "s3cret") == 200
-        assert status_of(port, "POST", "/workers", "s3cret") == 202
-
-
-def test_an_empty_key_opens_nothing() -> None:
-    """As in a Secret that was not filled in."""
-    with gateway("") as port:
-        assert status_of(port, "GET", "/workers") == 401
-        assert status_of(port, "GET", "/workers", "admin") == 401

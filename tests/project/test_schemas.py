@@ -104,7 +104,8 @@ def test_the_pool_is_of_the_front_ends_in_the_schedulers_pods() -> None:
         "InferencePool",
         find(objects, "InferencePool", "")["metadata"]["name"],
     )
-    clients, picker = find(objects, "NetworkPolicy", "inference-pool")["spec"]["ingress"]
+    (clients,) = find(objects, "NetworkPolicy", "http")["spec"]["ingress"]
+    (picker,) = find(objects, "NetworkPolicy", "inference-pool")["spec"]["ingress"]
     assert [port["port"] for port in clients["ports"]] == [int(flags["http-port"])]
     assert [port["port"] for port in picker["ports"]] == [int(parse_flags(scheduler["args"])["metrics-port"])]
 

@@ -20,19 +20,15 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from pagewire.hosting.supervisor import free_port
-
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "models" / "storyteller")
 NAMESPACE = ["unshare", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc"]
 # As images and manifests start them.
 PAGEWIRE = ["env", "--block-signal=TERM", sys.executable, "-m", "pagewire"]
-GATEWAY = ["tini", "-s", "--", sys.executable, "-m", "smg", "launch"]
 COMMANDS = {
     "scheduler": [*PAGEWIRE, "scheduler", f"--model={MODEL}", "--worker=127.0.0.1:1", "--port=0", "--metrics-port=0"],
     "frontend": [*PAGEWIRE, "frontend", f"--model={MODEL}", "--scheduler=127.0.0.1:1", "--port=0"],
     "worker": [*PAGEWIRE, "worker", f"--model={MODEL}", "--port=0", "--num-device-blocks=64"],
-    "gateway": [*GATEWAY, "--worker-urls=grpc://127.0.0.1:1"],
 }
 PATIENCE_S = 30.0
 
@@ -58,9 +54,9 @@ def first_process(namespace: "subprocess.Popen[bytes]") -> int:
 
 def ended(command: Sequence[str], after: float) -> End:
     """Starts a service, sends it SIGTERM after so many seconds, and waits for its end."""
-    ports = [f"--{flag}={free_port('127.0.0.1')}" for flag in ("port", "prometheus-port")] if "smg" in command else []
-    full = [*NAMESPACE, *command, *ports]
-    with subprocess.Popen(full, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT) as process:
+    with subprocess.Popen(
+        [*NAMESPACE, *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT
+    ) as process:
         first = first_process(process)
         time.sleep(after)
         assert process.poll() is None, f"{command} ends by itself with {process.returncode}"
@@ -76,7 +72,7 @@ def ended(command: Sequence[str], after: float) -> End:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--services", nargs="+", choices=COMMANDS, default=["scheduler", "frontend", "worker"])
+    parser.add_argument("--services", nargs="+", choices=COMMANDS, default=list(COMMANDS))
     parser.add_argument("--step", type=float, default=0.01, help="seconds between two moments")
     parser.add_argument("--until", type=float, default=3.0, help="seconds after the start of the last moment")
     parser.add_argument("--concurrent", type=int, default=4, help="processes at a time")

@@ -15,8 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.hosting.supervisor import free_port
-
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "models" / "storyteller")
 VERBS = {
@@ -60,7 +58,6 @@ def test_while_it_imports(verb: str, module: str) -> None:
     ("verb", "flags", "part"),
     [
         ("serve", [], "the worker is process"),
-        ("serve", ["--gateway", f"--gateway-port={free_port('127.0.0.1')}"], "the worker is process"),
         ("serve", ["--log-level=debug"], "worker: ready on"),
         ("scheduler", [], "options from flags"),
         ("scheduler", [], "waiting for the worker"),
@@ -130,7 +127,5 @@ def test_images_and_manifests_block_sigterm_until_python_runs() -> None:
     lines = [line.strip() for path in starts for line in path.read_text().splitlines()]
     commands = [line.partition("[")[2] for line in lines if line.startswith(("ENTRYPOINT", "command:"))]
     ours = [command for command in commands if command.startswith('"env", "--block-signal=TERM", "pagewire"')]
-    gateways = [command for command in commands if command.startswith('"tini", "-s", "--", "python", "-m", "smg"')]
     assert len(ours) >= 6
-    assert gateways
-    assert {command for command in commands if "pagewire" in command or "smg" in command} == {*ours, *gateways}
+    assert {command for command in commands if "pagewire" in command} == {*ours}
