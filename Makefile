@@ -127,7 +127,6 @@ lock: .venv-uv/.ready  ## constraints.txt and what the images install, after a c
 
 docs: $(READY)  ## write the pages of docs/ that say what the code says
 	$(BIN)/python -m docs.reference
-	$(BIN)/python -m tests.system.openai_api.document
 
 model: $(READY)  ## train the bundled model again
 	$(BIN)/python -m models.train_storyteller $(MODEL)

@@ -16,8 +16,8 @@ REQUIREMENTS = Path("deploy", "requirements")
 CONSTRAINTS = Path("constraints.txt")
 # The extras of pyproject.toml that a lock is made of. Pods fetch models by `hf download`.
 LOCKS = {
-    "scheduler": ["scheduler", "hub"],
-    "scheduler-tracing": ["scheduler", "hub", "tracing"],
+    "scheduler": ["scheduler", "router", "hub"],
+    "scheduler-tracing": ["scheduler", "router", "hub", "tracing"],
     "worker": ["worker", "hub"],
     "worker-tracing": ["worker", "hub", "tracing"],
     "serve": ["serve"],

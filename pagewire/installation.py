@@ -65,7 +65,7 @@ NEEDED = {
         Package("msgspec", "msgspec"),
     ),
     "hub": (Package("huggingface_hub", "huggingface_hub", "1.31.0"),),
-    "gateway": (Package("smg", "smg"),),
+    "router": (Package("smg-grpc-proto", "smg_grpc_proto"),),
     "flash": (Package("flash-attn", "flash_attn"),),
     "bench": (Package("matplotlib", "matplotlib"), *_SCHEDULER[:1]),
     "tracing": (

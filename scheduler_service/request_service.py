@@ -163,10 +163,14 @@ class RequestService:
 
 
 def _import_vllm() -> ModuleType | None:
-    """The module that serves VllmEngine. Without its stubs everything else is served."""
+    """Return the module that serves VllmEngine, or None. Everything else is served without its stubs."""
     try:
         from scheduler_service.doors.vllm import servicer
     except (ImportError, RuntimeError) as error:  # the stubs refuse an older grpcio with a RuntimeError
-        logger.warning("VllmEngine is not served, gateways will not find this server: %s", error)
+        logger.log(
+            logging.INFO if isinstance(error, ModuleNotFoundError) else logging.WARNING,
+            "VllmEngine, by which routers reach schedulers, is not served without pagewire[router]: %s",
+            error,
+        )
         return None
     return servicer

@@ -38,7 +38,7 @@ from pagewire.common.limits import raise_descriptor_limit
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
-from testing.gateway import Gateway
+from testing.router import Router
 from testing.services import HOST, Service, running
 
 NUM_STREAMS, NUM_ALONE, OUTPUT_LEN, PROMPT_CHARS = 32, 5, 200, 200
@@ -121,7 +121,7 @@ async def in_rounds(
 async def rates(model: Path, num_rounds: int, num_alone: int) -> dict[str, list[dict[str, float]]]:
     with (
         running(model, worker=["--num-device-blocks", 4096, "--num-threads", 1]) as system,
-        Gateway([system.url], "--policy=round_robin") as smg,
+        Router([system.url], "--policy=round_robin") as smg,
     ):
         async with doors(model, system.url) as (arms, front_end, _):
             processes = {"client": os.getpid(), "front_end": front_end, "smg": smg.pid}

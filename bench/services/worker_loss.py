@@ -1,8 +1,8 @@
-"""Measures what clients of a gateway notice when one of two pairs loses its worker.
+"""Measures what clients of a router notice when one of two pairs loses its worker.
 
     python -m bench worker-loss
 
-Two pairs of the bundled model with `--worker-grace 5`, and smg before them as `deploy/components/gateway` starts it.
+Two pairs of the bundled model with `--worker-grace 5`, and smg before them as `deploy/components/router` starts it.
 Clients ask for short answers, whole and streamed, one after the other; then some long streams begin too, and the worker
 of the pair that runs most of them is killed. What streams there has nowhere else to go: it waits until the worker is
 started again, which is long after the grace. No other client should wait much longer than the grace, and nothing may
@@ -26,7 +26,7 @@ import grpc
 
 from bench.goals import verdict
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from testing.gateway import Gateway
+from testing.router import Router
 from testing.services import System
 
 MODEL = Path("models/storyteller")
@@ -36,8 +36,8 @@ NUM_CLIENTS = 16
 CALM_SECONDS, AWAY_SECONDS = 2.0, 14.0  # before the long streams begin, and until the worker is started again
 GOAL_SECONDS = 6.0
 WORKER_FLAGS = ("--dtype", "float32", "--num-threads", 1, "--num-device-blocks", 4096)
-# As in deploy/components/gateway, and for all else smg's own defaults; testing.gateway has quicker ones.
-GATEWAY_FLAGS = (
+# As in deploy/components/router, and for all else smg's own defaults; testing.router has quicker ones.
+ROUTER_FLAGS = (
     "--worker-startup-check-interval=2",
     "--health-check-interval-secs=5",
     "--health-success-threshold=2",
@@ -69,10 +69,10 @@ class Answer:
 
 
 class Clients:
-    """The clients of one gateway."""
+    """The clients of one router."""
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+    def __init__(self, router: Router) -> None:
+        self._router = router
         self._numbers = itertools.count()
         self.answers: list[Answer] = []
 
@@ -92,14 +92,14 @@ class Clients:
 
     def _whole(self, **body: Any) -> None:
         answer = Answer("whole", time.perf_counter())
-        reply = self._gateway.post("/v1/completions", model=MODEL.name, **body)
+        reply = self._router.post("/v1/completions", model=MODEL.name, **body)
         answer.status, answer.is_complete = reply.status, reply.status == 200
         answer.begun_at = answer.ended_at = time.perf_counter()
         self.answers.append(answer)
 
     def _stream(self, kind: str, has_begun: threading.Event, **body: Any) -> str:
         answer, text = Answer(kind, time.perf_counter()), ""
-        stream = self._gateway.stream("/v1/completions", model=MODEL.name, **body)
+        stream = self._router.stream("/v1/completions", model=MODEL.name, **body)
         is_finished = False
         for event in stream:
             if not has_begun.is_set():
@@ -144,8 +144,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 def measure_policy(policy: str) -> dict[str, Any]:
     with pairs() as systems:
         urls = [system.url for system in systems]
-        with Gateway(urls, f"--policy={policy}", *GATEWAY_FLAGS) as gateway:
-            return lose_a_worker(Clients(gateway), systems)
+        with Router(urls, f"--policy={policy}", *ROUTER_FLAGS) as router:
+            return lose_a_worker(Clients(router), systems)
 
 
 def lose_a_worker(clients: Clients, systems: list[System]) -> dict[str, Any]:

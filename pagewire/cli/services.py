@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import secrets
 import sys
 import types
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -18,7 +17,6 @@ from pagewire import installation, options
 from pagewire.cli.command import VERBS
 from pagewire.common import garbage_collection
 from pagewire.common.event_loop import few_events_loop
-from pagewire.common.gguf import is_gguf
 from pagewire.common.process import (
     EXIT_REFUSED,
     announce_ready,
@@ -31,7 +29,6 @@ from pagewire.common.stopping import run_out, stops
 from pagewire.common.transport.addresses import UNIX_SCHEME, join
 from pagewire.common.transport.listening import check_port
 from pagewire.hosting import freed_memory, logs
-from pagewire.hosting.gateway import ADMIN_KEY_VARIABLE, GatewayConfig, gateway_command, level_of
 from pagewire.hosting.model_source import (
     MISSING,
     DownloadError,
@@ -41,12 +38,9 @@ from pagewire.hosting.model_source import (
     locate,
 )
 from pagewire.hosting.runtime_directory import RuntimeDirectory
-from pagewire.hosting.supervisor import GivenUp, Supervisor, child_environ
+from pagewire.hosting.supervisor import Supervisor, child_environ
 
 log = logging.getLogger(__name__)
-
-# Makes the gateway of a scheduler's URL.
-GatewayFactory = Callable[[str], Supervisor]
 
 LOOPBACK = "127.0.0.1"
 # Threads that work on clients' texts leave the interpreter's lock to the event loop after so long. A loop that makes
@@ -64,7 +58,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "port",
         "socket",
         "http_port",
-        "gateway",
         "device",
         "dtype",
         "max_model_len",
@@ -123,9 +116,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "strict_tools",
         "tool_call_parser",
         "reasoning_parser",
-        "gateway_host",
-        "gateway_port",
-        "gateway_metrics_port",
     ),
     "tenants and TLS": (
         "tenants",
@@ -163,11 +153,11 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 # Those of a server that only the process talks to which has started it.
 OWN_GROUPS = {
-    title: tuple(name for name in GROUPS[title] if name not in ("host", "port", "http_port", "gateway"))
+    title: tuple(name for name in GROUPS[title] if name not in ("host", "port", "http_port"))
     for title in (MOST_USED, "model", "memory and KV cache", "scheduling", "computing")
 }
 # With these that process, which shows no credentials, could not talk to it.
-DOOR_OPTIONS = ("gateway", *GROUPS["tenants and TLS"])
+DOOR_OPTIONS = GROUPS["tenants and TLS"]
 # `serve` connects the two by itself, over sockets that no other user can reach: these have no meaning there.
 LINK_OPTIONS = (
     "worker",
@@ -182,6 +172,8 @@ LINK_OPTIONS = (
     "worker_http_proxy",
     "tls_client_names",
 )
+# Flags of earlier releases, which started another server of the OpenAI API.
+GATEWAY_FLAGS = ("--gateway", "--gateway-host", "--gateway-port", "--gateway-metrics-port")
 
 
 def serve(arguments: Sequence[str]) -> int:
@@ -194,6 +186,8 @@ def serve(arguments: Sequence[str]) -> int:
     known = serve_options()
     own = "`pagewire serve` connects the scheduler and the worker that it starts by itself"
     explained = {"--" + name.replace("_", "-"): own for name in LINK_OPTIONS}
+    instead = "use the OpenAI API of `serve` (--http-port), or a router in front of several schedulers"
+    explained |= dict.fromkeys(GATEWAY_FLAGS, f"{instead} (docs/openai.md)")
     parser = _parser("serve", description, known, explained)
     resolved = _resolve(parser, known, arguments)
     inner = {"health_port": 0, "host": LOOPBACK, "port": 0}
@@ -205,31 +199,20 @@ def serve(arguments: Sequence[str]) -> int:
     front_config = _build(parser, resolved, FrontEndConfig, scheduler=UNIX_SCHEME + socket, metrics_port=0, **inner)
     http = front_config.http
     own_socket = socket if http.http_port else None
-    gateway_config = _build(parser, resolved, GatewayConfig)
     scheduler_config = _build(parser, resolved, SchedulerConfig, worker=addresses, socket=own_socket)
-    if gateway_config.gateway:
-        _check_gateway(parser, gateway_config, scheduler_config)
     if http.http_port:
-        _check_http(parser, http, gateway_config, scheduler_config)
+        _check_http(parser, http, scheduler_config)
     log_config = _start_logging(known, resolved)
     with _ending():
-        gateway_config.check_ports()
         if http.http_port:
             check_port(http.http_host, http.http_port, "--http-port")
     found = _locate("serve", resolved, with_weights=True)
-    has_tokenizer = is_gguf(Path(found.directory)) or (Path(found.directory) / "tokenizer.json").is_file()
-    if gateway_config.gateway and not has_tokenizer:
-        parser.error(f"--gateway needs a tokenizer, but {found.directory} has no tokenizer.json")
     scheduler_config = _at(scheduler_config, found)
     ranks = [_at(rank, found) for rank in ranks]
     from worker_service.startup.preflight import check_worker
 
     with _ending():
         check_worker(ranks[0], num_local_ranks=len(ranks))
-    if gateway_config.gateway:
-        if gateway_config.gateway_host not in (LOOPBACK, "localhost", "::1"):
-            log.warning("the gateway admits everyone who can reach --gateway-host %s", gateway_config.gateway_host)
-        log.warning("through the gateway, min_tokens does not hold against stop: a stop text before it cuts the text")
     inherited = options.options_of(WorkerConfig, FrontEndConfig, ModelSourceConfig, logs.LogConfig)
     variables = [option.variable for option in inherited.values()]
     environ = child_environ(os.environ, [*variables, options.CONFIG_VARIABLE])
@@ -239,21 +222,7 @@ def serve(arguments: Sequence[str]) -> int:
         children.append(Supervisor(_command("worker", config, log_config), environ, name=name))
     if http.http_port:
         children.append(_front_end(_at(front_config, found), log_config, environ))
-    gateways = [_gateway_of(gateway_config, scheduler_config, log_config, environ)] if gateway_config.gateway else []
-    return asyncio.run(run_out(_run(scheduler_config, children, gateways, directory)))
-
-
-def _gateway_of(
-    config: GatewayConfig, scheduler_config: Any, log_config: logs.LogConfig, environ: Mapping[str, str]
-) -> GatewayFactory:
-    # A gateway of one scheduler is not administered: the key is told to no one.
-    locked = {**environ, ADMIN_KEY_VARIABLE: secrets.token_urlsafe(32)}
-
-    def gateway_of(url: str) -> Supervisor:
-        command = gateway_command(config, url, log_config.log_level, scheduler_config.max_prompt_bytes)
-        return Supervisor(command, locked, name="gateway", on_ready=announce_ready, level_of=level_of)
-
-    return gateway_of
+    return asyncio.run(run_out(_run(scheduler_config, children, directory)))
 
 
 def _front_end(config: Any, log_config: logs.LogConfig, environ: Mapping[str, str]) -> Supervisor:
@@ -274,43 +243,15 @@ def serve_options() -> dict[str, options.Option]:
     from scheduler_service.config import HttpOptions, SchedulerConfig
     from worker_service.config import WorkerConfig
 
-    configs = (SchedulerConfig, WorkerConfig, HttpOptions, GatewayConfig, ModelSourceConfig, logs.LogConfig)
+    configs = (SchedulerConfig, WorkerConfig, HttpOptions, ModelSourceConfig, logs.LogConfig)
     return options.options_of(*configs, without=LINK_OPTIONS)
 
 
-def _check_gateway(parser: options.Parser, gateway_config: GatewayConfig, scheduler_config: Any) -> None:
-    """Refuse options that a gateway and its scheduler cannot have both."""
-    if scheduler_config.tls_cert is not None:
-        parser.error("--gateway and --tls-cert cannot go together: the gateway dials the scheduler in plaintext")
-    if scheduler_config.tenants is not None and not _admits_anonymous(scheduler_config.tenants):
-        parser.error(
-            f"--gateway shows the scheduler no credentials, but no tenant of --tenants {scheduler_config.tenants} is "
-            "anonymous; add one with `anonymous: true` and its quotas for all clients of the gateway, or leave one of "
-            "the two flags out"
-        )
-    for flag, port in (("--port", scheduler_config.port), ("--metrics-port", scheduler_config.metrics_port)):
-        if port and port == gateway_config.gateway_port:
-            parser.error(f"{flag} and --gateway-port are both {port}; choose another for one of them")
-
-
-def _check_http(parser: options.Parser, http: Any, gateway_config: GatewayConfig, scheduler_config: Any) -> None:
+def _check_http(parser: options.Parser, http: Any, scheduler_config: Any) -> None:
     """Refuse options that a scheduler and the front end beside it cannot have both."""
-    others = {"--port": scheduler_config.port, "--metrics-port": scheduler_config.metrics_port}
-    if gateway_config.gateway:
-        others["--gateway-port"] = gateway_config.gateway_port
-    for flag, port in others.items():
+    for flag, port in (("--port", scheduler_config.port), ("--metrics-port", scheduler_config.metrics_port)):
         if port == http.http_port:
             parser.error(f"{flag} and --http-port are both {port}; choose another for one of them")
-
-
-def _admits_anonymous(tenants: str) -> bool:
-    """Whether callers without credentials are a tenant. What is wrong with the file, the scheduler says."""
-    from scheduler_service.serving.tenants.tenant_file import TenantFile
-
-    try:
-        return TenantFile(tenants).anonymous() is not None
-    except (OSError, ValueError):
-        return True
 
 
 def _ranks(resolved: options.Resolved, directory: Path) -> list[dict[str, Any]]:
@@ -517,9 +458,7 @@ def _start_logging(known: Mapping[str, options.Option], resolved: options.Resolv
     return config
 
 
-async def _run(
-    config: Any, children: Sequence[Supervisor], gateways: Sequence[GatewayFactory], directory: RuntimeDirectory
-) -> int:
+async def _run(config: Any, children: Sequence[Supervisor], directory: RuntimeDirectory) -> int:
     """Serves until the first signal, then drains; a second signal ends at once. The directory lasts as long."""
     _spare_memory()
     stop, stop_now = stops()
@@ -529,38 +468,26 @@ async def _run(
         except OSError as error:
             log.critical("%s", error)
             return 1
-        return await _run_services(config, children, gateways, stop, stop_now)
+        return await _run_services(config, children, stop, stop_now)
 
 
 async def _run_services(
-    config: Any,
-    children: Sequence[Supervisor],
-    gateways: Sequence[GatewayFactory],
-    stop: asyncio.Event,
-    stop_now: asyncio.Event,
+    config: Any, children: Sequence[Supervisor], stop: asyncio.Event, stop_now: asyncio.Event
 ) -> int:
-    """Run all until `stop`, not beyond `stop_now`. What runs in front goes when the scheduler has, and the workers
-    last."""
+    """Run all until `stop`, not beyond `stop_now`. The front end ends after the scheduler, and the workers last."""
     from scheduler_service import server
-
-    url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    def ready(served: str) -> None:
-        announce_ready(served)
-        url.set_result(served)
 
     serving = asyncio.create_task(
         server.run(
             config,
             stop=stop,
-            ready=ready,
+            ready=announce_ready,
             stop_now=stop_now,
             restart_worker=lambda rank, reason: children[rank].restart(reason),
             num_log_lines_dropped=logs.num_dropped_lines,
         )
     )
     supervising = [asyncio.create_task(child.run()) for child in children]
-    supervising += [asyncio.create_task(_run_gateway(make, url)) for make in gateways]
     try:
         await asyncio.wait({serving, *supervising}, return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
@@ -578,7 +505,3 @@ async def _run_services(
         for task in reversed(supervising):
             task.cancel()
             await asyncio.wait({task})
-
-
-async def _run_gateway(make: GatewayFactory, url: "asyncio.Future[str]") -> GivenUp:
-    return await make(await asyncio.shield(url)).run()

@@ -171,7 +171,7 @@ class LocalServer:
 
     def _hear(self, line: str) -> str:
         """Takes note of the server's url. Returns what else it says."""
-        # A gateway says that it is ready too.
+        # A front end reports that it is ready too.
         if line.startswith(f"{READY_PREFIX}grpc://") and not self._url.done():
             self._url.set_result(line.removeprefix(READY_PREFIX).strip())
         return "" if line.startswith(READY_PREFIX) else line.strip().removeprefix(REFUSAL_PREFIX)

@@ -1,4 +1,4 @@
-"""Keeps a child process running, the worker or the gateway: starts it, restarts it when it dies, and never leaves one
+"""Keeps a child process running, a worker or a front end: starts it, restarts it when it dies, and never leaves one
 behind."""
 
 import asyncio
@@ -104,7 +104,7 @@ class Supervisor:
     """Runs `command` as a child in a process group of its own, so that a Ctrl-C reaches only its parent.
 
     The child's standard error passes through. Its standard output does not: its "ready on" line says that it is up,
-    other lines are logged. What it announces begins with a word that only the two know, since a gateway prints what its
+    other lines are logged. What it announces begins with a word that only the two know, since a child may print what
     clients have sent.
     """
 
@@ -116,16 +116,13 @@ class Supervisor:
         *,
         name: str = "worker",
         on_ready: Callable[[str], None] = lambda url: None,
-        level_of: Callable[[str], int] = lambda line: logging.INFO,
     ) -> None:
-        """`name` is what log lines call the child. `on_ready` gets its URL whenever it comes up. `level_of` says how
-        important a line is that it prints; that it is ready is told by its listener."""
+        """`name` is what log lines call the child. `on_ready` gets its URL whenever it comes up."""
         self._command = command
         self._environ = environ
         self._policy = policy or RestartPolicy()
         self._name = name
         self._on_ready = on_ready
-        self._level_of = level_of
         self._process: asyncio.subprocess.Process | None = None
         self._announcing_word = f"{os.urandom(16).hex()} "
         self._refusal = self._memory = ""
@@ -213,7 +210,7 @@ class Supervisor:
             self._memory = announced.removeprefix(MEMORY_PREFIX)
         # Its listener tells that it is ready; what memory it takes, and what to do about it, matters if it is killed.
         is_told_elsewhere = announced.startswith((READY_PREFIX, MEMORY_PREFIX))
-        log.log(logging.DEBUG if is_told_elsewhere else self._level_of(text), "%s: %s", self._name, announced or text)
+        log.log(logging.DEBUG if is_told_elsewhere else logging.INFO, "%s: %s", self._name, announced or text)
         if announced.startswith(READY_PREFIX):
             ready.set()
             self._on_ready(announced.removeprefix(READY_PREFIX))

@@ -1,4 +1,4 @@
-"""`python -m tests.contract.one_family 4|6`: both kinds of service and the gateway, where there is one kind of address.
+"""`python -m tests.contract.one_family 4|6`: both kinds of service, where there is one kind of address.
 
 It is run in a network namespace of its own, by `test_address_families.py`, and all ports are its own.
 """
@@ -41,15 +41,6 @@ def fetch(host: str, port: int, path: str) -> str:
         return response.read().decode()
 
 
-async def fetch_when_up(host: str, port: int, path: str) -> str:
-    async with asyncio.timeout(60):
-        while True:
-            try:
-                return await asyncio.to_thread(fetch, host, port, path)
-            except OSError:  # it is another process, which does not say when it listens
-                await asyncio.sleep(0.05)
-
-
 async def check_tokens(host: str, port: int) -> None:
     async with AsyncClient(join(host, port)) as client:
         completion = await client.complete(prompt_token_ids=PROMPT, temperature=0, seed=0, max_tokens=4, timeout=60)
@@ -76,18 +67,6 @@ async def check_front_end(checkpoint: Path, host: str) -> None:
         await running
 
 
-async def check_gateway(host: str) -> None:
-    flags = [f"--host={EVERYWHERE}", "--port=30000", f"--prometheus-host={EVERYWHERE}", "--prometheus-port=29000"]
-    flags += [f"--worker-urls=grpc://{join(host, 50051)}", "--log-level=error"]
-    gateway = await asyncio.create_subprocess_exec(sys.executable, "-m", "smg", "launch", *flags)
-    try:
-        await fetch_when_up(host, 30000, "/liveness")
-        await fetch_when_up(host, 29000, "/metrics")
-    finally:
-        gateway.kill()
-        await gateway.wait()
-
-
 async def main(host: str) -> None:
     with tempfile.TemporaryDirectory() as directory:
         checkpoint = make_checkpoint(Path(directory) / "tiny")
@@ -96,7 +75,6 @@ async def main(host: str) -> None:
             await check_tokens(host, 50051)
             assert "vllm:" in await asyncio.to_thread(fetch, host, 9090, "/metrics")
             await check_front_end(checkpoint, host)
-            await check_gateway(host)
     print(f"all of them answer at {host}")
 
 

@@ -14,7 +14,6 @@ import pytest
 from prometheus_client.registry import Collector
 
 from pagewire.common.transport.listening import check_port, create_server, listen
-from pagewire.hosting.gateway import GatewayConfig, gateway_command, reachable
 from scheduler_service.metrics_server import MetricsServer
 
 NAMESPACE = ["unshare", "--map-root-user", "--net"]
@@ -34,7 +33,7 @@ def why_no_namespaces() -> str:
 
 
 @pytest.mark.parametrize("family", ["4", "6"])
-def test_services_and_gateway_are_reached_where_there_is_one_family(family: str) -> None:
+def test_services_are_reached_where_there_is_one_family(family: str) -> None:
     if reason := why_no_namespaces():
         pytest.skip(reason)
     command = [*NAMESPACE, sys.executable, "-m", "tests.contract.one_family", family]
@@ -76,15 +75,3 @@ def test_a_port_that_is_taken_in_one_family_is_taken(has_ipv6: bool) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=f"port {port} is taken"):
             check_port("::", port, "--port")
-
-
-def test_the_gateway_listens_everywhere_and_is_reached_here(has_ipv6: bool) -> None:
-    config = GatewayConfig(gateway=True, gateway_host="::")
-    command = gateway_command(config, "grpc://[::]:50051", "info", 1)
-    assert f"--host={'::' if has_ipv6 else '0.0.0.0'}" in command
-    assert "--worker-urls=grpc://127.0.0.1:50051" in command
-    assert [reachable(f"{host}:8000") for host in ("[::]", "0.0.0.0", "gateway")] == [
-        "127.0.0.1:8000",
-        "127.0.0.1:8000",
-        "gateway:8000",
-    ]

@@ -46,8 +46,6 @@ SERVE = ["serve", MODEL, "--port=0"]
         (SERVE, "--metrics-port"),
         ([*SERVE, "--metrics-port=0"], "--health-port"),
         ([*SERVE, "--metrics-port=0"], "--http-port"),
-        ([*SERVE, "--metrics-port=0", "--gateway"], "--gateway-port"),
-        ([*SERVE, "--metrics-port=0", "--gateway", "--gateway-port=8017"], "--gateway-metrics-port"),
         ([*SCHEDULER, "--metrics-port=0"], "--port"),
         ([*SCHEDULER, "--port=0"], "--metrics-port"),
         ([*SCHEDULER, "--port=0", "--metrics-port=0"], "--health-port"),

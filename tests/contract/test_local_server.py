@@ -16,7 +16,7 @@ from pagewire.hosting.local_server import LocalServer
 TALKATIVE = r"""
 import signal, sys
 out, err = sys.stdout.buffer, sys.stderr.buffer
-out.write(b"x" * 200_000 + b"\n" + bytes(range(256)) * 300 + b"\nready on http://a-gateway\n")
+out.write(b"x" * 200_000 + b"\n" + bytes(range(256)) * 300 + b"\nready on http://a-front-end\n")
 err.write(b"\xff" * 300_000 + b"\n" * 100_000)
 out.write(b"ready on grpc://127.0.0.1:1\n" + b"y" * 300_000)
 out.flush()

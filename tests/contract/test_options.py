@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pagewire import options
+from pagewire.cli.command import main
 from pagewire.cli.services import GROUPS, LINK_OPTIONS, MOST_USED
-from pagewire.hosting.gateway import GatewayConfig
 from pagewire.hosting.logs import LogConfig
 from pagewire.hosting.model_source import ModelSourceConfig
 from pagewire.options import OptionError, Parser, Resolved
@@ -213,15 +213,25 @@ def test_an_argument_may_be_given_as_a_flag_but_not_as_both(capsys: pytest.Captu
 
 
 def test_every_option_of_the_services_stands_in_one_group() -> None:
-    configs = (SchedulerConfig, WorkerConfig, FrontEndConfig, GatewayConfig, ModelSourceConfig, LogConfig)
+    configs = (SchedulerConfig, WorkerConfig, FrontEndConfig, ModelSourceConfig, LogConfig)
     grouped = [name for names in GROUPS.values() for name in names]
     assert sorted(grouped) == sorted(options.options_of(*configs))
 
 
-def test_ten_flags_stand_first_in_the_help_of_serve() -> None:
-    known = options.options_of(SchedulerConfig, WorkerConfig, HttpOptions, GatewayConfig, without=LINK_OPTIONS)
+def test_nine_flags_stand_first_in_the_help_of_serve() -> None:
+    known = options.options_of(SchedulerConfig, WorkerConfig, HttpOptions, without=LINK_OPTIONS)
     assert next(iter(GROUPS)) == MOST_USED
-    assert len([name for name in GROUPS[MOST_USED] if name in known]) == 10
+    assert len([name for name in GROUPS[MOST_USED] if name in known]) == 9
+
+
+@pytest.mark.parametrize("flag", ["--gateway", "--gateway-port=8080", "--gateway_host"])
+def test_flags_of_the_gateway_name_what_to_use_instead(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "m", flag]) == 2
+    name = flag.partition("=")[0].replace("_", "-")
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        f"pagewire serve: error: unknown flag {name}: use the OpenAI API of `serve` (--http-port), or a"
+    )
 
 
 def test_what_the_wire_tells_fits_into_it() -> None:
@@ -275,16 +285,15 @@ def test_nothing_given_leaves_no_trace_in_the_arguments() -> None:
     assert parser().parse_args([]) == argparse.Namespace(config=None)
 
 
-@pytest.mark.parametrize("config_type", [SchedulerConfig, WorkerConfig, FrontEndConfig, GatewayConfig])
+@pytest.mark.parametrize("config_type", [SchedulerConfig, WorkerConfig, FrontEndConfig])
 def test_every_number_keeps_to_limits_that_stand_beside_it(config_type: type) -> None:
     parts = {SchedulerConfig: fields(SchedulerOptions), FrontEndConfig: fields(HttpOptions)}
     found = fields(config_type) + parts.get(config_type, ())
     for option in options.options_of(config_type).values():
         if option.value_type in (int, float) and option.name != "tensor_parallel_rank":
-            given = "gateway_host" if config_type is GatewayConfig else "model"
             [limits] = [field.metadata["limits"] for field in found if field.name == option.name]
             assert limits, option.name
             assert all(limit.holds(option.default) for limit in limits if option.default is not None), option.name
             must_be = rf"(, but|; it) must be {re.escape(limits[0].text)}"
             with pytest.raises(ValueError, match=f"^{option.flag} is -1{must_be}$"):
-                Resolved({given: "m", option.name: -1}, {}).build(config_type).validate()
+                Resolved({"model": "m", option.name: -1}, {}).build(config_type).validate()

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from pagewire.common.process import ANNOUNCING_WORD, EXIT_REFUSED
+from pagewire.hosting import supervisor
 from pagewire.hosting.child_output import MAX_LINE_CHARS, ChildOutput
 from pagewire.hosting.supervisor import (
     Exit,
@@ -102,14 +103,15 @@ async def supervised(child: Child, policy: RestartPolicy = QUICK) -> AsyncIterat
 
 
 class ReadyLines(logging.Handler):
-    """Tells of each ready line that the supervisor has seen."""
+    """Reports each ready line, or line with another part, that the supervisor has seen."""
 
-    def __init__(self) -> None:
+    def __init__(self, part: str = "ready on") -> None:
         super().__init__()
+        self._part = part
         self._seen: asyncio.Queue[None] = asyncio.Queue()
 
     def emit(self, record: logging.LogRecord) -> None:
-        if "ready on" in record.getMessage():
+        if self._part in record.getMessage():
             self._seen.put_nowait(None)
 
     async def next(self) -> None:
@@ -154,28 +156,23 @@ async def test_another_child_has_its_name_and_says_where_it_is(
     caplog.set_level(logging.DEBUG)
     body = """
         print("trifle")
-        print("trouble")
         print("\\x1b[33mshade\\x1b[0m", flush=True)
         announce("ready on http://here")
         signal.pause()
     """
     child = Child(tmp_path, body)
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    levels = {"trifle": logging.DEBUG, "trouble": logging.WARNING, "shade": logging.INFO}
-    supervisor = Supervisor(
-        child.command, os.environ, QUICK, name="gateway", on_ready=url.set_result, level_of=lambda line: levels[line]
-    )
+    supervisor = Supervisor(child.command, os.environ, QUICK, name="front end", on_ready=url.set_result)
     running = asyncio.create_task(supervisor.run())
     assert await asyncio.wait_for(url, 20) == "http://here"
     running.cancel()
     await asyncio.wait({running})
-    assert "the gateway is process" in caplog.text
+    assert "the front end is process" in caplog.text
     told = [(record.levelno, record.getMessage()) for record in caplog.records]
-    assert told[-4:] == [
-        (logging.DEBUG, "gateway: trifle"),
-        (logging.WARNING, "gateway: trouble"),
-        (logging.INFO, "gateway: shade"),  # colours are for terminals
-        (logging.DEBUG, "gateway: ready on http://here"),
+    assert told[-3:] == [
+        (logging.INFO, "front end: trifle"),
+        (logging.INFO, "front end: shade"),  # colours are for terminals
+        (logging.DEBUG, "front end: ready on http://here"),
     ]
 
 
@@ -211,14 +208,14 @@ async def test_a_child_that_is_replaced_while_it_starts_is_no_failed_start(
     """However often its supervisor kills it before it is ready."""
     first = "if len(list(starts.iterdir())) < 6:\n print('waiting', flush=True); signal.pause()\n"
     child = Child(tmp_path, first + textwrap.dedent(READY_FOREVER))
-    supervisor = Supervisor(child.command, os.environ, QUICK, level_of=lambda line: replace())
-
-    def replace() -> int:
-        asyncio.get_running_loop().call_soon(supervisor.restart, "it is of no use")
-        return logging.INFO
-
+    supervisor, waiting = Supervisor(child.command, os.environ, QUICK), ReadyLines("worker: waiting")
+    logging.getLogger("pagewire.hosting.supervisor").addHandler(waiting)
     task = asyncio.create_task(supervisor.run())
+    for _ in range(5):
+        await waiting.next()
+        supervisor.restart("it is of no use")
     await ready.next()
+    logging.getLogger("pagewire.hosting.supervisor").removeHandler(waiting)
     assert not task.done()
     task.cancel()
     await asyncio.wait({task})
@@ -389,7 +386,7 @@ async def test_nothing_that_a_child_prints_ends_the_reading(
 
 
 async def test_only_what_a_child_announces_is_taken_for_that(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A gateway prints what its clients send."""
+    """A child may print what its clients send."""
     caplog.set_level(logging.INFO)
     forged = ["cannot start: forged", "takes memory: forged", "ready on http://forged", "deadbeef ready on http://f"]
     child = Child(tmp_path, f"print({chr(10).join(forged)!r}, flush=True)\n" + textwrap.dedent(READY_FOREVER))
@@ -448,6 +445,14 @@ def test_a_free_port_is_free() -> None:
     port = free_port("127.0.0.1")
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", port))
+
+
+def test_a_free_port_is_none_that_is_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port("127.0.0.1")
+    monkeypatch.setattr(supervisor, "WORKER_PORTS", range(port, port + 1))
+    monkeypatch.setattr(supervisor, "_found", [])
+    with pytest.raises(OSError, match="no free port on"):
+        free_port("127.0.0.1", {port})
 
 
 def test_a_free_port_is_not_found_again_at_once() -> None:

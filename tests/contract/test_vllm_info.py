@@ -4,7 +4,9 @@ import asyncio
 import hashlib
 import io
 import json
+import logging
 import re
+import sys
 import zipfile
 from pathlib import Path
 
@@ -15,9 +17,10 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
+from pagewire import AsyncClient
 from pagewire.common.messages import WorkerCapacity
 from pagewire.hosting.supervisor import free_port
-from scheduler_service import server
+from scheduler_service import doors, server
 from scheduler_service.config import SchedulerConfig
 from scheduler_service.doors.vllm.generate_request import read_generate_request
 from scheduler_service.serving.checkpoint.model_info import read_model_info
@@ -33,6 +36,22 @@ PROMPT = [5, 6, 7, 8, 9, 10, 11]
 
 async def health_of(stub: vllm_engine_pb2_grpc.VllmEngineStub) -> vllm_engine_pb2.HealthCheckResponse:
     return await stub.HealthCheck(vllm_engine_pb2.HealthCheckRequest())
+
+
+async def test_without_its_extra_all_else_is_served(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.delattr(doors.vllm, "servicer", raising=False)
+    monkeypatch.delitem(sys.modules, "scheduler_service.doors.vllm.servicer", raising=False)
+    monkeypatch.setitem(sys.modules, "smg_grpc_proto", None)
+    async with serve(checkpoint) as stack, AsyncClient(stack.url) as client:
+        assert (await client.complete(prompt_token_ids=PROMPT, max_tokens=2)).outputs[0].token_ids
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await health_of(stub_of(stack))
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    (record,) = [record for record in caplog.records if "is not served without pagewire[router]" in record.getMessage()]
+    assert record.levelno == logging.INFO
 
 
 async def test_it_is_unavailable_until_a_worker_has_joined(checkpoint: Path) -> None:
@@ -101,7 +120,7 @@ async def test_model_info(tmp_path: Path) -> None:
     assert json.loads(info.default_sampling_params_json) == {"temperature": 0.5, "top_k": 20}
 
 
-def test_the_checkpoints_sampling_defaults_are_the_gateways_business(tmp_path: Path) -> None:
+def test_the_checkpoints_sampling_defaults_are_the_routers_business(tmp_path: Path) -> None:
     """What it does not send is off, or a request for no filter at all could not be told from one for the default."""
     defaults = {"temperature": 0.5, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
     model = read_model_info(str(make_checkpoint(tmp_path / "tiny", **defaults)))
@@ -172,7 +191,7 @@ async def test_the_tokenizer_comes_as_its_files(tmp_path: Path) -> None:
     extra = {"tokenizer_config.json": "{}", "chat_template.jinja": "{{ messages }}", "spiece.model": "x" * 200_000}
     for name, text in extra.items():
         (checkpoint / name).write_text(text)
-    (checkpoint / "model.safetensors").write_bytes(b"not for gateways")
+    (checkpoint / "model.safetensors").write_bytes(b"not for routers")
     async with serve(checkpoint) as stack:
         archive, _ = await tokenizer_of(stack)
         again, _ = await tokenizer_of(stack)

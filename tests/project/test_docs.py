@@ -270,12 +270,12 @@ def sources() -> str:
 
 @cache
 def our_variables() -> set[str]:
-    from pagewire.hosting.gateway import GatewayConfig
+
     from pagewire.hosting.logs import LogConfig
     from scheduler_service.config import FrontEndConfig, SchedulerConfig
     from worker_service.config import WorkerConfig
 
-    configs = (SchedulerConfig, WorkerConfig, FrontEndConfig, GatewayConfig, LogConfig)
+    configs = (SchedulerConfig, WorkerConfig, FrontEndConfig, LogConfig)
     return {option.variable for option in options_of(*configs).values()}
 
 

@@ -18,11 +18,10 @@ from pagewire.common.network.families import BY_ARCHITECTURE
 from pagewire.common.network.families.reading import MAX_EXPERTS
 from pagewire.common.network.quantization import METHODS
 from pagewire.common.process import EXIT_REFUSED
-from pagewire.common.sampling_rules import MAX_GRAMMAR_BYTES, RANGES
+from pagewire.common.sampling_rules import MAX_GRAMMAR_BYTES
 from pagewire.common.schema_budget import MAX_CHARS, MAX_VALUES
 from pagewire.common.transport import addresses, health, link_secret, listening, queued_writer
-from pagewire.hosting import gateway, logs
-from pagewire.hosting.gateway import GatewayConfig
+from pagewire.hosting import logs
 from pagewire.hosting.logs import LogConfig
 from pagewire.kernels.cpu import VARIANTS
 from scheduler_service import metrics_server
@@ -64,7 +63,6 @@ FACTS = [
     ("docs/models.md", f"the index of weights {model_file.MAX_LISTING_BYTES // MIB} MiB,"),
     ("docs/models.md", f"{chat_template._MAX_NAMED} names and {template_sandbox.MAX_TEMPLATE_CHARS:,}\n"),
     ("docs/models.md", f": {', '.join(f'`{name}`' for name in classes._BY_NAME)}; other"),
-    ("docs/openai.md", f"more than {gateway._BODY_BYTES_OF_PROMPT} bytes for each of `--max-prompt-bytes`"),
     ("docs/recovery.md", f"Given up after {liveness.MAX_SILENCE} s without a heartbeat"),
     ("docs/recovery.md", f"with exit code {EXIT_REFUSED}; a scheduler that was fenced"),
     ("docs/recovery.md", f"by a newer one ends with {EXIT_FENCED}."),
@@ -117,7 +115,6 @@ FACTS = [
     ("ARCHITECTURE.md", f"`{'|'.join(name for name in VARIANTS if name != 'dotprod')}`"),
     ("README.md", f"[{len(BY_ARCHITECTURE)} architectures](docs/models.md)"),
     ("docs/choosing.md", f"[{len(BY_ARCHITECTURE)} architectures](models.md)"),
-    ("docs/openai_fields.md", f"| `n` | honoured | {RANGES['n']} |"),
 ]  # fmt: skip
 
 
@@ -212,7 +209,7 @@ def told_defaults() -> Iterator[tuple[str, str, float]]:
 
 @pytest.mark.parametrize(("page", "flag", "value"), sorted(set(told_defaults())))
 def test_a_default_that_is_told_is_the_codes(page: str, flag: str, value: float) -> None:
-    known = options.options_of(SchedulerConfig, WorkerConfig, FrontEndConfig, GatewayConfig, LogConfig)
+    known = options.options_of(SchedulerConfig, WorkerConfig, FrontEndConfig, LogConfig)
     option = known[flag.replace("-", "_")]
     # Where a worker works its default out, the help says which it is.
     assert value == option.default or (option.default is None and f"default: {value:g}" in option.help)

@@ -224,8 +224,8 @@ def brought_by(*extras: str) -> set[str]:
 @pytest.mark.parametrize(
     ("packages", "extras"),
     [
-        (("pagewire",), ("gateway", "bench", "transformers", "tracing")),
-        (("scheduler_service", "common"), ("scheduler", "tracing")),
+        (("pagewire",), ("serve", "bench", "transformers", "tracing")),
+        (("scheduler_service", "common"), ("scheduler", "router", "tracing")),
         (("worker_service", "kernels", "common"), ("worker", "tracing", "flash")),
     ],
 )
@@ -284,7 +284,7 @@ def test_torch_comes_without_cuda_where_no_gpu_is(
     index = "" if has_gpu else installation.FOR_CPUS
     line = str(installation.shortage("serve"))
     assert line.endswith(f": {sys.executable} -m pip install 'pagewire[serve]'{index}")
-    assert "--extra-index-url" not in str(installation.shortage("gateway"))
+    assert "--extra-index-url" not in str(installation.shortage("router"))
 
 
 def test_a_tokenizer_needs_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

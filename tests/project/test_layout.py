@@ -387,10 +387,6 @@ def test_importing_the_package_loads_the_client_alone() -> None:
     assert not loaded & {*HEAVY, *others}
 
 
-def test_the_gateways_process_loads_no_service() -> None:
-    assert not loaded_after("import pagewire.hosting.gateway_process") & {*HEAVY, "scheduler_service", "worker_service"}
-
-
 def test_no_module_is_there_twice() -> None:
     places = defaultdict(list)
     for path in sources(*PACKAGES):

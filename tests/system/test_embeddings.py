@@ -1,25 +1,21 @@
-"""Embeddings through both services, and a gateway: those of transformers' hidden states, whatever happens meanwhile."""
+"""Embeddings through both services: those of transformers' hidden states, whatever happens meanwhile."""
 
 import asyncio
 import json
 import math
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import openai
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer
 
 from pagewire import AsyncClient, NotFound, SamplingParams
 from testing import oracle
 from testing.checkpoints.families import make_checkpoint
 from testing.forked import running
-from testing.gateway import Gateway
-from testing.parity import STORYTELLER
 from testing.streams import until_lost
 
 VOCAB_SIZE = 151
@@ -131,47 +127,3 @@ async def is_caught_midway(client: AsyncClient, name: str, worker: int, request:
             except NotFound:
                 return False
     return False
-
-
-# Through a gateway, of the bundled model
-
-
-@pytest.fixture(scope="module")
-def gateway() -> Iterator[Gateway]:
-    with (
-        running(STORYTELLER, worker=["--dtype", "float32"]) as system,
-        Gateway([system.url.removeprefix("grpc://")]) as gateway,
-    ):
-        yield gateway
-
-
-def expected_of_text(text: str) -> list[float]:
-    model = transformers.AutoModel.from_pretrained(STORYTELLER, dtype=torch.float32)
-    token_ids = Tokenizer.from_file(str(STORYTELLER / "tokenizer.json")).encode(text).ids
-    return expected_embedding(model, token_ids, LAST)
-
-
-def test_openai_clients_get_embeddings(gateway: Gateway) -> None:
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{gateway.port}/v1", api_key="none", max_retries=0) as client:
-        answer = client.embeddings.create(model="storyteller", input="Once upon a time")
-    (found,) = answer.data
-    assert found.embedding == pytest.approx(expected_of_text("Once upon a time"), abs=MARGIN)
-    assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (4, 4)
-
-
-def test_what_a_gateway_makes_of_the_rest_of_a_request(gateway: Gateway) -> None:
-    """It takes one text; several it joins, and what would change the vector it does not pass on."""
-
-    def embedding(**fields: object) -> list[float]:
-        answer = gateway.post("/v1/embeddings", model="storyteller", **fields)
-        assert answer.status == 200, answer
-        (found,) = answer.body["data"]
-        return found["embedding"]
-
-    plain = embedding(input="Once upon a time")
-    assert embedding(input="Once upon a time", dimensions=8) == plain
-    assert embedding(input="Once upon a time", encoding_format="base64") == plain
-    assert embedding(input=["Once upon", "a time"]) == plain
-    for bad, status in (("", 400), ([], 400), ([1, 2, 3], 400), ([[1, 2], [3]], 400), ("a fox " * 2000, 400)):
-        assert gateway.post("/v1/embeddings", model="storyteller", input=bad).status == status
-    assert gateway.post("/v1/embeddings", model="unknown", input="Once").status == 404

@@ -17,7 +17,7 @@ INSTALLED = pytest.mark.skipif(VERSIONS == "linked", reason="`make test-lowest` 
 EnvironmentOf = Callable[..., Environment]
 # The extras that bring a service, and those that are tried with it.
 WITH = {"scheduler": ("scheduler", "tracing"), "worker": ("worker", "tracing")}
-SETS = [(), *WITH.values(), ("serve",), ("gateway",), ("bench",), ("transformers",)]
+SETS = [(), *WITH.values(), ("router",), ("serve",), ("bench",), ("transformers",)]
 CHAT = """
 import sys
 import pagewire
@@ -91,10 +91,9 @@ def test_what_the_base_lacks_is_an_extra(
 
 
 @INSTALLED
-@pytest.mark.parametrize("extra", ["serve", "gateway"])
-def test_a_machine_of_ones_own_serves(environment_of: EnvironmentOf, extra: str) -> None:
+def test_a_machine_of_ones_own_serves(environment_of: EnvironmentOf) -> None:
     asked = ["storyteller", "--max-tokens", 3, "Once upon a time"]
-    assert environment_of(extra).run("-m", "pagewire", "run", *asked).stdout.strip()
+    assert environment_of("serve").run("-m", "pagewire", "run", *asked).stdout.strip()
 
 
 @INSTALLED

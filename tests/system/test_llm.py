@@ -597,7 +597,7 @@ def test_a_model_that_cannot_be_served_is_one_line(tmp_path: Path) -> None:
 
 def test_a_file_for_other_servers_opens_no_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "options.yaml"
-    file.write_text("tenants: /nowhere\ntls-cert: /nowhere\ngateway: true\nhealth-port: 1\nmax-model-len: 40\n")
+    file.write_text("tenants: /nowhere\ntls-cert: /nowhere\nhealth-port: 1\nmax-model-len: 40\n")
     monkeypatch.setenv("PAGEWIRE_CONFIG", str(file))
     monkeypatch.setenv("PAGEWIRE_TLS_KEY", "/nowhere")
     with LLM(MODEL, **OPTIONS) as llm:

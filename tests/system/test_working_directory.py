@@ -18,7 +18,7 @@ MODEL = Path(__file__).parents[2] / "models" / "storyteller"
 # What a Python that runs a module has loaded before the first line of it.
 LOADED = "import runpy, sys; print(*sys.modules)"
 OURS = ("pagewire", "scheduler_service", "worker_service")
-PROCESSES = ("pagewire worker", "pagewire.hosting.gateway_process", "pagewire.common.grammars.trial")
+PROCESSES = ("pagewire worker", "pagewire frontend", "pagewire.common.grammars.trial")
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def command_lines(group: list[int]) -> list[str]:
 
 def test_no_process_of_a_server_runs_files_of_the_working_directory(hostile: Path) -> None:
     flags = ["--port=0", "--metrics-port=0", "--tensor-parallel-size=2", "--num-device-blocks=64"]
-    flags += ["--gateway", f"--gateway-port={free_port(HOST)}", "--log-level=warning"]
+    flags += [f"--http-port={free_port(HOST)}", "--log-level=warning"]
     command = [sys.executable, "-m", "pagewire", "serve", str(MODEL), *flags]
     with subprocess.Popen(command, cwd=hostile, env=ENVIRON, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""The gateway as a process in front of some replicas, and an HTTP client for it."""
+"""smg as a process that routes to several schedulers, and an HTTP client for it."""
 
 import contextlib
 import http.client
@@ -30,19 +30,19 @@ class Answer:
         return self.body["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-class Gateway:
-    """Ready in its block, or when `wait_until_ready` returns. Its switches make routing repeatable: no warm-up, quick
-    health checks.
-    """
+class Router:
+    """A router that is ready inside its `with` block. It does no warm-up and checks health often, so that tests can
+    repeat its routing."""
 
-    def __init__(self, replicas: Sequence[str], *flags: str) -> None:
-        """`replicas` are HOST:PORT."""
+    def __init__(self, schedulers: Sequence[str], *flags: str, key: str = "") -> None:
+        """`schedulers` are HOST:PORT. `key` is that of the administration, if it asks for one."""
         self.port = free_port(HOST)
-        self._num_replicas = len(replicas)
-        command = [sys.executable, "-m", "pagewire.hosting.gateway_process", f"http://127.0.0.1:{self.port}"]
-        command += [f"--port={self.port}", "--host=127.0.0.1", "--log-level=error"]
-        command += ["--prometheus-host=127.0.0.1", "--prometheus-port=0"]
-        command += ["--worker-urls", *(f"grpc://{replica}" for replica in replicas)]
+        self._num_schedulers = len(schedulers)
+        self._key = key
+        command = [sys.executable, "-m", "smg.launch_router", f"--port={self.port}", "--host=127.0.0.1"]
+        command += ["--log-level=error", "--prometheus-host=127.0.0.1", f"--prometheus-port={free_port(HOST)}"]
+        if schedulers:
+            command += ["--worker-urls", *(f"grpc://{scheduler}" for scheduler in schedulers)]
         command += [
             "--worker-startup-check-interval=1",
             "--health-check-interval-secs=1",
@@ -50,7 +50,7 @@ class Gateway:
         ]
         command += ["--worker-warmup-secs=0", "--worker-warmup-share=0", "--worker-warmup-divert-every=0"]
         command += ["--cb-timeout-duration-secs=1", "--shutdown-grace-period-secs=1", *flags]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRON)
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=ENVIRON)
         self.pid = self._process.pid
 
     def __enter__(self) -> Self:
@@ -64,16 +64,13 @@ class Gateway:
         self.stop()
 
     def wait_until_ready(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("ready on "):
-                break
-        else:
-            raise AssertionError(f"the gateway ended with {self._process.wait()}")
-        self.wait_for_replicas(self._num_replicas)
+        wait_until(lambda: self._answers("/liveness"), 60)
+        if self._num_schedulers:
+            wait_until(self._has_tokenizer, 60)
+            self.wait_for_schedulers(self._num_schedulers)
 
-    def wait_for_replicas(self, count: int) -> None:
-        """Until it sends requests to so many."""
+    def wait_for_schedulers(self, count: int) -> None:
+        """Wait until it sends requests to that many."""
 
         def num_ready() -> int:
             workers = self.get("/workers").body["workers"]
@@ -81,8 +78,20 @@ class Gateway:
 
         wait_until(lambda: num_ready() == count)
 
+    def _answers(self, path: str) -> bool:
+        assert self._process.poll() is None, f"the router ended with {self._process.returncode}"
+        try:
+            return self.get(path).status == 200
+        except OSError:
+            return False
+
+    def _has_tokenizer(self) -> bool:
+        """It is loaded last."""
+        models = self.get("/v1/models").body["data"] if self._answers("/readiness") else []
+        return bool(models) and self.post("/v1/tokenize", model=models[0]["id"], prompt="a").status == 200
+
     def get(self, path: str) -> Answer:
-        return ask(self.port, "GET", path, None)
+        return ask(self.port, "GET", path, None, self._key)
 
     def post(self, path: str, **body: Any) -> Answer:
         return post(self.port, path, body)
@@ -96,8 +105,7 @@ class Gateway:
             self._process.wait(10)
         finally:
             self._process.kill()
-            assert self._process.stdout is not None
-            self._process.stdout.close()
+            self._process.wait()
 
 
 class Stream:
@@ -128,22 +136,23 @@ def post(port: int, path: str, body: Any) -> Answer:
     return ask(port, "POST", path, body)
 
 
-def ask(port: int, method: str, path: str, body: Any) -> Answer:
+def ask(port: int, method: str, path: str, body: Any, key: str = "") -> Answer:
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
-        send(connection, method, path, body)
+        send(connection, method, path, body, key)
         response = connection.getresponse()
         text = response.read()
         is_json = response.headers.get_content_type() == "application/json"
         return Answer(response.status, json.loads(text) if is_json else text.decode() or None)
 
 
-def send(connection: http.client.HTTPConnection, method: str, path: str, body: Any) -> None:
+def send(connection: http.client.HTTPConnection, method: str, path: str, body: Any, key: str = "") -> None:
     data = None if body is None else json.dumps(body)
-    connection.request(method, path, data, {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    connection.request(method, path, data, headers)
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 20) -> None:
-    """For what no event tells of."""
+    """Poll for a change that no event reports."""
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, f"not within {seconds} s"
