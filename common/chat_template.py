@@ -87,7 +87,7 @@ def refusals(template: str, special_tokens: Mapping[str, str]) -> dict[str, str]
     """Returns the kinds of conversation that a template makes no prompt of, and its reasons; of equal ones the kinds
     are one entry.
 
-    Raises Overspent for a template that does not end: what renders it, a gateway say, would be busy with it for
+    Raises Overspent for a template that does not end: what renders it, a router say, would be busy with it for
     ever.
     """
     kinds: dict[str, list[str]] = {}

@@ -79,7 +79,7 @@ METRICS_TITLE = """# Metrics
 
 The scheduler and each front end serve metrics in Prometheus' text format over HTTP: `curl -s 127.0.0.1:9090/metrics`.
 `--metrics-host` and `--metrics-port` choose the address; port 0 turns them off. Names and buckets that begin with
-`vllm:` are those of vLLM, so dashboards and gateways made for it work here too. Names of our own begin with
+`vllm:` are those of vLLM, so dashboards and routers made for it work here too. Names of our own begin with
 `pagewire:`.
 
 Every series has the labels `model_name` and `engine` (always "0"). A histogram has the series `_bucket`, `_sum` and
@@ -100,7 +100,7 @@ API_TITLE = """# API reference
 
 What the public port serves, made from the comments of
 [scheduler.proto](../protos/pagewire/scheduler/v1/scheduler.proto). The same port also serves gRPC health, reflection,
-and `vllm.grpc.engine.VllmEngine` for gateways (see [openai.md](openai.md))."""
+and `vllm.grpc.engine.VllmEngine` for routers (see [openai.md](openai.md))."""
 WORKER_TITLE = """# The protocol between scheduler and worker
 
 Internal: no client needs it, and it may change with every release. Made from the comments of

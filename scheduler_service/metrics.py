@@ -1,4 +1,4 @@
-"""Prometheus metrics under vLLM's names, for the dashboards and gateways made for it. Our own begin with `pagewire:`.
+"""Prometheus metrics under vLLM's names, for the dashboards and routers made for it. Our own begin with `pagewire:`.
 
 The step loop reports once per step; everything is put into Prometheus' form only when it is asked for. Histograms take
 many equal observations at once, which keeps the cost of a step independent of its number of rows.

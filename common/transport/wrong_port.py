@@ -7,7 +7,7 @@ from dataclasses import dataclass
 _READINGS = (
     (
         r"^Received http2 header with status: |^Stream removed \(Data frame|: Received http2 header with status: ",
-        "{where} answers as a web server, not as gRPC: it looks like a gateway's port; {port.give}",
+        "{where} answers as a web server, not as gRPC: it looks like a router's port; {port.give}",
     ),
     (
         "Expected SETTINGS frame|http1.x server",

@@ -37,7 +37,7 @@ GIVE = (
 MISSING = f"MODEL is missing (also --model): {GIVE}"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-# What is read besides the weights, by the scheduler, the worker and gateways.
+# What is read besides the weights, by the scheduler, the worker and routers.
 SMALL_FILES = (
     "config.json",
     "generation_config.json",

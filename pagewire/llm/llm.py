@@ -258,7 +258,7 @@ class LLM:
         return AutoTokenizer.from_pretrained(self.model)
 
     async def _chosen_sampling(self) -> dict[str, Any]:
-        """Asks for what the checkpoint chooses, which servers tell vLLM's gateways."""
+        """Asks for what the checkpoint chooses, which servers tell vLLM's routers."""
         from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 
         with self._channels.connected() as connection, connection.translated():

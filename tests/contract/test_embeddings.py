@@ -1,4 +1,4 @@
-"""Embeddings over the wire: by our own service, a gateway's, many on one call, through a front end and the client."""
+"""Embeddings over the wire: by our own service, a router's, many on one call, through a front end and the client."""
 
 import asyncio
 import logging
@@ -168,10 +168,10 @@ def test_both_ways_to_write_a_pooling_are_read(tmp_path: Path, config: dict[str,
     assert read_model_info(str(path)).embedding.pooling is pooling
 
 
-# A gateway
+# A router
 
 
-async def test_a_gateways_requests_are_embedded(mean_checkpoint: Path) -> None:
+async def test_a_routers_requests_are_embedded(mean_checkpoint: Path) -> None:
     async with serve(mean_checkpoint) as stack:
         message = vllm_engine_pb2.EmbedRequest(request_id="embd-1", tokenized={"input_ids": PROMPT})
         response = await stub_of(stack).Embed(message)

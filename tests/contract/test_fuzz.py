@@ -107,7 +107,7 @@ ALLOWED = {
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.DEADLINE_EXCEEDED,
 }
-# The only methods that may be called UNIMPLEMENTED: gateways hear from that what an engine lacks.
+# The only methods that may be called UNIMPLEMENTED: routers hear from that what an engine lacks.
 MISSING = {THEIRS + "StartProfile", THEIRS + "StopProfile"}
 # Those that other mutants may abort, and whose answer cannot say so.
 ABORTABLE = {OURS + "Embed", THEIRS + "Embed"}

@@ -419,7 +419,7 @@ def test_a_template_for_tools_is_chosen_where_there_are_tools(tmp_path: Path) ->
         assert given.apply_chat_template(messages, tools, tokenize=False) == expected
 
 
-def test_gateways_are_given_the_files_that_they_know(tmp_path: Path) -> None:
+def test_routers_are_given_the_files_that_they_know(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", BUNDLED, "Q4_0")
     with zipfile.ZipFile(io.BytesIO(read_tokenizer_archive(path))) as archive:
         archive.extractall(tmp_path / "unpacked")

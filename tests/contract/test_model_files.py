@@ -111,7 +111,7 @@ def test_templates_in_other_files_have_bounds_too(model: Path) -> None:
         start(model, is_worker=False)
 
 
-def test_gateways_are_given_no_file_that_is_larger_than_it_can_be(model: Path) -> None:
+def test_routers_are_given_no_file_that_is_larger_than_it_can_be(model: Path) -> None:
     file = model / "special_tokens_map.json"
     file.touch()
     os.truncate(file, MAX_LISTING_BYTES + 1)

@@ -84,7 +84,7 @@ def oracle_of(path: Path) -> Any:
 
 
 def unpacked(checkpoint: Path, tmp_path: Path) -> Path:
-    """What gateways are given of a checkpoint."""
+    """What routers are given of a checkpoint."""
     with zipfile.ZipFile(io.BytesIO(read_tokenizer_archive(checkpoint))) as archive:
         archive.extractall(tmp_path / "unpacked")
     return tmp_path / "unpacked"

@@ -129,7 +129,7 @@ def test_a_token_that_stands_in_one_place_is_a_token_for_all(tmp_path: Path, pla
     assert token_id not in load_tokenizer(folder / "tokenizer.json").encode(TEXTS[0]).ids
     before = read_model_info(str(folder)), model_digest(folder)
     assert before[0].digest == before[1]
-    assert before[0].is_as_gateways_read
+    assert before[0].is_as_routers_read
 
     write(folder, with_ids(PLACES[place], token_id))
     info, ours = read_model_info(str(folder)), load_tokenizer(folder / "tokenizer.json")
@@ -139,8 +139,8 @@ def test_a_token_that_stands_in_one_place_is_a_token_for_all(tmp_path: Path, pla
     assert info.special_tokens == theirs.special_tokens_map
     # A worker that has other files is another model's.
     assert model_digest(folder) == info.digest != before[1]
-    # Gateways, which look into fewer files, are not sent to these, and are given two that say it all.
-    assert not info.is_as_gateways_read
+    # Routers, which look into fewer files, are not sent to these, and are given two that say it all.
+    assert not info.is_as_routers_read
     with zipfile.ZipFile(io.BytesIO(read_tokenizer_archive(folder))) as archive:
         archive.extractall(tmp_path / "given")
     given = Tokenizer.from_file(str(tmp_path / "given" / "tokenizer.json"))
@@ -160,7 +160,7 @@ def test_files_that_change_nothing_leave_the_model_what_it_is(tmp_path: Path) ->
     assert model_digest(folder) == read_model_info(str(folder)).digest == bare
     assert read(folder).is_plain
     assert read(folder).tokenizer_json() == (folder / "tokenizer.json").read_text()
-    # A name that only special_tokens_map.json has changes no token, but a gateway would not find it.
+    # A name that only special_tokens_map.json has changes no token, but a router would not find it.
     write(folder, {"tokenizer_config.json": {}, "special_tokens_map.json": {"eos_token": "<end>"}})
     assert model_digest(folder) == bare
     assert not read(folder).is_plain

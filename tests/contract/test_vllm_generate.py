@@ -1,4 +1,4 @@
-"""VllmEngine's Generate and Abort: the same tokens as SchedulerService, in a gateway's words."""
+"""VllmEngine's Generate and Abort: the same tokens as SchedulerService, in a router's words."""
 
 import asyncio
 import contextlib
@@ -207,7 +207,7 @@ async def test_every_sampling_field_at_its_boundaries(checkpoint: Path) -> None:
 
 
 async def test_what_is_never_served_is_invalid_and_not_worth_another_try(checkpoint: Path) -> None:
-    """A gateway makes 501 of UNIMPLEMENTED, and HTTP clients try that again."""
+    """A router makes 501 of UNIMPLEMENTED, and HTTP clients try that again."""
     async with serve(checkpoint) as stack:
         for field, value in UNSUPPORTED.items():
             error = await error_of(stack, request(PROMPT, **{field: value}))
@@ -310,7 +310,7 @@ def test_forced_calls_have_nothing_but_names_and_parameters() -> None:
 
 
 def test_forced_calls_are_spelt_in_one_way() -> None:
-    """Of a space before a comma or a bracket the gateway would make text, and of the calls behind it."""
+    """Of a space before a comma or a bracket the router would make text, and of the calls behind it."""
     tokenizer = Path("models/storyteller/tokenizer.json").read_text(encoding="utf-8")
     compiler, encode = GrammarCompiler(tokenizer, 1024), Tokenizer.from_str(tokenizer).encode
     parameters = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
@@ -326,7 +326,7 @@ def test_forced_calls_are_spelt_in_one_way() -> None:
     assert taken == [text]
 
 
-async def test_a_slow_gateway_gets_token_by_token(with_end: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_router_gets_token_by_token(with_end: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a chunk of several it would lose calls, and it tells of none that the model is free to make."""
     monkeypatch.setattr(servicer, "send_headers_if_silent", lambda active, context: active.wait_for_end())
     async with serve(with_end) as stack:

@@ -32,7 +32,7 @@ DEVICE = common_pb2.KV_CACHE_TIER_DEVICE
 
 
 class Mirror:
-    """A gateway's picture of the cache, kept as it would."""
+    """A router's picture of the cache, kept as it would."""
 
     def __init__(self) -> None:
         self.cursor = 0

@@ -215,7 +215,7 @@ async def vllm_health(end: Stack | FrontEnd) -> tuple[bool, str]:
 
 
 @pytest.mark.parametrize("has_front_end", [False, True], ids=["scheduler", "front end"])
-async def test_gateways_are_told_to_go_elsewhere(checkpoint: Path, has_front_end: bool) -> None:
+async def test_routers_are_told_to_go_elsewhere(checkpoint: Path, has_front_end: bool) -> None:
     """What is answered as a whole can begin elsewhere until it is. Through a front end all is as at the scheduler."""
     async with serve_both(checkpoint, worker_grace=GRACE) as (stack, front):
         end = front if has_front_end else stack

@@ -30,7 +30,7 @@ HEADERS, NOT_FOUND = b"\0\0\1\1\5", b"\x8d"
 
 
 def web_server(connection: socket.socket) -> None:
-    """Answers requests of HTTP/2 as a gateway answers a path that it does not know."""
+    """Answers requests of HTTP/2 as a router answers a path that it does not know."""
     received = connection.recv(len(PREFACE), socket.MSG_WAITALL)
     assert received == PREFACE
     connection.sendall(SETTINGS)
@@ -156,10 +156,10 @@ LINKS = {
         SCHEDULER,
         "knows no such call: it looks like a scheduler's",
     ),
-    "a gateway's": (lambda: listener(web_server), SCHEDULER, "answers as a web server"),
+    "a router's": (lambda: listener(web_server), SCHEDULER, "answers as a web server"),
     "metrics": (metrics, SCHEDULER, "answers, but not in HTTP/2: it looks like a port for metrics"),
     "a worker's": (worker, FRONT_END, "knows no such call: it looks like a worker's port"),
-    "a gateway's for the scheduler's": (lambda: listener(web_server), FRONT_END, "answers as a web server"),
+    "a router's for the scheduler's": (lambda: listener(web_server), FRONT_END, "answers as a web server"),
     "metrics for the scheduler's": (metrics, FRONT_END, "answers, but not in HTTP/2: it looks like a port for metrics"),
     "hangs up": (lambda: listener(hangs_up), FRONT_END, "it looks like a port with TLS (--scheduler-tls-ca), one"),
 }

@@ -1,4 +1,4 @@
-"""One trace through both services: what a gateway began, the scheduler and the worker continue."""
+"""One trace through both services: what a router began, the scheduler and the worker continue."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The files of a model's tokenizer, as both services, gateways and commands read them."""
+"""The files of a model's tokenizer, as both services, routers and commands read them."""
 
 import hashlib
 import json

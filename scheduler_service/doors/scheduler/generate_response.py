@@ -83,7 +83,7 @@ async def write_deltas(
 async def send_headers_if_silent(active: ActiveRequest, context: grpc.aio.ServicerContext) -> None:
     """Return when there is something of a request, or send the headers alone once it has been silent for long.
 
-    They are a sign of life for proxies on the way, and gateways begin to answer at them. What is to be tried at another
+    They are a sign of life for proxies on the way, and routers begin to answer at them. What is to be tried at another
     server (`--worker-grace`) fails before, since an answer that has begun is tried nowhere else.
     """
     news = News()

@@ -2,8 +2,8 @@
 checked there; here only what it has no word for.
 
 proto3 cannot tell an unset number from 0, so 0 means what vLLM's servicer takes it for. The checkpoint's own sampling
-defaults are not filled in: a gateway reads them from GetModelInfo and sends them itself. What is never served is
-INVALID_ARGUMENT, which a gateway answers with 400: of UNIMPLEMENTED it makes 501, which HTTP clients try again.
+defaults are not filled in: a router reads them from GetModelInfo and sends them itself. What is never served is
+INVALID_ARGUMENT, which a router answers with 400: of UNIMPLEMENTED it makes 501, which HTTP clients try again.
 """
 
 import json
@@ -44,10 +44,10 @@ _READINGS: Mapping[str, Callable[[Any], Any]] = {
 _OPTIONS = [
     (field.name, field.has_presence, _READINGS.get(field.name, lambda value: value)) for field in _SAMPLING_FIELDS
 ]
-# How a gateway's JSON Schema begins where `tool_choice` is "required": a list of calls, each an object with the name of
+# How a router's JSON Schema begins where `tool_choice` is "required": a list of calls, each an object with the name of
 # a tool and its parameters.
 _CALLS_BEGINNING = '{"type":"array","minItems":1,"items":{"type":"object","anyOf":[{"properties":{"name":'
-# As most models write JSON. Of space before a comma or a bracket the gateway makes text, and of the calls behind it.
+# As most models write JSON. Of space before a comma or a bracket the router makes text, and of the calls behind it.
 _SPELLING_OF_CALLS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -79,7 +79,7 @@ def _check_supported(message: vllm_engine_pb2.GenerateRequest) -> None:
 
 def _options(sampling: vllm_engine_pb2.SamplingParams) -> dict[str, Any]:
     """Return the options that are set, by their names, which are ours. A constraint begins at the first token, whatever
-    `grammar_from_first_token` says: the server parses no reasoning after which one could begin, and tells gateways so
+    `grammar_from_first_token` says: the server parses no reasoning after which one could begin, and tells routers so
     in GetServerInfo."""
     options: dict[str, Any] = {"temperature": 1.0}
     for name, may_be_unset, read in _OPTIONS:
@@ -101,7 +101,7 @@ def close_calls(schema: str) -> str:
     """Return a list of calls with nothing in a call but its name and parameters, spelt in one way, and any other schema
     as it is.
 
-    The gateway reads such calls alone, though its schema leaves room for more: what else stood in one would make text
+    The router reads such calls alone, though its schema leaves room for more: what else stood in one would make text
     of all of them.
     """
     if not schema.startswith(_CALLS_BEGINNING):

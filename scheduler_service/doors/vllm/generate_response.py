@@ -1,6 +1,6 @@
 """Deltas of outputs as VllmEngine has them: tokens as chunks if they are wanted, and one `complete` for each sample.
 
-A chunk is one token, even where several have waited: of each chunk the gateway reads one part of a call of a tool, and
+A chunk is one token, even where several have waited: of each chunk the router reads one part of a call of a tool, and
 loses what else stands there, or makes text of it. Which streams may have calls it does not tell.
 """
 

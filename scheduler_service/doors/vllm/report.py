@@ -1,6 +1,6 @@
 """Reports of the server about itself, in VllmEngine's words: what is served, and how busy the scheduler is.
 
-This is pure translation. What can be evicted is not in use: a gateway sends nothing to a server that seems full.
+This is pure translation. What can be evicted is not in use: a router sends nothing to a server that seems full.
 """
 
 import json
@@ -22,14 +22,14 @@ _ARCHIVED = "to-be-asked-for"  # names no file
 def model_info(
     model: ModelInfo, served_model_name: str, max_sequence_tokens: int
 ) -> vllm_engine_pb2.GetModelInfoResponse:
-    """Paths are this machine's: a gateway that does not find them asks for the files. Files in which it would find
+    """Paths are this machine's: a router that does not find them asks for the files. Files in which it would find
     another tokenizer or chat template it is not told of."""
     directory = str(model.directory)
     values = {name: getattr(model.sampling_defaults, name) for name in CHECKPOINTS_OPTIONS}
     chosen = {name: value for name, value in values.items() if value != getattr(API_DEFAULTS, name)}
     return vllm_engine_pb2.GetModelInfoResponse(
         model_path=directory,
-        tokenizer_path=directory if model.is_as_gateways_read else f"{directory}/{_ARCHIVED}",
+        tokenizer_path=directory if model.is_as_routers_read else f"{directory}/{_ARCHIVED}",
         served_model_name=served_model_name,
         is_generation=True,
         max_context_length=max_sequence_tokens,

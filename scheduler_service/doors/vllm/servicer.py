@@ -1,8 +1,8 @@
-"""`vllm.grpc.engine.VllmEngine`, what OpenAI-compatible gateways speak: the same requests on the same way as
-`SchedulerService`, in other words. The protocol is the one that PyPI's smg-grpc-proto publishes.
+"""`vllm.grpc.engine.VllmEngine`, the protocol by which routers reach several schedulers: the same requests on the same
+way as `SchedulerService`, in other words. The protocol is the one that PyPI's smg-grpc-proto publishes.
 
 Its requests belong to the caller's tenant, to none where callers are not told apart. Text is made of tokens only where
-a stop text is to be found: gateways detokenise. A front end serves it too, but for what is the scheduler's alone.
+a stop text is to be found: routers detokenise. A front end serves it too, but for what is the scheduler's alone.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ _TENANT = ""  # that a request names: it has no field for one
 _MAX_FLUSH_WAIT = 600.0  # seconds
 # Our fields' paths in VllmEngine's requests.
 _FIELDS = {"sampling.": "sampling_params.", "token_ids.ids": "tokenized.input_ids"}
-# What the HTTP APIs of gateways call a field whose name differs there: the reader of the message sent that.
+# What the HTTP APIs of routers call a field whose name differs there: the reader of the message sent that.
 _HTTP_NAMES = {
     "sampling_params.max_tokens": "max_completion_tokens, max_output_tokens and max_new_tokens are max_tokens here",
     "sampling_params.min_tokens": "min_new_tokens is min_tokens here",
@@ -85,7 +85,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def Abort(
         self, request: vllm_engine_pb2.AbortRequest, context: grpc.aio.ServicerContext
     ) -> vllm_engine_pb2.AbortResponse:
-        """Abort the requests that run. One that has ended or is out of reach is no error: the gateway cannot know."""
+        """Abort the requests that run. One that has ended or is out of reach is no error: the router cannot know."""
         call = self._entrance.call(context)
         tenant = call.caller.tenant(_TENANT)
         for request_id in request.request_ids:
@@ -117,7 +117,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def HealthCheck(
         self, request: vllm_engine_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
     ) -> vllm_engine_pb2.HealthCheckResponse:
-        """Answer UNAVAILABLE until the first worker has joined: a gateway then comes back, and lists no model
+        """Answer UNAVAILABLE until the first worker has joined: a router then comes back, and lists no model
         before."""
         if self._availability.is_serving:
             return vllm_engine_pb2.HealthCheckResponse(healthy=True, message="serving")
@@ -177,7 +177,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         if self._cache is None:
             raise RefusedError(Reason.UNIMPLEMENTED, "a front end tells of no cache; subscribe at the scheduler itself")
         cache, load = self._cache
-        # The gateway takes the subscription for made when the headers come.
+        # The router takes the subscription for made when the headers come.
         await context.send_initial_metadata(())
         caller = self._entrance.call(context).caller
         read_load = load if caller.is_operator() else None

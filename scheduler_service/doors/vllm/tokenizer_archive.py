@@ -1,4 +1,4 @@
-"""The files from which a gateway builds the tokenizer, as a zip in chunks."""
+"""The files from which a router builds the tokenizer, as a zip in chunks."""
 
 import hashlib
 import io
@@ -58,7 +58,7 @@ def _tokenizer_files(tokenizer: TokenizerFiles) -> Iterator[tuple[str, bytes]]:
 
 
 def _one_template(template: str | None, contents: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return the files that must be other than they are, for a gateway to find the template: it knows of no lists of
+    """Return the files that must be other than they are, for a router to find the template: it knows of no lists of
     templates, nor of files beside these."""
     config = json.loads(contents.get(_CONFIG, b"{}"))
     in_config = config.get("chat_template")

@@ -1,4 +1,4 @@
-"""A checkpoint's chat template: where it is, and whether it can be used. Gateways and clients render it."""
+"""A checkpoint's chat template: where it is, and whether it can be used. Routers and clients render it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class ChatTemplate:
     text: str
     source: Path  # the file it is from
     named: Mapping[str, str]  # those that clients may ask for by name; without names in the files none
-    is_plain: bool  # it stands in its files as it is, where any gateway finds it
+    is_plain: bool  # it stands in its files as it is, where any router finds it
 
     def refusals(self, special_tokens: Mapping[str, str]) -> tuple[str, ...]:
         """Return which kinds of conversation it makes no prompt of, each with the reason. Raises ValueError for one
@@ -90,7 +90,7 @@ def _named(config: Mapping[str, Any], path: Path) -> dict[str, str]:
 
 
 def _joined(named: Mapping[str, str], source: Path, *, is_plain: bool) -> ChatTemplate | None:
-    """Make one template of the default and of that for tools, which chooses as transformers does, so that gateways,
+    """Make one template of the default and of that for tools, which chooses as transformers does, so that routers,
     which take one, and clients need not know of names."""
     if not named:
         return None

@@ -47,7 +47,7 @@ class ModelInfo:
     chat_refusals: tuple[str, ...]  # kinds of conversation that its chat template makes no prompt of, and why
     special_tokens: Mapping[str, str]  # texts, by the names that a chat template uses
     tokenizer_path: Path | None  # a tokenizer.json or a GGUF file
-    is_as_gateways_read: bool  # its files say of tokenizer and chat template what they seem to
+    is_as_routers_read: bool  # its files say of tokenizer and chat template what they seem to
     embedding: PoolingChoice  # how embeddings are made
     hidden_size: int = 0  # the numbers of an embedding; 0: the configuration does not say
 
@@ -83,7 +83,7 @@ class ModelInfo:
         if not self.has_tokenizer:
             found.append(
                 f"{self.directory} has no tokenizer.json: prompts and outputs are token ids only; text prompts, stop "
-                f"texts, chat and the gateway do not work{_convertible(self.directory)}"
+                f"texts and chat do not work{_convertible(self.directory)}"
             )
         if self.template_file is not None:
             found += [
@@ -191,7 +191,7 @@ def _model_info(
         chat_refusals=() if template is None else template.refusals(special_tokens),
         special_tokens=special_tokens,
         tokenizer_path=None if tokenizer is None else tokenizer.path,
-        is_as_gateways_read=(template is None or template.is_plain) and (tokenizer is None or tokenizer.is_plain),
+        is_as_routers_read=(template is None or template.is_plain) and (tokenizer is None or tokenizer.is_plain),
         embedding=embedding,
         hidden_size=next((config[key] for key in HIDDEN_SIZE if is_whole(config.get(key))), 0),
     )

@@ -54,7 +54,7 @@ MODEL = ModelInfo(
     chat_refusals=(),
     special_tokens={},
     tokenizer_path=Path("toy"),
-    is_as_gateways_read=True,
+    is_as_routers_read=True,
     embedding=PoolingChoice(Pooling.LAST),
 )
 
