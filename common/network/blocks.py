@@ -184,13 +184,13 @@ class Mlp:
         shares = [self._share()] * (2 if self.activation.is_gated else 1)
         parts = tuple(parts_of([f"{name}.{each}" for each in names], shares))
         return Projection(
-            *(parts, Share.of(self.hidden_size), self.has_bias), is_transposed=is_transposed, num_experts=num_experts
+            parts, Share.of(self.hidden_size), self.has_bias, is_transposed=is_transposed, num_experts=num_experts
         )
 
     def down(self, name: str, down: str, *, is_transposed: bool = False, num_experts: int = 0) -> Projection:
         """Return the second product."""
         parts = (Part(f"{name}.{down}", Share.of(self.hidden_size)),)
-        return Projection(*(parts, self._share(), self.has_bias), is_transposed=is_transposed, num_experts=num_experts)
+        return Projection(parts, self._share(), self.has_bias, is_transposed=is_transposed, num_experts=num_experts)
 
     def _share(self) -> Share:
         return Share.of(self.size, 1, self.counted)

@@ -72,7 +72,10 @@ def _launch(source: Tensor, source_ids: Tensor | None, target: Tensor, target_id
         return
     chunks_per_piece = triton.cdiv(pieces.piece_words, CHUNK_WORDS)
     _copy_kernel[(ids.numel() * pieces.num_pieces * chunks_per_piece,)](
-        *(_end(source, source_ids), _end(target, target_ids), pieces, chunks_per_piece),
+        _end(source, source_ids),
+        _end(target, target_ids),
+        pieces,
+        chunks_per_piece,
         CHUNK_WORDS=CHUNK_WORDS,
         num_warps=_NUM_WARPS,
     )

@@ -38,8 +38,12 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
     padded_dim = triton.next_power_of_2(head_dim)
     tile_rows = TILE_ELEMENTS // padded_dim
     _reshape_and_cache_kernel[(triton.cdiv(num_tokens * num_heads, tile_rows),)](
-        *(Strided.of(key), Strided.of(value), Strided.of(key_cache), Strided.of(value_cache)),
-        *(slot_mapping, num_tokens * num_heads),
+        Strided.of(key),
+        Strided.of(value),
+        Strided.of(key_cache),
+        Strided.of(value_cache),
+        slot_mapping,
+        num_tokens * num_heads,
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
         PADDED_DIM=padded_dim,

@@ -159,8 +159,13 @@ class SplitPlan:
             raise ValueError(f"max_positions is {max_positions}; make it at least 1")
         max_splits = self.split_rows.shape[0]
         _plan_kernel[(triton.cdiv(max_splits, _TILE),)](
-            *(seq_lens, self.split_starts, self.split_rows),
-            *(self.num_rows, max_splits, self.num_shares, max_positions),
+            seq_lens,
+            self.split_starts,
+            self.split_rows,
+            self.num_rows,
+            max_splits,
+            self.num_shares,
+            max_positions,
             MIN_CHUNK=self.min_chunk,
             FULL_CHUNK=CHUNKS_OF_FULL * self.min_chunk,
             SHARES_PER_PROCESSOR=PROGRAMS_PER_PROCESSOR,

@@ -93,7 +93,12 @@ def route_tokens(logits: Tensor, routing: ExpertRouting, correction: Tensor | No
     shape = routing_shape(routing, num_experts)
     if num_tokens:
         _choose_kernel[(triton.cdiv(num_tokens, shape.tile_tokens),)](
-            *(Strided.of(logits), correction, ids, weights, num_tokens, routing.factor),
+            Strided.of(logits),
+            correction,
+            ids,
+            weights,
+            num_tokens,
+            routing.factor,
             SHAPE=shape,
             enable_fp_fusion=False,
         )
@@ -105,8 +110,15 @@ def routing_shape(routing: ExpertRouting, num_experts: int) -> RoutingShape:
     num_groups, group_size = routing.num_groups, num_experts // routing.num_groups
     padded_groups, padded_size = triton.next_power_of_2(num_groups), triton.next_power_of_2(group_size)
     return RoutingShape(
-        *(max(1, _ROUTING_TILE // (padded_groups * padded_size)), num_groups, group_size, padded_groups, padded_size),
-        *(routing.num_chosen, routing.num_chosen_groups, routing.scoring == "softmax", routing.renormalizes),
+        max(1, _ROUTING_TILE // (padded_groups * padded_size)),
+        num_groups,
+        group_size,
+        padded_groups,
+        padded_size,
+        routing.num_chosen,
+        routing.num_chosen_groups,
+        routing.scoring == "softmax",
+        routing.renormalizes,
     )
 
 
@@ -128,7 +140,11 @@ def assign(ids: Tensor, num_experts: int, dtype: torch.dtype) -> Assignment:
     table = SlotTable(*(torch.empty(size, dtype=torch.int32, device=ids.device) for size in sizes))
     if num_slots:
         _assign_kernel[(num_experts,)](
-            *(ids, table, num_slots, num_experts, max_tiles),
+            ids,
+            table,
+            num_slots,
+            num_experts,
+            max_tiles,
             PADDED_EXPERTS=max(2, triton.next_power_of_2(num_experts)),
             BLOCK_M=tile.block_m,
             TILE=_ASSIGN_TILE,
@@ -164,7 +180,14 @@ def multiply_routed(x: Tensor, weights: Tensor, assignment: Assignment, biases: 
     output = x.new_empty(num_slots, out_size)
     if num_slots:
         _multiply_kernel[(len(table.tile_experts), triton.cdiv(out_size, tile.block_n))](
-            *(Strided.of(x), Strided.of(weights), biases, output, table, num_slots // len(x), x.shape[1], out_size),
+            Strided.of(x),
+            Strided.of(weights),
+            biases,
+            output,
+            table,
+            num_slots // len(x),
+            x.shape[1],
+            out_size,
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             BLOCK_K=tile.block_k,
@@ -195,7 +218,7 @@ def sum_slots(slots: Tensor, weights: Tensor) -> Tensor:
     output = slots.new_empty(num_tokens, width)
     if output.numel():
         _sum_kernel[(num_tokens, triton.cdiv(width, _SUM_TILE))](
-            *(slots, weights, output, width), NUM_CHOSEN=num_chosen, TILE=_SUM_TILE, enable_fp_fusion=False
+            slots, weights, output, width, NUM_CHOSEN=num_chosen, TILE=_SUM_TILE, enable_fp_fusion=False
         )
     return output
 

@@ -52,7 +52,12 @@ def add_rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -
     tile_rows = max(1, _TILE_ELEMENTS // padded_size)
     added = None if update is None else Strided.of(update)
     _rms_norm_kernel[(triton.cdiv(num_rows, tile_rows),)](
-        *(Strided.of(x), added, weight, output, num_rows, eps),
+        Strided.of(x),
+        added,
+        weight,
+        output,
+        num_rows,
+        eps,
         SIZE=size,
         PADDED_SIZE=padded_size,
         TILE_ROWS=tile_rows,
@@ -158,7 +163,11 @@ class HeadCaching:
         if heads.shape[0]:
             launch(
                 None if addresses % ALIGNMENT else kind,
-                *(Strided.of(heads), query_weight, key_weight, eps, (Strided.of(cos), Strided.of(sin))),
+                Strided.of(heads),
+                query_weight,
+                key_weight,
+                eps,
+                (Strided.of(cos), Strided.of(sin)),
                 (Strided.of(key_cache), Strided.of(value_cache), self.slot_mapping),
             )
         return heads[:, :num_heads]

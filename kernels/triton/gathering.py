@@ -49,7 +49,14 @@ def gather_tokens(
     if num_programs:
         _gather_tokens_kernel[(num_programs,)](
             _Tables(Strided.of(tables.token_ids), Strided.of(tables.block_tables)),
-            *(slots, lengths, row_slots, gathered, num_tokens, num_tiles, num_blocks, num_pieces),
+            slots,
+            lengths,
+            row_slots,
+            gathered,
+            num_tokens,
+            num_tiles,
+            num_blocks,
+            num_pieces,
             BLOCK_SIZE=tables.block_size,
             TILE_TOKENS=_TILE_TOKENS,
             TILE_BLOCKS=_TILE_BLOCKS,
@@ -76,7 +83,13 @@ def gather_columns(lines: Tensor, seeds: Tensor, slots: Tensor, num_tokens: Tens
     row_seeds = seeds.new_empty(num_rows)
     if num_rows:
         _gather_columns_kernel[(triton.cdiv(num_rows, _TILE_ROWS),)](
-            *(Strided.of(lines), seeds, slots, columns, row_seeds, columns.stride(0), num_rows),
+            Strided.of(lines),
+            seeds,
+            slots,
+            columns,
+            row_seeds,
+            columns.stride(0),
+            num_rows,
             NUM_LINES=num_lines,
             PADDED_LINES=triton.next_power_of_2(num_lines),
             TILE=_TILE_ROWS,

@@ -285,9 +285,15 @@ def kernel_shape(packed: PackedWeight, tile: LinearTile, dtype: torch.dtype) -> 
     num_halves = 8 // packed.bits
     has_decoders = num_halves == 2 and dtype.itemsize == 2 and not INTERPRETED
     return KernelShape(
-        *(tile.block_m, tile.block_n, packed.depth, tile.num_lanes),
-        *(num_halves, 0 if packed.num_groups == 1 else packed.group_size // packed.depth),
-        *(packed.offset, packed.is_e2m1, operand(dtype, dtype)),
+        tile.block_m,
+        tile.block_n,
+        packed.depth,
+        tile.num_lanes,
+        num_halves,
+        0 if packed.num_groups == 1 else packed.group_size // packed.depth,
+        packed.offset,
+        packed.is_e2m1,
+        operand(dtype, dtype),
         tuple(decoder(dtype, packed.is_e2m1, half) for half in range(2)) if has_decoders else None,
         tile.num_stages,
     )
@@ -333,7 +339,15 @@ def _launch(
     tile = choose_tile(block_m, num_tiles, out_size, x.dtype)
     pointers = Pointers(packed.codes, packed.scale, packed.zero, packed.minimum)
     _multiply_kernel[(num_tiles, triton.cdiv(out_size, tile.block_n))](
-        *(Strided.of(x), pointers, bias, output, table, num_slots, slots_of_row, packed.in_size, out_size),
+        Strided.of(x),
+        pointers,
+        bias,
+        output,
+        table,
+        num_slots,
+        slots_of_row,
+        packed.in_size,
+        out_size,
         *launch_sizes(packed),
         SHAPE=kernel_shape(packed, tile, x.dtype),
         num_warps=tile.num_warps,

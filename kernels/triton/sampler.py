@@ -107,7 +107,13 @@ def sample(
     _choose(logits, columns, token_counts, group_highest, sampled, target)
     if max_logprobs is not None:
         _logprobs_kernel[(num_rows,)](
-            *(Strided.of(logits), vocab_size, group_highest, num_groups, columns.num_logprobs, sampled, num_top),
+            Strided.of(logits),
+            vocab_size,
+            group_highest,
+            num_groups,
+            columns.num_logprobs,
+            sampled,
+            num_top,
             NUM_GROUPS=triton.next_power_of_2(num_groups),
             num_warps=_ROW_WARPS,
         )
@@ -141,7 +147,11 @@ def count_tokens(
     tile_size = 256
     num_tiles = max(1, triton.cdiv(len(token_ids), tile_size))  # a sequence's length is known to the device alone
     _count_kernel[(num_tiles, len(slots))](
-        *(Strided.of(token_counts), slots, token_ids, start_loc, num_prompt_tokens),
+        Strided.of(token_counts),
+        slots,
+        token_ids,
+        start_loc,
+        num_prompt_tokens,
         TILE_SIZE=tile_size,
         num_warps=2,
     )
@@ -172,7 +182,11 @@ def _apply_masks(logits: Tensor, columns: SamplingColumns) -> None:
         return
     num_rows, vocab_size = logits.shape
     _mask_kernel[(num_rows, triton.cdiv(vocab_size, _MASK_TOKENS))](
-        *(Strided.of(logits), vocab_size, columns.masks, columns.masks.shape[1], columns.mask_lines),
+        Strided.of(logits),
+        vocab_size,
+        columns.masks,
+        columns.masks.shape[1],
+        columns.mask_lines,
         TILE_SIZE=_MASK_TOKENS,
     )
 
@@ -185,7 +199,12 @@ def _edit(logits: Tensor, columns: SamplingColumns) -> None:
         return
     num_words = 0 if columns.masks is None else columns.masks.shape[1]
     _edit_kernel[(num_rows,)](
-        *(Strided.of(logits), vocab_size, columns, max_biases, max_stops, num_words),
+        Strided.of(logits),
+        vocab_size,
+        columns,
+        max_biases,
+        max_stops,
+        num_words,
         TILE_SIZE=_EDIT_TOKENS,
         num_warps=1,
     )
@@ -214,11 +233,25 @@ def _choose(
     # What is edited already is no reason to compile these kernels again.
     columns = columns._replace(**SamplingColumns._field_defaults)
     _scan_kernel[(num_chunks, num_rows)](
-        *(Strided.of(logits), vocab_size, counts, columns, groups, chunks, chunk_tiles),
+        Strided.of(logits),
+        vocab_size,
+        counts,
+        columns,
+        groups,
+        chunks,
+        chunk_tiles,
         num_warps=_SCAN_WARPS,
     )
     _choose_kernel[(num_rows,)](
-        *(Strided.of(logits), vocab_size, counts, columns, groups, chunks, num_chunks, sampled, kept),
+        Strided.of(logits),
+        vocab_size,
+        counts,
+        columns,
+        groups,
+        chunks,
+        num_chunks,
+        sampled,
+        kept,
         NUM_CHUNKS=triton.next_power_of_2(num_tiles),
         num_warps=_ROW_WARPS,
     )

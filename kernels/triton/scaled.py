@@ -152,7 +152,13 @@ def round_rows(x: Tensor, dtype: torch.dtype, group_size: int) -> RoundedRows:
     tile_groups, tile = rounding_tile(in_size, group_size)
     if num_rows:
         _round_kernel[(num_rows, triton.cdiv(num_groups, tile_groups))](
-            *(Strided.of(x), values, scale, num_rows, in_size, group_size, num_groups),
+            Strided.of(x),
+            values,
+            scale,
+            num_rows,
+            in_size,
+            group_size,
+            num_groups,
             LARGEST=LARGEST[dtype],
             GROUPS=tile_groups,
             TILE=tile,
@@ -216,8 +222,14 @@ def _multiply(rounded: RoundedRows, weight: ScaledWeight, bias: Tensor | None, o
     is_blocked = weight.scale.dim() == 2
     if output.numel():
         _multiply_kernel[(triton.cdiv(num_rows, tile.block_m), triton.cdiv(out_size, tile.block_n))](
-            *(rounded.values, rounded.scale, ScaledPointers(weight.values, weight.scale), bias, output),
-            *(num_rows, in_size, out_size),
+            rounded.values,
+            rounded.scale,
+            ScaledPointers(weight.values, weight.scale),
+            bias,
+            output,
+            num_rows,
+            in_size,
+            out_size,
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             BLOCK_K=tile.block_k,

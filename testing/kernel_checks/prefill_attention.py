@@ -167,8 +167,14 @@ def check_paged_prefill(device: torch.device, case: Case, tile: Tile | None = No
     """With a tile other than the table's, if one is given."""
     batch = make_batch(case, device)
     expected = reference.paged_attention(
-        *(batch.query, batch.key_cache, batch.value_cache, batch.block_tables, batch.seq_lens, batch.query_start_loc),
-        *(batch.scoring, batch.selection),
+        batch.query,
+        batch.key_cache,
+        batch.value_cache,
+        batch.block_tables,
+        batch.seq_lens,
+        batch.query_start_loc,
+        batch.scoring,
+        batch.selection,
     )
     selection = batch.selection
     skipped = case.num_skipped
@@ -177,7 +183,10 @@ def check_paged_prefill(device: torch.device, case: Case, tile: Tile | None = No
     output = torch.full_like(expected, 123.0)
     with contextlib.nullcontext() if tile is None else tiles.forced("paged_prefill", tile):
         returned = prefill_attention.paged_prefill(
-            *(batch.query, batch.key_cache, batch.value_cache, batch.block_tables[skipped:]),
+            batch.query,
+            batch.key_cache,
+            batch.value_cache,
+            batch.block_tables[skipped:],
             torch.tensor(batch.seq_lens[skipped:], **integers),
             torch.tensor(batch.query_start_loc, **integers)[skipped:],
             batch.scoring,

@@ -58,7 +58,12 @@ def test_paged_attention_of_selected_blocks_equals_dense_attention_under_their_m
             value_cache[block_table[0, position // 4], position % 4, head] = values[position, head]
 
     actual = reference.paged_attention(
-        *(query, key_cache, value_cache, block_table, [seq_len], [0, num_queries]),
+        query,
+        key_cache,
+        value_cache,
+        block_table,
+        [seq_len],
+        [0, num_queries],
         Scoring(0.25, alibi_slopes=slopes, softcap=1.5),
         Selection(selected_blocks, num_selected),
     )

@@ -80,7 +80,11 @@ class OrderedRows:
         seq_lens = self.rows.ends.tolist()
         token_slots, token_lengths, row_slots, device_seq_lens, query_start_loc = columns
         return StepInputs(
-            *(token_slots, token_lengths, row_slots, device_seq_lens, query_start_loc),
+            token_slots,
+            token_lengths,
+            row_slots,
+            device_seq_lens,
+            query_start_loc,
             host_query_start_loc=self.columns[-1].tolist(),
             host_seq_lens=seq_lens,
             num_decodes=int((self.rows.num_new_tokens == 1).sum()),

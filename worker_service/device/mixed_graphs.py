@@ -99,7 +99,11 @@ class MixedGraphs:
         columns = [self._packed[end - aligned(length) :][:length] for end, length in zip(ends, lengths, strict=True)]
         token_slots, token_lengths, row_slots, seq_lens, query_start_loc = columns
         return StepInputs(
-            *(token_slots, token_lengths, row_slots, seq_lens, query_start_loc),
+            token_slots,
+            token_lengths,
+            row_slots,
+            seq_lens,
+            query_start_loc,
             host_query_start_loc=[],
             host_seq_lens=[self._limits.max_model_len] * len(row_slots),
             num_decodes=None,

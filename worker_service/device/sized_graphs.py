@@ -78,5 +78,9 @@ class SizedGraphs(Generic[G]):
                 "the GPU's memory does not hold graphs for %d of %d %s, %d to %d: steps of these take the next larger "
                 "graph or launch each kernel, which is slower: lower --max-graph-batch-size, --max-graph-tokens or "
                 "--gpu-memory-utilization",
-                *(len(missing), len(self.sizes), self._what, missing[0], missing[-1]),
+                len(missing),
+                len(self.sizes),
+                self._what,
+                missing[0],
+                missing[-1],
             )

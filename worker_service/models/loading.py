@@ -93,16 +93,14 @@ def prepare_model(
         listed = _with_rows(listed, checkpoint, operations)
     listed = tuple(fuse_updates(cut(listed, communicator.rank, communicator.size)))
     with torch.device("meta"):
-        model = Decoder(replace(network, operations=listed), operations, communicator)
-    model.to(dtype)
+        model = Decoder(replace(network, operations=listed), operations, communicator).to(dtype)
     _keep_float32(model, device)
     choose_formats(model, checkpoint, dtype, held_dtype, lambda element: operations.can_hold(element, dtype))
     targets = [target for place in model.places for target in targets_of(model, place)]
     check_weights(model, checkpoint, targets, "|".join(filter(None, (family.ignored, network.ignored))))
+    num_bytes = working_bytes(checkpoint, targets)
     return UnloadedModel(
-        *(model, checkpoint, dtype, device, operations),
-        reading_bytes=working_bytes(checkpoint, targets),
-        quantization=quantization,
+        model, checkpoint, dtype, device, operations, reading_bytes=num_bytes, quantization=quantization
     )
 
 

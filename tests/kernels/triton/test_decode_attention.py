@@ -312,8 +312,13 @@ def test_a_plan_refuses_other_rows():
     inputs, plan = make_inputs(STEP, cpu, seed=0), make_plan(dataclasses.replace(STEP, num_groups=1), cpu)
     with pytest.raises(ValueError, match=r"the plan is for \[3, 2, 32\]"):
         decode_attention.paged_attention_v2(
-            *(inputs.query, inputs.key_cache, inputs.value_cache, inputs.block_tables, inputs.seq_lens),
-            *(plan, Scoring(1.0)),
+            inputs.query,
+            inputs.key_cache,
+            inputs.value_cache,
+            inputs.block_tables,
+            inputs.seq_lens,
+            plan,
+            Scoring(1.0),
         )
     with pytest.raises(ValueError, match=r"make it \[3\] torch\.int32"):
         plan.decide(inputs.seq_lens[:2])

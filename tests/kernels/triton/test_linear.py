@@ -33,7 +33,12 @@ def test_layers_of_all_kinds(device, seed):
         in_size += choose((0, 16, 8))  # the last block is shorter
     is_integer = codes not in ("fp8", "e2m1")
     layer = Layer(
-        *(choose((1, 2, 17, 40, 70)), choose((1, 24, 65, 150)), in_size, codes, group_size, choose(DTYPES)),
+        choose((1, 2, 17, 40, 70)),
+        choose((1, 24, 65, 150)),
+        in_size,
+        codes,
+        group_size,
+        choose(DTYPES),
         has_half_scales=choose((False, True)),
         has_zeros=is_integer and choose((False, True)),
         has_minima=is_integer and choose((False, True)),
@@ -210,7 +215,11 @@ def test_memory_is_bounded_by_the_format(device, seed):
     codes, group_size, in_size = choose(list(PACKED)), choose((16, 32, 128)), choose((128, 640, 1152))
     is_integer, out_size = codes not in ("fp8", "e2m1"), choose((16, 40))
     layer = Layer(
-        *(1, out_size, in_size, codes, group_size),
+        1,
+        out_size,
+        in_size,
+        codes,
+        group_size,
         has_half_scales=choose((False, True)),
         has_zeros=is_integer and choose((False, True)),
         has_minima=is_integer and choose((False, True)),

@@ -113,6 +113,8 @@ def test_more_rows_than_there_are_do_not_decode(device, num_decodes):
         PagedAttention.of(
             LayerGroup.of(batch.query.shape, batch.query.dtype, caches, batch.scoring),
             batch.block_tables,
-            *(torch.tensor(batch.seq_lens, **integers), torch.tensor(batch.query_start_loc, **integers)),
-            *(num_decodes, None),
+            torch.tensor(batch.seq_lens, **integers),
+            torch.tensor(batch.query_start_loc, **integers),
+            num_decodes,
+            None,
         )

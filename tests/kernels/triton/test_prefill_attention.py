@@ -117,8 +117,12 @@ def test_large_scores_do_not_overflow(device):
     batch = make_batch(CASE, device)
     integers = {"device": device, "dtype": torch.int32}
     output = prefill_attention.paged_prefill(
-        *(batch.query * 1e3, batch.key_cache, batch.value_cache, batch.block_tables),
-        *(torch.tensor(batch.seq_lens, **integers), torch.tensor(batch.query_start_loc, **integers)),
+        batch.query * 1e3,
+        batch.key_cache,
+        batch.value_cache,
+        batch.block_tables,
+        torch.tensor(batch.seq_lens, **integers),
+        torch.tensor(batch.query_start_loc, **integers),
         Scoring(1.0, softcap=30.0),
     )
     assert output.isfinite().all()
@@ -129,7 +133,13 @@ def test_no_rows_write_nothing(device):
     output = torch.full_like(batch.query, 7.0)
     none, starts = torch.zeros(0, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int32, device=device)
     prefill_attention.paged_prefill(
-        *(batch.query, batch.key_cache, batch.value_cache, batch.block_tables[:0], none, starts, Scoring(1.0)),
+        batch.query,
+        batch.key_cache,
+        batch.value_cache,
+        batch.block_tables[:0],
+        none,
+        starts,
+        Scoring(1.0),
         output=output,
     )
     assert (output == 7.0).all()
