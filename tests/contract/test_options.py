@@ -234,6 +234,12 @@ def test_flags_of_the_gateway_name_what_to_use_instead(flag: str, capsys: pytest
     )
 
 
+@pytest.mark.parametrize("flag", ["--port", "--metrics-port"])
+def test_two_ports_of_serve_are_different(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "models/storyteller", f"{flag}=9000", "--http-port=9000"]) == 2
+    assert f"{flag} and --http-port are both 9000; choose another for one" in capsys.readouterr().err
+
+
 def test_what_the_wire_tells_fits_into_it() -> None:
     told = scheduler_pb2.GetServerInfoResponse.DESCRIPTOR.fields_by_name
     names = [name for name, option in options.options_of(SchedulerConfig).items() if option.value_type is int]
