@@ -12,7 +12,7 @@ NIGHTLY := test-lowest test-clients check-aarch64 sim sim-mutants sim-outputs ch
 # Into the environments below, whatever pip is told elsewhere.
 export PIP_USER := 0
 
-.PHONY: help check setup run test test-lowest test-clients nightly check-aarch64 first-hour fuzz sim sim-mutants sim-outputs chat-outputs lint lock protos docs model wheel bench gpu-next gpu-wheels gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels gpu-kernel-resources clean
+.PHONY: help check setup run test test-all test-lowest test-clients nightly check-aarch64 first-hour fuzz sim sim-mutants sim-outputs chat-outputs lint lock protos docs model wheel bench gpu-next gpu-wheels gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels gpu-kernel-resources clean
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -22,7 +22,7 @@ CHECK_PYTHON := import sys; version = "%s is %d.%d" % ((sys.executable,) + sys.v
 sys.version_info < (3, 15) or sys.stderr.write("Pagewire is tried on Python 3.11 to 3.14, and " + version + "\n")
 
 check: lint  ## the quick check: lint, types, the scheduler's core, the project itself
-	$(BIN)/python -m pytest -q -m 'not gpu and not alone' -n 2 --dist loadfile tests/core tests/project
+	$(BIN)/python -m pytest -q -m 'not gpu and not alone and not thorough' -n 2 --dist loadfile tests/core tests/project
 
 $(READY): pyproject.toml constraints.txt
 	@if test -x $(BIN)/python; then $(BIN)/python -c '$(CHECK_PYTHON)' ": remove $(VENV) to have it made again"; \
@@ -35,13 +35,27 @@ setup: $(READY)  ## create .venv with the pinned packages
 run: $(READY)  ## serve the bundled model and stream one completion
 	$(BIN)/python -m pagewire run --temperature 0 --stats storyteller "Once upon a time"
 
-test: $(READY)  ## every test that needs no GPU
-	@# In two processes more than a small machine has cores, since many wait. Exit code 5: ARGS selected none of these.
-	@echo 'part 1 of 2$(if $(ARGS),,, most of a quarter of an hour or more): in four processes'; \
-	$(BIN)/python -m pytest -m 'not gpu and not alone' -n 4 --dist loadfile --no-loadscope-reorder $(ARGS); \
-	first=$$?; echo 'part 2 of 2$(if $(ARGS),,, a minute or more): with the machine to itself'; \
-	$(BIN)/python -m pytest -q -m 'not gpu and alone' $(or $(ARGS),tests/system); second=$$?; \
-	case "$$first $$second" in '0 0'|'0 5'|'5 0') ;; *) exit 1 ;; esac
+# Apart from those that import torch, which each process that collects them would import.
+WITHOUT_TORCH := tests/core tests/contract tests/project tests/sim tests/fuzz
+WITH_TORCH := tests/system tests/worker tests/kernels tests/gpu
+# In two processes more than a small machine has cores, since many wait.
+BESIDE := -n 4 --dist loadfile --no-loadscope-reorder
+# Exit code 5: none of these is selected.
+RUN_TESTS := status=5; run() { echo "$$1"; shift; $(BIN)/python -m pytest $(if $(COSTS),--costs $(COSTS)) "$$@"; \
+  code=$$?; case "$$status $$code" in '0 5') ;; '0 '*|'5 '*) status=$$code ;; esac; }; run
+
+test: $(READY)  ## what a change needs: every subject, some minutes; ARGS: pytest's, which choose among all tests
+ifdef ARGS
+	@$(RUN_TESTS) 'part 1 of 2: in four processes' -m 'not gpu and not alone' $(BESIDE) $(ARGS); \
+	run 'part 2 of 2: with the machine to itself' -q -m 'not gpu and alone' $(ARGS); exit $$status
+else
+	@$(RUN_TESTS) 'part 1 of 2, some minutes: without torch' -m 'not gpu and not alone and not thorough' $(BESIDE) $(WITHOUT_TORCH); \
+	run 'part 2 of 2, some minutes: with torch' -m 'not gpu and not alone and not thorough' $(BESIDE) $(WITH_TORCH); exit $$status
+endif
+
+test-all: $(READY)  ## the rest that needs no GPU: interpreters, compilers, peers, installations, long histories
+	@$(RUN_TESTS) 'part 1 of 2, a quarter of an hour: in four processes' -m 'not gpu and not alone and thorough' $(BESIDE); \
+	run 'part 2 of 2, a minute: with the machine to itself' -q -m 'not gpu and alone' tests/system; exit $$status
 
 test-lowest: .venv-lowest/.ready  ## with the oldest packages of pyproject.toml's ranges, and each extra alone with the oldest and newest
 	PAGEWIRE_TEST_VERSIONS=lowest $(BIN)/python -m pytest tests/system/test_extras.py

@@ -47,8 +47,12 @@ if not any(device for pattern in DEVICES for device in Path("/dev").glob(pattern
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--costs", type=Path, metavar="FILE", help="write what the files of tests cost to this table")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Costs())
+    config.pluginmanager.register(Costs(config.getoption("--costs")))
     if hasattr(config, "workerinput"):
         # Processes beside each other find ports of their own: none that another is about to take.
         number, count = int(config.workerinput["workerid"][2:]), config.workerinput["workercount"]
@@ -56,7 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
         supervisor.WORKER_PORTS = supervisor.WORKER_PORTS[number * size : (number + 1) * size]
         # After all else that is done at the end: to free a million objects one by one takes seconds of a processor.
         atexit.register(os._exit, 0)
-    is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS or "tests/worker" in config.args
     if is_whole and config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         # All processes would wait for the first that needs the library.
         command = [sys.executable, "-m", "tests.compiler"]

@@ -1,4 +1,4 @@
-"""What the tests cost is told at the end of a run."""
+"""What the tests cost is told at the end of a run, and bounded."""
 
 import os
 import subprocess
@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.costs import TEST, TEST_ALL, read_table, write_table
+
 ROOT = Path(__file__).parents[2]
+TABLE = ROOT / "tests" / "costs.tsv"
+# CPU seconds. Of a file that takes longer some tests are `thorough`, or it has to become quicker.
+MAX_FILE_S = {TEST: 25.0, TEST_ALL: 150.0}
+MAX_ALL_S = {TEST: 800.0, TEST_ALL: 1800.0}
 FILES = {
     "conftest.py": """
         from tests.costs import Costs
@@ -38,3 +44,23 @@ def test_files_are_listed_with_their_seconds(tmp_path: Path, num_processes: int)
     rows = {row[2]: (float(row[0]), float(row[1])) for row in map(str.split, table.splitlines()[1:4])}
     assert rows["test_computes.py"][0] >= 0.5  # of the child
     assert rows["test_waits.py"][1] >= 0.3
+
+
+def test_no_file_costs_more_than_its_budget() -> None:
+    for run, most in MAX_FILE_S.items():
+        costs = {file: seconds for (of, file), seconds in read_table(TABLE).items() if of == run}
+        assert {file: seconds for file, seconds in costs.items() if seconds > most} == {}
+        assert sum(costs.values()) <= MAX_ALL_S[run]
+
+
+def test_the_table_names_files_that_there_are() -> None:
+    assert [file for _, file in read_table(TABLE) if not (ROOT / file).exists()] == []
+
+
+def test_a_table_is_added_to(tmp_path: Path) -> None:
+    path = tmp_path / "costs.tsv"
+    costs = {(TEST, "tests/a.py"): 1.25, (TEST_ALL, "tests/a.py"): 10.0, (TEST, "tests/b.py"): 0.0}
+    write_table(path, costs)
+    assert read_table(path) == costs | {(TEST, "tests/a.py"): 1.2}
+    write_table(path, read_table(path) | {(TEST, "tests/b.py"): 2.0})
+    assert read_table(path)[TEST, "tests/b.py"] == 2.0

@@ -11,6 +11,8 @@ import pytest
 from deploy import environment
 from tests.environments import NO_INDEX
 
+pytestmark = pytest.mark.thorough
+
 SCRIPT = Path(environment.__file__)
 
 

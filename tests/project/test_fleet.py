@@ -11,6 +11,8 @@ from tests.project.autoscaler import SYNC_PERIOD, Autoscaler, num_turns
 from tests.project.manifests import DEPLOY, Manifest, container_of, find, flags_of, overlays, pod_templates, rendered
 from worker_service.config import WorkerConfig
 
+pytestmark = pytest.mark.thorough
+
 HOUR = 3600
 ORDINAL = {
     "name": "ORDINAL",

@@ -25,6 +25,8 @@ from pagewire.hosting.supervisor import free_port
 from tests.environments import closure_of, constraints, files_of_the_build, link, project, requirements_of
 from tests.project.manifests import DEPLOY, ROOT, container_of, containers_of, pod_templates, rendered
 
+pytestmark = pytest.mark.thorough
+
 MODEL = ROOT / "models" / "storyteller"
 IMAGES = ("scheduler", "worker")
 PROBED = ("/version", "/health")  # whether a front end is alive, and ready: test_schemas.py asks that probes do

@@ -22,6 +22,8 @@ from tests.compiler import skip_without_compiler
 from tests.environments import files_of_the_build, forgetting, hide, project, requirements_of
 from tests.project.sources import imports, parse, sources
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[2]
 OPTIONAL = project()["project"]["optional-dependencies"]
 OFFLINE = ["--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "-q"]

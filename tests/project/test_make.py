@@ -1,6 +1,7 @@
 """`make` gives one line, and not a resolver's error, where Python is missing, too old, or newer than those
 that Pagewire is tried on; and `make test` says what is to come, and nothing of what another part of it runs."""
 
+import itertools
 import os
 import re
 import shutil
@@ -91,17 +92,31 @@ def test_everything_says_the_same_of_versions() -> None:
     assert f"tried on Python {tried[0]} to {tried[-1]}" in (ROOT / "Makefile").read_text()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        ([], ["part 1 of 2, most of a quarter of an hour or more", "part 2 of 2, a minute or more"]),
-        (["ARGS=tests/core"], ["part 1 of 2", "part 2 of 2"]),
-    ],
-)
-def test_parts_of_a_whole_run_say_how_long_they_take(arguments: list[str], parts: list[str]) -> None:
-    command = ["make", "--dry-run", "test", *arguments]
+def parts_of(*arguments: str) -> list[str]:
+    """What a run with these arguments would say at the beginning of each of its parts, and what it would run."""
+    command = ["make", "--dry-run", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert re.findall(r"echo '([^':]+):", done.stdout) == parts
+    return re.findall(r"\brun ('part .*?);", done.stdout, re.DOTALL)
+
+
+def test_parts_of_a_whole_run_say_how_long_they_take() -> None:
+    for target in ("test", "test-all"):
+        for part in parts_of(target):
+            assert re.match(r"'part \d of 2, (some minutes|a minute|a quarter of an hour): ", part), part
+    assert all(re.match(r"'part \d of 2: ", part) for part in parts_of("test", "ARGS=tests/core"))
+
+
+def test_each_folder_of_tests_is_run() -> None:
+    paths = [path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")]
+    folders = {f"tests/{path.parts[1]}" for path in paths}
+    chosen = [re.findall(r"tests/\w+", part) for part in parts_of("test")]
+    assert sorted(itertools.chain.from_iterable(chosen)) == sorted(folders)
+    whole, alone = parts_of("test-all")
+    assert "tests/" not in whole, "all folders"
+    marked = {
+        f"tests/{path.parts[1]}" for path in paths if "\npytestmark = pytest.mark.alone" in (ROOT / path).read_text()
+    }
+    assert marked == set(re.findall(r"tests/\w+", alone))
 
 
 @pytest.mark.parametrize(("chosen", "summary"), [([], "2 passed"), (["-k", "one"], "1 passed, 2 deselected")])

@@ -13,6 +13,8 @@ from pagewire.common.transport.tls import DAYS_LEFT, SHARE_LEFT
 from tests.project.exported_metrics import NAME, exported
 from tests.project.manifests import DEPLOY, documents
 
+pytestmark = pytest.mark.thorough
+
 MONITORING = DEPLOY / "components" / "monitoring"
 LABEL_USE = re.compile(r"([a-z_]+)\s*(?:=~|!~|!=|=)\s*\"")
 

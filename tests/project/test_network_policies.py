@@ -20,6 +20,8 @@ from tests.project.manifests import (
     rendered,
 )
 
+pytestmark = pytest.mark.thorough
+
 CLIENTS = ["podSelector:pagewire-client=true", "namespaceSelector:pagewire-client=true"]
 PROMETHEUS = "namespaceSelector:kubernetes.io/metadata.name=monitoring podSelector:app.kubernetes.io/name=prometheus"
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[2]
 SMALLEST = {
     "scheduler": ["--steps=2", "--rounds=1", "--max-sequences=32"],

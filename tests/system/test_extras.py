@@ -12,6 +12,8 @@ import pytest
 from testing.services import Process, System, running
 from tests.environments import ROOT, VERSIONS, Environment, environ, project, requirements_of
 
+pytestmark = pytest.mark.thorough
+
 MODEL = ROOT / "models" / "storyteller"
 INSTALLED = pytest.mark.skipif(VERSIONS == "linked", reason="`make test-lowest` installs packages")
 EnvironmentOf = Callable[..., Environment]

@@ -24,6 +24,8 @@ from testing.record import write
 from testing.services import command_line
 from tests.gpu.service_checks import PARTS as CHECKS
 
+pytestmark = pytest.mark.thorough
+
 # A part of three cases, the first of which starts a process that outlives it. The second waits for a file.
 SCRIPTED = """
 import subprocess, sys, time

@@ -12,6 +12,8 @@ from bench.gpu.results_page import COMPILED, OURS, PRODUCTS
 from bench.gpu.speed import GOALS, judge
 from bench.gpu.step_trace import STEP_PREFIX, KernelRow, step_table, step_times
 
+pytestmark = pytest.mark.thorough
+
 
 def test_a_rehearsal_measures_without_judging(tmp_path: Path) -> None:
     output = tmp_path / "gpu_speed.json"

@@ -17,6 +17,8 @@ from testing.part import Report, run_part
 from tests.gpu import check
 from tests.gpu.service_checks import PARTS, Setting, assert_same
 
+pytestmark = pytest.mark.thorough
+
 # A part that tells of one case, and begins another that never ends; its argument is the number of cases that are done.
 ENDLESS = """
 import json, subprocess, sys, time

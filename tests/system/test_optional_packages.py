@@ -14,6 +14,8 @@ from testing.checkpoints.families import make_checkpoint
 from testing.services import Process, running
 from tests.environments import forgetting
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[2]
 OPTIONAL = (
     "smg",

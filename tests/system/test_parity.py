@@ -20,6 +20,8 @@ from testing.parity import (
     tokens_of,
 )
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.mark.parametrize("name", CASES)
 async def test_greedy_float32_is_what_transformers_generates(name, tmp_path):

@@ -36,6 +36,8 @@ from pagewire.bench.workload import LengthRange
 from testing.checkpoints.families import make_checkpoint
 from testing.checkpoints.gguf_files import write_gguf
 
+pytestmark = pytest.mark.thorough
+
 STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
 
 SMALL = Loads((1, 2), 12, 40, 30, 4, LengthRange(4, 10), LengthRange(3, 6))

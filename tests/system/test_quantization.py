@@ -19,6 +19,8 @@ from tests.worker.model_logits import compute_logits
 from tests.worker.model_logits import load as load_here
 from worker_service.startup.cpu_kernels import cache_folder, load_cpu_kernels
 
+pytestmark = pytest.mark.thorough
+
 GREEDY = SamplingParams(max_tokens=60, temperature=0.0, logprobs=1)
 
 

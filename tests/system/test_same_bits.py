@@ -20,6 +20,8 @@ from testing.forked import running
 from testing.streams import Progress, Request, run_while_ending
 from tests.compiler import skip_without_compiler
 
+pytestmark = pytest.mark.thorough
+
 VOCAB_SIZE = 151
 NUM_REQUESTS = 32
 WIDE = {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 32, "intermediate_size": 512}

@@ -11,6 +11,8 @@ from pagewire import AsyncClient, SamplingParams
 from testing.forked import running
 from testing.services import System
 
+pytestmark = pytest.mark.thorough
+
 STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
 NUM_REQUESTS = 80
 NUM_ENDED_PER_KILL = 18  # after the last kill, some still need the worker

@@ -21,6 +21,8 @@ from testing.checkpoints.families import DEFAULTS, FAMILIES, NO_SPECIAL_TOKENS, 
 from testing.models import load_model
 from tests.worker.model_logits import TOLERANCE, compute_logits
 
+pytestmark = pytest.mark.thorough
+
 CPU = torch.device("cpu")
 # Of every configuration, whatever the model; and what is said of training, or of what is given out beside the logits.
 BESIDE = {

@@ -77,6 +77,8 @@ from worker_service.startup.loader import attention_shape, load_worker
 from worker_service.step import LaunchedStep
 from worker_service.streams import StreamWork
 
+pytestmark = pytest.mark.thorough
+
 VOCAB_SIZE = 151
 READY = WorkerCapacity("w", b"m", VOCAB_SIZE, 256, 4, 60, 1, 6, 48, "cuda", "float32", "reference")
 

@@ -18,7 +18,10 @@ from tests.worker.float32_products import float32_products  # noqa: E402
 from tests.worker.interpreted_launches import record_launches  # noqa: E402
 from tests.worker.triton_runner import BLOCK_SIZE, make_runner  # noqa: E402
 
-pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="the fake device is the host")
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(DEVICE.type != "cpu", reason="the fake device is the host"),
+]
 
 
 @pytest.fixture(autouse=True)

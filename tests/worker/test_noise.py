@@ -2,9 +2,12 @@
 
 import math
 
+import pytest
 import torch
 
 from pagewire.kernels.noise import fmix32, gumbel_noise, noise_keys
+
+pytestmark = pytest.mark.thorough
 
 STORED_KEYS = [504418101, 449783931, 2526403563, 3526180431, 4030845349]
 STORED_NOISE = [-0.84076, -0.3367, 0.15137, 0.04273, -0.27057]

@@ -27,6 +27,8 @@ from testing.checkpoints.gguf_files import dequantized
 from testing.logits import LlamaCppModel, mean_divergence
 from tests.kernels.variants import load_variant
 
+pytestmark = pytest.mark.thorough
+
 QUANTIZED = Path(__file__).parent / "fixtures" / "bundled-Q4_K_M.gguf"
 
 

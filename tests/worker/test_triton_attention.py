@@ -18,6 +18,8 @@ from tests.worker.attention_rows import E4M3, NUM_LAYERS, PADDING, Rows, random_
 from worker_service.attention import DeviceRows, create_backend  # noqa: E402
 from worker_service.attention.backends.triton import TritonAttention  # noqa: E402
 
+pytestmark = pytest.mark.thorough
+
 NUM_PROCESSORS = 8
 SHAPE = {"block_size": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
 DECODES_FIRST = [(40, 1), (0, 1), (16, 1), (15, 1), (0, 20), (33, 9), (20, 1)]

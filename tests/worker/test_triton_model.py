@@ -21,6 +21,8 @@ from worker_service.device.cuda import CudaDevice  # noqa: E402
 from worker_service.device.triton_operations import TritonOperations  # noqa: E402
 from worker_service.models.operations import HeadPreparation, Operations  # noqa: E402
 
+pytestmark = pytest.mark.thorough
+
 
 def attend_heads(operations, attend, layer, heads, preparation):
     turned = operations.turn(attend, layer, heads, preparation)

@@ -21,7 +21,10 @@ from tests.worker.triton_runner import BLOCK_SIZE, CONFIG, make_runner  # noqa: 
 from worker_service.grammars import CompileThread, EpochGrammars  # noqa: E402
 from worker_service.startup.warm_up import warm_up  # noqa: E402
 
-pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="the fake device is the host")
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(DEVICE.type != "cpu", reason="the fake device is the host"),
+]
 
 
 MAX_NUM_SEQS = 17

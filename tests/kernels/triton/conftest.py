@@ -1,3 +1,7 @@
+"""The kernels of Triton, compiled and in its interpreter: these tests are thorough, all of them."""
+
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,3 +13,10 @@ DEVICE = choose_device()
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return DEVICE
+
+
+@pytest.hookimpl(tryfirst=True)  # what is selected goes by markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker("thorough")
