@@ -108,7 +108,7 @@ def test_parts_of_a_whole_run_say_how_long_they_take() -> None:
 
 def test_each_folder_of_tests_is_run() -> None:
     paths = [path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")]
-    folders = {f"tests/{path.parts[1]}" for path in paths}
+    folders = {f"tests/{path.parts[1]}" for path in paths} - {"tests/clients"}  # which has a target of its own
     chosen = [re.findall(r"tests/\w+", part) for part in parts_of("test")]
     assert sorted(itertools.chain.from_iterable(chosen)) == sorted(folders)
     whole, alone = parts_of("test-all")
