@@ -8,6 +8,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from enum import IntEnum
 from functools import partial
 from typing import Any
 
@@ -42,20 +43,28 @@ _HOST = re.compile(rb"(\[[\w:.%~-]+\]|[\w.~!$&'()*+,;=%-]*)(:\d*)?")
 _ABSOLUTE = re.compile(rb"(?i:https?)://([^/?]+)(.*)")
 
 
+class Use(IntEnum):
+    """What a connection is used for, in the order in which connections end for another one."""
+
+    NEVER = 0
+    IDLE = 1  # between requests
+    RECEIVING = 2  # a request of which the body has not arrived
+    SERVING = 3  # never ended
+
+
 class Listener(socket.socket):
     """Listens, and holds at most so many connections at once, those in their TLS handshake among them. For one beyond,
-    the connection ends that has been longest without a request, first of those that have never had one. Where all
-    have requests, the new one is closed."""
+    the connection of the lowest use ends, of these the one that has had it longest. Where all have whole requests, the
+    new one is closed."""
 
     def __init__(self, listening: socket.socket, max_connections: int) -> None:
         super().__init__(fileno=listening.detach())
         self.num_open = 0
         self._num_tries = 0
         self._max_connections = max_connections
-        # By descriptor, longest first.
-        self._unused: dict[int, socket.socket] = {}  # never had a request
-        self._idle: dict[int, socket.socket] = {}  # between requests
-        self._occupied: dict[int, socket.socket] = {}
+        self._connections: dict[Use, dict[int, socket.socket]] = {
+            use: {} for use in Use
+        }  # by descriptor, longest first
 
     def accept(self) -> "tuple[_Accepted, Any]":
         self._num_tries = (self._num_tries + 1) % _ACCEPTED_IN_A_ROW
@@ -66,32 +75,30 @@ class Listener(socket.socket):
         if self.num_open > self._max_connections and not self._end_longest():
             connection.close()
             raise ConnectionAbortedError("there are too many connections")  # asyncio takes it for the client's doing
-        self._unused[connection.fileno()] = connection
+        self._connections[Use.NEVER][connection.fileno()] = connection
         return connection, address
 
-    def occupy(self, descriptor: int) -> None:
-        """Take note that a connection has a request."""
-        held = self._unused.pop(descriptor, None) or self._idle.pop(descriptor, None)
+    def set_use(self, descriptor: int, use: Use) -> None:
+        """Take note of what a connection is used for now, unless it was ended."""
+        held = self._pop(descriptor)
         if held is not None:
-            self._occupied[descriptor] = held
-
-    def free(self, descriptor: int) -> None:
-        """Take note that a connection's requests are answered."""
-        if descriptor in self._occupied:
-            self._idle[descriptor] = self._occupied.pop(descriptor)
+            self._connections[use][descriptor] = held
 
     def remove(self, descriptor: int) -> None:
         """Take note that a connection is closed."""
         self.num_open -= 1
-        for connections in (self._unused, self._idle, self._occupied):
-            connections.pop(descriptor, None)
+        self._pop(descriptor)
+
+    def _pop(self, descriptor: int) -> socket.socket | None:
+        found = (connections.pop(descriptor, None) for connections in self._connections.values())
+        return next((each for each in found if each is not None), None)
 
     def _end_longest(self) -> bool:
         """As if its client had ended it."""
-        for connections in (self._unused, self._idle):
-            for descriptor in connections:
+        for use, connections in self._connections.items():
+            if connections and use is not Use.SERVING:
                 with suppress(OSError):  # the client has
-                    connections.pop(descriptor).shutdown(socket.SHUT_RD)
+                    connections.pop(next(iter(connections))).shutdown(socket.SHUT_RD)
                 return True
         return False
 
@@ -262,7 +269,8 @@ class HttpConnection(UvicornConnection):
         if self.parser.should_upgrade():
             return  # `_parse_piece` parses the head again
         self._check_head(version)
-        self._listener.occupy(self._descriptor)
+        if not self._owes_answer():
+            self._listener.set_use(self._descriptor, Use.RECEIVING)
         lengths = [value for name, value in self.headers if name == b"content-length"]
         self._num_body_bytes = int(lengths[0]) if lengths else 0
         self.expect_100_continue &= version != "1.0"
@@ -279,6 +287,8 @@ class HttpConnection(UvicornConnection):
         if self.parser.should_upgrade():
             return
         super().on_message_complete()
+        if not self.cycle.response_complete:
+            self._listener.set_use(self._descriptor, Use.SERVING)
         self.cycle.keep_alive &= self.parser.should_keep_alive()  # a trailer may say so too
         self.cycle.waiting_for_100_continue = False
 
@@ -287,8 +297,11 @@ class HttpConnection(UvicornConnection):
         super().on_response_complete()
         self._parse()
         self._unset_keepalive_if_required()  # a line without a request would end uvicorn's timer
-        if served is not None and self._serving is served and not self._is_in_head:
-            self._listener.free(self._descriptor)
+        if self._serving is not served:
+            self._listener.set_use(self._descriptor, Use.SERVING if self._owes_answer() else Use.RECEIVING)
+            return
+        self._listener.set_use(self._descriptor, Use.IDLE)
+        if served is not None and not self._is_in_head:
             self._end_after(HEAD_TIMEOUT_S if served.more_body or self.transport.is_closing() else KEEP_ALIVE_S)
 
     def pause_writing(self) -> None:

@@ -101,16 +101,40 @@ async def test_a_connection_that_had_a_request_ends_if_all_had_one(
 async def test_no_connection_with_a_request_ends_for_another(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "max_open_connections", lambda: 8)
     async with serve_http(model) as server:
+        server.stack.worker.step_seconds = 0.02
         address = server.url.removeprefix("http://").split(":")
         held = [await asyncio.open_connection(*address) for _ in range(4)]
         for _, writer in held:
-            writer.write(posted()[:-1])  # the body lacks a byte
+            writer.write(posted(max_tokens=200, ignore_eos=True))
         async with asyncio.timeout(10):
             while await answer_to(server, VERSION.replace(b"1.1", b"1.0")) != b"":  # noqa: ASYNC110 - nothing tells
                 await asyncio.sleep(0.01)
+        server.stack.worker.step_seconds = 0.0
         for reader, writer in held:
-            writer.write(b"}")
             assert b" 200 " in await reader.readline()
+            writer.close()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [posted()[:-1], VERSION + VERSION[:-1], VERSION + posted()[:-1]],
+    ids=["body", "head behind a request", "body behind a request"],
+)
+async def test_requests_that_never_arrive_keep_no_one_out(
+    model: Path, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr(http_server, "max_open_connections", lambda: 8)
+    async with serve_http(model) as server:
+        address = server.url.removeprefix("http://").split(":")
+        held = [await asyncio.open_connection(*address) for _ in range(4)]
+        for reader, writer in held:
+            writer.write(sent)
+            if sent.startswith(VERSION):
+                await reader.readuntil(b"}")
+        for _ in range(20):
+            assert b" 200 " in await answer_to(server, VERSION.replace(b"1.1", b"1.0"))
+        assert await held[0][0].read() == b"", "it had what never arrived longest"
+        for _, writer in held:
             writer.close()
 
 
