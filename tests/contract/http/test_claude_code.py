@@ -337,6 +337,13 @@ async def test_a_text_like_the_billing_line_stays(prompts: Prompts, given: list[
     assert await prompts.of(messages=user) == f"<user>{BILLING.format('1')}<assistant>"
 
 
+def test_no_line_of_any_length_is_read() -> None:
+    """A regular expression keeps the interpreter's lock until it has ended."""
+    for number, num_messages in ((100, 1), (10_000, 2)):
+        asked = {"messages": [QUESTION], "system": "x-anthropic-billing-header:" + " a=b;" * number}
+        assert len(chat_of(msgspec.convert(asked, CountTokensRequest)).messages) == num_messages
+
+
 def test_a_long_line_is_read_in_linear_time() -> None:
     def read(number: int) -> None:
         for line in ("a=b=" * number, "a=b;" * number, "a=b; " * number + "!", "a=" + " " * number + "!"):

@@ -51,6 +51,7 @@ _VENDOR_OPTIONS = MessagesTool.__struct_fields__[MessagesTool.__struct_fields__.
 # The first block of Claude Code's system text. It differs between sessions and between their agents, in some versions
 # between requests, and the model has no use for it: in the prompt it would defeat the prefix cache.
 _BILLING_LINE = re.compile(r"x-anthropic-billing-header:(?: *[\w.-]+=[^;\s]*(?:;|\s*\Z))+\s*")
+_MAX_BILLING_CHARS = 4096  # the line has 100; a longer one would keep the interpreter's lock
 _SAMPLED = ("stream", "temperature", "top_p", "top_k", "seed")
 
 
@@ -140,7 +141,7 @@ def _choice(choice: Any) -> Any:
 def _messages(request: CountTokensRequest) -> Iterator[dict[str, Any]]:
     system = request.system or []
     texts = [system] if isinstance(system, str) else [block.text for block in system]
-    if texts and _BILLING_LINE.fullmatch(texts[0]):
+    if texts and len(texts[0]) <= _MAX_BILLING_CHARS and _BILLING_LINE.fullmatch(texts[0]):
         del texts[0]
     if texts:
         yield {"role": "system", "content": "\n".join(texts)}
