@@ -38,6 +38,10 @@ async def submit_detached(
     for field in _OF_ANSWERS:
         if getattr(request, field, None):
             raise invalid(field, f"{field} is of an answer, and a detached request has none; leave one of them unset")
+    if getattr(request, "include_reasoning", None) is False:
+        raise invalid(
+            "include_reasoning", "include_reasoning is false, but a detached request shows all text; leave it unset"
+        )
     if len(asked.requests) > 1:
         raise invalid("prompt", f"a detached request has one prompt, not {len(asked.requests)}; send each by itself")
     [parsed] = asked.requests

@@ -103,6 +103,7 @@ async def test_what_an_answer_alone_can_have_is_refused(server: HttpServer) -> N
         (COMPLETIONS, "max_tokens", {"max_tokens": 5000}),
         (COMPLETIONS, "prompt", {"prompt": [VOCAB_SIZE]}),
         (CHAT, "stream_options", {"messages": [{"role": "user", "content": "x"}], "stream_options": {}}),
+        (CHAT, "include_reasoning", {"messages": [{"role": "user", "content": "x"}], "include_reasoning": False}),
     ):
         error = await server.refusal(
             path, **({"prompt": "x"} if path == COMPLETIONS else {}) | body | {"detached": True}
