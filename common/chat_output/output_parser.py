@@ -31,7 +31,7 @@ class OutputParser:
             return None
         spans = self._unread.reasoning
         while spans and spans[0][1] <= place:
-            spans.popleft()
+            del spans[0]
         return bool(spans) and spans[0][0] <= place
 
     def _whole(self, part: OutputPart) -> Iterator[OutputPart]:

@@ -4,9 +4,8 @@ Its readings are generators that yield None where they need more text.
 """
 
 import json
+import math
 import re
-import sys
-from collections import deque
 from collections.abc import Callable, Generator
 from functools import cache
 from typing import NamedTuple, TypeVar
@@ -42,7 +41,7 @@ class Unread:
         self._num_added = 0
         self._is_whole = False
         self._kept: list[str] | None = None  # what was read since a tag, until that turns out to be one
-        self.reasoning: deque[tuple[int, int]] = deque()  # where in the whole text each piece of it begins and ends
+        self.reasoning: list[tuple[int, float]] = []  # where in the whole text each piece of it begins and ends
 
     def add(self, text: str) -> None:
         self._text = self._text[self._at :] + text if self._at < len(self._text) else text
@@ -78,7 +77,7 @@ class Unread:
     def thoughts(self, reading: Reading[str]) -> Reading[str]:
         """Record the place of the text that a reading tells as reasoning. Return the marker that ends the text."""
         begin = self.place
-        self.reasoning.append((begin, sys.maxsize))
+        self.reasoning.append((begin, math.inf))
         marker = yield from reading
         self.reasoning[-1] = begin, self.place - len(marker)
         return marker

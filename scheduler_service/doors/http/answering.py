@@ -341,8 +341,8 @@ def fingerprint(intake: Intake) -> str:
     """Return a name that differs if the version, config.json, the tokenizer, or the worker's data types or backend
     differ. Weights of the same format are not compared."""
     worker = intake.engine.availability.capacity
-    of_worker = None if worker is None else (worker.dtype, worker.weight_format, worker.attention_backend)
-    return f"pagewire-{__version__}-{sha256(repr((intake.model.digest, of_worker)).encode()).hexdigest()[:8]}"
+    named = (intake.model.digest, worker and (worker.dtype, worker.weight_format, worker.attention_backend))
+    return f"pagewire-{__version__}-{sha256(repr(named).encode()).hexdigest()[:8]}"
 
 
 def numbered(request_id: str, count: int) -> Iterator[str]:

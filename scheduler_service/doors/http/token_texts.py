@@ -140,14 +140,12 @@ class ReasoningTokens:
             self._unknown.append((self._num_chars, token_id, entry))
             self._num_chars += len(self._decoder.decode(self._texts.bytes_of(token_id)))
         others: list[tuple[int, TokenLogprobs | None]] = []
-        while self._unknown:
-            place, token_id, entry = self._unknown[0]
-            is_reasoning = self._parser.is_reasoning(place)
-            if is_reasoning is None and delta.end is None:
-                break
-            self._unknown.popleft()
-            self.count += bool(is_reasoning)
-            if not is_reasoning:
+        is_reasoning = self._parser.is_reasoning
+        while self._unknown and (delta.end is not None or is_reasoning(self._unknown[0][0]) is not None):
+            place, token_id, entry = self._unknown.popleft()
+            if is_reasoning(place):
+                self.count += 1
+            else:
                 others.append((token_id, entry))
         logprobs = [entry for _, entry in others if entry is not None]
         return delta._replace(token_ids=[token_id for token_id, _ in others], logprobs=logprobs)

@@ -150,8 +150,8 @@ MUTANTS = (
     mutant(
         "the usage of a whole answer lacks a sample",
         "_whole_answer",
-        "_usage(begun, writer.num_hidden_tokens)",
-        "_usage(begun, writer.num_hidden_tokens + 1)",
+        "_usage(begun, writer)",
+        "_usage(begun[1:], writer)",
     ),
     # The library's end
     mutant(
