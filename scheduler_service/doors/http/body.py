@@ -112,8 +112,10 @@ def _meant(value: Any, hint: Any) -> Any:
     that takes no boolean if it is false, and a field that takes null alone if it is empty. A whole float becomes an
     integer where no float is expected: many languages have no other numbers."""
     parts = _parts(hint)
-    is_off = value is False and not parts & {bool, False}
-    if NoneType in parts and (is_off or (len(parts) == 1 and value in ("", [], {}))):
+    is_off = value is False and parts.isdisjoint((bool, False))
+    if NoneType in parts and (
+        is_off or (value in ("", [], {}) and all(part is NoneType or isinstance(part, Meta) for part in parts))
+    ):
         return None
     if isinstance(value, list):
         return [_meant(each, hint) for each in value]
@@ -130,8 +132,7 @@ def _meant(value: Any, hint: Any) -> Any:
 @functools.cache
 def _parts(hint: Any) -> frozenset[Any]:
     """Return the types, and the values, that a type consists of."""
-    inner = get_args(hint)
-    return frozenset().union(*map(_parts, inner)) if inner else frozenset([] if isinstance(hint, Meta) else [hint])
+    return frozenset().union(*map(_parts, inner)) if (inner := get_args(hint)) else frozenset([hint])
 
 
 @functools.cache
