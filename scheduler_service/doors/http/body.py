@@ -112,7 +112,7 @@ def _meant(value: Any, hint: Any) -> Any:
     that takes no boolean if it is false, and a field that takes null alone if it is empty. A whole float becomes an
     integer where no float is expected: many languages have no other numbers."""
     parts = _parts(hint)
-    is_off = value is False and parts.isdisjoint((bool, False))
+    is_off = value is False and not any(part is bool or isinstance(part, bool) for part in parts)
     if NoneType in parts and (
         is_off or (value in ("", [], {}) and all(part is NoneType or isinstance(part, Meta) for part in parts))
     ):
