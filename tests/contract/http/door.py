@@ -20,6 +20,10 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}{{ mood }}"
 )
 DONE = "data: [DONE]"
+_CHANGING = (
+    *("created", "created_at", "completed_at", "prompt_tokens_details"),
+    *("input_tokens", "input_tokens_details", "cache_read_input_tokens"),
+)
 
 
 def make_chat_checkpoint(path: Path, **named: str) -> Path:
@@ -37,6 +41,12 @@ def make_chat_checkpoint(path: Path, **named: str) -> Path:
 def joined(columns: Iterable[list[Any]]) -> list[Any]:
     """What several events hold of one list."""
     return list(itertools.chain.from_iterable(columns))
+
+
+def steady(value: dict[str, Any]) -> dict[str, Any]:
+    """Return an object of an answer without what differs from call to call."""
+    drawn = ("id",) if "type" in value else ()  # of an item of a response
+    return {name: each for name, each in value.items() if name not in (*_CHANGING, *drawn)}
 
 
 @dataclass

@@ -11,9 +11,6 @@ from typing import Any
 import openai
 import pytest
 import pytest_asyncio
-from openai.types import completion_create_params
-from openai.types.chat import completion_create_params as chat_create_params
-from openai.types.responses import response_create_params
 from tokenizers import Tokenizer, processors
 
 from pagewire.common.messages import GrammarKind
@@ -25,7 +22,7 @@ from scheduler_service.serving.active_request import ActiveRequest
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.parsed_request import ParsedRequest
 from scheduler_service.serving.tenants.caller import Call
-from tests.contract.http.door import CHAT_TEMPLATE, HttpServer, make_chat_checkpoint, serve_http
+from tests.contract.http.door import CHAT_TEMPLATE, HttpServer, make_chat_checkpoint, serve_http, steady
 from tests.contract.pooling import write_pooling
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -380,7 +377,7 @@ class Door:
         self.begun.clear()
         response = await (self._by_openai(path, body) if by_openai else self.server.post(path, **body))
         kind = response.headers["content-type"].partition(";")[0]
-        answer = json.loads(response.text, object_hook=_steady) if kind == "application/json" else response.text
+        answer = json.loads(response.text, object_hook=steady) if kind == "application/json" else response.text
         seen = Outcome(response.status_code, kind, answer, "", *(self.begun[0] if self.begun else ()))
         token_ids = seen.request.prompt_token_ids if seen.request is not None else _tokens(answer)
         seen.prompt = self.tokenizer.decode(token_ids, skip_special_tokens=False)
@@ -396,18 +393,6 @@ class Door:
             return (await create(model="chatty", **{name: body[name]}, extra_body=body)).http_response
         except openai.APIStatusError as error:
             return error.response
-
-
-_CHANGING = (
-    *("created", "created_at", "completed_at", "prompt_tokens_details"),
-    *("input_tokens", "input_tokens_details", "cache_read_input_tokens"),
-)
-
-
-def _steady(value: dict[str, Any]) -> dict[str, Any]:
-    """Without what differs from call to call."""
-    drawn = ("id",) if "type" in value else ()  # of an item of a response
-    return {name: each for name, each in value.items() if name not in (*_CHANGING, *drawn)}
 
 
 def _tokens(answer: Any) -> list[int]:
@@ -500,27 +485,6 @@ async def _is_refused(door: Door, path: str, row: FieldRow, value: Any, *, by_op
 async def test_every_case_is_of_a_field() -> None:
     named = {(path, name) for path, cases_of_path in CASES.items() for name in cases_of_path}
     assert named <= {(path, row.name) for path, row in ROWS}
-
-
-# What OpenAI's client can send, and what of it is refused as no field of the request.
-CLIENTS = {
-    COMPLETIONS: (completion_create_params.CompletionCreateParamsBase, set()),
-    CHAT: (chat_create_params.CompletionCreateParamsBase, {"moderation", "prompt_cache_options"}),
-    RESPONSES: (
-        response_create_params.ResponseCreateParamsBase,
-        {"access_programs", "background_options", "image", "moderation"},
-    ),
-}
-
-
-@pytest.mark.parametrize("path", CLIENTS)
-async def test_no_other_field_of_the_client_is_missing(door: Door, path: str) -> None:
-    parameters, refused = CLIENTS[path]
-    rows = {row.name for each, row in ROWS if each == path}
-    assert {*parameters.__annotations__, "stream"} - rows == refused
-    for name in refused:
-        error = await door.server.refusal(path, **PLAIN[path] | {name: {}})
-        assert (error["param"], "no field of this request" in error["message"]) == (name, True)
 
 
 async def test_fields_within_fields_are_refused_as_others_are(door: Door) -> None:
