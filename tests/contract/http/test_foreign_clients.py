@@ -111,3 +111,29 @@ async def test_a_body_is_read_as_meant_in_linear_time() -> None:
         assert len(decode_body(body, MessagesRequest).messages) == number
 
     assert cost_ratio(partial(read, 500), partial(read, 2000)) <= MAX_RATIO
+
+
+async def test_calls_of_messages_without_arguments_or_cut_off(server: HttpServer) -> None:
+    def history(**given: Any) -> list[dict[str, Any]]:
+        use = {"type": "tool_use", "id": "1", "name": "weather", **given}
+        result = {"type": "tool_result", "tool_use_id": "1", "content": "rain"}
+        return [QUESTION, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+
+    counts = [
+        (await server.post(f"{MESSAGES}/count_tokens", messages=history(**given))).json()["input_tokens"]
+        for given in ({"input": {}}, {}, {"input": None}, {"input": ""}, {"input": " "}, {"input": '{"city": "Os'})
+    ]
+    assert len({*counts[:5]}) == 1
+    assert counts[5] > counts[0]
+    await accepted(server, MESSAGES, messages=history(input=None))
+
+
+async def test_results_of_nothing_in_responses(server: HttpServer) -> None:
+    call = {"type": "function_call", "call_id": "1", "name": "weather", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "1", "output": None}
+    await accepted(server, RESPONSES, input=[QUESTION, call, result])
+
+
+async def test_top_k_of_messages_may_be_off(server: HttpServer) -> None:
+    await accepted(server, MESSAGES, top_k=-1)
+    assert await refused_field(server, MESSAGES, top_k=-2) == "top_k"

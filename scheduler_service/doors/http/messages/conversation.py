@@ -211,7 +211,8 @@ def _answer(message: InputMessage) -> dict[str, Any]:
             case ThinkingBlock():
                 thoughts.append(block.thinking)
             case ToolUseBlock():
-                function = {"name": block.name, "arguments": json.dumps(block.input)}
+                arguments = block.input if isinstance(block.input, str) else json.dumps(block.input or {})
+                function = {"name": block.name, "arguments": arguments}
                 calls.append({"id": block.id, "type": "function", "function": function})
     return {
         "role": message.role,

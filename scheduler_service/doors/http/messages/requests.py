@@ -41,7 +41,7 @@ class RedactedThinkingBlock(Block, tag="redacted_thinking", forbid_unknown_field
 class ToolUseBlock(Block, tag="tool_use", forbid_unknown_fields=True, frozen=True):
     id: str
     name: str
-    input: dict[str, Any]
+    input: dict[str, Any] | str | None = None  # a text, if the call was cut off
     caller: Annotated[dict[str, Any], _INERT] | None = None
     toolset_name: Annotated[None, _NO_TOOLSETS] = None
 
@@ -152,7 +152,7 @@ class ToolChoice(_Choice, tag="tool", forbid_unknown_fields=True, frozen=True):
     name: str
 
 
-class NoChoice(Struct, tag_field="type", tag="none", forbid_unknown_fields=True, frozen=True):
+class NoChoice(_Choice, tag="none", forbid_unknown_fields=True, frozen=True):
     """No call."""
 
 
@@ -247,7 +247,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=Tr
     stop_sequences: list[str] | None = None
     temperature: Annotated[float, within(RANGES["temperature"])] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1), why("0: the most likely token")] | None = None
-    top_k: Annotated[int, Meta(ge=0, le=UINT32.high)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=UINT32.high), why("-1 and 0 are off")] | None = None
     seed: Annotated[int, within(INT64)] | None = None
     thread: Annotated[None, why("conversations are not kept; send the whole one")] = None
     container: Annotated[None, why("no code is run")] = None

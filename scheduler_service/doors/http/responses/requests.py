@@ -102,7 +102,7 @@ class FunctionResultItem(
 ):
     """The result of a call; without a `call_id`, the output of a tool that the client ran by itself."""
 
-    output: str | list[InputText | InputImage]
+    output: str | list[InputText | InputImage] = ""
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
@@ -115,7 +115,7 @@ class CustomResultItem(
     Struct, tag_field="type", tag="custom_tool_call_output", forbid_unknown_fields=True, frozen=True, kw_only=True
 ):
     call_id: str
-    output: str | list[InputText | InputImage]
+    output: str | list[InputText | InputImage] = ""
     name: Annotated[str, _INERT] | None = None
     namespace: Annotated[str, _INERT] | None = None
     caller: Annotated[DirectCaller, _INERT] | None = None
