@@ -39,7 +39,7 @@ _Request = TypeVar("_Request", bound=Struct)
 async def read_body(scope: Scope, receive: Receive) -> bytes:
     """Return the whole body. Raises HttpRefusal."""
     headers = scope["header_values"]
-    encoding = headers.get(b"content-encoding", "identity")
+    encoding = headers.get(b"content-encoding") or "identity"
     if encoding.lower() != "identity":
         raise HttpRefusal(415, f"the body is encoded as {encoding[:_SHOWN_CHARS]!r}; send it as it is")
     length = headers.get(b"content-length", "0")

@@ -6,6 +6,7 @@ A call is served in the task of its connection, and ends with its client: what i
 import asyncio
 import contextlib
 import logging
+import re
 import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -128,7 +129,9 @@ class HttpDoor:
         self._origins = frozenset(allowed_origins)
         self._as_read: Callable[[type[Struct]], Any] = lenient if is_lenient else lambda kind: kind
         self._page, self._document = page().encode(), encode(document(self._as_read))  # made once: it takes long
-        self._router = Router(self._routes(), redirect_slashes=False)
+        routes = self._routes()
+        self._paths = {route.path for route in routes}
+        self._router = Router(routes, redirect_slashes=False)
         self._socket = Listener(_bound(address.host, address.port), max_open_connections() // 2)  # gRPC has the others
         self.url = f"{'http' if address.tls is None else 'https'}://{join(address.host, self._socket.getsockname()[1])}"
         self._application: ASGIApp = self._serve
@@ -177,7 +180,10 @@ class HttpDoor:
         try:
             self._check_origin(scope)
             # As it was sent: slashes within an id are none of the path's.
-            await self._router({**scope, "path": scope["raw_path"].decode()}, receive, send)
+            path = scope["raw_path"].decode()
+            # Clients join a base URL that ends in a slash, and a path that begins with one.
+            plain = re.sub("/+", "/", path).removesuffix("/")
+            await self._router({**scope, "path": plain if plain in self._paths else path}, receive, send)
         except HTTPException as error:
             await _refuse(
                 HttpRefusal(error.status_code, _of_route(error.status_code, scope)), stream, scope, receive, send

@@ -137,3 +137,18 @@ async def test_results_of_nothing_in_responses(server: HttpServer) -> None:
 async def test_top_k_of_messages_may_be_off(server: HttpServer) -> None:
     await accepted(server, MESSAGES, top_k=-1)
     assert await refused_field(server, MESSAGES, top_k=-2) == "top_k"
+
+
+async def test_paths_with_slashes_too_many(server: HttpServer) -> None:
+    """LiteLLM, Open WebUI, aichat and others join a base URL that ends in a slash, and a path that begins with one."""
+    for path in ("/v1/chat/completions/", "/v1//chat/completions", "//v1/chat/completions", "/v1/chat//completions//"):
+        url = server.client.base_url.copy_with(raw_path=path.encode())
+        response = await server.client.post(url, json=PLAIN[CHAT])
+        assert response.status_code == 200, path
+    assert (await server.client.get("/v1/models/")).json()["object"] == "list"
+    assert (await server.client.get("/v1/models//chatty")).status_code == 404
+
+
+async def test_an_empty_content_encoding_is_none(server: HttpServer) -> None:
+    response = await server.post(CHAT, {"content-encoding": ""}, **PLAIN[CHAT])
+    assert response.status_code == 200
