@@ -455,6 +455,8 @@ def _parts(content: Any) -> list[dict[str, Any]]:
         kind = part.get("type") if isinstance(part, Mapping) else part
         if kind == "refusal":
             part, kind = {"type": "text", "text": part.get(kind)}, "text"
+        if isinstance(part, Mapping) and kind in ("input_text", "output_text"):  # as the Responses API names texts
+            part, kind = {**part, "type": "text"}, "text"
         if not isinstance(part, Mapping) or kind not in ("text", "thinking"):
             raise ChatTemplateError(f"a message's content holds {reprlib.repr(kind)}, but only texts are supported")
         if kind not in part or (kind == "text" and not isinstance(part["text"], str)):

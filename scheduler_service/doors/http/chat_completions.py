@@ -4,7 +4,7 @@ import secrets
 from functools import partial
 from typing import Any
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, UnsetType, structs
 
 from pagewire.common.chat_output.parameters import Parameters
 from pagewire.common.chat_template import text_of
@@ -26,7 +26,7 @@ from scheduler_service.doors.http.answers import (
 )
 from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.options import ReadCall, RequestNames, parsed, sampling_options
-from scheduler_service.doors.http.prompts import chosen_template, render_messages
+from scheduler_service.doors.http.prompts import IMAGE_LEFT_OUT, IMAGES_WARNING, chosen_template, render_messages
 from scheduler_service.doors.http.requests import ChatCompletionRequest
 from scheduler_service.doors.http.token_texts import ReasoningTokens, TokenTexts
 from scheduler_service.doors.http.tool_calls import (
@@ -43,6 +43,7 @@ from scheduler_service.serving.refusal import invalid
 from scheduler_service.serving.tenants.caller import Call
 
 _ROLE = "assistant"
+_LEFT_OUT = {"type": "text", "text": IMAGE_LEFT_OUT}
 
 
 class ChatWriter:
@@ -142,6 +143,31 @@ def _added(told: Told, *, is_last: bool) -> ChatMessage:
     )
 
 
+async def without_images(
+    request: ChatCompletionRequest, call: Call, intake: Intake, stream: EventStream
+) -> ChatCompletionRequest:
+    """Return a chat in which a text replaces each image in a result of a tool, and warn of it."""
+    messages = await intake.turns.carry_out(
+        call.caller.tenant(request.tenant or ""), call.size, lambda: [*map(_without_images, request.messages)]
+    )
+    if messages == request.messages:
+        return request
+    stream.warn(IMAGES_WARNING)
+    return structs.replace(request, messages=messages)
+
+
+def _without_images(message: dict[str, Any]) -> dict[str, Any]:
+    """Return the message itself, unless it is a tool's result with an image."""
+    match message:
+        case {"role": "tool", "content": list() as parts} if any(map(_is_image, parts)):
+            return {**message, "content": [_LEFT_OUT if _is_image(part) else part for part in parts]}
+    return message
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in ("image_url", "input_image", "image")
+
+
 async def complete_chat(
     request: ChatCompletionRequest, call: Call, intake: Intake, model_name: str, stream: EventStream
 ) -> bytes | None:
@@ -191,7 +217,7 @@ def _read(
     special_texts = frozenset[str]() if intake.tokenizer is None else intake.tokenizer.special_texts
     if not special_texts.isdisjoint(output.tags(functions)):
         options.setdefault("skip_special_tokens", False)
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise invalid("top_logprobs", "top_logprobs is set, but logprobs is not true; set it, or leave both unset")
     if request.logprobs:
         options["logprobs"] = request.top_logprobs or 0

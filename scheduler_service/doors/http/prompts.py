@@ -8,6 +8,7 @@ from scheduler_service.doors.http.requests import (
     MAX_PROMPTS,
     ChatCompletionRequest,
     EmbeddingRequest,
+    NoMode,
     PromptField,
     TokenizeRequest,
     ToolField,
@@ -83,7 +84,7 @@ def _variables_of(request: _Conversation) -> dict[str, Any]:
     if thinks is not None:
         named |= {"enable_thinking": thinks, "thinking": thinks}  # templates read one or the other
     tools = getattr(request, "tools", None)
-    if tools and getattr(request, "tool_choice", None) != "none":  # else the model knows of none
+    if tools and getattr(request, "tool_choice", None) not in ("none", NoMode()):  # else the model knows of none
         named["tools"] = [tool if isinstance(tool, dict) else _plain(tool) for tool in tools]
     return named | (request.chat_template_kwargs or {})
 

@@ -120,7 +120,7 @@ class QueuedRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=Tru
     add_special_tokens: bool | None = None
     timeout: Annotated[float, Meta(gt=0), why("seconds after which the request ends, with 504")] | None = None
     # Without an effect on the output.
-    user: Annotated[str, _INERT] | None = None
+    user: Annotated[Any, _INERT] = None
     metadata: Annotated[dict[str, Any], _INERT] | None = None
     store: Annotated[bool, _INERT] | None = None
     service_tier: Annotated[str, _INERT] | None = None
@@ -210,6 +210,7 @@ class FunctionField(Struct, forbid_unknown_fields=True, frozen=True):
 class ToolField(Struct, tag_field="type", tag="function", forbid_unknown_fields=True, frozen=True):
     function: FunctionField
     defer_loading: Annotated[bool, LOADED] | None = None
+    cache_control: Annotated[dict[str, Any], _INERT] | None = None
 
 
 class AllowedTools(Struct, forbid_unknown_fields=True, frozen=True):
@@ -228,6 +229,18 @@ class ThinkingField(Struct, forbid_unknown_fields=True, frozen=True):
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[None, why("use thinking_token_budget")] = None
+
+
+class AutoMode(Struct, tag_field="type", tag="auto", forbid_unknown_fields=True, frozen=True):
+    """The same as the text `auto`."""
+
+
+class NoMode(Struct, tag_field="type", tag="none", forbid_unknown_fields=True, frozen=True):
+    """The same as the text `none`."""
+
+
+class RequiredMode(Struct, tag_field="type", tag="required", forbid_unknown_fields=True, frozen=True):
+    """The same as the text `required`."""
 
 
 class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
@@ -262,7 +275,9 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: Annotated[str, why("a variable of the template")] | None = None
     tools: list[ToolField] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolField | AllowedToolsChoice | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"] | ToolField | AllowedToolsChoice | AutoMode | NoMode | RequiredMode | None
+    ) = None
     parallel_tool_calls: Annotated[bool, why("false: at most one")] | None = None
     functions: Annotated[Empty, why("the older form; use tools")] | None = None
     function_call: Annotated[Literal["none", "auto"], why("the older form; use tool_choice")] | None = None

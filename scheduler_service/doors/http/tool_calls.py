@@ -24,7 +24,14 @@ from pagewire.common.schema_budget import SchemaBudget, SchemaBudgetError
 from pagewire.common.strict_json import from_json
 from scheduler_service.doors.http.answers import CalledFunction, ToolCall
 from scheduler_service.doors.http.options import FoundGrammar, structured
-from scheduler_service.doors.http.requests import AllowedToolsChoice, ChatCompletionRequest, ToolField
+from scheduler_service.doors.http.requests import (
+    AllowedToolsChoice,
+    AutoMode,
+    ChatCompletionRequest,
+    NoMode,
+    RequiredMode,
+    ToolField,
+)
 from scheduler_service.serving.refusal import RefusedError, invalid
 
 _NO_PARAMETERS = {"type": "object", "additionalProperties": False}
@@ -94,6 +101,8 @@ def _choice_of(request: ChatCompletionRequest) -> tuple[str, set[str]]:
             return "required", {function.name}
         case AllowedToolsChoice(allowed_tools=allowed):
             return allowed.mode, {tool.function.name for tool in allowed.tools}
+        case AutoMode() | NoMode() | RequiredMode() as mode:
+            return str(mode.__struct_config__.tag), set()
         case mode:
             return mode or "auto", set()
 

@@ -365,6 +365,7 @@ ROWS = [
 OPENAI = {COMPLETIONS, CHAT, EMBEDDINGS}
 EXAMPLES = {"string": "x", "boolean": True, "object": {"a": "b"}, "list of string": ["x"], "integer": 1}
 EXAMPLES["string or object"] = "x"
+EXAMPLES["any JSON"] = {"a": "b"}
 
 
 @dataclass

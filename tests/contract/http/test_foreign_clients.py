@@ -113,6 +113,57 @@ async def test_a_body_is_read_as_meant_in_linear_time() -> None:
     assert cost_ratio(partial(read, 500), partial(read, 2000)) <= MAX_RATIO
 
 
+async def test_top_logprobs_of_zero_asks_for_nothing(server: HttpServer) -> None:
+    answer = await accepted(server, CHAT, logprobs=False, top_logprobs=0)
+    assert answer["choices"][0]["logprobs"] is None
+    await accepted(server, CHAT, top_logprobs=0)
+    assert await refused_field(server, CHAT, top_logprobs=1) == "top_logprobs"
+
+
+async def test_choices_of_a_tool_that_other_apis_write(server: HttpServer) -> None:
+    """Cursor writes modes as objects, and Zed says of no call that it is the only one."""
+    for mode in ("auto", "none", "required"):
+        as_text, as_object = [
+            await prompt_and_calls(server, tools=[TOOL], tool_choice=choice) for choice in (mode, {"type": mode})
+        ]
+        assert as_text == as_object
+    await accepted(server, CHAT, tools=[], tool_choice={"type": "auto"})
+    assert await refused_field(server, CHAT, tool_choice={"type": "required"}) == "tool_choice"
+    await accepted(server, MESSAGES, tool_choice={"type": "none", "disable_parallel_tool_use": True})
+
+
+async def prompt_and_calls(server: HttpServer, **body: Any) -> tuple[str, bool]:
+    """Return the prompt of a chat, and whether its output has to begin with a call."""
+    answer = await accepted(server, CHAT, **body, return_token_ids=True)
+    prompt = await server.post("/detokenize", tokens=answer["prompt_token_ids"])
+    return prompt.json()["prompt"], "tool_calls" in answer["choices"][0]["message"]
+
+
+async def test_texts_of_responses_are_texts_of_chats(server: HttpServer) -> None:
+    """LangChain's agents sent `output_text` to chats of vLLM."""
+    for kind in ("text", "input_text", "output_text"):
+        told = [{"role": role, "content": [{"type": kind, "text": "sun"}]} for role in ("user", "assistant", "user")]
+        prompt, _ = await prompt_and_calls(server, messages=told)
+        assert prompt.startswith("<user>sun<assistant>sun<user>sun")
+
+
+async def test_images_in_results_of_tools_are_left_out_with_a_warning(server: HttpServer) -> None:
+    """Qwen Code, Strands and other agents write screenshots into messages of tools."""
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+    asked = [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    result = {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "rain"}, image]}
+    response = await server.post(CHAT, **PLAIN[CHAT] | {"messages": [*asked, result], "return_token_ids": True})
+    assert "images in the results of tools are left out" in response.headers["warning"]
+    prompt = await server.post("/detokenize", tokens=response.json()["prompt_token_ids"])
+    assert "rain" in prompt.json()["prompt"]
+    assert "[An image was left out here: the model reads text only.]" in prompt.json()["prompt"]
+    refusal = await server.refusal(CHAT, messages=[{"role": "user", "content": [image]}])
+    assert "'image_url', but only texts are supported" in refusal["message"]
+    response = await server.post(CHAT, **PLAIN[CHAT] | {"messages": [*asked, result | {"content": "rain"}]})
+    assert "warning" not in response.headers
+
+
 async def test_calls_of_messages_without_arguments_or_cut_off(server: HttpServer) -> None:
     def history(**given: Any) -> list[dict[str, Any]]:
         use = {"type": "tool_use", "id": "1", "name": "weather", **given}
@@ -137,6 +188,12 @@ async def test_results_of_nothing_in_responses(server: HttpServer) -> None:
 async def test_top_k_of_messages_may_be_off(server: HttpServer) -> None:
     await accepted(server, MESSAGES, top_k=-1)
     assert await refused_field(server, MESSAGES, top_k=-2) == "top_k"
+
+
+async def test_fields_without_an_effect_may_be_anything(server: HttpServer) -> None:
+    for user in ({"id": "x"}, 1, ["x"]):
+        await accepted(server, CHAT, user=user)
+    await accepted(server, CHAT, tools=[{**TOOL, "cache_control": {"type": "ephemeral"}}])
 
 
 async def test_paths_with_slashes_too_many(server: HttpServer) -> None:
