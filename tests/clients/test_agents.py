@@ -3,24 +3,31 @@
 import json
 from pathlib import Path
 
+from scheduler_service.doors.http.prompts import IMAGE_LEFT_OUT
 from tests.clients.conftest import Served
 from tests.clients.program import NPM
 from tests.clients.scripts import Call, loop
 
 DONE = "All of it is done."
+# Eight by eight pixels.
+PNG = bytes.fromhex(
+    "89504e470d0a1a0a0000000d49484452000000080000000808020000004b6d29dc0000001249444154789c63f8cfc0801561171db4120028ff"
+    "3fc16eecdf610000000049454e44ae426082"
+)
 
 
 async def test_claude_code(served: Served, tmp_path: Path) -> None:
     folder = tmp_path / "work"
     folder.mkdir()
     (folder / "notes.txt").write_text("alpha\nbeta\n")
+    (folder / "red.png").write_bytes(PNG)
     calls = [
         ("Read", {"file_path": str(folder / "notes.txt")}),
         ("Edit", {"file_path": str(folder / "notes.txt"), "old_string": "beta", "new_string": "gamma"}),
         ("Write", {"file_path": str(folder / "new.py"), "content": "print('one \"two\" 𝄞')\n"}),
         *(("Bash", {"command": f"echo {i} >> log.txt; cat log.txt", "description": "Log"}) for i in range(4)),
         ("Bash", {"command": "exit 3"}),
-        ("NoSuchTool", {"x": 1}),
+        ("Read", {"file_path": str(folder / "red.png")}),
         ("Bash", {"command": "python3 new.py", "description": "Run"}),
     ]
     assert len(calls) == 10
@@ -35,7 +42,8 @@ async def test_claude_code(served: Served, tmp_path: Path) -> None:
     assert (folder / "notes.txt").read_text() == "alpha\ngamma\n"
     results = served.worker.conversations[-1].texts_of("tool")
     assert len(results) == 10, results
-    assert 'one "two" 𝄞' in results[-1], results
+    assert IMAGE_LEFT_OUT in results[8], results
+    assert 'one "two" 𝄞' in results[9], results
 
 
 CODEX_CONFIG = """

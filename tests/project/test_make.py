@@ -74,15 +74,31 @@ def test_no_python_at_all_gets_one_line(tmp_path: Path) -> None:
     assert line == "there is no no-such-python: install Python 3.14, or name one, make PYTHON=/path/to/python3.14"
 
 
-def test_clients_without_node_get_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [None, "18.20.1"])
+def test_clients_without_node_get_one_line(version: str | None, tmp_path: Path) -> None:
     """They are not left out."""
     make = shutil.which("make")
     assert make
+    for name, status in (("npm", 0), ("node", 1)) if version else ():
+        (tmp_path / name).write_text(f"#!/bin/sh\nexit {status}\n")
+        (tmp_path / name).chmod(0o755)
     command = [make, "-f", str(ROOT / "Makefile"), "test-clients"]
-    done = subprocess.run(command, cwd=tmp_path, env={"PATH": ""}, capture_output=True, text=True, check=False)
+    environ = {"PATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
     lines = [line for line in done.stderr.splitlines() if not line.startswith("make:")]
     assert lines == ["make test-clients needs Node with npm: install Node 20 or newer"]
     assert done.returncode == 2
+
+
+def test_clients_are_tried_by_their_own_target_alone() -> None:
+    others = [f"--ignore={path}" for path in (ROOT / "tests").iterdir() if path.name != "clients"]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *others]
+    for chosen, found in (([], False), (["tests/clients"], True)):
+        done = subprocess.run([*command, *chosen], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert ("test_agents.py::test_codex" in done.stdout, done.returncode) == (found, 0 if found else 5), done.stdout
+    nightly = re.search(r"^NIGHTLY := (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert nightly
+    assert "test-clients" in nightly[1].split()
 
 
 def test_everything_says_the_same_of_versions() -> None:
