@@ -71,15 +71,23 @@ TASKS = {
 
 
 @pytest.mark.parametrize(
-    ("model", "path", "tasks", "options"),
+    ("model", "path", "tokenizer", "tasks", "options"),
     [
-        ("local-completions", "completions", ["choices", "answers"], []),
-        ("local-chat-completions", "chat/completions", ["answers"], ["--apply_chat_template"]),
+        ("local-completions", "completions", "huggingface", ["choices", "answers"], []),
+        ("local-completions", "completions", "remote", ["choices", "answers"], []),
+        ("local-chat-completions", "chat/completions", "huggingface", ["answers"], ["--apply_chat_template"]),
     ],
-    ids=["completions", "chat"],
+    ids=["completions", "the server's tokenizer", "chat"],
 )
 async def test_lm_eval(
-    served: Served, checkpoint: Path, tmp_path: Path, model: str, path: str, tasks: list[str], options: list[str]
+    served: Served,
+    checkpoint: Path,
+    tmp_path: Path,
+    model: str,
+    path: str,
+    tokenizer: str,
+    tasks: list[str],
+    options: list[str],
 ) -> None:
     """Tasks of a few made questions: log-likelihoods, of which the shorter answer's is higher, and texts."""
     questions = tmp_path / "questions.jsonl"
@@ -87,7 +95,8 @@ async def test_lm_eval(
     data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(questions)}}, "test_split": "test"}
     for name, task in TASKS.items():
         (tmp_path / f"{name}.yaml").write_text(json.dumps({"task": name} | data | task))
-    arguments = f"model=chatty,base_url={served.url}/v1/{path},num_concurrent=4,max_retries=1,tokenizer={checkpoint}"
+    arguments = f"model=chatty,base_url={served.url}/v1/{path},num_concurrent=4,max_retries=1"
+    arguments += f",tokenizer={checkpoint},tokenizer_backend={tokenizer}"
     command = [PYTHON / "lm-eval", "run", "--model", model, "--model_args", arguments, "--include_path", tmp_path]
     await served.program.run(*command, "--tasks", ",".join(tasks), *options, "--output_path", tmp_path / "results.json")
     scores = _results(tmp_path)
