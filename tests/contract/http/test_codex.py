@@ -368,6 +368,8 @@ async def test_a_conversation_is_compacted(server: HttpServer, say: Say, rendere
     for asked in ({"input": conversation}, {"previous_response_id": kept.id}):
         answer = await server.openai.responses.compact(model="chatty", instructions="Be brief.", **asked)
         assert answer.object == "response.compaction"
+        # Open Responses: the phase of a message is a text, and not null.
+        assert all("phase" not in item.model_fields_set for item in answer.output)
         assert [(item.type, getattr(item, "role", None)) for item in answer.output] == [
             ("message", "user"),
             ("message", "user"),
@@ -390,11 +392,12 @@ async def test_a_conversation_is_compacted(server: HttpServer, say: Say, rendere
         ]
     compact = f"{PATH}/compact"
     for param, refused in (("input", {}), ("stream", {"stream": True}), ("background", {"background": True})):
-        body = {} if param == "input" else {"input": "hi"}
+        body = {"model": "chatty"} if param == "input" else {"model": "chatty", "input": "hi"}
         assert (await server.refusal(compact, **body, **refused))["param"] == param
+    assert (await server.refusal(compact, input="hi"))["param"] == "model"
     assert (await server.refusal(PATH))["param"] == "input"
     say("<think>hm")
-    error = await server.refusal(compact, status=500, input="hi")
+    error = await server.refusal(compact, status=500, model="chatty", input="hi")
     assert "no summary; raise max_output_tokens" in error["message"]
 
 

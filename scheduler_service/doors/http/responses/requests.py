@@ -48,7 +48,11 @@ class SummaryText(Struct, tag_field="type", tag="summary_text", forbid_unknown_f
     text: str
 
 
-class MessageItem(Struct, tag_field="type", tag="message", forbid_unknown_fields=True, frozen=True, kw_only=True):
+class MessageItem(
+    Struct, tag_field="type", tag="message", forbid_unknown_fields=True, omit_defaults=True, frozen=True, kw_only=True
+):
+    """A message. An answer lists its `phase` only if the client has set it: a phase is never null."""
+
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[InputText | OutputText | RefusalText]
     id: Annotated[str, _INERT] | None = None

@@ -114,6 +114,8 @@ async def compact_conversation(
     if request.stream or request.background:
         field = "stream" if request.stream else "background"
         raise invalid(field, f"{field} is true, but a compacted conversation comes whole; leave it unset")
+    if request.model is None:
+        raise invalid("model", "model is not set; name the model that writes the summary")
     with _NAMES.in_refusals():
         request = _named(request)
         conversation, call = await _conversation(request, call, stored, stream)
