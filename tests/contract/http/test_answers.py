@@ -45,7 +45,7 @@ async def test_agents_learn_that_a_prompt_is_too_long(server: HttpServer, text: 
         EMBEDDINGS: {"input": text},
     }.items():
         for is_streamed in (False, True):
-            more = {"stream": True} if is_streamed and path != EMBEDDINGS else {}
+            more = {"stream": True} if is_streamed and path not in (EMBEDDINGS, RESPONSES) else {}
             error = await server.refusal(path, **asked, **more)
             assert error["code"] == "context_length_exceeded"
             assert error["message"].startswith(f"this model's maximum context length is {LENGTH} tokens: ")
@@ -53,6 +53,23 @@ async def test_agents_learn_that_a_prompt_is_too_long(server: HttpServer, text: 
         with pytest.raises(anthropic.BadRequestError, match="prompt is too long") as caught:
             await client.messages.create(model="chatty", max_tokens=9, **question)  # type: ignore[call-overload]
     assert caught.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
+
+
+@pytest.mark.parametrize("text", ["x " * 200, "x" * 2_000_000], ids=["counted", "bytes"])
+async def test_a_streamed_response_to_a_prompt_that_is_too_long_fails_in_an_event(
+    server: HttpServer, text: str
+) -> None:
+    """Codex compacts its conversation at that, and gives up at a status."""
+    stream = await server.openai.responses.create(model="chatty", input=text, stream=True)
+    created, failed = [event async for event in stream]
+    assert (created.type, failed.type) == ("response.created", "response.failed")
+    assert failed.response.status == "failed"
+    assert failed.response.error is not None
+    assert failed.response.error.code == "context_length_exceeded"
+    assert failed.response.error.message.startswith(f"this model's maximum context length is {LENGTH} tokens: ")
+    assert (await server.stack.loads()).num_prompt_tokens == 0
+    other = await server.refusal(RESPONSES, input="x", stream=True, temperature=-1)
+    assert other["code"] is None
 
 
 async def test_the_tokens_that_are_too_many_are_counted(server: HttpServer) -> None:

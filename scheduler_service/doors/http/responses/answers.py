@@ -70,8 +70,11 @@ class Incomplete(Struct, frozen=True):
     reason: str
 
 
+ErrorCode = Literal["server_error", "context_length_exceeded"]
+
+
 class ResponseError(Struct, frozen=True):
-    code: Literal["server_error"]
+    code: ErrorCode
     message: str
 
 

@@ -14,6 +14,7 @@ from scheduler_service.doors.http.responses.answers import (
     AnswerText,
     CachedTokens,
     CustomCallOutput,
+    ErrorCode,
     FunctionCallOutput,
     Incomplete,
     MessageOutput,
@@ -80,10 +81,10 @@ class ResponseTeller:
             events += self._end(status, incomplete_details=details, usage=self._usage(end))
         return events
 
-    def fail(self, message: str) -> Iterator[ResponseEvent]:
+    def fail(self, message: str, code: ErrorCode = "server_error") -> Iterator[ResponseEvent]:
         """Tell that nothing more comes, and why."""
         yield from self._tell_text("", is_last=True)
-        yield from self._end("failed", error=ResponseError("server_error", message))
+        yield from self._end("failed", error=ResponseError(code, message))
 
     def _end(self, status: str, **told: Any) -> Iterator[ResponseEvent]:
         yield from self._close("completed" if status == "completed" else "incomplete")

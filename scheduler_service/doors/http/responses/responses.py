@@ -6,10 +6,11 @@ import secrets
 import msgspec
 
 from pagewire.common.messages import SamplingParams
-from scheduler_service.doors.http.answering import begin_requests, deltas_of, now
+from scheduler_service.doors.http.answering import PromptProgress, begin_requests, deltas_of, now
 from scheduler_service.doors.http.chat_completions import read_chat
 from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.options import RequestNames
+from scheduler_service.doors.http.refusals import error_answer
 from scheduler_service.doors.http.requests import TextFormat
 from scheduler_service.doors.http.responses.answers import (
     CompactedConversation,
@@ -26,7 +27,7 @@ from scheduler_service.doors.http.responses.requests import (
     TextField,
     VendorTool,
 )
-from scheduler_service.doors.http.responses.response_teller import ID_PREFIX, tell_events
+from scheduler_service.doors.http.responses.response_teller import ID_PREFIX, ResponseTeller, tell_events
 from scheduler_service.doors.http.responses.stored_responses import PROMPT_END_CHARS, ResponseRecord, StoredResponses
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.parsed_request import check_request_id
@@ -70,23 +71,43 @@ async def answer_response(
             return await stored.begin(request, record, asked, stream)
         if is_stored:
             await stored.in_turn(call.size, record.encoded)  # what would not be kept is not computed
-        async with begin_requests(asked, call, intake, is_streamed=bool(request.stream)) as [progress]:
-            teller = stored.teller(make_parser, record, request)
-            if not request.stream:
-                await progress.active.wait_for_end()
-            events = list(teller.begin())
-            async for delta in deltas_of(progress):
-                events += await teller.tell(delta)
-                if delta.end is not None and is_stored:  # before its client can ask for it
-                    kept = await stored.keep(msgspec.structs.replace(record, response=events[-1].response))
-                    events[-1] = msgspec.structs.replace(events[-1], response=kept)
-                if request.stream:
-                    await tell_events(events, stream)
-                    events.clear()
-            if request.stream:
-                await stream.end()
-                return None
-            return _encode(events[-1].response)
+        teller = stored.teller(make_parser, record, request)
+        try:
+            async with begin_requests(asked, call, intake, is_streamed=bool(request.stream)) as [progress]:
+                return await _answer(request, progress, teller, record, stored, stream)
+        except RefusedError as refused:
+            if refused.overflow is None or not request.stream:
+                raise
+            # Codex compacts its conversation at this event, and gives up at a status.
+            error = error_answer(refused, "/v1/responses").error
+            await tell_events([*teller.begin(), *teller.fail(error.message, "context_length_exceeded")], stream)
+            await stream.end()
+            return None
+
+
+async def _answer(
+    request: ResponsesRequest,
+    progress: PromptProgress,
+    teller: ResponseTeller,
+    record: ResponseRecord,
+    stored: StoredResponses,
+    stream: EventStream,
+) -> bytes | None:
+    if not request.stream:
+        await progress.active.wait_for_end()
+    events = list(teller.begin())
+    async for delta in deltas_of(progress):
+        events += await teller.tell(delta)
+        if delta.end is not None and request.store is not False:  # before its client can ask for it
+            kept = await stored.keep(msgspec.structs.replace(record, response=events[-1].response))
+            events[-1] = msgspec.structs.replace(events[-1], response=kept)
+        if request.stream:
+            await tell_events(events, stream)
+            events.clear()
+    if request.stream:
+        await stream.end()
+        return None
+    return _encode(events[-1].response)
 
 
 async def count_input_tokens(
