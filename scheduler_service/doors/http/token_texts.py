@@ -53,9 +53,9 @@ class TokenTexts:
             return prefix + "".join(f"\\x{byte:02x}" for byte in content)
 
     def chat_logprobs(self, entries: Iterable[TokenLogprobs]) -> ChatLogprobs:
-        return ChatLogprobs(encode_list(map(self._chat_logprob, entries)))
+        return ChatLogprobs(encode_list(map(self.chat_logprob, entries)))
 
-    def _chat_logprob(self, entry: TokenLogprobs) -> ChatLogprob:
+    def chat_logprob(self, entry: TokenLogprobs) -> ChatLogprob:
         return ChatLogprob(
             self.text_of(entry.token_id),
             _finite(entry.logprob),

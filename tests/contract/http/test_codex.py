@@ -248,7 +248,7 @@ async def test_what_asks_for_nothing_is_accepted(server: HttpServer, say: Say, a
         ("text.verbosity", {"text": {"verbosity": "low"}}),
         ("reasoning.context", {"reasoning": {"context": "current_turn"}}),
         ("reasoning.mode", {"reasoning": {"mode": "pro"}}),
-        ("include[1]", {"include": ["reasoning.encrypted_content", "message.output_text.logprobs"]}),
+        ("include[1]", {"include": ["reasoning.encrypted_content", "message.output_text.words"]}),
         ("tools[0].type", {"tools": [{"type": "local_shell"}]}),
         ("tools[0].async", {"tools": [{**TOOLS[0], "async": True}]}),
         ("tools[0].allowed_callers[0]", {"tools": [{**TOOLS[0], "allowed_callers": ["programmatic"]}]}),

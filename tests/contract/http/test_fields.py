@@ -311,7 +311,8 @@ CASES: dict[str, dict[str, Case | Harmless]] = {
         "parallel_tool_calls": Case(False, has_in_grammar('"stop_after_first": true'), True, {"tools": [CALLED]}),
         "metadata": answered(lambda answer: answer["metadata"], {"a": "b"}, {"a": "b"}),
         "truncation": Harmless("auto"),
-        "include": Harmless(["reasoning.encrypted_content"], ["message.output_text.logprobs"]),
+        "include": Case(["message.output_text.logprobs"], attrgetter("request.sampling.num_logprobs"), 0),
+        "top_logprobs": Case(2, attrgetter("request.sampling.num_logprobs"), 2),
         "max_tool_calls": answered(lambda answer: answer["max_tool_calls"], 3, 3),
         "prompt_cache_key": answered(lambda answer: answer["prompt_cache_key"], "key", "key"),
         "safety_identifier": answered(lambda answer: answer["safety_identifier"], "me", "me"),
@@ -461,7 +462,7 @@ async def test_a_field_does_what_it_says(door: Door, path: str, row: FieldRow) -
 
 
 # What asks for something, where that is no list.
-NOT_SERVED = {"suffix": "x", "top_logprobs": 1}
+NOT_SERVED = {"suffix": "x"}
 NOT_SERVED |= {name: {"a": 1} for name in ("kv_transfer_params", "ec_transfer_params", "vllm_xargs")}
 FLAGS = ("watermarking", "return_token_offsets", "return_prompt_text", "enable_response_messages")
 NOT_SERVED |= dict.fromkeys(FLAGS, True)

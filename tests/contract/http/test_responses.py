@@ -16,6 +16,7 @@ from scheduler_service.doors.http.responses.requests import ResponsesRequest
 from tests.contract.http.door import HttpServer, serve_http
 from tests.contract.http.response_items import PATH, TOOLS, items
 from tests.contract.http.scripted import CALL, SECOND, Say, make_tool_checkpoint
+from tests.contract.http.shared import CHAT
 
 USED = ("function_call", "weather", '{"city": "Oslo"}')
 
@@ -53,6 +54,39 @@ def _told(events: list[Any]) -> list[tuple[Any, ...]]:
             texts[event.output_index] += event.delta
     names = [(event.item.name,) if event.item.type == "function_call" else () for event in added]
     return [(event.item.type, *name, text) for event, name, text in zip(added, names, texts, strict=True)]
+
+
+LOGPROBS = "message.output_text.logprobs"
+
+
+@pytest.mark.parametrize(
+    "more", [{"include": [LOGPROBS]}, {"top_logprobs": 2}, {"include": [LOGPROBS], "top_logprobs": 3}]
+)
+async def test_logprobs_are_those_of_a_chat_without_its_reasoning(
+    server: HttpServer, say: Say, more: dict[str, Any]
+) -> None:
+    say("<think>\nhm\n</think>\n\nhello there")
+    asked = {"model": "chatty", "input": "hi", "tools": TOOLS, "tool_choice": "none", **more}
+    whole = await server.openai.responses.create(**asked)
+    (part,) = whole.output[-1].content
+    num = more.get("top_logprobs", 0)
+    assert whole.top_logprobs == num
+    question = {"messages": [{"role": "user", "content": "hi"}]}
+    chat = await server.post(CHAT, **question, include_reasoning=False, logprobs=True, top_logprobs=num)
+    assert [entry.model_dump() for entry in part.logprobs] == chat.json()["choices"][0]["logprobs"]["content"]
+    text = "".join(entry.token for entry in part.logprobs)
+    assert "hello there" in text
+    assert "hm" not in text
+    events = [event async for event in await server.openai.responses.create(**asked, stream=True)]
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    (done,) = [event for event in events if event.type == "response.output_text.done"]
+    assert events[-1].response.output[-1].content[0].logprobs == part.logprobs
+    told = [entry.model_dump() for event in deltas for entry in event.logprobs]
+    whole_list = [entry.model_dump() for entry in done.logprobs]
+    assert told == whole_list[: len(told)], "behind the last text only its end comes"
+    assert len(whole_list) - len(told) <= 1
+    field = "top_logprobs" if num else "include"
+    assert (await server.refusal(PATH, input="hi", tools=TOOLS, **more))["param"] == field
 
 
 @pytest.mark.parametrize(

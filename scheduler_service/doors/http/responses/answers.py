@@ -98,7 +98,7 @@ class ResponseAnswer(Struct, frozen=True, kw_only=True):
     top_p: float | None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    top_logprobs: Literal[0] = 0
+    top_logprobs: int = 0
     tool_choice: Any
     tools: list[Any]
     text: Any

@@ -46,6 +46,7 @@ from scheduler_service.doors.http.responses.requests import (
     SchemaFormat,
     TextField,
 )
+from scheduler_service.serving.refusal import invalid
 
 _SAME = (
     *SampledRequest.__struct_fields__,
@@ -104,6 +105,9 @@ def _whole(item: InputItem, name: str, taken: set[str | None]) -> InputItem:
 def chat_meant(request: ResponsesRequest, conversation: Iterable[InputItem]) -> ChatCompletionRequest:
     """Return the chat that a request means, which goes on with a conversation."""
     same: dict[str, Any] = {name: getattr(request, name) for name in _SAME}
+    if request.wants_logprobs and request.tools and request.tool_choice != "none":
+        field = "top_logprobs" if request.top_logprobs else "include"
+        raise invalid(field, f"{field} asks for log-probabilities, but tools may be called; set tool_choice to none")
     return ChatCompletionRequest(
         messages=list(_messages(request.instructions, conversation)),
         max_tokens=request.max_output_tokens,
@@ -111,6 +115,8 @@ def chat_meant(request: ResponsesRequest, conversation: Iterable[InputItem]) -> 
         tool_choice=_choice(request.tool_choice),
         reasoning_effort=(request.reasoning or ReasoningConfig()).effort,
         response_format=_format((request.text or TextField()).format),
+        logprobs=request.wants_logprobs,
+        top_logprobs=request.top_logprobs if request.wants_logprobs else None,
         **same,
     )
 

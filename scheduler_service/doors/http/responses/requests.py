@@ -286,6 +286,7 @@ Included = Literal[
     "computer_call_output.output.image_url",
     "file_search_call.results",
     "message.input_image.image_url",
+    "message.output_text.logprobs",
 ]
 
 
@@ -312,7 +313,9 @@ class ResponsesRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True,
         ]
         | None
     ) = None
-    include: Annotated[list[Included], why("for log-probabilities use /v1/chat/completions")] | None = None
+    include: Annotated[list[Included], why("message.output_text.logprobs, without tools; others: no effect")] | None = (
+        None
+    )
     truncation: (
         Annotated[
             Literal["disabled", "auto"],
@@ -341,7 +344,11 @@ class ResponsesRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True,
     enable_response_messages: Annotated[Literal[False], why("use return_token_ids of chats")] | None = None
     previous_input_messages: Annotated[Empty, why("send them as input")] | None = None
     previous_response: Annotated[None, why("send its output as input")] = None
-    top_logprobs: Annotated[Literal[0], why("use /v1/chat/completions")] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20), why("without tools")] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
 
 
 class NamedResponse(Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):

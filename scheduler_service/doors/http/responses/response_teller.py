@@ -8,7 +8,7 @@ import msgspec
 from pagewire.common.chat_output import Arguments, CallStart, Content, OutputParser, OutputPart, Reasoning
 from scheduler_service.core.request import EndReason, SequenceEnd
 from scheduler_service.doors.http.answering import CHAR_VALUES, now
-from scheduler_service.doors.http.answers import OutputTokensDetails
+from scheduler_service.doors.http.answers import ChatLogprob, OutputTokensDetails
 from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.responses.answers import (
     AnswerText,
@@ -35,6 +35,7 @@ from scheduler_service.serving.turns import PIECE_SIZE
 
 ID_PREFIX = "resp_"  # of a response's id, before the request's
 _STATUSES = {EndReason.STOP: "completed", EndReason.LENGTH: "incomplete", EndReason.ABORT: "cancelled"}
+_TEXT_DELTA = "response.output_text.delta"
 _encode = msgspec.json.Encoder().encode
 _LAST_EVENTS = {"cancelled": "incomplete"}  # which clients know no event of
 
@@ -47,7 +48,8 @@ class ResponseTeller:
     ) -> None:
         """`begun` is the response of a tenant as it begins, and `tools` are those of its request."""
         self._parser = parser
-        self._reasoning = ReasoningTokens(TokenTexts(intake.tokenizer, as_ids=False), parser)
+        self._texts = TokenTexts(intake.tokenizer, as_ids=False)
+        self._reasoning = ReasoningTokens(self._texts, parser)
         self._begun = begun
         self._intake = intake
         self._tenant = tenant
@@ -58,6 +60,8 @@ class ResponseTeller:
         self._items: list[OutputItem] = []  # that are whole
         self._open: OutputItem | None = None
         self._pieces: list[str] = []  # of what is open
+        self._logprobs: list[ChatLogprob] = []  # of the message's tokens, told or not
+        self._num_told_logprobs = 0
 
     def begin(self) -> Iterator[ResponseEvent]:
         yield self._event("response.created", response=self._begun)
@@ -95,8 +99,13 @@ class ResponseTeller:
         yield self._event(f"response.{_LAST_EVENTS.get(status, status)}", response=response)
 
     def _told(self, delta: Delta) -> list[ResponseEvent]:
+        """Tell a delta: the first event of its text has the log-probabilities of all its tokens."""
         events = list(self._tell_text(delta.text, is_last=delta.end is not None))
-        self._reasoning.others(delta)
+        self._logprobs += map(self._texts.chat_logprob, self._reasoning.others(delta).logprobs)
+        for index, event in enumerate(events):
+            if event.type == _TEXT_DELTA and self._num_told_logprobs < len(self._logprobs):
+                events[index] = msgspec.structs.replace(event, logprobs=self._logprobs[self._num_told_logprobs :])
+                self._num_told_logprobs = len(self._logprobs)
         return events
 
     def _tell_text(self, text: str, *, is_last: bool) -> Iterator[ResponseEvent]:
@@ -118,7 +127,7 @@ class ResponseTeller:
             case Content(text) if text:
                 if not isinstance(self._open, MessageOutput):
                     yield from self._begin_item(MessageOutput(self._new_id("msg"), [], "in_progress"))
-                yield self._delta("response.output_text.delta", text, content_index=0, logprobs=[])
+                yield self._delta(_TEXT_DELTA, text, content_index=0, logprobs=[])
 
     def _call_of(self, tool: CalledTool) -> OutputItem:
         """Return the call of a tool as it begins."""
@@ -151,10 +160,10 @@ class ResponseTeller:
                     yield self._of_item("response.custom_tool_call_input.delta", **place, delta=given)
                 yield self._of_item("response.custom_tool_call_input.done", **place, input=given)
             case _:
-                part = _part(item, text)
+                part = _part(item, text, self._logprobs)
                 whole = msgspec.structs.replace(item, content=[part], status=status)
                 kind = "reasoning_text" if isinstance(item, ReasoningOutput) else "output_text"
-                logprobs: list[Any] | None = [] if isinstance(item, MessageOutput) else None
+                logprobs = part.logprobs if isinstance(part, AnswerText) else None
                 yield self._of_item(f"response.{kind}.done", **place, content_index=0, text=text, logprobs=logprobs)
                 yield self._of_item("response.content_part.done", **place, content_index=0, part=part)
         yield self._of_item("response.output_item.done", item=whole)
@@ -187,8 +196,10 @@ class ResponseTeller:
         )
 
 
-def _part(item: ReasoningOutput | MessageOutput, text: str) -> ThoughtText | AnswerText:
-    return ThoughtText(text) if isinstance(item, ReasoningOutput) else AnswerText(text)
+def _part(
+    item: ReasoningOutput | MessageOutput, text: str, logprobs: Iterable[ChatLogprob] = ()
+) -> ThoughtText | AnswerText:
+    return ThoughtText(text) if isinstance(item, ReasoningOutput) else AnswerText(text, logprobs=list(logprobs))
 
 
 async def tell_events(events: Iterable[ResponseEvent], stream: EventStream) -> None:

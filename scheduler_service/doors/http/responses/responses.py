@@ -207,6 +207,7 @@ def _begun(request: ResponsesRequest, used: SamplingParams, model_name: str) -> 
         max_tool_calls=request.max_tool_calls,
         temperature=used.temperature,
         top_p=used.top_p,
+        top_logprobs=request.top_logprobs or 0,
         presence_penalty=used.presence_penalty,
         frequency_penalty=used.frequency_penalty,
         tool_choice=request.tool_choice or "auto",
