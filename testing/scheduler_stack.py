@@ -122,7 +122,7 @@ async def serve(
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     running = asyncio.create_task(server.run(config, stop=stop, ready=url.set_result, stop_now=stop_now))
     await asyncio.wait({running, url}, timeout=20, return_when=asyncio.FIRST_COMPLETED)
-    assert url.done(), "the scheduler did not become ready"
+    assert url.done(), f"the scheduler did not become ready: {running}"
     channel = grpc.aio.insecure_channel(url.result().removeprefix("grpc://"))
     stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
     try:

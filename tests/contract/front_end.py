@@ -59,7 +59,7 @@ async def serve_front_end(
     running = asyncio.create_task(front_end.run(config, stop=stop, ready=url.set_result, stop_now=stop_now))
     if waits:
         await asyncio.wait({running, url}, timeout=DEADLINE, return_when=asyncio.FIRST_COMPLETED)
-        assert url.done(), "the front end did not become ready"
+        assert url.done(), f"the front end did not become ready: {running}"
     address = f"127.0.0.1:{config.port}"
     channel = grpc.aio.insecure_channel(address)
     try:
