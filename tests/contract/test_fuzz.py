@@ -22,6 +22,8 @@ from testing.scheduler_stack import Stack, expected_tokens, make_checkpoint, req
 from testing.simulated_worker import SimulatedWorker
 from tests.contract.front_end import FrontEnd, serve_front_end
 
+pytestmark = pytest.mark.thorough
+
 NUM_REQUESTS = 10_000
 NUM_AT_ONCE = 16
 MAX_MODEL_LEN = 32  # what is valid ends soon

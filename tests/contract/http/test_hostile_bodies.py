@@ -25,7 +25,7 @@ from tests.contract.http.scripted import TEMPLATE
 from tests.contract.pooling import write_pooling
 from tests.core.chat_output.spellings import SPELLINGS
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.thorough, pytest.mark.asyncio(loop_scope="module")]
 
 SEED = 60
 PATHS = [route.path for route in POSTED]

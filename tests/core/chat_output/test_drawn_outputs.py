@@ -7,6 +7,8 @@ import pytest
 from tests.core.chat_output.campaign import check
 from tests.core.chat_output.spellings import SPELLINGS
 
+pytestmark = pytest.mark.thorough
+
 NUM_OUTPUTS = 100
 
 

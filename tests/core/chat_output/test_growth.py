@@ -10,6 +10,8 @@ import pytest
 from tests.core.chat_output.spellings import FUNCTIONS, SPELLINGS, Call, Spelling
 from tests.growth import check_growth
 
+pytestmark = pytest.mark.thorough
+
 _CALL = Call("f", {"text": "ab", "number": 12, "data": {"k": [1, "a"]}, "list": [True]})
 # Classes of characters, and pairs of them.
 _UNITS = (
