@@ -41,7 +41,7 @@ WITH_TORCH := tests/system tests/worker tests/kernels tests/gpu
 # In two processes more than a small machine has cores, since many wait.
 BESIDE := -n 4 --dist loadfile --no-loadscope-reorder
 # Exit code 5: none of these is selected.
-RUN_TESTS := status=5; run() { echo "$$1"; shift; $(BIN)/python -m pytest $(if $(COSTS),--costs $(COSTS)) "$$@"; \
+RUN_TESTS := status=5; run() { echo "$$1"; shift; $(BIN)/python -m pytest $(if $(COSTS),--costs=$(COSTS)) "$$@"; \
   code=$$?; case "$$status $$code" in '0 5') ;; '0 '*|'5 '*) status=$$code ;; esac; }; run
 
 test: $(READY)  ## what a change needs: every subject, some minutes; ARGS: pytest's, which choose among all tests

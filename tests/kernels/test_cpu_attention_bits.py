@@ -16,6 +16,8 @@ from pagewire.kernels.cpu import VARIANTS, CpuKernels
 from tests.kernels.paged import paged_attention
 from tests.kernels.variants import load_variant
 
+pytestmark = pytest.mark.thorough
+
 # Of queries, and of the cache.
 DTYPES = [
     (torch.float32, torch.float32),

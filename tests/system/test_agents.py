@@ -8,9 +8,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from testing.services import children_of, command_line
 from tests.system.agents.tools import NUM_CALLS
 from tests.system.http_server import serving, with_tools
+
+pytestmark = pytest.mark.thorough
 
 AGENTS = (("openai_agent", "chat"), ("openai_agent", "responses"), ("openai_agent", "stored"), ("anthropic_agent",))
 DEATHS = (5, 23, 41)  # behind so many calls of the first

@@ -13,6 +13,8 @@ from testing.checkpoints.families import make_checkpoint
 from testing.services import children_of
 from tests.compiler import skip_without_compiler
 
+pytestmark = pytest.mark.thorough
+
 ENVIRON = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 LENGTHS = ("--input-len", "20", "--output-len", "12")
 SERVE_FLAGS = ("--", "--num-threads", "1", "--num-device-blocks", "256")

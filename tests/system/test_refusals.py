@@ -16,6 +16,8 @@ from testing.checkpoints.families import make_checkpoint
 from testing.forked import ForkedProcess
 from tests.environments import forgetting
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[2]
 EXIT_REFUSED = 78
 LLAMA_70B = {

@@ -18,6 +18,8 @@ from scheduler_service.core.beam import BeamSearch, BeamState, FinishedHypothesi
 from scheduler_service.core.request import BeamParams, EarlyStopping
 from testing.checkpoints.families import make_checkpoint
 
+pytestmark = pytest.mark.thorough
+
 SEEDS = (11, 12)
 NUM_PROMPT_TOKENS = 7
 MAX_TOKENS = 9

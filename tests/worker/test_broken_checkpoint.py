@@ -15,6 +15,8 @@ from tests.broken_json import refusal_of, spoilt, spoilt_bytes
 from worker_service.models.loading import prepare_model
 from worker_service.models.rope import inverse_frequencies
 
+pytestmark = pytest.mark.thorough
+
 CPU = torch.device("cpu")
 # What may be named instead of the key that is odd, since only together they are wrong.
 TOGETHER = {

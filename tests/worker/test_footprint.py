@@ -24,6 +24,8 @@ from worker_service.models.linear import Linear
 from worker_service.models.loading import prepare_model
 from worker_service.startup.cpu_kernels import load_cpu_kernels
 
+pytestmark = pytest.mark.thorough
+
 CPU = torch.device("cpu")
 MIB = 1 << 20
 BIASES = {"attention_bias": True, "mlp_bias": True}

@@ -22,6 +22,8 @@ from pagewire.kernels.cpu import NATIVE
 from testing.logits import Divergence, OurModel, ReferenceModel
 from tests.kernels.variants import load_variant
 
+pytestmark = pytest.mark.thorough
+
 FIXTURES = Path(__file__).parent / "fixtures"
 LLAMA_CPP = json.loads((FIXTURES / "llama_cpp.json").read_text())
 NAMES = tuple(LLAMA_CPP["divergence"])

@@ -29,6 +29,8 @@ from worker_service.models.linear import ExpertLinear, Linear  # noqa: E402
 from worker_service.models.loading import prepare_model  # noqa: E402
 from worker_service.models.operations import DenseProduct, Operations  # noqa: E402
 
+pytestmark = pytest.mark.thorough
+
 # Made for inputs that are rounded, in blocks and in rows.
 ROUNDED = [fp8("FP8 in blocks of 128", (128, 128)), w8a8("W8A8, inputs rounded")]
 # Of each projection 128 outputs, or multiples of that.

@@ -26,6 +26,8 @@ from worker_service.models.linear import Linear
 from worker_service.models.quantized_checkpoint import QuantizedCheckpoint, formats_of
 from worker_service.startup.loader import load_worker
 
+pytestmark = pytest.mark.thorough
+
 CPU = torch.device("cpu")
 EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
