@@ -127,7 +127,7 @@ protos: .venv-protos/.ready  ## generate the stubs under protos/gen
 # Aider's packages need an environment of their own, and a Python before 3.13.
 CLIENTS := tests/clients/installed
 .venv-clients/.ready: $(wildcard $(CLIENTS)/*)
-	@command -v npm > /dev/null && node -e 'process.exit(process.versions.node.split(".")[0] < 20)' 2> /dev/null || \
+	@command -v npm > /dev/null && node -e 'process.exit(+(process.versions.node.split(".")[0] < 20))' 2> /dev/null || \
 	  { echo "make test-clients needs Node with npm: install Node 20 or newer" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.version_info < (3, 13) or sys.exit("make test-clients needs Python 3.11 or 3.12, for aider: name one, make PYTHON=/path/to/python3.12")'
 	rm -rf .venv-clients && mkdir .venv-clients
