@@ -40,7 +40,7 @@ NUM_LARGE = 4  # drawn bodies of each route that have such sizes, beside the lis
 SHORT_S = 0.02
 # A request that takes longer, waiting included, is tried at no larger size.
 LONG_S = 0.5
-NUM_TRIES = 3
+NUM_TRIES = 8  # where a time is too long: beside other processes three were all slow once
 # A request holds the event loop for a bounded time at once: from some size on, a larger one holds it no longer.
 MAX_HELD_RATIO = 2.0
 # Fields and shapes that are always tried: whole values of them are decoded, or make other values.
