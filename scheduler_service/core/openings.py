@@ -8,6 +8,8 @@ from scheduler_service.core.sequence import GroupState, Row, Sequence, SequenceG
 from scheduler_service.core.waiting import num_uncached_tokens
 from scheduler_service.core.worker_state import WorkerState
 
+_MAX_SLOWED_PROMPTS = 8  # that have begun, while steps are too short for them
+
 
 class Openings:
     """For one epoch."""
@@ -53,7 +55,7 @@ class Openings:
         """Open a sample from the prompt of a relative, or from what is cached, whichever is more."""
         worker, cache, group = self._worker, self._worker.cache, sequence.group
         has_slot = bool(group.reserved_slots) or worker.slots.num_free > 0
-        if not has_slot or builder.num_free_tokens <= 0 or not builder.can_open(sequence):
+        if not has_slot or not self._may_open(builder) or not builder.can_open(sequence):
             return False
         match = worker.find(sequence).without_host()
         relative = next((row for row in relatives if row.holding.forkable_from <= builder.step), None)
@@ -82,13 +84,19 @@ class Openings:
         if group is None or self._worker.last_acknowledged_step < group.planned_step:
             return False
         # Where nothing more can be computed, blocks may come in meanwhile, for one group ahead of its turn.
-        if builder.num_free_tokens <= 0 and (state.loading or not state.standings.awaits_load(group)):
+        if not self._may_open(builder) and (state.loading or not state.standings.awaits_load(group)):
             return False
         if group.state is GroupState.SWAPPED and group.swapped_holdings:
             return self._swap_in(group, builder)
         if group.state is GroupState.SWAPPED:
             state.lost_its_swap(group)
         return group.state is GroupState.WAITING and self._start(group, builder)
+
+    def _may_open(self, builder: PlanBuilder) -> bool:
+        """Whether a row may open. In a slowed step some open without tokens: the next step shares its own among all
+        rows, so that a short prompt need not wait for the long ones before it to be computed."""
+        can_wait = builder.is_slowed and len(self._worker.active) < _MAX_SLOWED_PROMPTS
+        return builder.num_free_tokens > 0 or can_wait
 
     def num_next_tokens(self, builder: PlanBuilder, at_most: int) -> int:
         """Count the tokens that the next group would compute, if these are `at_most` so many, it has never run, and

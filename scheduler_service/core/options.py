@@ -49,7 +49,8 @@ class SchedulerOptions:
     )
     max_decode_slowdown: float | None = option(
         None,
-        "how many times longer a decoding step may take because prompts are computed in it (default: no limit)",
+        "how many times longer a decoding step may take because prompts are computed in it; where none decodes, "
+        "16 times (default: no limit)",
         at_least(1),
     )
     max_wait: float = option(

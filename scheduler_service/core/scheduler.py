@@ -43,6 +43,10 @@ from scheduler_service.core.retention import EXPECTATIONS, Expectation
 from scheduler_service.core.sequence import GroupState, Row, SequenceGroup
 from scheduler_service.core.worker_state import WorkerState
 
+# Times that a step takes as long as one that decodes, while none decodes: what steps cost besides their tokens is less
+# than a step that decodes, so shorter ones compute prompts about as fast.
+_MAX_SLOWDOWN_OF_NONE = 16.0
+
 
 class Scheduler:
     """Takes events and makes plans. Limits are its own; a worker's tighter ones bind while it is there."""
@@ -106,9 +110,10 @@ class Scheduler:
             worker.num_steps + 1, self._token_budget(worker), worker.decoding, worker.cache.moves, now
         )
         builder.added_grammars.extend(worker.grammars.take_added(self._may_prepare))
+        max_wait_s, num_step_tokens = self._policy.max_wait_s, self._admission.limits.num_step_tokens
+        builder.is_slowed = self._policy.moves_keys and builder.max_tokens < num_step_tokens
         if self._policy.moves_keys and worker.active:
-            max_wait_s = self._policy.max_wait_s
-            num_next_tokens = openings.num_next_tokens(builder, self._admission.limits.num_step_tokens)
+            num_next_tokens = openings.num_next_tokens(builder, num_step_tokens)
             worker.share_prompts(builder, num_next_tokens, lambda group: now - group.arrived_at >= max_wait_s)
         for group, rows in worker.rows_to_plan(builder):
             if group.state is not GroupState.RUNNING:
@@ -186,10 +191,12 @@ class Scheduler:
 
     def _token_budget(self, worker: WorkerState) -> int:
         """Choose the token budget of the next step: where rows decode, prompts slow them down by no more than they
-        may."""
+        may, and where none does, by no more than what comes next can wait for."""
         num_step_tokens, max_slowdown = self._admission.limits.num_step_tokens, self._options.max_decode_slowdown
-        if max_slowdown is None or not len(worker.decoding):
+        if max_slowdown is None:
             return num_step_tokens
+        if not len(worker.decoding):
+            max_slowdown = max(max_slowdown, _MAX_SLOWDOWN_OF_NONE)
         max_prompt_tokens = worker.cost.max_prompt_tokens(max_slowdown)
         if max_prompt_tokens is None:
             return num_step_tokens

@@ -2,6 +2,7 @@
 
 import random
 from collections import deque
+from dataclasses import replace
 
 from pagewire.common.messages import SamplingParams, StepResult, WorkerCapacity
 from scheduler_service.core import explain
@@ -149,6 +150,15 @@ class System:
         result = self.results.popleft()
         self.scheduler.moved(result.last_moved_step, self.now)
         self.take(self.scheduler.complete(result, self.now))
+
+    def timed_step(self, decode_seconds: float) -> int:
+        """Compute a step as a worker of 1,000 prompt tokens a second does, and return how many of these it has."""
+        self.plan()
+        [dispatch] = self.scheduler.state.worker.unacknowledged
+        seconds = dispatch.num_prompt_tokens / 1000 or decode_seconds
+        self.results.append(replace(self.results.popleft(), duration_us=int(seconds * 1e6)))
+        self.complete()
+        return dispatch.num_prompt_tokens
 
     def finish_move(self) -> None:
         """The oldest move that the worker holds back is done."""

@@ -2,7 +2,6 @@
 
 import random
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -95,25 +94,23 @@ def test_a_long_prompt_is_computed_in_chunks_beside_decoding_rows():
 def test_prompts_slow_decoding_rows_down_by_no_more_than_told():
     """A worker that computes 1,000 prompt tokens a second and decodes in 20 ms may take 20 along to double that."""
     system = System(budget=64, num_blocks=128, depth=1, max_decode_slowdown=2.0)
-    num_prompt_tokens = []
-
-    def step():
-        system.plan()
-        [dispatch] = system.scheduler.state.worker.unacknowledged
-        num_prompt_tokens.append(dispatch.num_prompt_tokens)
-        seconds = dispatch.num_prompt_tokens / 1000 or 0.02
-        system.results.append(replace(system.results.popleft(), duration_us=int(seconds * 1e6)))
-        system.complete()
-
     system.join()
     system.add(prompt_of(150), 60)
-    for _ in range(5):
-        step()
-    assert num_prompt_tokens == [64, 64, 22, 0, 0]
-    (second,) = system.add(prompt_of(100, 1), 4)
-    while not system.tokens[second]:
-        step()
-    assert num_prompt_tokens[5:] == [20, 20, 20, 20, 20]
+    assert [system.timed_step(0.02) for _ in range(5)] == [64, 64, 22, 0, 0]
+    system.add(prompt_of(100, 1), 4)
+    assert [system.timed_step(0.02) for _ in range(6)] == [20, 20, 20, 20, 20, 0]
+    system.run()
+    system.assert_exact()
+
+
+def test_where_none_decodes_a_step_is_short_enough_for_what_comes_next():
+    """A worker that computes 1,000 prompt tokens a second and decodes in 2 ms computes no step longer than 32 ms."""
+    system = System(budget=64, num_blocks=128, depth=1, max_decode_slowdown=2.0)
+    system.join()
+    system.add(prompt_of(150), 3)
+    assert [system.timed_step(0.002) for _ in range(5)] == [64, 64, 22, 0, 0]
+    system.add(prompt_of(100, 1), 3)
+    assert [system.timed_step(0.002) for _ in range(5)] == [30, 30, 30, 10, 0]
     system.run()
     system.assert_exact()
 

@@ -2,7 +2,6 @@
 
 import gc
 import random
-from dataclasses import replace
 
 import pytest
 
@@ -201,28 +200,43 @@ def test_what_a_long_prompt_cannot_make_room_for_at_once_waits():
     assert first_tokens(system, ["long", "longer than a step"]) == ["long", "longer than a step"]
 
 
-def test_what_a_step_has_room_for_goes_first_however_slow_prompts_are_to_be():
-    """Prompts may compute 10 tokens beside what decodes: the long one does once, the short one has 24, and leaves 6."""
-    system = agent(budget=64, depth=1, num_blocks=200, max_decode_slowdown=2.0)
+def slowed(tenant: str = "") -> System:
+    """One request of a tenant decodes, and prompts may compute 10 tokens beside it."""
+    system = agent(budget=64, depth=1, num_blocks=400, max_decode_slowdown=2.0)
     system.join()
-
-    def step() -> None:
-        system.plan()
-        [dispatch] = system.scheduler.state.worker.unacknowledged
-        seconds = dispatch.num_prompt_tokens / 1000 or 0.01
-        system.results.append(replace(system.results.popleft(), duration_us=int(seconds * 1e6)))
-        system.complete()
-
-    system.add(prompt_of(150), 100, request_id="decodes")
+    system.add(prompt_of(150), 100, request_id="decodes", tenant=tenant)
     for _ in range(5):
-        step()
+        system.timed_step(0.01)
+    return system
+
+
+def test_what_a_step_has_room_for_goes_first_however_slow_prompts_are_to_be():
+    """The long one computes 10 tokens once. The short one has 24, and leaves 6."""
+    system = slowed()
     (long,) = system.add(prompt_of(200, 1), 3, request_id="long")
-    step()
+    system.timed_step(0.01)
     (short,) = system.add(prompt_of(24, 2), 3, request_id="short")
     while not system.tokens[short]:
         assert not system.tokens[long]
-        step()
+        system.timed_step(0.01)
     assert system.scheduler.state.groups["", "long"].sequences[0].holding.num_computed_tokens == 16
+    system.run()
+    system.assert_exact()
+
+
+@pytest.mark.parametrize("num_samples", [1, 3])
+def test_slowed_prompts_of_a_tenant_that_is_next_hold_nobody_up(num_samples: int) -> None:
+    """The other tenant has been served less. Its next prompts begin, and behind them the short one, which is done in
+    three steps."""
+    system = slowed(tenant="served")
+    for index in range(3):
+        prompt, name = prompt_of(200, 1 + index), f"long {index}"
+        system.add(prompt, 3, request_id=name, tenant="other", n=num_samples)
+    system.timed_step(0.01)
+    (short,) = system.add(prompt_of(24, 9), 3, request_id="short", tenant="served")
+    for _ in range(5):
+        system.timed_step(0.01)
+    assert system.tokens[short]
     system.run()
     system.assert_exact()
 

@@ -30,6 +30,7 @@ class PlanBuilder:
     num_opening_values: int = 0
     # Tokens that rows which do not decode may compute; None: each takes what those before it leave.
     shares: dict[Row, int] | None = None
+    is_slowed: bool = False  # `max_tokens` are fewer than a step may have, and `shares` will be given
     has_preempted: bool = False
     copies: list[tuple[int, int]] = field(default_factory=list)  # source, target
     added_grammars: list[AddedGrammar] = field(default_factory=list)
