@@ -15,7 +15,7 @@ from scheduler_service.doors.http.responses.conversation import chat_meant, item
 from scheduler_service.doors.http.responses.requests import ResponsesRequest
 from tests.contract.http.door import HttpServer, serve_http
 from tests.contract.http.response_items import PATH, TOOLS, items
-from tests.contract.http.scripted import CALL, SECOND, Say, make_tool_checkpoint
+from tests.contract.http.scripted import CALL, SECOND, TEMPLATE, Say, make_tool_checkpoint
 from tests.contract.http.shared import CHAT
 
 USED = ("function_call", "weather", '{"city": "Oslo"}')
@@ -87,6 +87,23 @@ async def test_logprobs_are_those_of_a_chat_without_its_reasoning(
     assert len(whole_list) - len(told) <= 1
     field = "top_logprobs" if num else "include"
     assert (await server.refusal(PATH, input="hi", tools=TOOLS, **more))["param"] == field
+
+
+async def test_each_message_has_the_logprobs_of_its_own_tokens(model: Path, say: Say) -> None:
+    (model / "chat_template.jinja").write_text(f"{{# <|channel|> <|message|> #}}{TEMPLATE}")
+    say(
+        "<|channel|>commentary<|message|>one<|end|><|start|>assistant<|channel|>analysis<|message|>hm<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>two"
+    )
+    async with serve_http(model) as server:
+        asked = {"model": "chatty", "input": "hi", "include": [LOGPROBS], "stream": True}
+        events = [event async for event in await server.openai.responses.create(**asked)]
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    first, reasoning, second = events[-1].response.output
+    assert reasoning.type == "reasoning"
+    texts = ["".join(entry.token for entry in message.content[0].logprobs) for message in (first, second)]
+    assert ["one" in text for text in texts] == [True, False]
+    assert ["two" in text for text in texts] == [False, True]
 
 
 @pytest.mark.parametrize(

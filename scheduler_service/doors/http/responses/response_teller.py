@@ -169,6 +169,8 @@ class ResponseTeller:
         yield self._of_item("response.output_item.done", item=whole)
         self._items.append(whole)
         self._open, self._pieces = None, []
+        if isinstance(item, MessageOutput):
+            self._logprobs, self._num_told_logprobs = [], 0
 
     def _delta(self, kind: str, text: str, **place: Any) -> ResponseEvent:
         assert self._open is not None, "an item has begun"
