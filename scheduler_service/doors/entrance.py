@@ -25,6 +25,8 @@ _SESSION_HEADER = "x-session-id"
 _TRACE_HEADERS = ("traceparent", "tracestate")
 # Of a call that a front end passes on, as `tenants_revision` of a submission.
 _REVISION_HEADER = "x-tenants-revision"
+# Of what a front end passes on: a tracestate need not be longer (W3C), and a longer session id is refused as a long one.
+_MAX_HEADER_CHARS = 512
 DETAILS_KEY = "grpc-status-details-bin"  # of the trailing metadata, as grpcio-status has it
 
 
@@ -79,7 +81,8 @@ def passed_on(call: Call, tenants_revision: str) -> Iterable[tuple[str, str]]:
     """Return what tells the scheduler of a call to a front end, beside whose call it is."""
     headers = {_REVISION_HEADER: tenants_revision, _SESSION_HEADER: call.session_id, **call.trace}
     # What came over HTTP may be what gRPC does not take.
-    return [(name, value) for name, value in headers.items() if value.isascii() and value.isprintable()]
+    sent = ((name, value[:_MAX_HEADER_CHARS]) for name, value in headers.items())
+    return [(name, value) for name, value in sent if value.isascii() and value.isprintable()]
 
 
 def set_status(context: grpc.aio.ServicerContext, refusal: RefusedError) -> None:

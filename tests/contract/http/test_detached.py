@@ -224,9 +224,11 @@ async def test_each_tenant_has_its_own_ids(model: Path, tmp_path: Path) -> None:
 
 
 async def test_headers_that_grpc_does_not_take_are_left_out(server: HttpServer) -> None:
-    headers = {"x-session-id": "ü", "traceparent": "ü"}
+    headers = {"x-session-id": "ü", "traceparent": "ü", "tracestate": "a=" + 20_000 * "b"}
     encoded = [(name, value.encode()) for name, value in headers.items()]
     body = {"prompt": PROMPT, "max_tokens": 2, "ignore_eos": True, "detached": True}
     response = await server.client.post(COMPLETIONS, json=body, headers=encoded)
     assert response.status_code == 200, response.text
     assert len((await result(server, response.json()["request_id"]))["outputs"][0]["token_ids"]) == 2
+    response = await server.client.post(COMPLETIONS, json=body, headers={"x-session-id": 20_000 * "s"})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "session_id")
