@@ -25,7 +25,7 @@ _SESSION_HEADER = "x-session-id"
 _TRACE_HEADERS = ("traceparent", "tracestate")
 # Of a call that a front end passes on, as `tenants_revision` of a submission.
 _REVISION_HEADER = "x-tenants-revision"
-# Of what a front end passes on: a tracestate need not be longer (W3C), and a longer session id is refused as a long one.
+# Of what a front end passes on: a tracestate need not be longer (W3C), and a session id of so many is refused.
 _MAX_HEADER_CHARS = 512
 DETAILS_KEY = "grpc-status-details-bin"  # of the trailing metadata, as grpcio-status has it
 

@@ -77,9 +77,9 @@ def decode_body(body: bytes, kind: type[_Request]) -> _Request:
     if (number := count_values(body)) > MAX_VALUES:
         raise invalid(
             "",
-            f"the body has {number} values, this server takes {MAX_VALUES}: a text counts as 4, a list or object as "
-            "6, a number with a fraction as 15, one with an exponent as 500, and 20 digits in a row as 30 more; send "
-            "fewer",
+            f"the body has at least {number} values, this server takes {MAX_VALUES}: a text counts as 4, a list or "
+            "object as 6, a number with a fraction as 15, one with an exponent as 500, and 20 digits in a row as 30 "
+            "more; send fewer",
         )
     try:
         try:
