@@ -28,7 +28,7 @@ HEAD_TIMEOUT_S = 30.0  # from a connection to its first request's head, and from
 KEEP_ALIVE_S = 75.0  # longer than clients keep theirs
 UNREAD_TIMEOUT_S = 60.0  # in which a client reads some of what waits for it
 # Answers that wait until their clients have read them have so much memory together, but for those of one piece.
-MAX_UNREAD_BYTES = 128 << 20
+MAX_UNREAD_BYTES = 64 << 20
 _PIECE_BYTES = 64 << 10
 _ACCEPTED_IN_A_ROW = 16  # asyncio would take thousands before it does anything else
 # Requests ahead: those that arrive before the previous one is answered. Beyond this bound a connection is not read.

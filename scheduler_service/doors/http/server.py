@@ -77,7 +77,7 @@ _SESSION_HEADER = b"x-session-id"
 _TRACE_HEADERS = (b"traceparent", b"tracestate")
 _CLOSE_TIMEOUT_S = 2
 # Bodies larger than PIECE_SIZE that are on their way have this much memory together, and those of a tenant a quarter.
-MAX_BODIES_BYTES = 128 << 20
+MAX_BODIES_BYTES = 64 << 20
 # Requests of such bodies, each of which is kept until its call ends, by the bytes of the bodies.
 MAX_REQUESTS_BYTES = 1 << 30
 _JSON = "application/json"
