@@ -95,7 +95,7 @@ def enforceable(root: Any, schema: Any, left_out: set[str]) -> Any:
         return schema
     kept = {}
     for name, value in schema.items():
-        if name in _ANNOTATIONS:
+        if name in _ANNOTATIONS or _is_unset(name, value):
             continue
         inner = _with_schemas(name, value, lambda each: enforceable(root, each, left_out))
         if _is_enforced(name, value, schema) or _excludes_nothing(name, value, schema, root):
@@ -104,9 +104,21 @@ def enforceable(root: Any, schema: Any, left_out: set[str]) -> Any:
             left_out.add(name)
             if name == "oneOf":
                 kept.setdefault("anyOf", inner)
-    if "patternProperties" in schema.keys() - kept.keys():
+    if schema.get("patternProperties") is not None and "patternProperties" not in kept:
         kept.pop("additionalProperties", None)  # which would exclude the properties of the patterns
     return kept
+
+
+def without_unset(schema: Any) -> Any:
+    """Return a schema without the keywords that are null, which serializers write for keywords that are not set."""
+    if not isinstance(schema, dict):
+        return schema
+    given = {name: value for name, value in schema.items() if not _is_unset(name, value)}
+    return {name: _with_schemas(name, value, without_unset) for name, value in given.items()}
+
+
+def _is_unset(name: str, value: Any) -> bool:
+    return value is None and name not in ("const", "default")
 
 
 def _is_enforced(name: str, value: Any, schema: dict[str, Any]) -> bool:
@@ -165,6 +177,8 @@ def _with_schemas(name: str, value: Any, read: Callable[[Any], Any]) -> Any:
 
 def _excludes_nothing(name: str, value: Any, schema: dict[str, Any], root: Any) -> bool:
     """Whether every value that the rest of a schema allows is allowed with this keyword too."""
+    if _is_unset(name, value):
+        return True
     match name:
         case "$schema":
             return "json-schema.org/draft" not in str(value)  # the library has none of others, and reads no other way

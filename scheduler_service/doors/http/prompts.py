@@ -3,6 +3,7 @@
 from typing import Any, cast
 
 from pagewire.common.chat_template import GOES_TWO_WAYS, ChatTemplateError, render, up_to_last
+from pagewire.common.grammars.json_schema import without_unset
 from scheduler_service.doors.http.requests import (
     MAX_INPUTS,
     MAX_PROMPTS,
@@ -92,7 +93,7 @@ def _variables_of(request: _Conversation) -> dict[str, Any]:
 def _plain(tool: ToolField) -> dict[str, Any]:
     # `strict` is for the server.
     function = {name: getattr(tool.function, name) for name in ("name", "description", "parameters")}
-    function = {name: value for name, value in function.items() if value is not None}
+    function = {name: without_unset(value) for name, value in function.items() if value is not None}
     return {"type": "function", "function": function}
 
 

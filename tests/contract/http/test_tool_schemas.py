@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from pagewire.common.grammars.json_schema import enforceable
+from pagewire.common.grammars.json_schema import enforceable, for_library, without_unset
+from scheduler_service.doors.http import prompts
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from tests.contract.http.door import HttpServer, serve_http
@@ -114,15 +115,47 @@ async def test_a_strict_tool_that_must_be_called_is_refused_by_name(server: Http
     assert enforced(server) == [WEATHER]
 
 
+NULLS = ("properties", "required", "items", "enum", "additionalProperties", "$defs", "anyOf", "oneOf", "allOf", "not")
+MORE_NULLS = ("if", "uniqueItems", "pattern", "patternProperties", "propertyNames", "contains", "$ref", "format")
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+async def test_a_keyword_that_is_null_is_not_set(
+    server: HttpServer, say: Say, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Serializers write each keyword that they know. A value that is null in `const` or `default` means null."""
+    say(CALL)
+    nulls = dict.fromkeys((*NULLS, *MORE_NULLS, "minimum", "maxItems", "minLength", "description"))
+    given = {**nulls, **WEATHER, "properties": {"city": CITY, "days": {**nulls, "type": "array"}}}
+    kept = {**WEATHER, "properties": {"city": CITY, "days": {"type": "array"}}}
+    for more in ({}, {"required": True, "strict": False}):
+        answer = await server.post(path, **asked(path, given, **more))
+        assert (answer.status_code, "warning" in answer.headers) == (200, False), answer.text
+        assert enforced(server) == [kept]
+    bare = {"type": "object", "properties": None, "required": None, "$defs": None}
+    for schema in (bare, given):
+        answer = await server.post(path, **asked(path, schema, required=True, strict=True))
+        assert answer.status_code == 200, answer.text
+    seen: list[Any] = []
+    render = prompts.render
+    monkeypatch.setattr(
+        prompts, "render", lambda *args, **given: seen.append(given["variables"]) or render(*args, **given)
+    )
+    assert (await server.post(path, **asked(path, given))).status_code == 200
+    assert seen[0]["tools"][0]["function"]["parameters"] == kept
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": given}}
+    assert (await server.post(CHAT, messages=[QUESTION], max_tokens=2, response_format=form)).status_code == 200
+
+
 async def test_strict_is_no_part_of_a_prompt(server: HttpServer, say: Say) -> None:
     say("hello")
-    prompts = [
+    rendered = [
         (await server.post(path, **asked(path, WEATHER, **more), **shown)).json()
         for path in (f"{CHAT}/render",)
         for more in ({}, {"strict": True}, {"strict": False})
         for shown in ({"request_id": "same"},)
     ]
-    assert prompts[0] == prompts[1] == prompts[2]
+    assert rendered[0] == rendered[1] == rendered[2]
 
 
 async def test_what_nothing_is_enforced_of_has_no_warning(model: Path, say: Say) -> None:
@@ -147,6 +180,13 @@ async def test_128_tools_of_239_kb(server: HttpServer, say: Say) -> None:
     [call] = answer.json()["choices"][0]["message"]["tool_calls"]
     assert (call["function"]["name"], call["function"]["arguments"]) == ("weather", '{"city": "Oslo"}')
     assert enforced(server) == [WEATHER | {"properties": {"city": CITY, "day": {"type": "string"}}}] * 128
+
+
+def test_null_is_a_value_where_it_may_be_one() -> None:
+    for schema in ({"const": None}, {"enum": [None]}, {"properties": {"a": {"const": None}}}):
+        assert schema == enforceable(schema, schema, set()) == without_unset(schema)
+        assert schema.items() <= for_library(schema).items()
+    assert without_unset({"default": None, "enum": None}) == {"default": None}
 
 
 def test_what_can_be_enforced_is_kept() -> None:
