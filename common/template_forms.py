@@ -66,6 +66,13 @@ _CALL_FIELDS: _Fields = {
     "custom": (NoneType, "unset; send calls of functions"),
 }
 _FUNCTION_FIELDS: _Fields = {"name": _TEXT, "arguments": (str | Mapping, "the JSON of an object, or the object")}
+# What a model would do with the parts of a content that are no texts, by their types in several APIs.
+_MEDIA = {
+    **dict.fromkeys(("image_url", "input_image", "image", "image_file"), "see images"),
+    **dict.fromkeys(("input_audio", "audio_url", "audio"), "hear audio"),
+    **dict.fromkeys(("video_url", "input_video", "video"), "see videos"),
+    **dict.fromkeys(("file", "input_file", "file_url", "document", "base64", "url"), "read files"),
+}
 # The roles of messages that say something; an answer may have calls alone.
 _SPEAKING = ("user", "system", "developer")
 
@@ -91,6 +98,18 @@ def as_taken(messages: Sequence[Message], asked: AskedTemplate) -> list[dict[str
     plain = _with_one_system([_plain(message, asked) for message in messages], asked)
     kept = _with_system_turns(plain, asked)
     return [_in_form(message, asked) for message in _with_one_call_each(kept, asked)]
+
+
+def refused_medium(field: str, kind: Any) -> str:
+    """Returns why a part of a content is refused whose type `field` has, or an empty text for a part that is no
+    medium."""
+    verb = _MEDIA.get(kind) if isinstance(kind, str) else None
+    if verb is None:
+        return ""
+    return (
+        f"{field} is {kind!r}, but only texts are supported: this model does not {verb}; leave the part out, or send "
+        "what it holds as a text"
+    )
 
 
 def conversation_with_call(
@@ -123,6 +142,11 @@ def _check(message: Any, place: str) -> None:
         raise ChatTemplateError(f"{reprlib.repr(message)} is not a message; one is a mapping such as {QUESTION}")
     needed = ("role", "content") if message["role"] in _SPEAKING else ("role",)
     _check_fields(message, place, _MESSAGE_FIELDS, needed)
+    content = message.get("content")
+    for index, part in enumerate(content if isinstance(content, list | tuple) else ()):
+        type_place = f"{place}.content[{index}].type"
+        if isinstance(part, Mapping) and (reason := refused_medium(f"messages{type_place}", part.get("type"))):
+            raise ChatTemplateError(reason, type_place)
     for index, call in enumerate(message.get("tool_calls") or ()):
         place_of_call = f"{place}.tool_calls[{index}]"
         if not isinstance(call, Mapping):

@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope
 
 from pagewire.common.strict_json import MAX_VALUES, count_values
 from pagewire.common.surrogates import without_halves
+from pagewire.common.template_forms import refused_medium
 from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES
 from scheduler_service.doors.http.refusals import HttpRefusal
 from scheduler_service.doors.http.requests import INERT
@@ -31,6 +32,7 @@ _HALF = "half a surrogate pair, which is no character; cut texts between charact
 _MAX_ERROR_CHARS = 600  # of an error's beginning, and of its end, that are read: the rest quotes the client
 _PLACE = " - at `"  # between the reason and the path in an error
 _UNKNOWN = "Object contains unknown field `"
+_NO_TAG = "Invalid value '"
 _INDEX = re.compile(r"\[(\d+)\]")
 _IN_BRACKETS = re.compile(r"\[[^][]*\]")
 _Request = TypeVar("_Request", bound=Struct)
@@ -213,6 +215,8 @@ def _refusal(text: str, body: bytes, kind: type[Struct]) -> RefusedError:
         return invalid(field, f"{field} is no field of this request{hint}")
     if not path:
         return invalid("", f"the body is no request: {_lowered(said)}")
+    if said.startswith(_NO_TAG) and (media := refused_medium(path, said[len(_NO_TAG) : -1])):
+        return invalid(path, media)
     why = _described(_fields_beside(kind, path).get(_names(path)[-1]))
     given = _shown(body, path)
     if why and ("`null`, got" in said or "length <= 0" in said or "Invalid enum value" in said):

@@ -137,7 +137,10 @@ async def test_a_length_beyond_the_room_is_lowered(server: HttpServer) -> None:
     [
         ("messages", {"messages": []}),
         ("messages", {"messages": [{"content": "x"}]}),
-        ("messages", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}),
+        (
+            "messages[0].content[0].type",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        ),
         ("messages[0]", {"messages": ["hello"]}),
         ("messages", {"messages": [{"role": "user", "content": "x" * 3000}]}),
         ("max_completion_tokens", {"max_completion_tokens": 0}),

@@ -209,3 +209,38 @@ async def test_paths_with_slashes_too_many(server: HttpServer) -> None:
 async def test_an_empty_content_encoding_is_none(server: HttpServer) -> None:
     response = await server.post(CHAT, {"content-encoding": ""}, **PLAIN[CHAT])
     assert response.status_code == 200
+
+
+async def test_media_are_refused_in_the_same_words(server: HttpServer) -> None:
+    """The model reads texts. Its parts are named as several APIs name them."""
+    image, audio = {"url": "data:image/png;base64,aGk="}, {"data": "aGk=", "format": "wav"}
+    source = {"type": "base64", "media_type": "image/png", "data": "aGk="}
+    parts: list[tuple[str, str, dict[str, Any]]] = [
+        (CHAT, "see images", {"type": "image_url", "image_url": image}),
+        (CHAT, "see images", {"type": "input_image", "image_url": "https://example.com/a.png"}),
+        (CHAT, "hear audio", {"type": "input_audio", "input_audio": audio}),
+        (CHAT, "hear audio", {"type": "audio_url", "audio_url": image}),
+        (CHAT, "see videos", {"type": "video_url", "video_url": image}),
+        (CHAT, "read files", {"type": "file", "file": {"file_id": "file-1"}}),
+        (RESPONSES, "see images", {"type": "input_image", "image_url": "data:image/png;base64,aGk=", "detail": "auto"}),
+        (RESPONSES, "hear audio", {"type": "input_audio", "input_audio": audio}),
+        (RESPONSES, "read files", {"type": "input_file", "file_id": "file-1"}),
+        (MESSAGES, "see images", {"type": "image", "source": source}),
+    ]
+    for path, verb, part in parts:
+        field = "input" if path == RESPONSES else "messages"
+        text = {"type": "input_text" if path == RESPONSES else "text", "text": "look: "}
+        asked = {field: [QUESTION, {"role": "user", "content": [text, part]}]}
+        for more in ({}, {"stream": True}):
+            error = await server.refusal(path, **PLAIN[path] | asked | more)
+            place = f"{field}[1].content[1].type"
+            assert error["param"] == place
+            assert error["message"] == (
+                f"{place} is {part['type']!r}, but only texts are supported: this model does not {verb}; leave the "
+                "part out, or send what it holds as a text"
+            )
+    for kind in ("base64", "url", "file"):
+        block = {"type": "document", "source": {"type": kind, "file_id": "x"}}
+        error = await server.refusal(MESSAGES, **PLAIN[MESSAGES] | {"messages": [{"role": "user", "content": [block]}]})
+        assert "this model does not read files" in error["message"]
+    assert "is no field" in (await server.refusal(RESPONSES, input="hi", image_url="x"))["message"]
