@@ -112,7 +112,8 @@ def _as_meant(body: bytes, kind: type[Struct]) -> bytes:
 def _meant(value: Any, hint: Any) -> Any:
     """Return a value of a type as a client means it. A field that is not known counts as unset if it is null, a field
     that takes no boolean if it is false, and a field that takes null alone if it is empty. A whole float becomes an
-    integer where no float is expected: many languages have no other numbers."""
+    integer where no float is expected: many languages have no other numbers. A struct with `as_meant` says by it what
+    objects of other APIs mean."""
     parts = _parts(hint)
     is_off = value is False and not any(part is bool or isinstance(part, bool) for part in parts)
     if NoneType in parts and (
@@ -123,7 +124,10 @@ def _meant(value: Any, hint: Any) -> Any:
         return [_meant(each, hint) for each in value]
     if isinstance(value, dict) and (kinds := list(_structs(hint))):
         tagged = [kind for kind in kinds if (config := kind.__struct_config__).tag == value.get(config.tag_field)]
-        known = {name: inner for kind in tagged or kinds for name, inner in _fields_of(kind).items()}
+        tagged = tagged or kinds
+        if len(tagged) == 1:
+            value = getattr(tagged[0], "as_meant", dict)(value)
+        known = {name: inner for kind in tagged for name, inner in _fields_of(kind).items()}
         return {
             name: _meant(inner, known.get(name)) for name, inner in value.items() if inner is not None or name in known
         }

@@ -212,6 +212,15 @@ class ToolField(Struct, tag_field="type", tag="function", forbid_unknown_fields=
     defer_loading: Annotated[bool, LOADED] | None = None
     cache_control: Annotated[dict[str, Any], _INERT] | None = None
 
+    @staticmethod
+    def as_meant(given: dict[str, Any]) -> dict[str, Any]:
+        """Return a tool of the Responses API, whose function is not an object of its own, as a tool of chats."""
+        if "function" in given or "name" not in given:
+            return given
+        names = FunctionField.__struct_fields__
+        others = {name: value for name, value in given.items() if name not in names}
+        return {**others, "function": {name: given[name] for name in names if name in given}}
+
 
 class AllowedTools(Struct, forbid_unknown_fields=True, frozen=True):
     mode: Literal["auto", "required"]
@@ -222,6 +231,12 @@ class AllowedToolsChoice(Struct, tag_field="type", tag="allowed_tools", forbid_u
     """Calls of some of the tools; the template is given all."""
 
     allowed_tools: AllowedTools
+
+    @staticmethod
+    def as_meant(given: dict[str, Any]) -> dict[str, Any]:
+        """Return a choice of the Responses API as a choice of chats."""
+        kind, inner = given.get("type"), {name: value for name, value in given.items() if name != "type"}
+        return given if "allowed_tools" in given else {"type": kind, "allowed_tools": inner}
 
 
 class ThinkingField(Struct, forbid_unknown_fields=True, frozen=True):

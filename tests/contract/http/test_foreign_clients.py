@@ -244,3 +244,35 @@ async def test_media_are_refused_in_the_same_words(server: HttpServer) -> None:
         error = await server.refusal(MESSAGES, **PLAIN[MESSAGES] | {"messages": [{"role": "user", "content": [block]}]})
         assert "this model does not read files" in error["message"]
     assert "is no field" in (await server.refusal(RESPONSES, input="hi", image_url="x"))["message"]
+
+
+FLAT = {"type": "function", **TOOL["function"]}  # type: ignore[dict-item]
+
+
+async def test_tools_and_choices_in_the_form_of_the_other_api(server: HttpServer) -> None:
+    """Agents that speak both APIs keep tools in one form: LibreChat's and Cursor's were refused."""
+    chosen, flat = {"type": "function", "function": {"name": "weather"}}, {"type": "function", "name": "weather"}
+    named, allowed = {"mode": "required", "tools": [chosen]}, {"mode": "required", "tools": [flat]}
+    choices: list[tuple[Any, Any]] = [
+        (chosen, flat),
+        ({"type": "allowed_tools", "allowed_tools": named}, {"type": "allowed_tools", **allowed}),
+    ]
+    for choice, other in choices:
+        prompts = [
+            await prompt_and_calls(server, tools=[tool], tool_choice=each, max_tokens=40)
+            for tool, each in ((TOOL, choice), (FLAT, other))
+        ]
+        assert prompts[0] == prompts[1]
+        own = await accepted(server, RESPONSES, tools=[FLAT], tool_choice=other, seed=0)
+        foreign = await accepted(server, RESPONSES, tools=[TOOL], tool_choice=choice, seed=0)
+        assert [own[name] for name in ("tools", "tool_choice")] == [foreign[name] for name in ("tools", "tool_choice")]
+        assert own["usage"] == foreign["usage"]
+    await accepted(server, CHAT, tools=[{**FLAT, "strict": None, "cache_control": {"type": "ephemeral"}}])
+    assert await refused_field(server, CHAT, tools=[{**FLAT, "returns": {}}]) == "tools[0].returns"
+    assert await refused_field(server, RESPONSES, tools=[{**TOOL, "returns": {}}]) == "tools[0].returns"
+    assert (
+        await refused_field(server, RESPONSES, tools=[FLAT], tool_choice={**chosen, "name": 5})
+        == "tool_choice.function"
+    )
+    error = await server.refusal(CHAT, messages=[QUESTION], tools=[{"type": "function"}])
+    assert error["param"].startswith("tools[0]")

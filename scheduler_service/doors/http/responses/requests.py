@@ -160,6 +160,13 @@ class InputItems(Struct, forbid_unknown_fields=True, frozen=True):
     input: list[InputItem]
 
 
+def _flattened(given: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return an object with the fields of the object that one of its fields holds in place of that field. An object
+    with two values for a field is returned as it is."""
+    inner, own = given.get(name), {key: value for key, value in given.items() if key != name}
+    return {**own, **inner} if isinstance(inner, dict) and own.keys().isdisjoint(inner) else given
+
+
 class FunctionTool(Struct, tag_field="type", tag="function", forbid_unknown_fields=True, frozen=True, kw_only=True):
     """A function that the model may call."""
 
@@ -171,6 +178,11 @@ class FunctionTool(Struct, tag_field="type", tag="function", forbid_unknown_fiel
     output_schema: Annotated[dict[str, Any], _INERT] | None = None
     allowed_callers: Annotated[list[Literal["direct"]], why("the model calls tools, and no program")] | None = None
     is_asynchronous: Annotated[Literal[False], _LATER] | None = field(default=None, name="async")
+
+    @staticmethod
+    def as_meant(given: dict[str, Any]) -> dict[str, Any]:
+        """Return a tool of chats, whose function is an object of its own, as a tool of the Responses API."""
+        return _flattened(given, "function")
 
 
 class GrammarFormat(Struct, tag_field="type", tag="grammar", forbid_unknown_fields=True, frozen=True):
@@ -255,6 +267,11 @@ class AllowedFunctions(Struct, tag_field="type", tag="allowed_tools", forbid_unk
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[FunctionTool | CustomTool], Meta(min_length=1)]
+
+    @staticmethod
+    def as_meant(given: dict[str, Any]) -> dict[str, Any]:
+        """Return a choice of chats as a choice of the Responses API."""
+        return _flattened(given, "allowed_tools")
 
 
 class SchemaFormat(Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True, frozen=True, kw_only=True):
