@@ -37,6 +37,7 @@ from scheduler_service.doors.http.requests import (
     QueuedRequest,
     ToolField,
 )
+from scheduler_service.doors.http.vendor_calls import VENDOR_WARNING, leaves_out
 from scheduler_service.serving.refusal import invalid
 
 _QUEUED = QueuedRequest.__struct_fields__
@@ -84,6 +85,9 @@ def message_warnings(request: CountTokensRequest) -> list[str]:
         warnings.append(f"tools that run at Anthropic are left out: {', '.join(kinds)}")
     if any(map(_has_image, request.messages)):
         warnings.append(IMAGES_WARNING)
+    blocks = [block for message in request.messages for block in message.content if isinstance(block, TextBlock)]
+    if any(leaves_out(block.text) for block in blocks):
+        warnings.append(VENDOR_WARNING)
     return warnings
 
 

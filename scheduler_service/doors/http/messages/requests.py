@@ -6,6 +6,7 @@ from msgspec import Meta, Raw, Struct
 
 from pagewire.common.sampling_rules import RANGES, UINT32
 from scheduler_service.doors.http.requests import INERT, INT64, STRICT, Empty, EmptyObject, QueuedRequest, why, within
+from scheduler_service.doors.http.vendor_calls import vendor_text
 
 _INERT = Meta(description=INERT)
 _NO_TOOLSETS = why("tools are named one by one")
@@ -23,7 +24,7 @@ class CitationsConfig(Struct, forbid_unknown_fields=True, frozen=True):
 
 class TextBlock(Block, tag="text", forbid_unknown_fields=True, frozen=True):
     text: str
-    citations: Annotated[Empty, why("texts are not cited")] | None = None
+    citations: Annotated[list[Any], why("no effect: those of earlier answers")] | None = None
     parsed_output: Annotated[Any, _INERT] = None  # the text as anthropic's client has parsed it
 
 
@@ -93,12 +94,23 @@ class ToolResultBlock(Block, tag="tool_result", forbid_unknown_fields=True, froz
     toolset_name: Annotated[None, _NO_TOOLSETS] = None
 
 
+def _of_vendor(block: Any) -> Any:
+    text = vendor_text(block) if isinstance(block, dict) else ""
+    return {"type": "text", "text": f"\n{text}\n"} if text else block
+
+
 class InputMessage(Struct, forbid_unknown_fields=True, frozen=True):
     role: Literal["user", "assistant", "system"]
     content: str | list[ReadableBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock]
     output_config: Annotated[EmptyObject, why("effort is set once, in the request")] | None = None
     clear_at: Annotated[Literal["never"], why("messages are not cleared")] | None = None
     cache_control: Annotated[dict[str, Any], _INERT] | None = None
+
+    @staticmethod
+    def as_meant(given: dict[str, Any]) -> dict[str, Any]:
+        """Return a message with texts in place of the blocks of tools that ran at a vendor."""
+        blocks = given.get("content")
+        return {**given, "content": [*map(_of_vendor, blocks)]} if isinstance(blocks, list) else given
 
 
 # Types of tools that run at Anthropic.

@@ -46,12 +46,14 @@ from scheduler_service.doors.http.responses.requests import (
     SchemaFormat,
     TextField,
 )
+from scheduler_service.doors.http.vendor_calls import VENDOR_WARNING, is_vendor_result, leaves_out, vendor_text
 from scheduler_service.serving.refusal import invalid
 
 _SAME = (
     *SampledRequest.__struct_fields__,
     *("stream", "structured_outputs", "chat_template_kwargs", "parallel_tool_calls"),
 )
+_IN_TURN = "commentary"  # the phase of a message of which more of the same turn follows
 # Before the ids of items that were sent without.
 _KINDS = {
     MessageItem: "msg",
@@ -68,11 +70,20 @@ def items_of(request: ResponsesRequest, before: Iterable[InputItem] = ()) -> lis
     """Return the input of a request as items, each whole as it is listed, with an id that no other has, be it of what
     comes before. Raises RefusedError."""
     given = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input or []
-    typed = [{"type": "message", **_without_nulls(item)} for item in given]
+    typed = [_of_vendor({"type": "message", **_without_nulls(item)}) for item in given]
     kind = InputItems if type(request) is ResponsesRequest else lenient(InputItems)  # as the request was read
     items: list[InputItem] = decode_body(msgspec.json.encode({"input": typed}), kind).input
     taken = {item.id for item in before}
     return [_whole(item, f"{request.request_id}_input_{index}", taken) for index, item in enumerate(items)]
+
+
+def _of_vendor(item: dict[str, Any]) -> dict[str, Any]:
+    """Return a message in place of an item of a tool that ran at a vendor."""
+    text = vendor_text(item)
+    if not text:
+        return item
+    own: dict[str, Any] = {"role": "user"} if is_vendor_result(item) else {"role": "assistant", "phase": _IN_TURN}
+    return {"type": "message", "id": item.get("id"), "content": text, **own}
 
 
 def _without_nulls(value: Any) -> Any:
@@ -126,6 +137,9 @@ def warnings_of(request: ResponsesRequest, conversation: Iterable[InputItem]) ->
     warnings = list(tool_warnings(request.tools or ()))
     if any(_has_image(item) for item in conversation):
         warnings.append(IMAGES_WARNING)
+    messages = [item.content for item in conversation if isinstance(item, MessageItem)]
+    if any(leaves_out(part.text) for content in messages for part in content if not isinstance(part, str)):
+        warnings.append(VENDOR_WARNING)
     return warnings
 
 
@@ -158,10 +172,12 @@ def _messages(instructions: str | None, conversation: Iterable[InputItem]) -> It
     if instructions is not None:
         yield {"role": "system", "content": instructions}
     answer: dict[str, Any] = {}  # what the model wrote in one turn is one message
+    last: InputItem | None = None
     for item in conversation:
-        if answer and not _goes_on(answer, item):
+        if answer and not _goes_on(answer, item, last):
             yield answer
             answer = {}
+        last = item
         match item:
             case MessageItem(role="assistant") | FunctionCallItem() | CustomCallItem() | ReasoningItem():
                 answer = answer or {"role": "assistant", "content": ""}
@@ -183,22 +199,25 @@ def _output_heading(item: FunctionResultItem) -> str:
     return f"Output of {function_name(item.name, item.namespace) if item.name else 'a tool'}:"
 
 
-def _goes_on(answer: dict[str, Any], item: InputItem) -> bool:
-    """Tell whether an item is of the turn that has begun: reasoning comes first, then a text, then calls."""
+def _goes_on(answer: dict[str, Any], item: InputItem, last: InputItem | None) -> bool:
+    """Tell whether an item is of the turn that has begun: reasoning comes first, then a text, then calls. A text in the
+    midst of a turn may come anywhere."""
+    is_within = isinstance(last, MessageItem) and last.phase == _IN_TURN
     match item:
-        case FunctionCallItem() | CustomCallItem():
+        case FunctionCallItem() | CustomCallItem() | MessageItem(role="assistant", phase="commentary"):
             return True
         case MessageItem(role="assistant"):
-            return not answer["content"] and "tool_calls" not in answer
-    return False
+            return is_within or (not answer["content"] and "tool_calls" not in answer)
+    return is_within and isinstance(item, ReasoningItem)
 
 
 def _add(answer: dict[str, Any], item: InputItem) -> None:
     match item:
         case MessageItem():
-            answer["content"] = _text(item.content)
+            answer["content"] = "\n\n".join(filter(None, (answer["content"], _text(item.content))))
         case ReasoningItem():
-            answer["reasoning_content"] = _text(item.content or [])
+            thoughts = answer.get("reasoning_content"), _text(item.content or [])
+            answer["reasoning_content"] = "\n\n".join(filter(None, thoughts))
         case FunctionCallItem() | CustomCallItem():
             arguments = item.arguments if isinstance(item, FunctionCallItem) else input_arguments(item.input)
             function = {"name": function_name(item.name, item.namespace), "arguments": arguments}
