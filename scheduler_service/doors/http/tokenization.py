@@ -58,12 +58,13 @@ async def detokenize(request: DetokenizeRequest, call: Call, intake: Intake) -> 
 
 
 def described_tokenizer(intake: Intake) -> bytes:
-    """Return the special tokens, the lengths and the chat template, by the names of vLLM's `/tokenizer_info`. Raises
-    RefusedError."""
+    """Return the class, the special tokens, the lengths and the chat template, by the names of vLLM's
+    `/tokenizer_info`. Raises RefusedError."""
     _tokenizer(intake)
     model = intake.model
     return encode(
         {
+            "tokenizer_class": model.tokenizer_class,
             **model.special_tokens,
             "bos_token_id": model.bos_token_id,
             "pad_token_id": model.pad_token_id,

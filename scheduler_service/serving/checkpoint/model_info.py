@@ -49,6 +49,7 @@ class ModelInfo:
     tokenizer_path: Path | None  # a tokenizer.json or a GGUF file
     is_as_routers_read: bool  # its files say of tokenizer and chat template what they seem to
     embedding: PoolingChoice  # how embeddings are made
+    tokenizer_class: str = ""  # of transformers, by the tokenizer's files
     hidden_size: int = 0  # the numbers of an embedding; 0: the configuration does not say
 
     @property
@@ -193,6 +194,9 @@ def _model_info(
         tokenizer_path=None if tokenizer is None else tokenizer.path,
         is_as_routers_read=(template is None or template.is_plain) and (tokenizer is None or tokenizer.is_plain),
         embedding=embedding,
+        tokenizer_class=str(tokenizer.config.get("tokenizer_class") or tokenizer.settings.kind.name)
+        if tokenizer
+        else "",
         hidden_size=next((config[key] for key in HIDDEN_SIZE if is_whole(config.get(key))), 0),
     )
 

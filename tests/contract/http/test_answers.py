@@ -1,6 +1,7 @@
 """The parts of answers and refusals by which clients decide what to do next."""
 
 import json
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -321,3 +322,19 @@ async def test_evaluations_learn_of_the_tokenizer(server: HttpServer, model: Pat
     assert told["model_max_length"] == LENGTH
     named = {name: text for name, text in told.items() if name.endswith("_token")}
     assert named == dict(read_model_info(str(model)).special_tokens)
+    assert told["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
+def test_the_class_of_a_tokenizer_is_that_of_its_files(model: Path, tmp_path: Path) -> None:
+    for files, expected in (
+        ({}, "PreTrainedTokenizerFast"),
+        ({"tokenizer_config.json": {"tokenizer_class": "Qwen2Tokenizer"}}, "Qwen2Tokenizer"),
+        ({"config.json": {"tokenizer_class": "GPT2Tokenizer"}}, "GPT2Tokenizer"),
+    ):
+        path = shutil.copytree(model, tmp_path / expected, dirs_exist_ok=True)
+        for name, given in files.items():
+            file = path / name
+            file.write_text(json.dumps((json.loads(file.read_text()) if file.exists() else {}) | given))
+        assert read_model_info(str(path)).tokenizer_class == expected
+    (path / "tokenizer.json").unlink()
+    assert read_model_info(str(path)).tokenizer_class == ""
