@@ -63,7 +63,8 @@ class ChatWriter:
         self._echoed = text_of(last) if request.echo and last["role"] == self._role else ""
         self._texts = TokenTexts(intake.tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
         parsers = [make_parser() for _ in range(request.n or 1)]
-        self._readers = [SampleReader(parser) for parser in parsers]
+        joins = request.separate_reasoning is False and request.include_reasoning is not False
+        self._readers = [SampleReader(parser, joins_reasoning=joins) for parser in parsers]
         self._reasoning = [ReasoningTokens(self._texts, parser) for parser in parsers]
 
     @property
@@ -207,12 +208,6 @@ def _read(
         request, intake.model, chat_grammars(request, output, functions, prompt, intake.chats)
     )
     read_as = output if request.separate_reasoning is not False else output._replace(thinking=None)
-    if request.separate_reasoning is False and output.is_in_channels:
-        raise invalid(
-            "separate_reasoning",
-            "separate_reasoning is false, but the model writes reasoning in a channel of its own; leave it unset, or "
-            "set include_reasoning to false",
-        )
     make_parser = partial(read_as.parser, prompt, functions)
     special_texts = frozenset[str]() if intake.tokenizer is None else intake.tokenizer.special_texts
     if not special_texts.isdisjoint(output.tags(functions)):

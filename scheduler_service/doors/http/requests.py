@@ -300,7 +300,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
         Annotated[int, Meta(ge=-1, le=UINT32.high), why("reasoning ends after that many tokens; -1: no limit")] | None
     ) = None
     include_reasoning: Annotated[bool, why("false: reasoning is left out")] | None = None
-    separate_reasoning: Annotated[bool, why("false: reasoning stays in content, with its tags")] | None = None
+    separate_reasoning: Annotated[bool, why("false: reasoning stays in content, with its tags if it has any")] | None = None
     enable_thinking: Annotated[bool, why("the template's variables enable_thinking and thinking")] | None = None
     thinking: Annotated[bool | ThinkingField, why("as enable_thinking, which takes precedence")] | None = None
     modalities: Annotated[list[Literal["text"]], why("outputs are texts")] | None = None

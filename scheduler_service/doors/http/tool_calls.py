@@ -15,6 +15,7 @@ from pagewire.common.chat_output import (
     ChatRules,
     Content,
     OutputParser,
+    OutputPart,
     Parameters,
     Reasoning,
 )
@@ -186,8 +187,11 @@ class Told(NamedTuple):
 class SampleReader:
     """Reads one output of a chat as it comes."""
 
-    def __init__(self, parser: OutputParser) -> None:
+    def __init__(self, parser: OutputParser, *, joins_reasoning: bool = False) -> None:
+        """`joins_reasoning`: reasoning without tags, of a channel of its own, is a paragraph of the content."""
         self._parser = parser
+        self._joins_reasoning = joins_reasoning
+        self._last: type[OutputPart] | None = None  # of the content, if reasoning is a part of it
         self.num_calls = 0
 
     def read(self, text: str, *, is_last: bool) -> Told:
@@ -195,6 +199,9 @@ class SampleReader:
         calls: list[tuple[ToolCall, list[str]]] = []  # with the pieces of its arguments
         for part in self._parser.feed(text, is_last=is_last):
             match part:
+                case Content() | Reasoning() if self._joins_reasoning:
+                    content.append(part.text if self._last in (None, type(part)) else f"\n{part.text}")
+                    self._last = type(part)
                 case Content():
                     content.append(part.text)
                 case Reasoning():

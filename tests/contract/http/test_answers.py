@@ -253,12 +253,25 @@ async def test_reasoning_may_stay_in_the_content(
     assert (await server.chat("x", separate_reasoning=True, max_tokens=200))["choices"][0]["message"]["reasoning"]
 
 
-async def test_channels_are_always_separate(tmp_path: Path) -> None:
+async def test_reasoning_in_a_channel_may_be_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As gpt-oss writes it: it has no tags."""
     model = make_chat_checkpoint(tmp_path / "model")
     (model / "chat_template.jinja").write_text(CHAT_TEMPLATE + "{# <|channel|> <|message|> #}")
+    written = (("analysis", "hm"), ("final", "sun"), ("analysis", "oh"))
+    text = "<|start|>".join(f"<|channel|>{channel}<|message|>{said}<|end|>" for channel, said in written)
+    write(monkeypatch, Tokenizer.from_file(str(model / "tokenizer.json")), text)
+    expected = "hm\nsun\n\noh"
     async with serve_http(model) as server:
-        error = await server.refusal(CHAT, messages=[QUESTION], separate_reasoning=False)
-    assert error["param"] == "separate_reasoning"
+        asked: dict[str, Any] = {"messages": [QUESTION], "separate_reasoning": False, "max_tokens": 200}
+        message = (await server.chat("x", **asked))["choices"][0]["message"]
+        assert (message["content"], message["reasoning"]) == (expected, None)
+        deltas = [event["choices"][0]["delta"] for event in await server.events(CHAT, **asked)]
+        assert "".join(delta.get("content", "") for delta in deltas) == expected
+        assert not any("reasoning" in delta for delta in deltas)
+        hidden = await server.chat("x", **asked, include_reasoning=False)
+        assert hidden["choices"][0]["message"]["content"] == "sun"
+        apart = (await server.chat("x", **asked | {"separate_reasoning": True}))["choices"][0]["message"]
+        assert (apart["content"], apart["reasoning"]) == ("sun", "hm\noh")
 
 
 @pytest.mark.parametrize(
