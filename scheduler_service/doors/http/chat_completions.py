@@ -182,9 +182,12 @@ async def read_chat(
     request: ChatCompletionRequest, call: Call, intake: Intake, stream: EventStream
 ) -> tuple[ReadCall, ParserMaker]:
     """Return the requests of a chat, and what reads their outputs. Warn of keywords in schemas of tools that are not
-    enforced. Raises RefusedError."""
+    enforced, and of a verbosity that the template does not read. Raises RefusedError."""
     tenant = call.caller.tenant(request.tenant or "")
-    output = intake.chats.format_of(chosen_template(intake.model, request.chat_template))
+    template = chosen_template(intake.model, request.chat_template)
+    output = intake.chats.format_of(template)
+    if request.verbosity not in (None, "medium") and "verbosity" not in template:
+        stream.warn("verbosity is left out: the chat template of the model does not read it")
     # What is refused for its schemas costs no rendering.
     functions, left_out = await intake.turns.carry_out(tenant, call.size, functions_of, request, output)
     prompt = await render_messages(request, call, intake)

@@ -25,7 +25,7 @@ IMAGES_WARNING = "images in the results of tools are left out: the model reads t
 _Conversation = ChatCompletionRequest | TokenizeRequest | EmbeddingRequest
 _PROMPT_VALUES = 512  # that making a request of a prompt counts as
 # Fields of a request that are variables of a template.
-_VARIABLES = ("documents", "reasoning_effort")
+_VARIABLES = ("documents", "reasoning_effort", "verbosity")
 
 
 def separate_prompts(given: PromptField, field: str, most: int = MAX_PROMPTS) -> list[str | tuple[int, ...]]:

@@ -300,13 +300,18 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
         Annotated[int, Meta(ge=-1, le=UINT32.high), why("reasoning ends after that many tokens; -1: no limit")] | None
     ) = None
     include_reasoning: Annotated[bool, why("false: reasoning is left out")] | None = None
-    separate_reasoning: Annotated[bool, why("false: reasoning stays in content, with its tags if it has any")] | None = None
+    separate_reasoning: (
+        Annotated[bool, why("false: reasoning stays in content, with its tags if it has any")] | None
+    ) = None
     enable_thinking: Annotated[bool, why("the template's variables enable_thinking and thinking")] | None = None
     thinking: Annotated[bool | ThinkingField, why("as enable_thinking, which takes precedence")] | None = None
     modalities: Annotated[list[Literal["text"]], why("outputs are texts")] | None = None
     audio: Annotated[None, why("outputs are texts")] = None
     prediction: Annotated[dict[str, Any], _INERT] | None = None  # it makes OpenAI's models faster, and nothing else
-    verbosity: Annotated[Literal["medium"], why("ask for another in the messages")] | None = None
+    verbosity: (
+        Annotated[Literal["low", "medium", "high"], why("a variable of the template; a warning if it reads none")]
+        | None
+    ) = None
     web_search_options: Annotated[None, why("nothing is searched for")] = None
     moderation: Annotated[None, why("texts are not moderated")] = None
     return_prompt_text: Annotated[Literal[False], why("use return_token_ids")] | None = None

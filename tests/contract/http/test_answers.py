@@ -274,6 +274,30 @@ async def test_reasoning_in_a_channel_may_be_content(tmp_path: Path, monkeypatch
         assert (apart["content"], apart["reasoning"]) == ("sun", "hm\noh")
 
 
+async def test_verbosity_is_a_variable_of_the_template(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Codex asks for low verbosity where the model has a name of OpenAI's. A template that does not read it is told."""
+    model = make_chat_checkpoint(tmp_path / "model", wordy=CHAT_TEMPLATE + "<{{ verbosity }}>")
+    warning = "verbosity is left out: the chat template of the model does not read it"
+    async with serve_http(model) as server:
+        for asked, told in (("low", warning), ("high", warning), ("medium", None), (None, None)):
+            caplog.clear()
+            chat = {"messages": [QUESTION], "verbosity": asked, "max_tokens": 2}
+            response = {"input": "hello", "text": {"verbosity": asked}, "max_output_tokens": 2}
+            for path, body in ((CHAT, chat), ("/v1/responses", response)):
+                for is_streamed in (False, True):
+                    answer = await server.post(path, **body, stream=is_streamed)
+                    assert answer.status_code == 200, answer.text
+                    assert answer.headers.get("warning") == (told and f'299 - "{told}"')
+            assert (warning in caplog.text) is (told is not None)
+            named = {"verbosity": asked or "medium", "format": {"type": "text"}}
+            assert (await server.post("/v1/responses", **response)).json()["text"] == named
+            read = await server.post(CHAT, **chat, chat_template="wordy", return_token_ids=True)
+            assert "warning" not in read.headers
+            prompt = await server.post("/detokenize", tokens=read.json()["prompt_token_ids"])
+            assert f"<{asked or ''}>" in prompt.json()["prompt"]
+        assert (await server.refusal(CHAT, messages=[QUESTION], verbosity="loud"))["param"] == "verbosity"
+
+
 @pytest.mark.parametrize(
     ("path", "given"),
     [(COMPLETION, {"prompt": "once"}), (CHAT, {"messages": [QUESTION]}), (MESSAGES, {"messages": [QUESTION]})],

@@ -245,7 +245,7 @@ async def test_what_asks_for_nothing_is_accepted(server: HttpServer, say: Say, a
 @pytest.mark.parametrize(
     ("param", "asked"),
     [
-        ("text.verbosity", {"text": {"verbosity": "low"}}),
+        ("text.verbosity", {"text": {"verbosity": "loud"}}),
         ("reasoning.context", {"reasoning": {"context": "current_turn"}}),
         ("reasoning.mode", {"reasoning": {"mode": "pro"}}),
         ("include[1]", {"include": ["reasoning.encrypted_content", "message.output_text.words"]}),

@@ -190,6 +190,7 @@ CHAT_PROMPTS = TEMPLATE | {
     "messages": prompted([ANSWER], "<assistant>once \n<assistant>"),
     "documents": prompted([{"text": "x"}], "x,", chat_template="told"),
     "reasoning_effort": prompted("low", ",low", chat_template="told"),
+    "verbosity": prompted("low", ",low", chat_template="told"),
     "enable_thinking": prompted(False, "<user>hello\n<assistant>False"),
     "thinking": prompted({"type": "disabled"}, "<user>hello\n<assistant>False"),
     "model": PROMPTS["model"],
@@ -205,7 +206,6 @@ NEUTRAL = {
     "separate_reasoning": Harmless(False),
     "function_call": Harmless("none", "sometimes"),
     "modalities": Harmless(["text"], ["audio"]),
-    "verbosity": Harmless("medium", "low"),
 }
 SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -408,7 +408,7 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Door]:
         "short": "{{ messages[0].content }}",
         "tooled": "{{ messages[0].content }}{# <tool_call> #}",
         "thoughtful": "{{ messages[0].content }}{# <think> </think> #}",
-        "told": "{% if documents %}{{ documents[0].text }}{% endif %},{{ reasoning_effort }}"
+        "told": "{% if documents %}{{ documents[0].text }}{% endif %},{{ reasoning_effort }}{{ verbosity }}"
         "{% if tools %}{{ tools[0].type }}{% endif %}",
     }
     model = make_chat_checkpoint(tmp_path_factory.mktemp("models") / "chatty", **named)

@@ -179,7 +179,7 @@ RESPONSE_PARTS: dict[str, Part] = {
     "input[](compaction)": Part(
         {"type": "compaction", "encrypted_content": "a"}, {"encrypted_content": "b"}, {"id": "cmp_1"}
     ),
-    "text": Part({}, {}, {"verbosity": "medium"}, {"verbosity": "low"}),
+    "text": Part({}, {"verbosity": "low"}, {"verbosity": "medium"}, {"verbosity": "loud"}),
     "text.format(text)": Part({"type": "text"}),
     "text.format(json_object)": Part({"type": "json_object"}),
     "text.format(json_schema)": Part(

@@ -116,6 +116,7 @@ def _whole(item: InputItem, name: str, taken: set[str | None]) -> InputItem:
 def chat_meant(request: ResponsesRequest, conversation: Iterable[InputItem]) -> ChatCompletionRequest:
     """Return the chat that a request means, which goes on with a conversation."""
     same: dict[str, Any] = {name: getattr(request, name) for name in _SAME}
+    text = request.text or TextField()
     if request.wants_logprobs and request.tools and request.tool_choice != "none":
         field = "top_logprobs" if request.top_logprobs else "include"
         raise invalid(field, f"{field} asks for log-probabilities, but tools may be called; set tool_choice to none")
@@ -125,7 +126,8 @@ def chat_meant(request: ResponsesRequest, conversation: Iterable[InputItem]) -> 
         tools=tool_fields(request.tools or ()),
         tool_choice=_choice(request.tool_choice),
         reasoning_effort=(request.reasoning or ReasoningConfig()).effort,
-        response_format=_format((request.text or TextField()).format),
+        response_format=_format(text.format),
+        verbosity=text.verbosity,
         logprobs=request.wants_logprobs,
         top_logprobs=request.top_logprobs if request.wants_logprobs else None,
         **same,

@@ -283,7 +283,9 @@ class SchemaFormat(Struct, tag_field="type", tag="json_schema", forbid_unknown_f
 
 class TextField(Struct, forbid_unknown_fields=True, frozen=True):
     format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
-    verbosity: Annotated[Literal["medium"], why("ask for another in the instructions")] | None = None
+    verbosity: (
+        Annotated[Literal["low", "medium", "high"], why("the template's variable; a warning if it reads none")] | None
+    ) = None
 
 
 class ReasoningConfig(Struct, forbid_unknown_fields=True, frozen=True):

@@ -212,7 +212,7 @@ def _begun(request: ResponsesRequest, used: SamplingParams, model_name: str) -> 
         frequency_penalty=used.frequency_penalty,
         tool_choice=request.tool_choice or "auto",
         tools=[tool for tool in request.tools or () if not isinstance(tool, VendorTool)],
-        text=msgspec.structs.replace(text, format=text.format or TextFormat(), verbosity="medium"),
+        text=msgspec.structs.replace(text, format=text.format or TextFormat(), verbosity=text.verbosity or "medium"),
         reasoning=request.reasoning,
         metadata=request.metadata or {},
         background=bool(request.background),
