@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any
+from urllib.parse import unquote
 
 # Between the parts of JSON stands one space, one end of a line, or nothing: with as much as JSON allows, a model may go
 # on with spaces for ever. Without escapes by number a name is spelt in one way, so that it is known where it stands.
@@ -63,9 +64,13 @@ _UNENFORCED = frozenset(
         *("propertyNames", "unevaluatedItems", "unevaluatedProperties", "uniqueItems"),
     }
 )
-# What a pattern may look at besides the characters that it matches: what is around them, or matched before.
-_LOOKS = re.compile(r"\\[1-9bBk]|\(\?(?:[=!>]|<[=!])")
+_TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+# What a pattern may look at besides the characters that it matches: what is around them, or matched before. Also what
+# other languages' patterns have, and the library's do not.
+_LOOKS = re.compile(r"\\[1-9bBcGkKRXZ]|\(\?(?:[=!>]|<[=!])|\[\^?\]|\{,")
 _MAX_REFERENCES = 16  # from one to the next: they may go round in a circle
+_MAX_DIGITS = 10  # of a place in a list
 _MANY = (1 << 31) - 1  # more than any output has
 _LARGEST = (1 << 63) - (1 << 10)  # the largest float64 that the library takes as a bound
 _LEAST = 1e-30  # above 0, and of few enough digits
@@ -98,7 +103,9 @@ def enforceable(root: Any, schema: Any, left_out: set[str]) -> Any:
         if name in _ANNOTATIONS or _is_unset(name, value):
             continue
         inner = _with_schemas(name, value, lambda each: enforceable(root, each, left_out))
-        if _is_enforced(name, value, schema) or _excludes_nothing(name, value, schema, root):
+        if name == "type" and isinstance(value, str):
+            value = inner = value.lower()  # as Gemini's API has capitals
+        if _is_enforced(name, value, schema, root) or _excludes_nothing(name, value, schema, root):
             kept[name] = inner
         else:
             left_out.add(name)
@@ -121,19 +128,58 @@ def _is_unset(name: str, value: Any) -> bool:
     return value is None and name not in ("const", "default")
 
 
-def _is_enforced(name: str, value: Any, schema: dict[str, Any]) -> bool:
+def _is_enforced(name: str, value: Any, schema: dict[str, Any], root: Any) -> bool:
     match name:
         case "pattern":
             return not _LOOKS.search(str(value))
         case "patternProperties":
             return not _LOOKS.search(" ".join(value) if isinstance(value, dict) else "")
         case "$ref":
-            return str(value).startswith("#")
+            return str(value).startswith("#") and _referred(root, value) is not None
+        case "minProperties" | "maxProperties":  # where the number of properties is not fixed
+            return _texts(schema.get("properties")) <= _texts(schema.get("required"))
+        case "type":
+            kinds = value if isinstance(value, list) else [value]
+            return all(kind in _TYPES or not isinstance(kind, str) for kind in kinds)  # the library refuses others
         case "not":
             return _allows_all(value)  # nothing is allowed
         case "oneOf":
-            return "discriminator" in schema
+            return _is_discriminated(value, schema, root)
+        case "required":
+            return isinstance(value, list) and all(isinstance(each, str) for each in value)
     return name not in _UNENFORCED
+
+
+def _is_discriminated(schemas: Any, schema: dict[str, Any], root: Any) -> bool:
+    """Return whether at most one of the schemas of a oneOf allows a value: each requires the property that the
+    discriminator names."""
+    match schema.get("discriminator"), schemas:
+        case {"propertyName": str(name)}, [_, _, *_]:
+            objects = [each for each in schemas if isinstance(each, dict)]
+            found = [_referred(root, each["$ref"]) if "$ref" in each else each for each in objects]
+            distinct = {id(each): each for each in found if isinstance(each, dict)}  # one may be referred to many times
+            return all(name in _texts(each.get("required")) for each in distinct.values())
+    return "discriminator" in schema
+
+
+def _texts(value: Any) -> set[str]:
+    """Return the texts of a list, or the names of an object."""
+    return {each for each in value if isinstance(each, str)} if isinstance(value, list | dict) else set()
+
+
+def _referred(root: Any, reference: Any) -> Any:
+    """Return the schema that a reference like "#/$defs/name" leads to, or None."""
+    return reduce(_member, unquote(str(reference)).split("/")[1:], root)
+
+
+def _member(value: Any, name: str) -> Any:
+    """Return what is in an object or a list under a name of a JSON Pointer, or None."""
+    match value:
+        case dict():
+            return value.get(name.replace("~1", "/").replace("~0", "~"))
+        case list() if name.isdecimal() and len(name) < _MAX_DIGITS and int(name) < len(value):
+            return value[int(name)]
+    return None
 
 
 def _read(root: Any, schema: Any) -> Any:
@@ -148,6 +194,8 @@ def _read(root: Any, schema: Any) -> Any:
         if schema.get(exclusive) is True and name in schema:  # as the standard had it once
             schema[exclusive] = schema.pop(name)
     schema |= {name: _inward(name, schema[name]) for name in _INWARD if name in schema}
+    counts = {name: schema[name] for name in _COUNTS if isinstance(schema.get(name), float)}
+    schema |= {name: int(count) for name, count in counts.items() if count.is_integer()}
     if values := [schema[name] for name in ("const", "enum") if name in schema]:
         json.loads(json.dumps(values), parse_int=_told, parse_float=_told)
     form, parts = schema.get("format"), schema.get("allOf", [])
@@ -218,9 +266,7 @@ def _allows_texts(schema: Any, root: Any, num_references: int = 0) -> bool:
     reference = str(schema.get("$ref"))
     if asks != {"$ref"} or not reference.startswith("#/") or num_references == _MAX_REFERENCES:
         return not asks
-    names = reference.split("/")[1:]
-    found = reduce(lambda at, name: at.get(name) if isinstance(at, dict) else None, names, root)
-    return _allows_texts(found, root, num_references + 1)
+    return _allows_texts(_referred(root, reference), root, num_references + 1)
 
 
 _INWARD = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
