@@ -26,7 +26,14 @@ from scheduler_service.doors.http.answers import (
 )
 from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.options import ReadCall, RequestNames, parsed, sampling_options
-from scheduler_service.doors.http.prompts import IMAGE_LEFT_OUT, IMAGES_WARNING, chosen_template, render_messages
+from scheduler_service.doors.http.prompts import (
+    FILE_LEFT_OUT,
+    FILES_WARNING,
+    IMAGE_LEFT_OUT,
+    IMAGES_WARNING,
+    chosen_template,
+    render_messages,
+)
 from scheduler_service.doors.http.requests import ChatCompletionRequest
 from scheduler_service.doors.http.token_texts import ReasoningTokens, TokenTexts
 from scheduler_service.doors.http.tool_calls import (
@@ -43,7 +50,9 @@ from scheduler_service.serving.refusal import invalid
 from scheduler_service.serving.tenants.caller import Call
 
 _ROLE = "assistant"
-_LEFT_OUT = {"type": "text", "text": IMAGE_LEFT_OUT}
+# By the types of parts of a tool's result that the model cannot read.
+_LEFT_OUT = {kind: {"type": "text", "text": IMAGE_LEFT_OUT} for kind in ("image_url", "input_image", "image")}
+_LEFT_OUT |= {kind: {"type": "text", "text": FILE_LEFT_OUT} for kind in ("file", "input_file")}
 
 
 class ChatWriter:
@@ -144,29 +153,29 @@ def _added(told: Told, *, is_last: bool) -> ChatMessage:
     )
 
 
-async def without_images(
+async def without_media(
     request: ChatCompletionRequest, call: Call, intake: Intake, stream: EventStream
 ) -> ChatCompletionRequest:
-    """Return a chat in which a text replaces each image in a result of a tool, and warn of it."""
+    """Return a chat in which a text replaces each image or file in a result of a tool, and warn of it."""
+    warnings: set[str] = set()
     messages = await intake.turns.carry_out(
-        call.caller.tenant(request.tenant or ""), call.size, lambda: [*map(_without_images, request.messages)]
+        call.caller.tenant(request.tenant or ""),
+        call.size,
+        lambda: [_without_media(message, warnings) for message in request.messages],
     )
-    if messages == request.messages:
-        return request
-    stream.warn(IMAGES_WARNING)
-    return structs.replace(request, messages=messages)
+    for text in sorted(warnings):
+        stream.warn(text)
+    return structs.replace(request, messages=messages) if warnings else request
 
 
-def _without_images(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message itself, unless it is a tool's result with an image."""
+def _without_media(message: dict[str, Any], warnings: set[str]) -> dict[str, Any]:
+    """Return the message itself, unless it is a tool's result with an image or a file. Add what is left out."""
     match message:
-        case {"role": "tool", "content": list() as parts} if any(map(_is_image, parts)):
-            return {**message, "content": [_LEFT_OUT if _is_image(part) else part for part in parts]}
+        case {"role": "tool", "content": list() as parts}:
+            kinds = [str(part.get("type")) if isinstance(part, dict) else "" for part in parts]
+            warnings |= {FILES_WARNING if "file" in kind else IMAGES_WARNING for kind in kinds if kind in _LEFT_OUT}
+            return {**message, "content": [*map(_LEFT_OUT.get, kinds, parts)]}
     return message
-
-
-def _is_image(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in ("image_url", "input_image", "image")
 
 
 async def complete_chat(

@@ -22,6 +22,9 @@ from scheduler_service.serving.tenants.caller import Call
 # In place of an image in the result of a tool, and what the client is told of it.
 IMAGE_LEFT_OUT = "[An image was left out here: the model reads text only.]"
 IMAGES_WARNING = "images in the results of tools are left out: the model reads text only"
+# The same for a file whose text is not sent.
+FILE_LEFT_OUT = "[A file was left out here: the model reads text only.]"
+FILES_WARNING = "files in the results of tools are left out: the model reads text only"
 _Conversation = ChatCompletionRequest | TokenizeRequest | EmbeddingRequest
 _PROMPT_VALUES = 512  # that making a request of a prompt counts as
 # Fields of a request that are variables of a template.

@@ -33,7 +33,7 @@ from scheduler_service.doors.http import event_stream
 from scheduler_service.doors.http.answering import longest_sequence, now
 from scheduler_service.doors.http.answers import Model, Models, encode
 from scheduler_service.doors.http.body import MAX_BODY_BYTES, decode_in_turn, decode_query, lenient, read_body
-from scheduler_service.doors.http.chat_completions import complete_chat, read_chat, without_images
+from scheduler_service.doors.http.chat_completions import complete_chat, read_chat, without_media
 from scheduler_service.doors.http.completions import complete_prompts, read_completion
 from scheduler_service.doors.http.connection import HttpConnection, Listener, UnreadAnswers
 from scheduler_service.doors.http.detached_requests import abort_request, read_detached, submit_detached
@@ -301,7 +301,7 @@ class HttpDoor:
         return await complete_prompts(request, call, self._intake, self._model_name(), stream)
 
     async def _complete_chat(self, request: ChatCompletionRequest, call: Call, stream: EventStream) -> bytes | None:
-        request = await without_images(request, call, self._intake, stream)
+        request = await without_media(request, call, self._intake, stream)
         if request.detached:
             return await self._submit(request, (await read_chat(request, call, self._intake, stream))[0], call)
         return await complete_chat(request, call, self._intake, self._model_name(), stream)
@@ -355,9 +355,7 @@ class HttpDoor:
         return encode(await render(read, self._intake, self._model_name()))
 
     async def _render_chat(self, request: ChatCompletionRequest, call: Call, stream: EventStream) -> bytes:
-        asked, _ = await read_chat(
-            await without_images(request, call, self._intake, stream), call, self._intake, stream
-        )
+        asked, _ = await read_chat(await without_media(request, call, self._intake, stream), call, self._intake, stream)
         (prompt,) = await render(asked, self._intake, self._model_name())
         return encode(prompt)
 

@@ -5,7 +5,7 @@ import json
 import re
 from typing import Any
 
-from scheduler_service.doors.http.prompts import IMAGE_LEFT_OUT
+from scheduler_service.doors.http.prompts import FILE_LEFT_OUT, IMAGE_LEFT_OUT
 
 _CALLED = re.compile(
     "(?:web_search|file_search|code_interpreter|image_generation|computer|mcp|local_shell|shell|apply_patch)_call"
@@ -17,7 +17,6 @@ _RESULT = re.compile(
 )
 _LISTS = ("mcp_list_tools", "mcp_tool_listing")
 _KIND_END = re.compile("(_call|_tool)?(_output|_result|_use|_response)?$")
-_FILE_LEFT_OUT = "[A file was left out here: the model reads text only.]"
 _LIST_LEFT_OUT = "[A list of tools was left out here: they do not run here.]"
 # Fields that name an item, or place it, and values that tell nothing.
 _UNTOLD = ("type", "id", "name", "call_id", "tool_use_id", "container_id", "cache_control", "caller", "created_by")
@@ -59,7 +58,7 @@ def _readable(value: Any) -> Any:
         case {"type": "image" | "computer_screenshot"}:
             return IMAGE_LEFT_OUT
         case {"type": "base64"}:
-            return _FILE_LEFT_OUT
+            return FILE_LEFT_OUT
         case dict():
             given = {key: inner for key, inner in value.items() if inner is not None}
             return {key: _readable(inner) for key, inner in given.items() if not key.startswith("encrypted_")}

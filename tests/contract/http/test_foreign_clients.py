@@ -268,11 +268,55 @@ async def test_tools_and_choices_in_the_form_of_the_other_api(server: HttpServer
         assert [own[name] for name in ("tools", "tool_choice")] == [foreign[name] for name in ("tools", "tool_choice")]
         assert own["usage"] == foreign["usage"]
     await accepted(server, CHAT, tools=[{**FLAT, "strict": None, "cache_control": {"type": "ephemeral"}}])
-    assert await refused_field(server, CHAT, tools=[{**FLAT, "returns": {}}]) == "tools[0].returns"
-    assert await refused_field(server, RESPONSES, tools=[{**TOOL, "returns": {}}]) == "tools[0].returns"
+    assert await refused_field(server, CHAT, tools=[{**FLAT, "returns": "x"}]) == "tools[0].returns"
+    assert await refused_field(server, RESPONSES, tools=[{**TOOL, "returns": "x"}]) == "tools[0].returns"
     assert (
         await refused_field(server, RESPONSES, tools=[FLAT], tool_choice={**chosen, "name": 5})
         == "tool_choice.function"
     )
     error = await server.refusal(CHAT, messages=[QUESTION], tools=[{"type": "function"}])
     assert error["param"].startswith("tools[0]")
+
+
+FILE = "[A file was left out here: the model reads text only.]"
+
+
+async def test_files_in_results_of_tools_are_left_out_with_a_warning(server: HttpServer) -> None:
+    """Claude Code's Read returns a PDF so: with it each later request of the conversation was refused."""
+    source = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}
+    file = {"type": "file", "file": {"filename": "a.pdf", "file_data": "data:application/pdf;base64,JVBERi0="}}
+    uses: list[Any] = [{"type": "tool_use", "id": "1", "name": "weather", "input": {}}]
+    results: dict[str, list[Any]] = {
+        MESSAGES: [
+            {"role": "assistant", "content": uses},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "1"} | {"content": [{"type": "document", "source": source}]}
+                ],
+            },
+        ],
+        RESPONSES: [
+            {"type": "function_call", "call_id": "1", "name": "weather", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "1"}
+            | {"output": [{"type": "input_file", "filename": "a.pdf", "file_data": "data:,"}]},
+        ],
+        CHAT: [
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [
+                    {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}},
+                ],
+            },
+            {"role": "tool", "tool_call_id": "1", "content": [file]},
+        ],
+    }
+    warning = "files in the results of tools are left out: the model reads text only"
+    for path, turns in results.items():
+        asked = {"input" if path == RESPONSES else "messages": [QUESTION, *turns, QUESTION]}
+        response = await server.post(path, **PLAIN[path] | asked)
+        assert response.status_code == 200, response.text
+        assert response.headers["warning"] == f'299 - "{warning}"'
+    prompt, _ = await prompt_and_calls(server, messages=[QUESTION, *results[CHAT]])
+    assert FILE in prompt

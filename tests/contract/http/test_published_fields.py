@@ -358,9 +358,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "tools[]": "computer|computer_use_preview|programmatic_tool_calling|local_shell|shell|tool_search|apply_patch",
         "input[](message).content[]": "input_file",
         "input[](function_call).caller": "program",
-        "input[](function_call_output).output[]": "input_file",
         "input[](function_call_output).caller": "program",
-        "input[](custom_tool_call_output).output[]": "input_file",
         "input[](custom_tool_call_output).caller": "program",
         "input[](custom_tool_call).caller": "program",
     },
@@ -388,7 +386,9 @@ AS_TEXTS: dict[str, dict[str, str]] = {
     CHAT: {},
     RESPONSES: {
         "input[]": "(web_search|file_search|computer|image_generation|code_interpreter|local_shell|shell|apply_patch)"
-        "_call|(computer|local_shell|shell|apply_patch)_call_output|mcp_.*"
+        "_call|(computer|local_shell|shell|apply_patch)_call_output|mcp_.*",
+        "input[](function_call_output).output[]": "input_file",
+        "input[](custom_tool_call_output).output[]": "input_file",
     },
     MESSAGES: {"messages[](user).content[]": _USED, "messages[](assistant).content[]": _USED},
 }

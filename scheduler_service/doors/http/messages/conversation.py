@@ -28,7 +28,7 @@ from scheduler_service.doors.http.messages.requests import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from scheduler_service.doors.http.prompts import IMAGE_LEFT_OUT, IMAGES_WARNING
+from scheduler_service.doors.http.prompts import FILE_LEFT_OUT, FILES_WARNING, IMAGE_LEFT_OUT, IMAGES_WARNING
 from scheduler_service.doors.http.requests import (
     ChatCompletionRequest,
     FunctionField,
@@ -83,10 +83,13 @@ def message_warnings(request: CountTokensRequest) -> list[str]:
     warnings = []
     if kinds := sorted({*map(_vendor_kind, request.tools or ())} - {""}):
         warnings.append(f"tools that run at Anthropic are left out: {', '.join(kinds)}")
-    if any(map(_has_image, request.messages)):
+    lists = [message.content for message in request.messages if not isinstance(message.content, str)]
+    parts = [part for blocks in lists for part in _result_parts(blocks)]
+    if any(isinstance(part, ImageBlock) for part in parts):
         warnings.append(IMAGES_WARNING)
-    blocks = [block for message in request.messages for block in message.content if isinstance(block, TextBlock)]
-    if any(leaves_out(block.text) for block in blocks):
+    if any(isinstance(part, TextBlock) and part.text == FILE_LEFT_OUT for part in parts):
+        warnings.append(FILES_WARNING)
+    if any(leaves_out(block.text) for blocks in lists for block in blocks if isinstance(block, TextBlock)):
         warnings.append(VENDOR_WARNING)
     return warnings
 
@@ -97,9 +100,10 @@ def _vendor_kind(tool: MessagesTool) -> str:
     return found[1] if found else ""
 
 
-def _has_image(message: InputMessage) -> bool:
-    contents = [block.content for block in message.content if isinstance(block, ToolResultBlock)]
-    return any(isinstance(part, ImageBlock) for content in contents for part in content or ())
+def _result_parts(blocks: Iterable[Any]) -> list[Any]:
+    """Return the parts of the results of tools in a message."""
+    contents = [block.content for block in blocks if isinstance(block, ToolResultBlock)]
+    return [part for content in contents if isinstance(content, list) for part in content]
 
 
 def _goes_on(message: InputMessage) -> bool:

@@ -5,10 +5,13 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Raw, Struct
 
 from pagewire.common.sampling_rules import RANGES, UINT32
+from scheduler_service.doors.http.prompts import FILE_LEFT_OUT
 from scheduler_service.doors.http.requests import INERT, INT64, STRICT, Empty, EmptyObject, QueuedRequest, why, within
 from scheduler_service.doors.http.vendor_calls import vendor_text
 
 _INERT = Meta(description=INERT)
+# Fields that answers have besides.
+_OF_ANSWERS = ("id", "type", "model", "stop_reason", "stop_sequence", "stop_details", "usage", "container")
 _NO_TOOLSETS = why("tools are named one by one")
 
 
@@ -92,6 +95,21 @@ class ToolResultBlock(Block, tag="tool_result", forbid_unknown_fields=True, froz
     content: str | list[ResultBlock] | None = None
     is_error: Annotated[bool, _INERT] | None = None
     toolset_name: Annotated[None, _NO_TOOLSETS] = None
+
+    @staticmethod
+    def as_meant(given: dict[str, Any]) -> dict[str, Any]:
+        """Return a result in which a text replaces each file."""
+        match given:
+            case {"content": list() as blocks}:
+                return {**given, "content": [*map(_without_file, blocks)]}
+        return given
+
+
+def _without_file(block: Any) -> Any:
+    match block:
+        case {"type": "document", "source": {"type": "base64" | "url" | "file"}}:
+            return {"type": "text", "text": FILE_LEFT_OUT}
+    return block
 
 
 def _of_vendor(block: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from scheduler_service.doors.http.body import decode_body, lenient
-from scheduler_service.doors.http.prompts import IMAGE_LEFT_OUT, IMAGES_WARNING
+from scheduler_service.doors.http.prompts import FILE_LEFT_OUT, FILES_WARNING, IMAGE_LEFT_OUT, IMAGES_WARNING
 from scheduler_service.doors.http.requests import (
     AllowedTools,
     AllowedToolsChoice,
@@ -137,19 +137,16 @@ def chat_meant(request: ResponsesRequest, conversation: Iterable[InputItem]) -> 
 def warnings_of(request: ResponsesRequest, conversation: Iterable[InputItem]) -> list[str]:
     """Return what is done otherwise than a request and its conversation ask for."""
     warnings = list(tool_warnings(request.tools or ()))
-    if any(_has_image(item) for item in conversation):
+    results = [item.output for item in conversation if isinstance(item, FunctionResultItem | CustomResultItem)]
+    parts = [part for output in results if isinstance(output, list) for part in output]
+    if any(isinstance(part, InputImage) for part in parts):
         warnings.append(IMAGES_WARNING)
+    if any(isinstance(part, InputText) and part.text == FILE_LEFT_OUT for part in parts):
+        warnings.append(FILES_WARNING)
     messages = [item.content for item in conversation if isinstance(item, MessageItem)]
     if any(leaves_out(part.text) for content in messages for part in content if not isinstance(part, str)):
         warnings.append(VENDOR_WARNING)
     return warnings
-
-
-def _has_image(item: InputItem) -> bool:
-    match item:
-        case FunctionResultItem(output=list() as parts) | CustomResultItem(output=list() as parts):
-            return any(isinstance(part, InputImage) for part in parts)
-    return False
 
 
 def _choice(given: Any) -> Any:

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Raw, Struct, field
 
 from pagewire.common.sampling_rules import UINT32
+from scheduler_service.doors.http.prompts import FILE_LEFT_OUT
 from scheduler_service.doors.http.requests import (
     INERT,
     LOADED,
@@ -18,6 +19,7 @@ from scheduler_service.doors.http.requests import (
 )
 
 _INERT = Meta(description=INERT)
+_FILE = {"type": "input_text", "text": FILE_LEFT_OUT}
 _LATER = why("results come with the next request")
 
 
@@ -46,6 +48,14 @@ class ReasoningText(Struct, tag_field="type", tag="reasoning_text", forbid_unkno
 
 class SummaryText(Struct, tag_field="type", tag="summary_text", forbid_unknown_fields=True, frozen=True):
     text: str
+
+
+def _renamed(part: Any, kinds: tuple[str, ...], kind: str) -> Any:
+    return {**part, "type": kind} if _type(part) in kinds else part
+
+
+def _type(part: Any) -> Any:
+    return part.get("type") if isinstance(part, dict) else None
 
 
 class MessageItem(
@@ -101,6 +111,15 @@ class InputImage(Struct, tag_field="type", tag="input_image", forbid_unknown_fie
     prompt_cache_breakpoint: Annotated[dict[str, Any], _INERT] | None = None
 
 
+def _result(given: dict[str, Any]) -> dict[str, Any]:
+    """Return a result whose texts may be named as chats or answers name them. A text replaces each file."""
+    match given:
+        case {"output": list() as parts}:
+            parts = [_renamed(part, ("text", "output_text"), "input_text") for part in parts]
+            return {**given, "output": [_FILE if _type(part) == "input_file" else part for part in parts]}
+    return given
+
+
 class FunctionResultItem(
     Struct, tag_field="type", tag="function_call_output", forbid_unknown_fields=True, frozen=True, kw_only=True
 ):
@@ -114,6 +133,8 @@ class FunctionResultItem(
     id: Annotated[str, _INERT] | None = None
     status: Annotated[str, _INERT] | None = None
 
+    as_meant = staticmethod(_result)
+
 
 class CustomResultItem(
     Struct, tag_field="type", tag="custom_tool_call_output", forbid_unknown_fields=True, frozen=True, kw_only=True
@@ -125,6 +146,8 @@ class CustomResultItem(
     caller: Annotated[DirectCaller, _INERT] | None = None
     id: Annotated[str, _INERT] | None = None
     status: Annotated[str, _INERT] | None = None
+
+    as_meant = staticmethod(_result)
 
 
 class ReasoningItem(Struct, tag_field="type", tag="reasoning", forbid_unknown_fields=True, frozen=True, kw_only=True):
