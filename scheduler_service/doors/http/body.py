@@ -35,6 +35,24 @@ _UNKNOWN = "Object contains unknown field `"
 _NO_TAG = "Invalid value '"
 _INDEX = re.compile(r"\[(\d+)\]")
 _IN_BRACKETS = re.compile(r"\[[^][]*\]")
+# Fields of other servers and of proxies that ask for nothing of an answer.
+_OF_OTHERS = frozenset(
+    {
+        *("anthropic_beta", "anthropic_version", "api_key", "betas", "cache_prompt", "drop_params", "id_slot"),
+        *("num_retries", "slot_id", "snippy", "tool_stream"),
+    }
+)
+# Options of other APIs and servers, with the values by which they ask for nothing.
+_NEUTRAL: Mapping[str, Any] = {
+    **dict.fromkeys(("best_of", "n", "repeat_penalty", "repetition_penalty", "tfs_z", "typical_p"), 1),
+    **dict.fromkeys(("dry_multiplier", "dynatemp_range", "frequency_penalty", "min_p", "mirostat", "n_keep"), 0),
+    **dict.fromkeys(("presence_penalty", "xtc_probability"), 0),
+    **dict.fromkeys(("do_sample", "incremental_output", "normalized", "parse_tool_calls"), True),
+    **dict.fromkeys(("enable_search", "late_chunking", "logprobs", "return_progress", "safe_prompt"), False),
+    **dict.fromkeys(("timings_per_token", "vl_high_resolution_images"), False),
+    **{"embedding_type": "float", "extra_body": {}, "options": {}, "plugins": [], "result_format": "message"},
+    "transforms": [],
+}
 _Request = TypeVar("_Request", bound=Struct)
 
 
@@ -110,10 +128,10 @@ def _as_meant(body: bytes, kind: type[Struct]) -> bytes:
 
 
 def _meant(value: Any, hint: Any) -> Any:
-    """Return a value of a type as a client means it. A field that is not known counts as unset if it is null, a field
-    that takes no boolean if it is false, and a field that takes null alone if it is empty. A whole float becomes an
-    integer where no float is expected: many languages have no other numbers. A struct with `as_meant` says by it what
-    objects of other APIs mean."""
+    """Return a value of a type as a client means it. A field that is not known counts as unset if it asks for nothing,
+    a field that takes no boolean if it is false, and a field that takes null alone if it is empty. A whole float
+    becomes an integer where no float is expected: many languages have no other numbers. A struct with `as_meant` says
+    by it what objects of other APIs mean."""
     parts = _parts(hint)
     is_off = value is False and not any(part is bool or isinstance(part, bool) for part in parts)
     if NoneType in parts and (
@@ -129,10 +147,17 @@ def _meant(value: Any, hint: Any) -> Any:
             value = getattr(tagged[0], "as_meant", dict)(value)
         known = {name: inner for kind in tagged for name, inner in _fields_of(kind).items()}
         return {
-            name: _meant(inner, known.get(name)) for name, inner in value.items() if inner is not None or name in known
+            name: _meant(inner, known.get(name))
+            for name, inner in value.items()
+            if name in known or not _asks_nothing(name, inner)
         }
     is_whole = isinstance(value, float) and value.is_integer() and int in parts and float not in parts
     return int(value) if is_whole else value
+
+
+def _asks_nothing(name: str, value: Any) -> bool:
+    """Return whether a field that is not known asks for nothing of an answer."""
+    return value is None or name in _OF_OTHERS or value == _NEUTRAL.get(name)
 
 
 @functools.cache

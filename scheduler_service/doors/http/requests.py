@@ -64,6 +64,12 @@ class StructuredOutputsField(Struct, forbid_unknown_fields=True, frozen=True):
     whitespace_pattern: Annotated[None, why("say it in the schema, by x-guidance")] = None
 
 
+def _within(given: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return an object whose fields but for its type are in an object of a field's own."""
+    inner = {key: value for key, value in given.items() if key != "type"}
+    return given if name in given else {"type": given.get("type"), name: inner}
+
+
 class TextFormat(Struct, tag_field="type", tag="text", forbid_unknown_fields=True, frozen=True):
     """Any text."""
 
@@ -89,6 +95,11 @@ class NamedSchema(Struct, forbid_unknown_fields=True, frozen=True):
 
 class JsonSchemaFormat(Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True, frozen=True):
     json_schema: NamedSchema
+
+    @staticmethod
+    def as_meant(given: dict[str, Any]) -> dict[str, Any]:
+        """Return a format of the Responses API as a format of chats."""
+        return _within(given, "json_schema")
 
 
 class StructuralTagFormat(Struct, tag_field="type", tag="structural_tag", forbid_unknown_fields=True, frozen=True):
@@ -235,8 +246,7 @@ class AllowedToolsChoice(Struct, tag_field="type", tag="allowed_tools", forbid_u
     @staticmethod
     def as_meant(given: dict[str, Any]) -> dict[str, Any]:
         """Return a choice of the Responses API as a choice of chats."""
-        kind, inner = given.get("type"), {name: value for name, value in given.items() if name != "type"}
-        return given if "allowed_tools" in given else {"type": kind, "allowed_tools": inner}
+        return _within(given, "allowed_tools")
 
 
 class ThinkingField(Struct, forbid_unknown_fields=True, frozen=True):
@@ -315,6 +325,25 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
     web_search_options: Annotated[None, why("nothing is searched for")] = None
     moderation: Annotated[None, why("texts are not moderated")] = None
     return_prompt_text: Annotated[Literal[False], why("use return_token_ids")] | None = None
+
+    @staticmethod
+    def as_meant(given: dict[str, Any]) -> dict[str, Any]:
+        """Return a request whose choice of a tool may be written as Mistral and Anthropic write it, and whose reasoning
+        as OpenRouter does."""
+        meant = dict(given)
+        match given.get("tool_choice"):
+            case "any" | {"type": "any"}:
+                meant["tool_choice"] = "required"
+            case {"type": "tool", "name": str(name), **others} if not others:
+                meant["tool_choice"] = {"type": "function", "function": {"name": name}}
+        match given.get("reasoning"):
+            case {"effort": effort, **others} if not others and "reasoning_effort" not in given:
+                meant["reasoning_effort"] = effort
+                del meant["reasoning"]
+            case {"enabled": enabled, **others} if not others and "enable_thinking" not in given:
+                meant["enable_thinking"] = enabled
+                del meant["reasoning"]
+        return meant
 
 
 class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):

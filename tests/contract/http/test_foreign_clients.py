@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
+import anthropic
 import pytest
 import pytest_asyncio
 
@@ -275,7 +276,7 @@ async def test_tools_and_choices_in_the_form_of_the_other_api(server: HttpServer
         == "tool_choice.function"
     )
     error = await server.refusal(CHAT, messages=[QUESTION], tools=[{"type": "function"}])
-    assert error["param"].startswith("tools[0]")
+    assert error["param"] == "tools[0]"
 
 
 FILE = "[A file was left out here: the model reads text only.]"
@@ -320,3 +321,87 @@ async def test_files_in_results_of_tools_are_left_out_with_a_warning(server: Htt
         assert response.headers["warning"] == f'299 - "{warning}"'
     prompt, _ = await prompt_and_calls(server, messages=[QUESTION, *results[CHAT]])
     assert FILE in prompt
+
+
+async def test_texts_of_chats_are_texts_of_responses(server: HttpServer) -> None:
+    """Agents that keep histories of chats send them to the Responses API."""
+    call = {"type": "function_call", "call_id": "1", "name": "weather", "arguments": "{}"}
+    usages = []
+    for asked, said, told in (
+        ("input_text", "output_text", "input_text"),
+        ("text", "text", "text"),
+        ("text", "output_text", "output_text"),
+    ):
+        items = [
+            {"role": "user", "content": [{"type": asked, "text": "sun?"}]},
+            {"role": "assistant", "content": [{"type": said, "text": "rain"}], "end_turn": True},
+            call,
+            {"type": "function_call_output", "call_id": "1"}
+            | {
+                "output": [
+                    {"type": told, "text": "snow"} | ({"annotations": [], "logprobs": []} if "output" in told else {})
+                ]
+            },
+        ]
+        usages.append((await accepted(server, RESPONSES, input=items))["usage"]["input_tokens"])
+    assert len({*usages}) == 1
+
+
+async def test_forms_of_answers_in_the_form_of_the_other_api(server: HttpServer) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    nested: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
+    flat: dict[str, Any] = {"type": "json_schema", "name": "a", "schema": schema, "strict": True}
+    for given in (nested, flat, {"type": "json_schema", "schema": schema}):
+        await accepted(server, CHAT, response_format=given)
+        assert json.loads(server.stack.worker.grammars[-1].text) == schema
+    for given in (nested, flat):
+        answer = await accepted(server, RESPONSES, text={"format": given})
+        assert answer["text"]["format"]["schema"] == schema
+    assert await refused_field(server, CHAT, response_format=flat | {"more": "x"}) == "response_format.json_schema.more"
+
+
+async def test_choices_and_reasoning_as_other_vendors_write_them(server: HttpServer) -> None:
+    """Mistral's and Anthropic's choices of tools, and OpenRouter's reasoning."""
+    chosen = await prompt_and_calls(server, tools=[TOOL], tool_choice="required", max_tokens=40)
+    for choice in ("any", {"type": "any"}, {"type": "tool", "name": "weather"}):
+        assert await prompt_and_calls(server, tools=[TOOL], tool_choice=choice, max_tokens=40) == chosen
+    for reasoning in ({"effort": "low"}, {"enabled": True}, {"enabled": False}):
+        await accepted(server, CHAT, reasoning=reasoning)
+    read = decode_body(json.dumps(PLAIN[CHAT] | {"reasoning": {"effort": "low"}}).encode(), ChatCompletionRequest)
+    assert read.reasoning_effort == "low"
+    read = decode_body(json.dumps(PLAIN[CHAT] | {"reasoning": {"enabled": False}}).encode(), ChatCompletionRequest)
+    assert read.enable_thinking is False
+    for reasoning in ({"effort": "low", "max_tokens": 5}, {"max_tokens": 5}):
+        assert await refused_field(server, CHAT, reasoning=reasoning) == "reasoning"
+    assert await refused_field(server, CHAT, reasoning={"effort": "low"}, reasoning_effort="high") == "reasoning"
+
+
+async def test_options_of_other_servers_at_values_that_ask_for_nothing(server: HttpServer) -> None:
+    """llama.cpp's, GLM's, Qwen's, Mistral's and OpenRouter's options, and LiteLLM's and Bedrock's own fields."""
+    neutral: dict[str, tuple[Any, Any]] = {
+        **dict.fromkeys(("repeat_penalty", "typical_p", "tfs_z", "best_of"), (1.0, 2)),
+        **dict.fromkeys(("mirostat", "dry_multiplier", "dynatemp_range", "xtc_probability", "n_keep"), (0, 1)),
+        **dict.fromkeys(("do_sample", "incremental_output", "parse_tool_calls"), (True, False)),
+        **dict.fromkeys(("enable_search", "safe_prompt", "timings_per_token", "return_progress"), (False, True)),
+        "result_format": ("message", "text"),
+        **dict.fromkeys(("plugins", "transforms"), ([], ["x"])),
+        **dict.fromkeys(("extra_body", "options"), ({}, {"a": 1})),
+    }
+    for field, (nothing, something) in neutral.items():
+        await accepted(server, CHAT, **{field: nothing})
+        assert await refused_field(server, CHAT, **{field: something}) == field
+    for field in ("anthropic_version", "api_key", "drop_params", "num_retries", "cache_prompt", "id_slot", "snippy"):
+        for value in ("x", 3, True, {"enabled": True}):
+            await accepted(server, CHAT, **{field: value})
+    await accepted(server, MESSAGES, anthropic_version="bedrock-2023-05-31", anthropic_beta=["x"], betas=["x"])
+    await accepted(server, RESPONSES, n=1, logprobs=False)
+    assert await refused_field(server, RESPONSES, n=2) == "n"
+
+
+async def test_an_answer_may_be_a_message_with_all_its_fields(server: HttpServer) -> None:
+    """As `model_dump()` of anthropic's client writes it."""
+    answer = await accepted(server, MESSAGES)
+    dumped = anthropic.types.Message.model_validate(answer).model_dump()
+    await accepted(server, MESSAGES, messages=[QUESTION, dumped, QUESTION])
+    message = {"role": "user", "content": "hi", "id": "x"}
+    assert await refused_field(server, MESSAGES, messages=[message]) == "messages[0].id"

@@ -126,9 +126,15 @@ class InputMessage(Struct, forbid_unknown_fields=True, frozen=True):
 
     @staticmethod
     def as_meant(given: dict[str, Any]) -> dict[str, Any]:
-        """Return a message with texts in place of the blocks of tools that ran at a vendor."""
-        blocks = given.get("content")
-        return {**given, "content": [*map(_of_vendor, blocks)]} if isinstance(blocks, list) else given
+        """Return a message, which may be an answer with all its fields, with texts in place of the blocks of tools that
+        ran at a vendor."""
+        own = {
+            name: value for name, value in given.items() if given.get("type") != "message" or name not in _OF_ANSWERS
+        }
+        match own:
+            case {"content": list() as blocks}:
+                return {**own, "content": [*map(_of_vendor, blocks)]}
+        return own
 
 
 # Types of tools that run at Anthropic.

@@ -51,7 +51,10 @@ class SummaryText(Struct, tag_field="type", tag="summary_text", forbid_unknown_f
 
 
 def _renamed(part: Any, kinds: tuple[str, ...], kind: str) -> Any:
-    return {**part, "type": kind} if _type(part) in kinds else part
+    """Return a part of a content, as a text of a kind if it is one of others. Inert fields of answers stay behind."""
+    if _type(part) not in kinds:
+        return part
+    return {name: value for name, value in part.items() if name not in ("annotations", "logprobs")} | {"type": kind}
 
 
 def _type(part: Any) -> Any:
@@ -68,6 +71,16 @@ class MessageItem(
     id: Annotated[str, _INERT] | None = None
     status: Annotated[str, _INERT] | None = None
     phase: Annotated[str, _INERT] | None = None
+    end_turn: Annotated[bool, _INERT] | None = None  # of Codex
+
+    @staticmethod
+    def as_meant(given: dict[str, Any]) -> dict[str, Any]:
+        """Return a message whose texts may be named as chats name them."""
+        kind = "output_text" if given.get("role") == "assistant" else "input_text"
+        match given:
+            case {"content": list() as parts}:
+                return {**given, "content": [_renamed(part, ("text",), kind) for part in parts]}
+        return given
 
 
 class DirectCaller(Struct, forbid_unknown_fields=True, frozen=True):
@@ -302,6 +315,11 @@ class SchemaFormat(Struct, tag_field="type", tag="json_schema", forbid_unknown_f
     name: str | None = None
     description: str | None = None
     strict: Annotated[bool, why("no effect: the schema is always kept to")] | None = None
+
+    @staticmethod
+    def as_meant(given: dict[str, Any]) -> dict[str, Any]:
+        """Return a format of chats, whose schema is within an object of its own, as a format of the Responses API."""
+        return _flattened(given, "json_schema")
 
 
 class TextField(Struct, forbid_unknown_fields=True, frozen=True):
