@@ -23,6 +23,7 @@ from pagewire.common.grammars.json_schema import enforceable
 from pagewire.common.grammars.structural_tag import format_in
 from pagewire.common.schema_budget import SchemaBudget, SchemaBudgetError
 from pagewire.common.strict_json import from_json
+from pagewire.common.template_forms import NOT_AN_OBJECT
 from scheduler_service.doors.http.answers import CalledFunction, ToolCall
 from scheduler_service.doors.http.options import FoundGrammar, structured
 from scheduler_service.doors.http.requests import (
@@ -223,6 +224,15 @@ def _begun(index: int, name: str) -> ToolCall:
 def _with_arguments(call: ToolCall, pieces: Iterable[str]) -> ToolCall:
     function = CalledFunction("".join(pieces), call.function.name)
     return ToolCall(function, call.index, call.id, call.type)
+
+
+def object_of(arguments: str) -> dict[str, Any]:
+    """Return the arguments of a call as an object. A text of another form is under a key of its own."""
+    try:
+        read = from_json(arguments)
+    except ValueError:
+        read = None
+    return read if isinstance(read, dict) else {NOT_AN_OBJECT: arguments}
 
 
 def without_indexes(calls: tuple[ToolCall, ...]) -> list[ToolCall]:

@@ -8,14 +8,14 @@ from typing import Any
 from scheduler_service.doors.http.prompts import FILE_LEFT_OUT, IMAGE_LEFT_OUT
 
 _CALLED = re.compile(
-    "(?:web_search|file_search|code_interpreter|image_generation|computer|mcp|local_shell|shell|apply_patch)_call"
+    "(?:web_search|file_search|tool_search|code_interpreter|image_generation|computer|mcp|local_shell|shell|apply_patch)_call"
     "|server_tool_use|mcp_tool_use|mcp_approval_request"
 )
 _RESULT = re.compile(
     "(?:computer|local_shell|shell|apply_patch)_call_output|mcp_approval_response"
     "|(?:web_search|web_fetch|(?:bash_|text_editor_)?code_execution|tool_search|advisor|mcp)_tool_result"
 )
-_LISTS = ("mcp_list_tools", "mcp_tool_listing")
+_LISTS = ("mcp_list_tools", "mcp_tool_listing", "tool_search_output")
 _KIND_END = re.compile("(_call|_tool)?(_output|_result|_use|_response)?$")
 _LIST_LEFT_OUT = "[A list of tools was left out here: they do not run here.]"
 # Fields that name an item, or place it, and values that tell nothing.
@@ -28,6 +28,8 @@ def vendor_text(item: dict[str, Any]) -> str:
     """Return the text that the model reads in place of an item or block of a tool that ran at a vendor, or an empty
     text for any other."""
     kind, name = str(item.get("type")), item.get("name")
+    if kind.startswith("tool_search_") and item.get("call_id"):
+        return ""  # the client has searched
     if kind in _LISTS:
         return _LIST_LEFT_OUT
     is_result = is_vendor_result(item)

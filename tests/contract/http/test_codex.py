@@ -427,3 +427,80 @@ async def test_an_image_in_a_result_is_left_out(
     assert warning in caplog.text
     expected = "seen: [An image was left out here: the model reads text only.]"
     assert rendered[-1][0][-1]["content"] == expected
+
+
+SEARCH = {
+    "type": "tool_search",
+    "execution": "client",
+    "description": "Searches for tools.",
+    "parameters": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
+}
+FOUND = {"type": "function", "name": "read_mail", "description": "Reads.", "parameters": COMMAND}
+LISTED = {"type": "namespace", "name": "mail", "description": "Mails.", "tools": [{"type": "custom", "name": "send"}]}
+
+
+@pytest.mark.parametrize("store", [False, True])
+async def test_the_client_searches_for_tools(server: HttpServer, say: Say, rendered: list[Any], store: bool) -> None:
+    """As Codex does where the model has a name of OpenAI's."""
+    say(call("tool_search", '{"query": "mail"}'))
+    tools = [*TOOLS[:1], SEARCH]
+    response, events = await both(server, tools=tools, store=store)
+    [item] = response.output
+    assert (item.type, item.arguments, item.execution, item.status) == (
+        "tool_search_call",
+        {"query": "mail"},
+        "client",
+        "completed",
+    )
+    assert [event.type for event in events if "output_item" in event.type] == [
+        "response.output_item.added",
+        "response.output_item.done",
+    ]
+    functions = {tool["function"]["name"]: tool["function"] for tool in rendered[-1][1]["tools"]}
+    assert [*functions] == ["exec_command", "tool_search"]
+    assert functions["tool_search"]["description"] == "Searches for tools."
+    assert functions["tool_search"]["parameters"] == SEARCH["parameters"]
+    found = {"type": "tool_search_output", "call_id": item.call_id, "execution": "client", "status": "completed"}
+    found |= {"tools": [FOUND, LISTED, {"type": "web_search"}]}
+    say(call("read_mail", '{"cmd": "a"}') + call("mail__send", '{"input": "hi"}'))
+    items: list[Any] = [found, found] if store else [*FIRST["input"], item.model_dump(), found]
+    more = {"previous_response_id": response.id} if store else {}
+    answer, _ = await both(server, tools=tools, input=items, store=store, **more)
+    called = [(each.type, each.namespace, each.name) for each in answer.output]
+    assert called == [("function_call", None, "read_mail"), ("custom_tool_call", "mail", "send")]
+    messages, variables = rendered[-1]
+    names = [tool["function"]["name"] for tool in variables["tools"]]
+    assert names == ["exec_command", "tool_search", "read_mail", "mail__send"]
+    [search] = [message["tool_calls"][0]["function"] for message in messages if "tool_calls" in message]
+    assert search == {"name": "tool_search", "arguments": {"query": "mail"}}
+    results = {message["content"] for message in messages if message["role"] == "tool"}
+    assert results == {"Tools that may be called now: read_mail, mail__send"}
+    if store:  # in background too
+        began = await server.openai.responses.create(
+            **FIRST | {"tools": tools, "input": items, "store": True, "background": True} | more
+        )
+        async for _ in await server.openai.responses.retrieve(began.id, stream=True):
+            pass
+        read = await server.openai.responses.retrieve(began.id)
+        assert [(each.type, each.name) for each in read.output] == [
+            ("function_call", "read_mail"),
+            ("custom_tool_call", "send"),
+        ]
+
+
+async def test_a_search_for_tools_that_no_client_makes(server: HttpServer, say: Say, rendered: list[Any]) -> None:
+    """The model has all tools from the start; what the vendor has searched for is a text."""
+    say("hello")
+    search = {"type": "tool_search_call", "call_id": None, "execution": "server", "arguments": {"paths": ["a"]}}
+    listed = {"type": "tool_search_output", "call_id": None, "execution": "server", "tools": [FOUND]}
+    for tool in ({"type": "tool_search"}, {"type": "tool_search", "execution": "server"}):
+        items = [*FIRST["input"], search, listed, of_role("user", 5, "And?")]
+        response = await server.post(PATH, input=items, tools=[*TOOLS[:1], tool])
+        assert response.status_code == 200, response.text
+        assert [each["function"]["name"] for each in rendered[-1][1]["tools"]] == ["exec_command"]
+        [answer] = [message for message in rendered[-1][0] if message["role"] == "assistant"]
+        assert answer["content"].startswith('[Called tool_search: {"execution": "server", "arguments"')
+        assert "lists of tools are left out" in response.headers["warning"]
+    say(call("tool_search", "[1]"))
+    answered = await server.openai.responses.create(**FIRST | {"tools": [SEARCH]})
+    assert answered.output[0].arguments == {"INVALID_JSON": "[1]"}

@@ -179,6 +179,21 @@ RESPONSE_PARTS: dict[str, Part] = {
     "input[](compaction)": Part(
         {"type": "compaction", "encrypted_content": "a"}, {"encrypted_content": "b"}, {"id": "cmp_1"}
     ),
+    "input[](tool_search_call)": Part(
+        {"type": "tool_search_call", "call_id": "1", "arguments": {"a": "b"}},
+        {"arguments": {"a": "c"}, "call_id": "2"},
+        {"id": "tsc_1", "status": "completed", "execution": "client"},
+    ),
+    "input[](tool_search_output)": Part(
+        {"type": "tool_search_output", "call_id": "1", "tools": [ITEM_TOOL]},
+        {"tools": [ITEM_TOOL | {"name": "g"}], "call_id": "2"},
+        {"id": "tso_1", "status": "completed", "execution": "client"},
+        {"tools": [{"type": "computer"}]},  # tools are what they are in a request
+    ),
+    "tools[](tool_search)": Part(
+        {"type": "tool_search", "execution": "client"},
+        {"execution": "server", "description": "x", "parameters": SCHEMA},
+    ),
     "text": Part({}, {"verbosity": "low"}, {"verbosity": "medium"}, {"verbosity": "loud"}),
     "text.format(text)": Part({"type": "text"}),
     "text.format(json_object)": Part({"type": "json_object"}),
@@ -352,10 +367,9 @@ REFUSED: dict[str, dict[str, str]] = {
         "messages[](assistant).tool_calls[]": "custom",
     },
     RESPONSES: {
-        "input[]": "tool_search_call|tool_search_output|additional_tools|program|configuration_update"
-        "|compaction_trigger|program_output",
+        "input[]": "additional_tools|program|configuration_update|compaction_trigger|program_output",
         "tool_choice": "file_search|mcp|programmatic_tool_calling|apply_patch|shell",
-        "tools[]": "computer|computer_use_preview|programmatic_tool_calling|local_shell|shell|tool_search|apply_patch",
+        "tools[]": "computer|computer_use_preview|programmatic_tool_calling|local_shell|shell|apply_patch",
         "input[](message).content[]": "input_file",
         "input[](function_call).caller": "program",
         "input[](function_call_output).caller": "program",

@@ -7,8 +7,6 @@ from typing import Any, TypeVar
 import msgspec
 
 from pagewire.common.chat_output import Arguments, CallStart, Content, OutputParser, OutputPart, Reasoning
-from pagewire.common.strict_json import from_json
-from pagewire.common.template_forms import NOT_AN_OBJECT
 from scheduler_service.core.request import EndReason
 from scheduler_service.doors.http.answering import PromptProgress, begin_requests, deltas_of
 from scheduler_service.doors.http.chat_completions import read_chat
@@ -40,6 +38,7 @@ from scheduler_service.doors.http.messages.requests import CountTokensRequest, M
 from scheduler_service.doors.http.options import RequestNames
 from scheduler_service.doors.http.prompts import chosen_template
 from scheduler_service.doors.http.requests import ChatCompletionRequest
+from scheduler_service.doors.http.tool_calls import object_of
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.output import Delta
 from scheduler_service.serving.tenants.caller import Call
@@ -217,12 +216,4 @@ def _filled(head: ContentPart, text: str) -> ContentPart:
             return TextPart(text)
         case ThinkingPart():
             return ThinkingPart(text, _SIGNATURE)
-    return ToolUsePart(head.id, head.name, _input(text))
-
-
-def _input(text: str) -> dict[str, Any]:
-    try:
-        read = from_json(text)
-    except ValueError:
-        return {NOT_AN_OBJECT: text}
-    return read if isinstance(read, dict) else {NOT_AN_OBJECT: text}
+    return ToolUsePart(head.id, head.name, object_of(text))

@@ -50,7 +50,15 @@ class CustomCallOutput(Struct, tag_field="type", tag="custom_tool_call", frozen=
     namespace: str | None = None
 
 
-OutputItem = ReasoningOutput | MessageOutput | FunctionCallOutput | CustomCallOutput
+class ToolSearchOutput(Struct, tag_field="type", tag="tool_search_call", frozen=True):
+    id: str
+    call_id: str
+    arguments: dict[str, Any]
+    status: str
+    execution: Literal["client"] = "client"
+
+
+OutputItem = ReasoningOutput | MessageOutput | FunctionCallOutput | CustomCallOutput | ToolSearchOutput
 
 
 class CachedTokens(Struct, frozen=True):

@@ -11,8 +11,11 @@ from scheduler_service.doors.http.responses.requests import (
     CustomTool,
     FunctionTool,
     GrammarFormat,
+    InputItem,
     NamespaceTool,
     Tool,
+    ToolSearchResultItem,
+    ToolSearchTool,
     VendorTool,
 )
 from scheduler_service.serving.refusal import invalid
@@ -23,6 +26,7 @@ _INPUT = {
     "required": ["input"],
     "additionalProperties": False,
 }
+SEARCH = "tool_search"  # the function by which the model searches for tools
 _INPUT_BEGINS = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _MAX_ESCAPE_CHARS = 6
 
@@ -33,6 +37,7 @@ class CalledTool(NamedTuple):
     name: str
     namespace: str | None = None
     is_custom: bool = False
+    is_search: bool = False
 
 
 def function_name(name: str, namespace: str | None) -> str:
@@ -40,25 +45,46 @@ def function_name(name: str, namespace: str | None) -> str:
     return f"{namespace}__{name}" if namespace else name
 
 
-def tool_fields(tools: Iterable[Tool]) -> list[ToolField]:
-    """Return the functions that the model is given. Raises RefusedError for two of one name."""
+def tool_fields(tools: Iterable[Tool], found: Iterable[Tool]) -> list[ToolField]:
+    """Return the functions that the model is given, with those that searches have found, which may find one again.
+    Raises RefusedError for two tools of one name."""
     fields: dict[str, ToolField] = {}
     for place, tool, namespace, preface in _each(tools):
         name = function_name(tool.name, namespace)
         if name in fields:
             raise invalid(f"{place}.name", f"{place}.name: another tool is called as {name!r} too; rename one")
-        parameters = _INPUT if isinstance(tool, CustomTool) else tool.parameters
-        strict = None if isinstance(tool, CustomTool) else tool.strict
-        fields[name] = ToolField(FunctionField(name, _description(tool, preface), parameters, strict))
+        fields[name] = _field(name, tool, preface)
+    for _, tool, namespace, preface in _each(found):
+        name = function_name(tool.name, namespace)
+        fields.setdefault(name, _field(name, tool, preface))
     return list(fields.values())
 
 
-def called_tools(tools: Iterable[Tool]) -> dict[str, CalledTool]:
-    """Return the tools by the names of their functions."""
-    return {
+def _field(name: str, tool: FunctionTool | CustomTool, preface: str) -> ToolField:
+    parameters, strict = (_INPUT, None) if isinstance(tool, CustomTool) else (tool.parameters, tool.strict)
+    return ToolField(FunctionField(name, _description(tool, preface), parameters, strict))
+
+
+def found_tools(conversation: Iterable[InputItem]) -> list[Tool]:
+    """Return the tools that searches of the client have found."""
+    return [tool for item in conversation if isinstance(item, ToolSearchResultItem) for tool in item.tools]
+
+
+def found_names(item: ToolSearchResultItem) -> list[str]:
+    """Return the names of the functions that a search has found."""
+    return [function_name(tool.name, namespace) for _, tool, namespace, _ in _each(item.tools)]
+
+
+def called_tools(tools: Iterable[Tool], found: Iterable[Tool]) -> dict[str, CalledTool]:
+    """Return the tools by the names of their functions; `tools` go before those that were found."""
+    called = {
         function_name(tool.name, namespace): CalledTool(tool.name, namespace, isinstance(tool, CustomTool))
-        for _, tool, namespace, _ in _each(tools)
+        for each in (found, tools)
+        for _, tool, namespace, _ in _each(each)
     }
+    if any(isinstance(tool, ToolSearchTool) for tool in tools):
+        called[SEARCH] = CalledTool(SEARCH, is_search=True)
+    return called
 
 
 def tool_warnings(tools: Iterable[Tool]) -> Iterator[str]:
@@ -106,10 +132,16 @@ def _each(tools: Iterable[Tool]) -> Iterator[tuple[str, FunctionTool | CustomToo
         match tool:
             case FunctionTool() | CustomTool():
                 yield f"tools[{index}]", tool, None, ""
+            case ToolSearchTool(execution="client"):
+                yield f"tools[{index}]", _search(tool), None, ""
             case NamespaceTool(name=namespace, description=description):
                 preface = f"Tools of {namespace}: {description}" if description else ""
                 for position, inner in enumerate(tool.tools):
                     yield f"tools[{index}].tools[{position}]", inner, namespace, "" if position else preface
+
+
+def _search(tool: ToolSearchTool) -> FunctionTool:
+    return FunctionTool(name=SEARCH, description=tool.description, parameters=tool.parameters)
 
 
 def _description(tool: FunctionTool | CustomTool, preface: str) -> str | None:

@@ -20,6 +20,9 @@ from scheduler_service.doors.http.requests import (
     ToolField,
 )
 from scheduler_service.doors.http.responses.called_tools import (
+    SEARCH,
+    found_names,
+    found_tools,
     function_name,
     input_arguments,
     tool_fields,
@@ -45,6 +48,8 @@ from scheduler_service.doors.http.responses.requests import (
     ResponsesRequest,
     SchemaFormat,
     TextField,
+    ToolSearchCallItem,
+    ToolSearchResultItem,
 )
 from scheduler_service.doors.http.vendor_calls import VENDOR_WARNING, is_vendor_result, leaves_out, vendor_text
 from scheduler_service.serving.refusal import invalid
@@ -63,6 +68,8 @@ _KINDS = {
     CustomCallItem: "ctc",
     CustomResultItem: "ctco",
     CompactionItem: "cmp",
+    ToolSearchCallItem: "tsc",
+    ToolSearchResultItem: "tso",
 }
 
 
@@ -123,7 +130,7 @@ def chat_meant(request: ResponsesRequest, conversation: Iterable[InputItem]) -> 
     return ChatCompletionRequest(
         messages=list(_messages(request.instructions, conversation)),
         max_tokens=request.max_output_tokens,
-        tools=tool_fields(request.tools or ()),
+        tools=tool_fields(request.tools or (), found_tools(conversation)),
         tool_choice=_choice(request.tool_choice),
         reasoning_effort=(request.reasoning or ReasoningConfig()).effort,
         response_format=_format(text.format),
@@ -136,7 +143,7 @@ def chat_meant(request: ResponsesRequest, conversation: Iterable[InputItem]) -> 
 
 def warnings_of(request: ResponsesRequest, conversation: Iterable[InputItem]) -> list[str]:
     """Return what is done otherwise than a request and its conversation ask for."""
-    warnings = list(tool_warnings(request.tools or ()))
+    warnings = list(tool_warnings([*(request.tools or ()), *found_tools(conversation)]))
     results = [item.output for item in conversation if isinstance(item, FunctionResultItem | CustomResultItem)]
     parts = [part for output in results if isinstance(output, list) for part in output]
     if any(isinstance(part, InputImage) for part in parts):
@@ -178,7 +185,13 @@ def _messages(instructions: str | None, conversation: Iterable[InputItem]) -> It
             answer = {}
         last = item
         match item:
-            case MessageItem(role="assistant") | FunctionCallItem() | CustomCallItem() | ReasoningItem():
+            case (
+                MessageItem(role="assistant")
+                | ReasoningItem()
+                | FunctionCallItem()
+                | CustomCallItem()
+                | ToolSearchCallItem()
+            ):
                 answer = answer or {"role": "assistant", "content": ""}
                 _add(answer, item)
             case MessageItem():
@@ -189,6 +202,13 @@ def _messages(instructions: str | None, conversation: Iterable[InputItem]) -> It
                 yield {"role": "user", "content": f"{_output_heading(item)}\n\n{_text(item.output)}"}
             case FunctionResultItem() | CustomResultItem():
                 yield {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+            case ToolSearchResultItem():
+                names = ", ".join(found_names(item)) or "none"
+                yield {
+                    "role": "tool",
+                    "tool_call_id": item.call_id,
+                    "content": f"Tools that may be called now: {names}",
+                }
     if answer:
         yield answer
 
@@ -203,7 +223,9 @@ def _goes_on(answer: dict[str, Any], item: InputItem, last: InputItem | None) ->
     midst of a turn may come anywhere."""
     is_within = isinstance(last, MessageItem) and last.phase == _IN_TURN
     match item:
-        case FunctionCallItem() | CustomCallItem() | MessageItem(role="assistant", phase="commentary"):
+        case FunctionCallItem() | CustomCallItem() | ToolSearchCallItem():
+            return True
+        case MessageItem(role="assistant", phase="commentary"):
             return True
         case MessageItem(role="assistant"):
             return is_within or (not answer["content"] and "tool_calls" not in answer)
@@ -217,10 +239,16 @@ def _add(answer: dict[str, Any], item: InputItem) -> None:
         case ReasoningItem():
             thoughts = answer.get("reasoning_content"), _text(item.content or [])
             answer["reasoning_content"] = "\n\n".join(filter(None, thoughts))
-        case FunctionCallItem() | CustomCallItem():
-            arguments = item.arguments if isinstance(item, FunctionCallItem) else input_arguments(item.input)
-            function = {"name": function_name(item.name, item.namespace), "arguments": arguments}
-            answer.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+        case FunctionCallItem() | CustomCallItem() | ToolSearchCallItem():
+            call = {"id": item.call_id, "type": "function", "function": _called(item)}
+            answer.setdefault("tool_calls", []).append(call)
+
+
+def _called(item: FunctionCallItem | CustomCallItem | ToolSearchCallItem) -> dict[str, Any]:
+    if isinstance(item, ToolSearchCallItem):
+        return {"name": SEARCH, "arguments": item.arguments}
+    arguments = item.arguments if isinstance(item, FunctionCallItem) else input_arguments(item.input)
+    return {"name": function_name(item.name, item.namespace), "arguments": arguments}
 
 
 def _text(content: Any) -> str:

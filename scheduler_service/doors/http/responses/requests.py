@@ -179,23 +179,6 @@ class CompactionItem(Struct, tag_field="type", tag="compaction", forbid_unknown_
     status: Annotated[str, _INERT] | None = None
 
 
-InputItem = (
-    MessageItem
-    | FunctionCallItem
-    | FunctionResultItem
-    | CustomCallItem
-    | CustomResultItem
-    | ReasoningItem
-    | CompactionItem
-)
-
-
-class InputItems(Struct, forbid_unknown_fields=True, frozen=True):
-    """The items of a request, each with its type, which messages may have been sent without."""
-
-    input: list[InputItem]
-
-
 def _flattened(given: dict[str, Any], name: str) -> dict[str, Any]:
     """Return an object with the fields of the object that one of its fields holds in place of that field. An object
     with two values for a field is returned as it is."""
@@ -247,6 +230,17 @@ class NamespaceTool(Struct, tag_field="type", tag="namespace", forbid_unknown_fi
     description: str | None = None
 
 
+class ToolSearchTool(
+    Struct, tag_field="type", tag="tool_search", forbid_unknown_fields=True, frozen=True, kw_only=True
+):
+    """A search for tools. If the client executes it, it is a function of that name. Else it has no effect: the model
+    has all tools from the start."""
+
+    execution: Literal["server", "client"] | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
 class VendorTool(Struct, tag_field="type", frozen=True):
     """A tool that runs at OpenAI. It is left out, whatever its options are; the answer's `warning` header says so."""
 
@@ -287,6 +281,7 @@ Tool = (
     FunctionTool
     | CustomTool
     | NamespaceTool
+    | ToolSearchTool
     | WebSearchTool
     | DatedWebSearchTool
     | PreviewWebSearchTool
@@ -296,6 +291,49 @@ Tool = (
     | ImageGenerationTool
     | McpTool
 )
+
+
+class ToolSearchCallItem(
+    Struct, tag_field="type", tag="tool_search_call", forbid_unknown_fields=True, frozen=True, kw_only=True
+):
+    """A search for tools that the client executes."""
+
+    call_id: str
+    arguments: dict[str, Any] | str | None = None
+    execution: Annotated[str, _INERT] | None = None
+    id: Annotated[str, _INERT] | None = None
+    status: Annotated[str, _INERT] | None = None
+
+
+class ToolSearchResultItem(
+    Struct, tag_field="type", tag="tool_search_output", forbid_unknown_fields=True, frozen=True, kw_only=True
+):
+    """The tools that a search has found. The model may call them from here on."""
+
+    call_id: str
+    tools: list[Tool]
+    execution: Annotated[str, _INERT] | None = None
+    id: Annotated[str, _INERT] | None = None
+    status: Annotated[str, _INERT] | None = None
+
+
+InputItem = (
+    MessageItem
+    | FunctionCallItem
+    | FunctionResultItem
+    | CustomCallItem
+    | CustomResultItem
+    | ReasoningItem
+    | CompactionItem
+    | ToolSearchCallItem
+    | ToolSearchResultItem
+)
+
+
+class InputItems(Struct, forbid_unknown_fields=True, frozen=True):
+    """The items of a request, each with its type, which messages may have been sent without."""
+
+    input: list[InputItem]
 
 
 class AllowedFunctions(Struct, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True, frozen=True):

@@ -1,6 +1,6 @@
 """The events of a response, made of what comes of its output."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -25,10 +25,11 @@ from scheduler_service.doors.http.responses.answers import (
     ResponseEvent,
     ResponseUsage,
     ThoughtText,
+    ToolSearchOutput,
 )
-from scheduler_service.doors.http.responses.called_tools import CalledTool, called_tools, input_of
-from scheduler_service.doors.http.responses.requests import Tool
+from scheduler_service.doors.http.responses.called_tools import CalledTool, input_of
 from scheduler_service.doors.http.token_texts import ReasoningTokens, TokenTexts
+from scheduler_service.doors.http.tool_calls import object_of
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.output import Delta
 from scheduler_service.serving.turns import PIECE_SIZE
@@ -44,16 +45,17 @@ class ResponseTeller:
     """Makes the events of a response of what comes of an output."""
 
     def __init__(
-        self, parser: OutputParser, begun: ResponseAnswer, tools: Iterable[Tool], intake: Intake, tenant: str
+        self, parser: OutputParser, begun: ResponseAnswer, tools: Mapping[str, CalledTool], intake: Intake, tenant: str
     ) -> None:
-        """`begun` is the response of a tenant as it begins, and `tools` are those of its request."""
+        """`begun` is the response of a tenant as it begins, and `tools` may be called, by the names of their
+        functions."""
         self._parser = parser
         self._texts = TokenTexts(intake.tokenizer, as_ids=False)
         self._reasoning = ReasoningTokens(self._texts, parser)
         self._begun = begun
         self._intake = intake
         self._tenant = tenant
-        self._tools = called_tools(tools)
+        self._tools = tools
         self._name = begun.id.removeprefix(ID_PREFIX)
         self._num_events = 0
         self._is_in_progress = False
@@ -116,8 +118,8 @@ class ResponseTeller:
         match part:
             case CallStart(name):
                 yield from self._begin_item(self._call_of(self._tools.get(name, CalledTool(name))))
-            case Arguments(text) if isinstance(self._open, CustomCallOutput):
-                self._pieces.append(text)  # the input can be read from it once it is whole
+            case Arguments(text) if isinstance(self._open, CustomCallOutput | ToolSearchOutput):
+                self._pieces.append(text)  # which can be read once it is whole
             case Arguments(text):
                 yield self._delta("response.function_call_arguments.delta", text)
             case Reasoning(text):
@@ -132,6 +134,8 @@ class ResponseTeller:
     def _call_of(self, tool: CalledTool) -> OutputItem:
         """Return the call of a tool as it begins."""
         call_id = self._new_id("call")
+        if tool.is_search:
+            return ToolSearchOutput(self._new_id("tsc"), call_id, {}, "in_progress")
         if tool.is_custom:
             return CustomCallOutput(self._new_id("ctc"), call_id, tool.name, "", "in_progress", tool.namespace)
         return FunctionCallOutput(self._new_id("fc"), call_id, tool.name, "", "in_progress", tool.namespace)
@@ -153,6 +157,8 @@ class ResponseTeller:
             case FunctionCallOutput():
                 whole: OutputItem = msgspec.structs.replace(item, arguments=text, status=status)
                 yield self._of_item("response.function_call_arguments.done", **place, arguments=text, name=item.name)
+            case ToolSearchOutput():
+                whole = msgspec.structs.replace(item, arguments=object_of(text), status=status)
             case CustomCallOutput():
                 given = input_of(text)
                 whole = msgspec.structs.replace(item, input=given, status=status)

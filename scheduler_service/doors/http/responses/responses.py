@@ -146,7 +146,7 @@ async def compact_conversation(
         begun = _begun(request, asked.requests[0].request.sampling, model_name)
         async with begin_requests(asked, call, intake, is_streamed=False) as [progress]:
             await progress.active.wait_for_end()
-            teller = stored.teller(make_parser, ResponseRecord([], begun), request)
+            teller = stored.teller(make_parser, ResponseRecord(conversation, begun), request)
             events = [event async for delta in deltas_of(progress) for event in await teller.tell(delta)]
     response = events[-1].response
     assert response is not None, "the last event has the response"

@@ -18,6 +18,7 @@ from scheduler_service.doors.http.detached_requests import encoded_request
 from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.options import ReadCall
 from scheduler_service.doors.http.responses.answers import DeletedResponse, InputItemList, ResponseAnswer
+from scheduler_service.doors.http.responses.called_tools import called_tools, found_tools
 from scheduler_service.doors.http.responses.conversation import chat_meant
 from scheduler_service.doors.http.responses.requests import InputItem, InputItemsQuery, ResponsesRequest
 from scheduler_service.doors.http.responses.response_teller import ID_PREFIX, ResponseTeller, tell_events
@@ -236,11 +237,12 @@ class StoredResponses:
 
     def teller(self, make_parser: ParserMaker, record: ResponseRecord, request: ResponsesRequest) -> ResponseTeller:
         """Return what makes the events of a response that begins."""
-        return ResponseTeller(make_parser(), record.response, request.tools or (), self._intake, self.tenant)
+        tools = called_tools(request.tools or (), found_tools(record.input))
+        return ResponseTeller(make_parser(), record.response, tools, self._intake, self.tenant)
 
     def _teller(self, record: ResponseRecord) -> ResponseTeller:
         assert record.request is not None, "its output is told, so that it is made in background"
-        chat = chat_meant(record.request, ())  # the conversation says nothing of how the output is read
+        chat = chat_meant(record.request, record.input)
         return self.teller(parser_maker(chat, record.prompt_end, self._intake), record, record.request)
 
     async def in_turn(self, size: int, work: Callable[..., _Result], *args: Any) -> _Result:
