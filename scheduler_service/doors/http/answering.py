@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from functools import partial
 from hashlib import sha256
 from typing import Any, Protocol, TypeVar
@@ -26,6 +26,7 @@ from scheduler_service.serving.turns import PIECE_SIZE, Turns
 
 _FINISH_REASONS = {EndReason.STOP: "stop", EndReason.LENGTH: "length", EndReason.ABORT: "abort"}
 _Result = TypeVar("_Result")
+_Event = TypeVar("_Event", bound=Struct)
 # An estimate of what an answer has of each log-probability, and of each token that it repeats.
 _ENTRY_BYTES, _TOKEN_BYTES = 80, 16
 _EXPECTED_TOKENS = 4096  # of an output whose length is not asked for
@@ -181,6 +182,36 @@ async def deltas_of(progress: PromptProgress) -> AsyncIterator[Delta]:
         async for delta in deltas:
             progress.take(delta)
             yield delta
+
+
+async def told_output(
+    progress: PromptProgress,
+    first: Iterable[_Event],
+    tell: Callable[[Delta], Awaitable[Iterable[_Event]]],
+    stream: EventStream,
+    *,
+    is_streamed: bool,
+) -> list[_Event]:
+    """Return the events of an output, `first` and those that `tell` makes of each delta; send them instead if they are
+    streamed."""
+    if not is_streamed:
+        await progress.active.wait_for_end()
+    events = list(first)
+    async for delta in deltas_of(progress):
+        events += await tell(delta)
+        if is_streamed:
+            await tell_events(events, stream)
+            events.clear()
+    if is_streamed:
+        await stream.end()
+    return events
+
+
+async def tell_events(events: Iterable[Struct], stream: EventStream) -> None:
+    """Send events with their names: the type is a field, or the struct's tag."""
+    stream.is_named = True
+    for event in events:
+        await stream.tell(encode(event), str(getattr(event, "type", event.__struct_config__.tag)))
 
 
 async def _whole_answer(begun: Sequence[PromptProgress], writer: AnswerWriter, num_best: int | None) -> bytes:

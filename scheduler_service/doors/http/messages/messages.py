@@ -8,7 +8,8 @@ import msgspec
 
 from pagewire.common.chat_output import Arguments, CallStart, Content, OutputParser, OutputPart, Reasoning
 from scheduler_service.core.request import EndReason
-from scheduler_service.doors.http.answering import PromptProgress, begin_requests, deltas_of
+from scheduler_service.doors.http.answering import PromptProgress, begin_requests, told_output
+from scheduler_service.doors.http.answers import encode
 from scheduler_service.doors.http.chat_completions import read_chat
 from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.messages.answers import (
@@ -35,10 +36,9 @@ from scheduler_service.doors.http.messages.answers import (
 from scheduler_service.doors.http.messages.conversation import chat_of, message_warnings
 from scheduler_service.doors.http.messages.edits import check_edits
 from scheduler_service.doors.http.messages.requests import CountTokensRequest, MessagesRequest
-from scheduler_service.doors.http.options import RequestNames
+from scheduler_service.doors.http.options import ReadCall, RequestNames
 from scheduler_service.doors.http.prompts import chosen_template
-from scheduler_service.doors.http.requests import ChatCompletionRequest
-from scheduler_service.doors.http.tool_calls import object_of
+from scheduler_service.doors.http.tool_calls import ParserMaker, object_of
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.output import Delta
 from scheduler_service.serving.tenants.caller import Call
@@ -56,7 +56,6 @@ _NAMES = RequestNames(
     thinking_token_budget="thinking.budget_tokens",
 )
 _Result = TypeVar("_Result")
-_encode = msgspec.json.Encoder().encode
 
 
 class MessageTeller:
@@ -122,7 +121,7 @@ async def answer_message(
 ) -> bytes | None:
     """Return the message, unless it is streamed. Raises RefusedError."""
     with _NAMES.in_refusals():
-        asked, make_parser = await read_chat(await _chat(request, call, intake, stream), call, intake, stream)
+        asked, make_parser = await _read(request, call, intake, stream)
         async with begin_requests(asked, call, intake, is_streamed=bool(request.stream)) as [progress]:
             await _in_turn(request, call, intake, check_edits, request, len(progress.prompt_token_ids))
             message_id = f"msg_{request.request_id or secrets.token_hex(12)}"
@@ -131,43 +130,36 @@ async def answer_message(
             )
             is_omitted = request.thinking is not None and request.thinking.display == "omitted"
             teller = MessageTeller(make_parser(), head, shows_thinking=not is_omitted)
-            if not request.stream:
-                await progress.active.wait_for_end()
-                events = [
-                    event async for delta in deltas_of(progress) for event in await _told(teller, delta, progress)
-                ]
-                return _encode(folded(events))
-            stream.is_named = True
-            async for delta in deltas_of(progress):
-                for event in await _told(teller, delta, progress):
-                    await stream.tell(_encode(event), str(event.__struct_config__.tag))
-            await stream.end()
-            return None
 
+            async def tell(delta: Delta) -> list[MessageEvent]:
+                """Return the events of a delta; those of a long text are made in the tenant's turn."""
+                return await progress.write(progress.num_values(delta), lambda: list(teller.tell(delta, progress)))
 
-async def _told(teller: MessageTeller, delta: Delta, progress: PromptProgress) -> list[MessageEvent]:
-    """Return the events of a delta; those of a long text are made in the tenant's turn."""
-    return await progress.write(progress.num_values(delta), lambda: list(teller.tell(delta, progress)))
+            stream.is_named = bool(request.stream)
+            events = await told_output(progress, (), tell, stream, is_streamed=bool(request.stream))
+            return encode(folded(events)) if events else None
 
 
 async def count_tokens(request: CountTokensRequest, call: Call, intake: Intake, stream: EventStream) -> bytes:
     """Raises RefusedError."""
     with _NAMES.in_refusals():
-        asked, _ = await read_chat(await _chat(request, call, intake, stream), call, intake, stream)
+        asked, _ = await _read(request, call, intake, stream)
         num_tokens = len(await intake.tokenize(asked.requests[0]))
         await _in_turn(request, call, intake, check_edits, request, num_tokens)
-        return _encode(TokenCount(num_tokens))
+        return encode(TokenCount(num_tokens))
 
 
-async def _chat(request: CountTokensRequest, call: Call, intake: Intake, stream: EventStream) -> ChatCompletionRequest:
-    """Return the chat that a request means, and warn of what it leaves out. Clients give a budget to any model: one
-    that has no reasoning keeps to it. Raises RefusedError."""
+async def _read(
+    request: CountTokensRequest, call: Call, intake: Intake, stream: EventStream
+) -> tuple[ReadCall, ParserMaker]:
+    """Read the chat that a request means as `read_chat` does, and warn of what it leaves out. Clients give a budget to
+    any model: one that has no reasoning keeps to it. Raises RefusedError."""
     chat = await _in_turn(request, call, intake, chat_of, request)
     for text in await _in_turn(request, call, intake, message_warnings, request):
         stream.warn(text)
-    if intake.chats.format_of(chosen_template(intake.model, None)).has_reasoning:
-        return chat
-    return msgspec.structs.replace(chat, thinking_token_budget=None)
+    if not intake.chats.format_of(chosen_template(intake.model, None)).has_reasoning:
+        chat = msgspec.structs.replace(chat, thinking_token_budget=None)
+    return await read_chat(chat, call, intake, stream)
 
 
 async def _in_turn(

@@ -9,7 +9,6 @@ from pagewire.common.chat_output import Arguments, CallStart, Content, OutputPar
 from scheduler_service.core.request import EndReason, SequenceEnd
 from scheduler_service.doors.http.answering import CHAR_VALUES, now
 from scheduler_service.doors.http.answers import ChatLogprob, OutputTokensDetails
-from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.responses.answers import (
     AnswerText,
     CachedTokens,
@@ -37,7 +36,6 @@ from scheduler_service.serving.turns import PIECE_SIZE
 ID_PREFIX = "resp_"  # of a response's id, before the request's
 _STATUSES = {EndReason.STOP: "completed", EndReason.LENGTH: "incomplete", EndReason.ABORT: "cancelled"}
 _TEXT_DELTA = "response.output_text.delta"
-_encode = msgspec.json.Encoder().encode
 _LAST_EVENTS = {"cancelled": "incomplete"}  # which clients know no event of
 
 
@@ -208,9 +206,3 @@ def _part(
     item: ReasoningOutput | MessageOutput, text: str, logprobs: Iterable[ChatLogprob] = ()
 ) -> ThoughtText | AnswerText:
     return ThoughtText(text) if isinstance(item, ReasoningOutput) else AnswerText(text, logprobs=list(logprobs))
-
-
-async def tell_events(events: Iterable[ResponseEvent], stream: EventStream) -> None:
-    stream.is_named = True
-    for event in events:
-        await stream.tell(_encode(event), event.type)

@@ -6,10 +6,11 @@ import secrets
 import msgspec
 
 from pagewire.common.messages import SamplingParams
-from scheduler_service.doors.http.answering import PromptProgress, begin_requests, deltas_of, now
+from scheduler_service.doors.http.answering import begin_requests, now, tell_events, told_output
+from scheduler_service.doors.http.answers import encode
 from scheduler_service.doors.http.chat_completions import read_chat
 from scheduler_service.doors.http.event_stream import EventStream
-from scheduler_service.doors.http.options import RequestNames
+from scheduler_service.doors.http.options import ReadCall, RequestNames
 from scheduler_service.doors.http.refusals import error_answer
 from scheduler_service.doors.http.requests import TextFormat
 from scheduler_service.doors.http.responses.answers import (
@@ -17,6 +18,7 @@ from scheduler_service.doors.http.responses.answers import (
     InputTokenCount,
     MessageOutput,
     ResponseAnswer,
+    ResponseEvent,
 )
 from scheduler_service.doors.http.responses.conversation import chat_meant, items_of, warnings_of
 from scheduler_service.doors.http.responses.requests import (
@@ -27,9 +29,11 @@ from scheduler_service.doors.http.responses.requests import (
     TextField,
     VendorTool,
 )
-from scheduler_service.doors.http.responses.response_teller import ID_PREFIX, ResponseTeller, tell_events
+from scheduler_service.doors.http.responses.response_teller import ID_PREFIX
 from scheduler_service.doors.http.responses.stored_responses import PROMPT_END_CHARS, ResponseRecord, StoredResponses
+from scheduler_service.doors.http.tool_calls import ParserMaker
 from scheduler_service.serving.intake import Intake
+from scheduler_service.serving.output import Delta
 from scheduler_service.serving.parsed_request import check_request_id
 from scheduler_service.serving.refusal import Reason, RefusedError, invalid
 from scheduler_service.serving.tenants.caller import Call
@@ -41,7 +45,6 @@ _SUMMARIZE = (
     "asked for, what was done and found, with names, paths and numbers, and what is left to do. Call no tool."
 )
 _REFERENCE = "item_reference"  # the type of items that stand for others, by their ids
-_encode = msgspec.json.Encoder().encode
 
 
 async def answer_response(
@@ -59,10 +62,7 @@ async def answer_response(
     if request.background and request.timeout is not None:
         raise invalid("timeout", "timeout is of an answer, and one in background is not waited for; leave it unset")
     with _NAMES.in_refusals():
-        request = _named(request)
-        conversation, call = await _conversation(request, call, stored, stream)
-        chat = await stored.in_turn(call.size, chat_meant, request, conversation)
-        asked, make_parser = await read_chat(chat, call, intake, stream)
+        request, conversation, call, asked, make_parser = await _read(request, call, intake, stored, stream)
         prompt = asked.requests[0].prompt
         assert isinstance(prompt, str), "chats are of texts"
         begun = _begun(request, asked.requests[0].request.sampling, model_name)
@@ -74,7 +74,16 @@ async def answer_response(
         teller = stored.teller(make_parser, record, request)
         try:
             async with begin_requests(asked, call, intake, is_streamed=bool(request.stream)) as [progress]:
-                return await _answer(request, progress, teller, record, stored, stream)
+
+                async def tell(delta: Delta) -> list[ResponseEvent]:
+                    events = await teller.tell(delta)
+                    if delta.end is not None and is_stored:  # before its client can ask for it
+                        kept = await stored.keep(msgspec.structs.replace(record, response=events[-1].response))
+                        events[-1] = msgspec.structs.replace(events[-1], response=kept)
+                    return events
+
+                events = await told_output(progress, teller.begin(), tell, stream, is_streamed=bool(request.stream))
+                return encode(events[-1].response) if events else None
         except RefusedError as refused:
             if refused.overflow is None or not request.stream:
                 raise
@@ -85,41 +94,13 @@ async def answer_response(
             return None
 
 
-async def _answer(
-    request: ResponsesRequest,
-    progress: PromptProgress,
-    teller: ResponseTeller,
-    record: ResponseRecord,
-    stored: StoredResponses,
-    stream: EventStream,
-) -> bytes | None:
-    if not request.stream:
-        await progress.active.wait_for_end()
-    events = list(teller.begin())
-    async for delta in deltas_of(progress):
-        events += await teller.tell(delta)
-        if delta.end is not None and request.store is not False:  # before its client can ask for it
-            kept = await stored.keep(msgspec.structs.replace(record, response=events[-1].response))
-            events[-1] = msgspec.structs.replace(events[-1], response=kept)
-        if request.stream:
-            await tell_events(events, stream)
-            events.clear()
-    if request.stream:
-        await stream.end()
-        return None
-    return _encode(events[-1].response)
-
-
 async def count_input_tokens(
     request: ResponsesRequest, call: Call, intake: Intake, stored: StoredResponses, stream: EventStream
 ) -> bytes:
     """Return how many tokens the prompt of a request has. Raises RefusedError."""
     with _NAMES.in_refusals():
-        request = _named(request)
-        conversation, call = await _conversation(request, call, stored, stream)
-        chat = await stored.in_turn(call.size, chat_meant, request, conversation)
-        asked, _ = await read_chat(chat, call, intake, stream)
-        return _encode(InputTokenCount(len(await intake.tokenize(asked.requests[0]))))
+        _, _, _, asked, _ = await _read(request, call, intake, stored, stream)
+        return encode(InputTokenCount(len(await intake.tokenize(asked.requests[0]))))
 
 
 async def compact_conversation(
@@ -138,16 +119,12 @@ async def compact_conversation(
     if request.model is None:
         raise invalid("model", "model is not set; name the model that writes the summary")
     with _NAMES.in_refusals():
-        request = _named(request)
-        conversation, call = await _conversation(request, call, stored, stream)
-        asked_for = [*conversation, MessageItem(role="user", content=_SUMMARIZE)]
-        chat = await stored.in_turn(call.size, chat_meant, request, asked_for)
-        asked, make_parser = await read_chat(chat, call, intake, stream)
+        last = MessageItem(role="user", content=_SUMMARIZE)
+        request, conversation, call, asked, make_parser = await _read(request, call, intake, stored, stream, last)
         begun = _begun(request, asked.requests[0].request.sampling, model_name)
         async with begin_requests(asked, call, intake, is_streamed=False) as [progress]:
-            await progress.active.wait_for_end()
             teller = stored.teller(make_parser, ResponseRecord(conversation, begun), request)
-            events = [event async for delta in deltas_of(progress) for event in await teller.tell(delta)]
+            events = await told_output(progress, (), teller.tell, stream, is_streamed=False)
     response = events[-1].response
     assert response is not None, "the last event has the response"
     messages = [item for item in response.output if isinstance(item, MessageOutput)]
@@ -156,15 +133,25 @@ async def compact_conversation(
         raise RefusedError(Reason.INTERNAL, "the model has written no summary; raise max_output_tokens, or try again")
     kept = [item for item in conversation if isinstance(item, MessageItem) and item.role == "user"]
     compacted = CompactionItem(encrypted_content=summary, id=f"cmp_{request.request_id}")
-    return _encode(CompactedConversation(response.id, response.created_at, [*kept, compacted], response.usage))
+    return encode(CompactedConversation(response.id, response.created_at, [*kept, compacted], response.usage))
 
 
-def _named(request: ResponsesRequest) -> ResponsesRequest:
-    """Return a request with an id, its own or a drawn one. Raises RefusedError for one that is too long: each item may
-    be named after it."""
+async def _read(
+    request: ResponsesRequest,
+    call: Call,
+    intake: Intake,
+    stored: StoredResponses,
+    stream: EventStream,
+    *last: InputItem,
+) -> tuple[ResponsesRequest, list[InputItem], Call, ReadCall, ParserMaker]:
+    """Return a request with an id, its own or a drawn one, the conversation that it answers, its call with the size of
+    that, and the chat as `read_chat` reads it, with `last` at its end. Raises RefusedError."""
     request_id = request.request_id or secrets.token_hex(24)
-    check_request_id(request_id)
-    return msgspec.structs.replace(request, request_id=request_id)
+    check_request_id(request_id)  # each item may be named after it
+    request = msgspec.structs.replace(request, request_id=request_id)
+    conversation, call = await _conversation(request, call, stored, stream)
+    chat = await stored.in_turn(call.size, chat_meant, request, [*conversation, *last])
+    return request, conversation, call, *await read_chat(chat, call, intake, stream)
 
 
 async def _conversation(

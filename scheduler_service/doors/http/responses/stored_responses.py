@@ -13,6 +13,8 @@ from msgspec import Struct
 from pagewire.common.strict_json import MAX_VALUES, count_values
 from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from scheduler_service.doors.http.answering import tell_events
+from scheduler_service.doors.http.answers import encode
 from scheduler_service.doors.http.chat_completions import parser_maker
 from scheduler_service.doors.http.detached_requests import encoded_request
 from scheduler_service.doors.http.event_stream import EventStream
@@ -21,7 +23,7 @@ from scheduler_service.doors.http.responses.answers import DeletedResponse, Inpu
 from scheduler_service.doors.http.responses.called_tools import called_tools, found_tools
 from scheduler_service.doors.http.responses.conversation import chat_meant
 from scheduler_service.doors.http.responses.requests import InputItem, InputItemsQuery, ResponsesRequest
-from scheduler_service.doors.http.responses.response_teller import ID_PREFIX, ResponseTeller, tell_events
+from scheduler_service.doors.http.responses.response_teller import ID_PREFIX, ResponseTeller
 from scheduler_service.doors.http.tool_calls import ParserMaker
 from scheduler_service.doors.scheduler.generate_response import decode_delta
 from scheduler_service.doors.scheduler.request_servicer import Forward, answer_of
@@ -37,7 +39,6 @@ _ITEM_PLACE = re.compile(r"(_input)?_\d+$")  # what an item's id has after the n
 _MAX_NAMED = 1024  # responses whose items a request refers to
 PROMPT_END_CHARS = 256
 _Result = TypeVar("_Result")
-_encode = msgspec.json.Encoder().encode
 _decode_items = msgspec.json.Decoder(list[InputItem]).decode
 
 
@@ -51,7 +52,7 @@ class ResponseRecord(Struct, frozen=True):
 
     def encoded(self) -> bytes:
         """Raises RefusedError for one that is too large to be kept."""
-        record = _encode(self)
+        record = encode(self)
         if len(record) > _RECORD_BYTES:
             advice = "store: false" if self.request is None else "store: false without background"
             raise invalid(
@@ -105,7 +106,7 @@ class StoredResponses:
             message = scheduler_pb2.SubmitRequest(request=request_message, record=encoded)
             await answer_of(self._forward("Submit", message, self._call))
         if not request.stream:
-            return _encode(record.response)
+            return encode(record.response)
         await self._tell(record, stream)
         return None
 
@@ -118,7 +119,7 @@ class StoredResponses:
                 "previous_response_id",
                 f"the response {response_id!r} is {response.status}; name one that is completed, or wait until it is",
             )
-        items = await self.in_turn(len(result.record), lambda: _decode_items(_encode(response.output)))
+        items = await self.in_turn(len(result.record), lambda: _decode_items(encode(response.output)))
         return [*record.input, *items], len(result.record)
 
     async def items(self, ids: set[str]) -> dict[str, bytes]:
@@ -130,7 +131,7 @@ class StoredResponses:
         for name in names:
             with contextlib.suppress(RefusedError):  # it is not known
                 items, _ = await self.conversation(f"{ID_PREFIX}{name}")
-                found |= {item.id: _encode(item) for item in items if item.id in ids}
+                found |= {item.id: encode(item) for item in items if item.id in ids}
         for item_id in ids - found.keys():
             raise invalid("input", f"no item {item_id[:80]!r} is known for this tenant; send the item itself")
         return found
@@ -138,7 +139,7 @@ class StoredResponses:
     async def read(self, response_id: str) -> bytes:
         """Return a response as it is now. Raises RefusedError."""
         response = await self._response(*await self._find(response_id))
-        return _encode(response)
+        return encode(response)
 
     async def tell(self, response_id: str, stream: EventStream) -> None:
         """Tell the events of a response from its beginning. Raises RefusedError."""
@@ -166,7 +167,7 @@ class StoredResponses:
         """Forget a response, and end one that runs. Raises RefusedError."""
         await self._find(response_id)
         await self._ask("DeleteResult", scheduler_pb2.DeleteResultRequest, response_id, "response_id")
-        return _encode(DeletedResponse(response_id))
+        return encode(DeletedResponse(response_id))
 
     async def input_items(self, query: InputItemsQuery) -> bytes:
         """Return a page of what a response answers. Raises RefusedError."""
@@ -179,7 +180,7 @@ class StoredResponses:
             items = items[ids.index(query.after) + 1 :]
         page = items[: query.limit or _PAGE_ITEMS]
         first, last = (page[0].id, page[-1].id) if page else (None, None)
-        return _encode(InputItemList(page, first, last, len(page) < len(items)))
+        return encode(InputItemList(page, first, last, len(page) < len(items)))
 
     async def _find(self, response_id: str, field: str = "response_id") -> tuple[ResponseRecord, Any]:
         """Return what is kept of a response, and the result of its request. Raises RefusedError."""
