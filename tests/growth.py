@@ -1,53 +1,64 @@
-"""How the processor time of some work grows with its size. Only ratios are looked at: they hold on any machine."""
+"""How the processor time of some work grows with its size. Only ratios are compared: they hold on any machine."""
 
 import math
 import time
-import timeit
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
-MAX_RATIO = 6  # at four times the size: 4 where time grows with the size, 16 where it grows with its square
+STEP = 4  # from a size to the next one that is compared with it
+MAX_RATIO = 6  # of their times: 4 where time grows with the size, 16 where it grows with its square
 NUM_TRIES = 3
-_LONG_ENOUGH_S = 0.01  # for a comparison that no noise decides
-_ROUND_S = 0.02  # that a round of `cost_ratio` takes at least
-# Prepares work of a size.
-Prepare = Callable[[int], Callable[[], object]]
+_LONG_ENOUGH_S = 0.02  # for a comparison that no noise decides
+# Prepares work, which is measured without its preparation.
+Prepare = Callable[[], Callable[[], object]]
 
 
-def check_growth(what: object, prepare: Prepare, size: int) -> None:
-    """Do what is prepared for a size and for four times that size, and compare the processor times.
+@dataclass
+class Costs:
+    """The least processor times of some work at two sizes, of all tries so far, in seconds."""
 
-    If the longer work took too long, compare again, the best of three tries at twice the size, each repeated until it
-    takes long enough; and once more at twice that, since what grows too fast does at any size.
-    """
-    short, long = (_seconds(prepare, each) for each in (size, 4 * size))
-    for _ in range(2):
-        if long <= MAX_RATIO * short:
-            break
-        size *= 2
-        tries = [[_seconds(prepare, each, _LONG_ENOUGH_S) for _ in range(NUM_TRIES)] for each in (size, 4 * size)]
-        short, long = map(min, tries)
-    assert long <= MAX_RATIO * short, f"{what}: {short:.6f} s at {size}, but {long:.6f} s at {4 * size}"
+    max_ratio: float = MAX_RATIO
+    short: float = 0.0  # shorter times are not compared
+    small: float = math.inf
+    large: float = math.inf
+
+    def add(self, small: float, large: float) -> None:
+        """Add a try. Other processes slow long work more than short work: unless the times are short, the small work
+        is to be measured for as long as the large one takes, as a mean of several runs."""
+        self.small, self.large = min(self.small, small), min(self.large, large)
+
+    @property
+    def are_too_high(self) -> bool:
+        return self.large > max(self.short, self.max_ratio * self.small)
 
 
-def _seconds(prepare: Prepare, size: int, least: float = 0.0) -> float:
-    """Return the mean of as many runs as take a number of seconds together, at least one."""
+def check_growth(what: object, prepare: Callable[[int], Callable[[], object]], size: int) -> None:
+    """Fail if what is prepared for four times a size takes more than `MAX_RATIO` times the processor time of this
+    thread."""
+    check_costs(f"{what} of {size} and {STEP * size}", partial(prepare, size), partial(prepare, STEP * size))
+
+
+def check_costs(what: str, small: Prepare, large: Prepare) -> None:
+    """Fail if `large` takes more than `MAX_RATIO` times the processor time of `small`. What one run of each does not
+    show is decided by the best of three tries, each of runs that take long enough together."""
+    small()()  # what is computed once
+    costs = Costs()
+    costs.add(_seconds(small), _seconds(large))
+    if costs.are_too_high:
+        costs = Costs()
+        for _ in range(NUM_TRIES):
+            costs.add(_seconds(small, _LONG_ENOUGH_S), _seconds(large, _LONG_ENOUGH_S))
+    assert not costs.are_too_high, f"{what}: {costs.small:.6f} s and {costs.large:.6f} s"
+
+
+def _seconds(prepare: Prepare, least: float = 0.0) -> float:
+    """Return the mean of as many runs as take `least` seconds together, at least one."""
     total, num_runs = 0.0, 0
     while total < least or not num_runs:
-        run = prepare(size)
+        run = prepare()
         began = time.thread_time()
         run()
         total += time.thread_time() - began
         num_runs += 1
     return total / num_runs
-
-
-def cost_ratio(small: Callable[[], object], large: Callable[[], object]) -> float:
-    """Return how many times the processor time of one call another takes: the best of three rounds, in each of which
-    one follows the other, so that what else the machine does slows both."""
-
-    def seconds(run: Callable[[], object], number: int) -> float:
-        return timeit.timeit(run, timer=time.process_time, number=number)
-
-    number = math.ceil(_ROUND_S / max(seconds(small, 1), 1e-4))
-    rounds = [(seconds(small, number), seconds(large, number)) for _ in range(3)]
-    return min(taken_by_large / taken_by_small for taken_by_small, taken_by_large in rounds)

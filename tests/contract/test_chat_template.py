@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import json
 import shutil
-import time
 from pathlib import Path
 
 import grpc
@@ -14,7 +13,7 @@ from tokenizers import Tokenizer
 import pagewire
 from pagewire import AsyncClient, Client, SamplingParams
 from pagewire.cli.status import table
-from pagewire.common.chat_template import ChatTemplateError, render, up_to_last
+from pagewire.common.chat_template import ChatTemplateError, render
 from pagewire.common.template_sandbox import MAX_STEPS
 from testing.scheduler_stack import VOCAB_SIZE, make_checkpoint, serve
 
@@ -169,18 +168,3 @@ def test_counted_loops_are_still_loops() -> None:
         "{% endfor %}{% for x in missing %}x{% else %} empty{% endfor %}"
     )
     assert render(template, [HELLO, HELLO], special_tokens={}) == "1/2False 2/2True hello empty"
-
-
-def test_the_last_message_is_found_in_linear_time() -> None:
-    """Also where the end of its content stands again and again behind it."""
-
-    def seconds(number: int) -> float:
-        content, times = "a" * number + "b" + "a" * number, []
-        for _ in range(3):
-            began = time.process_time()
-            with pytest.raises(ChatTemplateError):
-                up_to_last("a" * 4 * number, {"role": "user", "content": content})
-            times.append(time.process_time() - began)
-        return min(times)
-
-    assert seconds(40_000) <= 6 * max(seconds(10_000), 1e-3)

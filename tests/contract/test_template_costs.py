@@ -2,12 +2,13 @@
 
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
 from pagewire.common.chat_template import ChatTemplateError, render, up_to_last
-from tests.growth import MAX_RATIO, cost_ratio
+from tests.growth import check_costs, check_growth
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 # It writes out a content of parts of 'listing' messages, and of no others.
@@ -48,7 +49,7 @@ def test_roles_that_a_template_does_not_name_cost_no_trial_each() -> None:
     def render_roles(num_roles: int) -> str:
         return rendered([{"role": f"role {number % num_roles}", "content": "x"} for number in range(400)], long)
 
-    assert cost_ratio(lambda: render_roles(1), lambda: render_roles(400)) <= MAX_RATIO
+    check_costs("roles", lambda: partial(render_roles, 1), lambda: partial(render_roles, 400))
 
 
 def test_a_role_that_a_template_names_has_its_own_form() -> None:
@@ -67,14 +68,19 @@ def calls_with_results(num: int) -> list[dict[str, Any]]:
 
 
 def test_results_find_their_calls_at_once() -> None:
-    few, many = calls_with_results(1000), calls_with_results(4000)
-    assert cost_ratio(lambda: rendered(few, SINGLE), lambda: rendered(many, SINGLE)) <= MAX_RATIO
+    check_growth("results", lambda num: partial(rendered, calls_with_results(num), SINGLE), 1000)
     answer = [*calls_with_results(2), {"role": "tool", "tool_call_id": "other", "content": "s"}]
     assert rendered(answer, SINGLE) == "<user>q<assistant>{}<tool>r<assistant>{}<tool>r<tool>s"
 
 
 @pytest.mark.parametrize(
-    "content", [lambda num: "ab" + "a" * num, lambda num: "a" * num + "b", lambda num: "b" + "a" * num]
+    "content",
+    [
+        lambda num: "ab" + "a" * num,
+        lambda num: "a" * num + "b",
+        lambda num: "b" + "a" * num,
+        lambda num: "a" * (num // 2) + "b" + "a" * (num // 2),
+    ],
 )
 def test_a_last_message_is_found_at_once(content: Callable[[int], str]) -> None:
     def searching(num: int) -> Callable[[], None]:
@@ -86,7 +92,7 @@ def test_a_last_message_is_found_at_once(content: Callable[[int], str]) -> None:
 
         return search
 
-    assert cost_ratio(searching(50_000), searching(200_000)) <= MAX_RATIO
+    check_growth("a prompt", searching, 50_000)
 
 
 def test_the_last_place_of_a_message_counts() -> None:

@@ -15,7 +15,7 @@ from scheduler_service.doors.http.messages.requests import MessagesRequest
 from scheduler_service.doors.http.requests import ChatCompletionRequest, JsonSchemaFormat
 from tests.contract.http.door import HttpServer, serve_http
 from tests.contract.http.scripted import WEATHER, make_tool_checkpoint
-from tests.growth import MAX_RATIO, cost_ratio
+from tests.growth import check_growth
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -111,7 +111,7 @@ async def test_a_body_is_read_as_meant_in_linear_time() -> None:
         body = json.dumps({"max_tokens": 4.0, "messages": [turn] * number}).encode()
         assert len(decode_body(body, MessagesRequest).messages) == number
 
-    assert cost_ratio(partial(read, 500), partial(read, 2000)) <= MAX_RATIO
+    check_growth("a body", lambda number: partial(read, number), 500)
 
 
 async def test_top_logprobs_of_zero_asks_for_nothing(server: HttpServer) -> None:

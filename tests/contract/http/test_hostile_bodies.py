@@ -1,14 +1,13 @@
 """No request costs a server more than its size allows: processor time is compared at a size and at four times that.
 
-Each route gets the bodies of `hostile_bodies`. This is the one test that looks at time: at ratios alone, of the best of
-three, above what is too short to compare.
+Each route gets the bodies of `hostile_bodies`. Times are compared as `growth` does, above what is too short to compare.
 """
 
 import asyncio
 import gc
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from itertools import pairwise
 from urllib.parse import quote
 
@@ -24,12 +23,12 @@ from tests.contract.http.hostile_bodies import HostileBody, bodies_of, format_bo
 from tests.contract.http.scripted import TEMPLATE
 from tests.contract.pooling import write_pooling
 from tests.core.chat_output.spellings import SPELLINGS
+from tests.growth import NUM_TRIES, STEP, Costs
 
 pytestmark = [pytest.mark.thorough, pytest.mark.asyncio(loop_scope="module")]
 
 SEED = 60
 PATHS = [route.path for route in POSTED]
-STEP, MAX_RATIO = 4, 6.0
 SMALL_SIZE = 256
 SIZES = [64 * STEP**power for power in range(6)]  # up to 64 KiB
 # With room for what stands around the large field.
@@ -40,7 +39,6 @@ NUM_LARGE = 4  # drawn bodies of each route that have such sizes, beside the lis
 SHORT_S = 0.02
 # A request that takes longer, waiting included, is tried at no larger size.
 LONG_S = 0.5
-NUM_TRIES = 8  # where a time is too long: beside other processes three were all slow once
 # A request holds the event loop for a bounded time at once: from some size on, a larger one holds it no longer.
 MAX_HELD_RATIO = 2.0
 # Fields and shapes that are always tried: whole values of them are decoded, or make other values.
@@ -66,6 +64,7 @@ PARTS: dict[str, tuple[str, str]] = {
     "fields": ("a=1&", ""),
 }
 Bodies = dict[str, list[HostileBody]]
+Measure = Callable[[int], Awaitable[float]]
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -131,33 +130,46 @@ class Ladder:
 
     async def climb(self, sizes: Sequence[int]) -> bool:
         """Compare the seconds of each size with those of the size before. Return whether larger ones may be tried."""
-        seconds = [await self.seconds(sizes[0])]
+        before = await self._seconds(sizes[0])
         for size, next_size in pairwise(sizes):
             begun = time.monotonic()
-            seconds.append(await self.seconds(next_size))
+            costs = Costs(short=SHORT_S)
+            costs.add(before, before := await self._seconds(next_size))
             is_long = time.monotonic() - begun > LONG_S
-            for _ in range(NUM_TRIES - 1):
-                if not _is_beyond(seconds[-2:], SHORT_S, MAX_RATIO):
-                    break
-                again = [await self.seconds(size), await self.seconds(next_size)]
-                seconds[-2:] = map(min, seconds[-2:], again)
-            if _is_beyond(seconds[-2:], SHORT_S, MAX_RATIO):
-                self._blame("take", size, next_size, seconds[-2:])
+            await self._compare("take", costs, size, next_size, self._mean_seconds, self._seconds)
             if self.faults or is_long:
                 return False
         return True
 
     async def hold(self, size: int, next_size: int, short: float) -> None:
         """Compare for how long two sizes hold the event loop."""
-        held = [await self._held(size), await self._held(next_size)]
-        for _ in range(NUM_TRIES - 1):
-            if not _is_beyond(held, short, MAX_HELD_RATIO):
-                return
-            held = list(map(min, held, [await self._held(size), await self._held(next_size)]))
-        if _is_beyond(held, short, MAX_HELD_RATIO):
-            self._blame("hold the event loop for", size, next_size, held)
+        costs = Costs(MAX_HELD_RATIO, short)
+        costs.add(await self._held(size), await self._held(next_size))
+        await self._compare("hold the event loop for", costs, size, next_size, self._held, self._held)
 
-    async def seconds(self, size: int) -> float:
+    async def _compare(
+        self, what: str, costs: Costs, size: int, next_size: int, measure_small: Measure, measure_large: Measure
+    ) -> None:
+        """Let the best of three tries decide where one try does not."""
+        if costs.are_too_high:
+            costs = Costs(costs.max_ratio, costs.short)
+            for _ in range(NUM_TRIES):
+                costs.add(await measure_small(size), await measure_large(next_size))
+        if costs.are_too_high:
+            before, after = costs.small * 1000, costs.large * 1000
+            self.faults.append(
+                f"{self._name}: {size} bytes {what} {before:.1f} ms, {next_size} bytes {after:.1f} ms, "
+                f"{after / before:.1f} times as long"
+            )
+
+    async def _mean_seconds(self, size: int) -> float:
+        """Return the mean of as many requests as have the next size together."""
+        return sum([await self._seconds(size) for _ in range(STEP)]) / STEP
+
+    async def try_size(self, size: int) -> None:
+        self._judge(size, await ask(self._server, self._make(size)))
+
+    async def _seconds(self, size: int) -> float:
         """Return the processor time that a request costs this process, all of its threads together."""
         content = self._make(size)
         before = time.process_time()
@@ -177,18 +189,6 @@ class Ladder:
     def _judge(self, size: int, status: str) -> None:
         if not status or (status >= "500" and status != "503"):
             self.faults.append(f"{self._name}, {size} bytes: answered by {status or 'nothing'}")
-
-    def _blame(self, what: str, size: int, next_size: int, seconds: Sequence[float]) -> None:
-        before, after = (value * 1000 for value in seconds)
-        self.faults.append(
-            f"{self._name}: {size} bytes {what} {before:.1f} ms, {next_size} bytes {after:.1f} ms, "
-            f"{after / before:.1f} times as long"
-        )
-
-
-def _is_beyond(seconds: Sequence[float], short: float, most: float) -> bool:
-    before, after = seconds
-    return after > short and after > most * before
 
 
 async def _longest_beat() -> float:
@@ -252,7 +252,7 @@ async def test_every_small_body_is_answered(server: HttpServer, path: str) -> No
     faults: list[str] = []
     for body in DEALT[path]:
         each = ladder(server, body)
-        await each.seconds(SMALL_SIZE)
+        await each.try_size(SMALL_SIZE)
         faults += each.faults
     await check(server, faults)
 

@@ -3,6 +3,7 @@
 import json
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from pagewire.common.grammars.structural_tag import structural_tag_to_lark
 from pagewire.common.schema_budget import MAX_CHARS, MAX_VALUES, SchemaBudget, SchemaBudgetError
 from tests.core.chat_output.spellings import SPELLINGS, Call
 from tests.core.chat_output.splitting import Functions, parts_of
-from tests.growth import MAX_RATIO, cost_ratio
+from tests.growth import check_costs, check_growth
 
 FORMATS = ("hermes", "qwen-coder", "pythonic")  # arguments in JSON, between tags, as Python spells them
 
@@ -50,8 +51,7 @@ SCHEMAS: dict[str, tuple[int, Callable[[int], dict[str, Any]]]] = {
 def test_a_schema_costs_no_more_than_it_is_long(kind: str, name: str) -> None:
     size, make = SCHEMAS[kind]
     tag = SPELLINGS[name].chat_format.structural_tag
-    small, large = make(size), make(4 * size)
-    assert cost_ratio(lambda: tag({"f": small}, ""), lambda: tag({"f": large}, "")) <= MAX_RATIO
+    check_growth(kind, lambda n: partial(tag, {"f": make(n)}, ""), size)
 
 
 OVERSIZED: dict[str, dict[str, Any]] = {
@@ -106,7 +106,7 @@ def test_types_are_found_once_an_output(name: str) -> None:
         pieces = [spelling.spell([Call("f", {"text": "x"})])] * 500
         return parts_of(spelling.chat_format, functions, "", pieces)
 
-    assert cost_ratio(lambda: read(1), lambda: read(3000)) <= MAX_RATIO
+    check_costs("types", lambda: partial(read, 1), lambda: partial(read, 3000))
 
 
 def test_tags_in_order_say_of_each_whether_it_is_required() -> None:
