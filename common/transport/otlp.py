@@ -30,7 +30,7 @@ class _Operations:
     def export_operation(self, num_spans: int) -> Iterator[SimpleNamespace]:
         result = SimpleNamespace(error=None, error_attrs=None)
         yield result
-        result.error = None  # it holds the frame that holds the result
+        result.error = None  # its frames refer to the result: a cycle that only a full collection would free
 
 
 class _Exporter(OTLPSpanExporter):

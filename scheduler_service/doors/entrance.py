@@ -115,8 +115,7 @@ def ending(context: grpc.aio.ServicerContext) -> Iterator[None]:
     try:
         yield
     except RefusedError as refusal:
-        # Without its traceback, whose frames may refer to a request that keeps the refusal.
-        set_status(context, refusal.with_traceback(None))
+        set_status(context, refusal)
     except Unreadable as error:
         set_status(context, RefusedError(Reason.INVALID_ARGUMENT, str(error)))
     except asyncio.CancelledError:

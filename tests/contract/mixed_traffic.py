@@ -76,7 +76,7 @@ class Traffic:
         request = vllm_engine_pb2.GenerateRequest(
             request_id=str(self._rng.random()), stream=self._rng.random() < 0.5, tokenized={"input_ids": [1, 2, 3]}
         )
-        request.sampling_params.max_tokens = 5
+        request.sampling_params.max_tokens = self._rng.choice([5, 100_000])
         async for _ in self._vllm.Generate(request):
             pass
 

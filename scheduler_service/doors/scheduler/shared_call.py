@@ -239,7 +239,7 @@ class SharedCall:
             self.num_unread_failures += 1
             if self.num_unread_failures >= _MAX_UNREAD_FAILURES:
                 self._room.clear()
-        # Without its traceback, whose frames refer to the request.
+        # Without its traceback, whose frames refer to the request: a cycle that only a full collection would free.
         request.error = request.failure or error.with_traceback(None)
         self._mark_ready(request)
 
@@ -252,7 +252,7 @@ class SharedCall:
         self._ready.pop(request, None)
         if request.task is not None and request.task is not asyncio.current_task():
             request.task.cancel()
-            request.task = None  # whose frames refer to the request
+            request.task = None  # its frames refer to the request: a cycle that only a full collection would free
         if request.timer is not None:
             request.timer.cancel()
         for index in range(len(request.readers)):

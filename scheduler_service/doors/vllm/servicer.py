@@ -80,7 +80,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         try:
             await self._generate(request, context)
         except RefusedError as error:
-            raise _in_their_words(error.with_traceback(None)) from None
+            raise _in_their_words(error) from None
 
     async def Abort(
         self, request: vllm_engine_pb2.AbortRequest, context: grpc.aio.ServicerContext
@@ -104,7 +104,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             parsed = parse_request(token_ids, None, call, self._intake.model, request_id=request_id)
             _, end = await self._intake.embed(parsed, call)
         except RefusedError as error:
-            raise _in_their_words(error.with_traceback(None)) from None
+            raise _in_their_words(error) from None
         embedding = decode_embedding(end.embedding)
         return vllm_engine_pb2.EmbedResponse(
             embedding=embedding,
