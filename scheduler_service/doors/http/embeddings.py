@@ -25,7 +25,7 @@ _NUMBER_BYTES = 4
 _SHOWN_BYTES = {"base64": 6, "float": 24}  # of a number in an answer, at most
 
 
-async def embed_inputs(request: EmbeddingRequest, call: Call, intake: Intake, model_name: str) -> EmbeddingAnswer:
+async def embed_inputs(request: EmbeddingRequest, call: Call, intake: Intake, model_name: str) -> bytes:
     """Return an embedding of each input. Raises RefusedError."""
     drawn = f"embd-{secrets.token_hex(12)}"
     given = await _input_of(request, call, intake)
@@ -44,7 +44,7 @@ async def embed_inputs(request: EmbeddingRequest, call: Call, intake: Intake, mo
         data.append(Raw(encode(EmbeddingItem("embedding", index, _shown(request, end)))))
         await asyncio.sleep(0)  # others have their turn
     usage = UsageCounts(num_tokens, 0, num_tokens)
-    return EmbeddingAnswer(request.request_id or drawn, "list", now(), model_name, data, usage)
+    return encode(EmbeddingAnswer(request.request_id or drawn, "list", now(), model_name, data, usage))
 
 
 async def _input_of(request: EmbeddingRequest, call: Call, intake: Intake) -> PromptField:

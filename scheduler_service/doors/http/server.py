@@ -41,7 +41,6 @@ from scheduler_service.doors.http.embeddings import embed_inputs
 from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.messages.answers import described_model, model_page
 from scheduler_service.doors.http.messages.messages import answer_message, count_tokens
-from scheduler_service.doors.http.messages.requests import CountTokensRequest, MessagesRequest
 from scheduler_service.doors.http.openapi import NAMED, POSTED, TypedRoute, document, page
 from scheduler_service.doors.http.options import ReadCall
 from scheduler_service.doors.http.refusals import HttpRefusal, error_answer, error_response
@@ -49,11 +48,8 @@ from scheduler_service.doors.http.requests import (
     ChatCompletionRequest,
     CompletionRequest,
     DetachedQuery,
-    DetokenizeRequest,
-    EmbeddingRequest,
     GenerationRequest,
     NamedRequest,
-    TokenizeRequest,
 )
 from scheduler_service.doors.http.responses.requests import (
     InputItemsQuery,
@@ -220,27 +216,34 @@ class HttpDoor:
         )
 
     def _routes(self) -> list[Route]:
+        intake, forward, stored = self._intake, self._forward, self._stored
         handlers: Mapping[str, Serve] = {
             "/v1/completions": self._complete,
             "/v1/chat/completions": self._complete_chat,
-            "/v1/responses": self._answer_response,
-            "/v1/responses/input_tokens": self._count_input_tokens,
-            "/v1/responses/compact": self._compact,
-            "/v1/messages": self._answer_message,
-            "/v1/messages/count_tokens": self._count_tokens,
-            "/v1/embeddings": self._embed,
+            "/v1/responses": lambda asked, call, stream: answer_response(
+                asked, call, intake, stored(asked, call), self._model_name(), stream
+            ),
+            "/v1/responses/input_tokens": lambda asked, call, stream: count_input_tokens(
+                asked, call, intake, stored(asked, call), stream
+            ),
+            "/v1/responses/compact": lambda asked, call, stream: compact_conversation(
+                asked, call, intake, stored(asked, call), self._model_name(), stream
+            ),
+            "/v1/messages": lambda asked, call, stream: answer_message(asked, call, intake, self._model_name(), stream),
+            "/v1/messages/count_tokens": lambda asked, call, stream: count_tokens(asked, call, intake, stream),
+            "/v1/embeddings": lambda asked, call, _: embed_inputs(asked, call, intake, self._model_name()),
             "/v1/completions/render": self._render_prompts,
             "/v1/chat/completions/render": self._render_chat,
-            "/tokenize": self._tokenize,
-            "/detokenize": self._detokenize,
+            "/tokenize": lambda asked, call, _: tokenize(asked, call, intake),
+            "/detokenize": lambda asked, call, _: detokenize(asked, call, intake),
         }
         named: Mapping[tuple[str, type[Struct]], Serve] = {
-            ("GET", DetachedQuery): self._read_detached,
-            ("DELETE", NamedRequest): self._abort,
-            ("GET", ResponseQuery): self._read_response,
-            ("GET", InputItemsQuery): self._input_items,
-            ("POST", NamedResponse): self._cancel_response,
-            ("DELETE", NamedResponse): self._delete_response,
+            ("GET", DetachedQuery): lambda query, call, stream: read_detached(query, call, intake, forward, stream),
+            ("DELETE", NamedRequest): lambda query, call, _: abort_request(query, call, intake),
+            ("GET", ResponseQuery): lambda query, call, stream: stored(query, call).show(query, stream),
+            ("GET", InputItemsQuery): lambda query, call, _: stored(query, call).input_items(query),
+            ("POST", NamedResponse): lambda query, call, _: stored(query, call).cancel(query.response_id),
+            ("DELETE", NamedResponse): lambda query, call, _: stored(query, call).delete(query.response_id),
         }
         return [
             Route("/health", self._health, methods=["GET"]),
@@ -306,49 +309,12 @@ class HttpDoor:
             return await self._submit(request, (await read_chat(request, call, self._intake, stream))[0], call)
         return await complete_chat(request, call, self._intake, self._model_name(), stream)
 
-    async def _answer_response(self, request: ResponsesRequest, call: Call, stream: EventStream) -> bytes | None:
-        return await answer_response(
-            request, call, self._intake, self._stored(request, call), self._model_name(), stream
-        )
-
-    async def _count_input_tokens(self, request: ResponsesRequest, call: Call, stream: EventStream) -> bytes:
-        return await count_input_tokens(request, call, self._intake, self._stored(request, call), stream)
-
-    async def _compact(self, request: ResponsesRequest, call: Call, stream: EventStream) -> bytes:
-        stored = self._stored(request, call)
-        return await compact_conversation(request, call, self._intake, stored, self._model_name(), stream)
-
-    async def _read_response(self, query: ResponseQuery, call: Call, stream: EventStream) -> bytes | None:
-        stored = self._stored(query, call)
-        return await (stored.tell(query.response_id, stream) if query.stream else stored.read(query.response_id))
-
-    async def _cancel_response(self, named: NamedResponse, call: Call, stream: EventStream) -> bytes:
-        return await self._stored(named, call).cancel(named.response_id)
-
-    async def _delete_response(self, named: NamedResponse, call: Call, stream: EventStream) -> bytes:
-        return await self._stored(named, call).delete(named.response_id)
-
-    async def _input_items(self, query: InputItemsQuery, call: Call, stream: EventStream) -> bytes:
-        return await self._stored(query, call).input_items(query)
-
     def _stored(self, request: ResponsesRequest | NamedResponse, call: Call) -> StoredResponses:
         return StoredResponses(request.tenant, call, self._intake, self._forward)
-
-    async def _answer_message(self, request: MessagesRequest, call: Call, stream: EventStream) -> bytes | None:
-        return await answer_message(request, call, self._intake, self._model_name(), stream)
-
-    async def _count_tokens(self, request: CountTokensRequest, call: Call, stream: EventStream) -> bytes:
-        return await count_tokens(request, call, self._intake, stream)
 
     async def _submit(self, request: GenerationRequest, asked: ReadCall, call: Call) -> bytes:
         self._served()  # what fits is known then
         return await submit_detached(request, asked, call, self._intake, self._forward)
-
-    async def _read_detached(self, query: DetachedQuery, call: Call, stream: EventStream) -> bytes | None:
-        return await read_detached(query, call, self._intake, self._forward, stream)
-
-    async def _abort(self, named: NamedRequest, call: Call, stream: EventStream) -> bytes:
-        return await abort_request(named, call, self._intake)
 
     async def _render_prompts(self, request: CompletionRequest, call: Call, stream: EventStream) -> bytes:
         read = await read_completion(request, call, self._intake)
@@ -358,15 +324,6 @@ class HttpDoor:
         asked, _ = await read_chat(await without_media(request, call, self._intake, stream), call, self._intake, stream)
         (prompt,) = await render(asked, self._intake, self._model_name())
         return encode(prompt)
-
-    async def _embed(self, request: EmbeddingRequest, call: Call, stream: EventStream) -> bytes:
-        return encode(await embed_inputs(request, call, self._intake, self._model_name()))
-
-    async def _tokenize(self, request: TokenizeRequest, call: Call, stream: EventStream) -> bytes:
-        return await tokenize(request, call, self._intake)
-
-    async def _detokenize(self, request: DetokenizeRequest, call: Call, stream: EventStream) -> bytes:
-        return await detokenize(request, call, self._intake)
 
     def _card(self, name: str) -> Model:
         return Model(name, "model", self._begun_at, "pagewire", self._served(), None, longest_sequence(self._intake))

@@ -22,7 +22,7 @@ from scheduler_service.doors.http.options import ReadCall
 from scheduler_service.doors.http.responses.answers import DeletedResponse, InputItemList, ResponseAnswer
 from scheduler_service.doors.http.responses.called_tools import called_tools, found_tools
 from scheduler_service.doors.http.responses.conversation import chat_meant
-from scheduler_service.doors.http.responses.requests import InputItem, InputItemsQuery, ResponsesRequest
+from scheduler_service.doors.http.responses.requests import InputItem, InputItemsQuery, ResponseQuery, ResponsesRequest
 from scheduler_service.doors.http.responses.response_teller import ID_PREFIX, ResponseTeller
 from scheduler_service.doors.http.tool_calls import ParserMaker
 from scheduler_service.doors.scheduler.generate_response import decode_delta
@@ -141,12 +141,16 @@ class StoredResponses:
         response = await self._response(*await self._find(response_id))
         return encode(response)
 
-    async def tell(self, response_id: str, stream: EventStream) -> None:
-        """Tell the events of a response from its beginning. Raises RefusedError."""
-        record, _ = await self._find(response_id)
+    async def show(self, query: ResponseQuery, stream: EventStream) -> bytes | None:
+        """Return a response as it is now, or tell its events from the beginning if they are asked for. Raises
+        RefusedError."""
+        if not query.stream:
+            return await self.read(query.response_id)
+        record, _ = await self._find(query.response_id)
         if record.request is None:
             raise invalid("stream", "the response was not made in background, and has no events; leave stream unset")
         await self._tell(record, stream)
+        return None
 
     async def cancel(self, response_id: str) -> bytes:
         """End a response in background, and return it. Raises RefusedError."""
