@@ -5,6 +5,8 @@ The arithmetic is the simulated worker's of the core's tests; this file adds the
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
+from typing import Self
 
 import grpc.aio
 
@@ -12,6 +14,7 @@ from pagewire.common.grammars import version
 from pagewire.common.messages import AddedGrammar, GrammarReport, Logprobs, RowStatus, StepPlan, StepResult
 from pagewire.common.worker_wire import decode_request, encode_response
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
+from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.simulated_worker import SimulatedWorker
 
 HEARTBEAT_INTERVAL = 0.2
@@ -63,6 +66,14 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.reports_grammars.set()
         self.certificates: list[worker_pb2.CertificateLife] = []  # that heartbeats tell of
         self.garbage = b""  # appended to the next result: a field that is not known
+
+    @classmethod
+    async def started(cls, checkpoint: Path, **capacity: object) -> Self:
+        """Return a worker of a checkpoint, with the model's context length, on a free port."""
+        info = read_model_info(str(checkpoint))
+        worker = cls(info.digest, **({"max_model_len": info.max_model_len} | capacity))
+        await worker.start()
+        return worker
 
     async def start(self, credentials: grpc.ServerCredentials | None = None) -> None:
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])

@@ -16,7 +16,6 @@ from pagewire.options import Resolved
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
-from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.simulated_worker import reference
 
@@ -114,8 +113,7 @@ async def serve(
 ) -> AsyncIterator[Stack]:
     """`workers`: the addresses of all ranks, of which `worker` is the first."""
     if worker is None:
-        worker = FakeWorker(read_model_info(str(checkpoint)).digest)
-        await worker.start()
+        worker = await FakeWorker.started(checkpoint)
     own = {"model": str(checkpoint), "worker": workers or f"127.0.0.1:{worker.port}", "port": 0, "metrics_port": 0}
     config = config_of(own | options)
     stop, stop_now = asyncio.Event(), asyncio.Event()

@@ -34,10 +34,8 @@ TEMPLATE = (
 
 
 def make_scripted_checkpoint(path: Path) -> Path:
-    make_chat_checkpoint(path)
+    make_chat_checkpoint(path, max_model_len=MAX_MODEL_LEN)
     (path / "chat_template.jinja").write_text(TEMPLATE)
-    config = json.loads((path / "config.json").read_text()) | {"max_position_embeddings": MAX_MODEL_LEN}
-    (path / "config.json").write_text(json.dumps(config))
     return path
 
 

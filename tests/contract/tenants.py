@@ -9,8 +9,6 @@ import grpc
 import grpc.aio
 import yaml
 
-from scheduler_service.serving.checkpoint.model_info import read_model_info
-from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import Stack, serve
 
 KEYS = {"acme": "key-of-acme", "globex": "key-of-globex", "root": "key-of-root"}
@@ -42,10 +40,8 @@ def credentials(tenant: str) -> tuple[tuple[str, str], ...]:
 @asynccontextmanager
 async def slow_stack(checkpoint: Path, tenants: Path) -> AsyncIterator[Stack]:
     """A worker that takes its time, so that requests are there to be looked at."""
-    worker = FakeWorker(read_model_info(str(checkpoint)).digest)
-    await worker.start()
-    worker.step_seconds = 0.02
-    async with serve(checkpoint, worker=worker, tenants=str(tenants)) as stack:
+    async with serve(checkpoint, tenants=str(tenants)) as stack:
+        stack.worker.step_seconds = 0.02
         yield stack
 
 

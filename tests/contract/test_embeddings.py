@@ -15,7 +15,6 @@ from pagewire import AsyncClient, Cancelled, Client, InvalidRequest
 from pagewire.common.messages import Pooling
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.serving.checkpoint.model_info import read_model_info
-from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import VOCAB_SIZE, Stack, details, make_checkpoint, request, serve
 from testing.simulated_worker import reference_embedding
 from tests.contract.front_end import serve_front_end
@@ -292,9 +291,7 @@ async def test_quotas_hold_and_the_log_tells(
     limits = {"max_requests": 1, "max_sequences": 1, "max_queued_tokens": 40, "max_blocks": 10}
     write_tenants(path, acme=limits)
     caplog.set_level(logging.INFO)
-    worker = FakeWorker(read_model_info(str(checkpoint)).digest)
-    await worker.start()
-    async with serve(checkpoint, worker=worker, tenants=str(path), log_requests=True) as stack:
+    async with serve(checkpoint, tenants=str(path), log_requests=True) as stack:
         for _ in range(3):
             response = await stack.stub.Embed(embed_request(TENANTS_PROMPT), metadata=credentials("acme"))
             assert list(response.embedding) == numbers(TENANTS_PROMPT)

@@ -23,7 +23,6 @@ from pagewire.cli.status import report_table
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.server import CACHED, FREE, HELD, MOVING, SHARED, BlockHolder, BlockMap, RequestReport
 from scheduler_service.core.request import BlockUse
-from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import Stack, request, serve
 
@@ -41,9 +40,9 @@ async def submit(stack: Stack, name: str, prompt: list[int], *, tenant: str = ""
 
 
 async def test_a_request_says_what_it_does_and_why_it_waits(checkpoint: Path) -> None:
-    worker = FakeWorker(read_model_info(str(checkpoint)).digest, num_device_blocks=64)
-    await worker.start()
-    async with serve(checkpoint, worker=worker, max_num_seqs=2) as stack:
+    async with serve(
+        checkpoint, worker=await FakeWorker.started(checkpoint, num_device_blocks=64), max_num_seqs=2
+    ) as stack:
         stack.worker.step_seconds = 0.02
         await submit(stack, "first", PROMPT, max_tokens=200)
         await submit(stack, "second", [1, *PROMPT], tenant="other", max_tokens=200)
@@ -81,11 +80,11 @@ async def test_a_request_says_what_it_does_and_why_it_waits(checkpoint: Path) ->
 
 
 async def test_swapped_requests_and_host_blocks_are_seen(checkpoint: Path) -> None:
-    worker = FakeWorker(
-        read_model_info(str(checkpoint)).digest, num_device_blocks=64, num_host_blocks=200, swap_bandwidth=1e12
-    )
-    await worker.start()
-    async with serve(checkpoint, worker=worker, preemption="swap") as stack:
+    async with serve(
+        checkpoint,
+        worker=await FakeWorker.started(checkpoint, num_device_blocks=64, num_host_blocks=200, swap_bandwidth=1e12),
+        preemption="swap",
+    ) as stack:
         stack.worker.step_seconds = 0.002
         for index in range(8):
             await submit(stack, f"r{index}", [index, *PROMPT], max_tokens=120)

@@ -14,8 +14,6 @@ from pagewire import AsyncClient, Client, SamplingParams
 from pagewire.common.transport.http_proxy import http_proxy_of
 from scheduler_service import front_end
 from scheduler_service.config import FrontEndConfig
-from scheduler_service.serving.checkpoint.model_info import read_model_info
-from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import expected_tokens, serve
 from tests.contract.raw_port import listener
 
@@ -76,9 +74,7 @@ def dead_port() -> Iterator[str]:
 @asynccontextmanager
 async def stack_of_three(checkpoint: Path, *, uses_proxy: bool) -> AsyncIterator[AsyncClient]:
     """A worker, a scheduler and a front end, and a client of the last."""
-    worker = FakeWorker(read_model_info(str(checkpoint)).digest)
-    await worker.start()
-    async with serve(checkpoint, worker=worker, worker_http_proxy=uses_proxy) as stack:
+    async with serve(checkpoint, worker_http_proxy=uses_proxy) as stack:
         config = FrontEndConfig(
             scheduler=stack.url.removeprefix("grpc://"),
             model=str(checkpoint),

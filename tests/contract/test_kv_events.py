@@ -13,7 +13,6 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service import server
 from scheduler_service.core.request import BlockRemoved, BlockStored, KvEvent, Tier
 from scheduler_service.doors.scheduler.kv_event_stream import kv_event_messages
-from scheduler_service.serving.checkpoint.model_info import read_model_info
 from scheduler_service.serving.kv_events import KvEventBatch, KvEventLog
 from scheduler_service.serving.refusal import Reason, RefusedError
 from testing.fake_worker import FakeWorker
@@ -120,10 +119,7 @@ async def test_a_mirror_is_the_cache(checkpoint: Path) -> None:
     seed = 3
     print(f"seed {seed}")
     rng = random.Random(seed)
-    worker = FakeWorker(
-        read_model_info(str(checkpoint)).digest, num_device_blocks=60, num_host_blocks=60, swap_bandwidth=1e12
-    )
-    await worker.start()
+    worker = await FakeWorker.started(checkpoint, num_device_blocks=60, num_host_blocks=60, swap_bandwidth=1e12)
     async with serve(checkpoint, worker=worker, preemption="swap") as stack:
         mirror = Mirror()
         async with following(stack, mirror):

@@ -220,9 +220,8 @@ async def test_a_scheduler_and_a_front_end_are_renewed_under_streams(
 ) -> None:
     """The connection that is there goes on. The next one is to a scheduler that has another authority."""
     site.renew("scheduler", "frontend")
-    worker = FakeWorker(read_model_info(str(checkpoint)).digest)
+    worker = await FakeWorker.started(checkpoint)
     worker.step_seconds = 0.005
-    await worker.start()
     options = {"worker": worker, "host": "localhost", "port": free_port("localhost"), **site.served("scheduler")}
     address = f"localhost:{options['port']}"
     caplog.set_level("INFO")

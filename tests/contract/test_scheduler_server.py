@@ -142,8 +142,7 @@ def _reflected_services(target: str) -> list[str]:
 
 async def test_metrics(checkpoint: Path) -> None:
     port = free_port("127.0.0.1")
-    worker = FakeWorker(read_model_info(str(checkpoint)).digest, num_host_blocks=7, swap_bandwidth=1e9)
-    await worker.start()
+    worker = await FakeWorker.started(checkpoint, num_host_blocks=7, swap_bandwidth=1e9)
     began_at = time.monotonic()
     async with serve(checkpoint, worker=worker, metrics_port=port, served_model_name="story") as stack:
         await stack.generate(request(PROMPT, max_tokens=20, n=2))

@@ -15,7 +15,6 @@ from pagewire.common.messages import GrammarKind, RowStatus
 from pagewire.common.sampling_rules import MAX_GRAMMAR_BYTES
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.serving import grammars
-from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import Stack, details, expected_tokens, make_checkpoint, request, serve, status_of
 from tests.contract.front_end import FrontEnd, serve_front_end
@@ -164,9 +163,9 @@ async def test_some_checkpoints_serve_all_else(
 async def test_a_worker_that_reads_grammars_otherwise_serves_all_else(
     model_path: Path, is_front_end: bool, theirs: str
 ) -> None:
-    worker = FakeWorker(read_model_info(str(model_path)).digest, grammar_version=theirs)
-    await worker.start()
-    async with serving(model_path, is_front_end=is_front_end, worker=worker) as server:
+    async with serving(
+        model_path, is_front_end=is_front_end, worker=await FakeWorker.started(model_path, grammar_version=theirs)
+    ) as server:
         error = await status_of(server, request(PROMPT, regex="a"))
         assert error is not None
         assert error.code() is grpc.StatusCode.FAILED_PRECONDITION

@@ -19,7 +19,6 @@ from scheduler_service.core.request import BlockStored, KvEvent, Tier
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.doors.vllm.kv_events import KvEventFeed
 from scheduler_service.doors.vllm.report import Load
-from scheduler_service.serving.checkpoint.model_info import read_model_info
 from scheduler_service.serving.kv_events import KvEventBatch, KvEventLog
 from testing import scheduler_stack
 from testing.fake_worker import FakeWorker
@@ -146,11 +145,11 @@ async def test_a_mirror_is_the_cache_through_evictions_host_blocks_and_a_lost_wo
     seed = 5
     print(f"seed {seed}")
     rng = random.Random(seed)
-    worker = FakeWorker(
-        read_model_info(str(checkpoint)).digest, num_device_blocks=60, num_host_blocks=60, swap_bandwidth=1e12
-    )
-    await worker.start()
-    async with serve(checkpoint, worker=worker, preemption="swap") as stack:
+    async with serve(
+        checkpoint,
+        worker=await FakeWorker.started(checkpoint, num_device_blocks=60, num_host_blocks=60, swap_bandwidth=1e12),
+        preemption="swap",
+    ) as stack:
         mirror = Mirror()
         async with following(stack, mirror):
             for _ in range(3):

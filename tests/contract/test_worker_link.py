@@ -236,8 +236,7 @@ async def test_server_info_knows_the_worker_only_while_it_is_there(checkpoint: P
 
 
 async def test_limits_that_the_worker_lowers_are_told_once(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
-    worker = FakeWorker(read_model_info(str(checkpoint)).digest, max_num_seqs=3, max_model_len=256)
-    await worker.start()
+    worker = await FakeWorker.started(checkpoint, max_num_seqs=3, max_model_len=256)
     told = "the worker has lower limits, which hold: --max-num-seqs 3, here 8; --max-num-batched-tokens 64, here 100; "
     async with serve(checkpoint, worker=worker, max_num_seqs=8, max_num_batched_tokens=100) as stack:
         for name, value in (("max_num_seqs", 3), ("max_num_seqs", 3), ("max_num_batched_tokens", 100)):
@@ -481,8 +480,7 @@ class NoEvents:
 
 
 async def test_a_plan_for_a_worker_that_has_just_left_ends_the_session_only(checkpoint: Path) -> None:
-    worker = FakeWorker(read_model_info(str(checkpoint)).digest)
-    await worker.start()
+    worker = await FakeWorker.started(checkpoint)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{worker.port}") as channel:
         call = worker_pb2_grpc.WorkerServiceStub(channel).Execute()
         hello = worker_pb2.Hello(protocol_version=PROTOCOL_VERSION, instance_id="a", epoch=1, pipeline_depth=2)

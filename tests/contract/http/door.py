@@ -26,10 +26,11 @@ _CHANGING = (
 )
 
 
-def make_chat_checkpoint(path: Path, **named: str) -> Path:
+def make_chat_checkpoint(path: Path, *, max_model_len: int = 256, **named: str) -> Path:
     """One with a chat template, and with others by name; its end token can be read by grammars."""
     make_checkpoint(path)
-    config = json.loads((path / "config.json").read_text()) | {"eos_token_id": 0}
+    config = json.loads((path / "config.json").read_text())
+    config |= {"eos_token_id": 0, "max_position_embeddings": max_model_len}
     (path / "config.json").write_text(json.dumps(config))
     (path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     (path / "additional_chat_templates").mkdir(exist_ok=True)

@@ -19,8 +19,8 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_
 SECOND = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 
-def make_tool_checkpoint(path: Path) -> Path:
+def make_tool_checkpoint(path: Path, *, max_model_len: int = 256) -> Path:
     """One with another template besides, which knows of neither."""
-    make_chat_checkpoint(path, plain="{{ messages[0].content }}")
+    make_chat_checkpoint(path, max_model_len=max_model_len, plain="{{ messages[0].content }}")
     (path / "chat_template.jinja").write_text(TEMPLATE)
     return path

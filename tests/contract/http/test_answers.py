@@ -134,9 +134,10 @@ async def test_the_fingerprint_is_of_model_and_worker(server: HttpServer, model:
     other = make_chat_checkpoint(tmp_path / "other")
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"rope_theta": 7.0}))
-    worker = FakeWorker(read_model_info(str(model)).digest, dtype="bfloat16")
-    await worker.start()
-    async with serve_http(other) as second, serve_http(model, worker=worker) as third:
+    async with (
+        serve_http(other) as second,
+        serve_http(model, worker=await FakeWorker.started(model, dtype="bfloat16")) as third,
+    ):
         assert len({await fingerprint(each) for each in (server, second, third)}) == 3
 
 

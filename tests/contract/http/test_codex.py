@@ -1,7 +1,6 @@
 """What Codex sends to `/v1/responses`, in its first request and in the turns that follow, by OpenAI's own client."""
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,7 @@ from openai.types.responses import Response
 from tokenizers import Tokenizer
 
 from scheduler_service.doors.http import prompts
-from scheduler_service.serving.checkpoint.model_info import read_model_info
-from testing.fake_worker import FakeWorker
-from tests.contract.http.door import HttpServer, serve_http
+from tests.contract.http.door import HttpServer
 from tests.contract.http.response_items import PATH
 from tests.contract.http.scripted import Say, make_tool_checkpoint
 
@@ -77,18 +74,7 @@ GRAMMARS = "the grammars of custom tools are given to the model, but not enforce
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = make_tool_checkpoint(tmp_path_factory.mktemp("models") / "chatty")
-    config = json.loads((path / "config.json").read_text()) | {"max_position_embeddings": LENGTH}
-    (path / "config.json").write_text(json.dumps(config))
-    return path
-
-
-@pytest.fixture
-async def server(model: Path) -> AsyncIterator[HttpServer]:
-    worker = FakeWorker(read_model_info(str(model)).digest, max_model_len=LENGTH)
-    await worker.start()
-    async with serve_http(model, worker=worker) as server:
-        yield server
+    return make_tool_checkpoint(tmp_path_factory.mktemp("models") / "chatty", max_model_len=LENGTH)
 
 
 @pytest.fixture

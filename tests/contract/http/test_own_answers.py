@@ -1,15 +1,12 @@
 """Answers that clients send back, by a template that is particular: its model goes on with them, whatever the API."""
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import anthropic
 import pytest
 
-from scheduler_service.serving.checkpoint.model_info import read_model_info
-from testing.fake_worker import FakeWorker
-from tests.contract.http.door import HttpServer, serve_http
+from tests.contract.http.door import HttpServer
 from tests.contract.http.scripted import CALL, SECOND, WEATHER, Say, make_tool_checkpoint
 
 # One system message, one call an answer, ids of nine characters, no text beside reasoning and a call.
@@ -28,21 +25,9 @@ ROUNDS = 3
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = make_tool_checkpoint(tmp_path_factory.mktemp("models") / "particular")
+    path = make_tool_checkpoint(tmp_path_factory.mktemp("models") / "particular", max_model_len=LENGTH)
     (path / "chat_template.jinja").write_text(PARTICULAR)
-    config = (path / "config.json").read_text()
-    (path / "config.json").write_text(
-        config.replace('"max_position_embeddings": 256', f'"max_position_embeddings": {LENGTH}')
-    )
     return path
-
-
-@pytest.fixture
-async def server(model: Path) -> AsyncIterator[HttpServer]:
-    worker = FakeWorker(read_model_info(str(model)).digest, max_model_len=LENGTH)
-    await worker.start()
-    async with serve_http(model, worker=worker) as server:
-        yield server
 
 
 def tools(**form: Any) -> list[dict[str, Any]]:

@@ -17,11 +17,9 @@ from scheduler_service.core.request import Request
 from scheduler_service.doors.http.openapi import POSTED, field_rows
 from scheduler_service.links.scheduler_link import SchedulerLink
 from scheduler_service.serving.active_request import ActiveRequest
-from scheduler_service.serving.checkpoint.model_info import read_model_info
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.parsed_request import ParsedRequest
 from scheduler_service.serving.tenants.caller import Call
-from testing.fake_worker import FakeWorker
 from tests.contract.http.door import HttpServer, make_chat_checkpoint, serve_http, steady
 from tests.contract.http.published_fields import (
     CHAT,
@@ -470,10 +468,8 @@ class Door:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Door]:
-    model = make_chat_checkpoint(tmp_path_factory.mktemp("models") / "chatty")
+    model = make_chat_checkpoint(tmp_path_factory.mktemp("models") / "chatty", max_model_len=LENGTH)
     (model / "chat_template.jinja").write_text(TEMPLATE)
-    config = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": LENGTH}
-    (model / "config.json").write_text(json.dumps(config))
     begun: list[Request] = []
     start = Intake.start
 
@@ -483,11 +479,9 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Door]:
             begun.append(active.request)
         return active
 
-    worker = FakeWorker(read_model_info(str(model)).digest, max_model_len=LENGTH)
-    await worker.start()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Intake, "start", noted)
-        async with serve_http(model, worker=worker) as server:
+        async with serve_http(model) as server:
             yield Door(server, begun)
 
 

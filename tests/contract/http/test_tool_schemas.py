@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,9 @@ import pytest
 
 from pagewire.common.grammars.json_schema import enforceable, for_library, without_unset
 from scheduler_service.doors.http import prompts
-from scheduler_service.serving.checkpoint.model_info import read_model_info
-from testing.fake_worker import FakeWorker
 from tests.contract.http.door import HttpServer, serve_http
 from tests.contract.http.scripted import CALL, WEATHER, Say, make_tool_checkpoint
-from tests.growth import MAX_RATIO, cost_ratio
+from tests.growth import check_growth
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 QUESTION = {"role": "user", "content": "hi"}
@@ -84,18 +81,7 @@ def asked(path: str, schema: dict[str, Any], *, required: bool = False, **tool: 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = make_tool_checkpoint(tmp_path_factory.mktemp("models") / "chatty")
-    config = json.loads((path / "config.json").read_text()) | {"max_position_embeddings": LENGTH}
-    (path / "config.json").write_text(json.dumps(config))
-    return path
-
-
-@pytest.fixture
-async def server(model: Path) -> AsyncIterator[HttpServer]:
-    worker = FakeWorker(read_model_info(str(model)).digest, max_model_len=LENGTH)
-    await worker.start()
-    async with serve_http(model, worker=worker) as server:
-        yield server
+    return make_tool_checkpoint(tmp_path_factory.mktemp("models") / "chatty", max_model_len=LENGTH)
 
 
 def enforced(server: HttpServer) -> list[Any]:
@@ -266,4 +252,4 @@ def test_references_to_one_large_schema_are_read_in_linear_time() -> None:
         enforceable(root := chosen | {"$defs": {"a": large}}, root, left_out)
         assert not left_out
 
-    assert cost_ratio(partial(read, 10_000), partial(read, 40_000)) <= MAX_RATIO
+    check_growth("references to one schema", partial(partial, read), 10_000)

@@ -20,7 +20,7 @@ from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from tests.contract.http.door import HttpServer, serve_http
 from tests.contract.http.scripted import Say, make_tool_checkpoint
-from tests.growth import MAX_RATIO, cost_ratio
+from tests.growth import check_growth
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 LENGTH = 2048
@@ -292,4 +292,4 @@ def test_they_are_read_in_linear_time() -> None:
         assert len(items_of(request)) == len(CALLS) * number
 
     for read in (read_blocks, read_items):
-        assert cost_ratio(partial(read, 25), partial(read, 100)) <= MAX_RATIO
+        check_growth("calls of a vendor", partial(partial, read), 25)
