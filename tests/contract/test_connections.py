@@ -4,9 +4,6 @@ import asyncio
 import contextlib
 import os
 import resource
-import signal
-import subprocess
-import sys
 import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -19,36 +16,18 @@ from pagewire.common.transport import listening
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc
-from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import request, serve
+from tests.contract.service_process import Process, service
 
 NUM_DESCRIPTORS = 128
 MAX_CONNECTIONS = NUM_DESCRIPTORS // 2
 PROMPT = [1, 2, 3, 4, 5]
 OK = grpc.StatusCode.OK
-Process = subprocess.Popen[str]
 
 
-def start(arguments: tuple[str, ...]) -> Process:
-    """A process that may open few files."""
-    limited = ["sh", "-c", f'ulimit -n {NUM_DESCRIPTORS} && exec "$@"', "sh"]
-    return subprocess.Popen([*limited, sys.executable, "-m", "pagewire", *arguments], stdout=subprocess.PIPE, text=True)
-
-
-@contextlib.asynccontextmanager
-async def service(*arguments: str) -> AsyncIterator[tuple[Process, str]]:
-    """The process, and its address. It ends on SIGTERM, with 0."""
-    process = start(arguments)
-    try:
-        assert process.stdout is not None
-        line = await asyncio.to_thread(process.stdout.readline)
-        yield process, line.strip().removeprefix("ready on grpc://")
-        process.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(process.wait, 60) == 0
-    finally:
-        process.kill()
-        process.communicate()
+# A process that can open few files.
+LIMITED = ("sh", "-c", f'ulimit -n {NUM_DESCRIPTORS} && exec "$@"', "sh")
 
 
 @contextlib.asynccontextmanager
@@ -97,8 +76,7 @@ async def check_silence_is_no_harm(address: str) -> None:
 
 
 async def test_a_scheduler_under_a_crowd(checkpoint: Path) -> None:
-    worker = FakeWorker(read_model_info(str(checkpoint)).digest)
-    await worker.start()
+    worker = await FakeWorker.started(checkpoint)
     metrics_port = free_port("127.0.0.1")
     flags = [f"--worker=127.0.0.1:{worker.port}", "--port=0", f"--metrics-port={metrics_port}"]
 
@@ -106,7 +84,10 @@ async def test_a_scheduler_under_a_crowd(checkpoint: Path) -> None:
         with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics", timeout=60) as response:
             return response.read()
 
-    async with service("scheduler", str(checkpoint), *flags) as (process, address), connection(address) as first:
+    async with (
+        service("scheduler", str(checkpoint), *flags, launcher=LIMITED) as (process, address),
+        connection(address) as first,
+    ):
         await generate(first)
         async with crowded(process, address):
             await worker.kill()
@@ -124,7 +105,10 @@ async def test_a_scheduler_under_a_crowd(checkpoint: Path) -> None:
 async def test_a_front_end_under_a_crowd(checkpoint: Path) -> None:
     async with serve(checkpoint) as stack:
         flags = [f"--scheduler={stack.url.removeprefix('grpc://')}", "--port=0"]
-        async with service("frontend", str(checkpoint), *flags) as (process, address), connection(address) as first:
+        async with (
+            service("frontend", str(checkpoint), *flags, launcher=LIMITED) as (process, address),
+            connection(address) as first,
+        ):
             await generate(first)
             async with crowded(process, address):
                 await generate(first)

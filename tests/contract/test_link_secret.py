@@ -5,8 +5,7 @@ import gc
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 
 import grpc
@@ -21,9 +20,8 @@ from pagewire.common.transport.tls import server_files
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
 from scheduler_service.links.worker.worker_link import WorkerLink
 from tests.contract.certificates import Authority
+from tests.contract.loading_worker import loading_worker
 from tests.contract.worker_listener import Listener
-from worker_service.engine import Engine, LoadedWorker
-from worker_service.rpc.servicer import WorkerServicer
 
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "models" / "storyteller")
@@ -38,25 +36,9 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-@asynccontextmanager
-async def worker(secret: Path | None, credentials: grpc.ServerCredentials | None = None) -> AsyncIterator[str]:
-    """A worker's service, which loads for ever: its address. Who is let in gets `LOADING`."""
-    server = grpc.aio.server()
-
-    def load() -> LoadedWorker:
-        raise AssertionError("nothing is loaded here")
-
-    link_secret = None if secret is None else LinkSecret(str(secret))
-    WorkerServicer(Engine(load), link_secret=link_secret).add_to(server)
-    if credentials is None:
-        port = server.add_insecure_port("localhost:0")
-    else:
-        port = server.add_secure_port("localhost:0", credentials)
-    await server.start()
-    try:
-        yield f"localhost:{port}"
-    finally:
-        await server.stop(0)
+def worker(secret: Path | None, credentials: grpc.ServerCredentials | None = None) -> AbstractAsyncContextManager[str]:
+    """A worker that loads: its address. Who is let in gets `LOADING`."""
+    return loading_worker(credentials, link_secret=None if secret is None else LinkSecret(str(secret)))
 
 
 async def answer(

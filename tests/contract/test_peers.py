@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,8 +21,7 @@ from scheduler_service.config import FrontEndConfig
 from scheduler_service.links.worker.worker_link import CHANNEL_OPTIONS
 from testing import scheduler_stack
 from tests.contract.certificates import DAY, Authority, Certificate, self_signed
-from worker_service.engine import Engine, LoadedWorker
-from worker_service.rpc.servicer import WorkerServicer
+from tests.contract.loading_worker import loading_worker
 
 REFUSED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
 CLIENT_NAME = "scheduler.test"
@@ -86,23 +85,10 @@ async def answers_to_bad_peers(site: Site, target: str, ask: Ask) -> dict[str, g
     return dict(zip(peers, codes, strict=True))
 
 
-@asynccontextmanager
-async def worker(site: Site) -> AsyncIterator[str]:
-    """A worker's service, which loads for ever: its address."""
+def worker(site: Site) -> AbstractAsyncContextManager[str]:
     files = site.server_files()
-    server = grpc.aio.server()
-
-    def load() -> LoadedWorker:
-        raise AssertionError("nothing is loaded here")
-
-    WorkerServicer(Engine(load), client_names=frozenset({CLIENT_NAME})).add_to(server)
     credentials = server_files(files["tls_cert"], files["tls_key"], files["tls_client_ca"]).server_credentials()
-    port = server.add_secure_port("localhost:0", credentials)
-    await server.start()
-    try:
-        yield f"localhost:{port}"
-    finally:
-        await server.stop(0)
+    return loading_worker(credentials, client_names=frozenset({CLIENT_NAME}))
 
 
 async def ask_worker(

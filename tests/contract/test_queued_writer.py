@@ -4,7 +4,6 @@ import asyncio
 import fcntl
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -20,10 +19,10 @@ from pagewire.common.transport.queued_writer import QueuedWriter, descriptor_wri
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc
-from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import request, serve
 from tests.contract.certificates import Authority
+from tests.contract.service_process import service
 
 PROMPT = [1, 2, 3, 4, 5]
 MAX_BYTES = 1000
@@ -207,17 +206,6 @@ def test_a_process_ends_whether_or_not_its_last_lines_are_read(full_pipe: Pipe, 
     assert text.endswith(last.get(end, "line 299\n"))
 
 
-def start(arguments: list[str], stderr: Pipe, stdout: int = subprocess.PIPE) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "pagewire", *arguments]
-    return subprocess.Popen(command, stdout=stdout, stderr=stderr.write_end, text=True)
-
-
-async def ready(process: "subprocess.Popen[str]") -> str:
-    assert process.stdout is not None
-    line = await asyncio.to_thread(process.stdout.readline)
-    return line.strip().removeprefix("ready on grpc://")
-
-
 async def dropped_lines(metrics_port: int) -> float:
     def get() -> str:
         with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics", timeout=20) as response:
@@ -233,51 +221,41 @@ async def test_a_scheduler_goes_on_when_its_log_is_not_read(
     checkpoint: Path, full_pipe: Pipe, is_read_again: bool
 ) -> None:
     metrics_port = free_port("127.0.0.1")
-    worker = FakeWorker(read_model_info(str(checkpoint)).digest)
-    await worker.start()
+    worker = await FakeWorker.started(checkpoint)
     flags = [f"--worker=127.0.0.1:{worker.port}", "--port=0", f"--metrics-port={metrics_port}", "--log-requests"]
-    process = start(["scheduler", str(checkpoint), *flags], full_pipe)
-    try:
-        async with grpc.aio.insecure_channel(await ready(process)) as channel:
-            stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+    async with (
+        service("scheduler", str(checkpoint), *flags, stderr=full_pipe.write_end) as (_, address),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
 
-            async def fill_log() -> None:
-                async for _ in stub.Generate(request(PROMPT, max_tokens=1, n=16), timeout=60):
-                    pass
+        async def fill_log() -> None:
+            async for _ in stub.Generate(request(PROMPT, max_tokens=1, n=16), timeout=60):
+                pass
 
-            # A line for each sample, until more came than the queue holds.
-            async with asyncio.timeout(120):
-                while await dropped_lines(metrics_port) == 0:
-                    await asyncio.gather(*(fill_log() for _ in range(20)))
-            if is_read_again:
-                told = await asyncio.to_thread(read_until, full_pipe, r"standard error was not read .*: (\d+) lines")
-                assert int(told) > 0
-            assert (await stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=60)).version
-        process.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(process.wait, 60) == 0
-    finally:
-        process.kill()
-        process.communicate()
-        await worker.kill()
+        # A line for each sample, until more came than the queue holds.
+        async with asyncio.timeout(120):
+            while await dropped_lines(metrics_port) == 0:
+                await asyncio.gather(*(fill_log() for _ in range(20)))
+        if is_read_again:
+            told = await asyncio.to_thread(read_until, full_pipe, r"standard error was not read .*: (\d+) lines")
+            assert int(told) > 0
+        assert (await stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=60)).version
+    await worker.kill()
 
 
 async def test_a_standard_output_that_is_not_read_stops_no_scheduler(checkpoint: Path, full_pipe: Pipe) -> None:
-    worker = FakeWorker(read_model_info(str(checkpoint)).digest)
-    await worker.start()
+    worker = await FakeWorker.started(checkpoint)
     port = free_port("127.0.0.1")
     flags = [f"--worker=127.0.0.1:{worker.port}", f"--port={port}", "--metrics-port=0"]
-    process = start(["scheduler", str(checkpoint), *flags], full_pipe, full_pipe.write_end)
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-            call = stub.Generate(request(PROMPT, max_tokens=3), wait_for_ready=True, timeout=60)
-            assert sum([len(response.token_ids) async for response in call]) == 3
-        process.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(process.wait, 60) == 0
-    finally:
-        process.kill()
-        process.wait()
-        await worker.kill()
+    async with (
+        service("scheduler", str(checkpoint), *flags, stdout=full_pipe.write_end, stderr=full_pipe.write_end),
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        call = stub.Generate(request(PROMPT, max_tokens=3), wait_for_ready=True, timeout=60)
+        assert sum([len(response.token_ids) async for response in call]) == 3
+    await worker.kill()
 
 
 def read_until(pipe: Pipe, pattern: str) -> str:
@@ -300,9 +278,8 @@ async def test_bad_handshakes_and_a_silent_log_stop_no_front_end(
             "--port=0",
             "--log-level=debug",
         ]
-        process = start(["frontend", str(checkpoint), *flags, f"--tls-cert={cert}", f"--tls-key={key}"], full_pipe)
-        try:
-            address = await ready(process)
+        flags += [f"--tls-cert={cert}", f"--tls-key={key}"]
+        async with service("frontend", str(checkpoint), *flags, stderr=full_pipe.write_end) as (_, address):
             for _ in range(40):
                 reader, writer = await asyncio.open_connection(*address.split(":"))
                 writer.write(b"garbage" * 100)
@@ -312,8 +289,3 @@ async def test_bad_handshakes_and_a_silent_log_stop_no_front_end(
             async with grpc.aio.secure_channel(address, secure) as channel:
                 stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
                 assert (await stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=60)).version
-            process.send_signal(signal.SIGTERM)
-            assert await asyncio.to_thread(process.wait, 60) == 0
-        finally:
-            process.kill()
-            process.communicate()

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,19 +14,15 @@ from pagewire.cli.replay import main
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
-from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import make_checkpoint, request, serve
+from tests.contract.service_process import service
 from tests.core.recorded_history import RecordedHistory
 
 
 def replay(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "pagewire", "replay", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-
-
-def start(*arguments: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen([sys.executable, "-m", "pagewire", *arguments], stdout=subprocess.PIPE, text=True)
 
 
 @pytest.fixture
@@ -147,24 +142,17 @@ def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[
 async def test_a_fifo_that_is_not_read_stops_no_scheduler(checkpoint: Path, tmp_path: Path) -> None:
     """Neither when it is opened, nor while it is full, nor on the way out."""
     os.mkfifo(tmp_path / "fifo")
-    worker = FakeWorker(read_model_info(str(checkpoint)).digest)
-    await worker.start()
+    worker = await FakeWorker.started(checkpoint)
     flags = [f"--worker=127.0.0.1:{worker.port}", "--port=0", "--metrics-port=0", f"--record={tmp_path / 'fifo'}"]
-    process = start("scheduler", str(checkpoint), *flags)
-    try:
-        assert process.stdout is not None
-        line = await asyncio.to_thread(process.stdout.readline)
-        async with grpc.aio.insecure_channel(line.strip().removeprefix("ready on grpc://")) as channel:
-            stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-            for _ in range(40):  # of about 2 KiB each
-                async with asyncio.timeout(60):
-                    assert [_ async for _ in stub.Generate(request([7] * 200, max_tokens=20))]
-        process.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(process.wait, 60) == 0
-    finally:
-        process.kill()
-        process.communicate()
-        await worker.kill()
+    async with (
+        service("scheduler", str(checkpoint), *flags) as (_, address),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        for _ in range(40):  # of about 2 KiB each
+            async with asyncio.timeout(60):
+                assert [_ async for _ in stub.Generate(request([7] * 200, max_tokens=20))]
+    await worker.kill()
 
 
 async def test_a_recording_that_cannot_be_made_ends_the_scheduler_at_once(

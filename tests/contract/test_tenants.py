@@ -20,10 +20,8 @@ from pagewire.errors import PagewireError
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
-from scheduler_service.serving.checkpoint.model_info import read_model_info
 from scheduler_service.serving.detached import DetachedRequests
 from scheduler_service.serving.tenants.tenant_file import TenantFile, parse_tenants
-from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import Result, Stack, request, serve
 from tests.contract.certificates import Authority
 from tests.contract.tenants import KEYS, PROMPT, code_of, credentials, digest, remove_tenant, slow_stack, write_tenants
@@ -74,10 +72,8 @@ async def test_only_known_callers_are_served(checkpoint: Path, tenants: Path) ->
 
 async def test_no_tenants_priority_stands_above_a_fair_share(checkpoint: Path, tenants: Path) -> None:
     """Globex sends without end, at the highest priority there is, to a server of one row: acme has its turn."""
-    worker = FakeWorker(read_model_info(str(checkpoint)).digest)
-    await worker.start()
-    worker.step_seconds = 0.005
-    async with serve(checkpoint, worker=worker, tenants=str(tenants), max_num_seqs=1) as stack:
+    async with serve(checkpoint, tenants=str(tenants), max_num_seqs=1) as stack:
+        stack.worker.step_seconds = 0.005
         num_hostile = 0
         queue_is_full = asyncio.Event()
 
@@ -522,13 +518,17 @@ def submission(stream_id: int) -> pb.GenerateManyRequest:
     return pb.GenerateManyRequest(submit=pb.Submission(stream_id=stream_id, request=request(PROMPT, max_tokens=200)))
 
 
-async def test_certificates_name_tenants_too(checkpoint: Path, tmp_path: Path) -> None:
+def authority_of_tenants(folder: Path) -> tuple[Authority, dict[str, str]]:
+    """The authority whose certificates name tenants, and the options of a scheduler that goes by them."""
     authority = Authority("pagewire")
-    cert, key = authority.issue("localhost").write(tmp_path, "server")
-    (tmp_path / "ca.crt").write_bytes(authority.cert)
-    files = {"tls_cert": cert, "tls_key": key, "tls_client_ca": str(tmp_path / "ca.crt")}
-    write_tenants(tmp_path / "tenants.yaml", initech={"certificates": ["initech.test"]})
-    options = {**files, "host": "localhost", "tenants": str(tmp_path / "tenants.yaml")}
+    cert, key = authority.issue("localhost").write(folder, "server")
+    write_tenants(folder / "tenants.yaml", initech={"certificates": ["initech.test"]})
+    files = {"tls_cert": cert, "tls_key": key, "tls_client_ca": authority.write(folder)}
+    return authority, {**files, "host": "localhost", "tenants": str(folder / "tenants.yaml")}
+
+
+async def test_certificates_name_tenants_too(checkpoint: Path, tmp_path: Path) -> None:
+    authority, options = authority_of_tenants(tmp_path)
     async with serve(checkpoint, **options) as stack:
         for name, code in (("initech.test", None), ("stranger.test", grpc.StatusCode.UNAUTHENTICATED)):
             client = authority.issue(name)
@@ -544,12 +544,7 @@ async def test_certificates_name_tenants_too(checkpoint: Path, tmp_path: Path) -
 
 async def test_only_dns_names_of_a_certificate_name_a_tenant(checkpoint: Path, tmp_path: Path) -> None:
     """An e-mail address or a URI of the same text is another's."""
-    authority = Authority("pagewire")
-    cert, key = authority.issue("localhost").write(tmp_path, "server")
-    (tmp_path / "ca.crt").write_bytes(authority.cert)
-    files = {"tls_cert": cert, "tls_key": key, "tls_client_ca": str(tmp_path / "ca.crt")}
-    write_tenants(tmp_path / "tenants.yaml", initech={"certificates": ["initech.test"]})
-    options = {**files, "host": "localhost", "tenants": str(tmp_path / "tenants.yaml")}
+    authority, options = authority_of_tenants(tmp_path)
     others = (x509.RFC822Name("initech.test"), x509.UniformResourceIdentifier("initech.test"))
     async with serve(checkpoint, **options) as stack:
         for other in others:
