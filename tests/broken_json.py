@@ -1,8 +1,9 @@
-"""Values that config.json should not have, and files that are no JSON, drawn from a seed."""
+"""Values that config.json should not have, and files that are no JSON or not whole, drawn from a seed."""
 
 import json
 import random
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 ODD_VALUES: tuple[Any, ...] = (
@@ -46,6 +47,19 @@ def spoilt_bytes(config: Mapping[str, Any], rng: random.Random) -> bytes:
     else:
         content = bytearray(rng.choice((b"", b"null", b"[]", b"3", b"\0" * 100, b'{"vocab_size": 1' + b"0" * 9000)))
     return bytes(content)
+
+
+def spoil_safetensors(path: Path, rng: random.Random, *, is_cut: bool) -> None:
+    """Cut a checkpoint's weights off at a place, or change bytes of their header."""
+    file = path / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    header_length = 8 + int.from_bytes(content[:8], "little")
+    if is_cut:
+        del content[rng.choice((0, 3, 8, header_length, rng.randrange(header_length), rng.randrange(len(content)))) :]
+    else:
+        for _ in range(rng.randint(1, 4)):
+            content[rng.randrange(header_length)] = rng.randrange(256)
+    file.write_bytes(content)
 
 
 def refusal_of(read: Callable[[], object], *errors: type[Exception]) -> str | None:

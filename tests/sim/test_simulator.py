@@ -18,6 +18,7 @@ import pytest
 from tests.sim.campaign import CAMPAIGN
 from tests.sim.known_seeds import KNOWN_SEEDS
 from tests.sim.mutants import MUTANTS, PLANTING
+from tests.sim.outputs.campaign import CAMPAIGN as OUTPUTS
 from tests.sim.planting import Mutant, Patch, hunt_all, misplaced, planted
 from tests.sim.simulation import Simulation
 
@@ -105,12 +106,14 @@ def test_what_has_ended_is_freed_without_the_collector():
         gc.enable()
 
 
-def test_a_seed_is_a_history():
-    """The same in another process, where strings hash otherwise."""
-    program = "from tests.sim.campaign import CAMPAIGN; print(CAMPAIGN.run_seeds(range(40)).log_hash)"
+@pytest.mark.parametrize("campaign", [CAMPAIGN, OUTPUTS])
+def test_a_seed_is_a_history(campaign):
+    """The same in another process, where strings hash otherwise, and objects lie elsewhere."""
+    module = "tests.sim.campaign" if campaign is CAMPAIGN else "tests.sim.outputs.campaign"
+    program = f"from {module} import CAMPAIGN; print(CAMPAIGN.run_seeds(range(40)).log_hash)"
     environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)}
     other = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     )
-    assert int(other.stdout) == CAMPAIGN.run_seeds(range(40)).log_hash
-    assert CAMPAIGN.run_seeds(range(40)).log_hash != CAMPAIGN.run_seeds(range(1, 41)).log_hash
+    assert int(other.stdout) == campaign.run_seeds(range(40)).log_hash
+    assert campaign.run_seeds(range(40)).log_hash != campaign.run_seeds(range(1, 41)).log_hash

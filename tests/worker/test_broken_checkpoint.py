@@ -11,7 +11,7 @@ from pagewire.common.network.families import parse_config
 from pagewire.common.network.families.reading import MAX_SIZE
 from pagewire.common.network.source import load_config
 from testing.checkpoints.families import FAMILIES, make_checkpoint
-from tests.broken_json import refusal_of, spoilt, spoilt_bytes
+from tests.broken_json import refusal_of, spoil_safetensors, spoilt, spoilt_bytes
 from worker_service.models.loading import prepare_model
 from worker_service.models.rope import inverse_frequencies
 
@@ -115,15 +115,7 @@ def test_head_dim_counts_where_it_is_given(configs):
 def test_a_safetensors_file_that_is_not_whole_is_one_line(tmp_path, seed):
     rng = random.Random(seed)
     path = make_checkpoint(tmp_path, "llama", seed=1)
-    file = path / "model.safetensors"
-    content = bytearray(file.read_bytes())
-    header_length = 8 + int.from_bytes(content[:8], "little")
-    if seed % 2:
-        del content[rng.choice((0, 3, 8, header_length, rng.randrange(header_length), rng.randrange(len(content)))) :]
-    else:
-        for _ in range(rng.randint(1, 4)):
-            content[rng.randrange(header_length)] = rng.randrange(256)
-    file.write_bytes(content)
+    spoil_safetensors(path, rng, is_cut=seed % 2 == 1)
     text = refusal_of(lambda: prepare_model(path, dtype=torch.float32, device=CPU), CheckpointError)
     if text is None:
         assert seed % 2 == 0, "a file that is cut off was taken for whole"

@@ -12,7 +12,7 @@ from pagewire.common.network.checkpoint_files import CheckpointError
 from testing.checkpoints.packed import E4M3, make_quantized, with_section
 from testing.checkpoints.quantized import BY_NAME
 from testing.models import load_model
-from tests.broken_json import refusal_of
+from tests.broken_json import refusal_of, spoil_safetensors
 from tests.worker.model_logits import compute_logits, edited, random_tokens
 from worker_service.models.loading import prepare_model
 
@@ -172,15 +172,7 @@ def test_biases_that_a_model_has_not_may_be_zero_in_gptq(tmp_path, value):
 def test_a_file_that_is_not_whole_is_one_line(tmp_path, case, seed):
     rng = random.Random(f"{case} {seed}")
     path, _ = make_quantized(tmp_path, "llama", BY_NAME[case], seed=28, num_hidden_layers=1)
-    file = path / "model.safetensors"
-    content = bytearray(file.read_bytes())
-    header_length = 8 + int.from_bytes(content[:8], "little")
-    if seed % 2:
-        del content[rng.choice((0, 3, 8, header_length, rng.randrange(header_length), rng.randrange(len(content)))) :]
-    else:
-        for _ in range(rng.randint(1, 4)):
-            content[rng.randrange(header_length)] = rng.randrange(256)
-    file.write_bytes(content)
+    spoil_safetensors(path, rng, is_cut=seed % 2 == 1)
     text = refusal_of(lambda: load(path), CheckpointError)
     assert text is not None or seed % 2 == 0, "a file that is cut off was taken for whole"
     assert text is None or "model.safetensors" in text or "tensor" in text

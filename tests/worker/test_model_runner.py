@@ -499,6 +499,17 @@ def test_host_pool_is_sized_by_count_or_by_memory(
         assert worker.runner.execute(StepPlan(1, 1)).last_moved_step == 1
 
 
+def check_nearly_likeliest(worker: LoadedWorker, path: Path, tolerance: float) -> None:
+    """Compare the logits of tokens with the highest of transformers, in standard deviations."""
+    prompts = random_prompts(17, [40, 3])
+    outputs = generate(worker, [Row(prompt, 12) for prompt in prompts], budget=32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(output)[:, None])[:, 0]
+        assert (logits.amax(1) - chosen).max() <= tolerance * logits.std()
+
+
 @pytest.mark.parametrize("kernels", ["auto", "off"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("cache_dtype", "tolerance"), [("fp8", 0.25), ("int8", 0.05)])
@@ -514,13 +525,7 @@ def test_a_cache_of_8_bits_chooses_nearly_the_likeliest(
 ) -> None:
     monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", kernels)
     worker = load(checkpoints[family], kv_cache_dtype=cache_dtype, dtype=dtype)
-    prompts = random_prompts(17, [40, 3])
-    outputs = generate(worker, [Row(prompt, 12) for prompt in prompts], budget=32)
-    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoints[family], dtype=torch.float32)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
-        chosen = logits.gather(1, torch.tensor(output)[:, None])[:, 0]
-        assert (logits.amax(1) - chosen).max() <= tolerance * logits.std()
+    check_nearly_likeliest(worker, checkpoints[family], tolerance)
 
 
 @pytest.mark.parametrize("name", ["float16", "half"])
@@ -549,13 +554,7 @@ def test_a_cache_of_16_bits_takes_half_the_memory_and_chooses_nearly_the_likelie
         return
     worker, exact = (load(checkpoints[family], kv_cache_dtype=dtype) for dtype in (cache_dtype, "auto"))
     assert 2 * worker.ready.block_bytes == exact.ready.block_bytes
-    prompts = random_prompts(17, [40, 3])
-    outputs = generate(worker, [Row(prompt, 12) for prompt in prompts], budget=32)
-    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoints[family], dtype=torch.float32)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
-        chosen = logits.gather(1, torch.tensor(output)[:, None])[:, 0]
-        assert (logits.amax(1) - chosen).max() <= tolerance * logits.std()
+    check_nearly_likeliest(worker, checkpoints[family], tolerance)
 
 
 def test_bad_move_raises_before_anything_is_written(checkpoints: dict[str, Path]) -> None:
