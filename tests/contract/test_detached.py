@@ -24,7 +24,7 @@ from scheduler_service.doors.scheduler.scheduler_servicer import result_of
 from scheduler_service.serving.checkpoint.tokenizer import Tokenizer as ServedTokenizer
 from scheduler_service.serving.detached import DetachedRequests
 from scheduler_service.serving.output import Delta, OutputReader, SampleRecord
-from testing.scheduler_stack import VOCAB_SIZE, Result, details, expected_tokens, request, serve, status_of
+from testing.scheduler_stack import VOCAB_SIZE, details, expected_tokens, request, serve, status_of
 from tests.contract.detached import Attached, Server, attach, failure_of, submit, until_ended
 from tests.contract.front_end import serve_both
 from tests.contract.tenants import code_of
@@ -161,25 +161,6 @@ async def test_hypotheses_can_be_read_like_samples(checkpoint: Path) -> None:
         rest = await attach(stack, name, 5, n=3)
         assert rest.token_ids == [token_ids[5:] for token_ids in attached.token_ids]
         assert rest.last[2].cumulative_logprob == generated.last[2].cumulative_logprob
-
-
-async def test_a_stop_text_is_cut_off_as_in_a_stream(checkpoint: Path) -> None:
-    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-    text = tokenizer.decode(expected_tokens(PROMPT, 100))
-    start = next(i for i in range(20, len(text)) if "\ufffd" not in text[i : i + 3] and text.find(text[i : i + 3]) == i)
-    stop = text[start : start + 3]
-    for kept in (False, True):
-        async with serve(checkpoint) as stack:
-            sampling = {"max_tokens": 100, "stop": ["never seen", stop], "include_stop_str_in_output": kept}
-            generated: Result = await stack.generate(request(PROMPT, **sampling))
-            name = await submit(stack, PROMPT, **sampling)
-            attached = await attach(stack, name)
-            assert attached.texts == [generated.texts[0]]
-            assert attached.token_ids == [generated.token_ids[0]]
-            assert attached.last[0].stop_text == stop
-            for first in range(len(attached.token_ids[0]) + 1):
-                rest = await attach(stack, name, first)
-                assert attached.texts[0].endswith(rest.texts[0])
 
 
 async def test_positions_that_are_not_there(checkpoint: Path) -> None:

@@ -101,16 +101,6 @@ async def test_errors_are_the_schedulers(checkpoint: Path, call: Callable[[Serve
         assert details(through) == details(direct)
 
 
-async def test_a_full_queue_says_when_to_come_back(checkpoint: Path) -> None:
-    async with serve_both(checkpoint, max_num_seqs=1, max_waiting_requests=1) as (stack, front):
-        stack.worker.step_seconds = 0.02
-        submitted = await asyncio.gather(*(submit(front, PROMPT) for _ in range(10)), return_exceptions=True)
-        refused = [error for error in submitted if isinstance(error, grpc.aio.AioRpcError)]
-        assert 0 < len(refused) < 10
-        assert {error.code() for error in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
-        assert details(refused[0])[1].retry_delay.seconds == 1
-
-
 async def test_abort_by_any_door_ends_what_came_by_any_other(checkpoint: Path) -> None:
     async with serve_both(checkpoint) as (stack, one), serve_front_end(checkpoint, stack.url) as two:
         stack.worker.step_seconds = 0.01

@@ -7,7 +7,6 @@ import pytest
 from tokenizers import Tokenizer
 
 from pagewire import AsyncClient, SamplingParams
-from pagewire.errors import NotFound, OutOfRange
 from testing import oracle
 from testing.forked import running
 from testing.oracle import BeamSearch
@@ -91,21 +90,6 @@ async def test_clients_come_and_go_and_the_worker_dies(expected):
             assert (await client.loads()).num_held_blocks == 0
 
 
-async def test_many_readers_of_one_request(expected):
-    """Some at the same time, some leave early: each gets the same tokens, and the request does not mind."""
-    with running(STORYTELLER, worker=WORKER) as system:
-        async with AsyncClient(system.url) as client:
-            request_id = await client.submit(PROMPT, SAMPLING)
-            await attached(client, request_id, until=5)
-            readers = [attached(client, request_id, from_token=start) for start in (0, 1, 5, 5)]
-            leavers = [attached(client, request_id, until=num_tokens) for num_tokens in (1, 20, 60)]
-            results = await asyncio.gather(*readers, *leavers)
-    for (tokens, _), start in zip(results, (0, 1, 5, 5), strict=False):
-        assert tokens == expected[start:]
-    for tokens, _ in results[4:]:
-        assert tokens == expected[: len(tokens)]
-
-
 async def test_samples_and_hypotheses_of_detached_requests(reference, prompt_token_ids):
     """Under preemption, and with the worker killed before a client attaches."""
     temperature, seed, search = 0.9, 11, BeamSearch(beam_width=4, n=3, max_tokens=60)
@@ -129,42 +113,3 @@ async def test_samples_and_hypotheses_of_detached_requests(reference, prompt_tok
             loads = await client.loads()
     assert loads.num_preemptions > 0
     assert (loads.num_held_blocks, loads.num_held_host_blocks) == (0, 0)
-
-
-async def test_abort_ends_it_for_every_reader():
-    with running(STORYTELLER, worker=WORKER) as system:
-        async with AsyncClient(system.url) as client:
-            request_id = await client.submit(PROMPT, SAMPLING)
-            reader = asyncio.create_task(attached(client, request_id))
-            await attached(client, request_id, until=3)
-            await client.abort(request_id)
-            tokens, _ = await reader
-            result = await client.result(request_id)
-            assert result.outputs[0].finish_reason == "abort"
-            assert list(result.outputs[0].token_ids) == tokens
-            assert len(tokens) < NUM_TOKENS
-            assert (await client.loads()).num_held_blocks == 0
-
-
-async def test_no_tenant_finds_what_is_foreign_expired_or_unknown():
-    with running(STORYTELLER, worker=WORKER, scheduler=["--detached-retention", 1]) as system:
-        async with AsyncClient(system.url) as client:
-            short = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-            request_id = await client.submit(PROMPT, short, tenant="one")
-            tokens = [t async for output in client.attach(request_id, tenant="one") for t in output.token_ids]
-            assert len(tokens) == 4
-            with pytest.raises(OutOfRange, match="4"):
-                await anext(client.attach(request_id, tenant="one", from_token=5))
-            for foreign in ("", "two"):
-                with pytest.raises(NotFound):
-                    await anext(client.attach(request_id, tenant=foreign))
-            with pytest.raises(NotFound):
-                await client.result("never heard of")
-
-            async def until_expired() -> None:
-                while True:
-                    await client.result(request_id, tenant="one")
-                    await asyncio.sleep(0.05)
-
-            with pytest.raises(NotFound):
-                await asyncio.wait_for(until_expired(), 20)
