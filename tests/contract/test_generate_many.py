@@ -17,7 +17,7 @@ from scheduler_service.serving.active_request import ActiveRequest
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from scheduler_service.serving.refusal import Reason, RefusedError
 from scheduler_service.serving.tenants.caller import Call, Caller
-from testing.scheduler_stack import VOCAB_SIZE, details, expected_tokens, request, serve, status_of
+from testing.scheduler_stack import details, expected_tokens, request, serve
 from tests.contract.shared_stream import SharedStream
 
 PROMPT = [1, 2, 3, 4, 5]
@@ -95,47 +95,6 @@ async def test_token_only_with_logprobs_and_beams(checkpoint: Path) -> None:
                 assert stream.text == ""
                 assert stream.last.cumulative_logprob == alone.last[index].cumulative_logprob
         await shared.close()
-
-
-async def test_errors_are_those_of_generate(checkpoint: Path) -> None:
-    bad = [
-        request(PROMPT, temperature=-1.0),
-        request([VOCAB_SIZE]),
-        request(PROMPT, max_tokens=5000),
-        request(PROMPT, n=17),
-        pb.GenerateRequest(),
-        request([1, VOCAB_SIZE - 1, 2], max_tokens=5),  # its logits are no numbers
-    ]
-    async with serve(checkpoint) as stack:
-        shared = SharedStream(stack)
-        for each in bad:
-            alone = await status_of(stack, each)
-            (stream, *_) = await shared.submit(each)
-            await asyncio.wait_for(stream.ended.wait(), DEADLINE)
-            assert stream.failure.code == alone.code().value[0]
-            assert stream.failure.message == alone.details()
-            if alone.code() is grpc.StatusCode.INVALID_ARGUMENT:
-                bad_request, _ = details(alone)
-                assert stream.failure.field == bad_request.field_violations[0].field
-        (good,) = await shared.generate(request(PROMPT, max_tokens=3))
-        assert good.token_ids == expected_tokens(PROMPT, 3)
-        await shared.close()
-
-
-async def test_a_full_queue_says_when_to_try_again(checkpoint: Path) -> None:
-    async with serve(checkpoint, max_num_seqs=1, max_waiting_requests=1) as stack:
-        stack.worker.step_seconds = 0.02
-        shared = SharedStream(stack)
-        running = await shared.submit(request(PROMPT, max_tokens=200))
-        await stack.until(lambda loads: loads.num_running == 1)
-        await shared.submit(request(PROMPT, max_tokens=2))
-        await stack.until(lambda loads: loads.num_waiting == 1)
-        (refused,) = await shared.generate(request(PROMPT, max_tokens=2))
-        assert refused.failure.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
-        assert refused.failure.retry_delay_seconds == 1
-        await shared.abort(running[0])
-        await shared.close()
-        assert running[0].last.finish_reason == pb.FINISH_REASON_ABORT
 
 
 @pytest.mark.parametrize(
@@ -259,23 +218,6 @@ async def test_the_server_tells_what_it_is_and_when_that_changes(checkpoint: Pat
         await stack.worker.start()
         back = await asyncio.wait_for(shared.infos.get(), DEADLINE)
         assert back.worker.epoch > info.worker.epoch
-        await shared.close()
-
-
-async def test_a_worker_that_dies_is_no_error(checkpoint: Path) -> None:
-    async with serve(checkpoint) as stack:
-        stack.worker.step_seconds = 0.005
-        shared = SharedStream(stack)
-        submitted = [
-            (token_only, await shared.submit(request(PROMPT, max_tokens=100), token_only=token_only))
-            for token_only in (True, False)
-        ]
-        await stack.until(lambda loads: loads.num_generation_tokens > 40)
-        await stack.worker.kill()
-        await stack.worker.start()
-        for _, (stream,) in submitted:
-            await asyncio.wait_for(stream.ended.wait(), DEADLINE)
-            assert stream.token_ids == expected_tokens(PROMPT, 100)
         await shared.close()
 
 

@@ -336,39 +336,3 @@ async def test_a_grammar_that_fails_ends_its_request_alone(
             other, 9
         )
         assert len(server.worker.epochs) == 1
-
-
-async def test_no_other_waits_for_a_grammar_that_is_not_ready(model_path: Path) -> None:
-    async with serve(model_path) as stack:
-        stack.worker.reports_grammars.clear()
-        constrained = asyncio.create_task(stack.generate(request(PROMPT, max_tokens=9, regex="a")))
-        await stack.until(lambda loads: loads.num_waiting == 1)
-        assert (await stack.generate(request(PROMPT, max_tokens=9))).token_ids[0] == TOKENS
-        aborted = request(PROMPT, max_tokens=9, regex="b")
-        aborted.request_id = "aborted"
-        waiting = asyncio.create_task(stack.generate(aborted))
-        await stack.until(lambda loads: loads.num_waiting == 2)
-        await stack.stub.Abort(pb.AbortRequest(request_id="aborted"))
-        assert (await waiting).last[0].finish_reason == pb.FINISH_REASON_ABORT
-        stack.worker.reports_grammars.set()
-        assert (await constrained).token_ids[0] == TOKENS
-        await stack.until_idle()
-
-
-async def test_grammars_outlive_a_worker(model_path: Path) -> None:
-    async with serve(model_path) as stack:
-        stack.worker.step_seconds = 0.01
-        message = request(PROMPT, max_tokens=60, regex="a")
-        message.request_id = "detached"
-        await stack.stub.Submit(pb.SubmitRequest(request=message))
-        running = asyncio.create_task(stack.generate(request(PROMPT, max_tokens=60, regex="b")))
-        await stack.until(lambda loads: loads.num_generation_tokens > 6)
-        await stack.worker.kill()
-        num_added = len(stack.worker.grammars)
-        await stack.worker.start()
-        expected = expected_tokens(PROMPT, 60)
-        assert (await running).token_ids[0] == expected
-        attached = [response async for response in stack.stub.Attach(pb.AttachRequest(request_id="detached"))]
-        assert [token for response in attached for token in response.token_ids] == expected
-        assert sorted(grammar.text for grammar in stack.worker.grammars[num_added:]) == ["a", "b"]
-        assert all(stack.worker.opened_grammar_ids)

@@ -3,8 +3,6 @@
 import asyncio
 import json
 import math
-import os
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,11 +10,10 @@ import pytest
 import torch
 import transformers
 
-from pagewire import AsyncClient, NotFound, SamplingParams
+from pagewire import AsyncClient, SamplingParams
 from testing import oracle
 from testing.checkpoints.families import make_checkpoint
 from testing.forked import running
-from testing.streams import until_lost
 
 VOCAB_SIZE = 151
 MEAN = "pooling_mode_mean_tokens"
@@ -85,45 +82,3 @@ async def test_ranks_make_the_embeddings_of_one(tmp_path: Path) -> None:
             found = await client.embed(prompts)
     for prompt, embedding in zip(prompts, found, strict=True):
         assert embedding.values == pytest.approx(expected_embedding(model, prompt, MEAN), abs=MARGIN)
-
-
-@pytest.mark.parametrize("mode", POOLINGS)
-async def test_a_killed_worker_costs_an_embedding_nothing_but_time(mode: str, tmp_path: Path) -> None:
-    """Each worker is stopped while it computes the prompt, and killed where it stands."""
-    path = write_pooling(make_checkpoint(tmp_path / "model", "qwen3", seed=4), mode)
-    (prompt,) = oracle.random_prompts(8, VOCAB_SIZE, (1000,))
-    with running(path, worker=["--dtype", "float32", "--max-num-batched-tokens", 8]) as system:
-        async with AsyncClient(system.url) as client:
-            calm = await client.embed(prompt_token_ids=prompt, cache_salt="calm")
-            num_kills = 0
-            for attempt in range(50):
-                name = f"attempt-{attempt}"
-                request = client.embed(prompt_token_ids=prompt, cache_salt=name, request_id=name)
-                running_request = asyncio.create_task(request)
-                if await is_caught_midway(client, name, system.worker.pid, running_request):
-                    system.worker.kill()
-                    num_kills += 1
-                    await until_lost(client, num_kills)
-                    system.restart_worker()
-                    system.worker.wait_until_ready()
-                assert (await running_request).values == calm.values
-                if num_kills == 2:
-                    break
-            assert (await client.loads()).num_worker_losses == num_kills == 2
-
-
-async def is_caught_midway(client: AsyncClient, name: str, worker: int, request: asyncio.Task) -> bool:
-    """Stop the worker as soon as a part of a request is planned; False if it has ended by then."""
-    while not request.done():
-        try:
-            report = await client.get_request(name)
-        except NotFound:
-            await asyncio.sleep(0)
-            continue
-        if report.num_computed_tokens >= 64:
-            os.kill(worker, signal.SIGSTOP)
-            try:
-                return (await client.get_request(name)).num_computed_tokens < 1000
-            except NotFound:
-                return False
-    return False
