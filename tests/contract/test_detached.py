@@ -90,19 +90,6 @@ async def test_readers_come_and_go_while_it_runs(checkpoint: Path) -> None:
         await stack.until_idle()
 
 
-async def test_no_client_needs_to_be_there_and_a_lost_worker_is_no_matter(checkpoint: Path) -> None:
-    async with serve(checkpoint) as stack:
-        stack.worker.step_seconds = 0.005
-        name = await submit(stack, PROMPT, max_tokens=80)
-        await stack.until(lambda loads: loads.num_generation_tokens > 10)
-        await stack.worker.kill()
-        await stack.worker.start()
-        result = await until_ended(stack, name)
-        assert result.state == pb.RESULT_STATE_FINISHED
-        assert list(result.outputs[0].token_ids) == expected_tokens(PROMPT, 80)
-        assert (await stack.loads()).num_worker_losses == 1
-
-
 async def test_what_ends_while_its_result_is_put_together_is_not_told_as_ended() -> None:
     """The last tokens may be missing from that result."""
 

@@ -10,18 +10,15 @@ import pytest
 
 from pagewire.common.messages import RowOpening, SamplingParams, StepPlan, WorkerCapacity, WorkerStarting
 from scheduler_service.core import explain
-from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.options import SchedulerOptions
-from scheduler_service.core.request import EndReason, OutputMode, Request, SequenceEnd, TokenLogprobs
+from scheduler_service.core.request import EndReason, Request, SequenceEnd, TokenLogprobs
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.metrics import Metrics
 from scheduler_service.serving.active_request import ActiveRequest, FanOut
 from scheduler_service.serving.availability import WorkerAvailability
 from scheduler_service.serving.checkpoint.tokenizer import DecodedText
 from scheduler_service.serving.clock import Clock
-from scheduler_service.serving.kv_events import KvEventLog
 from scheduler_service.serving.output import OutputReader, SampleRecord
-from scheduler_service.serving.refusal import RefusedError
 from scheduler_service.serving.step_loop import StepLoop
 from testing.simulated_worker import SimulatedWorker, reference
 from tests.contract.hand_clock import HandClock
@@ -65,23 +62,6 @@ class LocalLink:
         self.num_waiting -= 1
         if not self.closed:
             self._loop.result(self._worker.execute(plan))
-
-
-class LateMoves(LocalLink):
-    """Moves are done a while after their step, and told of apart from results."""
-
-    num_moved = 0
-
-    def _execute(self, plan: StepPlan) -> None:
-        self.num_waiting -= 1
-        result = self._worker.execute(plan, apply_moves=False)
-        if plan.swap_out_device_blocks or plan.swap_in_device_blocks:
-            asyncio.get_running_loop().call_later(0.001, self._finish_moves)
-        self._loop.result(result)
-
-    def _finish_moves(self) -> None:
-        self.num_moved += 1
-        self._loop.moved(self._worker.finish_moves(len(self._worker.pending)))
 
 
 def make_scheduler(**options: object) -> Scheduler:
@@ -168,6 +148,8 @@ async def test_what_a_closed_link_still_tells_does_not_reach_the_next_epoch() ->
         loop.moved(77)
         while not link.closed:  # noqa: ASYNC110
             await asyncio.sleep(0)
+        assert "77" in link.closed, "no plan has this number"
+        assert not loop.is_connected
         loop.result(SimulatedWorker(100, 4, VOCAB_SIZE, 8, 32).execute(_one_step()))
         loop.moved(78)
         loop.grammar_ready(1, "")
@@ -178,34 +160,6 @@ async def test_what_a_closed_link_still_tells_does_not_reach_the_next_epoch() ->
         await asyncio.wait_for(reader.ended.wait(), 5)
         assert not link.closed
         assert loop.availability.num_worker_losses == 1
-
-
-async def test_moves_are_done_when_the_worker_says_so() -> None:
-    async with running_loop(make_scheduler(preemption=PreemptionMode.SWAP)) as loop:
-        worker = SimulatedWorker(30, 4, VOCAB_SIZE, 8, 32, num_host_blocks=60)
-        link = LateMoves(loop, worker)
-        loop.worker_ready(replace(CAPACITY, num_device_blocks=30, num_host_blocks=60, swap_bandwidth=1e9), 1, link)
-        readers = [Reader() for _ in range(12)]
-        for name, reader in enumerate(readers):
-            reader.submit(loop, make_request(name, num_tokens=60))
-        for name, reader in enumerate(readers):
-            await asyncio.wait_for(reader.ended.wait(), 20)
-            prompt = make_request(name).prompt_token_ids
-            assert reader.token_ids == reference(prompt, 60, seed=0, sample_index=0, vocab_size=VOCAB_SIZE)
-        assert explain.stats(loop.state).num_swap_preemptions > 0
-        assert link.num_moved > 0
-        assert not link.closed
-
-
-async def test_moves_of_a_plan_that_never_was_end_the_epoch() -> None:
-    async with running_loop() as loop:
-        link = LocalLink(loop)
-        loop.worker_ready(CAPACITY, 1, link)
-        loop.moved(77)
-        while not link.closed:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        assert "77" in link.closed
-        assert not loop.is_connected
 
 
 async def test_a_broken_invariant_ends_the_epoch_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,49 +192,9 @@ async def test_a_broken_invariant_ends_the_epoch_and_nothing_else(monkeypatch: p
         assert loop.availability.num_worker_losses == 1
 
 
-async def test_waiting_for_kv_events() -> None:
-    async with running_loop(kv_event_log=KvEventLog(2)) as loop:
-        with loop.kv_events.following():
-            await _wait_for_kv_events(loop)
-
-
-async def _wait_for_kv_events(loop: StepLoop) -> None:
-    loop.worker_ready(CAPACITY, 1, LocalLink(loop))
-    assert loop.kv_events.snapshot().events == ()
-    start = loop.kv_events.starts[1]
-    waiting = [asyncio.create_task(loop.kv_events.after(start)) for _ in range(3)]
-    await asyncio.sleep(0)
-    assert not any(task.done() for task in waiting)
-    reader = Reader()
-    reader.submit(loop, make_request(1))
-    batches = await asyncio.wait_for(asyncio.gather(*waiting), 5)
-    assert {batch.sequence_number for batch in batches} == {start + 1}
-    assert batches[0].events
-    await asyncio.wait_for(reader.ended.wait(), 5)
-    snapshot = loop.kv_events.snapshot()
-    assert (snapshot.sequence_number, len(snapshot.events)) == (loop.kv_events.starts[1], 24 // 4)
-    with pytest.raises(LookupError):
-        await loop.kv_events.after(start)
-
-
 def _one_step() -> StepPlan:
     opening = RowOpening(0, 0, (1,), 1, 0, (1,), SamplingParams(), 0, 0)
     return StepPlan(1, 1, openings=(opening,), work_slots=(0,), work_num_tokens=(1,))
-
-
-async def test_no_worker_for_too_long() -> None:
-    async with running_loop(worker_timeout=0.05) as loop:
-        reader = Reader()
-        reader.submit(loop, make_request(1))
-        assert not loop.availability.is_serving
-        await asyncio.wait_for(reader.ended.wait(), 5)
-        assert reader.end is not None
-        assert reader.end.reason is EndReason.NO_WORKER
-        with pytest.raises(RefusedError, match="no worker"):
-            Reader().submit(loop, make_request(2))
-        loop.worker_ready(CAPACITY, 1, LocalLink(loop))
-        assert loop.availability.is_serving
-        Reader().submit(loop, make_request(2))
 
 
 @pytest.mark.parametrize(
@@ -327,35 +241,6 @@ def test_each_rank_has_a_word_of_its_own() -> None:
     assert len(reasons) == 1
     availability.worker_joined(CAPACITY, 100)
     assert availability.missing_reason == ""
-
-
-async def test_the_grace_of_a_worker_is_not_its_timeout() -> None:
-    """Before the first worker has come as after it was lost."""
-    async with running_loop(worker_grace=0.0) as loop:
-        detached = replace(make_request(0), output_mode=OutputMode.DETACHED)
-        for epoch in (1, 2):
-            async with asyncio.timeout(5):
-                while not loop.availability.unavailable_reason:
-                    await loop.availability.changed.wait()
-                    loop.availability.changed.clear()
-            assert loop.availability.unavailable_reason.startswith("no worker has been connected for 0 s")
-            assert not loop.availability.is_serving
-            for mode in (OutputMode.STREAMED, OutputMode.WHOLE):
-                with pytest.raises(RefusedError, match="connected for 0 s; send the request to another server"):
-                    Reader().submit(loop, replace(make_request(1), output_mode=mode))
-            reader = Reader()
-            reader.submit(loop, detached)
-            waiting = asyncio.create_task(loop.availability.wait_for_first_worker(OutputMode.DETACHED))
-            await asyncio.wait_for(loop.availability.wait_for_first_worker(OutputMode.STREAMED), 5)
-            assert epoch == 2 or not waiting.done(), "it is not known what fits"
-            loop.worker_ready(CAPACITY, epoch, LocalLink(loop))
-            assert loop.availability.changed.is_set()
-            assert loop.availability.is_serving
-            await asyncio.wait_for(reader.ended.wait(), 5)
-            assert reader.end is not None
-            assert reader.end.reason is EndReason.LENGTH
-            await asyncio.wait_for(waiting, 5)
-            loop.worker_lost("test")
 
 
 async def test_ten_epochs_without_a_token() -> None:
@@ -434,27 +319,6 @@ class LetterDecoder:
 
     def flush(self) -> DecodedText:
         return DecodedText("", None)
-
-
-async def test_a_stop_text_ends_the_sequence_without_a_reader() -> None:
-    stops: list[tuple[int, int]] = []
-
-    class Stopper:
-        def stop(self, output: SampleRecord, num_tokens: int) -> None:
-            stops.append((output.sequence_id, num_tokens))
-
-    output = SampleRecord(0, LetterDecoder())
-    active = ActiveRequest(make_request(0), [output], Stopper())
-    active.queued(active.request, [42], 0.0)
-    active.take_in(output, [0, 1])
-    active.take_in(output, [2, 3, 4, 5])
-    assert stops == [(42, 4)]
-    output.finish(end_of(4))
-    active.take_in(output)
-    (delta,) = [delta async for delta in active.deltas()]
-    assert delta.token_ids == [0, 1, 2, 3]
-    assert (delta.text, delta.stop_text) == ("abc", "d")
-    assert delta.end.num_output_tokens == 4
 
 
 async def test_long_outputs_leave_in_several_deltas() -> None:

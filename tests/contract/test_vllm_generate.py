@@ -424,16 +424,6 @@ async def test_a_request_that_fails_ends_with_its_status(checkpoint: Path, strea
         await stack.until_idle()
 
 
-async def test_a_lost_worker_costs_no_token(checkpoint: Path) -> None:
-    async with serve(checkpoint) as stack:
-        stack.worker.step_seconds = 0.005
-        call = asyncio.create_task(generate(stack, request(PROMPT, stream=True, max_tokens=100)))
-        await stack.until(lambda loads: loads.num_generation_tokens > 4)
-        await stack.worker.kill()
-        await stack.worker.start()
-        assert (await call).streamed == {0: expected_tokens(PROMPT, 100)}
-
-
 async def test_ids_are_those_of_scheduler_service_too(checkpoint: Path) -> None:
     async with serve(checkpoint) as stack:
         stack.worker.step_seconds = 0.005

@@ -87,23 +87,6 @@ async def assert_sent_away(call: asyncio.Task[object]) -> None:
     assert details(ended.value)[1].retry_delay.seconds == 2
 
 
-async def test_streams_with_a_token_wait_on_and_go_on(checkpoint: Path) -> None:
-    """All samples of a request that has one, too."""
-    async with serving(checkpoint) as stack:
-        calls = [Call(stack.stub, request([i, *PROMPT], max_tokens=LENGTH, n=1 + 2 * (i % 2))) for i in range(4)]
-        for call in calls:
-            await call.has_begun.wait()
-        await lose_worker(stack)
-        stack.worker.step_seconds = 0.0
-        assert not any(call.ended.done() for call in calls)
-        await stack.worker.start()
-        for i, call in enumerate(calls):
-            await asyncio.wait_for(call.ended, DEADLINE)
-            expected = [expected_tokens([i, *PROMPT], LENGTH, sample_index=n) for n in range(1 + 2 * (i % 2))]
-            assert [call.result.token_ids[n] for n in sorted(call.result.token_ids)] == expected
-        await until_health(stack.channel, is_ready=True)
-
-
 async def test_requests_without_a_token_and_new_ones_are_sent_away(checkpoint: Path) -> None:
     async with serving(checkpoint) as stack:
         begun = Call(stack.stub, request(PROMPT, max_tokens=LENGTH))
@@ -141,15 +124,6 @@ async def test_before_the_grace_has_ended_requests_wait(checkpoint: Path) -> Non
         await stack.worker.start()
         for call in (accepted, queued):
             await asyncio.wait_for(call.ended, DEADLINE)
-
-
-async def test_a_beam_search_is_sent_away_since_its_client_has_seen_none_of_it(checkpoint: Path) -> None:
-    async with serving(checkpoint) as stack:
-        search = Call(stack.stub, request(PROMPT, max_tokens=LENGTH, beam_width=3, n=2))
-        await stack.until(lambda loads: loads.num_generation_tokens > 9)
-        await lose_worker(stack)
-        await assert_sent_away(search.ended)
-        assert not search.result.responses
 
 
 async def submit(stack: Stack, name: str, prompt: list[int]) -> None:
