@@ -16,7 +16,6 @@ from scheduler_service.core.request import (
     AdmissionReason,
     EarlyStopping,
     EndReason,
-    OutputMode,
     Request,
     TokenOutputs,
 )
@@ -253,38 +252,6 @@ def test_no_worker_for_too_long_ends_everything():
     system.take(system.scheduler.worker_timed_out(60.0))
     assert system.ends[sequence_id] is EndReason.NO_WORKER
     assert not system.scheduler.has_requests
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_what_could_begin_elsewhere_ends_with_the_grace(seed):
-    """Streams that have begun and detached requests go on with the next worker, to the tokens they were to have."""
-    print(f"seed {seed}")
-    rng = random.Random(seed)
-    system = System(num_blocks=200)
-    begun = [system.add(prompt_of(rng.randint(1, 20), i), 12, n=rng.choice((1, 3))) for i in range(3)]
-    detached = [system.add(prompt_of(9, 5), 12, output_mode=OutputMode.DETACHED)]
-    detached.append(system.add_beams(prompt_of(8, 6), 12, output_mode=OutputMode.DETACHED))
-    free = [system.add(prompt_of(7, 7), 12, output_mode=OutputMode.WHOLE), system.add_beams(prompt_of(6, 8), 12)]
-    system.join()
-    while not all(any(system.tokens[id] for id in ids) for ids in begun):
-        system.plan()
-        system.complete()
-    free.append(system.add(prompt_of(5, 9), 12))  # which no step computes before the worker is lost
-    assert system.scheduler.worker_grace_ended(0.0) == TokenOutputs(), "a worker is there"
-    system.lose()
-    assert not system.ends
-    system.take(system.scheduler.worker_grace_ended(0.0))
-    system.scheduler.check()
-    assert system.ends == dict.fromkeys((id for ids in free for id in ids), EndReason.NO_WORKER)
-    assert system.scheduler.worker_grace_ended(0.0) == TokenOutputs(), "it has ended before"
-    system.join()
-    system.run()
-    for ids in (*begun, *detached):
-        for sequence_id in ids:
-            assert system.ends[sequence_id] is EndReason.LENGTH
-    for ids in (*begun, detached[0]):
-        for sequence_id in ids:
-            assert system.tokens[sequence_id] == system.expected(sequence_id)
 
 
 def test_a_stop_text_drops_later_tokens():

@@ -16,7 +16,6 @@ from pagewire.common import __version__
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.doors.http import body, connection, event_stream
 from scheduler_service.doors.http import server as http_server
-from testing.scheduler_stack import expected_tokens
 from tests.contract.certificates import Authority
 from tests.contract.http.door import DONE, HttpServer, serve_http
 from tests.contract.tenants import KEYS, key_file, remove_tenant, write_tenants
@@ -361,24 +360,6 @@ async def test_a_failure_behind_the_first_event_is_an_event(server: HttpServer) 
     with pytest.raises(openai.APIError):
         async for _ in await server.openai.completions.create(model="chatty", prompt="x", stream=True):
             pass
-
-
-async def test_the_death_of_a_worker_is_a_pause(server: HttpServer) -> None:
-    prompt = [5, 6, 7, 8, 9]
-    worker = server.stack.worker
-    worker.step_seconds = 0.02
-    asked = {"prompt": prompt, "max_tokens": 40, "seed": 0, "stream": True, "return_token_ids": True}
-    token_ids: list[int] = []
-    async with server.client.stream("POST", PATH, json=asked) as stream:
-        async for line in stream.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            token_ids += json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"]
-            if len(token_ids) in (5, 20):
-                await worker.kill()
-                await worker.start()
-    assert token_ids == expected_tokens(prompt, 40)
-    await server.stack.until_idle()
 
 
 async def test_a_slow_reader_holds_up_nobody(server: HttpServer) -> None:
