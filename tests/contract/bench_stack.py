@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from pagewire.cli.command import main
-from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import Stack, serve
 from testing.simulated_worker import SimulatedWorker
@@ -23,8 +22,7 @@ class SoundWorker(FakeWorker):
 
 @contextlib.asynccontextmanager
 async def stack_of(checkpoint: Path, step_seconds: float = 0.0, **options: object) -> AsyncIterator[Stack]:
-    worker = SoundWorker(read_model_info(str(checkpoint)).digest)
-    await worker.start()
+    worker = await SoundWorker.started(checkpoint)
     async with serve(checkpoint, worker=worker, **options) as stack:
         stack.worker.step_seconds = step_seconds
         yield stack

@@ -9,7 +9,9 @@ import grpc
 import grpc.aio
 import yaml
 
-from testing.scheduler_stack import Stack, serve
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from testing.scheduler_stack import Result, Stack, serve
+from tests.contract.front_end import FrontEnd, serve_front_end
 
 KEYS = {"acme": "key-of-acme", "globex": "key-of-globex", "root": "key-of-root"}
 PROMPT = list(range(1, 41))
@@ -57,3 +59,29 @@ def key_file(folder: Path, tenant: str) -> str:
     path = folder / f"{tenant}.key"
     path.write_text(KEYS[tenant] + "\n")
     return str(path)
+
+
+async def generate(server: Stack | FrontEnd, message: pb.GenerateRequest, tenant: str) -> Result:
+    result = Result()
+    async for response in server.stub.Generate(message, metadata=credentials(tenant)):
+        result.add(response)
+    return result
+
+
+async def read_to_end(stream: grpc.aio.UnaryStreamCall) -> None:
+    while await stream.read() is not grpc.aio.EOF:
+        pass
+
+
+@asynccontextmanager
+async def serve_tenants(
+    checkpoint: Path, folder: Path, tenants: Path, own: Path | None = None, operator: str = "root"
+) -> AsyncIterator[tuple[Stack, FrontEnd]]:
+    """A scheduler and its front end. `own`: the file of the front end, if it is another."""
+    options = {"tenants": str(own or tenants), "scheduler_api_key_file": key_file(folder, operator)}
+    async with (
+        serve(checkpoint, tenants=str(tenants)) as stack,
+        serve_front_end(checkpoint, stack.url, **options) as front,
+    ):
+        stack.worker.step_seconds = 0.01
+        yield stack, front

@@ -15,8 +15,15 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_g
 from scheduler_service.doors.scheduler import scheduler_servicer
 from testing.scheduler_stack import VOCAB_SIZE, details, expected_tokens, request, serve
 from tests.contract.detached import Metadata, Server, attach, failure_of, submit, until, until_ended
-from tests.contract.front_end import DEADLINE, FrontEnd, serve_both, serve_front_end
-from tests.contract.tenants import code_of, credentials, key_file, remove_tenant, write_tenants
+from tests.contract.front_end import DEADLINE, serve_both, serve_front_end
+from tests.contract.tenants import (
+    code_of,
+    credentials,
+    read_to_end,
+    remove_tenant,
+    serve_tenants,
+    write_tenants,
+)
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 LOST = grpc.StatusCode.UNAVAILABLE
@@ -128,7 +135,7 @@ async def test_a_reader_that_leaves_or_is_late_leaves_the_request_alone(
         call.cancel()
         await until(lambda: not open_attachments)
         late = front.stub.Attach(pb.AttachRequest(request_id=name), timeout=0.2)
-        assert (await failure_of(_read_to_end(late))).code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert (await failure_of(read_to_end(late))).code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await until(lambda: not open_attachments)
         assert (await attach(front, name)).token_ids[0] == expected_tokens(PROMPT, 150)
 
@@ -188,7 +195,7 @@ async def test_calls_that_are_open_are_bounded(checkpoint: Path, monkeypatch: py
         error = await failure_of(front.stub.GetResult(pb.GetResultRequest(request_id=name)))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert details(error)[-1].retry_delay.seconds == 1
-        await _read_to_end(first)
+        await read_to_end(first)
         await until_ended(front, name)
 
 
@@ -200,7 +207,7 @@ async def test_a_lost_scheduler_is_unavailable(checkpoint: Path) -> None:
         await call.read()
         stack.stop.set()
         stack.stop_now.set()
-        error = await failure_of(_read_to_end(call))
+        error = await failure_of(read_to_end(call))
         assert error.code() is LOST
         await stack.running
         await front.until_ready(False)
@@ -249,20 +256,6 @@ async def test_what_is_said_beside_a_request_goes_along(checkpoint: Path, monkey
 def tenants(tmp_path: Path) -> Path:
     write_tenants(tmp_path / "tenants.yaml")
     return tmp_path / "tenants.yaml"
-
-
-@contextlib.asynccontextmanager
-async def serve_tenants(
-    checkpoint: Path, folder: Path, tenants: Path, own: Path | None = None, operator: str = "root"
-) -> AsyncIterator[tuple[Server, FrontEnd]]:
-    """`own`: the file of the front end, if it is another."""
-    options = {"tenants": str(own or tenants), "scheduler_api_key_file": key_file(folder, operator)}
-    async with (
-        serve(checkpoint, tenants=str(tenants)) as stack,
-        serve_front_end(checkpoint, stack.url, **options) as front,
-    ):
-        stack.worker.step_seconds = 0.01
-        yield stack, front
 
 
 async def test_each_tenant_has_its_own_ids_at_every_door(checkpoint: Path, tenants: Path, tmp_path: Path) -> None:
@@ -334,7 +327,7 @@ async def test_revoked_tenants_lose_what_they_submitted(checkpoint: Path, tenant
         call = front.stub.Attach(pb.AttachRequest(request_id=name), metadata=acme)
         await call.read()
         remove_tenant(tenants, "acme")
-        assert (await failure_of(_read_to_end(call))).code() is grpc.StatusCode.UNAUTHENTICATED
+        assert (await failure_of(read_to_end(call))).code() is grpc.StatusCode.UNAUTHENTICATED
         for each in CALLS.values():
             assert await code_of(each(front, name, acme)) is grpc.StatusCode.UNAUTHENTICATED
 
@@ -350,11 +343,6 @@ async def test_readers_end_when_the_front_end_knows_them_no_more(
         call = front.stub.Attach(pb.AttachRequest(request_id=name), metadata=acme)
         await call.read()
         remove_tenant(own, "acme")
-        assert (await failure_of(_read_to_end(call))).code() is grpc.StatusCode.UNAUTHENTICATED
+        assert (await failure_of(read_to_end(call))).code() is grpc.StatusCode.UNAUTHENTICATED
         await until(lambda: not open_attachments)
         assert (await attach(stack, name, metadata=acme)).token_ids[0] == expected_tokens(PROMPT, 100)
-
-
-async def _read_to_end(stream: grpc.aio.UnaryStreamCall) -> None:
-    while await stream.read() is not grpc.aio.EOF:
-        pass

@@ -2,8 +2,6 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
@@ -14,32 +12,25 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 from scheduler_service import front_end
 from scheduler_service.config import FrontEndConfig
-from testing.scheduler_stack import Result, Stack, request, serve
-from tests.contract.front_end import FrontEnd, serve_front_end
-from tests.contract.tenants import KEYS, PROMPT, code_of, credentials, key_file, remove_tenant, write_tenants
+from testing.scheduler_stack import request, serve
+from tests.contract.front_end import serve_front_end
+from tests.contract.tenants import (
+    KEYS,
+    PROMPT,
+    code_of,
+    credentials,
+    generate,
+    read_to_end,
+    remove_tenant,
+    serve_tenants,
+    write_tenants,
+)
 
 
 @pytest.fixture
 def tenants(tmp_path: Path) -> Path:
     write_tenants(tmp_path / "tenants.yaml")
     return tmp_path / "tenants.yaml"
-
-
-@asynccontextmanager
-async def serve_both(checkpoint: Path, tenants: Path, folder: Path) -> AsyncIterator[tuple[Stack, FrontEnd]]:
-    options = {"tenants": str(tenants), "scheduler_api_key_file": key_file(folder, "root")}
-    async with (
-        serve(checkpoint, tenants=str(tenants)) as stack,
-        serve_front_end(checkpoint, stack.url, **options) as front,
-    ):
-        yield stack, front
-
-
-async def generate(front: FrontEnd, message: pb.GenerateRequest, tenant: str) -> Result:
-    result = Result()
-    async for response in front.stub.Generate(message, metadata=credentials(tenant)):
-        result.add(response)
-    return result
 
 
 def as_tenant(tenant: str, **sampling: object) -> pb.GenerateRequest:
@@ -65,7 +56,7 @@ async def test_who_opens_the_scheduler_s_socket_is_an_operator(checkpoint: Path,
 
 
 async def test_only_tenants_are_served_and_each_as_itself(checkpoint: Path, tenants: Path, tmp_path: Path) -> None:
-    async with serve_both(checkpoint, tenants, tmp_path) as (_, front):
+    async with serve_tenants(checkpoint, tmp_path, tenants) as (_, front):
         for metadata in (None, (("authorization", "Bearer unknown"),)):
             call = front.stub.Generate(as_tenant(""), metadata=metadata)
             assert await code_of(call.read()) is grpc.StatusCode.UNAUTHENTICATED
@@ -79,7 +70,7 @@ async def test_only_tenants_are_served_and_each_as_itself(checkpoint: Path, tena
 
 async def test_quotas_are_those_of_the_scheduler(checkpoint: Path, tenants: Path, tmp_path: Path) -> None:
     write_tenants(tenants, acme={"max_requests": 1})
-    async with serve_both(checkpoint, tenants, tmp_path) as (stack, front):
+    async with serve_tenants(checkpoint, tmp_path, tenants) as (stack, front):
         stack.worker.step_seconds = 0.02
         running = front.stub.Generate(as_tenant("", max_tokens=200), metadata=credentials("acme"))
         await running.read()
@@ -99,11 +90,7 @@ async def test_a_tenant_that_only_the_front_end_knows_is_refused(
     write_tenants(tenants)
     text = newer.read_text()
     newer.write_text(text.replace("acme:", "other:"))
-    options = {"tenants": str(tenants), "scheduler_api_key_file": key_file(tmp_path, "root")}
-    async with (
-        serve(checkpoint, tenants=str(newer)) as stack,
-        serve_front_end(checkpoint, stack.url, **options) as front,
-    ):
+    async with serve_tenants(checkpoint, tmp_path, newer, tenants) as (_, front):
         with pytest.raises(
             grpc.aio.AioRpcError, match="'acme' is not known to the scheduler; the front end's"
         ) as error:
@@ -113,7 +100,7 @@ async def test_a_tenant_that_only_the_front_end_knows_is_refused(
 
 
 async def test_revoked_tenants_lose_their_streams(checkpoint: Path, tenants: Path, tmp_path: Path) -> None:
-    async with serve_both(checkpoint, tenants, tmp_path) as (stack, front):
+    async with serve_tenants(checkpoint, tmp_path, tenants) as (stack, front):
         stack.worker.step_seconds = 0.02
         stream = front.stub.Generate(as_tenant("", max_tokens=200), metadata=credentials("acme"))
         await stream.read()
@@ -124,21 +111,12 @@ async def test_revoked_tenants_lose_their_streams(checkpoint: Path, tenants: Pat
         assert await stream.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-async def _read_to_end(stream: grpc.aio.UnaryStreamCall) -> None:
-    while await stream.read() is not grpc.aio.EOF:
-        pass
-
-
 async def test_streams_end_of_a_tenant_that_the_front_ends_own_file_still_has(
     checkpoint: Path, tenants: Path, tmp_path: Path
 ) -> None:
     own = tmp_path / "own.yaml"
     write_tenants(own)
-    options = {"tenants": str(own), "scheduler_api_key_file": key_file(tmp_path, "root")}
-    async with (
-        serve(checkpoint, tenants=str(tenants)) as stack,
-        serve_front_end(checkpoint, stack.url, **options) as front,
-    ):
+    async with serve_tenants(checkpoint, tmp_path, tenants, own) as (stack, front):
         stack.worker.step_seconds = 0.05
         streams = {
             name: front.stub.Generate(as_tenant("", max_tokens=200), metadata=credentials(name))
@@ -147,7 +125,7 @@ async def test_streams_end_of_a_tenant_that_the_front_ends_own_file_still_has(
         for stream in streams.values():
             await stream.read()
         remove_tenant(tenants, "acme")
-        assert await code_of(_read_to_end(streams["acme"])) is grpc.StatusCode.UNAUTHENTICATED
+        assert await code_of(read_to_end(streams["acme"])) is grpc.StatusCode.UNAUTHENTICATED
         assert await code_of(streams["globex"].read()) is None
         streams["globex"].cancel()
 
@@ -197,10 +175,6 @@ async def test_only_operators_forward_tenants(
     checkpoint: Path, tenants: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR)
-    options = {"tenants": str(tenants), "scheduler_api_key_file": key_file(tmp_path, "globex")}
-    async with (
-        serve(checkpoint, tenants=str(tenants)) as stack,
-        serve_front_end(checkpoint, stack.url, **options) as front,
-    ):
+    async with serve_tenants(checkpoint, tmp_path, tenants, operator="globex") as (_, front):
         assert await code_of(generate(front, as_tenant(""), "acme")) is grpc.StatusCode.PERMISSION_DENIED
     assert not caplog.records

@@ -17,9 +17,8 @@ from smg_grpc_proto.generated import common_pb2 as common
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.serving.checkpoint.model_info import read_model_info
-from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import Stack, expected_tokens, make_checkpoint, request, serve
-from testing.simulated_worker import SimulatedWorker
+from tests.contract.bench_stack import SoundWorker
 from tests.contract.front_end import FrontEnd, serve_front_end
 
 pytestmark = pytest.mark.thorough
@@ -258,15 +257,6 @@ def extreme_requests() -> Iterator[tuple[str, str, bool, bytes]]:
                     message.CopyFrom(good)
                     set_value(message, value)
                     yield f"{method} {path} = {value}", method, is_stream, message.SerializeToString()
-
-
-class SoundWorker(FakeWorker):
-    """Without the fake worker's token that makes bad logits: what is INTERNAL here is a defect."""
-
-    def _simulated_worker(self) -> SimulatedWorker:
-        worker = super()._simulated_worker()
-        worker.poisoned = frozenset()
-        return worker
 
 
 async def send(stack: Stack | FrontEnd, method: str, is_stream: bool, data: bytes) -> grpc.StatusCode:

@@ -22,9 +22,19 @@ from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
 from scheduler_service.serving.detached import DetachedRequests
 from scheduler_service.serving.tenants.tenant_file import TenantFile, parse_tenants
-from testing.scheduler_stack import Result, Stack, request, serve
+from testing.scheduler_stack import Stack, request, serve
 from tests.contract.certificates import Authority
-from tests.contract.tenants import KEYS, PROMPT, code_of, credentials, digest, remove_tenant, slow_stack, write_tenants
+from tests.contract.tenants import (
+    KEYS,
+    PROMPT,
+    code_of,
+    credentials,
+    digest,
+    generate,
+    remove_tenant,
+    slow_stack,
+    write_tenants,
+)
 
 
 @pytest.fixture
@@ -39,13 +49,6 @@ def look(file: TenantFile) -> None:
 
 def write_text(path: Path, text: str) -> None:
     path.write_text(text)
-
-
-async def generate(stack: Stack, message: pb.GenerateRequest, tenant: str) -> Result:
-    result = Result()
-    async for response in stack.stub.Generate(message, metadata=credentials(tenant)):
-        result.add(response)
-    return result
 
 
 async def test_only_known_callers_are_served(checkpoint: Path, tenants: Path) -> None:
