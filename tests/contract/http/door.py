@@ -2,16 +2,23 @@
 
 import itertools
 import json
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import openai
+import pytest
 
 from pagewire.hosting.supervisor import free_port
+from scheduler_service.core.request import Request
+from scheduler_service.links.scheduler_link import SchedulerLink
+from scheduler_service.serving.active_request import ActiveRequest
+from scheduler_service.serving.intake import Intake
+from scheduler_service.serving.parsed_request import ParsedRequest
+from scheduler_service.serving.tenants.caller import Call
 from testing.scheduler_stack import Stack, make_checkpoint, serve
 from tests.contract.front_end import FrontEnd, serve_front_end
 
@@ -106,3 +113,24 @@ async def serve_http(
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as openai_client,
     ):
         yield HttpServer(stack, front_end, url, client, openai_client)
+
+
+# Of a request that a front end has begun: its call, as it was read, and as it was queued.
+Begun = tuple[Call, ParsedRequest, Request]
+
+
+@contextmanager
+def noting_requests() -> Iterator[list[Begun]]:
+    """Note the requests that front ends begin inside the block."""
+    begun: list[Begun] = []
+    start = Intake.start
+
+    def noted(intake: Intake, parsed: ParsedRequest, request: Request, call: Call, **options: Any) -> ActiveRequest:
+        active = start(intake, parsed, request, call, **options)
+        if isinstance(intake.engine, SchedulerLink):
+            begun.append((call, parsed, active.request))
+        return active
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Intake, "start", noted)
+        yield begun

@@ -1,7 +1,7 @@
 """`/v1/messages` as Claude Code calls it: what asks for nothing is accepted, and what asks for more is refused by
 name. The first request is that of Claude Code 2.1.197, with short texts."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,7 @@ from tokenizers import Tokenizer
 
 from scheduler_service.doors.http.messages.conversation import chat_of
 from scheduler_service.doors.http.messages.requests import CountTokensRequest
-from scheduler_service.serving.intake import Intake
-from tests.contract.http.door import HttpServer, serve_http
+from tests.contract.http.door import Begun, HttpServer, noting_requests, serve_http
 from tests.contract.http.scripted import CALL, WEATHER, Say, make_tool_checkpoint
 from tests.growth import check_growth
 
@@ -87,7 +86,7 @@ async def client(server: HttpServer) -> AsyncIterator[anthropic.AsyncAnthropic]:
 class Prompts:
     """The prompts that requests become."""
 
-    def __init__(self, server: HttpServer, tokenizer: Tokenizer, begun: list[Any]) -> None:
+    def __init__(self, server: HttpServer, tokenizer: Tokenizer, begun: list[Begun]) -> None:
         self._server, self._tokenizer, self._begun = server, tokenizer, begun
 
     async def of(self, **asked: Any) -> str:
@@ -95,23 +94,16 @@ class Prompts:
         self._begun.clear()
         answered = await self._server.post(MESSAGES, **{"max_tokens": 1} | given)
         assert answered.status_code == 200, answered.text
-        token_ids = self._begun[0].prompt_token_ids
+        token_ids = self._begun[0][2].prompt_token_ids
         counted = await self._server.post(COUNT, **{name: given[name] for name in given.keys() & COUNTED})
         assert counted.json() == {"input_tokens": len(token_ids)}
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
 @pytest.fixture
-def prompts(server: HttpServer, model: Path, monkeypatch: pytest.MonkeyPatch) -> Prompts:
-    begun: list[Any] = []
-    start = Intake.start
-
-    def noted(intake: Intake, parsed: Any, request: Any, call: Any, **options: Any) -> Any:
-        begun.append(request)
-        return start(intake, parsed, request, call, **options)
-
-    monkeypatch.setattr(Intake, "start", noted)
-    return Prompts(server, Tokenizer.from_file(str(model / "tokenizer.json")), begun)
+def prompts(server: HttpServer, model: Path) -> Iterator[Prompts]:
+    with noting_requests() as begun:
+        yield Prompts(server, Tokenizer.from_file(str(model / "tokenizer.json")), begun)
 
 
 async def test_the_first_request(client: anthropic.AsyncAnthropic, server: HttpServer, say: Say) -> None:

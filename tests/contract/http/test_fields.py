@@ -17,12 +17,17 @@ from pagewire.common.messages import GrammarKind
 from scheduler_service.core.request import Request
 from scheduler_service.doors.http.openapi import POSTED, FieldRow, field_rows
 from scheduler_service.doors.http.requests import INERT
-from scheduler_service.links.scheduler_link import SchedulerLink
-from scheduler_service.serving.active_request import ActiveRequest
-from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.parsed_request import ParsedRequest
 from scheduler_service.serving.tenants.caller import Call
-from tests.contract.http.door import CHAT_TEMPLATE, HttpServer, make_chat_checkpoint, serve_http, steady
+from tests.contract.http.door import (
+    CHAT_TEMPLATE,
+    Begun,
+    HttpServer,
+    make_chat_checkpoint,
+    noting_requests,
+    serve_http,
+    steady,
+)
 from tests.contract.pooling import write_pooling
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -373,7 +378,7 @@ EXAMPLES["any JSON"] = {"a": "b"}
 class Door:
     server: HttpServer
     tokenizer: Tokenizer
-    begun: list[tuple[Call, ParsedRequest, Request]]
+    begun: list[Begun]
 
     async def send(self, path: str, body: dict[str, Any], *, by_openai: bool) -> Outcome:
         self.begun.clear()
@@ -419,17 +424,7 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Door]:
     special = ("<end>", tokenizer.token_to_id("<end>"))
     tokenizer.post_processor = processors.TemplateProcessing(single="<end> $A", special_tokens=[special])
     tokenizer.save(str(model / "tokenizer.json"))
-    begun: list[tuple[Call, ParsedRequest, Request]] = []
-    start = Intake.start
-
-    def noted(intake: Intake, parsed: ParsedRequest, request: Request, call: Call, **options: Any) -> ActiveRequest:
-        active = start(intake, parsed, request, call, **options)
-        if isinstance(intake.engine, SchedulerLink):
-            begun.append((call, parsed, active.request))
-        return active
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Intake, "start", noted)
+    with noting_requests() as begun:
         async with serve_http(model) as server:
             yield Door(server, tokenizer, begun)
 

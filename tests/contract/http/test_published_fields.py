@@ -15,12 +15,7 @@ import pytest_asyncio
 
 from scheduler_service.core.request import Request
 from scheduler_service.doors.http.openapi import POSTED, field_rows
-from scheduler_service.links.scheduler_link import SchedulerLink
-from scheduler_service.serving.active_request import ActiveRequest
-from scheduler_service.serving.intake import Intake
-from scheduler_service.serving.parsed_request import ParsedRequest
-from scheduler_service.serving.tenants.caller import Call
-from tests.contract.http.door import HttpServer, make_chat_checkpoint, serve_http, steady
+from tests.contract.http.door import Begun, HttpServer, make_chat_checkpoint, noting_requests, serve_http, steady
 from tests.contract.http.published_fields import (
     CHAT,
     COMPLETIONS,
@@ -445,7 +440,7 @@ def body_with(path: str, at: str, value: Any) -> dict[str, Any]:
 @dataclass
 class Door:
     server: HttpServer
-    begun: list[Request]
+    begun: list[Begun]
 
     async def send(self, path: str, body: dict[str, Any]) -> tuple[int, Any, Request | None, str | None]:
         """Send a request. Return the status, the answer without what differs from call to call, the request that was
@@ -456,7 +451,7 @@ class Door:
         if response.headers["content-type"].startswith("text/event-stream"):
             texts = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: {")]
         answers = [json.loads(text, object_hook=steady) for text in texts]
-        begun = self.begun[0] if self.begun else None
+        begun = self.begun[0][2] if self.begun else None
         return response.status_code, answers, begun, response.headers.get("warning")
 
     async def refusal(self, path: str, body: dict[str, Any]) -> str:
@@ -470,17 +465,7 @@ class Door:
 async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Door]:
     model = make_chat_checkpoint(tmp_path_factory.mktemp("models") / "chatty", max_model_len=LENGTH)
     (model / "chat_template.jinja").write_text(TEMPLATE)
-    begun: list[Request] = []
-    start = Intake.start
-
-    def noted(intake: Intake, parsed: ParsedRequest, request: Request, call: Call, **options: Any) -> ActiveRequest:
-        active = start(intake, parsed, request, call, **options)
-        if isinstance(intake.engine, SchedulerLink):
-            begun.append(active.request)
-        return active
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Intake, "start", noted)
+    with noting_requests() as begun:
         async with serve_http(model) as server:
             yield Door(server, begun)
 
