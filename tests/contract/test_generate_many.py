@@ -24,36 +24,6 @@ PROMPT = [1, 2, 3, 4, 5]
 DEADLINE = 30
 
 
-async def test_text_and_tokens_are_those_of_generate(checkpoint: Path) -> None:
-    requests = [
-        request("once upon", max_tokens=20),
-        request(PROMPT, max_tokens=30, n=3),
-        request(PROMPT, max_tokens=9, logprobs=3, prompt_logprobs=2, n=2),
-        request(PROMPT, max_tokens=12, beam_width=3, n=2),
-        request(PROMPT, max_tokens=100, stop=["zz", " "]),
-    ]
-    async with serve(checkpoint) as stack:
-        shared = SharedStream(stack)
-        together = await asyncio.gather(*(shared.generate(each) for each in requests))
-        for each, streams in zip(requests, together, strict=True):
-            alone = await stack.generate(each)
-            for index, stream in enumerate(streams):
-                assert stream.token_ids == alone.token_ids[index]
-                assert stream.text == alone.texts[index]
-                assert stream.last.finish_reason == alone.last[index].finish_reason
-                assert stream.last.stop_text == alone.last[index].stop_text
-                assert stream.last.index == index
-                entries = [entry for delta in stream.deltas for entry in delta.logprobs]
-                assert entries == [
-                    entry for delta in alone.responses if delta.index == index for entry in delta.logprobs
-                ]
-                assert stream.last.cumulative_logprob == alone.last[index].cumulative_logprob
-            prompt_entries = [entry for delta in streams[0].deltas for entry in delta.prompt_logprobs]
-            assert prompt_entries == [entry for delta in alone.responses for entry in delta.prompt_logprobs]
-        await shared.close()
-        await stack.until_idle()
-
-
 async def test_token_only_streams_come_in_columns(checkpoint: Path) -> None:
     async with serve(checkpoint) as stack:
         stack.worker.step_seconds = 0.002
