@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 # Rises with every change of meaning. Both sides must speak the same one.
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 
 class WorkerProtocolError(Exception):
@@ -65,6 +65,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     num_logprobs: int | None = _legal(None, lambda value: value is None or value >= 0)
     num_prompt_logprobs: int | None = _legal(None, lambda value: value is None or value >= 0)
+    # The num_logprobs tokens that are reported in place of the most likely ones; empty: the most likely ones.
+    logprob_token_ids: tuple[int, ...] = ()
     # A row of a beam: it reports its most likely tokens instead of choosing one, and waits to be told how it goes on.
     num_candidates: int | None = _legal(None, lambda value: value is None or value >= 1)
     # Any other: the row reports an embedding instead of choosing a token.

@@ -36,7 +36,7 @@ class SamplingColumns(NamedTuple):
         sample_indexes: [R].
         num_tokens: [R], tokens before the one that is drawn: its position.
         slots: [R], each row's line of `token_counts`, no line twice; -1: none.
-        num_logprobs: [R], how many of the most likely tokens a row reports; -1: no log-probabilities at all.
+        num_logprobs: [R], how many tokens a row reports beside the chosen one; -1: no log-probabilities at all.
         bias_token_ids, bias_values: [R, max_biases], added to the logits; an id of -1 is vacant. An infinite bias wins.
             Or both None.
         stop_token_ids: [R, max_stops], -inf while num_tokens < min_num_tokens; an id of -1, or one outside the
@@ -46,6 +46,8 @@ class SamplingColumns(NamedTuple):
             lowest bit first. All others are -inf, whatever their bias. Where all that are allowed are -inf, what is
             taken means nothing. Or None.
         mask_lines: [R], each row's line of `masks`; -1: all tokens. None with `masks`.
+        logprob_token_ids: [R, max_listed], the num_logprobs[i] tokens that a row reports in place of the most likely
+            ones; an id of -1 is vacant, and a row with no other reports the most likely ones. Or None.
     """
 
     temperature: Float32
@@ -66,6 +68,7 @@ class SamplingColumns(NamedTuple):
     min_num_tokens: Int32 | None = None
     masks: Int32 | None = None
     mask_lines: Int32 | None = None
+    logprob_token_ids: Int32 | None = None
 
     @staticmethod
     def of(lines: Tensor, seeds: Tensor, num_tokens: Tensor) -> "SamplingColumns":
@@ -111,7 +114,8 @@ class SampledTokens(NamedTuple):
         logprobs: [R] float32, of the chosen tokens.
         ranks: [R] int32, one more than the tokens with a higher logit than the chosen one.
         top_token_ids, top_logprobs: [R, max_logprobs] int32 and float32: the num_logprobs[i] most likely tokens,
-            highest first and lowest id first among equals; what stands behind them means nothing.
+            highest first and lowest id first among equals, or the row's `logprob_token_ids` in their order; entries
+            after them are undefined.
     """
 
     token_ids: Tensor
@@ -160,6 +164,8 @@ def sample(
         if columns.num_logprobs[row] >= 0 and max_logprobs is not None:
             logprobs = logits[row].log_softmax(0)
             top = logits[row].sort(descending=True, stable=True).indices[: int(columns.num_logprobs[row])]
+            if columns.logprob_token_ids is not None and columns.logprob_token_ids[row, 0] >= 0:
+                top = columns.logprob_token_ids[row, : len(top)].long()
             sampled.logprobs[row] = logprobs[token_id]
             sampled.ranks[row] = (logits[row] > logits[row, token_id]).sum() + 1
             sampled.top_token_ids[row, : len(top)] = top.int()
@@ -188,7 +194,9 @@ def count_tokens(
         token_counts[slot, prompt] += 1
 
 
-def logprob_columns(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def logprob_columns(
+    logits: Tensor, token_ids: Tensor, num_top: int, listed: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the log-probabilities of one token of each of N rows: its log-probability, its rank, and the most likely
     tokens.
 
@@ -196,6 +204,7 @@ def logprob_columns(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Te
         logits: [N, vocab_size] float32.
         token_ids: [N] int64.
         num_top: at most vocab_size.
+        listed: [N, at most num_top] int32, tokens in place of the most likely ones; an id of -1 is vacant.
 
     Returns:
         `logprobs`, `ranks`, `top_token_ids` and `top_logprobs` as in `SampledTokens`.
@@ -204,6 +213,9 @@ def logprob_columns(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Te
     chosen = logprobs.gather(1, token_ids.unsqueeze(1))
     ranks = (logprobs > chosen).sum(1, dtype=torch.int32) + 1
     top_token_ids = most_likely(logits, num_top)
+    if listed is not None:
+        replaced = top_token_ids[:, : listed.shape[1]]
+        replaced.copy_(torch.where(listed >= 0, listed, replaced))
     return chosen.squeeze(1), ranks, top_token_ids.int(), logprobs.gather(1, top_token_ids)
 
 
@@ -213,11 +225,13 @@ def most_likely(logits: Tensor, num_top: int) -> Tensor:
     `topk` takes any of equals, and which ones depends on how many are asked for. So it is asked for one more, and only
     where that one equals the last the ids of equals are looked for among all.
     """
-    num_found = min(num_top + 1, logits.shape[1])
+    if num_top == logits.shape[1]:
+        return logits.sort(dim=1, descending=True, stable=True).indices
+    num_found = num_top + 1
     found = logits.topk(num_found, dim=1)
     values, token_ids = found.values[:, :num_top], found.indices[:, :num_top]
     token_ids = _in_order(values, token_ids)
-    if num_top in (0, num_found):  # none, or all
+    if num_top == 0:
         return token_ids
     last = values[:, -1:]
     if not _host_knows(logits):  # to ask a device which rows these are is to wait for it

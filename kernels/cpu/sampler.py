@@ -34,6 +34,7 @@ from pagewire.kernels.sampling import (
 Indexes = NDArray[np.int64]
 
 _COLUMNS = (*FLOATS, *(name for name in INTEGERS if name != "num_logprobs"), "seeds")
+_EDITS = tuple(name for name in SamplingColumns._field_defaults if name != "logprob_token_ids")
 
 
 class TokenHistory(NamedTuple):
@@ -127,12 +128,13 @@ def _report(logits: Tensor, columns: SamplingColumns, token_ids: Indexes, num_to
     num_rows = len(token_ids)
     reporting = np.flatnonzero(columns.num_logprobs.numpy() >= 0)
     if len(reporting) == num_rows > 0:
-        return logprob_columns(logits, torch.from_numpy(token_ids), num_top)
+        return logprob_columns(logits, torch.from_numpy(token_ids), num_top, columns.logprob_token_ids)
     shapes = ((num_rows,), (num_rows,), (num_rows, num_top), (num_rows, num_top))
     dtypes = (np.float32, np.int32, np.int32, np.float32)
     reports = [np.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
     if len(reporting):
-        found = logprob_columns(_rows(logits, reporting), torch.from_numpy(token_ids[reporting]), num_top)
+        listed = None if columns.logprob_token_ids is None else _rows(columns.logprob_token_ids, reporting)
+        found = logprob_columns(_rows(logits, reporting), torch.from_numpy(token_ids[reporting]), num_top, listed)
         for report, values in zip(reports, found, strict=True):
             report[reporting] = values.numpy()
     return map(torch.from_numpy, reports)
@@ -301,7 +303,7 @@ class CpuSampler:
         """See `TorchSampler.sample`."""
         num_tokens, num_rows = columns.num_tokens.long(), len(logits)
         step = _step(columns, history, num_tokens)
-        lists = {name: getattr(columns, name) for name in SamplingColumns._field_defaults}
+        lists = {name: getattr(columns, name) for name in _EDITS}
         widths = (("max_biases", "bias_token_ids"), ("max_stops", "stop_token_ids"), ("mask_stride", "masks"))
         step.put(**lists, **{width: lists[name].shape[1] for width, name in widths if lists[name] is not None})
         token_ids, statuses = _outputs(step, num_rows)

@@ -36,6 +36,7 @@ _TILE_GROUPS = tl.constexpr(TILE_GROUPS)
 _TILE_TOKENS = tl.constexpr(TILE_TOKENS)
 _MASK_TOKENS = 4096  # that a program looks up in a mask
 _EDIT_TOKENS = 64  # that a program edits at a time
+_LISTED_TOKENS = tl.constexpr(128)  # that a program reports at a time, of those that a row lists
 _NUM_EDGES = tl.constexpr(8)  # between which a pass over the candidates weighs them
 _LARGEST = tl.constexpr(sampling.LARGEST)
 _GOLDEN = tl.constexpr(noise.GOLDEN)
@@ -83,12 +84,8 @@ def sample(
     Raises:
         ValueError: a shape, dtype or device is not one of these.
     """
-    _check(logits, columns, token_counts, max_logprobs)
+    _check(logits, columns, token_counts, max_logprobs, target)
     num_rows, vocab_size = logits.shape
-    if target is not None:
-        check_tensor("token_ids", target.token_ids, ("num_slots", "max_len"), torch.int32, is_strided=True)
-        check_tensor("slots", target.slots, (num_rows,), torch.int32)
-        check_tensor("sampled", target.sampled, (2, num_rows), torch.int32)
     num_top = min(max_logprobs or 0, vocab_size)
     sampled = SampledTokens(
         token_ids=logits.new_empty(num_rows, dtype=torch.int64),
@@ -106,12 +103,15 @@ def sample(
     group_highest = logits.new_empty((num_rows, num_groups))
     _choose(logits, columns, token_counts, group_highest, sampled, target)
     if max_logprobs is not None:
+        max_listed = 0 if columns.logprob_token_ids is None else columns.logprob_token_ids.shape[1]
         _logprobs_kernel[(num_rows,)](
             Strided.of(logits),
             vocab_size,
             group_highest,
             num_groups,
             columns.num_logprobs,
+            columns.logprob_token_ids,
+            max_listed,
             sampled,
             num_top,
             NUM_GROUPS=triton.next_power_of_2(num_groups),
@@ -157,7 +157,13 @@ def count_tokens(
     )
 
 
-def _check(logits: Tensor, columns: SamplingColumns, token_counts: Tensor | None, max_logprobs: int | None) -> None:
+def _check(
+    logits: Tensor,
+    columns: SamplingColumns,
+    token_counts: Tensor | None,
+    max_logprobs: int | None,
+    target: TokenTarget | None,
+) -> None:
     check_tensor("logits", logits, ("R", "vocab_size"), torch.float32, is_strided=True)
     num_rows, vocab_size = logits.shape
     if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
@@ -172,8 +178,13 @@ def _check(logits: Tensor, columns: SamplingColumns, token_counts: Tensor | None
     check_tensor("bias_values", columns.bias_values, (num_rows, max_biases), torch.float32)
     check_tensor("min_num_tokens", columns.min_num_tokens, (num_rows,), torch.int32)
     check_tensor("token_counts", token_counts, ("num_slots", vocab_size), torch.int32, is_strided=True)
+    check_tensor("logprob_token_ids", columns.logprob_token_ids, (num_rows, "n"), torch.int32)
     if max_logprobs is not None and max_logprobs < 0:
         raise ValueError(f"max_logprobs is {max_logprobs}; make it at least 0, or None for no log-probabilities")
+    if target is not None:
+        check_tensor("token_ids", target.token_ids, ("num_slots", "max_len"), torch.int32, is_strided=True)
+        check_tensor("slots", target.slots, (num_rows,), torch.int32)
+        check_tensor("sampled", target.sampled, (2, num_rows), torch.int32)
 
 
 def _apply_masks(logits: Tensor, columns: SamplingColumns) -> None:
@@ -680,11 +691,21 @@ def _best_kept(rows, groups, threshold, key):
 # Log-probabilities
 
 
-@triton.jit(do_not_specialize=["num_top"])
+@triton.jit(do_not_specialize=["max_listed", "num_top"])
 def _logprobs_kernel(
-    logits, vocab_size, group_highest, num_groups, num_logprobs, sampled, num_top, NUM_GROUPS: tl.constexpr
+    logits,
+    vocab_size,
+    group_highest,
+    num_groups,
+    num_logprobs,
+    listed,
+    max_listed,
+    sampled,
+    num_top,
+    NUM_GROUPS: tl.constexpr,
 ):
-    """A program reports a row; NUM_GROUPS is num_groups as a power of two, rounded up."""
+    """A program reports a row; NUM_GROUPS is num_groups as a power of two, rounded up. `listed`: [R, max_listed], or
+    None."""
     row = tl.program_id(0).to(tl.int64)
     num_wanted = tl.load(num_logprobs + row)
     if (num_wanted < 0) | (tl.load(sampled.is_nan + row) != 0):
@@ -703,6 +724,14 @@ def _logprobs_kernel(
     log_sum = tl.log(tl.sum(sums, 0))
     tl.store(sampled.logprobs + row, chosen - highest - log_sum)
     tl.store(sampled.ranks + row, tl.sum(num_higher, 0) + 1)
+    if listed is not None:
+        for start in range(0, max_listed, _LISTED_TOKENS):
+            places = start + tl.arange(0, _LISTED_TOKENS)
+            listed_ids = tl.load(listed + row * max_listed + places, places < max_listed, -1)
+            values = tl.load(line + listed_ids, listed_ids >= 0, float("-inf"))
+            tl.store(sampled.top_token_ids + row * num_top + places, listed_ids, listed_ids >= 0)
+            tl.store(sampled.top_logprobs + row * num_top + places, values - highest - log_sum, listed_ids >= 0)
+        num_wanted = tl.where(tl.load(listed + row * max_listed) >= 0, 0, num_wanted)
     keys = tl.where(is_group, _order_key(tops), _MIN_INT)  # of the highest token of each group that is not taken yet
     taken_ids = tl.full([NUM_GROUPS], -1, tl.int32)  # among tokens of this key
     for place in range(0, tl.minimum(num_wanted, num_top)):

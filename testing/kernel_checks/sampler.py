@@ -37,10 +37,15 @@ class Row:
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     num_logprobs: int = -1
+    logprob_token_ids: tuple[int, ...] = ()
     token_ids: tuple[int, ...] = (1, 2, 2, 3, 3, 3)
     num_prompt_tokens: int = 2
     seed: int = 0
     sample_index: int = 0
+
+    @property
+    def num_reported(self) -> int:
+        return len(self.logprob_token_ids) or self.num_logprobs
 
     @property
     def has_penalty(self) -> bool:
@@ -60,6 +65,7 @@ LEVELS: dict[str, tuple[object, ...]] = {
     "stop_token_ids": ((), (2, 7, 2**30), tuple(range(80, 240, 2))),
     "min_tokens": (0, 4, 5),
     "num_logprobs": (-1, 0, MAX_LOGPROBS),
+    "logprob_token_ids": ((), (9,), (4, 0, 7)),
 }
 
 
@@ -102,6 +108,7 @@ def make_columns(rows: Sequence[Row], device: torch.device) -> SamplingColumns:
         return [[*entries, *[vacant] * (width - len(entries))] for entries in lists]
 
     has_bias, has_stops = any(row.bias for row in rows), any(row.stop_token_ids for row in rows)
+    has_listed = any(row.logprob_token_ids for row in rows)
     values = padded([[value for _, value in row.bias] for row in rows], 9.9)
     return SamplingColumns(
         temperature=floats("temperature"),
@@ -115,11 +122,12 @@ def make_columns(rows: Sequence[Row], device: torch.device) -> SamplingColumns:
         sample_indexes=integers([row.sample_index for row in rows]),
         num_tokens=integers([len(row.token_ids) for row in rows]),
         slots=integers([len(rows) - i if row.has_penalty else -1 for i, row in enumerate(rows)]),
-        num_logprobs=integers([row.num_logprobs for row in rows]),
+        num_logprobs=integers([row.num_reported for row in rows]),
         bias_token_ids=integers(padded([[i for i, _ in row.bias] for row in rows], -1)) if has_bias else None,
         bias_values=torch.tensor(values, dtype=torch.float32, device=device) if has_bias else None,
         stop_token_ids=integers(padded([row.stop_token_ids for row in rows], -1)) if has_stops else None,
         min_num_tokens=integers([row.num_prompt_tokens + row.min_tokens for row in rows]) if has_stops else None,
+        logprob_token_ids=integers(padded([row.logprob_token_ids for row in rows], -1)) if has_listed else None,
     )
 
 
@@ -177,7 +185,7 @@ def make_masks(seed: int, num_rows: int, vocab_size: int, device: torch.device) 
 def check_sample(logits: Tensor, rows: Sequence[Row], case: str, **masks: Tensor) -> SampledTokens:
     """Compares what rows of some logits draw, count and report; returns it."""
     columns = make_columns(rows, logits.device)._replace(**masks)
-    max_logprobs = max(row.num_logprobs for row in rows)
+    max_logprobs = max(row.num_reported for row in rows)
     reported = None if max_logprobs < 0 else max_logprobs
     counts = make_counts(rows, logits.shape[1], logits.device) if any(row.has_penalty for row in rows) else None
     expected_logits, expected_counts = logits.clone(), None if counts is None else counts.clone()
@@ -196,9 +204,9 @@ def check_sample(logits: Tensor, rows: Sequence[Row], case: str, **masks: Tensor
     if counts is not None and expected_counts is not None and drew_equal.all():
         assert torch.equal(counts, expected_counts), f"tokens were counted otherwise: {case}"
     for i, row in enumerate(rows):
-        if row.num_logprobs >= 0 and not expected.is_nan[i] and drew_equal[i]:
+        if row.num_reported >= 0 and not expected.is_nan[i] and drew_equal[i]:
             _check_logprobs(
-                actual, expected, expected_logits[i], i, min(row.num_logprobs, logits.shape[1]), f"{row}, {case}"
+                actual, expected, expected_logits[i], i, min(row.num_reported, logits.shape[1]), f"{row}, {case}"
             )
     return actual
 
@@ -355,8 +363,9 @@ def compile_cases() -> Iterator[CompileCase]:
     choose = {**_CHOICE, "sampled": _SAMPLED, "num_chunks": "i32"}
     target = sampler._Target(strided("i32", 2), "*i32", "*i32")
     choose_alone, choose = {**choose, "counts": None, "target": None}, {**choose, "counts": _COUNTS, "target": target}
-    report = {**_LOGITS, "sampled": _SAMPLED, "num_top": "i32", "num_logprobs": "*i32"}
-    report |= {"group_highest": "*fp32", "num_groups": "i32"}
+    report = {**_LOGITS, "sampled": _SAMPLED, "num_top": "i32", "num_logprobs": "*i32", "max_listed": "i32"}
+    report |= {"group_highest": "*fp32", "num_groups": "i32", "listed": None}
+    listed = {**report, "listed": "*i32"}
     edit = {**_ROWS, "max_biases": "i32", "max_stops": "i32", "num_words": "i32"}
     stops = {**edit, "columns": _COLUMNS._replace(stop_token_ids="*i32", min_num_tokens="*i32")}
     biases = {**edit, "columns": _COLUMNS._replace(bias_token_ids="*i32", bias_values="*fp32")}
@@ -370,6 +379,7 @@ def compile_cases() -> Iterator[CompileCase]:
         ("choose and keep", sampler._choose_kernel, choose, {"NUM_CHUNKS": 128}, 8),
         ("choose of a large vocabulary", sampler._choose_kernel, choose, {"NUM_CHUNKS": 512}, 8),
         ("log-probabilities", sampler._logprobs_kernel, report, {"NUM_GROUPS": 4096}, 8),
+        ("listed log-probabilities", sampler._logprobs_kernel, listed, {"NUM_GROUPS": 4096}, 8),
         ("stop tokens", sampler._edit_kernel, stops, {"TILE_SIZE": 64}, 1),
         ("biases", sampler._edit_kernel, biases, {"TILE_SIZE": 64}, 1),
         ("masked biases", sampler._edit_kernel, masked, {"TILE_SIZE": 64}, 1),

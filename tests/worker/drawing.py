@@ -61,7 +61,7 @@ def draw(logits: torch.Tensor, special: Sequence[SamplingRow], sampler: CpuSampl
     )
     for tokens, row in zip(history.token_ids, rows, strict=True):
         tokens[: len(row.token_ids)] = row.token_ids
-    sampled = sampler.sample(logits.clone(), table.columns(step), history, step.max_reported)
-    samples = step.read(ValueReader.of(step.results(sampled)))
+    sampled = sampler.sample(logits := logits.clone(), table.columns(step), history, step.max_reported)
+    samples = step.read(ValueReader.of(step.results(sampled, logits)))
     is_nan = [status is RowStatus.NAN_LOGITS for status in samples.statuses] or [False] * num_rows
     return Draws(sampled.token_ids.tolist(), is_nan, samples.logprobs, samples.candidates)

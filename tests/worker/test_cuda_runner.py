@@ -312,7 +312,9 @@ def random_sampling(rng: random.Random, *, is_beam: bool) -> SamplingParams:
         fields["stop_token_ids"] = tuple(rng.sample(range(VOCAB_SIZE + 5), 4))
         fields["min_tokens"] = rng.choice([0, 4])
     if rng.random() < 0.2 and not is_beam:
-        fields["num_logprobs"] = rng.choice([0, 1, 4])
+        fields["num_logprobs"] = rng.choice([0, 1, 4, VOCAB_SIZE])
+        if fields["num_logprobs"] == 4:
+            fields["logprob_token_ids"] = rng.choice([(), tuple(rng.sample(range(VOCAB_SIZE), 4))])
     if rng.random() < 0.2:
         fields["num_prompt_logprobs"] = rng.choice([0, 2])
     return SamplingParams(**fields)

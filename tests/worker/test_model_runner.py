@@ -124,14 +124,28 @@ def test_seeded_rows_draw_the_same_alone_and_together(checkpoints: dict[str, Pat
     assert len({tuple(tokens) for tokens in together}) == len(together)
 
 
+LISTED = (7, 0, 150, 33)
+
+
+@pytest.mark.parametrize(
+    ("num_top", "num_prompt_top", "listed"), [(3, 2, ()), (VOCAB_SIZE, VOCAB_SIZE, ()), (4, 0, LISTED)]
+)
 @pytest.mark.parametrize(("num_prompt_tokens", "budget", "firsts"), [(29, 12, [1, 13, 25]), (300, 2048, [1])])
 def test_logprobs_equal_those_of_transformers(
-    checkpoints: dict[str, Path], num_prompt_tokens: int, budget: int, firsts: list[int]
+    checkpoints: dict[str, Path],
+    num_prompt_tokens: int,
+    budget: int,
+    firsts: list[int],
+    num_top: int,
+    num_prompt_top: int,
+    listed: tuple[int, ...],
 ) -> None:
+    """Of the most likely tokens, of all tokens of the vocabulary, and of listed ones."""
     path = checkpoints["llama"]
     worker = load(path)
     prompt = random_prompts(5, [num_prompt_tokens])[0]
-    row = Row(prompt, 6, SamplingParams(num_logprobs=3, num_prompt_logprobs=2))
+    sampling = SamplingParams(num_logprobs=num_top, num_prompt_logprobs=num_prompt_top, logprob_token_ids=listed)
+    row = Row(prompt, 6, sampling)
     prompt_chunks: list[PromptLogprobs] = []
     sampled: list[tuple[int, Logprobs]] = []
     for step in plan_steps([row], block_size=16, max_num_batched_tokens=budget):
@@ -147,11 +161,11 @@ def test_logprobs_equal_those_of_transformers(
         for i, (chosen, rank) in enumerate(zip(chunk.logprobs.chosen, chunk.logprobs.ranks, strict=True)):
             position = chunk.first_position + i
             assert_logprob(expected[position - 1], tokens[position], chosen, rank)
-            assert_top(expected[position - 1], chunk.logprobs, i, 2)
+            assert_top(expected[position - 1], chunk.logprobs, i, num_prompt_top)
     assert sum(len(chunk.logprobs.chosen) for chunk in prompt_chunks) == len(prompt) - 1
     for i, (token_id, logprobs) in enumerate(sampled):
         assert_logprob(expected[len(prompt) + i - 1], token_id, logprobs.chosen[0], logprobs.ranks[0])
-        assert_top(expected[len(prompt) + i - 1], logprobs, 0, 3)
+        assert_top(expected[len(prompt) + i - 1], logprobs, 0, num_top, listed)
 
 
 def assert_logprob(expected: torch.Tensor, token_id: int, chosen: float, rank: int) -> None:
@@ -159,11 +173,17 @@ def assert_logprob(expected: torch.Tensor, token_id: int, chosen: float, rank: i
     assert rank == int((expected > expected[token_id]).sum()) + 1
 
 
-def assert_top(expected: torch.Tensor, logprobs: Logprobs, position: int, num_top: int) -> None:
-    values, token_ids = expected.topk(num_top)
+def assert_top(
+    expected: torch.Tensor, logprobs: Logprobs, position: int, num_top: int, listed: tuple[int, ...] = ()
+) -> None:
     part = slice(position * num_top, (position + 1) * num_top)
-    assert list(logprobs.top_token_ids[part]) == token_ids.tolist()
-    assert list(logprobs.top_logprobs[part]) == pytest.approx(values.tolist(), abs=1e-4)
+    token_ids = list(logprobs.top_token_ids[part])
+    assert len(set(token_ids)) == num_top
+    assert list(logprobs.top_logprobs[part]) == pytest.approx(expected[token_ids].tolist(), abs=1e-4)
+    if listed:
+        assert token_ids == list(listed)
+    else:  # those of nearly equal logits stand in any order
+        assert expected[token_ids].tolist() == pytest.approx(expected.topk(num_top).values.tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize(("max_num_seqs", "max_num_batched_tokens"), [(4, 64), (8, 3), (2, 4096)])

@@ -21,6 +21,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "min_tokens": {"min_tokens": 3, "stop_token_ids": (4,)},
     "num_logprobs": {"num_logprobs": 0},
     "num_prompt_logprobs": {"num_prompt_logprobs": 0},
+    "logprob_token_ids": {"num_logprobs": 1, "logprob_token_ids": (3,)},
     "num_candidates": {"num_candidates": 1},
     "pooling": {"pooling": Pooling.LAST},
 }
@@ -41,7 +42,7 @@ def test_every_field_is_known() -> None:
 def test_every_field_says_what_is_legal() -> None:
     """But for token ids, which are checked against the vocabulary, or may be outside it."""
     unchecked = {field.name for field in fields(SamplingParams) if not field.metadata}
-    assert unchecked == {"logit_bias_token_ids", "stop_token_ids"}
+    assert unchecked == {"logit_bias_token_ids", "stop_token_ids", "logprob_token_ids"}
     for field in fields(SamplingParams):
         assert field.name in unchecked or field.metadata["is_legal"](field.default), field.name
 
@@ -54,7 +55,9 @@ def test_a_row_that_asks_for_anything_is_not_plain(name: str) -> None:
 
 def test_columns_hold_what_every_row_asks_for() -> None:
     sampling = SamplingParams(
-        0.5, 1000, 0.75, 0.25, 1.5, 0.125, -0.5, (3, 4), (0.5, -1.0), 3, (5, VOCAB_SIZE), num_logprobs=1000
+        *(0.5, 1000, 0.75, 0.25, 1.5, 0.125, -0.5, (3, 4), (0.5, -1.0), 3, (5, VOCAB_SIZE)),
+        num_logprobs=2,
+        logprob_token_ids=(6, 5),
     )
     table = opened(sampling)
     table.copy(np.array([2]), np.array([0]))
@@ -67,7 +70,7 @@ def test_columns_hold_what_every_row_asks_for() -> None:
         "top_k": [VOCAB_SIZE] * 2,
         "sample_indexes": [-1, -1],
         "slots": [0, 2],
-        "num_logprobs": [VOCAB_SIZE] * 2,
+        "num_logprobs": [2] * 2,
     }
     assert integers.keys() == set(INTEGERS)
     # The row has five tokens with the third of its output: its stop tokens are suppressed before that.
@@ -76,8 +79,19 @@ def test_columns_hold_what_every_row_asks_for() -> None:
         "bias_values": [[0.5, -1.0]] * 2,
         "stop_token_ids": [[5], [-1]],
         "min_num_tokens": [5, 5],
+        "logprob_token_ids": [[6, 5]] * 2,
     }
     assert found == {**named, **integers, **edits, "seeds": [-1, -1], "num_tokens": [4, 5]}
+
+
+def test_rows_that_report_all_tokens_widen_no_column() -> None:
+    table = opened(SamplingParams(num_logprobs=VOCAB_SIZE))
+    table.copy(np.array([2]), np.array([0]))
+    step = table.of_step(np.array([0, 1, 2]), np.array([4, 4, 4]))
+    assert (step.whole_rows, step.max_reported) == ([0, 2], 0)
+    listed = opened(SamplingParams(num_logprobs=VOCAB_SIZE, logprob_token_ids=tuple(range(VOCAB_SIZE))))
+    of_listed = listed.of_step(np.array([2]), np.array([4]))
+    assert (of_listed.whole_rows, of_listed.max_reported) == ([], VOCAB_SIZE)
 
 
 def test_a_step_whose_rows_take_tokens_only_has_no_edits() -> None:

@@ -236,6 +236,15 @@ def test_there_are_no_holes_without_a_window() -> None:
         ({"openings": (opening(1, sampling=SamplingParams(repetition_penalty=0.0)),)}, "repetition_penalty"),
         ({"openings": (opening(1, sampling=SamplingParams(logit_bias_token_ids=(50,))),)}, "logit_bias_token_ids"),
         ({"openings": (opening(1, sampling=SamplingParams(logit_bias_token_ids=(1,))),)}, "0 biases for 1 tokens"),
+        *(
+            ({"openings": (opening(1, sampling=SamplingParams(num_logprobs=num, logprob_token_ids=ids)),)}, reason)
+            for num, ids, reason in (
+                (1, (50,), "logprob_token_ids"),
+                (None, (1,), "each once"),
+                (1, (1, 2), "each once"),
+                (2, (1, 1), "each once"),
+            )
+        ),
         ({"openings": (opening(1, sampling=SamplingParams(num_candidates=0)),)}, "num_candidates 0"),
         ({"fork_source_slots": (0,)}, "forks: the columns have 1, 0 entries"),
         ({"fork_target_slots": (1,)}, "forks: the columns have 0, 1 entries"),

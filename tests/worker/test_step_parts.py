@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,8 @@ def test_errors_of_memory_are_told_from_those_of_the_device() -> None:
 
 POISON = 150  # with this token in it, nothing fits
 SAMPLED = SamplingParams(temperature=0.8, num_logprobs=2, num_prompt_logprobs=1)
+LISTED = replace(SAMPLED, num_logprobs=3, logprob_token_ids=(9, 0, 70))
+EVERY_TOKEN = SamplingParams(temperature=0.8, num_logprobs=1000, num_prompt_logprobs=1000)
 BEAM = SamplingParams(num_candidates=3)
 MEAN = SamplingParams(pooling=Pooling.MEAN)
 KINDS = ("plain", "cuda")
@@ -251,7 +254,9 @@ def opening(slot: int, tokens: list[int], computed: int, blocks: tuple[int, ...]
     return RowOpening(slot, slot, tuple(tokens), len(tokens), computed, blocks, sampling, seed=slot, sample_index=0)
 
 
-def run_steps(runner: ModelRunner, poisoned_slot: int = -1) -> list[StepResult]:
+def run_steps(
+    runner: ModelRunner, poisoned_slot: int = -1, reporting: Sequence[SamplingParams] = ()
+) -> list[StepResult]:
     """Rows of every kind; those of slots 0 and 3 stand on blocks that slot 2 computes in the same step."""
     rng = random.Random(5)
     shared = [rng.randrange(POISON) for _ in range(48)]
@@ -266,9 +271,10 @@ def run_steps(runner: ModelRunner, poisoned_slot: int = -1) -> list[StepResult]:
         opening(3, tokens[3], 16, (1, 8, 9), BEAM),
         opening(4, tokens[1][::-1], 0, (10, 11), MEAN),
         opening(5, tokens[0], 32, (1, 2, 12), SamplingParams(pooling=Pooling.LAST)),
+        *(opening(6 + i, tokens[1], 0, (13 + 2 * i, 14 + 2 * i), sampling) for i, sampling in enumerate(reporting)),
     )
     runner.reset(1)
-    work = {0: 4, 1: 20, 2: 48, 3: 24, 4: 13, 5: 4}
+    work = {0: 4, 1: 20, 2: 48, 3: 24, 4: 13, 5: 4} | {6 + i: 20 for i in range(len(reporting))}
     first = StepPlan(1, 1, openings=openings, work_slots=tuple(work), work_num_tokens=tuple(work.values()))
     # Slots 2 and 4 come to their ends in the second step only.
     later = [StepPlan(1, 2, work_slots=(2, 4), work_num_tokens=(4, 7)), StepPlan(1, 3), StepPlan(1, 4)]
@@ -297,8 +303,9 @@ def assert_equal(found: StepResult, expected: StepResult) -> None:
 def test_a_step_in_parts_is_the_same_step(
     kind: str, checkpoint: Path, max_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = run_steps(make_runner("plain", checkpoint, 1000, monkeypatch))
-    found = run_steps(make_runner(kind, checkpoint, max_tokens, monkeypatch))
+    reporting = (LISTED, EVERY_TOKEN)
+    expected = run_steps(make_runner("plain", checkpoint, 1000, monkeypatch), reporting=reporting)
+    found = run_steps(make_runner(kind, checkpoint, max_tokens, monkeypatch), reporting=reporting)
     assert expected[0].prompt_logprobs
     assert expected[0].candidates.token_ids
     assert [len(result.embeddings) for result in expected] == [1, 1, 0, 0]

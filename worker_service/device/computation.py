@@ -254,7 +254,7 @@ class DeviceComputation:
         columns, target = packing.columns(packed, table), packing.target(packed, table)
         sampled = self._sampler.sample(logits, columns, token_counts, work.sampling.max_reported, target)
         packing.uncount(sampled, packed, table)
-        work.results.put(flatten_to_int32([target.sampled, *work.sampling.reports(sampled), *others]))
+        work.results.put(flatten_to_int32([target.sampled, *work.sampling.reports(sampled, logits), *others]))
 
     @torch.inference_mode()
     def _decode(self, buffers: DecodeBuffers) -> None:

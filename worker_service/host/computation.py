@@ -157,7 +157,7 @@ class HostComputation:
         columns = table.sampling.columns(sampling)
         sampled = self._sampler.sample(logits, columns, self._history, sampling.max_reported, highest)
         chunks = prompt_chunks(table, rows)
-        results = sampling.results(sampled)
+        results = sampling.results(sampled, logits)
         for chunk in chunks:
             tokens = torch.from_numpy(table.token_ids[chunk.tokens])
             results += chunk.compute(hidden, tokens, self._model.compute_logits)

@@ -1,7 +1,8 @@
 """How rows sample: what each asks for, what a step's rows ask for together, and what comes of it.
 
 Parameters of one number stand in columns by slot, as `pagewire.kernels.sampling` names them; a device has a copy.
-Biases, and stop tokens as long as they are suppressed, go along with the steps in which their rows sample.
+Biases, listed tokens, and stop tokens as long as they are suppressed, go along with the steps in which their rows
+sample.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagewire.common.messages import Candidates, Logprobs, Pooling, RowOpening, RowStatus, SamplingParams
-from pagewire.kernels.sampling import FLOATS, INTEGERS, SampledTokens, SamplingColumns
+from pagewire.kernels.sampling import FLOATS, INTEGERS, SampledTokens, SamplingColumns, logprob_columns
 from worker_service.rows.masks import IntArray, StepMasks
 from worker_service.rows.reading import ValueReader
 
@@ -42,6 +43,8 @@ class SamplingTable:
         params: what the scheduler sent.
         num_prompt_logprobs: [num_slots], -1: none asked for.
         reports_candidates: [num_slots], instead of choosing a token.
+        reports_all: [num_slots], the row reports the log-probability of every token of the vocabulary. The sampler
+            reports only the chosen token's of such a row, so that the columns of the others stay narrow.
         is_pooled: [num_slots], the row reports an embedding instead of choosing a token, and has no logits.
         is_plain: [num_slots], the row gives the highest of the model's own logits and tells nothing else.
         takes_token: [num_slots], the row gives one token by its numbers in `lines` and its grammar alone, and tells
@@ -57,10 +60,12 @@ class SamplingTable:
         self.params: list[SamplingParams] = [SamplingParams()] * num_slots
         self.num_prompt_logprobs = np.full(num_slots, -1, np.int64)
         self.reports_candidates = np.zeros(num_slots, np.bool_)
+        self.reports_all = np.zeros(num_slots, np.bool_)
         self.is_pooled = np.zeros(num_slots, np.bool_)
         self.is_plain = np.zeros(num_slots, np.bool_)
         self.takes_token = np.zeros(num_slots, np.bool_)
         self._is_biased = np.zeros(num_slots, np.bool_)
+        self._lists_tokens = np.zeros(num_slots, np.bool_)
         self._min_num_tokens = np.zeros(num_slots, np.int64)  # with fewer, stop tokens are suppressed; 0: never
 
     @property
@@ -83,7 +88,13 @@ class SamplingTable:
         integers["top_k"][slot] = min(sampling.top_k, self._vocab_size)
         integers["sample_indexes"][slot] = np.uint32(opening.sample_index).view(np.int32)
         integers["slots"][slot] = slot if is_penalized else -1
-        integers["num_logprobs"][slot] = -1 if num_reported is None else min(num_reported, self._vocab_size)
+        lists_tokens = bool(sampling.logprob_token_ids)
+        is_whole = num_reported is not None and num_reported >= self._vocab_size
+        self.reports_all[slot] = reports_all = is_whole and not (reports_candidates or lists_tokens)
+        self._lists_tokens[slot] = lists_tokens
+        integers["num_logprobs"][slot] = (
+            -1 if num_reported is None else 0 if reports_all else min(num_reported, self._vocab_size)
+        )
         num_prompt_logprobs = -1 if sampling.num_prompt_logprobs is None else sampling.num_prompt_logprobs
         is_biased = bool(sampling.logit_bias_token_ids)
         is_delayed = bool(sampling.min_tokens and sampling.stop_token_ids)
@@ -104,8 +115,8 @@ class SamplingTable:
         self._integers["slots"][targets] = np.where(self.is_penalized[targets], targets, -1)
         for column in (
             *(self.seeds, self.num_prompt_logprobs, self.reports_candidates, self.is_plain, self.takes_token),
-            self.is_pooled,
-            *(self._is_biased, self._min_num_tokens),
+            *(self.reports_all, self.is_pooled),
+            *(self._is_biased, self._lists_tokens, self._min_num_tokens),
         ):
             column[targets] = column[sources]
         for target, params in zip(targets, [self.params[source] for source in sources], strict=True):
@@ -120,6 +131,8 @@ class SamplingTable:
             reports_candidates=self.reports_candidates[slots],
             is_penalized=self._integers["slots"][slots] >= 0,
             num_reported=self._integers["num_logprobs"][slots],
+            whole_rows=np.flatnonzero(self.reports_all[slots]).tolist(),
+            vocab_size=self._vocab_size,
             edits=self._edits(slots, num_tokens, masks),
             masks=masks,
         )
@@ -144,6 +157,9 @@ class SamplingTable:
             rows = [self.params[slot] for slot in slots]
             edits["bias_token_ids"] = _padded([row.logit_bias_token_ids for row in rows], -1, np.int32)
             edits["bias_values"] = _padded([row.logit_bias_values for row in rows], 0.0, np.float32)
+        if self._lists_tokens[slots].any():
+            listed = [self.params[slot].logprob_token_ids for slot in slots]
+            edits["logprob_token_ids"] = _padded(listed, -1, np.int32)
         min_num_tokens = self._min_num_tokens[slots]
         suppresses = num_tokens < min_num_tokens
         if suppresses.any():
@@ -168,7 +184,9 @@ class StepSampling:
     reports_candidates: NDArray[np.bool_]  # [R]
     is_penalized: NDArray[np.bool_]  # [R]
     num_reported: NDArray[np.int32]  # [R], -1: no log-probabilities
-    edits: dict[str, NDArray]  # biases, stop tokens and masks as `SamplingColumns` names them, where any row has some
+    whole_rows: list[int]  # the rows that report all tokens of the vocabulary
+    vocab_size: int
+    edits: dict[str, NDArray]  # by `SamplingColumns`: biases, stop tokens, masks, listed tokens, where any row has some
     masks: StepMasks | None = None
 
     @property
@@ -191,20 +209,26 @@ class StepSampling:
         """Every row takes one token by its parameters, and tells nothing else."""
         return not self.edits and not self.is_penalized.any() and self.max_reported is None
 
-    def results(self, sampled: SampledTokens) -> list[Tensor]:
-        """Return the tensors that `read` reads, in its order."""
-        return [sampled.token_ids, sampled.is_nan, *self.reports(sampled)]
+    def results(self, sampled: SampledTokens, logits: Tensor) -> list[Tensor]:
+        """Return the tensors that `read` reads, in its order. `logits`: as the sampler has left them."""
+        return [sampled.token_ids, sampled.is_nan, *self.reports(sampled, logits)]
 
-    def reports(self, sampled: SampledTokens) -> list[Tensor]:
-        """Return what `read` reads behind the tokens and whether they are none."""
+    def reports(self, sampled: SampledTokens, logits: Tensor) -> list[Tensor]:
+        """Return the tensors that `read` reads after the tokens and the NaN flags."""
         if self.max_reported is None:
             return []
-        return [sampled.logprobs, sampled.ranks, sampled.top_token_ids, sampled.top_logprobs]
+        reports = [sampled.logprobs, sampled.ranks, sampled.top_token_ids, sampled.top_logprobs]
+        for row in self.whole_rows:
+            one = slice(row, row + 1)
+            # A copy, since the bits of a sum may depend on the alignment of its terms.
+            reports += logprob_columns(logits[one].clone(), sampled.token_ids[one], self.vocab_size)
+        return reports
 
     @property
     def num_values(self) -> int:
         """The number of values that `read` reads."""
-        return self.num_rows * (2 if self.max_reported is None else 4 + 2 * self.max_reported)
+        num_whole = 2 * len(self.whole_rows) * (1 + self.vocab_size)
+        return num_whole + self.num_rows * (2 if self.max_reported is None else 4 + 2 * self.max_reported)
 
     def read(self, reading: ValueReader) -> Samples:
         num = self.num_rows
@@ -229,12 +253,31 @@ class StepSampling:
                 columns = (top_ids[reported], top_logprobs[reported], reported.sum(axis=1)[tells])
                 candidates = Candidates(*(tuple(column.tolist()) for column in columns))
             asks = ~is_nan & chooses & (self.num_reported >= 0)
-            top = is_first & asks[:, None]
-            logprobs = Logprobs(
-                *(tuple(column.tolist()) for column in (chosen[asks], ranks[asks], top_ids[top], top_logprobs[top]))
-            )
+            logprobs = self._logprobs(reading, asks, (chosen, ranks), is_first, (top_ids, top_logprobs))
         token_ids = token_ids[~is_nan & chooses]
         return Samples(row_statuses(is_nan, failures), tuple(token_ids.tolist()), logprobs, candidates)
+
+    def _logprobs(
+        self,
+        reading: ValueReader,
+        asks: NDArray[np.bool_],
+        own: tuple[NDArray, ...],
+        is_first: NDArray[np.bool_],
+        top: tuple[NDArray, ...],
+    ) -> Logprobs:
+        """Return the columns of the rows that ask for log-probabilities. Those of all tokens are still to be read."""
+        has_top = is_first & asks[:, None]
+        ends = has_top.sum(axis=1).cumsum()
+        whole = []
+        for row in self.whole_rows:
+            for column, values in zip(own, (reading.floats(1), reading.integers(1)), strict=True):
+                column[row] = values[0]
+            whole.append((row, (reading.integers(self.vocab_size), reading.floats(self.vocab_size))))
+        columns = [column[has_top] for column in top]
+        for row, found in reversed(whole):
+            if asks[row]:
+                columns = [np.insert(*each) for each in zip(columns, (ends[row],) * 2, found, strict=True)]
+        return Logprobs(*(tuple(column.tolist()) for column in (*(each[asks] for each in own), *columns)))
 
 
 def _columns(lines: NDArray[np.int32], seeds: NDArray[np.uint64], num_tokens: NDArray[np.int32]) -> SamplingColumns:

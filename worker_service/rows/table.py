@@ -395,9 +395,15 @@ def _check_pooling(opening: RowOpening) -> None:
 def _check_sampling(slot: int, sampling: SamplingParams, vocab_size: int) -> None:
     for name, value in illegal_values(sampling):
         raise WorkerProtocolError(f"slot {slot} opens with {name} {value}, which is out of range")
-    token_ids = sampling.logit_bias_token_ids
-    if not all(0 <= token_id < vocab_size for token_id in token_ids):
-        raise WorkerProtocolError(f"slot {slot} opens with logit_bias_token_ids {token_ids}, which is out of range")
+    for name in ("logit_bias_token_ids", "logprob_token_ids"):
+        if not all(0 <= token_id < vocab_size for token_id in getattr(sampling, name)):
+            raise WorkerProtocolError(f"slot {slot} opens with {name} {getattr(sampling, name)}, which is out of range")
+    listed, token_ids = sampling.logprob_token_ids, sampling.logit_bias_token_ids
+    if listed and not len(listed) == len(set(listed)) == sampling.num_logprobs:
+        raise WorkerProtocolError(
+            f"slot {slot} opens with num_logprobs {sampling.num_logprobs} and logprob_token_ids {listed}; these must "
+            "be that many, each once"
+        )
     if len(token_ids) != len(sampling.logit_bias_values):
         raise WorkerProtocolError(
             f"slot {slot} opens with {len(sampling.logit_bias_values)} biases for {len(token_ids)} tokens"

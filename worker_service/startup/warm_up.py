@@ -28,6 +28,7 @@ _SAMPLING = {
     "sampling": SamplingParams(temperature=1.0, top_p=0.9),
     "penalties": SamplingParams(temperature=1.0, repetition_penalty=1.1),
     "log-probabilities": SamplingParams(num_logprobs=1, num_prompt_logprobs=1),
+    "listed log-probabilities": SamplingParams(num_logprobs=1, logprob_token_ids=(0,)),
     "candidates": SamplingParams(num_candidates=2),
     "biases": SamplingParams(**_BIASES),  # type: ignore[arg-type]
     "stop tokens": SamplingParams(**_STOPS),  # type: ignore[arg-type]

@@ -54,7 +54,7 @@ KERNELS = {
     },
     sampler._scan_kernel: {"chunk_tiles": ("chunk_tiles", NUMBERS)},
     sampler._choose_kernel: {"num_chunks": ("num_chunks", NUMBERS)},
-    sampler._logprobs_kernel: {"num_top": ("num_top", NUMBERS)},
+    sampler._logprobs_kernel: {name: (name, NUMBERS) for name in ("max_listed", "num_top")},
     sampler._edit_kernel: {name: (name, NUMBERS) for name in ("max_biases", "max_stops")},
     experts._choose_kernel: {"num_tokens": ("num_tokens", NUMBERS)},
     experts._assign_kernel: {name: (name, NUMBERS) for name in ("num_slots", "max_tiles")},

@@ -45,14 +45,16 @@ def small_tiles(monkeypatch):
 
 def on_cpu(index: int, row: Row) -> SamplingRow:
     shared = {field.name for field in dataclasses.fields(SamplingParams)} & {*vars(row)}
-    params = {name: getattr(row, name) for name in shared if name != "num_logprobs"}
+    params = {
+        name: getattr(row, name) for name in shared if name != "num_logprobs"
+    }  # its tokens count, if it lists any
     return SamplingRow(
         index,
         SamplingParams(
             **params,
             logit_bias_token_ids=tuple(token_id for token_id, _ in row.bias),
             logit_bias_values=tuple(value for _, value in row.bias),
-            num_logprobs=None if row.num_logprobs < 0 else row.num_logprobs,
+            num_logprobs=None if row.num_reported < 0 else row.num_reported,
         ),
         np.array(row.token_ids, np.int32),
         row.num_prompt_tokens,
@@ -72,10 +74,10 @@ def test_the_specification_draws_what_the_workers_sampler_draws(seed, vocab_size
     specified = sampling.sample(logits.clone(), columns, counts, MAX_LOGPROBS)
     samples = draw(logits, [on_cpu(i, row) for i, row in enumerate(rows)], TorchSampler())
     assert specified.token_ids.tolist() == samples.token_ids
-    reported = [i for i, row in enumerate(rows) if row.num_logprobs >= 0]
+    reported = [i for i, row in enumerate(rows) if row.num_reported >= 0]
     assert specified.logprobs[reported].tolist() == pytest.approx(samples.logprobs.chosen, abs=1e-5)
     assert specified.ranks[reported].tolist() == list(samples.logprobs.ranks)
-    top = [(i, min(rows[i].num_logprobs, vocab_size)) for i in reported]
+    top = [(i, min(rows[i].num_reported, vocab_size)) for i in reported]
     values = [value for i, num in top for value in specified.top_logprobs[i, :num].tolist()]
     assert values == pytest.approx(
         samples.logprobs.top_logprobs, abs=1e-5
