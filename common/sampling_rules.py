@@ -51,7 +51,9 @@ class Range:
 
 MAX_SAMPLES = 16
 UINT32, UINT64 = Range(0, 2**32 - 1), Range(0, 2**64 - 1)
-LOGPROBS = Range(0, 20)
+# Options that are a number of log-probabilities, and the number that stands for all tokens of the vocabulary.
+LOGPROB_NUMBERS, ALL_TOKENS = ("logprobs", "prompt_logprobs"), -1
+LOGPROBS = Range(ALL_TOKENS, 20)
 LOGIT_BIAS = Range(-100, 100)
 RANGES = {
     "beam_width": Range(1, 16),
@@ -66,13 +68,18 @@ RANGES = {
     "max_tokens": Range(1),
     "min_tokens": UINT32,
     "seed": UINT64,
-    "logprobs": LOGPROBS,
-    "prompt_logprobs": LOGPROBS,
+    **dict.fromkeys(LOGPROB_NUMBERS, LOGPROBS),
 }
 MAX_STOP_TEXT_CHARS = 256
 MAX_GRAMMAR_BYTES = 512 * 1024  # of UTF-8
 # A text of a choice has at least one character, two quotes, and what parts it from the next.
-MAX_ENTRIES = {"stop": 16, "stop_token_ids": 64, "logit_bias": 1024, "choice": MAX_GRAMMAR_BYTES // 4}
+MAX_ENTRIES = {
+    "stop": 16,
+    "stop_token_ids": 64,
+    "logit_bias": 1024,
+    "logprob_token_ids": 128,
+    "choice": MAX_GRAMMAR_BYTES // 4,
+}
 # Of a random choice: a beam search makes none, and takes the values that turn them off.
 FILTERS_OFF = {name: getattr(SamplingParams(), name) for name in ("temperature", "top_k", "top_p", "min_p")}
 
@@ -123,7 +130,7 @@ def _faults_of_beams(options: Options) -> Iterator[Fault]:
         if (value := options.get(field, off)) != off:
             told = "but beam search chooses nothing at random"
             yield Fault(field, f"{field} is {float(value):g}, {told}; leave {field} or beam_width unset")
-    for field in ("logprobs", "prompt_logprobs"):
+    for field in (*LOGPROB_NUMBERS, "logprob_token_ids"):
         if field in options:
             told = f"leave {field} unset, or sample without beam_width"
             yield Fault(field, f"beam search reports no {field}; {told}")

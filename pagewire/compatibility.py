@@ -127,7 +127,7 @@ _FOREIGN: tuple[tuple[str, Foreign], ...] = (
     ("language_model_only!", Foreign(_TEXT_ONLY, (None, True))),
     ("prefix_caching_hash_algo prefix_match_unit", Foreign("blocks are named by the xxhash of all tokens up to them")),
     ("calculate_kv_scales!", Foreign("fp8 has the scale 1; int8 has one for each head and position")),
-    ("max_logprobs", Foreign("requests may ask for up to 20", (None, *range(21)))),
+    ("max_logprobs", Foreign("requests may ask for up to 20, or for all", (None, -1, *range(21)))),
     (
         "enable_prompt_tokens_details! enable_force_include_usage! enable_request_id_headers! "
         "return_tokens_as_token_ids!",

@@ -118,7 +118,8 @@ class SamplingParams:
 
     None leaves a field to the server: the checkpoint's generation_config.json, then the default that the public
     proto names, which for `max_tokens` is as many tokens as fit. `top_k` takes 0 and -1 for off. `logprobs=k` asks for
-    the chosen token's log-probability and those of the k most likely tokens.
+    the chosen token's log-probability and those of the k most likely tokens, -1 for those of all tokens, and
+    `logprob_token_ids` for those of the given tokens instead.
 
     `beam_width` turns to beam search: the `n` best hypotheses come, best first, once the search has ended, each with
     its `cumulative_logprob`. A hypothesis scores cumulative_logprob / tokens ** `length_penalty`. `early_stopping` is
@@ -158,6 +159,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: Sequence[int] | None = None
     beam_width: int | None = None
     length_penalty: float | None = None
     early_stopping: str | bool | None = None
@@ -289,6 +291,7 @@ class SamplingFields(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
     logprobs: int | None
     prompt_logprobs: int | None
+    logprob_token_ids: Sequence[int] | None
     beam_width: int | None
     length_penalty: float | None
     early_stopping: str | bool | None
@@ -305,7 +308,9 @@ _LEGAL: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(REAL_FIELDS, (is_real, "a number")),
     **dict.fromkeys(BOOLEAN_FIELDS, (lambda value: isinstance(value, bool), "a bool")),
     "stop": (lambda value: _is_text(value) or is_list(value, _is_text), "texts"),
-    "stop_token_ids": (lambda value: is_list(value, is_integer), "a list of integers"),
+    **dict.fromkeys(
+        ("stop_token_ids", "logprob_token_ids"), (lambda value: is_list(value, is_integer), "a list of integers")
+    ),
     "logit_bias": (_is_bias, "a mapping from token ids to numbers"),
     "early_stopping": (
         lambda value: isinstance(value, str | bool) and value in EARLY_STOPPING,

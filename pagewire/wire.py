@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -9,7 +10,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from pagewire.arguments import are_token_ids, check_text, is_integer, is_real, require
-from pagewire.common.sampling_rules import UINT32, UINT64, Range
+from pagewire.common.sampling_rules import ALL_TOKENS, LOGPROB_NUMBERS, UINT32, UINT64, Range
 from pagewire.common.transport.http_proxy import http_proxy_of
 from pagewire.common.transport.message_size import of_cut_off
 from pagewire.common.transport.translation import decoder, enum_names
@@ -156,6 +157,8 @@ def _encode_sampling(sampling: SamplingParams, message: pb.SamplingParams) -> No
     for name, value in sampling.options.items():
         if name == "choice":
             put(message.choice, "texts", value, "sampling.choice")
+        elif name in LOGPROB_NUMBERS and value == ALL_TOKENS:
+            put(message, name, int(UINT32.high))
         else:
             put(message, name, EARLY_STOPPING[value] if name == "early_stopping" else value, f"sampling.{name}")
 
@@ -214,11 +217,19 @@ def _check(field: FieldDescriptor, value: Any, path: str, argument: str) -> None
             check_text(part_path, part, argument)
 
 
-_decode_token = decoder(
+_decode_entry = decoder(
     TokenLogprobs,
     pb.TokenLogprobs,
     converted={"top": lambda entries: tuple((entry.token_id, entry.logprob) for entry in entries)},
+    apart=("top_token_ids", "top_logprobs"),
 )
+
+
+def _decode_token(message: pb.TokenLogprobs) -> TokenLogprobs:
+    entry = _decode_entry(message)
+    if not message.top_token_ids:
+        return entry
+    return replace(entry, top=(*entry.top, *zip(message.top_token_ids[:], message.top_logprobs[:], strict=False)))
 
 
 def _decode_logprobs(messages: Iterable[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...] | None:

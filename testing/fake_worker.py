@@ -4,7 +4,9 @@ The arithmetic is the simulated worker's of the core's tests; this file adds the
 """
 
 import asyncio
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Self
 
@@ -181,17 +183,17 @@ def execute(worker: SimulatedWorker, plan: StepPlan, *, apply_moves: bool = True
         lengths[slot] += 1
     result = worker.execute(plan, apply_moves)
     sampled = [row for slot, row in sorted(worker.rows.items()) if len(row.token_ids) > lengths[slot]]
-    num_tops = [row.opening.sampling.num_logprobs for row in sampled if row.opening.sampling.num_logprobs is not None]
+    asked = [row.opening.sampling for row in sampled if row.opening.sampling.num_logprobs is not None]
+    tops = [sampling.logprob_token_ids or range(sampling.num_logprobs or 0) for sampling in asked]
     prompts = []
     for chunk in result.prompt_logprobs:
-        num_top = worker.rows[chunk.slot].opening.sampling.num_prompt_logprobs
-        prompts.append(replace(chunk, logprobs=with_top(chunk.logprobs, [num_top] * len(chunk.logprobs.chosen))))
-    return replace(
-        result, logprobs=with_top(result.logprobs, num_tops), prompt_logprobs=tuple(prompts), duration_us=1000
-    )
+        top = range(worker.rows[chunk.slot].opening.sampling.num_prompt_logprobs or 0)
+        prompts.append(replace(chunk, logprobs=with_top(chunk.logprobs, [top] * len(chunk.logprobs.chosen))))
+    return replace(result, logprobs=with_top(result.logprobs, tops), prompt_logprobs=tuple(prompts), duration_us=1000)
 
 
-def with_top(logprobs: Logprobs, num_tops: list[int]) -> Logprobs:
-    top_token_ids = tuple(rank for num_top in num_tops for rank in range(num_top))
-    top_logprobs = tuple(-1.0 - rank for rank in top_token_ids)
+def with_top(logprobs: Logprobs, tops: Iterable[Sequence[int]]) -> Logprobs:
+    """Report tokens beside the chosen ones: a token is less likely the higher its id."""
+    top_token_ids = tuple(chain.from_iterable(tops))
+    top_logprobs = tuple(-1.0 - token_id for token_id in top_token_ids)
     return replace(logprobs, top_token_ids=top_token_ids, top_logprobs=top_logprobs)

@@ -283,8 +283,8 @@ class LLM:
         with self._telling_of_the_end():
             names = self._names([completion for _, completion in results])
         return [
-            request_output(completion, text, token_ids, names, arrival_time)
-            for (text, _), (token_ids, completion) in zip(prompts, results, strict=True)
+            request_output(completion, text, token_ids, names, arrival_time, is_ranked=not sampling.logprob_token_ids)
+            for (text, _), (token_ids, completion), sampling in zip(prompts, results, samplings, strict=True)
         ]
 
     def _run(

@@ -15,11 +15,12 @@ KEYS = ("text", "token_ids")
 class Logprob:
     """The natural logarithm of a token's probability, after penalties and bias, before temperature and filters.
 
-    `rank` counts from 1. `decoded_token` is None where the checkpoint has no tokenizer.
+    `rank` counts from 1, and is None for a token of `logprob_token_ids` that was not chosen. `decoded_token` is None
+    where the checkpoint has no tokenizer.
     """
 
     logprob: float
-    rank: int
+    rank: int | None
     decoded_token: str | None
 
 
@@ -193,8 +194,11 @@ def request_output(
     prompt_token_ids: list[int],
     texts: Mapping[int, str],
     arrival_time: float,
+    *,
+    is_ranked: bool = True,
 ) -> RequestOutput:
-    """Makes the result of `LLM` from the client's. `texts` are those of single tokens, as far as they are known."""
+    """Makes the result of `LLM` from the client's. `texts` are those of single tokens, as far as they are known. The
+    tokens beside a chosen one are the most likely ones if `is_ranked`, else those that were asked for."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     if completion.prompt_logprobs is not None:
         prompt_logprobs = [None, *_logprobs(completion.prompt_logprobs, texts)]
@@ -203,7 +207,7 @@ def request_output(
         prompt=prompt,
         prompt_token_ids=prompt_token_ids,
         prompt_logprobs=prompt_logprobs,
-        outputs=[_sample_output(output, texts) for output in completion.outputs],
+        outputs=[_sample_output(output, texts, is_ranked=is_ranked) for output in completion.outputs],
         num_cached_tokens=completion.usage.cached_tokens,
         metrics=RequestMetrics(
             num_generation_tokens=completion.usage.completion_tokens,
@@ -221,24 +225,27 @@ def _joined(before: SampleOutput, after: SampleOutput) -> SampleOutput:
     return replace(after, text=before.text + after.text, token_ids=token_ids, logprobs=logprobs)
 
 
-def _sample_output(output: CompletionOutput, texts: Mapping[int, str]) -> SampleOutput:
+def _sample_output(output: CompletionOutput, texts: Mapping[int, str], *, is_ranked: bool) -> SampleOutput:
     return SampleOutput(
         index=output.index,
         text=output.text,
         token_ids=list(output.token_ids),
         cumulative_logprob=output.cumulative_logprob,
-        logprobs=None if output.logprobs is None else _logprobs(output.logprobs, texts),
+        logprobs=None if output.logprobs is None else _logprobs(output.logprobs, texts, is_ranked=is_ranked),
         finish_reason=output.finish_reason,
         stop_reason=output.stop_reason,
     )
 
 
-def _logprobs(entries: Iterable[TokenLogprobs], texts: Mapping[int, str]) -> list[dict[int, Logprob]]:
-    return [
-        {entry.token_id: Logprob(entry.logprob, entry.rank, texts.get(entry.token_id))}
-        | {
-            token_id: Logprob(logprob, place, texts.get(token_id))
+def _logprobs(
+    entries: Iterable[TokenLogprobs], texts: Mapping[int, str], *, is_ranked: bool = True
+) -> list[dict[int, Logprob]]:
+    found = []
+    for entry in entries:
+        own = {entry.token_id: Logprob(entry.logprob, entry.rank, texts.get(entry.token_id))}
+        others = {
+            token_id: Logprob(logprob, place if is_ranked else None, texts.get(token_id))
             for place, (token_id, logprob) in enumerate(entry.top, 1)
         }
-        for entry in entries
-    ]
+        found.append(own | others if is_ranked else own | others | own)
+    return found

@@ -128,7 +128,7 @@ class TokenLogprobs:
     token_id: int
     logprob: float
     rank: int
-    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), best first
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), best first, or this token and the listed ones
 
 
 @dataclass(frozen=True, slots=True)

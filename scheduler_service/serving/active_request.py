@@ -69,7 +69,8 @@ class ActiveRequest:
     def max_delta_tokens(self) -> int:
         """The most tokens of one delta: fewer with log-probabilities, so that it has no more of those."""
         sampling = self.request.sampling
-        return MAX_DELTA_TOKENS // (1 + max(sampling.num_logprobs or 0, sampling.num_prompt_logprobs or 0))
+        num_entries = 1 + max(sampling.num_logprobs or 0, sampling.num_prompt_logprobs or 0)
+        return max(1, MAX_DELTA_TOKENS // num_entries)
 
     # What the engine does
 

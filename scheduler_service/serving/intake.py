@@ -13,16 +13,14 @@ from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
 from scheduler_service.serving.detached import DetachedRequests
 from scheduler_service.serving.grammars import GrammarChecks
 from scheduler_service.serving.output import ReadyList, SampleRecord
-from scheduler_service.serving.parsed_request import ParsedRequest
+from scheduler_service.serving.parsed_request import ParsedRequest, all_logprobs_bytes
 from scheduler_service.serving.prompt_text import ANY_NUMBER, PromptTexts, TextLimits
 from scheduler_service.serving.refusal import OF_ADMISSION, Reason, RefusedError, invalid, unknown
 from scheduler_service.serving.tenants.caller import Call
 from scheduler_service.serving.tenants.quota import Quotas
 from scheduler_service.serving.turns import TenantBytes
 
-# What answers may hold in memory until they are sent, by what their requests ask for: of one call, whose answer is
-# copied at once, of one tenant, and of all.
-MAX_ANSWER_BYTES = 16 << 20
+# What answers may hold in memory until they are sent, by what their requests ask for: of one tenant, and of all.
 MAX_TENANT_ANSWER_BYTES = 64 << 20
 MAX_ANSWERS_BYTES = 256 << 20
 _NO_RULES = ChatRules()
@@ -108,6 +106,9 @@ class Intake:
             keeps_all=request.beam is not None or not parsed.stop,
             is_relayed=is_relayed and request.beam is None,
         )
+        if size := sum(all_logprobs_bytes(request).values()):
+            self.answers.add(request.tenant, size)
+            weakref.finalize(active, self.answers.remove, request.tenant, size)
         self._submit(active, call.trace)
         return active
 

@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 
 from pagewire.common.messages import Pooling, SamplingParams
 from pagewire.common.sampling_rules import (
+    ALL_TOKENS,
     FILTERS_OFF,
+    LOGPROBS,
     RANGES,
     Fault,
     Options,
@@ -26,6 +28,8 @@ from scheduler_service.serving.refusal import ContextOverflow, invalid
 from scheduler_service.serving.tenants.caller import Call
 
 MAX_REQUEST_ID_CHARS = 128
+MAX_ANSWER_BYTES = 16 << 20  # that the answer of one call may hold in memory; it is copied at once
+LOGPROB_BYTES = 80  # an estimate of what an answer holds of each log-probability
 _MAX_NAME_CHARS = {"tenant": 1024, "cache_salt": 1024, "session_id": 128}
 # What a request and a row call by the same name.
 SAME_NUMBERS = tuple(name for name in RANGES if name in SamplingParams.__dataclass_fields__)
@@ -80,7 +84,16 @@ class ParsedRequest:
         engine's clock. Raises RefusedError."""
         self._check_prompt(token_ids, model, max_sequence_tokens)
         max_tokens = 0 if self.is_embedding else self._fit_output(len(token_ids), max_sequence_tokens)
-        return replace(self.request, prompt_token_ids=tuple(token_ids), max_tokens=max_tokens, deadline=deadline)
+        request = replace(self.request, prompt_token_ids=tuple(token_ids), max_tokens=max_tokens, deadline=deadline)
+        for field, size in all_logprobs_bytes(request).items():
+            if size > MAX_ANSWER_BYTES:
+                raise invalid(
+                    f"sampling.{field}",
+                    f"{field} is {ALL_TOKENS}, which asks for all {model.vocab_size} tokens of the vocabulary at each "
+                    f"position, {size} bytes in all, and {MAX_ANSWER_BYTES} are the most of a request; lower "
+                    f"max_tokens or shorten the prompt, ask for up to {LOGPROBS.high}, or for logprob_token_ids",
+                )
+        return request
 
     def _check_prompt(self, token_ids: Sequence[int], model: ModelInfo, max_sequence_tokens: int) -> None:
         is_text = isinstance(self.prompt, str)
@@ -107,6 +120,21 @@ class ParsedRequest:
             )
         _refuse(faults_of_min_tokens({"min_tokens": self.request.sampling.min_tokens, "max_tokens": max_tokens}))
         return max_tokens
+
+
+def all_logprobs_bytes(request: Request) -> dict[str, int]:
+    """Return the bytes of the log-probabilities of whole vocabularies, by the option that asks for them. They are
+    bounded in streams too: each of their tokens has a large event."""
+    sampling = request.sampling
+    asked = {
+        "prompt_logprobs": (len(request.prompt_token_ids), sampling.num_prompt_logprobs),
+        "logprobs": (request.n * request.max_tokens, None if sampling.logprob_token_ids else sampling.num_logprobs),
+    }
+    return {
+        field: num * (1 + number) * LOGPROB_BYTES
+        for field, (num, number) in asked.items()
+        if number is not None and number > LOGPROBS.high
+    }
 
 
 def check_token_id(field: str, token_id: int, model: ModelInfo) -> None:
@@ -216,13 +244,15 @@ def _read_sampling(
     defaults = model.sampling_defaults
     suppressed = zip(defaults.logit_bias_token_ids, defaults.logit_bias_values, strict=True)
     biases = sorted({**options.get("logit_bias", {}), **dict(suppressed)}.items())
+    listed = tuple(dict.fromkeys(options.get("logprob_token_ids", ())))
     resolved = replace(
         defaults,
         logit_bias_token_ids=tuple(token_id for token_id, _ in biases),
         logit_bias_values=tuple(bias for _, bias in biases),
         stop_token_ids=tuple(sorted({*options.get("stop_token_ids", ()), *eos_token_ids})),
-        num_logprobs=options.get("logprobs"),
-        num_prompt_logprobs=options.get("prompt_logprobs"),
+        num_logprobs=len(listed) or _resolved_number(options.get("logprobs"), model),
+        num_prompt_logprobs=_resolved_number(options.get("prompt_logprobs"), model),
+        logprob_token_ids=listed,
         **{name: options[name] for name in SAME_NUMBERS if name in options},
     )
     if beam is None:
@@ -234,11 +264,15 @@ def _read_sampling(
     return replace(resolved, num_candidates=candidates, **FILTERS_OFF)
 
 
+def _resolved_number(number: int | None, model: ModelInfo) -> int | None:
+    return model.vocab_size if number == ALL_TOKENS else number
+
+
 def _check_tokens(options: Options, model: ModelInfo) -> None:
-    stop_token_ids, logit_bias = options.get("stop_token_ids", ()), options.get("logit_bias", {})
-    for position, token_id in enumerate(stop_token_ids):
-        check_token_id(f"sampling.stop_token_ids[{position}]", token_id, model)
-    for token_id in logit_bias:
+    for field in ("stop_token_ids", "logprob_token_ids"):
+        for position, token_id in enumerate(options.get(field, ())):
+            check_token_id(f"sampling.{field}[{position}]", token_id, model)
+    for token_id in options.get("logit_bias", {}):
         check_token_id(f"sampling.logit_bias[{token_id}]", token_id, model)
 
 

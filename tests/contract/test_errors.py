@@ -32,8 +32,9 @@ BOUNDARIES: dict[str, tuple[list, list]] = {
     "ignore_eos": ([False, True], []),
     "max_tokens": ([1, 256 - len(PROMPT)], [0, 257 - len(PROMPT), UINT32_MAX]),
     "min_tokens": ([0, 3], [4, UINT32_MAX]),
-    "logprobs": ([0, 20], [21, UINT32_MAX]),
-    "prompt_logprobs": ([0, 20], [21, UINT32_MAX]),
+    "logprobs": ([0, 20, UINT32_MAX], [21, UINT32_MAX - 1]),
+    "prompt_logprobs": ([0, 20, UINT32_MAX], [21, UINT32_MAX - 1]),
+    "logprob_token_ids": ([[], [0], [VOCAB_SIZE - 1] * 128], [[VOCAB_SIZE], [UINT32_MAX], [0] * 129]),
     "logit_bias": (
         [{}, {0: -100, VOCAB_SIZE - 1: 100}],
         [{0: NAN}, {0: INF}, {0: -INF}, {0: 100.01}, {VOCAB_SIZE: 0}, dict.fromkeys(range(1025), 0)],

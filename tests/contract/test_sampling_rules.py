@@ -12,7 +12,7 @@ import pytest
 
 import pagewire
 from pagewire import SamplingParams
-from pagewire.common.sampling_rules import MAX_ENTRIES, MAX_GRAMMAR_BYTES, MAX_STOP_TEXT_CHARS, RANGES
+from pagewire.common.sampling_rules import LOGPROB_NUMBERS, MAX_ENTRIES, MAX_GRAMMAR_BYTES, MAX_STOP_TEXT_CHARS, RANGES
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.sampling_params import INTEGER_FIELDS
 from scheduler_service.doors.scheduler.generate_request import read_request
@@ -34,6 +34,7 @@ STRUCTURES = [
 LISTS = {
     "stop": ["", "x", ["x"], ["x", ""], ["x" * (MAX_STOP_TEXT_CHARS + 1)], ["x"] * (MAX_ENTRIES["stop"] + 1), []],
     "stop_token_ids": [[], [1], [1] * (MAX_ENTRIES["stop_token_ids"] + 1)],
+    "logprob_token_ids": [[1], [1] * (MAX_ENTRIES["logprob_token_ids"] + 1)],
     "logit_bias": [{}, {1: 100}, {1: -100.5}, {2: math.nan}, dict.fromkeys(range(MAX_ENTRIES["logit_bias"] + 1), 1)],
     "early_stopping": list(EARLY_STOPPING),
     "length_penalty": [1.0, -0.5, 0, math.inf, math.nan],
@@ -49,7 +50,9 @@ def value_of(name: str, rng: random.Random) -> Any:
         return rng.choice(LISTS[name])
     legal = RANGES[name]
     inside = [legal.low + 1, min(legal.high, legal.low + rng.randint(1, 4))]
-    outside = [legal.low - 1, legal.low - 2, legal.low]
+    outside = [legal.low - 1, legal.low - 2]
+    if name not in LOGPROB_NUMBERS:  # whether all tokens of the vocabulary fit depends on the model
+        outside.append(legal.low)
     if legal.high != math.inf:
         outside.append(legal.high + 1)
     if name not in INTEGER_FIELDS:

@@ -133,6 +133,9 @@ def plain(value: Any) -> Any:
     """Messages and dataclasses alike as the values of their fields."""
     if isinstance(value, str | bytes | int | float | None):
         return value
+    if isinstance(value, pb.TokenLogprobs):  # whose columns are more of the tokens beside it
+        columns = zip(value.top_token_ids, value.top_logprobs, strict=False)
+        return [value.token_id, value.logprob, value.rank, [*plain(value.top), *map(list, columns)]]
     if isinstance(value, Message):
         return [plain(getattr(value, field.name)) for field in value.DESCRIPTOR.fields]
     if hasattr(value, "__dataclass_fields__"):

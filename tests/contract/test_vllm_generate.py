@@ -38,8 +38,8 @@ BOUNDARIES: dict[str, tuple[list, list]] = {
     "spaces_between_special_tokens": ([False, True], []),
     "ignore_eos": ([False, True], []),
     "n": ([0, 1, 16], [17, UINT32_MAX]),
-    "logprobs": ([0, 20], [-1, 21, INT32_MAX]),
-    "prompt_logprobs": ([0, 20], [-1, 21, INT32_MAX]),
+    "logprobs": ([-1, 0, 20], [-2, 21, INT32_MAX]),
+    "prompt_logprobs": ([-1, 0, 20], [-2, 21, INT32_MAX]),
     "seed": ([-(2**31), -1, 0, INT32_MAX], []),
     "include_stop_str_in_output": ([False, True], []),
     "logit_bias": ([{}, {0: -100, VOCAB_SIZE - 1: 100}], [{-1: 0}, {0: NAN}, {0: 100.01}, {VOCAB_SIZE: 0}]),
@@ -184,6 +184,10 @@ async def test_no_logprobs_unless_asked_for(checkpoint: Path) -> None:
         bare = await generate(stack, request(PROMPT, max_tokens=3, logprobs=0))
         assert len(bare.complete.output_logprobs.token_logprobs) == 3
         assert not bare.complete.output_logprobs.top_logprobs
+        every = (await generate(stack, request(PROMPT, max_tokens=2, logprobs=-1, prompt_logprobs=-1))).complete
+        assert [len(top.values) for top in every.output_logprobs.top_logprobs] == [VOCAB_SIZE] * 2
+        expected = [0, *[VOCAB_SIZE] * (len(PROMPT) - 1)]
+        assert [len(top.values) for top in every.input_logprobs.top_logprobs] == expected
 
 
 def test_every_sampling_field_has_boundaries() -> None:

@@ -230,9 +230,11 @@ def test_times_of_masks_that_no_row_has_break_the_protocol(slots: tuple[int, ...
 
 def test_tokens_that_a_grammar_does_not_allow_are_not_among_the_most_likely() -> None:
     columns = Logprobs((-0.5, -0.1), (1, 1), (7, 8, 9, 3, 4, 5), (-0.5, -inf, -inf, -0.1, -2.5, -inf))
-    first, second = _read_logprobs(columns, [(7, 3), (3, 3)], 97)
+    first, second = _read_logprobs(columns, [(7, 3, False), (3, 3, False)], 97)
     assert first.top == ((7, -0.5),)
     assert second.top == ((3, -0.1), (4, -2.5))
+    (listed,) = _read_logprobs(Logprobs((-0.5,), (1,), (8, 7), (-inf, -0.5)), [(7, 2, True)], 97)
+    assert listed.top == ((7, -0.5), (8, -inf)), "the token itself comes first, and each that was listed"
 
 
 def constrained_tokens(text: str, window: int, is_late: Callable[[int, int], bool]) -> list[int]:

@@ -92,7 +92,7 @@ FACTS = [
     ("docs/sizing.md", f"a head of {HEADERS} headers, {HEAD_KIB} KiB, in {HEAD_S};"),
     ("docs/sizing.md", f"a body of {BODY_MIB} MiB, in {BODY_S} |"),
     ("docs/sizing.md", f"a body has at most {strict_json.MAX_VALUES:,} values"),
-    ("docs/sizing.md", f"in answers: {intake.MAX_ANSWER_BYTES // MIB} MiB of one"),
+    ("docs/sizing.md", f"in answers: {parsed_request.MAX_ANSWER_BYTES // MIB} MiB of one"),
     ("docs/sizing.md", f"MiB of one, {intake.MAX_TENANT_ANSWER_BYTES // MIB} MiB of a tenant"),
     ("docs/sizing.md", f"of a tenant, {intake.MAX_ANSWERS_BYTES // MIB} MiB together"),
     ("docs/sizing.md", f"on their way: {BODIES_MIB} MiB together, but for {SMALL_KIB} KiB of each"),

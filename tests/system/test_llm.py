@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import os
 import re
 import shutil
@@ -195,6 +196,22 @@ def test_logprobs_read_as_vllms(llm: LLM) -> None:
     assert output.prompt_logprobs is not None
     assert output.prompt_logprobs[0] is None
     assert [list(entry or ()) for entry in output.prompt_logprobs[1:]] == [[i] for i in output.prompt_token_ids[1:]]
+
+
+def test_logprobs_of_given_tokens_and_of_all(llm: LLM) -> None:
+    """As in vLLM, but that a token which was only listed has no rank."""
+    params = SamplingParams(temperature=0, max_tokens=3, logprobs=-1, prompt_logprobs=-1)
+    [output] = llm.generate([1, 5, 9], params)
+    [listed] = llm.generate([1, 5, 9], params.updated(logprob_token_ids=[7, 5, 7], prompt_logprobs=None))
+    every = output.outputs[0].logprobs or []
+    for entry in (*(output.prompt_logprobs or ())[1:], *every):
+        assert entry is not None
+        assert sum(math.exp(logprob.logprob) for logprob in entry.values()) == pytest.approx(1, abs=1e-3)
+    for token_id, entry, few in zip(output.outputs[0].token_ids, every, listed.outputs[0].logprobs or (), strict=True):
+        assert {logprob.rank for logprob in entry.values()} == set(range(1, len(entry) + 1))
+        assert list(few) == list(dict.fromkeys([token_id, 7, 5]))
+        assert [few[each].logprob for each in few] == [entry[each].logprob for each in few]
+        assert [few[each].rank for each in few] == [1 if each == token_id else None for each in few]
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,8 @@ CASES = {
 
 
 def requests_of(seed: int) -> list[Request]:
-    """Half greedy, half seeded, with penalties and without; many share a prefix, two tell of their prompts."""
+    """Half greedy, half seeded, with penalties and without; many share a prefix, two tell of their prompts. Some report
+    listed tokens, and some the whole vocabulary."""
     print("seed", seed)
     rng = random.Random(seed)
     shared = [rng.randrange(VOCAB_SIZE) for _ in range(128)]
@@ -93,8 +94,9 @@ def requests_of(seed: int) -> list[Request]:
             seed=i,
             max_tokens=rng.randint(20, 40),
             ignore_eos=True,
-            logprobs=5,
+            logprobs=-1 if i in (8, 9) else 5,
             prompt_logprobs=2 if i in (6, 7) else None,
+            logprob_token_ids=[VOCAB_SIZE - 1, 0, i] if i in (4, 5, 6) else None,
         )
         requests.append((shared[: rng.choice((0, 0, 33, 64, 128))] + own, sampling))
     return requests

@@ -6,12 +6,13 @@ from collections.abc import Callable
 import torch
 
 from pagewire.common.messages import SamplingParams, StepPlan
+from pagewire.common.sampling_rules import MAX_ENTRIES, RANGES
 from worker_service.device import is_out_of_memory
 from worker_service.runner import ModelRunner
 from worker_service.startup.device_memory import DeviceMemory, StepSize, graph_bytes, step_refusal
 from worker_service.startup.warm_up import TrialRow, plan_trial
 
-_NUM_LOGPROBS = 20  # the most that a request can ask for
+_NUM_LISTED, _NUM_PROMPT_LOGPROBS = MAX_ENTRIES["logprob_token_ids"], int(RANGES["prompt_logprobs"].high)
 
 
 class CudaMeter:
@@ -100,8 +101,8 @@ def largest_step(step: StepSize, max_model_len: int, block_size: int) -> tuple[S
         repetition_penalty=1.1,
         logit_bias_token_ids=(0,),
         logit_bias_values=(1.0,),
-        num_logprobs=_NUM_LOGPROBS,
-        num_prompt_logprobs=_NUM_LOGPROBS,
+        num_logprobs=_NUM_LISTED,
+        num_prompt_logprobs=_NUM_PROMPT_LOGPROBS,
     )
     rows = (TrialRow(num_tokens, num_tokens, sampling),) * step.num_rows
     return plan_trial(rows, block_size), sum(row.num_blocks(block_size) for row in rows)

@@ -131,10 +131,14 @@ def _read_samples(
     statuses = result.statuses or (RowStatus.OK,) * len(rows)
     pairs = list(zip(rows, statuses, strict=True))
     wanted = [row.sequence.group.request.sampling for row, status in pairs if status is RowStatus.OK]
-    choosing = [sampling.num_logprobs for sampling in wanted if sampling.chooses_tokens]
+    choosing = [sampling for sampling in wanted if sampling.chooses_tokens]
     _check_count(dispatch.step, len(choosing), len(token_ids))
     tokens = iter(token_ids)
-    reported = [(token, num_top) for token, num_top in zip(token_ids, choosing, strict=True) if num_top is not None]
+    reported = [
+        (token_id, sampling.num_logprobs, bool(sampling.logprob_token_ids))
+        for token_id, sampling in zip(token_ids, choosing, strict=True)
+        if sampling.num_logprobs is not None
+    ]
     logprobs = iter(_read_logprobs(result.logprobs, reported, vocab_size))
     asked = [sampling.num_candidates for sampling in wanted if sampling.num_candidates is not None]
     candidates = iter(_read_candidates(result.candidates, asked, vocab_size))
@@ -174,26 +178,33 @@ def _read_prompt_logprobs(
             )
         num_top = planned.row.sequence.num_prompt_logprobs
         assert num_top is not None
-        first = planned.start + 1
-        token_ids = planned.row.sequence.token_ids[first : first + planned.num_prompt_logprobs]
-        yield planned, _read_logprobs(chunk.logprobs, [(token_id, num_top) for token_id in token_ids], vocab_size)
+        first, past = planned.start + 1, planned.start + 1 + planned.num_prompt_logprobs
+        tokens = [(token_id, num_top, False) for token_id in planned.row.sequence.token_ids[first:past]]
+        yield planned, _read_logprobs(chunk.logprobs, tokens, vocab_size)
 
 
-def _read_logprobs(columns: Logprobs, tokens: list[tuple[int, int]], vocab_size: int) -> list[TokenLogprobs]:
-    """Cut the columns into entries of `tokens`: (token id, how many of the most likely ones were asked for beside
-    it). Those that cannot come at all, as where a grammar allows fewer, are left out."""
-    num_tops = [min(num_top, vocab_size) for _, num_top in tokens]
+def _read_logprobs(columns: Logprobs, tokens: list[tuple[int, int, bool]], vocab_size: int) -> list[TokenLogprobs]:
+    """Cut the columns into entries of `tokens`: (token id, number of tokens that were asked for beside it, whether the
+    request listed them). The entry's own token comes before listed ones. Most likely tokens that cannot come at all, as
+    where a grammar allows fewer, are left out."""
+    num_tops = [min(num_top, vocab_size) for _, num_top, _ in tokens]
     num_top_tokens = sum(num_tops)
     if not (
         len(columns.chosen) == len(columns.ranks) == len(tokens)
         and len(columns.top_token_ids) == len(columns.top_logprobs) == num_top_tokens
     ):
         raise WorkerProtocolError(f"the columns of log-probabilities are not those of {len(tokens)} tokens")
-    top = zip(columns.top_token_ids, columns.top_logprobs, strict=True)
-    return [
-        TokenLogprobs(token_id, logprob, rank, tuple(entry for entry in islice(top, num_top) if entry[1] != -inf))
-        for (token_id, _), num_top, logprob, rank in zip(tokens, num_tops, columns.chosen, columns.ranks, strict=True)
-    ]
+    pairs = zip(columns.top_token_ids, columns.top_logprobs, strict=True)
+    entries = []
+    for token, num_top, logprob, rank in zip(tokens, num_tops, columns.chosen, columns.ranks, strict=True):
+        token_id, _, is_listed = token
+        if is_listed:
+            top = tuple({token_id: logprob, **dict(islice(pairs, num_top))}.items())
+        else:
+            top = tuple(islice(pairs, num_top))  # best first
+            top = top[: bisect_left(top, True, key=lambda pair: pair[1] == -inf)]
+        entries.append(TokenLogprobs(token_id, logprob, rank, top))
+    return entries
 
 
 def _read_candidates(columns: Candidates, asked: list[int], vocab_size: int) -> list[list[tuple[int, float]]]:

@@ -18,8 +18,9 @@ from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.options import ReadCall
 from scheduler_service.doors.http.requests import GenerationRequest, StreamOptions
 from scheduler_service.serving.active_request import ActiveRequest
-from scheduler_service.serving.intake import MAX_ANSWER_BYTES, Intake
+from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.output import Delta, LogprobColumns
+from scheduler_service.serving.parsed_request import LOGPROB_BYTES, MAX_ANSWER_BYTES
 from scheduler_service.serving.refusal import invalid
 from scheduler_service.serving.tenants.caller import Call
 from scheduler_service.serving.turns import PIECE_SIZE, Turns
@@ -27,8 +28,7 @@ from scheduler_service.serving.turns import PIECE_SIZE, Turns
 _FINISH_REASONS = {EndReason.STOP: "stop", EndReason.LENGTH: "length", EndReason.ABORT: "abort"}
 _Result = TypeVar("_Result")
 _Event = TypeVar("_Event", bound=Struct)
-# An estimate of what an answer has of each log-probability, and of each token that it repeats.
-_ENTRY_BYTES, _TOKEN_BYTES = 80, 16
+_TOKEN_BYTES = 16  # an estimate of what an answer has of each token that it repeats
 _EXPECTED_TOKENS = 4096  # of an output whose length is not asked for
 _ENTRY_VALUES = 32  # that writing a log-probability counts as
 CHAR_VALUES = 16  # that reading a character of an output's format counts as
@@ -161,7 +161,7 @@ def answer_size(asked: ReadCall, resolved: Sequence[Request]) -> int:
             ("logprobs", num_tokens, sampling.num_logprobs),
         ):
             if number is not None:
-                sizes[f"sampling.{field}"] += request.n * num * (1 + number) * _ENTRY_BYTES
+                sizes[f"sampling.{field}"] += request.n * num * (1 + number) * LOGPROB_BYTES
         sizes["input"] += asked.embedding_bytes
         sizes["echo"] += asked.echoes * request.n * num_prompt_tokens * _TOKEN_BYTES
         sizes["return_token_ids"] += asked.shows_tokens * request.n * (num_prompt_tokens + num_tokens) * _TOKEN_BYTES

@@ -224,8 +224,9 @@ def _read(
     special_texts = frozenset[str]() if intake.tokenizer is None else intake.tokenizer.special_texts
     if not special_texts.isdisjoint(output.tags(functions)):
         options.setdefault("skip_special_tokens", False)
-    if request.top_logprobs and not request.logprobs:
-        raise invalid("top_logprobs", "top_logprobs is set, but logprobs is not true; set it, or leave both unset")
+    for field in ("top_logprobs", "logprob_token_ids"):
+        if getattr(request, field) and not request.logprobs:
+            raise invalid(field, f"{field} is set, but logprobs is not true; set it, or leave both unset")
     if request.logprobs:
         options["logprobs"] = request.top_logprobs or 0
         names["logprobs"] = "logprobs" if request.top_logprobs is None else "top_logprobs"

@@ -127,6 +127,9 @@ def _read(request: CompletionRequest, call: Call, intake: Intake) -> ReadCall:
         raise invalid("max_tokens", "max_tokens is 0, which nothing comes of without echo; send at least 1")
     if request.max_tokens not in (None, -1):
         options["max_tokens"] = request.max_tokens or 1
+    if request.logprob_token_ids and (request.logprobs is None or request.max_tokens == 0):
+        told = "logprobs is not; set it too" if request.logprobs is None else "max_tokens is 0; send at least 1"
+        raise invalid("logprob_token_ids", f"logprob_token_ids is set, but {told}")
     if request.logprobs is not None:
         options["logprobs"] = request.logprobs
         if request.echo:

@@ -72,6 +72,8 @@ def sampling_options(
     """Return the options that are set, and the names of fields that differ; `grammars` are what outputs must match
     beside what is ruled out. Raises RefusedError."""
     options = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
+    if request.logprob_token_ids:
+        options["logprob_token_ids"] = request.logprob_token_ids
     if request.top_k is not None:
         options["top_k"] = max(request.top_k, 0)
     if request.top_p == 0:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from pagewire.common.sampling_rules import LOGIT_BIAS, MAX_SAMPLES, RANGES, UINT32, Range
+from pagewire.common.sampling_rules import LOGIT_BIAS, MAX_ENTRIES, MAX_SAMPLES, RANGES, UINT32, Range
 
 MAX_PROMPTS = 1024  # of one request
 MAX_INPUTS = 2048  # of one request for embeddings
@@ -31,7 +31,7 @@ def why(text: str) -> Meta:
 
 INERT = "no effect"
 _INERT = Meta(description=INERT)
-_NOT_ALL = why("-1, all tokens of the vocabulary, is too many")
+_OR_ALL = why("-1: all tokens of the vocabulary, where they fit")
 TokenId = Annotated[int, Meta(ge=0, le=UINT32.high)]
 Empty = Annotated[list[Any], Meta(max_length=0)]
 EmptyObject = Annotated[dict[str, Any], Meta(max_length=0)]
@@ -173,7 +173,7 @@ class GenerationRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True
     """The other fields that completions and chat completions share, as vLLM has them."""
 
     n: Annotated[int, within(RANGES["n"])] | None = None
-    prompt_logprobs: Annotated[int, within(RANGES["prompt_logprobs"]), _NOT_ALL] | None = None
+    prompt_logprobs: Annotated[int, within(RANGES["prompt_logprobs"]), _OR_ALL] | None = None
     beam_width: Annotated[int, within(RANGES["beam_width"])] | None = None
     length_penalty: float | None = None
     stream: bool | None = None
@@ -192,8 +192,15 @@ class GenerationRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True
     use_beam_search: Annotated[bool, why("with n beams, unless beam_width is set")] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: Annotated[bool, why("tokens of logprobs are written as token_id:N")] | None = None
+    logprob_token_ids: (
+        Annotated[
+            list[TokenId],
+            Meta(max_length=MAX_ENTRIES["logprob_token_ids"]),
+            why("with logprobs: report these tokens, not the most likely; up to 128"),
+        ]
+        | None
+    ) = None
     # What is not done here.
-    logprob_token_ids: Annotated[Empty, why("the most likely tokens are reported; use logprobs")] | None = None
     logits_processors: Annotated[Empty, why("no code of clients is run")] | None = None
     ec_transfer_params: Annotated[EmptyObject, why("no cache of another engine is taken")] | None = None
     repetition_detection: Annotated[None, why("outputs end by stop texts, tokens and lengths alone")] = None
@@ -273,7 +280,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
     max_tokens: (
         Annotated[int, Meta(ge=-1, le=UINT32.high), why("16 unless set; 0 with echo alone; -1: as many as fit")] | None
     ) = None
-    logprobs: Annotated[int, within(RANGES["logprobs"]), _NOT_ALL] | None = None
+    logprobs: Annotated[int, within(RANGES["logprobs"]), _OR_ALL] | None = None
     echo: bool | None = None
     best_of: Annotated[int, within(Range(1, MAX_SAMPLES))] | None = None
     suffix: Annotated[Literal[""], why("nothing is filled in before a text")] | None = None
@@ -290,7 +297,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
     ) = None
     logprobs: bool | None = None
     top_logprobs: (
-        Annotated[int, within(RANGES["logprobs"]), why("with logprobs alone; -1, all tokens, is too many")] | None
+        Annotated[int, within(RANGES["logprobs"]), why("with logprobs alone; -1: all tokens, where they fit")] | None
     ) = None
     chat_template: Annotated[str, why("the name of one of the model's templates")] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], why("variables of the template")] | None = None

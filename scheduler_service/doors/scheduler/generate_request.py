@@ -8,7 +8,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from pagewire.common.messages import GrammarKind, Pooling
-from pagewire.common.sampling_rules import FILTERS_OFF
+from pagewire.common.sampling_rules import ALL_TOKENS, FILTERS_OFF, LOGPROB_NUMBERS, LOGPROBS, UINT32
 from pagewire.common.transport.translation import enum_names
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import EarlyStopping, Grammar, Request
@@ -45,6 +45,9 @@ def _options(sampling: scheduler_pb2.SamplingParams) -> dict[str, Any]:
     options = {field.name: value for field, value in sampling.ListFields()}
     if "choice" in options:
         options["choice"] = list(sampling.choice.texts)
+    for name in LOGPROB_NUMBERS:
+        if options.get(name) == UINT32.high:
+            options[name] = ALL_TOKENS
     if "early_stopping" in options:
         if sampling.early_stopping not in _EARLY_STOPPING:
             raise invalid(
@@ -86,8 +89,9 @@ def _encode_sampling(request: Request, eos_token_ids: tuple[int, ...]) -> schedu
         seed=request.seed,
         stop_token_ids=[id for id in sampling.stop_token_ids if not ends_at_eos or id not in eos_token_ids],
         ignore_eos=not ends_at_eos,
-        logprobs=sampling.num_logprobs,
-        prompt_logprobs=sampling.num_prompt_logprobs,
+        logprobs=None if sampling.logprob_token_ids else _encode_number(sampling.num_logprobs),
+        prompt_logprobs=_encode_number(sampling.num_prompt_logprobs),
+        logprob_token_ids=sampling.logprob_token_ids,
         # What the checkpoint suppresses the other one knows too.
         logit_bias={token_id: bias for token_id, bias in biases if bias != SUPPRESSING_BIAS},
     )
@@ -101,6 +105,10 @@ def _encode_sampling(request: Request, eos_token_ids: tuple[int, ...]) -> schedu
         message.length_penalty = beam.length_penalty
         message.early_stopping = scheduler_pb2.EarlyStopping.Value(f"EARLY_STOPPING_{beam.early_stopping.name}")
     return message
+
+
+def _encode_number(num_logprobs: int | None) -> int | None:
+    return num_logprobs if num_logprobs is None or num_logprobs <= LOGPROBS.high else int(UINT32.high)
 
 
 def _encode_grammar(grammar: Grammar, message: scheduler_pb2.SamplingParams) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import struct
 from collections.abc import AsyncGenerator, Sequence
+from operator import itemgetter
 from typing import Any
 
 import grpc.aio
@@ -15,6 +16,7 @@ from scheduler_service.serving.output import Delta, OutputReader, SampleRecord
 
 # Proxies cut what is silent for a minute, or for less; pairs give requests back sooner (`--worker-grace`).
 SILENCE_S = 15.0
+_MAX_TOP_MESSAGES = 256  # of the tokens beside one; more of them are sent as columns, which takes far less time
 _WHOLE_DELTA_TOKENS = 256  # less than a millisecond's work, log-probabilities included
 FINISH_REASONS = {
     EndReason.STOP: scheduler_pb2.FINISH_REASON_STOP,
@@ -120,18 +122,20 @@ async def whole_response(request_id: str, output: SampleRecord) -> scheduler_pb2
 
 
 def _encode_logprobs(entry: TokenLogprobs) -> scheduler_pb2.TokenLogprobs:
-    return scheduler_pb2.TokenLogprobs(
-        token_id=entry.token_id,
-        logprob=entry.logprob,
-        rank=entry.rank,
-        top=[scheduler_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in entry.top],
-    )
+    message = scheduler_pb2.TokenLogprobs(token_id=entry.token_id, logprob=entry.logprob, rank=entry.rank)
+    if len(entry.top) > _MAX_TOP_MESSAGES:
+        message.top_token_ids.extend(map(itemgetter(0), entry.top))
+        message.top_logprobs.extend(map(itemgetter(1), entry.top))
+    else:
+        message.top.extend(scheduler_pb2.TopLogprob(token_id=token_id, logprob=value) for token_id, value in entry.top)
+    return message
 
 
 def decode_logprobs(entry: scheduler_pb2.TokenLogprobs) -> TokenLogprobs:
     """The inverse of `_encode_logprobs`."""
-    top = tuple((each.token_id, each.logprob) for each in entry.top)
-    return TokenLogprobs(entry.token_id, entry.logprob, entry.rank, top)
+    columns = zip(entry.top_token_ids[:], entry.top_logprobs[:], strict=False)
+    top = ((each.token_id, each.logprob) for each in entry.top)
+    return TokenLogprobs(entry.token_id, entry.logprob, entry.rank, (*top, *columns))
 
 
 def usage_of(end: SequenceEnd) -> scheduler_pb2.Usage:

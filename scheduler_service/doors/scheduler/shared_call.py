@@ -342,6 +342,7 @@ class SharedCall:
 
 
 def _weight(response: scheduler_pb2.GenerateResponse) -> int:
-    num_logprobs = sum(1 + len(entry.top) for entry in (*response.logprobs, *response.prompt_logprobs))
+    entries = (*response.logprobs, *response.prompt_logprobs)
+    num_logprobs = sum(1 + len(entry.top) + len(entry.top_token_ids) for entry in entries)
     num_values = len(response.token_ids) + len(response.text) + len(response.embedding)
     return 1 + num_values + _LOGPROB_WEIGHT * num_logprobs

@@ -85,12 +85,6 @@ def _options(sampling: vllm_engine_pb2.SamplingParams) -> dict[str, Any]:
     for name, may_be_unset, read in _OPTIONS:
         if not may_be_unset or sampling.HasField(name):
             options[name] = read(getattr(sampling, name))
-    for name in ("logprobs", "prompt_logprobs"):
-        if (number := options.get(name, 0)) < 0:
-            raise invalid(
-                f"sampling_params.{name}",
-                f"{name} is {number}, but this server does not send the whole vocabulary; ask for a number of them",
-            )
     for token_id in options["logit_bias"]:
         if token_id < 0:
             raise invalid(f"sampling_params.logit_bias[{token_id}]", f"{token_id} is no token id; send 0 or more")

@@ -29,7 +29,7 @@ class ResponseTranslator:
         if sampling.HasField("prompt_logprobs"):
             self._prompt_logprobs = vllm_engine_pb2.InputLogProbs(token_ids=request.prompt_token_ids[:1])
             self._prompt_logprobs.token_logprobs.add()  # nothing comes before the first token
-            if sampling.prompt_logprobs > 0:
+            if sampling.prompt_logprobs:
                 self._prompt_logprobs.top_logprobs.add()
 
     def translate(self, delta: Delta) -> Iterator[vllm_engine_pb2.GenerateResponse]:
@@ -86,14 +86,14 @@ class ResponseTranslator:
         for entry in entries:
             self._prompt_logprobs.token_ids.append(entry.token_id)
             self._prompt_logprobs.token_logprobs.add(value=entry.logprob)
-            if self._sampling.prompt_logprobs > 0:
+            if self._sampling.prompt_logprobs:
                 _add_top(entry, self._prompt_logprobs.top_logprobs.add())
 
     def _add_logprobs(self, entries: Sequence[TokenLogprobs], logprobs: vllm_engine_pb2.OutputLogProbs) -> None:
         for entry in entries:
             logprobs.token_ids.append(entry.token_id)
             logprobs.token_logprobs.append(entry.logprob)
-            if self._sampling.logprobs > 0:
+            if self._sampling.logprobs:
                 _add_top(entry, logprobs.top_logprobs.add())
 
 

@@ -339,14 +339,6 @@ async def test_a_length_of_minus_1_is_as_many_as_fit(server: HttpServer) -> None
             assert error["param"] == "max_tokens"
 
 
-async def test_all_tokens_of_the_vocabulary_are_too_many(server: HttpServer) -> None:
-    for path, field in ((COMPLETION, "prompt_logprobs"), (COMPLETION, "logprobs"), (CHAT, "top_logprobs")):
-        given = {"prompt": "x"} if path == COMPLETION else {"messages": [QUESTION], "logprobs": True}
-        error = await server.refusal(path, **given, **{field: -1})
-        assert error["param"] == field
-        assert "all tokens" in error["message"]
-
-
 async def test_a_schema_may_be_a_value(server: HttpServer) -> None:
     """As TGI and huggingface_hub's `InferenceClient` have it."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -223,6 +223,7 @@ CASES: dict[str, dict[str, Case | Harmless]] = {
         "prompt": PROMPT,
         "thinking_token_budget": Harmless(-1, 5),
         "logprobs": sampled("num_logprobs", 3),
+        "logprob_token_ids": read("request.sampling.logprob_token_ids", [7, 5], (7, 5), logprobs=0),
         "echo": answered(lambda answer: answer["choices"][0]["text"].startswith(TEXT), True, True),
         "best_of": read("request.n", 3),
         "return_tokens_as_token_ids": answered(
@@ -239,6 +240,7 @@ CASES: dict[str, dict[str, Case | Harmless]] = {
         "thinking_token_budget": Case(7, has_in_grammar('"max_tokens": 7'), True, {"chat_template": "thoughtful"}),
         "max_completion_tokens": read("request.max_tokens", 3),
         "logprobs": sampled("num_logprobs", True, 0),
+        "logprob_token_ids": read("request.sampling.logprob_token_ids", [7, 5], (7, 5), logprobs=True),
         "top_logprobs": Case(2, attrgetter("request.sampling.num_logprobs"), 2, {"logprobs": True}),
         "echo": answered(
             lambda answer: answer["choices"][0]["message"]["content"].startswith("once "),

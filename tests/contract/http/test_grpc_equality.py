@@ -276,12 +276,14 @@ async def test_log_probabilities_of_chats_are_equal(server: HttpServer, client: 
     print(f"seed {seed}")
     rng = random.Random(f"chats {seed}")
     for _ in range(NUM_REQUESTS // 4):
-        content, limit, num_top = rng.choice(WORDS), rng.randint(1, 30), rng.choice((0, 2, 5))
-        sampling = SamplingParams(max_tokens=limit, seed=rng.getrandbits(60), logprobs=num_top)
+        content, limit, num_top = rng.choice(WORDS), rng.randint(1, 30), rng.choice((0, 2, 5, -1))
+        listed = rng.choice(([], [], [7, 70, 0]))
+        options: dict[str, Any] = {"logprob_token_ids": listed} if listed else {}
+        sampling = SamplingParams(max_tokens=limit, seed=rng.getrandbits(60), logprobs=num_top, **options)
         arguments = {"prompt": f"<user>{content}\n<assistant>", "sampling": sampling}
         (sample,) = (await receive(outputs_of(client, arguments))).samples.values()
         expected = [(entry.token_id, entry.logprob, list(entry.top)) for entry in sample.logprobs]
-        body: dict[str, Any] = {"messages": [{"role": "user", "content": content}], "seed": sampling.seed}
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": content}], "seed": sampling.seed} | options
         body |= {"max_tokens": limit, "logprobs": True, "top_logprobs": num_top, "return_tokens_as_token_ids": True}
         (choice,) = (await server.chat(**body))["choices"]
         events = await server.events(CHAT, **body)
