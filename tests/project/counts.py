@@ -14,8 +14,9 @@ from pathlib import Path
 from tests.project.sources import PACKAGES, ROOT, module_name, parse, sources, walk
 
 # Of the product, by ast; docstrings, comments and formatting do not count. An issue raises it by what it says it costs.
-# Last: what clients of other servers send and read (400), and what hostile ones send (100), less the gateway (140).
-MAX_STATEMENTS = 35_200
+# Last: what clients of other servers send and read (650), log-probabilities of all and of listed tokens (110), and what
+# hostile clients send (110), less the gateway (140).
+MAX_STATEMENTS = 35_450
 MAX_FUNCTION_LINES = 60
 MAX_NETWORK_LINES = 40  # of a function in `common/network`: what a model is reads from top to bottom
 MAX_MODULES = 20  # of a folder
