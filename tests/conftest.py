@@ -10,11 +10,13 @@ import sys
 from collections.abc import Generator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pagewire.hosting import supervisor
 from tests.costs import Costs
+from tests.covering import covering
 
 # Tests run tiny models, several processes at a time: a second OpenMP thread each would only wait for a core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -104,6 +106,7 @@ def pytest_collection() -> Generator[None, object, object]:
         atexit.register(gc.unfreeze)  # or libraries would call it leaked
 
 
+@pytest.hookimpl(tryfirst=True)  # markers choose what runs
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes long comes first, lest one process is left with such a file in the end; the CPU's kernels come when
     they have been built."""
@@ -115,3 +118,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return min(order.get(parent, len(folders)) for parent in path.parents)
 
     items.sort(key=lambda item: place(item.path))
+    mark_what_covering_cases_leave(items)
+
+
+def mark_what_covering_cases_leave(items: list[pytest.Item]) -> None:
+    """Leave to `make test-all` the cases that the marker `one_of_each` does not choose for `make test`."""
+    tests: dict[tuple[Path, str], list[Any]] = {}
+    for item in items:
+        if hasattr(item, "callspec") and item.get_closest_marker("one_of_each"):
+            tests.setdefault((item.path, item.originalname), []).append(item)
+    for cases in tests.values():
+        rows = [parameters_of(case) for case in cases]
+        for index in {*range(len(cases))} - {*covering(rows)}:
+            cases[index].add_marker("thorough")
+
+
+def parameters_of(case: Any) -> list[str]:
+    """Return the values of the parameters that the marker names, or of all; those of one `parametrize` are one."""
+    params = dict(case.callspec.params)
+    if names := case.get_closest_marker("one_of_each").args:
+        return [repr(params[name]) for name in names]
+    marked = [mark.args[0] for mark in case.iter_markers("parametrize")]
+    groups = [names.replace(" ", "").split(",") if isinstance(names, str) else names for names in marked]
+    together = [repr([params.pop(name) for name in names]) for names in groups]
+    return [*together, *map(repr, params.values())]
