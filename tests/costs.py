@@ -5,6 +5,7 @@ committed, which tests/project/test_costs.py holds against its budgets.
 """
 
 import os
+import sys
 from collections.abc import Generator
 from pathlib import Path
 
@@ -16,8 +17,19 @@ _HEAD = "run\tCPU seconds\tfile\n"
 
 
 def used_cpu() -> float:
-    """Seconds of this process, and of its children that have been waited for."""
-    return sum(os.times()[:4])
+    """Return the CPU seconds of this process, of its children that have ended, and of the fork servers and theirs."""
+    forked = sys.modules.get("testing.forked")
+    servers = forked.SERVERS.values() if forked is not None else ()
+    return sum(os.times()[:4]) + sum(_cpu_of(server._forkserver_pid) for server in servers if server._forkserver_pid)
+
+
+def _cpu_of(pid: int) -> float:
+    """Return the CPU seconds of a process that runs, and of its children that have ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 class Costs:
