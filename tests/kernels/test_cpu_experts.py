@@ -26,6 +26,8 @@ from pagewire.kernels.weight import HeldWeight
 from tests.kernels.random_products import compact, threads
 from tests.kernels.variants import load_variant
 
+pytestmark = pytest.mark.one_of_each
+
 NUM_TOKENS = (1, 2, 7, 8, 9, 40)
 ROUTINGS = (
     ExpertRouting(1),

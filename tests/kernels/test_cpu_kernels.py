@@ -33,6 +33,8 @@ from tests.kernels.paged import paged_attention, store_kv
 from tests.kernels.variants import load_variant
 from worker_service.startup.cpu_kernels import environment_build, load_cpu_kernels
 
+pytestmark = pytest.mark.one_of_each
+
 NUM_LAYERS = 2
 HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 192, 256)
 # A few times the rounding of the output's dtype, for values of some units.

@@ -21,6 +21,8 @@ from tests.kernels.random_products import (
 )
 from tests.kernels.variants import load_variant
 
+pytestmark = pytest.mark.one_of_each
+
 RUN = 256  # inputs that are summed up one after the other
 INTEGER_RUN = 1024  # the same over quantised weights
 

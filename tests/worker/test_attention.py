@@ -15,6 +15,8 @@ from worker_service.attention import create_backend as create_backend_with
 from worker_service.attention.backends import torch as torch_backend
 from worker_service.startup.cpu_kernels import load_cpu_kernels
 
+pytestmark = pytest.mark.one_of_each
+
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 

@@ -16,6 +16,8 @@ from tests.broken_json import refusal_of, spoil_safetensors
 from tests.worker.model_logits import compute_logits, edited, random_tokens
 from worker_service.models.loading import prepare_model
 
+pytestmark = pytest.mark.one_of_each
+
 CPU = torch.device("cpu")
 QUERIES, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
 FILE = r"model\.safetensors"

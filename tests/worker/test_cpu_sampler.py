@@ -17,6 +17,8 @@ from pagewire.kernels.sampling import LARGEST, SampledTokens, SamplingColumns
 from tests.kernels.variants import load_variant
 from worker_service.rows.sampling import SamplingTable
 
+pytestmark = pytest.mark.one_of_each
+
 MAX_NUM_TOKENS = 60
 SPECIAL = (math.nan, math.inf, -math.inf, LARGEST, -LARGEST)
 

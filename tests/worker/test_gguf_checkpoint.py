@@ -28,6 +28,8 @@ from worker_service.models.loading import prepare_model
 from worker_service.models.rope import inverse_frequencies
 from worker_service.startup.cpu_kernels import load_cpu_kernels
 
+pytestmark = pytest.mark.one_of_each
+
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ALL_FAMILIES = (*FAMILIES, "gemma2", "gemma3_text", "phi3", "qwen3_moe", "gpt_oss")
 ALL_LAYERS = {"mlp_only_layers": []}  # have experts: files know no others

@@ -38,6 +38,8 @@ from worker_service.startup.device_memory import StepSize
 from worker_service.startup.loader import load_worker
 from worker_service.startup.memory_profile import largest_step
 
+pytestmark = pytest.mark.one_of_each
+
 VOCAB_SIZE = 151
 GREEDY = SamplingParams()
 

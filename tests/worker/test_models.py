@@ -44,6 +44,8 @@ from worker_service.host.operations import create_host_operations
 from worker_service.models.linear import Linear
 from worker_service.startup.cpu_kernels import load_cpu_kernels
 
+pytestmark = pytest.mark.one_of_each
+
 SEVEN = {"hidden_size": 112, "num_attention_heads": 7, "num_key_value_heads": 1}
 EQUAL = {"num_key_value_heads": 4}
 WIDE = {"hidden_size": 160, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 80}

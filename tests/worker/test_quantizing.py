@@ -36,6 +36,8 @@ from worker_service.startup.loader import check_products, load_worker
 from worker_service.startup.preflight import check_worker
 from worker_service.startup.progress import LoadProgress
 
+pytestmark = pytest.mark.one_of_each
+
 GGUF_TYPES = {"int8": "Q8_0", "int4": "Q4_0"}
 
 

@@ -30,6 +30,8 @@ from worker_service.models.rope import inverse_frequencies
 from worker_service.startup import loader, warm_up
 from worker_service.startup.loader import load_worker
 
+pytestmark = pytest.mark.one_of_each
+
 CPU = torch.device("cpu")
 ORIGINAL, STRETCHED = 24, 96
 FACTORS = {"short_factor": [1.0, 1.25, 1.5, 2.0], "long_factor": [1.0, 2.5, 7.5, 24.0]}

@@ -16,6 +16,7 @@ from testing.checkpoints.packed import make_mxfp4, make_quantized
 from testing.checkpoints.quantized import BY_NAME
 from testing.models import load_model
 from tests.compiler import skip_without_compiler
+from tests.thorough import thorough
 from tests.worker.model_logits import packed_products
 from tests.worker.shared_steps import CPU, VOCAB, alone, together
 from worker_service.host import create_host_operations
@@ -74,6 +75,7 @@ def assert_same_bits(model, dtype, cache_dtype, seed, *, num_rows=33) -> None:
         assert not differing, (num_threads, block_size, [lengths[i] for i in differing])
 
 
+@pytest.mark.one_of_each("family", "dtype", "cache_dtype")
 @pytest.mark.parametrize(("seed", "family", "dtype", "cache_dtype"), [(seed, *case) for seed, case in enumerate(CASES)])
 def test_logits_are_the_same_bits(seed, family, dtype, cache_dtype, tmp_path):
     overrides = {"sliding_window": 50} if family == "mistral" else {}
@@ -88,6 +90,9 @@ WIDE = {"num_attention_heads": 8, "head_dim": 64, "hidden_size": 256, "intermedi
 MIXTURE = {"attn_v.weight": "Q6_K", "ffn_down.weight": "Q5_K", "token_embd.weight": "Q6_K"}
 GGUF_TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 SAFETENSORS = ("AWQ", "GPTQ", "GPTQ of 8 bits, v2, asymmetric", "W4A16 asymmetric", "W8A8", "FP8 block")
+FORMATS = (*GGUF_TYPES, *SAFETENSORS, "experts, AWQ", "experts, FP8 block", "MXFP4")
+SOME_FORMATS = ("Q8_0", "Q4_K", "AWQ", "W8A8", "FP8 block", "experts, AWQ", "MXFP4")
+OTHER_FORMATS = [name for name in FORMATS if name not in SOME_FORMATS]
 
 
 def make_weights(directory: Path, name: str) -> Path:
@@ -108,12 +113,16 @@ def num_quantized(model) -> int:
     return sum(packed.format.element == torch.int8 for packed in packed_products(model).values())
 
 
+@pytest.mark.one_of_each
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", [*GGUF_TYPES, *SAFETENSORS, "experts, AWQ", "experts, FP8 block", "MXFP4"])
+@pytest.mark.parametrize("name", [*SOME_FORMATS, *thorough(*OTHER_FORMATS)])
 def test_quantized_weights_give_the_same_bits(name, dtype, tmp_path):
     model = load(make_weights(tmp_path, name), dtype, SingleRank())
     assert "FP8" in name or num_quantized(model) >= 4 * len(model.network.layers)
     assert_same_bits(model, dtype, dtype, 5)
+
+
+OTHERS_ON_RANKS = ("llama", "qwen2", "qwen3", "gemma3_text", "gpt_neox", "mpt", "qwen2_moe")
 
 
 def on_two_ranks(directory: Path, compute) -> list:
@@ -126,7 +135,8 @@ def on_two_ranks(directory: Path, compute) -> list:
         return list(pool.map(compute, ranks))
 
 
-@pytest.mark.parametrize("family", [*FIRST_FAMILIES, "gemma3_text", "gpt_neox", "bloom", "mpt", "qwen2_moe", "gpt_oss"])
+@pytest.mark.one_of_each
+@pytest.mark.parametrize("family", ["mistral", "gpt2", "bloom", "gpt_oss", *thorough(*OTHERS_ON_RANKS)])
 @pytest.mark.parametrize(("dtype", "cache_dtype"), [DTYPES[0], DTYPES[3]])
 def test_ranks_give_the_same_bits(family, dtype, cache_dtype, tmp_path):
     overrides = {"sliding_window": 50} if family == "mistral" else {}
@@ -140,7 +150,7 @@ def test_ranks_give_the_same_bits(family, dtype, cache_dtype, tmp_path):
     on_two_ranks(tmp_path / "ranks", compare)
 
 
-@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_K", "AWQ", "GPTQ", "W8A8", "experts, AWQ"])
+@pytest.mark.parametrize("name", ["Q4_K", "W8A8", "experts, AWQ", *thorough("Q8_0", "Q4_0", "AWQ", "GPTQ")])
 def test_ranks_keep_codes_and_give_the_same_bits(name, tmp_path):
     path = make_weights(tmp_path / "model", name)
     whole = num_quantized(load(path, torch.bfloat16, SingleRank()))

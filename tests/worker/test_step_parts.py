@@ -27,6 +27,8 @@ from worker_service.rows.table import TableLimits, WorkingRows
 from worker_service.runner import ModelRunner
 from worker_service.startup.loader import attention_shape
 
+pytestmark = pytest.mark.one_of_each
+
 BLOCK_SIZE = 4
 
 

@@ -18,6 +18,8 @@ from tests.worker.model_logits import (
 )
 from tests.worker.thread_ranks import Meeting, ThreadRank, kept, on_every_rank
 
+pytestmark = pytest.mark.one_of_each
+
 VARIANTS = [
     *[(family, {}, 2) for family in FAMILIES],
     ("llama", {"tie_word_embeddings": True, **BIASES}, 2),
