@@ -11,6 +11,7 @@ from testing import oracle
 from testing.checkpoints.families import make_checkpoint
 from testing.forked import running
 from testing.oracle import BeamSearch
+from tests.thorough import thorough
 
 VOCAB_SIZE = 151
 SCORE_TOLERANCE = 1e-4
@@ -72,6 +73,7 @@ async def search_all(client: AsyncClient, searches: list[tuple[list[int], BeamSe
     return await asyncio.gather(*calls)
 
 
+@pytest.mark.thorough
 async def test_every_parameter_while_others_run(model):
     seed = 21
     print(f"seed {seed}")
@@ -98,7 +100,7 @@ async def test_every_parameter_while_others_run(model):
     assert loads.num_held_blocks == 0
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("block_size", [4, *thorough(1, 16)])
 async def test_tails_are_copied_right_at_every_prompt_length(model, block_size):
     reference = oracle.load(model)
     prompts = oracle.random_prompts(22, VOCAB_SIZE, (1, 3, 4, 5, 15, 16, 17, 31, 32, 33))
@@ -136,7 +138,7 @@ def crowd(model):
     return searches, hypotheses, prompts, [oracle.greedy(reference, prompt, 80) for prompt in prompts]
 
 
-@pytest.mark.parametrize("mode", ["swap", "recompute", "auto"])
+@pytest.mark.parametrize("mode", ["swap", *thorough("recompute", "auto")])
 async def test_beams_that_are_preempted_find_the_same_hypotheses(model, crowd, mode):
     """A beam group is preempted whole."""
     searches, expected, prompts, beside = crowd
@@ -156,6 +158,7 @@ async def test_beams_that_are_preempted_find_the_same_hypotheses(model, crowd, m
     assert (loads.num_held_blocks, loads.num_held_host_blocks) == (0, 0)
 
 
+@pytest.mark.thorough
 async def test_beams_survive_a_killed_worker(model):
     reference = oracle.load(model)
     prompts = oracle.random_prompts(25, VOCAB_SIZE, (40, 64, 17, 90))

@@ -14,6 +14,7 @@ from pagewire import AsyncClient, SamplingParams
 from testing import oracle
 from testing.checkpoints.families import make_checkpoint
 from testing.forked import running
+from tests.thorough import thorough
 
 VOCAB_SIZE = 151
 MEAN = "pooling_mode_mean_tokens"
@@ -42,7 +43,9 @@ def expected_embedding(model: transformers.PreTrainedModel, prompt: Sequence[int
     return (pooled / pooled.square().sum().sqrt()).tolist()
 
 
-@pytest.mark.parametrize(("mode", "family"), [(LAST, "qwen3"), (MEAN, "qwen3"), (MEAN, "llama"), (LAST, "mistral")])
+@pytest.mark.parametrize(
+    ("mode", "family"), [(MEAN, "qwen3"), *thorough((LAST, "qwen3"), (MEAN, "llama"), (LAST, "mistral"))]
+)
 async def test_embeddings_are_those_of_transformers_and_the_same_bits_in_any_company(
     mode: str, family: str, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ import pytest
 from pagewire import Client, SamplingParams
 from testing.services import ENVIRON, Service, free_port
 from tests.system import grpcurl
+from tests.thorough import thorough
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -132,7 +133,7 @@ def test_grpcurl_of_the_documents(url: str) -> None:
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-@pytest.mark.parametrize("path", ["README.md", "docs/python.md"])
+@pytest.mark.parametrize("path", ["README.md", *thorough("docs/python.md")])
 def test_python_of_the_documents(url: str, path: str) -> None:
     for block in blocks(path, "python"):
         assert run([sys.executable, "-c", block.replace(DEFAULT_URL, url)])
@@ -148,6 +149,7 @@ def test_a_card_of_the_schema(url: str) -> None:
     assert (card["name"], card["animal"]) == ("Lily", "fox")
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not (shutil.which("node") and shutil.which("npm")), reason="Node.js is not installed")
 def test_node(url: str, tmp_path: Path) -> None:
     """In a copy of its folder, at the same distance from the protos."""

@@ -8,6 +8,7 @@ from pagewire import AsyncClient, SamplingParams
 from testing import oracle
 from testing.checkpoints.families import make_checkpoint
 from testing.forked import running
+from tests.thorough import thorough
 
 VOCAB_SIZE = 151
 NUM_SAMPLES = 8
@@ -49,7 +50,7 @@ def around_block_edges(model):
     return prompts, expected(model, prompts)
 
 
-@pytest.mark.parametrize(("block_size", "caching"), [(1, True), (4, True), (16, True), (4, False)])
+@pytest.mark.parametrize(("block_size", "caching"), [(4, False), *thorough((1, True), (4, True), (16, True))])
 async def test_eight_samples_are_eight_draws_at_every_prompt_length(model, around_block_edges, block_size, caching):
     """Also without the prefix cache: siblings share by reference, not by lookup."""
     prompts, samples = around_block_edges
@@ -66,7 +67,7 @@ async def test_eight_samples_are_eight_draws_at_every_prompt_length(model, aroun
     assert loads.num_held_blocks == 0
 
 
-@pytest.mark.parametrize("length", [95, 96, 97, 300])
+@pytest.mark.parametrize("length", [97, *thorough(95, 96, 300)])
 async def test_eight_samples_cost_one_prefill(model, length):
     prompt = oracle.random_prompts(2, VOCAB_SIZE, [length])[0]
     with running(model, worker=["--dtype", "float32"]) as system:
@@ -96,7 +97,7 @@ def large_groups(model):
     return prompts, expected(model, prompts)
 
 
-@pytest.mark.parametrize("mode", ["swap", "recompute", "auto"])
+@pytest.mark.parametrize("mode", ["swap", *thorough("recompute", "auto")])
 async def test_groups_of_samples_under_pressure(model, large_groups, mode):
     """Each group alone fills most of the pool, tails and all; a group is preempted whole."""
     prompts, samples = large_groups

@@ -14,6 +14,7 @@ from testing import oracle
 from testing.checkpoints.families import make_checkpoint
 from testing.checkpoints.gguf_files import write_dequantized, write_gguf
 from testing.forked import running
+from tests.thorough import thorough
 
 STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
 EXIT_REFUSED = 78
@@ -39,7 +40,7 @@ async def continue_tokens(url: str, vocab_size: int) -> list[tuple[int, ...]]:
         return [tuple(answer.outputs[0].token_ids) for answer in answers]
 
 
-@pytest.mark.parametrize(("type_name", "dtype"), [("BF16", "bfloat16"), ("BF16", "float32")])
+@pytest.mark.parametrize(("type_name", "dtype"), [("BF16", "bfloat16"), *thorough(("BF16", "float32"))])
 async def test_the_bundled_model_tells_the_same_stories(type_name: str, dtype: str, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "storyteller.gguf", STORYTELLER, type_name)
     with running(path, worker=["--dtype", dtype]) as system:
@@ -49,7 +50,7 @@ async def test_the_bundled_model_tells_the_same_stories(type_name: str, dtype: s
     assert all(text for text, _ in ours)
 
 
-@pytest.mark.parametrize("type_name", ["F16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("type_name", ["Q8_0", *thorough("F16", "Q4_0")])
 async def test_quantized_stories_are_those_of_the_same_weights(type_name: str, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "storyteller.gguf", STORYTELLER, type_name)
     with running(path, worker=WIDENED) as system:
@@ -65,7 +66,7 @@ async def test_quantized_stories_are_those_of_the_same_weights(type_name: str, t
     assert all(text for text, _ in codes)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text", "phi3", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", *thorough("qwen2", "gemma3_text", "phi3", "qwen3_moe", "gpt_oss")])
 async def test_a_mixture_of_k_quants_is_the_same_weights(family: str, tmp_path: Path) -> None:
     """As in files of the kinds Q4_K_M and Q5_K_M."""
     usual = {"query_pre_attn_scalar": 64} if family.startswith("gemma") else {}
@@ -85,6 +86,7 @@ async def test_a_mixture_of_k_quants_is_the_same_weights(family: str, tmp_path: 
         assert ours == await continue_tokens(system.url, 151)
 
 
+@pytest.mark.thorough
 async def test_ranks_share_a_file(tmp_path: Path) -> None:
     source = make_checkpoint(tmp_path / "source", "llama", seed=9, num_key_value_heads=2, **WIDE)
     path = write_gguf(tmp_path / "model.gguf", source, "Q8_0")
@@ -115,7 +117,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", ["cut off", *thorough(*[name for name in REFUSED if name != "cut off"])])
 def test_what_cannot_be_served_is_one_line(name: str, tmp_path: Path) -> None:
     settings, change, expected = REFUSED[name]
     path = write_gguf(tmp_path / "model.gguf", STORYTELLER, "Q8_0", settings=settings)

@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import ssl
+import subprocess
 import time
 import urllib.error
 import urllib.request
@@ -34,12 +35,16 @@ def post(url: str, body: dict[str, Any], key: str = "", trusted: ssl.SSLContext 
         return json.load(answer)
 
 
-def test_a_front_end_that_dies_comes_back() -> None:
+def front_end_of(process: "subprocess.Popen[str]") -> int:
+    (front_end,) = [child for child in children_of(process.pid) if b"frontend" in command_line(child)]
+    return front_end
+
+
+def test_a_front_end_that_dies_comes_back_and_ends_with_its_parent() -> None:
     with serving() as (process, url):
         text = post(url, PROMPT)["choices"][0]["text"]
         assert len(text) > 10
-        (front_end,) = [child for child in children_of(process.pid) if b"frontend" in command_line(child)]
-        os.kill(front_end, signal.SIGKILL)
+        os.kill(front_end_of(process), signal.SIGKILL)
         deadline = time.monotonic() + 60
         while True:
             try:
@@ -48,8 +53,13 @@ def test_a_front_end_that_dies_comes_back() -> None:
             except OSError:
                 assert time.monotonic() < deadline
                 time.sleep(0.1)  # nothing tells when it listens again but itself
-        process.terminate()
-        assert process.wait(30) == 0
+        front_end = front_end_of(process)
+        process.kill()
+        process.wait(10)
+        deadline = time.monotonic() + 10
+        while is_alive(front_end):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
 
 def test_nothing_is_wrong_at_its_calm_end(tmp_path: Path) -> None:
@@ -62,32 +72,15 @@ def test_nothing_is_wrong_at_its_calm_end(tmp_path: Path) -> None:
     assert path.read_text() == ""
 
 
-def test_tenants(tmp_path: Path) -> None:
+def test_tenants_over_tls(tmp_path: Path) -> None:
     write_tenants(tmp_path / "tenants.yaml")
-    tenants = f"--tenants={tmp_path / 'tenants.yaml'}"
-    with serving(tenants) as (_, url):
-        assert post(url, PROMPT, KEYS["acme"])["choices"]
-        with pytest.raises(urllib.error.HTTPError, match="401"):
-            post(url, PROMPT)
-
-
-def test_tls(tmp_path: Path) -> None:
     authority = Authority("ours")
     cert, key = authority.issue("127.0.0.1").write(tmp_path, "server")
-    with serving(f"--tls-cert={cert}", f"--tls-key={key}") as (_, url):
+    with serving(f"--tenants={tmp_path / 'tenants.yaml'}", f"--tls-cert={cert}", f"--tls-key={key}") as (_, url):
         trusted = ssl.create_default_context(cafile=authority.write(tmp_path))
-        assert post(url, PROMPT, trusted=trusted)["choices"]
-
-
-def test_a_front_end_ends_with_its_parent() -> None:
-    with serving() as (process, _):
-        (front_end,) = [child for child in children_of(process.pid) if b"frontend" in command_line(child)]
-        process.kill()
-        process.wait(10)
-        deadline = time.monotonic() + 10
-        while is_alive(front_end):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        assert post(url, PROMPT, KEYS["acme"], trusted=trusted)["choices"]
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            post(url, PROMPT, trusted=trusted)
 
 
 @pytest.mark.parametrize("verb", ["serve", "frontend"])
@@ -156,6 +149,7 @@ def streamed_call(client: openai.OpenAI, seed: int) -> str:
     return "".join(call.function.arguments or "" for call in deltas if call.function)
 
 
+@pytest.mark.thorough
 def test_calls_of_tools_are_the_same_through_deaths_of_the_worker(tmp_path: Path) -> None:
     template = with_tools(tmp_path) / "chat_template.jinja"
     template.write_text(f"{template.read_text()}<think>")

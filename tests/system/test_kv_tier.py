@@ -56,6 +56,7 @@ async def test_an_evicted_prefix_comes_back_from_the_host(model):
             assert (await client.loads()).num_held_host_blocks == 0
 
 
+@pytest.mark.thorough
 async def test_another_salt_or_tenant_finds_nothing_in_the_host(model):
     prompt = oracle.random_prompts(3, VOCAB_SIZE, [PREFIX_LENGTH])[0]
     expected = oracle.greedy(oracle.load(model), prompt, 12)
@@ -68,6 +69,7 @@ async def test_another_salt_or_tenant_finds_nothing_in_the_host(model):
             assert (await client.loads()).num_host_cached_prompt_tokens == 0
 
 
+@pytest.mark.thorough
 async def test_the_host_tier_dies_with_its_worker(model):
     """Its blocks were the lost worker's memory: nothing of them may be believed."""
     prompt = oracle.random_prompts(5, VOCAB_SIZE, [PREFIX_LENGTH])[0]

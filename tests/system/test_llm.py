@@ -25,6 +25,7 @@ from pagewire import LLM, BeamSearchParams, SamplingParams, installation
 from pagewire.llm.llm import DEFAULT_SAMPLING
 from testing.services import ENVIRON, children_of
 from tests.environments import forgetting
+from tests.thorough import thorough
 
 MODEL = Path(__file__).parents[2] / "models" / "storyteller"
 OPTIONS = {"num_threads": 1, "num_device_blocks": 256}
@@ -437,6 +438,7 @@ def test_progress_is_for_terminals_or_for_who_asks(llm: LLM, capfd: pytest.Captu
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.thorough
 def test_equal_seeds_give_equal_outputs(llm: LLM) -> None:
     """Of programs that ask for the same; one program's prompts do not share a seed."""
     sampling = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
@@ -466,6 +468,7 @@ def test_threads_and_event_loops(llm: LLM) -> None:
     assert results == [expected] * 4
 
 
+@pytest.mark.thorough
 def test_the_thread_that_made_it_may_end(llm: LLM) -> None:
     expected = texts_of(llm.generate(PROMPTS, GREEDY))
     made: list[LLM] = []
@@ -522,12 +525,14 @@ def begun(program: str) -> "tuple[subprocess.Popen[str], list[int]]":
 @pytest.mark.parametrize(
     ("program", "code"),
     [
-        ("with llm: print(len(llm.generate('Once')))", 0),
-        ("print(len(llm.generate('Once'))); del llm", 0),
-        ("print(len(llm.generate('Once'))); sys.exit(3)", 3),
         ("print(len(llm.generate('Once'))); raise RuntimeError", 1),
-        ("print(len(llm.generate('Once')))\nif not os.fork(): sys.exit()\nos.wait(); llm.generate('Once')", 0),
-        ("llm.generate('Once')\nif not os.fork(): print(len(llm.generate('Once')))\nelse: os.wait()", 0),
+        *thorough(
+            ("with llm: print(len(llm.generate('Once')))", 0),
+            ("print(len(llm.generate('Once'))); del llm", 0),
+            ("print(len(llm.generate('Once'))); sys.exit(3)", 3),
+            ("print(len(llm.generate('Once')))\nif not os.fork(): sys.exit()\nos.wait(); llm.generate('Once')", 0),
+            ("llm.generate('Once')\nif not os.fork(): print(len(llm.generate('Once')))\nelse: os.wait()", 0),
+        ),
     ],
 )
 def test_the_services_end_with_the_program(program: str, code: int) -> None:
@@ -539,7 +544,7 @@ def test_the_services_end_with_the_program(program: str, code: int) -> None:
     wait_until_gone(pids)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, *thorough(signal.SIGTERM)])
 def test_a_killed_program_leaves_no_services(number: signal.Signals) -> None:
     process, pids = begun("llm.generate(['Once'] * 50, long)")
     process.send_signal(number)
@@ -581,6 +586,7 @@ def test_services_that_are_gone_are_said_to_be() -> None:
         says_so(llm, r"^the services of this LLM have ended \(signal SIGKILL\)")
 
 
+@pytest.mark.thorough
 def test_closing_ends_what_runs_in_another_thread() -> None:
     llm = LLM(MODEL, **OPTIONS)
     failures: list[BaseException] = []

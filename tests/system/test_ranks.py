@@ -15,12 +15,14 @@ from testing.checkpoints.families import FIRST_FAMILIES, make_checkpoint
 from testing.forked import running
 from testing.parity import assert_logprobs, generate_all, tokens_of
 from testing.streams import Progress, requests_of, run_streams, run_while_ending, until_connected, until_lost
+from tests.thorough import thorough
 
 FLOAT32 = ["--dtype", "float32"]
 PROMPTS = oracle.random_prompts(41, 151, (1, 16, 17, 64, 100, 300))
 VARIANTS = [
-    *[(family, {}) for family in (*FIRST_FAMILIES, "olmo2", "gpt_neox", "bloom")],  # test_tensor_parallel.py has all
     ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),  # both ranks hold the KV head
+    # test_tensor_parallel.py has all.
+    *thorough(*((family, {}) for family in (*FIRST_FAMILIES, "olmo2", "gpt_neox", "bloom"))),
 ]
 
 
@@ -72,6 +74,7 @@ async def test_streams_go_on_when_ranks_are_killed(model):
     assert loads.num_held_blocks == 0
 
 
+@pytest.mark.thorough
 async def test_ranks_that_restart_in_order_end_with_0(model):
     requests = requests_of(46, 151, num_requests=8, max_tokens=(100, 150))
     with running(model, worker=FLOAT32, num_ranks=2) as system:
@@ -139,6 +142,7 @@ def free_ports_in_a_row(count: int) -> int:
         return first
 
 
+@pytest.mark.thorough
 async def test_a_worker_starts_its_ranks_and_all_of_them_again_when_one_dies(model):
     """Over ports that follow each other: what one pod with several GPUs does."""
     port = free_ports_in_a_row(2)

@@ -15,9 +15,9 @@ from testing.checkpoints.families import make_checkpoint
 from testing.forked import running
 from testing.parity import STORYTELLER
 from testing.streams import NUM_STREAMS, Progress, requests_of, run_streams, run_with_ends, until_connected
+from tests.thorough import thorough
 
 NUM_KILLS = 20
-NUM_RESTARTS = 10
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +25,7 @@ def model(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("recovery") / "model", "qwen3", seed=3)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(1200)
 async def test_20_kills_during_100_streams_stay_within_the_margin_in_bf16():
     """Another batch shape may round a near tie the other way, and from there on the texts differ; every token that was
@@ -46,17 +47,19 @@ async def test_20_kills_during_100_streams_stay_within_the_margin_in_bf16():
 
 
 @pytest.mark.timeout(1200)
-async def test_20_kills_during_100_streams_change_nothing_in_float32(model):
+@pytest.mark.parametrize("num_kills", [3, *thorough(NUM_KILLS)])
+async def test_kills_during_100_streams_change_nothing_in_float32(model, num_kills):
     flags = {"worker": ["--dtype", "float32"], "scheduler": ["--max-num-batched-tokens", 512]}
-    run = await run_with_ends(running, model, requests_of(1, 151), NUM_KILLS, **flags)
+    run = await run_with_ends(running, model, requests_of(1, 151), num_kills, **flags)
     assert all(served == run.calm for served in run.disturbed)
 
 
 @pytest.mark.timeout(1200)
-async def test_10_rolling_restarts_under_100_streams_change_nothing(model):
+@pytest.mark.parametrize("num_restarts", [3, *thorough(10)])
+async def test_rolling_restarts_under_100_streams_change_nothing(model, num_restarts):
     """Each worker is told to stop, says so, and exits with 0."""
     flags = {"worker": ["--dtype", "float32"], "scheduler": ["--max-num-batched-tokens", 512]}
-    run = await run_with_ends(running, model, requests_of(2, 151), NUM_RESTARTS, kills=False, **flags)
+    run = await run_with_ends(running, model, requests_of(2, 151), num_restarts, kills=False, **flags)
     assert all(served == run.calm for served in run.disturbed)
 
 
@@ -100,7 +103,8 @@ async def test_requests_wait_for_a_missing_worker_and_fail_after_its_timeout(mod
             assert after.outputs[0].token_ids == before.outputs[0].token_ids
 
 
-async def test_1000_cancels_at_random_moments_hold_no_block(model):
+@pytest.mark.parametrize("num_cancels", [100, *thorough(1000)])
+async def test_cancels_at_random_moments_hold_no_block(model, num_cancels):
     """Cancelled while queued, in prefill, while decoding, or just when they end."""
     rng = random.Random(9)
     with running(model, worker=["--dtype", "float32", "--num-device-blocks", 200]) as system:
@@ -122,8 +126,8 @@ async def test_1000_cancels_at_random_moments_hold_no_block(model):
                         num_cancelled += 1
                     await asyncio.wait({task})
 
-            while num_cancelled < 1000:
-                await asyncio.gather(*(one(i) for i in range(1000 - num_cancelled)))
+            while num_cancelled < num_cancels:
+                await asyncio.gather(*(one(i) for i in range(num_cancels - num_cancelled)))
             # Nothing answers a cancel, and a busy server reads it late, but before what comes after it in its call: a
             # request that was alone had a call of its own, the others shared one, as lists do.
             alone = await client.complete(None, SamplingParams(max_tokens=2), prompt_token_ids=[5])

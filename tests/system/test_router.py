@@ -220,6 +220,7 @@ def whole(router: Router, prompt: str, max_tokens: int) -> str:
     return answer.text
 
 
+@pytest.mark.thorough
 def test_only_streams_that_have_begun_wait_for_a_lost_worker(pairs: list[Pair], router: Router) -> None:
     with ThreadPoolExecutor(64) as pool:
         calm = list(pool.map(lambda prompt: whole(router, prompt, MANY), PROMPTS))

@@ -10,6 +10,7 @@ import pytest
 
 from tests.contract.terminal import CTRL_C, CTRL_D, ROOT, TIMEOUT_S, Terminal, on_terminal
 from tests.system.processes import command_line, wait_until_gone
+from tests.thorough import thorough
 
 MODEL = str(ROOT / "models" / "storyteller")
 PROMPT = "Once upon a time"
@@ -49,14 +50,16 @@ def test_the_bundled_model_is_found_from_any_folder(tmp_path: Path) -> None:
     assert "8 completion tokens" in given.stderr
 
 
-def test_of_another_servers_options_it_has_its_own(tmp_path: Path) -> None:
+@pytest.mark.thorough
+@pytest.mark.parametrize("is_flag", [False, True])
+def test_of_another_servers_options_it_has_its_own(tmp_path: Path, is_flag: bool) -> None:
     file = tmp_path / "options.yaml"
     file.write_text("tenants: /nowhere\ntls-cert: /nowhere\nrecord: /nowhere/at/all\nmax-model-len: 40\n")
-    for given in ({"PAGEWIRE_CONFIG": str(file), "PAGEWIRE_TLS_KEY": "/nowhere"}, {}):
-        flags = (*FLAGS[:-1], "--ignore-eos", "--stats", *(() if given else ("--config", str(file))))
-        answered = run(MODEL, *flags, PROMPT, **given)
-        assert answered.returncode == 0, answered.stderr
-        assert "4 prompt tokens, 0 cached tokens, 36 completion tokens" in answered.stderr
+    flags = (*FLAGS[:-1], "--ignore-eos", "--stats", *(("--config", str(file)) if is_flag else ()))
+    variables = {} if is_flag else {"PAGEWIRE_CONFIG": str(file), "PAGEWIRE_TLS_KEY": "/nowhere"}
+    answered = run(MODEL, *flags, PROMPT, **variables)
+    assert answered.returncode == 0, answered.stderr
+    assert "4 prompt tokens, 0 cached tokens, 36 completion tokens" in answered.stderr
 
 
 def test_a_chat_ends_with_its_server(tmp_path: Path) -> None:
@@ -73,7 +76,7 @@ def test_a_chat_ends_with_its_server(tmp_path: Path) -> None:
     assert (tmp_path / "pagewire" / "chat_history").read_text() == f"{PROMPT}\nmore\n"
 
 
-@pytest.mark.parametrize("moment", ["asked", "answering"])
+@pytest.mark.parametrize("moment", ["answering", *thorough("asked")])
 def test_a_chat_ends_when_its_server_is_killed(tmp_path: Path, moment: str) -> None:
     with on_terminal(tmp_path, "run", MODEL, *FLAGS[:-1], "--max-tokens=2000", "--ignore-eos") as terminal:
         terminal.wait_for("Ctrl-D ends.")
@@ -88,7 +91,7 @@ def test_a_chat_ends_when_its_server_is_killed(tmp_path: Path, moment: str) -> N
         assert terminal.process.wait(TIMEOUT_S) == 1
 
 
-@pytest.mark.parametrize("moment", ["loading", "asked", "answering"])
+@pytest.mark.parametrize("moment", ["answering", *thorough("loading", "asked")])
 def test_sigterm_ends_both(tmp_path: Path, moment: str) -> None:
     with on_terminal(tmp_path, "run", MODEL, *FLAGS[:-1], "--max-tokens=2000", "--ignore-eos") as terminal:
         terminal.wait_for("starting pagewire serve")

@@ -26,6 +26,7 @@ from testing.checkpoints.families import make_checkpoint
 from testing.services import Service
 from tests.contract import hub
 from tests.system.processes import command_line, wait_until_gone
+from tests.thorough import thorough
 
 READY = "ready on grpc://"
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -98,6 +99,7 @@ def test_a_stream_outlives_its_worker_and_a_signal_ends_both(model: Path) -> Non
         wait_until_gone(worker)
 
 
+@pytest.mark.thorough
 def test_a_worker_that_hangs_is_replaced(model: Path) -> None:
     """A stopped process keeps its connection and says nothing; it is never continued."""
     sampling = SamplingParams(temperature=0, max_tokens=300)
@@ -117,6 +119,7 @@ def test_a_worker_that_hangs_is_replaced(model: Path) -> None:
         assert process.returncode == 0
 
 
+@pytest.mark.thorough
 def test_a_worker_that_another_scheduler_takes_is_replaced(model: Path) -> None:
     """The stream goes on, whether the other one's epoch is refused or not."""
     sampling = SamplingParams(temperature=0, max_tokens=300)
@@ -150,6 +153,7 @@ def take(path: Path, epoch: int) -> worker_pb2.ExecuteResponse:
         return next(stub.Execute(iter([worker_pb2.ExecuteRequest(hello=hello)]), timeout=60, wait_for_ready=True))
 
 
+@pytest.mark.thorough
 def test_a_worker_is_started_when_there_are_descriptors_again(model: Path) -> None:
     sampling = SamplingParams(temperature=0, max_tokens=300)
     with serving(model) as process:
@@ -202,7 +206,7 @@ def socket_of(worker: int) -> Path:
     return Path(path)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGINT, *thorough(signal.SIGTERM)])
 def test_only_its_user_reaches_the_worker(model: Path, number: signal.Signals) -> None:
     """No port, and a socket in a directory that goes with the server."""
     with serving(model) as process:
@@ -291,6 +295,7 @@ def test_options_from_a_file_and_the_environment(tmp_path: Path, model: Path) ->
     assert (info["worker"]["block_size"], info["worker"]["num_device_blocks"]) == (8, 64)
 
 
+@pytest.mark.thorough
 def test_a_model_of_the_hub(model: Path, tmp_path: Path) -> None:
     """Downloaded once; then it is served without the hub, under its id, by both services."""
     files = {path.name: path.read_bytes() for path in model.iterdir()}

@@ -8,6 +8,8 @@ import pytest
 from bench.services.split import ARMS, Arm
 from testing.checkpoints.families import make_checkpoint
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.mark.parametrize("name", ARMS)
 def test_an_arm_that_raises_in_a_round_ends(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -21,13 +21,13 @@ from pagewire.common.grammars import GrammarCompiler
 from testing.forked import running
 from testing.services import System
 from testing.streams import until_connected, until_lost
+from tests.thorough import thorough
 
 ROOT = Path(__file__).parents[2]
 STORYTELLER = ROOT / "models" / "storyteller"
 SCHEMAS = [json.loads(line) for line in (ROOT / "tests" / "schemas" / "schemas.jsonl").read_text().splitlines()]
 COMPILER = GrammarCompiler((STORYTELLER / "tokenizer.json").read_text(encoding="utf-8"), 1024)
 SEEDS = (1, 2, 3)
-NUM_KILLS = 20
 MAX_CONCURRENT = 32
 WORKER = ["--dtype", "float32"]
 # A pool in which some must give way.
@@ -104,10 +104,12 @@ def told(completion: Completion) -> list[tuple[Any, ...]]:
     return [(output.token_ids, output.text, output.finish_reason) for output in completion.outputs]
 
 
-async def kill_now_and_then(system: System, client: AsyncClient, num_requests: int, ended: asyncio.Semaphore) -> None:
+async def kill_now_and_then(
+    system: System, client: AsyncClient, num_requests: int, num_kills: int, ended: asyncio.Semaphore
+) -> None:
     """Kill the worker whenever another share of the requests has ended."""
-    for number in range(NUM_KILLS):
-        for _ in range(num_requests // (NUM_KILLS + 5)):
+    for number in range(num_kills):
+        for _ in range(num_requests // (num_kills + 5)):
             await ended.acquire()
         await until_connected(client, True)
         system.worker.kill()
@@ -116,21 +118,22 @@ async def kill_now_and_then(system: System, client: AsyncClient, num_requests: i
 
 
 @pytest.mark.timeout(1200)
-async def test_every_schema_gives_valid_outputs_through_20_kills() -> None:
+@pytest.mark.parametrize(("indexes", "num_kills"), [(range(1, 200, 7), 2), *thorough((range(200), 20))], ids=str)
+async def test_schemas_give_valid_outputs_through_kills(indexes: range, num_kills: int) -> None:
     """They are those of a calm run, though the worker dies again and again and its pool is small."""
-    keys = [(index, SEEDS[index % len(SEEDS)]) for index in range(len(SCHEMAS))]
+    keys = [(index, SEEDS[index % len(SEEDS)]) for index in indexes]
     with running(STORYTELLER, worker=WORKER) as system:
         async with AsyncClient(system.url) as client:
             calm = await run_all(client, keys)
     with running(STORYTELLER, **SMALL_POOL) as system:
         async with AsyncClient(system.url) as client:
             ended = asyncio.Semaphore(0)
-            killing = asyncio.create_task(kill_now_and_then(system, client, len(keys), ended))
+            killing = asyncio.create_task(kill_now_and_then(system, client, len(keys), num_kills, ended))
             disturbed = await run_all(client, keys, ended)
             await killing
-            assert (await client.loads()).num_worker_losses == NUM_KILLS
+            assert (await client.loads()).num_worker_losses == num_kills
     assert not [fault for (index, _), completion in disturbed.items() for fault in faults(index, completion)]
-    assert num_cut(disturbed.values()) <= len(SCHEMAS) // 10, "the most likely outputs of beams may go on and on"
+    assert num_cut(disturbed.values()) <= len(keys) // 10, "the most likely outputs of beams may go on and on"
     assert {key: told(completion) for key, completion in disturbed.items()} == {
         key: told(completion) for key, completion in calm.items()
     }

@@ -10,6 +10,7 @@ from testing import oracle
 from testing.checkpoints.families import make_checkpoint
 from testing.forked import running
 from testing.services import System
+from tests.thorough import thorough
 
 VOCAB_SIZE = 151
 TINY_POOL = ["--dtype", "float32", "--num-device-blocks", 36, "--num-host-blocks", 300]
@@ -57,6 +58,7 @@ def calm(model):
         return requests, asyncio.run(run())
 
 
+@pytest.mark.one_of_each
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("depth", [1, 2])
 async def test_preempted_requests_get_the_tokens_of_an_undisturbed_run(model, calm, mode, depth):
@@ -75,7 +77,7 @@ async def test_preempted_requests_get_the_tokens_of_an_undisturbed_run(model, ca
     assert_all_free(loads)
 
 
-@pytest.mark.parametrize("num_host_blocks", [0, 7])
+@pytest.mark.parametrize("num_host_blocks", [7, *thorough(0)])
 async def test_what_does_not_fit_into_the_host_pool_is_recomputed(model, calm, num_host_blocks):
     requests, expected = calm
     worker = ["--dtype", "float32", "--num-device-blocks", 36, "--num-host-blocks", num_host_blocks]
@@ -99,7 +101,7 @@ async def kill_while_something_is_swapped(client: AsyncClient, system: System) -
             await asyncio.sleep(0.02)
 
 
-@pytest.mark.parametrize("mode", ["swap", "auto"])
+@pytest.mark.parametrize("mode", ["swap", *thorough("auto")])
 async def test_a_worker_killed_while_requests_are_swapped_changes_nothing(model, calm, mode):
     requests, expected = calm
     with running(model, worker=TINY_POOL, scheduler=["--preemption", mode]) as system:
@@ -151,7 +153,9 @@ WINDOWS = {
 }
 
 
-@pytest.fixture(scope="module", params=WINDOWS)
+@pytest.fixture(
+    scope="module", params=["qwen2, the upper layer", *thorough(*[name for name in WINDOWS if "mistral" in name])]
+)
 def windowed(request, tmp_path_factory):
     """A checkpoint, its number of blocks, prompts, and the greedy tokens of each."""
     family, overrides, num_device_blocks = WINDOWS[request.param]
@@ -162,7 +166,7 @@ def windowed(request, tmp_path_factory):
     return path, num_device_blocks, prompts, [oracle.greedy(model, prompt, 60) for prompt in prompts]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["auto", *thorough("swap", "recompute")])
 async def test_sliding_windows_under_pressure_are_what_transformers_generates(windowed, mode):
     """Prompts shorter and far longer than the window, in chunks, preempted. The short ones fit together, but not with
     what they grow to."""

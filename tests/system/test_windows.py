@@ -9,6 +9,7 @@ from pagewire import AsyncClient, PagewireError, SamplingParams
 from testing import oracle
 from testing.checkpoints.families import make_checkpoint
 from testing.forked import running
+from tests.thorough import thorough
 
 VOCAB_SIZE = 151
 NUM_TOKENS = 200
@@ -32,7 +33,7 @@ async def complete(client: AsyncClient, prompt: list[int]) -> list[int]:
     return list(completion.outputs[0].token_ids)
 
 
-@pytest.mark.parametrize(("mode", "budget"), [("swap", 24), ("recompute", 512)])
+@pytest.mark.parametrize(("mode", "budget"), [("swap", 24), *thorough(("recompute", 512))])
 async def test_requests_longer_than_the_pool_get_what_transformers_generates(windowed, mode, budget):
     """Alone; all at once, until some have been preempted; and again from what is cached of them."""
     path, prompts, expected = windowed
@@ -50,6 +51,7 @@ async def test_requests_longer_than_the_pool_get_what_transformers_generates(win
     assert (loads.num_held_blocks, loads.num_held_host_blocks) == (0, 0)
 
 
+@pytest.mark.thorough
 async def test_a_worker_killed_under_them_changes_nothing(windowed):
     path, prompts, expected = windowed
     with running(path, worker=WORKER) as system:

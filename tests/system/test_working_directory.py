@@ -41,6 +41,7 @@ def command_lines(group: list[int]) -> list[str]:
     return lines
 
 
+@pytest.mark.thorough
 def test_no_process_of_a_server_runs_files_of_the_working_directory(hostile: Path) -> None:
     flags = ["--port=0", "--metrics-port=0", "--tensor-parallel-size=2", "--num-device-blocks=64"]
     flags += [f"--http-port={free_port(HOST)}", "--log-level=warning"]
