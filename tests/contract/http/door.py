@@ -11,6 +11,7 @@ from typing import Any
 import httpx2 as httpx
 import openai
 import pytest
+import pytest_asyncio
 
 from pagewire.hosting.supervisor import free_port
 from scheduler_service.core.request import Request
@@ -134,3 +135,14 @@ def noting_requests() -> Iterator[list[Begun]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Intake, "start", noted)
         yield begun
+
+
+def server_of_the_module(name: str = "server") -> Any:
+    """Return the fixture of a server that tests of a module share; these tests run on the module's event loop."""
+
+    @pytest_asyncio.fixture(loop_scope="module", scope="module", name=name)
+    async def start(model: Path) -> AsyncIterator[HttpServer]:
+        async with serve_http(model) as server:
+            yield server
+
+    return start

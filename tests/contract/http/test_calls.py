@@ -17,8 +17,10 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.doors.http import body, connection, event_stream
 from scheduler_service.doors.http import server as http_server
 from tests.contract.certificates import Authority
-from tests.contract.http.door import DONE, HttpServer, serve_http
+from tests.contract.http.door import DONE, HttpServer, serve_http, server_of_the_module
 from tests.contract.tenants import KEYS, key_file, remove_tenant, write_tenants
+
+lasting_server = server_of_the_module("lasting_server")
 
 PATH = "/v1/completions"
 NAMES = ["first", "second", "third"]
@@ -98,10 +100,11 @@ async def test_a_front_end_without_its_scheduler_says_so(server: HttpServer) -> 
     ],
     ids=lambda value: str(value)[:30],
 )
+@pytest.mark.asyncio(loop_scope="module")
 async def test_refusals_have_the_form_of_openai(
-    server: HttpServer, status: int, path: str, content: str | bytes
+    lasting_server: HttpServer, status: int, path: str, content: str | bytes
 ) -> None:
-    response = await server.client.post(path, content=content)
+    response = await lasting_server.client.post(path, content=content)
     assert response.status_code == status, response.text
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}

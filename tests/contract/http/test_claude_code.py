@@ -14,9 +14,12 @@ from tokenizers import Tokenizer
 
 from scheduler_service.doors.http.messages.conversation import chat_of
 from scheduler_service.doors.http.messages.requests import CountTokensRequest
-from tests.contract.http.door import Begun, HttpServer, noting_requests, serve_http
+from tests.contract.http.door import Begun, HttpServer, noting_requests, serve_http, server_of_the_module
 from tests.contract.http.scripted import CALL, WEATHER, Say, make_tool_checkpoint
 from tests.growth import check_growth
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+server = server_of_the_module()
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 QUESTION = {"role": "user", "content": "hi"}
@@ -330,14 +333,14 @@ async def test_a_text_like_the_billing_line_stays(prompts: Prompts, given: list[
     assert await prompts.of(messages=user) == f"<user>{BILLING.format('1')}<assistant>"
 
 
-def test_no_line_of_any_length_is_read() -> None:
+async def test_no_line_of_any_length_is_read() -> None:
     """A regular expression keeps the interpreter's lock until it has ended."""
     for number, num_messages in ((100, 1), (10_000, 2)):
         asked = {"messages": [QUESTION], "system": "x-anthropic-billing-header:" + " a=b;" * number}
         assert len(chat_of(msgspec.convert(asked, CountTokensRequest)).messages) == num_messages
 
 
-def test_a_long_line_is_read_in_linear_time() -> None:
+async def test_a_long_line_is_read_in_linear_time() -> None:
     def read(number: int) -> None:
         for line in ("a=b=" * number, "a=b;" * number, "a=b; " * number + "!", "a=" + " " * number + "!"):
             system = f"x-anthropic-billing-header:{line}"

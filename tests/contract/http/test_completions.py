@@ -11,8 +11,11 @@ from pagewire.common.messages import GrammarKind
 from pagewire.wire import TIMEOUT_PASSED
 from scheduler_service.serving.refusal import Reason
 from testing.scheduler_stack import VOCAB_SIZE, expected_tokens, request
-from tests.contract.http.door import HttpServer, joined
+from tests.contract.http.door import HttpServer, joined, server_of_the_module
 from tests.contract.spelled_grammars import allowed_tokens
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+server = server_of_the_module()
 
 PATH = "/v1/completions"
 PROMPT = [5, 6, 7, 8, 9]

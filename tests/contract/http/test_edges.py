@@ -16,8 +16,10 @@ import pytest
 from scheduler_service.doors.http import body, connection, event_stream
 from scheduler_service.doors.http import server as http_server
 from tests.contract.certificates import Authority
-from tests.contract.http.door import DONE, HttpServer, serve_http
+from tests.contract.http.door import DONE, HttpServer, serve_http, server_of_the_module
 from tests.contract.http.sockets import PATH, VERSION, Stream, answer_to, connected, posted, status_of
+
+lasting_server = server_of_the_module("lasting_server")
 
 MIB = 1 << 20
 _ASKED = json.dumps({"prompt": "x" * 1_000_000, "return_token_strs": True}).encode()
@@ -347,8 +349,9 @@ async def _all_of(reader: asyncio.StreamReader) -> bytes:
     ],
     ids=lambda value: str(value)[:60],
 )
-async def test_odd_requests_have_their_status(server: HttpServer, status: int, sent: bytes) -> None:
-    assert await status_of(server, sent.replace(b"host: x", b"host: localhost")) == status
+@pytest.mark.asyncio(loop_scope="module")
+async def test_odd_requests_have_their_status(lasting_server: HttpServer, status: int, sent: bytes) -> None:
+    assert await status_of(lasting_server, sent.replace(b"host: x", b"host: localhost")) == status
 
 
 @pytest.mark.parametrize("name", ["n" * 100_000, "n" * 100_000 + ".m", "t" * 50_000 + "emperature"])

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from scheduler_service.doors.http import connection
-from tests.contract.http.door import DONE, HttpServer, serve_http
+from tests.contract.http.door import DONE, HttpServer, serve_http, server_of_the_module
 from tests.contract.http.sockets import PATH, VERSION, Stream, answer_to, connected, posted, status_of
+
+lasting_server = server_of_the_module("lasting_server")
 
 POST = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\n".encode()
 CONTENT = json.dumps({"prompt": "x", "seed": 0, "max_tokens": 2}).encode()
@@ -172,11 +174,14 @@ async def test_nothing_behind_connect_is_served(server: HttpServer, arrivals: Ar
     ],
     ids=lambda value: str(value)[:80],
 )
-async def test_heads_that_rfc_9112_names_have_their_status(server: HttpServer, status: int, sent: bytes) -> None:
+@pytest.mark.asyncio(loop_scope="module")
+async def test_heads_that_rfc_9112_names_have_their_status(
+    lasting_server: HttpServer, status: int, sent: bytes
+) -> None:
     """A refusal ends the connection, and nothing behind it is served."""
-    assert await status_of(server, sent) == status
+    assert await status_of(lasting_server, sent) == status
     if status not in (200, 403, 404):
-        answer = await answer_to(server, sent + VERSION)
+        answer = await answer_to(lasting_server, sent + VERSION)
         assert (len(re.findall(rb"HTTP/1.1 \d", answer)), b"connection: close" in answer) == (1, True)
 
 

@@ -22,10 +22,11 @@ from testing.scheduler_stack import VOCAB_SIZE
 from tests.contract.http.door import HttpServer, joined, serve_http
 from tests.fuzz.over_http import COMPLETIONS, as_over_http, body_of, id_of, outputs_over_http
 from tests.fuzz.received import Received
+from tests.thorough import thorough
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-SEEDS = range(2)
+SEEDS = [0, *thorough(1)]
 NUM_REQUESTS = 40
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 WORDS = ("once", "upon", "a", "time", "é", "😀", "\n", "hello")

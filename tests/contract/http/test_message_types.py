@@ -5,8 +5,11 @@ from typing import Any
 
 import pytest
 
-from tests.contract.http.door import HttpServer
+from tests.contract.http.door import HttpServer, server_of_the_module
 from tests.contract.http.scripted import make_tool_checkpoint
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+server = server_of_the_module()
 
 CHAT = "/v1/chat/completions"
 QUESTION = {"role": "user", "content": "hi"}

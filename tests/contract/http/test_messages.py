@@ -12,9 +12,12 @@ from tokenizers import Tokenizer
 
 from scheduler_service.doors.http.messages.conversation import chat_of
 from scheduler_service.doors.http.messages.requests import CountTokensRequest
-from tests.contract.http.door import HttpServer, make_chat_checkpoint, serve_http
+from tests.contract.http.door import HttpServer, make_chat_checkpoint, serve_http, server_of_the_module
 from tests.contract.http.scripted import CALL, SECOND, WEATHER, Say, make_tool_checkpoint
 from tests.contract.tenants import KEYS, key_file, write_tenants
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+server = server_of_the_module()
 
 QUESTION = {"role": "user", "content": "hi"}
 TOOLS = [

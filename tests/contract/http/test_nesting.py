@@ -23,8 +23,11 @@ from scheduler_service.doors.http.messages.answers import (
     ToolUsePart,
 )
 from scheduler_service.doors.http.messages.messages import folded
-from tests.contract.http.door import HttpServer
+from tests.contract.http.door import HttpServer, server_of_the_module
 from tests.contract.http.scripted import make_tool_checkpoint
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+server = server_of_the_module()
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 ASKED = '"messages": [{"role": "user", "content": "hi"}]'
@@ -130,7 +133,7 @@ async def test_what_is_nested_less_is_served(server: HttpServer, place: str) -> 
 
 
 @pytest.mark.parametrize("container", ["[%s]", '{"a": %s}', '[1, {"a": %s}]'])
-def test_json_is_read_up_to_a_depth(container: str) -> None:
+async def test_json_is_read_up_to_a_depth(container: str) -> None:
     text = "1"
     while (depth := text.count("[") + text.count("{")) <= MAX_DEPTH:
         assert from_json(text) == json.loads(text)
@@ -141,7 +144,7 @@ def test_json_is_read_up_to_a_depth(container: str) -> None:
 
 
 @pytest.mark.parametrize("text", [nested(depth) for depth in (MAX_DEPTH + 1, 960, 5000)] + ["[" * 5000], ids=len)
-def test_arguments_that_are_nested_too_deeply_stand_as_text(text: str) -> None:
+async def test_arguments_that_are_nested_too_deeply_stand_as_text(text: str) -> None:
     head = MessageAnswer("msg_1", "message", "assistant", "chatty", [], None, None, MessageUsage(1, 0, 0))
     call = ToolUsePart("toolu_1", "now", {})
     message = folded(

@@ -13,10 +13,13 @@ from tokenizers import Tokenizer
 
 from scheduler_service.doors.http.responses.conversation import chat_meant, items_of
 from scheduler_service.doors.http.responses.requests import ResponsesRequest
-from tests.contract.http.door import HttpServer, serve_http
+from tests.contract.http.door import HttpServer, serve_http, server_of_the_module
 from tests.contract.http.response_items import PATH, TOOLS, items
 from tests.contract.http.scripted import CALL, SECOND, TEMPLATE, Say, make_tool_checkpoint
 from tests.contract.http.shared import CHAT
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+server = server_of_the_module()
 
 USED = ("function_call", "weather", '{"city": "Oslo"}')
 
@@ -207,7 +210,7 @@ async def test_input_tokens_are_counted(server: HttpServer, say: Say) -> None:
     assert (await server.refusal(f"{PATH}/input_tokens", input=[]))["param"] == "input"
 
 
-def test_a_conversation_is_the_chat_that_it_means() -> None:
+async def test_a_conversation_is_the_chat_that_it_means() -> None:
     given = {
         "instructions": "be kind",
         "input": [

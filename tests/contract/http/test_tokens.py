@@ -12,8 +12,11 @@ from tokenizers import Tokenizer
 from pagewire.common.messages import Pooling
 from testing.scheduler_stack import VOCAB_SIZE
 from testing.simulated_worker import reference_embedding
-from tests.contract.http.door import HttpServer, make_chat_checkpoint
+from tests.contract.http.door import HttpServer, make_chat_checkpoint, server_of_the_module
 from tests.contract.pooling import write_pooling
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+server = server_of_the_module()
 
 TEXT = "once upon a time"
 QUESTION = {"role": "user", "content": "hello"}

@@ -10,9 +10,12 @@ import pytest
 
 from pagewire.common.grammars.json_schema import enforceable, for_library, without_unset
 from scheduler_service.doors.http import prompts
-from tests.contract.http.door import HttpServer, serve_http
+from tests.contract.http.door import HttpServer, serve_http, server_of_the_module
 from tests.contract.http.scripted import CALL, WEATHER, Say, make_tool_checkpoint
 from tests.growth import check_growth
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+server = server_of_the_module()
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 QUESTION = {"role": "user", "content": "hi"}
