@@ -50,6 +50,7 @@ def start(*arguments: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.one_of_each
 @pytest.mark.parametrize("arguments", ["--no-such-flag 0", "--no-such-flag /tmp", "-Z 0", "a --no-such-flag 0"])
 @pytest.mark.parametrize("verb", [*(name for name in VERBS if name != "bench"), *(f"bench {name}" for name in BENCHES)])
 def test_the_value_of_an_unknown_flag_is_no_argument(
@@ -200,6 +201,7 @@ def served(url: str, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         ("m --seed 4 --top-k 3 --chat-template rag --stop hi --system s hi -q int8 ", "--quantization=int8"),
     ],
 )  # fmt: skip
+@pytest.mark.one_of_each
 @pytest.mark.parametrize("verb", ["run", "chat"])
 def test_run_serves_with_what_no_chat_takes(
     served: list[list[str]],

@@ -13,6 +13,7 @@ from pagewire.common.transport.otlp import tracer_provider
 from pagewire.hosting.supervisor import free_port
 from scheduler_service.metrics import Metrics
 from testing.scheduler_stack import Stack, serve
+from tests.thorough import thorough
 
 ROOT = Path(__file__).parents[2]
 # What gRPC itself leaves of every call before the call is served.
@@ -37,13 +38,14 @@ def unreachable() -> Counter[str]:
     return found
 
 
-async def test_requests_of_every_kind_leave_nothing_to_collect(checkpoint: Path) -> None:
+@pytest.mark.parametrize("num_requests", [300, *thorough(2000)])
+async def test_requests_of_every_kind_leave_nothing_to_collect(checkpoint: Path, num_requests: int) -> None:
     async with serve(checkpoint, detached_retention=0.01) as stack:
         await send(stack, 100)  # what is made once, and what the client of this process leaves
         gc.collect()
         gc.disable()
         try:
-            await send(stack, 2000)
+            await send(stack, num_requests)
             left = unreachable()
             await stack.worker.kill()
             await stack.until(lambda loads: not loads.worker_connected)
@@ -118,7 +120,7 @@ garbage_collection.keep_short()
     subprocess.run([sys.executable, "-c", calls + program], cwd=ROOT, check=True)
 
 
-@pytest.mark.parametrize("num_remembered", [0, 100_000])
+@pytest.mark.parametrize("num_remembered", [0, *thorough(100_000)])
 def test_cycles_go_in_a_service_that_is_never_idle(num_remembered: int) -> None:
     """Whatever it remembers, and though a call has been hidden before it ends; all of them are rarely in sight."""
     run_in_service(f"""
@@ -143,6 +145,7 @@ assert 0 < num_large < 8, num_large
 """)
 
 
+@pytest.mark.thorough
 def test_what_a_service_remembers_is_not_looked_at_for_garbage() -> None:
     """Not even where it has become most of the memory."""
     run_in_service("""

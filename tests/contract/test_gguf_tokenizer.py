@@ -379,6 +379,7 @@ ENDS = {
 }
 
 
+@pytest.mark.one_of_each
 @pytest.mark.parametrize("type", [NORMAL, CONTROL, USER_DEFINED, None], ids=["normal", "control", "user", "untyped"])
 @pytest.mark.parametrize("case", ENDS)
 def test_ends_of_answers_are_those_of_llama_cpp(case: str, type: int | None, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 from pagewire.hosting.model_source import ModelSourceError, locate
 from tests.contract import hub
 from tests.contract.hub import COMMIT, Hub, Repository
+from tests.thorough import thorough
 
 ROOT = Path(__file__).parents[2]
 BUNDLED = ROOT / "models" / "storyteller"
@@ -127,7 +128,7 @@ def test_an_index_of_former_files_is_passed_over(served: tuple[Hub, str], tmp_pa
     assert made.downloaded.count("model.safetensors") == 1
 
 
-@pytest.mark.parametrize("length", [0, 20])
+@pytest.mark.parametrize("length", [20, *thorough(0)])
 def test_a_file_that_was_cut_is_downloaded_again(served: tuple[Hub, str], tmp_path: Path, length: int) -> None:
     made, url = served
     variables = environ(tmp_path / "hf", url)
@@ -144,7 +145,9 @@ def test_a_file_that_was_cut_is_downloaded_again(served: tuple[Hub, str], tmp_pa
     assert ended.stderr.count("downloading it again") == len(cut)
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "model-00002-of-00002.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["model-00002-of-00002.safetensors", *thorough("config.json", "model.safetensors.index.json")]
+)
 def test_a_file_that_came_with_other_bytes_is_not_taken(served: tuple[Hub, str], tmp_path: Path, name: str) -> None:
     made, url = served
     variables = environ(tmp_path / "hf", url)
@@ -185,13 +188,15 @@ def test_a_revision(served: tuple[Hub, str], tmp_path: Path) -> None:
     ("model", "revision", "message"),
     [
         ("org/unknown", None, "org/unknown is neither a directory here nor a model that http"),
-        ("unknown", None, "unknown is neither a directory here nor a model that http"),
-        ("org/tagged", "v2", "org/tagged has no revision v2: give a branch, tag or commit"),
-        ("org/gated", None, "org/gated is gated: accept its terms at http"),
-        ("org/pickled", None, "org/pickled has only pickled weights (pytorch_model.bin)"),
-        ("org/gguf", None, "org/gguf has GGUF files and no config.json: run `hf download org/gguf model-q4.gguf`"),
-        ("org/no-model", None, "org/no-model has no config.json: give a checkpoint directory"),
         ("org/lacking", None, "org/lacking lacks model-00001-of-00002.safetensors"),
+        *thorough(
+            ("unknown", None, "unknown is neither a directory here nor a model that http"),
+            ("org/tagged", "v2", "org/tagged has no revision v2: give a branch, tag or commit"),
+            ("org/gated", None, "org/gated is gated: accept its terms at http"),
+            ("org/pickled", None, "org/pickled has only pickled weights (pytorch_model.bin)"),
+            ("org/gguf", None, "org/gguf has GGUF files and no config.json: run `hf download org/gguf model-q4.gguf`"),
+            ("org/no-model", None, "org/no-model has no config.json: give a checkpoint directory"),
+        ),
     ],
 )
 def test_what_the_hub_does_not_have(

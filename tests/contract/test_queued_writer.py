@@ -23,6 +23,7 @@ from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import request, serve
 from tests.contract.certificates import Authority
 from tests.contract.service_process import service
+from tests.thorough import thorough
 
 PROMPT = [1, 2, 3, 4, 5]
 MAX_BYTES = 1000
@@ -183,6 +184,7 @@ sys.exit(process.exitcode)""",
 }
 
 
+@pytest.mark.one_of_each
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("end", ENDS)
 def test_a_process_ends_whether_or_not_its_last_lines_are_read(full_pipe: Pipe, end: str, start: str) -> None:
@@ -216,7 +218,7 @@ async def dropped_lines(metrics_port: int) -> float:
     return float(value)
 
 
-@pytest.mark.parametrize("is_read_again", [True, False])
+@pytest.mark.parametrize("is_read_again", [True, *thorough(False)])
 async def test_a_scheduler_goes_on_when_its_log_is_not_read(
     checkpoint: Path, full_pipe: Pipe, is_read_again: bool
 ) -> None:

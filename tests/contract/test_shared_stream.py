@@ -19,6 +19,7 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from testing.scheduler_stack import VOCAB_SIZE, expected_tokens, serve
 from tests.contract import scripted_scheduler
 from tests.contract.scripted_scheduler import ScriptedScheduler, serving
+from tests.thorough import thorough
 
 PROMPT = [1, 2, 3, 4, 5]
 DEADLINE = 30
@@ -126,7 +127,7 @@ async def test_leaving_early_aborts(checkpoint: Path) -> None:
         assert (await complete(client, {})).outputs[0].token_ids == tuple(expected_tokens(PROMPT, 20, seed=3))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *thorough(1, 2)])
 async def test_many_at_once(checkpoint: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     print(f"seed {seed}")
     monkeypatch.setattr("pagewire.client.MIN_SHARED", 4)

@@ -13,6 +13,7 @@ from jinja2.filters import FILTERS
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from pagewire.common.template_sandbox import MAX_STEPS, Overspent, Template, TemplateFailure, _Budget
+from tests.thorough import thorough
 
 MESSAGES = [
     {"role": "system", "content": "Be kind & <short>."},
@@ -317,7 +318,7 @@ def test_a_failure_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid escape sequence:DeprecationWarning")  # Jinja2's lexer, of odd texts
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *thorough(1, 2, 3)])
 def test_any_text_is_a_template_or_a_clear_error(seed: int) -> None:
     print(f"seed {seed}")
     rng = random.Random(seed)

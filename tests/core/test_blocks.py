@@ -8,6 +8,7 @@ from collections.abc import Sized
 import pytest
 
 from scheduler_service.core.cache import BlockPool, EvictionOrder, PrefixIndex, content_root
+from tests.thorough import thorough
 
 KEY = content_root("tenant", "salt", b"model")
 
@@ -83,7 +84,7 @@ def test_spare_blocks_stand_before_the_cached_ones_in_the_order_they_came():
     assert [block for _, block in pool.idle_blocks()] == blocks[:2]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [*range(2), *thorough(*range(2, 5))])
 def test_a_pool_against_a_list(seed):
     """Random calls; the model is a plain list."""
     rng = random.Random(seed)
@@ -240,6 +241,7 @@ def assert_order(pool: BlockPool, model: ListModel) -> None:
         blocks.insert(0, block)
 
 
+@pytest.mark.one_of_each
 @pytest.mark.parametrize("num_owners", [1, 2, 4])
 @pytest.mark.parametrize("seed", range(4))
 def test_free_lists_against_plain_lists(seed, num_owners):
@@ -336,7 +338,7 @@ def test_a_cursor_stays_where_one_tier_still_has_a_copy():
     assert (cursor.chain(), index.take_moved_cursors()) == ([], [cursor])
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", [*range(3), *thorough(*range(3, 10))])
 def test_cursors_are_where_a_match_ends(seed):
     """Random prompts over few tokens are published, forgotten and followed."""
     print(f"seed {seed}")

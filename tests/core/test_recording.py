@@ -25,6 +25,7 @@ from scheduler_service.serving.recording import (
     record,
 )
 from tests.core.recorded_history import DEFAULTS, RecordedHistory
+from tests.thorough import thorough
 
 
 def recorded(path: Path, seed: int = 0, num_events: int = 400) -> RecordedHistory:
@@ -47,7 +48,7 @@ def lines(path: Path) -> list[list]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", [*range(8), *thorough(*range(8, 30))])
 def test_a_random_history_is_replayed_to_the_same_plans(
     seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,6 +23,7 @@ from testing.simulated_worker import reference, reference_embedding
 from tests.core.system import VOCAB, System, capacity_of, prompt_of
 
 
+@pytest.mark.one_of_each
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 63, 64, 65, 200])
 def test_one_request_generates_what_the_reference_does(depth, length):
@@ -580,10 +581,15 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
-    max_examples=150,
+    max_examples=50,
     stateful_step_count=60,
     deadline=None,
     report_multiple_bugs=False,
     phases=(Phase.explicit, Phase.reuse, Phase.generate),  # shrinking a history takes minutes
     suppress_health_check=list(HealthCheck),
 )
+
+
+@pytest.mark.thorough
+class TestSchedulerMachineAtLength(TestSchedulerMachine):
+    settings = settings(TestSchedulerMachine.settings, max_examples=150)

@@ -173,6 +173,7 @@ def growing_sessions(seed: int, num_sessions: int, num_requests: int) -> list[li
     return sessions
 
 
+@pytest.mark.one_of_each
 @pytest.mark.parametrize("host_tokens", [0, 50_000])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_request_is_served_and_every_token_accounted_for(tmp_path: Path, policy: str, host_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""The simulator in `make test`: a thousand seeds, known seeds, and that a seed is a history.
+"""The simulator in `make test`: 300 seeds, known seeds, and that a seed is a history.
 
 The seeds are always the same, so that a run of the tests says something of the code and not of the clock.
 `make sim FIRST=n` tries others.
@@ -21,12 +21,14 @@ from tests.sim.mutants import MUTANTS, PLANTING
 from tests.sim.outputs.campaign import CAMPAIGN as OUTPUTS
 from tests.sim.planting import Mutant, Patch, hunt_all, misplaced, planted
 from tests.sim.simulation import Simulation
+from tests.thorough import thorough
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_thousand_seeds():
-    summary = CAMPAIGN.run(0, 1_000, num_jobs=1)
+@pytest.mark.parametrize(("first", "num_seeds"), [(0, 300), *thorough((300, 700))])
+def test_some_seeds(first, num_seeds):
+    summary = CAMPAIGN.run(first, num_seeds, num_jobs=1)
     print(f"{summary.num_seeds} seeds, {summary.numbers['num_audits']} audited events")
     assert not summary.failures, CAMPAIGN.failed(summary)
 
@@ -64,6 +66,7 @@ def test_a_bug_without_a_place_is_told():
     assert "MoveLedger.acknowledge has this 2 times, not once (scheduler_service/core/cache/tiers.py, " in two
 
 
+@pytest.mark.thorough
 def test_a_bug_is_found_by_its_recorded_seed_or_another(monkeypatch, tmp_path, capsys):
     """However few seeds are run, each bug is looked at; one that no seed finds fails the run."""
     by_record, by_another, by_none = (
@@ -83,13 +86,14 @@ def test_a_bug_is_found_by_its_recorded_seed_or_another(monkeypatch, tmp_path, c
     assert planting.recorded_seeds() == {**seeds, by_another: 240}
 
 
-def test_what_has_ended_is_freed_without_the_collector():
+@pytest.mark.parametrize("seeds", [range(20), *thorough(range(20, 100))], ids=str)
+def test_what_has_ended_is_freed_without_the_collector(seeds):
     """Requests of every kind and faults of every kind leave no object of the scheduler that only a collection frees."""
     gc.collect()
     gc.freeze()  # or each of two hundred collections walks all that other tests of this process have imported
     gc.disable()
     try:
-        for seed in range(100):
+        for seed in seeds:
             simulation = Simulation(seed)
             simulation.run()
             gc.set_debug(gc.DEBUG_SAVEALL)
@@ -106,14 +110,15 @@ def test_what_has_ended_is_freed_without_the_collector():
         gc.enable()
 
 
+@pytest.mark.parametrize("num_seeds", [10, *thorough(40)])
 @pytest.mark.parametrize("campaign", [CAMPAIGN, OUTPUTS])
-def test_a_seed_is_a_history(campaign):
+def test_a_seed_is_a_history(campaign, num_seeds):
     """The same in another process, where strings hash otherwise, and objects lie elsewhere."""
     module = "tests.sim.campaign" if campaign is CAMPAIGN else "tests.sim.outputs.campaign"
-    program = f"from {module} import CAMPAIGN; print(CAMPAIGN.run_seeds(range(40)).log_hash)"
+    program = f"from {module} import CAMPAIGN; print(CAMPAIGN.run_seeds(range({num_seeds})).log_hash)"
     environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)}
     other = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     )
-    assert int(other.stdout) == campaign.run_seeds(range(40)).log_hash
-    assert campaign.run_seeds(range(40)).log_hash != campaign.run_seeds(range(1, 41)).log_hash
+    assert int(other.stdout) == campaign.run_seeds(range(num_seeds)).log_hash
+    assert campaign.run_seeds(range(num_seeds)).log_hash != campaign.run_seeds(range(1, num_seeds + 1)).log_hash

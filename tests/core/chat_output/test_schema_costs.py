@@ -46,6 +46,7 @@ SCHEMAS: dict[str, tuple[int, Callable[[int], dict[str, Any]]]] = {
 }
 
 
+@pytest.mark.one_of_each
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("kind", SCHEMAS)
 def test_a_schema_costs_no_more_than_it_is_long(kind: str, name: str) -> None:

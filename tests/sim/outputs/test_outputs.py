@@ -12,7 +12,7 @@ from tests.sim.planting import misplaced
 
 
 def test_some_seeds():
-    summary = CAMPAIGN.run(0, 200, num_jobs=1)
+    summary = CAMPAIGN.run(0, 300, num_jobs=1)
     print(f"{summary.num_seeds} seeds, {summary.numbers['num_events']} events that clients saw")
     assert not summary.failures, CAMPAIGN.failed(summary)
 
