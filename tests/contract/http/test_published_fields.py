@@ -437,6 +437,17 @@ def body_with(path: str, at: str, value: Any) -> dict[str, Any]:
     return PLAIN[path] | {name: given}
 
 
+def joined(answers: list[Any]) -> list[Any]:
+    """The answers, with the text of a chat's chunks in one: how many tokens a chunk has is a matter of time."""
+    kept, text = [], ""
+    for answer in answers:
+        choices = [choice for choice in answer.get("choices", ()) if "delta" in choice]
+        text += "".join(choice["delta"].pop("content", None) or "" for choice in choices)
+        if not choices or any(choice["delta"] or choice["finish_reason"] for choice in choices):
+            kept.append(answer)
+    return [*kept, text]
+
+
 @dataclass
 class Door:
     server: HttpServer
@@ -450,7 +461,7 @@ class Door:
         texts = [response.text]
         if response.headers["content-type"].startswith("text/event-stream"):
             texts = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: {")]
-        answers = [json.loads(text, object_hook=steady) for text in texts]
+        answers = joined([json.loads(text, object_hook=steady) for text in texts])
         begun = self.begun[0][2] if self.begun else None
         return response.status_code, answers, begun, response.headers.get("warning")
 
