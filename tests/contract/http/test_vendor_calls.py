@@ -4,7 +4,7 @@ The items are of the forms that openai's and anthropic's clients give back, each
 """
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 from scheduler_service.doors.http import prompts
 from scheduler_service.doors.http.body import decode_body
 from scheduler_service.doors.http.messages.requests import MessagesRequest
-from scheduler_service.doors.http.responses.conversation import items_of
+from scheduler_service.doors.http.responses.conversation import chat_meant, items_of
 from scheduler_service.doors.http.responses.requests import ResponsesRequest
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
@@ -293,3 +293,12 @@ def test_they_are_read_in_linear_time() -> None:
 
     for read in (read_blocks, read_items):
         check_growth("calls of a vendor", partial(partial, read), 25)
+
+
+def test_the_texts_of_a_turn_are_joined_in_linear_time() -> None:
+    def prepare(number: int) -> Callable[[], object]:
+        long = {"type": "mcp_call", "name": "read", "output": "x" * 2000 * number}
+        request = ResponsesRequest(input=[long, *[{"type": "web_search_call"}, {"type": "reasoning"}] * number])
+        return partial(chat_meant, request, items_of(request))
+
+    check_growth("calls of a turn", prepare, 200)

@@ -181,7 +181,7 @@ def _messages(instructions: str | None, conversation: Iterable[InputItem]) -> It
     last: InputItem | None = None
     for item in conversation:
         if answer and not _goes_on(answer, item, last):
-            yield answer
+            yield _joined(answer)
             answer = {}
         last = item
         match item:
@@ -192,7 +192,7 @@ def _messages(instructions: str | None, conversation: Iterable[InputItem]) -> It
                 | CustomCallItem()
                 | ToolSearchCallItem()
             ):
-                answer = answer or {"role": "assistant", "content": ""}
+                answer = answer or {"role": "assistant", "content": []}
                 _add(answer, item)
             case MessageItem():
                 yield {"role": "system" if item.role == "developer" else item.role, "content": _text(item.content)}
@@ -210,7 +210,7 @@ def _messages(instructions: str | None, conversation: Iterable[InputItem]) -> It
                     "content": f"Tools that may be called now: {names}",
                 }
     if answer:
-        yield answer
+        yield _joined(answer)
 
 
 def _output_heading(item: FunctionResultItem) -> str:
@@ -233,15 +233,21 @@ def _goes_on(answer: dict[str, Any], item: InputItem, last: InputItem | None) ->
 
 
 def _add(answer: dict[str, Any], item: InputItem) -> None:
+    """Add an item to a turn, whose texts are lists until it is whole."""
     match item:
         case MessageItem():
-            answer["content"] = "\n\n".join(filter(None, (answer["content"], _text(item.content))))
+            answer["content"] += filter(None, [_text(item.content)])
         case ReasoningItem():
-            thoughts = answer.get("reasoning_content"), _text(item.content or [])
-            answer["reasoning_content"] = "\n\n".join(filter(None, thoughts))
+            answer.setdefault("reasoning_content", []).extend(filter(None, [_text(item.content or [])]))
         case FunctionCallItem() | CustomCallItem() | ToolSearchCallItem():
             call = {"id": item.call_id, "type": "function", "function": _called(item)}
             answer.setdefault("tool_calls", []).append(call)
+
+
+def _joined(answer: dict[str, Any]) -> dict[str, Any]:
+    """Return a whole turn."""
+    names = answer.keys() & {"content", "reasoning_content"}
+    return answer | {name: "\n\n".join(answer[name]) for name in names}
 
 
 def _called(item: FunctionCallItem | CustomCallItem | ToolSearchCallItem) -> dict[str, Any]:
