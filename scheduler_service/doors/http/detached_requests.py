@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from msgspec import UNSET, Raw
@@ -24,6 +25,7 @@ from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.parsed_request import ParsedRequest
 from scheduler_service.serving.refusal import invalid
 from scheduler_service.serving.tenants.caller import Call
+from scheduler_service.serving.turns import PIECE_SIZE
 
 _STATES: Mapping[int, Any] = enum_names(scheduler_pb2.ResultState.DESCRIPTOR)
 _FINISH_REASONS = enum_names(scheduler_pb2.FinishReason.DESCRIPTOR)
@@ -65,14 +67,16 @@ async def read_detached(
         outputs: list[Any] = []
         for output in result.outputs:
             size = _BYTE_VALUES * output.ByteSize()
-            outputs.append(await intake.turns.carry_out(named["tenant"], size, _encoded, output, texts, intake))
+            outputs.append(Raw(await intake.turns.carry_out(named["tenant"], size, _encoded, output, texts, intake)))
             await asyncio.sleep(0)  # others have their turn
         failure = result.failure.message if result.HasField("failure") else UNSET
         return encode(DetachedAnswer(result.request_id, _STATES[result.state], outputs, failure))
     message = scheduler_pb2.AttachRequest(**named, from_token=query.from_token or 0)
     async with contextlib.aclosing(forward("Attach", message, call)) as deltas:
         async for delta in deltas:
-            await stream.tell(encode(_output(delta, texts, intake)))
+            is_large = _BYTE_VALUES * delta.ByteSize() > PIECE_SIZE  # with log-probabilities of all tokens
+            work = partial(_encoded, delta, texts, intake)
+            await stream.tell(await intake.turns.call(named["tenant"], work) if is_large else work())
     await stream.end()
     return None
 
@@ -98,8 +102,8 @@ async def encoded_request(parsed: ParsedRequest, intake: Intake) -> scheduler_pb
     return message
 
 
-def _encoded(output: scheduler_pb2.GenerateResponse, texts: TokenTexts, intake: Intake) -> Raw:
-    return Raw(encode(_output(output, texts, intake)))
+def _encoded(output: scheduler_pb2.GenerateResponse, texts: TokenTexts, intake: Intake) -> bytes:
+    return encode(_output(output, texts, intake))
 
 
 def _output(delta: scheduler_pb2.GenerateResponse, texts: TokenTexts, intake: Intake) -> DetachedOutput:

@@ -1,6 +1,7 @@
 """The tokens of which log-probabilities are reported: those that a request lists, or the whole vocabulary."""
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import grpc
 import pytest
 from openai.types.chat import ChatCompletion
 
+from scheduler_service.doors.http import answers, detached_requests
 from scheduler_service.serving import parsed_request
 from testing import scheduler_stack
 from testing.scheduler_stack import make_checkpoint
@@ -115,6 +117,27 @@ async def test_all_tokens_are_bounded_before_they_are_computed(
     fits = {name: 43 if value == 44 else value[:43] if name == "prompt" else value for name, value in asked.items()}
     if "n" not in asked:
         assert (await server.post(path, **fits, **more)).status_code == 200
+
+
+async def test_large_events_of_detached_requests_are_written_on_a_thread(
+    server: HttpServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writers: list[threading.Thread] = []
+
+    def encode(answer: Any) -> bytes:
+        writers.append(threading.current_thread())
+        return answers.encode(answer)
+
+    body = {"prompt": [5], "logprobs": -1, "max_tokens": 40, "ignore_eos": True, "detached": True}
+    name = (await server.post(COMPLETION, **body)).json()["request_id"]
+    monkeypatch.setattr(detached_requests, "encode", encode)
+    monkeypatch.setattr(detached_requests, "PIECE_SIZE", 0)
+    events = server.events_of(await server.client.get(f"/v1/requests/{name}?stream=true"))
+    tops = [
+        entry["top_logprobs"] for event in events for entry in (event.get("logprobs") or {"content": []})["content"]
+    ]
+    assert [len(top) for top in tops] == [VOCAB_SIZE] * 40
+    assert threading.current_thread() not in writers
 
 
 async def test_requests_for_all_tokens_share_their_tenants_bound(
