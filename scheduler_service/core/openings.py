@@ -80,7 +80,7 @@ class Openings:
 
     def admit(self, builder: PlanBuilder) -> bool:
         """Start the next waiting group, or bring it back, if that is possible now."""
-        state, group = self._state, self._state.next_waiting(builder.now)
+        state, group = self._state, self._next(builder)
         if group is None or self._worker.last_acknowledged_step < group.planned_step:
             return False
         # Where nothing more can be computed, blocks may come in meanwhile, for one group ahead of its turn.
@@ -97,6 +97,35 @@ class Openings:
         rows, so that a short prompt need not wait for the long ones before it to be computed."""
         can_wait = builder.is_slowed and len(self._worker.active) < _MAX_SLOWED_PROMPTS
         return builder.num_free_tokens > 0 or can_wait
+
+    def _next(self, builder: PlanBuilder) -> SequenceGroup | None:
+        """Choose the waiting group that is next. Without tokens it had better find what others are about to compute:
+        meanwhile those behind it go first."""
+        state, group = self._state, self._state.next_waiting(builder.now)
+        is_early = builder.num_free_tokens <= 0 and self._may_open(builder)
+        if group is None or not is_early or not self._is_under_way(group):
+            return group
+        groups = [] if state.quarantine.suspects else state.waiting.first(_MAX_SLOWED_PROMPTS)
+        return next((each for each in groups if not self._is_under_way(each)), None)
+
+    def _is_under_way(self, group: SequenceGroup) -> bool:
+        """Whether a row that is open is about to compute the block that a waiting group would go on with. What a row
+        matches is settled when it opens: from then on it computes such a block itself."""
+        sequence, cache = group.unopened_sequences[0], self._worker.cache
+        own, may_match = sequence.holding, cache.enable_prefix_caching and sequence.may_match
+        others = [row.holding for row in self._worker.active if row.holding.root == own.root]
+        if not others or not may_match or group.state is not GroupState.WAITING:
+            return False
+        match = self._worker.find(sequence)
+        nodes = (*match.device, *match.host)
+        start, past = len(nodes) * cache.block_size, (len(nodes) + 1) * cache.block_size
+        last = nodes[-1] if nodes else None
+        return past < sequence.num_tokens and any(
+            (other.last_node, other.num_published_blocks) == (last, len(nodes))
+            and other.num_computed_tokens < past
+            and other.token_ids[start:past] == own.token_ids[start:past]
+            for other in others
+        )
 
     def num_next_tokens(self, builder: PlanBuilder, at_most: int) -> int:
         """Count the tokens that the next group would compute, if these are `at_most` so many, it has never run, and

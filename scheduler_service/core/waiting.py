@@ -100,6 +100,10 @@ class WaitingQueue:
         """The first group that is not held, or None. O(tenants) where these are ranked, else O(1)."""
         return min((groups[0] for groups in self._groups.values()), key=self._ranked_order, default=None)
 
+    def first(self, number: int) -> list[SequenceGroup]:
+        """The first so many groups of each list that are not held, in order."""
+        return sorted((each for groups in self._groups.values() for each in groups[:number]), key=self._ranked_order)
+
     def __iter__(self) -> Iterator[SequenceGroup]:
         """Go through the groups that are not held, in the order in which they would be served if no rank changed."""
         return iter(sorted((group for groups in self._groups.values() for group in groups), key=self._ranked_order))

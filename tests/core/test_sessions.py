@@ -225,18 +225,32 @@ def test_what_a_step_has_room_for_goes_first_however_slow_prompts_are_to_be():
 
 
 @pytest.mark.parametrize("num_samples", [1, 3])
-def test_slowed_prompts_of_a_tenant_that_is_next_hold_nobody_up(num_samples: int) -> None:
-    """The other tenant has been served less. Its next prompts begin, and behind them the short one, which is done in
-    three steps."""
+@pytest.mark.parametrize("is_alike", [False, True])
+def test_slowed_prompts_of_a_tenant_that_is_next_hold_nobody_up(num_samples: int, is_alike: bool) -> None:
+    """The other tenant has been served less. Its next prompts begin, unless what they begin with is being computed, and
+    behind them the short one, which is done in three steps."""
     system = slowed(tenant="served")
     for index in range(3):
-        prompt, name = prompt_of(200, 1 + index), f"long {index}"
+        prompt, name = prompt_of(200, 1 if is_alike else 1 + index), f"long {index}"
         system.add(prompt, 3, request_id=name, tenant="other", n=num_samples)
     system.timed_step(0.01)
     (short,) = system.add(prompt_of(24, 9), 3, request_id="short", tenant="served")
     for _ in range(5):
         system.timed_step(0.01)
     assert system.tokens[short]
+    system.run()
+    system.assert_exact()
+
+
+def test_slowed_prompts_that_begin_alike_compute_that_once() -> None:
+    """Four share 160 tokens, and each has 8 of its own."""
+    system = slowed()
+    for index in range(4):
+        system.add([*prompt_of(160, 1), *prompt_of(8, 20 + index)], 3, request_id=f"alike {index}")
+    num_prompt_tokens = 0
+    while any(group.sequences[0].first_token_at is None for group in system.scheduler.state.groups.values()):
+        num_prompt_tokens += system.timed_step(0.01)
+    assert num_prompt_tokens == 160 + 4 * 8
     system.run()
     system.assert_exact()
 
