@@ -493,3 +493,6 @@ async def test_a_search_for_tools_that_no_client_makes(server: HttpServer, say: 
     say(call("tool_search", "[1]"))
     answered = await server.openai.responses.create(**FIRST | {"tools": [SEARCH]})
     assert answered.output[0].arguments == {"INVALID_JSON": "[1]"}
+    own = {"type": "function", "name": "tool_search", "parameters": COMMAND}
+    answered = await server.openai.responses.create(**FIRST | {"tools": [own, {"type": "tool_search"}]})
+    assert [(item.type, item.name) for item in answered.output] == [("function_call", "tool_search")]

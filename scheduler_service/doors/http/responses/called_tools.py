@@ -82,7 +82,7 @@ def called_tools(tools: Iterable[Tool], found: Iterable[Tool]) -> dict[str, Call
         for each in (found, tools)
         for _, tool, namespace, _ in _each(each)
     }
-    if any(isinstance(tool, ToolSearchTool) for tool in tools):
+    if any(isinstance(tool, ToolSearchTool) and tool.execution == "client" for tool in tools):
         called[SEARCH] = CalledTool(SEARCH, is_search=True)
     return called
 
