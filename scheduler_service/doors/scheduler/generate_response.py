@@ -17,7 +17,7 @@ from scheduler_service.serving.output import Delta, OutputReader, SampleRecord
 # Proxies cut what is silent for a minute, or for less; pairs give requests back sooner (`--worker-grace`).
 SILENCE_S = 15.0
 _MAX_TOP_MESSAGES = 256  # of the tokens beside one; more of them are sent as columns, which takes far less time
-_WHOLE_DELTA_TOKENS = 256  # less than a millisecond's work, log-probabilities included
+_WHOLE_DELTA_TOKENS = 256  # less than a millisecond's work
 FINISH_REASONS = {
     EndReason.STOP: scheduler_pb2.FINISH_REASON_STOP,
     EndReason.LENGTH: scheduler_pb2.FINISH_REASON_LENGTH,
@@ -107,11 +107,13 @@ async def write_all(messages: AsyncGenerator[Any, None], context: grpc.aio.Servi
             await context.write(message)
 
 
-async def whole_response(request_id: str, output: SampleRecord) -> scheduler_pb2.GenerateResponse:
-    """Put everything so far of an output that is kept into one message, in pieces between which others have their
-    turn."""
+async def whole_response(
+    request_id: str, output: SampleRecord, max_delta_tokens: int = _WHOLE_DELTA_TOKENS
+) -> scheduler_pb2.GenerateResponse:
+    """Put everything so far of an output that is kept into one message, in pieces of at most so many tokens, between
+    which others have their turn."""
     whole, texts = encode_delta(request_id, output.delta(0, 0)), []
-    for delta in OutputReader(output, max_tokens=_WHOLE_DELTA_TOKENS).take():
+    for delta in OutputReader(output, max_tokens=min(_WHOLE_DELTA_TOKENS, max_delta_tokens)).take():
         texts.append(delta.text)
         part = encode_delta(request_id, delta)
         part.ClearField("first_token")

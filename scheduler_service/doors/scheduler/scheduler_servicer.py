@@ -171,7 +171,7 @@ async def result_of(active: ActiveRequest) -> scheduler_pb2.GetResultResponse:
     # Before the outputs, which others may add to while they are put together: one that has ended has all.
     state = scheduler_pb2.RESULT_STATE_FINISHED if active.has_ended else scheduler_pb2.RESULT_STATE_RUNNING
     request_id = active.request.request_id
-    outputs = [await whole_response(request_id, output) for output in active.outputs]
+    outputs = [await whole_response(request_id, output, active.max_delta_tokens) for output in active.outputs]
     response = scheduler_pb2.GetResultResponse(request_id=request_id, state=state, outputs=outputs)
     if (error := active.error) is not None:
         failure = scheduler_pb2.Failure(code=error.reason.grpc_code, message=str(error))

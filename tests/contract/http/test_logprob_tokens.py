@@ -9,8 +9,11 @@ import grpc
 import pytest
 from openai.types.chat import ChatCompletion
 
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.doors.http import answers, detached_requests
+from scheduler_service.doors.scheduler import generate_response
 from scheduler_service.serving import parsed_request
+from scheduler_service.serving.output import MAX_DELTA_TOKENS, Delta
 from testing import scheduler_stack
 from testing.scheduler_stack import make_checkpoint
 from tests.contract.http.door import HttpServer, joined
@@ -138,6 +141,25 @@ async def test_large_events_of_detached_requests_are_written_on_a_thread(
     ]
     assert [len(top) for top in tops] == [VOCAB_SIZE] * 40
     assert threading.current_thread() not in writers
+
+
+async def test_the_result_of_a_detached_request_is_put_together_in_small_pieces(
+    server: HttpServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_entries: list[int] = []
+
+    def encode_delta(request_id: str, delta: Delta) -> pb.GenerateResponse:
+        num_entries.append(sum(1 + len(entry.top) for entry in (*delta.logprobs, *delta.prompt_logprobs)))
+        return original(request_id, delta)
+
+    original = generate_response.encode_delta
+    monkeypatch.setattr(generate_response, "encode_delta", encode_delta)
+    body = {"prompt": [5] * 9, "logprobs": -1, "prompt_logprobs": -1, "max_tokens": 40, "ignore_eos": True}
+    name = (await server.post(COMPLETION, **body, detached=True)).json()["request_id"]
+    while (answer := (await server.client.get(f"/v1/requests/{name}")).json())["state"] == "running":
+        num_entries.clear()
+    assert len(answer["outputs"][0]["logprobs"]["content"]) == 40
+    assert 0 < max(num_entries) <= MAX_DELTA_TOKENS
 
 
 async def test_requests_for_all_tokens_share_their_tenants_bound(
