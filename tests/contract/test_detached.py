@@ -99,9 +99,8 @@ async def test_what_ends_while_its_result_is_put_together_is_not_told_as_ended()
             return super().delta(first_token, num_tokens)
 
     output = Output(0, is_kept=True)
-    active: Any = SimpleNamespace(
-        outputs=[output], has_ended=False, error=None, request=SimpleNamespace(request_id="a")
-    )
+    request = SimpleNamespace(request_id="a")
+    active: Any = SimpleNamespace(outputs=[output], has_ended=False, error=None, request=request, max_delta_tokens=1)
     assert (await result_of(active)).state == pb.RESULT_STATE_RUNNING
     assert (await result_of(active)).state == pb.RESULT_STATE_FINISHED
 
