@@ -15,7 +15,7 @@ from scheduler_service.config import FrontEndConfig
 from scheduler_service.doors.entrance import Entrance
 from scheduler_service.doors.scheduler.report import decode_stats
 from scheduler_service.doors.scheduler.request_servicer import FrontEndServicer
-from scheduler_service.links.scheduler_link import CHANNEL_OPTIONS, SchedulerLink
+from scheduler_service.links.scheduler.scheduler_link import CHANNEL_OPTIONS, SchedulerLink
 from scheduler_service.metrics import FrontEndCollector, FrontEndStats
 from scheduler_service.metrics_server import exposition, serve_metrics
 from scheduler_service.request_service import RequestService, refused

@@ -22,7 +22,7 @@ from pagewire.common.watched_files import WatchedFiles
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
 from scheduler_service.doors.entrance import Entrance, ending
 from scheduler_service.doors.scheduler.request_servicer import SERVICE_NAME, RequestServicer
-from scheduler_service.links.scheduler_link import SchedulerLink
+from scheduler_service.links.scheduler.scheduler_link import SchedulerLink
 from scheduler_service.serving.availability import Availability
 from scheduler_service.serving.checkpoint.model_info import ModelInfo, read_model
 from scheduler_service.serving.checkpoint.tokenizer import Tokenizer

@@ -430,7 +430,7 @@ async def test_a_request_that_is_too_large_for_the_link_fails_alone(
 ) -> None:
     """It may have grown on the way: a text has fewer bytes than its tokens."""
     async with serve_both(checkpoint) as (stack, front):
-        monkeypatch.setattr("scheduler_service.links.scheduler_link.MAX_MESSAGE_BYTES", 400)
+        monkeypatch.setattr("scheduler_service.links.scheduler.scheduler_link.MAX_MESSAGE_BYTES", 400)
         fine = asyncio.create_task(front.generate(request(PROMPT, max_tokens=200)))
         await stack.until(lambda loads: loads.num_running == 1)
         with pytest.raises(grpc.aio.AioRpcError, match="takes 400 in a message: shorten it") as caught:

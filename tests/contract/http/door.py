@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from pagewire.hosting.supervisor import free_port
 from scheduler_service.core.request import Request
-from scheduler_service.links.scheduler_link import SchedulerLink
+from scheduler_service.links.scheduler.scheduler_link import SchedulerLink
 from scheduler_service.serving.active_request import ActiveRequest
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.parsed_request import ParsedRequest

@@ -15,7 +15,7 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.wire import decode_failure
 from scheduler_service.doors.http.server import HttpAddress, HttpDoor
 from scheduler_service.doors.scheduler.request_servicer import RequestServicer
-from scheduler_service.links.scheduler_link import SchedulerLink
+from scheduler_service.links.scheduler.scheduler_link import SchedulerLink
 from scheduler_service.serving.refusal import Reason
 from tests.sim.outputs.network import Network, Pipe, Status, StatusCode
 from tests.sim.outputs.request import EOS, SimulatedRequest

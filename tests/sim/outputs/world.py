@@ -15,7 +15,7 @@ from scheduler_service.doors.entrance import Entrance
 from scheduler_service.doors.scheduler.report import encode_server
 from scheduler_service.doors.scheduler.request_servicer import FrontEndServicer, RequestServicer
 from scheduler_service.doors.scheduler.scheduler_servicer import SchedulerServicer
-from scheduler_service.links.scheduler_link import SchedulerLink
+from scheduler_service.links.scheduler.scheduler_link import SchedulerLink
 from scheduler_service.serving.active_request import ActiveRequest
 from scheduler_service.serving.availability import Availability
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
