@@ -61,12 +61,12 @@ async def run(
             model_digest=service.model.digest,
             eos_token_ids=service.model.eos_token_ids,
             read_metadata=(lambda: key.current) if key is not None else tuple,
-            tenants_revision=(lambda: tenants.revision) if tenants is not None else None,
+            tenants_revision=(lambda: tenants.revision) if tenants is not None else str,
         )
         servicer = FrontEndServicer(
             link,
-            link.server_info,
-            link.forward,
+            link.availability.server_info,
+            link.forwarder.forward,
             service.entrance,
             config.scheduler,
             service.model,
@@ -99,8 +99,8 @@ def _stats(
     num_log_lines_dropped: Callable[[], int],
 ) -> FrontEndStats:
     return FrontEndStats(
-        model_name=link.served_model_name,
-        is_connected=link.is_connected,
+        model_name=link.availability.served_model_names[0],
+        is_connected=link.availability.is_connected,
         num_running=link.num_running,
         num_ended=dict(link.num_ended),
         num_failed=link.num_failed,
@@ -114,11 +114,12 @@ def _stats(
 
 def _make_vllm(link: SchedulerLink, servicer: FrontEndServicer, entrance: Entrance, vllm: ModuleType) -> "VllmServicer":
     async def read_load() -> "Load":
-        loads, worker, max_num_seqs = await link.loads(), link.capacity, link.server_info().max_num_seqs
+        loads, worker = await link.loads(), link.availability.capacity
         throughput = round(loads.generation_throughput, 1)
-        return vllm.Load(decode_stats(loads), worker.block_size if worker else 0, max_num_seqs, throughput)
+        block_size, max_num_seqs = worker.block_size if worker else 0, link.availability.server_info().max_num_seqs
+        return vllm.Load(decode_stats(loads), block_size, max_num_seqs, throughput)
 
-    return vllm.VllmServicer(servicer.intake, entrance, link.server_info, read_load, None)
+    return vllm.VllmServicer(servicer.intake, entrance, link.availability.server_info, read_load, None)
 
 
 def _make_http(
@@ -134,11 +135,11 @@ def _make_http(
     http = config.http
     address = HttpAddress(http.http_host, http.http_port or 0, service.tls)
     origins = [origin.strip() for origin in (http.allowed_origins or "").split(",")] if http.allowed_origins else []
-    names, metrics = (lambda: link.served_model_names), partial(exposition, collector)
+    names, metrics = (lambda: link.availability.served_model_names), partial(exposition, collector)
     return HttpDoor(
         address,
         servicer.intake,
-        link.forward,
+        link.forwarder.forward,
         service.tenants,
         names,
         metrics,

@@ -186,7 +186,7 @@ async def test_readers_that_read_nothing_are_sent_little_and_hold_nobody_up(chec
 
 
 async def test_calls_that_are_open_are_bounded(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scheduler_service.links.scheduler.scheduler_link._MAX_FORWARDED_CALLS", 1)
+    monkeypatch.setattr("scheduler_service.links.scheduler.forwarder._MAX_CALLS", 1)
     async with serve_both(checkpoint) as (stack, front):
         stack.worker.step_seconds = 0.02
         name = await submit(front, PROMPT, max_tokens=100)

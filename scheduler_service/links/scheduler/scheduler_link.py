@@ -7,13 +7,11 @@ their requests. A stream's id is the id of its sequence here.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf.message import Message
 
 from pagewire.common.generate_many import GenerateManyClient, is_broken
 from pagewire.common.sampling_rules import MAX_SAMPLES
@@ -22,15 +20,15 @@ from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES, too_large
 from pagewire.common.transport.wrong_port import RightPort
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_service.core.request import EndReason, OutputMode
-from scheduler_service.doors.entrance import passed_on, refusal_of
 from scheduler_service.doors.scheduler.generate_request import encode_request
 from scheduler_service.doors.scheduler.generate_response import decode_end, decode_logprobs
+from scheduler_service.links.scheduler.forwarder import Forwarder
+from scheduler_service.links.scheduler.scheduler_availability import SchedulerAvailability
 from scheduler_service.links.waiting import LINK_OPTIONS, Ended, Outdated, Waiting, ends
 from scheduler_service.serving.active_request import ActiveRequest
 from scheduler_service.serving.clock import Clock
 from scheduler_service.serving.output import SampleRecord, TokenCounts
 from scheduler_service.serving.refusal import REASONS, Reason, RefusedError, invalid
-from scheduler_service.serving.tenants.caller import Call
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +44,6 @@ _PORT = RightPort.of_link(
     give="give the gRPC port of a scheduler in --scheduler, which is 50051 unless its --port says otherwise",
     strangers="a worker's port or another service's",
 )
-# Calls that are passed on at once: of one connection a scheduler serves little more, the link's own call among them.
-_MAX_FORWARDED_CALLS = 4_000
 
 
 class SchedulerLink:
@@ -59,26 +55,23 @@ class SchedulerLink:
         model_digest: bytes,
         eos_token_ids: tuple[int, ...],
         read_metadata: Callable[[], Sequence[tuple[str, str]]] = tuple,
-        tenants_revision: Callable[[], str] | None = None,
+        tenants_revision: Callable[[], str] = str,
         clock: Clock | None = None,
     ) -> None:
-        """`address` is for messages. `read_metadata` gives what shows who this is. `tenants_revision`
-        gives that of the file by which callers were told apart; without it they were not. Without a `clock` it is the
-        event loop's."""
+        """`address` is for messages. `read_metadata` returns the metadata that identifies this front end.
+        `tenants_revision` returns the revision of the file of tenants, or nothing without one. Without a `clock` it is
+        the event loop's."""
         self.clock = clock or Clock()
         self._dialler = dialler
         self._address = address
         self._model_digest = model_digest
         self._eos_token_ids = eos_token_ids
-        self.changed = asyncio.Event()  # whether it serves; for one follower, who clears it
         self._read_metadata = read_metadata
         self._tenants_revision = tenants_revision
         self._client: GenerateManyClient | None = None  # None: not connected
-        self._stub: Any = None  # of the channel, while connected
-        self._num_forwarded = 0  # calls
-        self._waiting = Waiting(f"the scheduler at {address}", logger, _PORT, partial(setattr, self, "_reason"))
-        self._reason = "it has not answered yet"  # why not
-        self._connected = asyncio.Event()  # for the first time, or no caller waits for it any more
+        self.availability = SchedulerAvailability(address)
+        self.forwarder = Forwarder(self.availability, read_metadata, tenants_revision)
+        self._waiting = Waiting(f"the scheduler at {address}", logger, _PORT, self.availability.disconnected)
         self._idle = asyncio.Event()
         self._idle.set()
         self._streams: dict[int, tuple[SampleRecord, ActiveRequest]] = {}  # those that have not ended
@@ -87,73 +80,33 @@ class SchedulerLink:
         self.counts = TokenCounts()  # of the clients here
         self.num_ended: Counter[EndReason] = Counter()  # samples
         self.num_failed = 0  # requests
-        self._is_draining = False
-        self._server_info = scheduler_pb2.GetServerInfoResponse()  # the latest
-        self.capacity: scheduler_pb2.WorkerInfo | None = None  # of the worker that is there or was there last
-        self.missing_reason = f"the scheduler at {address} has no worker yet"
         self._loads: asyncio.Future[scheduler_pb2.GetLoadsResponse] | None = None  # asked for
 
     # What calls need
 
-    @property
-    def availability(self) -> "SchedulerLink":
-        """The link itself: whether it serves is what its scheduler told last, while it is connected."""
-        return self
-
-    @property
-    def unavailable_reason(self) -> str:
-        """The reason why requests are refused now, or nothing."""
-        if self._is_draining:
-            return "the front end is shutting down; send the request to another one"
-        if self._client is None:
-            return f"no connection to the scheduler at {self._address}: {self._reason}; try again later"
-        return self._server_info.unavailable_reason
-
-    def refusal(self, output_mode: OutputMode) -> str:
-        """Return why requests are refused now, whatever their kind: detached ones do not come here."""
-        return self.unavailable_reason
-
-    def server_info(self) -> scheduler_pb2.GetServerInfoResponse:
-        """Return what the scheduler told of itself last, empty before that; why requests are refused is of now, and of
-        here."""
-        info = scheduler_pb2.GetServerInfoResponse()
-        info.CopyFrom(self._server_info)
-        info.unavailable_reason = self.unavailable_reason
-        return info
-
-    @property
-    def is_serving(self) -> bool:
-        return self.capacity is not None and not self.unavailable_reason
-
-    @property
-    def max_sequence_tokens(self) -> int:
-        return self._server_info.max_sequence_tokens
-
     async def loads(self) -> scheduler_pb2.GetLoadsResponse:
         """Ask the scheduler what it has to do now. Raises RefusedError."""
         if self._client is None:
-            raise RefusedError(Reason.UNAVAILABLE, self.unavailable_reason)
+            raise RefusedError(Reason.UNAVAILABLE, self.availability.unreachable_reason)
         if self._loads is None:
             self._loads = asyncio.get_running_loop().create_future()
-            self._command(get_loads=scheduler_pb2.GetLoadsRequest())
+            self._client.send(scheduler_pb2.GenerateManyRequest(get_loads=scheduler_pb2.GetLoadsRequest()))
         return await asyncio.shield(self._loads)
-
-    async def wait_for_first_worker(self, output_mode: OutputMode) -> None:
-        """Return when the scheduler has answered: before, it is not known what fits. It waits for its worker itself."""
-        await self._connected.wait()
 
     def submit(self, request: ActiveRequest, trace: Mapping[str, str]) -> None:
         """Send a request on its way. It hears of the scheduler's refusals, and takes in all that comes one by one, with
         a ready list too. Raises RefusedError."""
-        client, asked = self._connected_client(), request.request
+        client, asked = self._client, request.request
+        if client is None or self.availability.unreachable_reason:
+            raise RefusedError(Reason.UNAVAILABLE, self.availability.unreachable_reason)
         timeout = None if asked.deadline is None else max(0.0, asked.deadline - self.clock.now())
         submission = scheduler_pb2.Submission(
             stream_id=client.next_stream_id,
-            request=encode_request(asked, self._eos_token_ids, self.max_sequence_tokens),
+            request=encode_request(asked, self._eos_token_ids, self.availability.max_sequence_tokens),
             timeout_seconds=timeout,
             token_only=True,
             traceparent=trace.get("traceparent"),
-            tenants_revision=self._revision(),
+            tenants_revision=self._tenants_revision(),
             read_whole=asked.output_mode is OutputMode.WHOLE,
             tells_kept=not request.keeps_all,
         )
@@ -165,42 +118,6 @@ class SchedulerLink:
         self._streams.update((output.sequence_id, (output, request)) for output in request.outputs)
         self._requests.setdefault((asked.tenant, asked.request_id), request)
         self._idle.clear()
-
-    async def forward(self, method: str, message: Message, call: Call) -> AsyncGenerator[Any, None]:
-        """Yield what the scheduler answers to a call here, whose tenant the message names: one message, or a stream,
-        which goes on as it is read. Leaving early ends the call there too. Raises RefusedError, as the scheduler says
-        it."""
-        self._connected_client()
-        if self._num_forwarded >= _MAX_FORWARDED_CALLS:
-            text = f"{self._num_forwarded} calls for the scheduler are open here, which is the limit; try again later"
-            raise RefusedError(Reason.RESOURCE_EXHAUSTED, text)
-        metadata = (*self._read_metadata(), *passed_on(call, self._revision()))
-        forwarded = getattr(self._stub, method)(message, timeout=call.time_remaining, metadata=metadata)
-        self._num_forwarded += 1
-        try:
-            if isinstance(forwarded, grpc.aio.UnaryUnaryCall):
-                yield await forwarded
-            else:
-                async for answer in forwarded:
-                    yield answer
-        except grpc.aio.AioRpcError as error:
-            is_lost = error.code() is grpc.StatusCode.UNAVAILABLE and not error.trailing_metadata()
-            raise self._lost(error.details() or "") if is_lost else refusal_of(error) from None
-        finally:
-            self._num_forwarded -= 1
-            forwarded.cancel()
-
-    def _connected_client(self) -> GenerateManyClient:
-        if self._client is None or self._is_draining:
-            raise RefusedError(Reason.UNAVAILABLE, self.unavailable_reason)
-        return self._client
-
-    def _lost(self, reason: str) -> RefusedError:
-        text = f"the scheduler at {self._address} is gone ({reason}); send the request again"
-        return RefusedError(Reason.UNAVAILABLE, text)
-
-    def _revision(self) -> str:
-        return self._tenants_revision() if self._tenants_revision is not None else ""
 
     def abort(self, tenant: str, request_id: str) -> None:
         """Let a request end with ABORT. Raises KeyError if there is none of that name here."""
@@ -223,31 +140,14 @@ class SchedulerLink:
         self._send_stop(output, num_kept)
 
     def _send_stop(self, output: SampleRecord, num_tokens: int) -> None:
-        self._command(stop=scheduler_pb2.StreamStop(stream_id=output.sequence_id, num_tokens=num_tokens))
-
-    def _command(self, **command: Message) -> None:
-        """Send a command about what the scheduler has, unless it is gone."""
         if self._client is not None:
-            self._client.send(scheduler_pb2.GenerateManyRequest(**command))
+            stop = scheduler_pb2.StreamStop(stream_id=output.sequence_id, num_tokens=num_tokens)
+            self._client.send(scheduler_pb2.GenerateManyRequest(stop=stop))
 
     @property
     def num_running(self) -> int:
         """Samples that have not ended. May be asked from any thread."""
         return len(self._streams)
-
-    @property
-    def served_model_name(self) -> str:
-        """The name of the model, as the scheduler told it last; empty before that."""
-        return self._server_info.served_model_name
-
-    @property
-    def served_model_names(self) -> tuple[str, ...]:
-        """That name, and those by which requests may ask for the model too."""
-        return (self.served_model_name, *self._server_info.served_model_aliases)
-
-    @property
-    def is_connected(self) -> bool:
-        return self._client is not None
 
     # Running
 
@@ -262,22 +162,20 @@ class SchedulerLink:
                     self._address,
                     ended.reason,
                 )
-                self._reason = ended.reason
-                self._fail_all(str(self._lost(ended.reason)))
+                self.availability.disconnected(ended.reason)
+                self._fail_all(str(self.availability.lost(ended.reason)))
             else:
                 self._waiting.tell(ended.reason, is_calm=ended.is_calm)
-            self.changed.set()
+            self.availability.changed.set()
 
     async def drain(self) -> None:
         """Take no more requests, and return when those that are there have ended."""
-        self._is_draining = True
-        self._connected.set()
-        self.changed.set()
+        self.availability.drain()
         await self._idle.wait()
 
     def end_all(self, message: str) -> None:
         """End every request with UNAVAILABLE and this message."""
-        self._is_draining = True
+        self.availability.drain()
         for request in {request for _, request in self._streams.values()}:
             if self._client is not None:
                 self._client.abort(request.outputs[0].sequence_id)
@@ -287,45 +185,31 @@ class SchedulerLink:
         """Hold one call to its end, and say why it ended."""
         stub = scheduler_pb2_grpc.SchedulerServiceStub(await self._dialler.channel())
         call = stub.GenerateMany(wait_for_ready=True, metadata=tuple(self._read_metadata()))
-        client = GenerateManyClient(call, self._first_stream_id)
+        client, is_held = GenerateManyClient(call, self._first_stream_id), False
         try:
             connecting = call.wait_for_connection()
             await self._waiting.connect(connecting, self._dialler, stub.GenerateMany)
             async for message in call:
                 if message.HasField("server_info"):
-                    if mismatch := self._mismatch(message.server_info):
-                        return Ended(mismatch, self.is_connected)
-                    self._server_info = message.server_info
-                    if message.server_info.HasField("worker"):
-                        self.capacity = message.server_info.worker
-                    if not self.is_connected:
-                        self._client, self._stub = client, stub
+                    if mismatch := _mismatch(message.server_info, self._model_digest, self._tenants_revision()):
+                        return Ended(mismatch, is_held)
+                    if not is_held:
+                        is_held, self._client, self.forwarder.stub = True, client, stub
                         client.begin()
-                        self._connected.set()
                         logger.info("connected to the scheduler at %s", self._address)
-                    self.changed.set()
+                    self.availability.reported(message.server_info)
                 self._take(message)
-            return Ended("it has shut down", self.is_connected, is_calm=True)
+            return Ended("it has shut down", is_held, is_calm=True)
         except Outdated as error:
             return Ended(str(error), False, is_calm=True)
         except grpc.aio.AioRpcError as error:
             if is_broken(error):
-                return Ended("the connection broke", self.is_connected)
-            is_calm = error.code() is grpc.StatusCode.UNAVAILABLE and not self.is_connected
-            return Ended(f"{error.code().name}: {error.details()}", self.is_connected, is_calm=is_calm)
+                return Ended("the connection broke", is_held)
+            is_calm = error.code() is grpc.StatusCode.UNAVAILABLE and not is_held
+            return Ended(f"{error.code().name}: {error.details()}", is_held, is_calm=is_calm)
         finally:
             self._client, self._first_stream_id = None, client.next_stream_id
             client.end()
-
-    def _mismatch(self, info: scheduler_pb2.GetServerInfoResponse) -> str:
-        """Return why this front end cannot serve for that scheduler, or nothing."""
-        if info.model_digest != self._model_digest:
-            digests = f"digest {info.model_digest.hex()[:16]}, here {self._model_digest.hex()[:16]}"
-            return f"it serves another model ({digests}); start both with the same --model"
-        if info.has_tenants and self._tenants_revision is None:
-            # With the front end's own credentials any caller could name any tenant.
-            return "it knows tenants; start this front end with the same --tenants"
-        return ""
 
     # Down
 
@@ -400,3 +284,14 @@ class SchedulerLink:
             self._forget(request)
             self.num_failed += 1
             request.fail(RefusedError(Reason.UNAVAILABLE, message))
+
+
+def _mismatch(info: scheduler_pb2.GetServerInfoResponse, model_digest: bytes, tenants_revision: str) -> str:
+    """Return why a front end with this model and these tenants cannot serve for that scheduler, or nothing."""
+    if info.model_digest != model_digest:
+        digests = f"digest {info.model_digest.hex()[:16]}, here {model_digest.hex()[:16]}"
+        return f"it serves another model ({digests}); start both with the same --model"
+    if info.has_tenants and not tenants_revision:
+        # With the front end's own credentials any caller could name any tenant.
+        return "it knows tenants; start this front end with the same --tenants"
+    return ""

@@ -39,7 +39,7 @@ def make_door(servicer: RequestServicer, link: SchedulerLink) -> HttpDoor:
         return HttpDoor(
             HttpAddress("127.0.0.1", 0, None),
             servicer.intake,
-            link.forward,
+            link.forwarder.forward,
             None,
             lambda: ("toy",),
             bytes,

@@ -128,7 +128,7 @@ MUTANTS = (
     mutant(
         "requests wait for a scheduler that is gone",
         "SchedulerLink.run",
-        "self._fail_all(str(self._lost(ended.reason)))",
+        "self._fail_all(str(self.availability.lost(ended.reason)))",
         "",
     ),
     mutant(

@@ -89,7 +89,7 @@ class Simulation:
             False: Route((world.direct,), lambda: self._is_served, lambda: world.worker.num_losses, self.loop.time),
             True: Route(
                 (world.before, world.between),
-                lambda: self._is_served and world.link.is_serving,
+                lambda: self._is_served and world.link.availability.is_serving,
                 lambda: world.worker.num_losses,
                 self.loop.time,
             ),

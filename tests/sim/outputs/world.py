@@ -174,8 +174,8 @@ class World:
         entrance = Entrance(None)
         front_end = FrontEndServicer(
             self.link,
-            self.link.server_info,
-            self.link.forward,
+            self.link.availability.server_info,
+            self.link.forwarder.forward,
             entrance,
             "scheduler",
             MODEL,

@@ -1,0 +1,57 @@
+"""Calls to a front end that its scheduler answers, such as those about detached requests."""
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+import grpc.aio
+from google.protobuf.message import Message
+
+from scheduler_service.doors.entrance import passed_on, refusal_of
+from scheduler_service.links.scheduler.scheduler_availability import SchedulerAvailability
+from scheduler_service.serving.refusal import Reason, RefusedError
+from scheduler_service.serving.tenants.caller import Call
+
+# Open calls: of one connection a scheduler serves little more, the link's own call among them.
+_MAX_CALLS = 4_000
+
+
+class Forwarder:
+    """Forwards calls over the connection that the link has opened."""
+
+    def __init__(
+        self,
+        availability: SchedulerAvailability,
+        read_metadata: Callable[[], Sequence[tuple[str, str]]],
+        tenants_revision: Callable[[], str],
+    ) -> None:
+        """See SchedulerLink for the callbacks."""
+        self._availability = availability
+        self._read_metadata = read_metadata
+        self._tenants_revision = tenants_revision
+        self._num_calls = 0
+        self.stub: Any = None  # of the latest connection
+
+    async def forward(self, method: str, message: Message, call: Call) -> AsyncGenerator[Any, None]:
+        """Yield what the scheduler answers to a call here, whose tenant the message names: one message, or a stream,
+        which goes on as it is read. Leaving early ends the call there too. Raises RefusedError, as the scheduler says
+        it."""
+        if reason := self._availability.unreachable_reason:
+            raise RefusedError(Reason.UNAVAILABLE, reason)
+        if self._num_calls >= _MAX_CALLS:
+            text = f"{self._num_calls} calls for the scheduler are open here, which is the limit; try again later"
+            raise RefusedError(Reason.RESOURCE_EXHAUSTED, text)
+        metadata = (*self._read_metadata(), *passed_on(call, self._tenants_revision()))
+        forwarded = getattr(self.stub, method)(message, timeout=call.time_remaining, metadata=metadata)
+        self._num_calls += 1
+        try:
+            if isinstance(forwarded, grpc.aio.UnaryUnaryCall):
+                yield await forwarded
+            else:
+                async for answer in forwarded:
+                    yield answer
+        except grpc.aio.AioRpcError as error:
+            is_lost = error.code() is grpc.StatusCode.UNAVAILABLE and not error.trailing_metadata()
+            raise self._availability.lost(error.details() or "") if is_lost else refusal_of(error) from None
+        finally:
+            self._num_calls -= 1
+            forwarded.cancel()
