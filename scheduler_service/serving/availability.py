@@ -51,11 +51,7 @@ class Availability(Protocol):
     def is_serving(self) -> bool:
         """Whether requests are worth sending here."""
 
-    @property
-    def unavailable_reason(self) -> str:
-        """The reason why requests are refused now, or nothing."""
-
-    def refusal(self, output_mode: OutputMode) -> str:
+    def refusal(self, output_mode: OutputMode = OutputMode.STREAMED) -> str:
         """Return why requests of this kind are refused now, or nothing."""
 
     @property
@@ -111,13 +107,8 @@ class WorkerAvailability:
 
     # Questions
 
-    @property
-    def unavailable_reason(self) -> str:
-        """Why requests are refused now, or nothing. Detached ones may be taken all the same."""
-        return self.refusal(OutputMode.STREAMED)
-
-    def refusal(self, output_mode: OutputMode) -> str:
-        """Why requests of this kind are refused now, or nothing."""
+    def refusal(self, output_mode: OutputMode = OutputMode.STREAMED) -> str:
+        """Return why requests of this kind are refused now, or nothing. Detached ones are accepted for longer."""
         if self._is_draining:
             return "the server is shutting down; send the request to another one"
         if self._has_timed_out:
@@ -137,11 +128,7 @@ class WorkerAvailability:
     @property
     def is_serving(self) -> bool:
         """Whether requests are worth sending here: a lost worker may still be awaited."""
-        return (
-            self.capacity is not None
-            and self._num_fruitless_epochs < _MAX_FRUITLESS_EPOCHS
-            and not self.unavailable_reason
-        )
+        return self.capacity is not None and self._num_fruitless_epochs < _MAX_FRUITLESS_EPOCHS and not self.refusal()
 
     async def wait_for_first_worker(self, output_mode: OutputMode = OutputMode.STREAMED) -> None:
         """Return when it is known what fits, or when requests of this kind are refused."""
@@ -219,7 +206,7 @@ class WorkerAvailability:
             self._worker_grace,
         )
         self._grace_has_ended = True
-        self._on_grace_ended(self.unavailable_reason)
+        self._on_grace_ended(self.refusal())
         self._tell()
 
     def _worker_timed_out(self) -> None:
@@ -234,7 +221,7 @@ class WorkerAvailability:
             self._worker_timeout,
         )
         self._has_timed_out = True
-        self._on_timed_out(self.unavailable_reason)
+        self._on_timed_out(self.refusal())
         self._tell()
 
     def _level_of_absence(self, level: int) -> int:

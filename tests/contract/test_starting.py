@@ -74,11 +74,11 @@ async def test_a_worker_that_starts_is_waited_for_while_it_comes_further() -> No
             starting.come_further(doing)
             await scheduler.hears(WorkerStarting(doing))
             scheduler.clock.end_last()
-            assert scheduler.availability.unavailable_reason == ""
+            assert scheduler.availability.refusal() == ""
             assert scheduler.availability.missing_reason == f"the worker is still starting, {doing}"
         await scheduler.hears(WorkerStarting(doing))  # as before: it hangs
         scheduler.clock.end_last()
-        assert scheduler.availability.unavailable_reason == "no worker has been connected for 60 s; try again later"
+        assert scheduler.availability.refusal() == "no worker has been connected for 60 s; try again later"
         starting.be_ready()
         while not scheduler.availability.is_serving:
             await scheduler.availability.changed.wait()
@@ -100,6 +100,6 @@ async def test_each_rank_says_what_it_does() -> None:
         first.be_ready()
         await scheduler.hears("the worker is ready, another rank is not", 0)
         scheduler.clock.end_last()
-        assert scheduler.availability.unavailable_reason == "", "rank 1 has come further"
+        assert scheduler.availability.refusal() == "", "rank 1 has come further"
         second.be_ready()
         await scheduler.joined()

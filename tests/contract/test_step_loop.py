@@ -210,7 +210,7 @@ def test_the_first_worker_is_waited_for_while_it_comes_further(last: str | Worke
         availability.worker_missing(WorkerStarting(f"{number} of 8 units"), None)
         clock.end_last()
         assert reasons == []
-        assert not availability.unavailable_reason
+        assert not availability.refusal()
     availability.worker_missing(last, None)
     clock.end_last()
     assert reasons == ["no worker has been connected for 60 s; try again later"]

@@ -266,7 +266,7 @@ class HttpDoor:
         availability = self._intake.engine.availability
         if availability.is_serving:
             return Response(status_code=200)
-        raise RefusedError(Reason.UNAVAILABLE, availability.unavailable_reason or "no worker computes now")
+        raise RefusedError(Reason.UNAVAILABLE, availability.refusal() or "no worker computes now")
 
     async def _version(self, request: object) -> Response:
         return Response(encode({"version": __version__}), media_type=_JSON)
@@ -439,7 +439,7 @@ class HttpDoor:
         """Return the model's name. Raises RefusedError as long as it is not known."""
         name = self._model_name()
         if not name:
-            raise RefusedError(Reason.UNAVAILABLE, self._intake.engine.availability.unavailable_reason)
+            raise RefusedError(Reason.UNAVAILABLE, self._intake.engine.availability.refusal())
         return name
 
     def _check_origin(self, scope: Scope) -> None:

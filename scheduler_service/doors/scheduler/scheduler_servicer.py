@@ -146,7 +146,7 @@ class SchedulerServicer(RequestServicer):
         capacity = availability.capacity
         response = scheduler_pb2.GetServerInfoResponse(
             max_sequence_tokens=availability.max_sequence_tokens,
-            unavailable_reason=availability.unavailable_reason,
+            unavailable_reason=availability.refusal(),
             structured_output_refusal=self._grammars.refusal,
         )
         response.MergeFrom(self._info)

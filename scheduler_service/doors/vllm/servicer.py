@@ -121,7 +121,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         before."""
         if self._availability.is_serving:
             return vllm_engine_pb2.HealthCheckResponse(healthy=True, message="serving")
-        reason = self._availability.unavailable_reason
+        reason = self._availability.refusal()
         if self._availability.capacity is None:
             loading = (
                 f"loading: {self._availability.missing_reason or 'no worker has joined yet'}; "

@@ -39,18 +39,14 @@ class SchedulerAvailability:
             return f"no connection to the scheduler at {self._address}: {self._disconnect_reason}; try again later"
         return ""
 
-    @property
-    def unavailable_reason(self) -> str:
-        """Why requests are refused now, here or by the scheduler, or nothing."""
+    def refusal(self, output_mode: OutputMode = OutputMode.STREAMED) -> str:
+        """Return why requests are refused now, here or by the scheduler, or nothing. Detached requests are forwarded
+        and do not ask."""
         return self.unreachable_reason or self._server_info.unavailable_reason
-
-    def refusal(self, output_mode: OutputMode) -> str:
-        """Return why requests are refused now, or nothing. Detached requests are forwarded and do not ask."""
-        return self.unavailable_reason
 
     @property
     def is_serving(self) -> bool:
-        return self.capacity is not None and not self.unavailable_reason
+        return self.capacity is not None and not self.refusal()
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -67,7 +63,7 @@ class SchedulerAvailability:
         `unavailable_reason`."""
         info = scheduler_pb2.GetServerInfoResponse()
         info.CopyFrom(self._server_info)
-        info.unavailable_reason = self.unavailable_reason
+        info.unavailable_reason = self.refusal()
         return info
 
     async def wait_for_first_worker(self, output_mode: OutputMode) -> None:
