@@ -21,8 +21,8 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_p
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
 from scheduler_service import front_end, server
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
-from scheduler_service.links import waiting
-from scheduler_service.links.waiting import Waiting
+from scheduler_service.links import reconnection
+from scheduler_service.links.reconnection import Outage
 from scheduler_service.links.worker import worker_link
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
@@ -71,7 +71,7 @@ def site(tmp_path: Path) -> Site:
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "_PATIENCE", 0.01)
+    monkeypatch.setattr(reconnection, "_PATIENCE", 0.01)
 
 
 def lines_of(caplog: pytest.LogCaptureFixture, logger: str) -> list[tuple[str, str]]:
@@ -290,12 +290,12 @@ async def test_what_is_wrong_with_the_other_side_is_one_warning(
     cert, key = MINE.issue("localhost").write(tmp_path, "mine")
     tells: asyncio.Queue[str] = asyncio.Queue()
 
-    def tell(self: Waiting, reason: str, *, is_calm: bool) -> None:
+    def tell(self: Outage, reason: str, *, is_calm: bool) -> None:
         tells.put_nowait(reason)
         told(self, reason, is_calm=is_calm)
 
-    told = Waiting.tell
-    monkeypatch.setattr(Waiting, "tell", tell)
+    told = Outage.tell
+    monkeypatch.setattr(Outage, "tell", tell)
     caplog.set_level("INFO")
     async with secure_server(shown, client_ca) as address:
         files = {"ca": MINE.write(tmp_path), "cert": cert, "key": key}
@@ -312,7 +312,7 @@ async def test_what_is_wrong_with_the_other_side_is_one_warning(
 
 def test_a_refusal_is_one_warning_however_grpc_says_it(caplog: pytest.LogCaptureFixture) -> None:
     """It names one of a host's addresses or another, and what it read of the connection last."""
-    link = Waiting("the worker", logging.getLogger("scheduler_service.links"), worker_link._PORT, lambda reason: None)
+    link = Outage("the worker", logging.getLogger("scheduler_service.links"), worker_link._PORT, lambda reason: None)
     for words in ("ipv4:127.0.0.1:5001: Socket closed", "ipv6:%5B::1%5D:5001: Socket closed", "Secure read failed"):
         link.tell(f"there is no connection ({words})", is_calm=True)
     link.tell("Secure read failed", is_calm=True)

@@ -22,7 +22,7 @@ from pagewire.wire import decode_output
 from scheduler_service.doors.http.body import decode_body, decode_query
 from scheduler_service.doors.http.requests import ChatCompletionRequest, DetachedQuery
 from scheduler_service.doors.http.tool_calls import SampleReader
-from scheduler_service.links import waiting
+from scheduler_service.links import reconnection
 from scheduler_service.serving.output import OutputReader, SampleRecord
 from scheduler_service.serving.refusal import RefusedError
 from tests.core.chat_output.spellings import FUNCTIONS, SPELLINGS
@@ -81,7 +81,7 @@ _READERS: dict[str, Callable[[str], object]] = {
     "regex in lark": lambda text: _literals(f"/{text}/"),
     "message that goes on": _rest,
     "format": _formatted,
-    "peer's last error": lambda text: waiting._LAST_ERROR.sub("", text),
+    "peer's last error": lambda text: reconnection._LAST_ERROR.sub("", text),
     "peer": lambda text: _PORT.reading("here", text),
 }
 

@@ -17,7 +17,7 @@ from pagewire import AsyncClient, Client, wire
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
 from scheduler_service import front_end, server
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
-from scheduler_service.links import waiting
+from scheduler_service.links import reconnection
 from scheduler_service.metrics_server import MetricsServer
 from tests.contract.certificates import self_signed
 from tests.contract.raw_port import listener
@@ -169,7 +169,7 @@ LINKS = {
 async def test_a_link_to_a_wrong_port_is_told_by_what_it_looks_like(
     name: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiting, "_PATIENCE", 0.01)
+    monkeypatch.setattr(reconnection, "_PATIENCE", 0.01)
     made, begin, told = LINKS[name]
     warnings, stop = Warnings(), asyncio.Event()
     with made() as address:

@@ -22,9 +22,9 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_p
 from scheduler_service.core.request import EndReason, OutputMode
 from scheduler_service.doors.scheduler.generate_request import encode_request
 from scheduler_service.doors.scheduler.generate_response import decode_end, decode_logprobs
+from scheduler_service.links.reconnection import LINK_OPTIONS, Ended, Outage, Outdated, ends
 from scheduler_service.links.scheduler.forwarder import Forwarder
 from scheduler_service.links.scheduler.scheduler_availability import SchedulerAvailability
-from scheduler_service.links.waiting import LINK_OPTIONS, Ended, Outdated, Waiting, ends
 from scheduler_service.serving.active_request import ActiveRequest
 from scheduler_service.serving.clock import Clock
 from scheduler_service.serving.output import SampleRecord, TokenCounts
@@ -71,7 +71,7 @@ class SchedulerLink:
         self._client: GenerateManyClient | None = None  # None: not connected
         self.availability = SchedulerAvailability(address)
         self.forwarder = Forwarder(self.availability, read_metadata, tenants_revision)
-        self._waiting = Waiting(f"the scheduler at {address}", logger, _PORT, self.availability.disconnected)
+        self._outage = Outage(f"the scheduler at {address}", logger, _PORT, self.availability.disconnected)
         self._idle = asyncio.Event()
         self._idle.set()
         self._streams: dict[int, tuple[SampleRecord, ActiveRequest]] = {}  # those that have not ended
@@ -155,7 +155,7 @@ class SchedulerLink:
         """Hold one call after the other, until cancelled."""
         async for ended in ends(self._hold):
             if ended.was_held:
-                self._waiting.end()
+                self._outage.end()
                 logger.log(
                     logging.INFO if ended.is_calm else logging.WARNING,
                     "lost the scheduler at %s: %s",
@@ -165,7 +165,7 @@ class SchedulerLink:
                 self.availability.disconnected(ended.reason)
                 self._fail_all(str(self.availability.lost(ended.reason)))
             else:
-                self._waiting.tell(ended.reason, is_calm=ended.is_calm)
+                self._outage.tell(ended.reason, is_calm=ended.is_calm)
             self.availability.changed.set()
 
     async def drain(self) -> None:
@@ -188,7 +188,7 @@ class SchedulerLink:
         client, is_held = GenerateManyClient(call, self._first_stream_id), False
         try:
             connecting = call.wait_for_connection()
-            await self._waiting.connect(connecting, self._dialler, stub.GenerateMany)
+            await self._outage.connect(connecting, self._dialler, stub.GenerateMany)
             async for message in call:
                 if message.HasField("server_info"):
                     if mismatch := _mismatch(message.server_info, self._model_digest, self._tenants_revision()):

@@ -29,7 +29,7 @@ from pagewire.common.transport.tls import Life
 from pagewire.common.transport.wrong_port import RightPort
 from pagewire.common.worker_wire import Response, encode_request
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
-from scheduler_service.links.waiting import LINK_OPTIONS, Ended, Outdated, Waiting, ends
+from scheduler_service.links.reconnection import LINK_OPTIONS, Ended, Outage, Outdated, ends
 from scheduler_service.links.worker.worker_session import (
     RankSession,
     Session,
@@ -129,8 +129,8 @@ class WorkerLink:
         self._restart_worker = restart_worker
         self._secret = secret
         self._epochs = Epochs(clock)
-        self._waiting = [
-            Waiting(
+        self._outages = [
+            Outage(
                 "the worker" if rank is None else f"rank {rank} of the worker",
                 logger,
                 _PORT,
@@ -145,13 +145,13 @@ class WorkerLink:
         """Hold epochs until cancelled. Raises FencedError, EpochsExhausted."""
         async for ended in ends(self._hold_epoch):
             if ended.was_held:
-                for waiting in self._waiting:
-                    waiting.end()
+                for outage in self._outages:
+                    outage.end()
                 self._step_loop.worker_lost(
-                    f"rank {ended.rank}: {ended.reason}" if len(self._waiting) > 1 else ended.reason
+                    f"rank {ended.rank}: {ended.reason}" if len(self._outages) > 1 else ended.reason
                 )
             else:
-                self._waiting[ended.rank].tell(ended.reason, is_calm=ended.is_calm)
+                self._outages[ended.rank].tell(ended.reason, is_calm=ended.is_calm)
 
     async def _hold_epoch(self) -> Ended:
         """Hold the streams of all ranks until one of them ends, which ends the others; return why it did."""
@@ -172,11 +172,11 @@ class WorkerLink:
         call = execute(wait_for_ready=True)
         try:
             hello = encode_request(Hello(PROTOCOL_VERSION, self._instance_id, epoch, self._pipeline_depth))
-            await self._waiting[rank].connect(write(call, hello), self._diallers[rank], execute)
+            await self._outages[rank].connect(write(call, hello), self._diallers[rank], execute)
             # Not wait_for: Python 3.11's loses a cancellation that comes with the answer.
             async with asyncio.timeout(_READY_TIMEOUT) as patience:
                 while isinstance(answer := await read(call), WorkerStarting):
-                    self._waiting[rank].tell(answer, is_calm=True)
+                    self._outages[rank].tell(answer, is_calm=True)
                     patience.reschedule(asyncio.get_running_loop().time() + _READY_TIMEOUT)
             capacity = self._admit(rank, answer)
             logger.info(

@@ -1,5 +1,4 @@
-"""The time in which the other side of a link is not there: when it is tried again, and log lines, calm ones where that
-is how a start looks."""
+"""Reconnecting a link: when it tries again, and what it logs until then, calmly where that is how a start looks."""
 
 import asyncio
 import logging
@@ -60,9 +59,9 @@ async def ends(hold: Callable[[], Awaitable[Ended]]) -> AsyncIterator[Ended]:
         backoff = min(2 * backoff, _MAX_BACKOFF)
 
 
-class Waiting:
-    """Tells why there is no session, and logs it: what is new at once, and what differs only in its numbers or in
-    gRPC's words for the same thing once a minute."""
+class Outage:
+    """The time without a session: reports each reason, and logs a new one at once, and one that differs only in its
+    numbers or in gRPC's words for the same thing once a minute."""
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from pagewire.common.messages import WorkerCapacity
 from pagewire.hosting.supervisor import free_port
 from scheduler_service import front_end, server
 from scheduler_service.config import FrontEndConfig
-from scheduler_service.links.waiting import Waiting
+from scheduler_service.links.reconnection import Outage
 from scheduler_service.links.worker.worker_link import _PORT
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
@@ -123,14 +123,14 @@ async def test_a_front_end_waits_calmly_too(checkpoint: Path, lines: Lines) -> N
 def test_what_differs_in_numbers_alone_is_told_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     now, told = 0.0, []
-    waiting = Waiting("the worker", logging.getLogger("scheduler_service.test"), _PORT, told.append, clock=lambda: now)
+    outage = Outage("the worker", logging.getLogger("scheduler_service.test"), _PORT, told.append, clock=lambda: now)
     for second in range(180):
         now = float(second)
-        waiting.tell(f"loading: {second // 2} %", is_calm=True)
-    waiting.tell("another model", is_calm=False)
-    waiting.tell("another model", is_calm=False)
-    waiting.end()
-    waiting.tell("loading: 1 %", is_calm=True)
+        outage.tell(f"loading: {second // 2} %", is_calm=True)
+    outage.tell("another model", is_calm=False)
+    outage.tell("another model", is_calm=False)
+    outage.end()
+    outage.tell("loading: 1 %", is_calm=True)
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("INFO", "waiting for the worker: loading: 0 %"),
         ("INFO", "waiting for the worker: loading: 30 %"),
