@@ -107,7 +107,7 @@ def _num_wanted_blocks(group: SequenceGroup, worker: WorkerState) -> int:
         return cache.room.num_swapped_blocks(group.swapped_holdings)
     if group.state is GroupState.WAITING and group.unopened_sequences:
         first: Sequence = group.unopened_sequences[0]
-        return cache.num_opening_blocks(first.holding, worker.find(first).without_host())
+        return cache.room.num_opening_blocks(first.holding, worker.find(first).without_host())
     return 0
 
 

@@ -61,9 +61,9 @@ class Openings:
         relative = next((row for row in relatives if row.holding.forkable_from <= builder.step), None)
         num_forked = 0 if relative is None else worker.num_forked_tokens(sequence, relative)
         if relative is None or num_forked <= len(match.device) * cache.block_size:
-            relative, num_blocks = None, cache.num_opening_blocks(sequence.holding, match)
+            relative, num_blocks = None, cache.room.num_opening_blocks(sequence.holding, match)
         else:
-            num_blocks = cache.num_fork_blocks(sequence.holding, relative.holding, num_forked)
+            num_blocks = cache.room.num_fork_blocks(sequence.holding, relative.holding, num_forked)
         is_alone = worker.num_rows == len(group.open_rows) and not self._state.loading
         is_alone = is_alone or (builder.is_empty and worker.is_idle)
         if not cache.room.can_allocate(num_blocks, alone=is_alone):
@@ -162,7 +162,7 @@ class Openings:
         match = worker.match(sequence)
         if match is None:
             return None
-        num_blocks = cache.num_opening_blocks(sequence.holding, match)
+        num_blocks = cache.room.num_opening_blocks(sequence.holding, match)
         if not cache.room.can_allocate(num_blocks, alone=is_alone):
             self._lacking = (group, cache.pool.num_free)
             return None

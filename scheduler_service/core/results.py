@@ -95,7 +95,9 @@ class Results:
                 worker.cache.unpublish(bad.holding)
             for other in list(self._state.groups.values()):
                 if (other is not group or not ends) and any(
-                    worker.cache.stands_on(one.holding, bad.holding) for one in other.sequences for bad in written
+                    one.holding.depends_on(bad.holding, worker.cache.block_size)
+                    for one in other.sequences
+                    for bad in written
                 ):
                     self._state.redo(other, worker, now)
             if ends:

@@ -307,7 +307,7 @@ class Scheduler:
     def flush_cache(self, now: float) -> None:
         """Forget all cached content. Nothing happens while there are requests: their caches are built on it."""
         if not self._state.groups:
-            self._state.worker.cache.flush()
+            self._state.worker.cache.tiers.flush()
 
     # What others may ask
 

@@ -85,9 +85,9 @@ MUTANTS = (
     ),
     mutant(
         "a match holds a block too few",
-        "_num_passed",
-        "self.room.first_needed_block(num_blocks * self.block_size)",
-        "self.room.first_needed_block(num_blocks * self.block_size) + 1",
+        "num_passed_blocks",
+        "self.first_needed_block(num_blocks * self.block_size)",
+        "self.first_needed_block(num_blocks * self.block_size) + 1",
     ),
     # The prefix cache
     mutant(
@@ -131,9 +131,9 @@ MUTANTS = (
         (
             Patch("_take_failures", "ends or bad.is_finished", "False"),
             Patch(
-                "stands_on",
-                "max(holding.num_matched_blocks, holding.num_published_blocks)",
-                "holding.num_matched_blocks",
+                "depends_on",
+                "max(self.num_matched_blocks, self.num_published_blocks)",
+                "self.num_matched_blocks",
             ),
         ),
     ),

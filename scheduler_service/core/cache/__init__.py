@@ -2,8 +2,8 @@
 
 from scheduler_service.core.cache.block_pool import BlockPool, EvictionOrder, RetentionPriority
 from scheduler_service.core.cache.prefix_index import Cursor, Node, PrefixIndex, content_root
-from scheduler_service.core.cache.room import Holding, StepCount
-from scheduler_service.core.cache.tables import CacheManager, Match
+from scheduler_service.core.cache.room import Holding, Match, StepCount
+from scheduler_service.core.cache.tables import CacheManager
 from scheduler_service.core.cache.tiers import MoveLedger
 
 __all__ = [

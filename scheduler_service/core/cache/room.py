@@ -82,6 +82,15 @@ class Holding:
         """Its blocks that hold anything; 0 where one is freed."""
         return self.block_table[: -(-self.num_computed_tokens // block_size)]
 
+    def depends_on(self, other: "Holding", block_size: int) -> bool:
+        """Whether this sequence matched, or has published, the first block that `other` wrote."""
+        num_tokens = (other.num_matched_blocks + 1) * block_size
+        return (
+            max(self.num_matched_blocks, self.num_published_blocks) > other.num_matched_blocks
+            and self.root == other.root
+            and self.token_ids[:num_tokens] == other.token_ids[:num_tokens]
+        )
+
     def compute(self, num_tokens: int) -> None:
         """So many more positions are computed."""
         self._num_computed += num_tokens
@@ -119,6 +128,23 @@ class Holding:
         """Nothing is left of what it held."""
         self.published(None, 0)
         self.num_freed_blocks = self.forkable_from = self._num_computed = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Cached content that a sequence could start from: first what is on the device, then what must be loaded."""
+
+    device: tuple[Node, ...] = ()
+    host: tuple[Node, ...] = ()
+
+    @property
+    def is_loading(self) -> bool:
+        """Another group's load of this content is under way."""
+        return any(node.is_moving for node in self.host)
+
+    def without_host(self) -> "Match":
+        """The part of it that needs no load."""
+        return Match(self.device)
 
 
 class Room:
@@ -182,6 +208,24 @@ class Room:
             return num_blocks
         num_chunk_blocks = min(self.num_chunk_blocks(self.window), self.max_row_blocks(holding.request))
         return min(num_blocks, num_passed + num_chunk_blocks)
+
+    def num_opening_blocks(self, holding: Holding, match: Match) -> int:
+        """Count the blocks that opening a row takes off the free list. Idle blocks that it matches itself are not free
+        twice."""
+        num_passed = self.num_passed_blocks(match)
+        num_idle = sum(self.pool.ref_count(node.blocks[0]) == 0 for node in match.device[num_passed:])
+        return self.num_opening_entries(holding, num_passed) - max(len(match.device), num_passed) + num_idle
+
+    def num_passed_blocks(self, match: Match) -> int:
+        """Count the blocks of a match that a sequence which goes on after it need not hold: the window has passed over
+        them. The last is held, since content is published on top of it."""
+        num_blocks = len(match.device) + len(match.host)
+        return max(0, min(self.first_needed_block(num_blocks * self.block_size), num_blocks - 1))
+
+    def num_fork_blocks(self, holding: Holding, relative: Holding, num_tokens: int) -> int:
+        """Count the blocks that a fork of `num_tokens` positions takes off the free list."""
+        num_full = num_tokens // self.block_size
+        return max(1, self.num_opening_entries(holding, min(relative.num_freed_blocks, num_full)) - num_full)
 
     def first_needed_block(self, position: int) -> int:
         """Return the index of the first block that is read by a row that computes from this position on."""

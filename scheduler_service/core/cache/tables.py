@@ -1,28 +1,9 @@
 """Block tables: what holdings get of the tiers' blocks and of the prefix index, for one worker's life."""
 
-from dataclasses import dataclass
-
 from pagewire.common.messages import WorkerCapacity
-from scheduler_service.core.cache.prefix_index import Cursor, Node
-from scheduler_service.core.cache.room import Holding, Room
+from scheduler_service.core.cache.prefix_index import Cursor
+from scheduler_service.core.cache.room import Holding, Match, Room
 from scheduler_service.core.cache.tiers import Move, Tiers
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """Cached content that a sequence could start from: first what is on the device, then what must be loaded."""
-
-    device: tuple[Node, ...] = ()
-    host: tuple[Node, ...] = ()
-
-    @property
-    def is_loading(self) -> bool:
-        """Another group's load of this content is under way."""
-        return any(node.is_moving for node in self.host)
-
-    def without_host(self) -> "Match":
-        """The part of it that needs no load."""
-        return Match(self.device)
 
 
 class CacheManager:
@@ -53,23 +34,10 @@ class CacheManager:
         num_host = next((i for i, node in enumerate(chain[num_device:]) if node.blocks), len(chain) - num_device)
         return Match(tuple(chain[:num_device]), tuple(chain[num_device : num_device + num_host]))
 
-    def num_opening_blocks(self, holding: Holding, match: Match) -> int:
-        """Count the blocks that opening takes off the free list. Idle blocks that it matches itself are not free
-        twice."""
-        num_passed = self._num_passed(match)
-        num_idle = sum(self.pool.ref_count(node.blocks[0]) == 0 for node in match.device[num_passed:])
-        return self.room.num_opening_entries(holding, num_passed) - max(len(match.device), num_passed) + num_idle
-
-    def _num_passed(self, match: Match) -> int:
-        """Count the blocks of a match that a sequence which goes on behind it need not hold: the window has passed over
-        them. The last is held, since content is published on top of it."""
-        num_blocks = len(match.device) + len(match.host)
-        return max(0, min(self.room.first_needed_block(num_blocks * self.block_size), num_blocks - 1))
-
     def open(self, holding: Holding, match: Match, step: int) -> None:
         """Give a holding the blocks that it opens with, the matched ones first. The plan of `step` loads those that
         are on the host: the last of them always, which no window has passed."""
-        num_passed = self._num_passed(match)
+        num_passed = self.room.num_passed_blocks(match)
         for node in match.device:  # also what the window has passed: it was used just now
             self.pool.share(node.blocks[0])
             holding.block_table.append(node.blocks[0])
@@ -85,17 +53,12 @@ class CacheManager:
                 self.moves.add(Move(step, block, node.host_block, False, node, holding.free_list))
         holding.compute(len(nodes) * self.block_size)
 
-    def num_fork_blocks(self, holding: Holding, relative: Holding, num_tokens: int) -> int:
-        """Count the blocks that a fork of so many positions takes off the free list."""
-        num_full = num_tokens // self.block_size
-        return max(1, self.room.num_opening_entries(holding, min(relative.num_freed_blocks, num_full)) - num_full)
-
     def fork(self, holding: Holding, relative: Holding, num_tokens: int) -> list[tuple[int, int]]:
         """Let a holding share the full blocks of so many positions with a relative. Returns the copy of the one that
         is not full, if there is one: (source, target)."""
         num_full = num_tokens // self.block_size
         self._share_table(holding, relative, num_full)
-        self.append(holding, self.num_fork_blocks(holding, relative, num_tokens))
+        self.append(holding, self.room.num_fork_blocks(holding, relative, num_tokens))
         holding.matched(num_full)
         holding.compute(num_tokens)
         if num_tokens % self.block_size == 0:
@@ -196,29 +159,9 @@ class CacheManager:
         self.tiers.host.free_table(holding.host_table, holding.free_list)
         holding.released()
 
-    # Bad content
-
     def unpublish(self, holding: Holding) -> None:
         """Unpublish what a row wrote, from its first block that it did not match on, nor any content computed on top
         of it."""
         node = self.index.find(holding.root, holding.token_ids, holding.num_matched_blocks)
         if node is not None:
-            self._expose(*self.index.forget_subtree(node))
-
-    def flush(self) -> None:
-        """Unpublish all that was computed until now."""
-        self._expose(*self.index.forget_all())
-
-    def _expose(self, blocks: list[int], host_blocks: list[int]) -> None:
-        for pool, exposed in ((self.pool, blocks), (self.host_pool, host_blocks)):
-            for block in exposed:
-                pool.expose(block)
-
-    def stands_on(self, holding: Holding, other: Holding) -> bool:
-        """Whether a row matched, or has published, a block of the content that that of `other` wrote first."""
-        num_tokens = (other.num_matched_blocks + 1) * self.block_size
-        return (
-            max(holding.num_matched_blocks, holding.num_published_blocks) > other.num_matched_blocks
-            and holding.root == other.root
-            and holding.token_ids[:num_tokens] == other.token_ids[:num_tokens]
-        )
+            self.tiers.unpublish(node)

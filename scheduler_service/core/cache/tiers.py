@@ -163,6 +163,21 @@ class Tiers:
         self.pool.order.changed(free_list)
         self.host_pool.order.changed(free_list)
 
+    # Bad content
+
+    def unpublish(self, node: Node) -> None:
+        """Forget this content and all that follows it."""
+        self._expose(*self.index.forget_subtree(node))
+
+    def flush(self) -> None:
+        """Forget all that was computed until now."""
+        self._expose(*self.index.forget_all())
+
+    def _expose(self, blocks: list[int], host_blocks: list[int]) -> None:
+        for pool, exposed in ((self.pool, blocks), (self.host_pool, host_blocks)):
+            for block in exposed:
+                pool.expose(block)
+
     # Swapping: what all rows of a request hold, at once
 
     def num_swap_blocks(self, holdings: list[Holding]) -> tuple[int, int]:
