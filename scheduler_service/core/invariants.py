@@ -233,7 +233,7 @@ def _check_cursors(state: Lifecycle, cache: CacheManager) -> None:
     followed = {group.cursor: group for group in state.groups.values() if group.cursor is not None}
     standing = [cursor for node in cache.index.nodes() for same in (node.cursors or {}).values() for cursor in same]
     assert followed.keys() == set(standing), "S8: a cursor is lost, or outlived its request"
-    assert len(standing) == len(followed) == cache.index.num_cursors, "S8: a cursor stands in two places"
+    assert len(standing) == len(followed) == cache.index.cursors.number, "S8: a cursor stands in two places"
     passed = Counter(node for cursor in standing for node in cursor.chain())
     assert all(node.num_cursors == passed[node] for node in cache.index.nodes()), "S8: cursors are counted wrong"
     for cursor, group in followed.items():

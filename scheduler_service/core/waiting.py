@@ -211,7 +211,7 @@ class Standings:
         """Put those in their places whose prefix has changed in the cache, and those that have waited too long."""
         if self._retention is not None:
             self._retention.update(now)
-            for cursor in self._retention.cache.index.take_moved_cursors():
+            for cursor in self._retention.cache.index.cursors.take_moved():
                 group = self._followed[cursor]
                 self._waiting.reorder(group, self.order(group))
                 self._retention.waits(group)

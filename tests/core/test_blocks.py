@@ -311,14 +311,14 @@ def test_a_cursor_goes_with_what_is_published_and_forgotten():
     index.publish(KEY, first, [1, 2, 9, 9], 1, 3)  # another prompt's
     assert cursor.chain() == [first]
     second = index.publish(KEY, first, tokens, 1, 8)
-    assert index.take_moved_cursors() == [cursor]
+    assert index.cursors.take_moved() == [cursor]
     assert cursor.chain() == [first, second]
     index.forget(8)
     assert cursor.chain() == [first]
     index.forget(7)
     assert cursor.chain() == []
-    assert index.take_moved_cursors() == [cursor]
-    assert index.take_moved_cursors() == []
+    assert index.cursors.take_moved() == [cursor]
+    assert index.cursors.take_moved() == []
     index.forget(3)
     assert index.nodes() != []  # the cursor stands at the root
     index.unfollow(cursor)
@@ -331,11 +331,11 @@ def test_a_cursor_stays_where_one_tier_still_has_a_copy():
     cursor = index.follow(KEY, tokens, 2)
     node = index.publish(KEY, None, tokens, 0, 7)
     index.add_host_copy(node, 4)
-    index.take_moved_cursors()
+    index.cursors.take_moved()
     index.forget(7)
-    assert (cursor.chain(), index.take_moved_cursors()) == ([node], [])
+    assert (cursor.chain(), index.cursors.take_moved()) == ([node], [])
     index.forget_host(4)
-    assert (cursor.chain(), index.take_moved_cursors()) == ([], [cursor])
+    assert (cursor.chain(), index.cursors.take_moved()) == ([], [cursor])
 
 
 @pytest.mark.parametrize("seed", [*range(3), *thorough(*range(3, 10))])

@@ -613,5 +613,5 @@ def test_other_policies_follow_nothing():
     system = System()
     system.join()
     system.add(prompt_of(20), 2)
-    assert system.scheduler.state.worker.cache.index.num_cursors == 0
+    assert system.scheduler.state.worker.cache.index.cursors.number == 0
     system.run()

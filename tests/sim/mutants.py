@@ -93,8 +93,8 @@ MUTANTS = (
     mutant(
         "the last token of a block is not compared",
         "_token_bytes",
-        "start + self._block_size",
-        "start + max(1, self._block_size - 1)",
+        "start + block_size",
+        "start + max(1, block_size - 1)",
     ),
     mutant("the last token is matched too", "match", "len(holding.token_ids) - 1", "len(holding.token_ids)"),
     mutant("salts share content", "_new_holding", "request.cache_salt", '""'),
@@ -205,11 +205,11 @@ MUTANTS = (
         "self.device.free(block)",
         "self.device.free(block)\nself.index.add_copy(node, block)",
     ),
-    mutant("a cursor stays on content that is lost", "_lose", "self._repel_cursors(node)", ""),
+    mutant("a cursor stays on content that is lost", "_lose", "self.cursors.repel(node)", ""),
     mutant(
         "a cursor stops at what was published while it waited",
-        "_draw_cursors",
-        "self._advance(cursor)",
+        "draw",
+        "cursor.advance()",
         "cursor.node, cursor.num_blocks = node, cursor.num_blocks + 1\n"
         "node.num_cursors += 1\n"
         "node.cursors = {**(node.cursors or {}), cursor.next_bytes: {cursor: None}}",

@@ -33,6 +33,11 @@ def content_root(tenant: str, cache_salt: str, model_digest: bytes) -> Root:
     return Root(sha256(named).digest(), xxhash.xxh3_64_intdigest(named))
 
 
+def _token_bytes(token_ids: Sequence[int], block_index: int, block_size: int) -> bytes:
+    start = block_index * block_size
+    return array("I", token_ids[start : start + block_size]).tobytes()
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Cursor:
     """The place of a waiting prompt in the index: behind the blocks that it begins with and that are cached.
@@ -54,10 +59,8 @@ class Cursor:
     @property
     def next_bytes(self) -> bytes:
         """The tokens of the first block that is not cached; empty if all of them are."""
-        if self.num_blocks == self.max_blocks:
-            return b""
-        start = self.num_blocks * self.block_size
-        return array("I", self.token_ids[start : start + self.block_size]).tobytes()
+        is_whole = self.num_blocks == self.max_blocks
+        return b"" if is_whole else _token_bytes(self.token_ids, self.num_blocks, self.block_size)
 
     def chain(self) -> list[Node]:
         """The nodes of the cached blocks, first ones first."""
@@ -68,6 +71,31 @@ class Cursor:
             node = node.parent
         nodes.reverse()
         return nodes
+
+    def advance(self) -> None:
+        """Move the cursor, which no node has, from its node on to the last cached block of its prompt."""
+        node, next_bytes = self.node, self.next_bytes
+        while next_bytes:
+            child = node.children.get(next_bytes)
+            if child is None or not child.is_cached:
+                break
+            node = child
+            node.num_cursors += 1
+            self.num_blocks += 1
+            next_bytes = self.next_bytes
+        self.node = node
+        if node.cursors is None:
+            node.cursors = {}
+        node.cursors.setdefault(next_bytes, {})[self] = None
+
+    def lift(self) -> None:
+        """Take the cursor from its node."""
+        standing = self.node.cursors
+        assert standing is not None
+        next_bytes = self.next_bytes
+        del standing[next_bytes][self]
+        if not standing[next_bytes]:
+            del standing[next_bytes]
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -91,6 +119,68 @@ class Node:
         """Whether either tier has a copy."""
         return bool(self.blocks or self.host_block)
 
+    def stored(self, tier: Tier) -> BlockStored:
+        """Say that a tier has a copy."""
+        assert self.parent is not None
+        return BlockStored(
+            self.block_hash,
+            self.parent.block_hash,
+            tuple(array("I", self.token_bytes)),
+            tier,
+            is_first=self.parent.parent is None,
+            root=self.root.digest,
+        )
+
+
+class Cursors:
+    """The cursors of an index, which move as nodes get their first copy and lose their last one."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._moved: dict[Cursor, None] = {}
+
+    def add(self, cursor: Cursor) -> None:
+        """Keep a cursor, which begins at its root."""
+        self.number += 1
+        cursor.advance()
+
+    def remove(self, cursor: Cursor) -> None:
+        """Keep a cursor no longer."""
+        self.number -= 1
+        self._moved.pop(cursor, None)
+        cursor.lift()
+        for node in cursor.chain():
+            node.num_cursors -= 1
+
+    def take_moved(self) -> list[Cursor]:
+        """Return the cursors that may have moved since the last call."""
+        moved, self._moved = self._moved, {}
+        return list(moved)
+
+    def draw(self, node: Node) -> None:
+        """A node has got its first copy: cursors that wait for its content go on."""
+        waiting = node.parent.cursors if node.parent is not None else None
+        for cursor in list((waiting or {}).get(node.token_bytes, ())):
+            cursor.lift()
+            cursor.advance()
+            self._moved[cursor] = None
+
+    def repel(self, node: Node) -> None:
+        """A node has lost its last copy: cursors on it, and on what follows it, stand before it."""
+        assert node.parent is not None
+        nodes = [node]
+        for visited in nodes:
+            nodes.extend(child for child in visited.children.values() if child.num_cursors)
+            for cursor in [cursor for standing in (visited.cursors or {}).values() for cursor in standing]:
+                cursor.lift()
+                while cursor.node is not node.parent:
+                    assert cursor.node.parent is not None
+                    cursor.node.num_cursors -= 1
+                    cursor.node = cursor.node.parent
+                    cursor.num_blocks -= 1
+                cursor.advance()
+                self._moved[cursor] = None
+
 
 class PrefixIndex:
     """All content of one worker's cache, as trees of nodes under their roots."""
@@ -103,15 +193,14 @@ class PrefixIndex:
         self.num_cached_blocks = 0
         self.num_cached_host_blocks = 0
         self._changes: list[tuple[Node, Tier, bool]] = []  # what was stored (True) or removed, since take_events
-        self.num_cursors = 0
-        self._moved_cursors: dict[Cursor, None] = {}
+        self.cursors = Cursors()
 
     def match(self, root: Root, token_ids: Sequence[int], max_blocks: int) -> list[Node]:
         """The longest chain of cached nodes, in either tier, that `token_ids` begin with, at most `max_blocks` long."""
         node = self._roots.get(root)
         chain: list[Node] = []
         while node is not None and len(chain) < max_blocks:
-            node = node.children.get(self._token_bytes(token_ids, len(chain)))
+            node = node.children.get(_token_bytes(token_ids, len(chain), self._block_size))
             if node is None or not node.is_cached:
                 break
             chain.append(node)
@@ -123,72 +212,13 @@ class PrefixIndex:
         """Keep a cursor at the end of the longest chain of cached nodes, in either tier, that `token_ids` begin with,
         at most `max_blocks` long."""
         cursor = Cursor(self._root_node(root), token_ids, self._block_size, max_blocks)
-        self.num_cursors += 1
-        self._advance(cursor)
+        self.cursors.add(cursor)
         return cursor
 
     def unfollow(self, cursor: Cursor) -> None:
         """The cursor is needed no more."""
-        self.num_cursors -= 1
-        self._moved_cursors.pop(cursor, None)
-        self._lift(cursor)
-        for node in cursor.chain():
-            node.num_cursors -= 1
+        self.cursors.remove(cursor)
         self._prune(cursor.node)
-
-    def take_moved_cursors(self) -> list[Cursor]:
-        """Return the cursors that may have moved since the last call."""
-        moved, self._moved_cursors = self._moved_cursors, {}
-        return list(moved)
-
-    def _advance(self, cursor: Cursor) -> None:
-        """Place a cursor, which stands nowhere, as far from its node on as there is cached content."""
-        node, next_bytes = cursor.node, cursor.next_bytes
-        while next_bytes:
-            child = node.children.get(next_bytes)
-            if child is None or not child.is_cached:
-                break
-            node = child
-            node.num_cursors += 1
-            cursor.num_blocks += 1
-            next_bytes = cursor.next_bytes
-        cursor.node = node
-        if node.cursors is None:
-            node.cursors = {}
-        node.cursors.setdefault(next_bytes, {})[cursor] = None
-
-    def _lift(self, cursor: Cursor) -> None:
-        """Take a cursor from where it stands."""
-        standing = cursor.node.cursors
-        assert standing is not None
-        next_bytes = cursor.next_bytes
-        del standing[next_bytes][cursor]
-        if not standing[next_bytes]:
-            del standing[next_bytes]
-
-    def _draw_cursors(self, node: Node) -> None:
-        """A node has got its first copy: cursors that wait for its content go on."""
-        waiting = node.parent.cursors if node.parent is not None else None
-        for cursor in list((waiting or {}).get(node.token_bytes, ())):
-            self._lift(cursor)
-            self._advance(cursor)
-            self._moved_cursors[cursor] = None
-
-    def _repel_cursors(self, node: Node) -> None:
-        """A node has lost its last copy: cursors on it, and on what follows it, stand before it."""
-        assert node.parent is not None
-        nodes = [node]
-        for visited in nodes:
-            nodes.extend(child for child in visited.children.values() if child.num_cursors)
-            for cursor in [cursor for standing in (visited.cursors or {}).values() for cursor in standing]:
-                self._lift(cursor)
-                while cursor.node is not node.parent:
-                    assert cursor.node.parent is not None
-                    cursor.node.num_cursors -= 1
-                    cursor.node = cursor.node.parent
-                    cursor.num_blocks -= 1
-                self._advance(cursor)
-                self._moved_cursors[cursor] = None
 
     # Copies
 
@@ -196,7 +226,7 @@ class PrefixIndex:
         """The node of a block of `token_ids`, cached or not, if there is one."""
         node = self._roots.get(root)
         for i in range(block_index + 1):
-            node = node.children.get(self._token_bytes(token_ids, i)) if node else None
+            node = node.children.get(_token_bytes(token_ids, i, self._block_size)) if node else None
         return node
 
     def publish(self, root: Root, parent: Node | None, token_ids: Sequence[int], block_index: int, block: int) -> Node:
@@ -204,7 +234,7 @@ class PrefixIndex:
         first. Returns the block's node."""
         if parent is None:
             parent = self._root_node(root)
-        token_bytes = self._token_bytes(token_ids, block_index)
+        token_bytes = _token_bytes(token_ids, block_index, self._block_size)
         node = parent.children.get(token_bytes)
         if node is None:
             block_hash = xxhash.xxh3_64_intdigest(parent.block_hash.to_bytes(8, "little") + token_bytes)
@@ -222,8 +252,8 @@ class PrefixIndex:
         self.num_cached_blocks += 1
         if is_first:
             self._changes.append((node, Tier.DEVICE, True))
-            if self.num_cursors and not node.host_block:
-                self._draw_cursors(node)
+            if self.cursors.number and not node.host_block:
+                self.cursors.draw(node)
 
     def add_host_copy(self, node: Node, host_block: int) -> None:
         """Host block `host_block` holds the node's content too."""
@@ -234,7 +264,7 @@ class PrefixIndex:
         self.num_cached_host_blocks += 1
         self._changes.append((node, Tier.HOST, True))
         if not node.blocks:
-            self._draw_cursors(node)
+            self.cursors.draw(node)
 
     def forget(self, block: int) -> None:
         """`block` no longer holds what it was published for. Nothing happens if it was not published."""
@@ -289,7 +319,7 @@ class PrefixIndex:
         """Say what can be matched now and could not at the last call, and the other way round, in order."""
         changes, self._changes = self._changes, []
         return [
-            _stored(node, tier) if is_stored else BlockRemoved(node.block_hash, tier, node.root.digest)
+            node.stored(tier) if is_stored else BlockRemoved(node.block_hash, tier, node.root.digest)
             for node, tier, is_stored in changes
         ]
 
@@ -307,9 +337,9 @@ class PrefixIndex:
         stored = []
         for node in self.nodes():
             if node.blocks:
-                stored.append(_stored(node, Tier.DEVICE))
+                stored.append(node.stored(Tier.DEVICE))
             if node.host_block:
-                stored.append(_stored(node, Tier.HOST))
+                stored.append(node.stored(Tier.HOST))
         return stored
 
     def _root_node(self, root: Root) -> Node:
@@ -321,7 +351,7 @@ class PrefixIndex:
     def _lose(self, node: Node) -> None:
         """A node has lost its last copy."""
         if node.num_cursors:
-            self._repel_cursors(node)
+            self.cursors.repel(node)
         self._prune(node)
 
     def _prune(self, node: Node) -> None:
@@ -333,10 +363,6 @@ class PrefixIndex:
             del node.parent.children[node.token_bytes]
             node = node.parent
 
-    def _token_bytes(self, token_ids: Sequence[int], block_index: int) -> bytes:
-        start = block_index * self._block_size
-        return array("I", token_ids[start : start + self._block_size]).tobytes()
-
 
 def _with_descendants(nodes: Iterable[Node]) -> list[Node]:
     """The nodes and all that follows them, parents before children."""
@@ -344,15 +370,3 @@ def _with_descendants(nodes: Iterable[Node]) -> list[Node]:
     for node in found:
         found.extend(node.children.values())
     return found
-
-
-def _stored(node: Node, tier: Tier) -> BlockStored:
-    assert node.parent is not None
-    return BlockStored(
-        node.block_hash,
-        node.parent.block_hash,
-        tuple(array("I", node.token_bytes)),
-        tier,
-        is_first=node.parent.parent is None,
-        root=node.root.digest,
-    )
