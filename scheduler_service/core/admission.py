@@ -54,7 +54,7 @@ class Admission:
         self.limits = RequestLimits(
             max_tokens,
             min(own.num_step_tokens, capacity.max_num_batched_tokens),
-            worker.slots.num_slots,
+            worker.rows.slots.num_slots,
             capacity.grammar_version,
             f" ({_describe_pool(cache)})" if max_tokens < own.max_sequence_tokens else "",
             partial(_lacks_blocks, cache),

@@ -6,6 +6,7 @@ Nothing changes by them.
 from collections import Counter
 
 from scheduler_service.core.lifecycle import QUEUED, SWAPPED, Lifecycle
+from scheduler_service.core.plans import num_missing_blocks
 from scheduler_service.core.request import BlockHolder, BlockMap, BlockUse, RequestReport, SchedulerStats
 from scheduler_service.core.sequence import GroupState, Sequence, SequenceGroup
 from scheduler_service.core.waiting import num_uncached_tokens
@@ -18,7 +19,7 @@ def stats(state: Lifecycle) -> SchedulerStats:
     cache = worker.cache
     num_copying, num_host_copying = cache.moves.num_copying()
     return SchedulerStats(
-        num_running=worker.num_rows,
+        num_running=worker.rows.num_open,
         # Those that are swapped stand in the queue too.
         num_waiting=waiting.num_sequences - sum(group.num_waiting_sequences for group in state.swapped),
         num_swapped=sum(group.num_unfinished for group in [*state.swapped, *state.loading]),
@@ -101,8 +102,8 @@ def _num_wanted_blocks(group: SequenceGroup, worker: WorkerState) -> int:
     """Count the blocks that a group lacks to run, or to run on."""
     cache = worker.cache
     if group.state is GroupState.RUNNING:
-        lacking = [row for row in group.open_rows if row in worker.active]
-        return max(0, worker.num_missing_blocks([(row, min(1, row.num_uncomputed_tokens)) for row in lacking]))
+        lacking = [row for row in group.open_rows if row in worker.rows.active]
+        return max(0, num_missing_blocks(cache, [(row, min(1, row.num_uncomputed_tokens)) for row in lacking]))
     if group.state in SWAPPED:
         return cache.room.num_swapped_blocks(group.swapped_holdings)
     if group.state is GroupState.WAITING and group.unopened_sequences:
@@ -128,9 +129,9 @@ def _reason(group: SequenceGroup, worker: WorkerState, position: int | None, num
         return f"{was}waits behind {position - 1} other requests{_cost(group)}"
     if worker.last_acknowledged_step < group.planned_step:
         return f"{was}waits for a token that is on its way"
-    if worker.slots.num_free < group.num_first_slots:
-        of_all = f"{group.num_first_slots} of {worker.slots.num_slots}"
-        return f"{was}waits for {of_all} rows, {worker.slots.num_free} are free{_cost(group)}"
+    if worker.rows.slots.num_free < group.num_first_slots:
+        of_all = f"{group.num_first_slots} of {worker.rows.slots.num_slots}"
+        return f"{was}waits for {of_all} rows, {worker.rows.slots.num_free} are free{_cost(group)}"
     if num_wanted > num_free:
         return f"{was}waits for {num_wanted} blocks, {num_free} are free{_cost(group)}"
     return f"{was}is next{_cost(group)}"

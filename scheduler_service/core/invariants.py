@@ -38,11 +38,11 @@ def check_sample(state: Lifecycle, pipeline_depth: int, num_step_tokens: int) ->
     worker = state.worker
     pool = worker.cache.pool
     assert 0 <= pool.num_idle_cached <= pool.num_free <= pool.num_blocks, "S1"
-    assert worker.num_rows + worker.slots.num_free <= worker.slots.num_slots, "S11"
+    assert worker.rows.num_open + worker.rows.slots.num_free <= worker.rows.slots.num_slots, "S11"
     assert len(worker.unacknowledged) <= pipeline_depth, "S11"
     for dispatch in worker.unacknowledged:
         assert dispatch.num_tokens <= num_step_tokens, f"S11: step {dispatch.step}"
-    for row in worker.active:
+    for row in worker.rows.active:
         assert row.num_in_flight >= 0, f"S5: {row}"
         num_positions = row.holding.num_granted_blocks * worker.cache.block_size
         assert row.holding.num_computed_tokens <= num_positions, f"S5: {row}"
@@ -113,7 +113,7 @@ def _check_group(group: SequenceGroup, worker: WorkerState) -> None:
 
 def _check_rows(worker: WorkerState, groups: LiveGroups, in_flight: dict[Row, int]) -> None:
     block_size = worker.cache.block_size
-    slots = worker.slots._free.copy()
+    slots = worker.rows.slots._free.copy()
     num_rows = 0
     for group, live in groups:
         slots += group.reserved_slots
@@ -127,18 +127,18 @@ def _check_rows(worker: WorkerState, groups: LiveGroups, in_flight: dict[Row, in
             assert num_computed <= row.holding.num_granted_blocks * block_size, f"S5: {row}"
             max_expected = max(sequence.max_num_tokens, sequence.num_prompt_tokens + 1)  # an embedding is expected too
             assert num_computed <= num_expected <= max_expected, f"S5, planned too far: {row}"
-            assert (row in worker.active) == (not row.is_decoding and row.num_uncomputed_tokens > 0)
-            assert row.is_decoding == (worker.decoding._rows.get(row.slot) is row)
+            assert (row in worker.rows.active) == (not row.is_decoding and row.num_uncomputed_tokens > 0)
+            assert row.is_decoding == (worker.rows.decoding._rows.get(row.slot) is row)
             if row.is_decoding:
                 assert num_computed == num_expected - 1, f"S5: a decoding row is not at its end: {row}"
-                assert row.due_step > worker.num_steps, "a decoding row was not looked at when it was due"
+                assert row.due_step > worker.steps.num_steps, "a decoding row was not looked at when it was due"
         if group.state is GroupState.RUNNING:
             opened = [row.slot for row in group.open_rows]
             slots += opened
             num_rows += len(opened) - (0 if group.beam is None else len(group.beam.unborn_slots))
-    assert num_rows == worker.num_rows
+    assert num_rows == worker.rows.num_open
     slots.sort()
-    assert slots == list(range(worker.slots.num_slots)), "a slot is lost, or has two owners"
+    assert slots == list(range(worker.rows.slots.num_slots)), "a slot is lost, or has two owners"
 
 
 def _check_dispatches(worker: WorkerState, pipeline_depth: int, num_step_tokens: int) -> dict[Row, int]:

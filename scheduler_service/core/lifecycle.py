@@ -226,7 +226,7 @@ class Lifecycle:
         for sequence in sequences:
             worker.open_row(sequence, builder)
         if group.beam is None:
-            worker.give_back_reserved(group)
+            worker.rows.slots.give_back_reserved(group)
         if group.unopened_sequences:
             self.unopened[group] = None
 
@@ -258,7 +258,7 @@ class Lifecycle:
         self.counters.num_swap_preemptions += 1
         self._interrupt(group, builder.now)
         is_moving = worker.cache.tiers.swap_out(holdings, builder.step)
-        worker.vacate_group(group)
+        worker.rows.vacate_group(group)
         for holding in holdings:
             if not holding.host_blocks:  # the window has passed over all that it had: it is computed again
                 worker.cache.release(holding)
@@ -316,7 +316,7 @@ class Lifecycle:
         for group in self.groups.values():
             if group.state not in QUEUED:
                 group.pause(now)
-            worker.vacate_group(group)
+            worker.rows.vacate_group(group)
             if group.state is not GroupState.WAITING:
                 self._enter(group, GroupState.WAITING)
         self._begin(WorkerState.without_worker())
@@ -342,8 +342,8 @@ class Lifecycle:
         row = sequence.open_row
         if row is not None:
             if reason in _COMPLETE:
-                worker.publish(row)
-            worker.vacate(row)
+                worker.cache.publish(row.holding, row.num_settled_tokens)
+            worker.rows.vacate(row)
         sequence.finish()
         worker.cache.release(sequence.holding)
         if num_output_tokens is not None:

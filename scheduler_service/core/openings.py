@@ -54,7 +54,7 @@ class Openings:
     def _open_sibling(self, sequence: Sequence, relatives: list[Row], builder: PlanBuilder) -> bool:
         """Open a sample from the prompt of a relative, or from what is cached, whichever is more."""
         worker, cache, group = self._worker, self._worker.cache, sequence.group
-        has_slot = bool(group.reserved_slots) or worker.slots.num_free > 0
+        has_slot = bool(group.reserved_slots) or worker.rows.slots.num_free > 0
         if not has_slot or not self._may_open(builder) or not builder.can_open(sequence):
             return False
         match = worker.find(sequence).without_host()
@@ -64,7 +64,7 @@ class Openings:
             relative, num_blocks = None, cache.room.num_opening_blocks(sequence.holding, match)
         else:
             num_blocks = cache.room.num_fork_blocks(sequence.holding, relative.holding, num_forked)
-        is_alone = worker.num_rows == len(group.open_rows) and not self._state.loading
+        is_alone = worker.rows.num_open == len(group.open_rows) and not self._state.loading
         is_alone = is_alone or (builder.is_empty and worker.is_idle)
         if not cache.room.can_allocate(num_blocks, alone=is_alone):
             return False
@@ -95,7 +95,7 @@ class Openings:
     def _may_open(self, builder: PlanBuilder) -> bool:
         """Whether a row may open. In a slowed step some open without tokens: the next step shares its own among all
         rows, so that a short prompt need not wait for the long ones before it to be computed."""
-        can_wait = builder.is_slowed and len(self._worker.active) < _MAX_SLOWED_PROMPTS
+        can_wait = builder.is_slowed and len(self._worker.rows.active) < _MAX_SLOWED_PROMPTS
         return builder.num_free_tokens > 0 or can_wait
 
     def _next(self, builder: PlanBuilder) -> SequenceGroup | None:
@@ -113,7 +113,7 @@ class Openings:
         matches is settled when it opens: from then on it computes such a block itself."""
         sequence, cache = group.unopened_sequences[0], self._worker.cache
         own, may_match = sequence.holding, cache.enable_prefix_caching and sequence.may_match
-        others = [row.holding for row in self._worker.active if row.holding.root == own.root]
+        others = [row.holding for row in self._worker.rows.active if row.holding.root == own.root]
         if not others or not may_match or group.state is not GroupState.WAITING:
             return False
         match = self._worker.find(sequence)
@@ -143,7 +143,7 @@ class Openings:
         if match is None:
             return False
         cache.open(sequence.holding, match, builder.step)
-        worker.reserve_slots(group, group.num_first_slots)
+        worker.rows.slots.reserve(group, group.num_first_slots)
         state.first_scheduled(sequence, len(match.host) * cache.block_size, builder.now)
         if match.host:
             state.load(group, builder.step)
@@ -154,7 +154,7 @@ class Openings:
     def _startable(self, group: SequenceGroup, builder: PlanBuilder) -> Match | None:
         """Return what the first sequence of a group would start from. None: it cannot start now."""
         state, worker, cache, sequence = self._state, self._worker, self._worker.cache, group.unopened_sequences[0]
-        if worker.slots.num_free < group.num_first_slots or not builder.can_open(sequence):
+        if worker.rows.slots.num_free < group.num_first_slots or not builder.can_open(sequence):
             return None
         is_alone = not state.running and not state.loading
         if not is_alone and self._lacking[0] is group and cache.pool.num_free <= self._lacking[1]:
@@ -172,12 +172,12 @@ class Openings:
         """Order a swapped group's blocks back, if there is room for it to run on."""
         state, worker, cache = self._state, self._worker, self._worker.cache
         num_slots = max(len(group.swapped_holdings), group.num_first_slots)
-        if worker.slots.num_free < num_slots:
+        if worker.rows.slots.num_free < num_slots:
             return False
         is_alone = not state.running and not state.loading
         if not cache.room.can_allocate(cache.room.num_swap_in_blocks(group.swapped_holdings), alone=is_alone):
             return False
         cache.tiers.swap_in(group.swapped_holdings, builder.step)
-        worker.reserve_slots(group, num_slots)
+        worker.rows.slots.reserve(group, num_slots)
         state.load(group, builder.step)
         return True

@@ -55,7 +55,7 @@ class Results:
             if sample.status is RowStatus.OK:
                 self._take_sample(worker, sample, outputs, now)
             elif sample.status is RowStatus.LATE:
-                worker.repeat(sample.row)
+                worker.rows.repeat(sample.row)
         if resolved.decoded:
             self._take_decoded(worker, dispatch, resolved.decoded, outputs)
         return outputs
@@ -127,9 +127,9 @@ class Results:
         elif sequence.num_tokens >= sequence.max_num_tokens:
             self._state.end(sequence, EndReason.LENGTH, outputs)
         elif row.slot >= 0:
-            worker.publish(row)
+            worker.cache.publish(row.holding, row.num_settled_tokens)
             if row.is_gated:
-                worker.active[row] = None
+                worker.rows.active[row] = None
 
     def _take_candidates(
         self, worker: WorkerState, row: Row, candidates: list[tuple[int, float]], outputs: TokenOutputs
@@ -153,7 +153,7 @@ class Results:
         """Take one token for each decoding row. This is the hot loop of the scheduler: it looks at nothing but the
         token and its stop set, unless any sample was dropped, or a first one late, since the plan was sent."""
         columns, quarantine = dispatch.columns, self._state.quarantine
-        if dispatch.num_drops != worker.drops.num_drops or quarantine.charged:
+        if dispatch.num_drops != worker.rows.drops.num_drops or quarantine.charged:
             kept = [i for i, row in enumerate(columns.rows) if not row.is_dropped]
             columns, token_ids = columns.take(kept), [token_ids[i] for i in kept]
             for sequence in [row.sequence for row in columns.rows]:

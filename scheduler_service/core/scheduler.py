@@ -26,7 +26,7 @@ from scheduler_service.core.cost import CostModel, PreemptionMode
 from scheduler_service.core.lifecycle import Lifecycle
 from scheduler_service.core.openings import Openings
 from scheduler_service.core.options import SchedulerOptions
-from scheduler_service.core.plans import PlanBuilder, read_result
+from scheduler_service.core.plans import PlanBuilder, Work, num_missing_blocks, read_result
 from scheduler_service.core.policy import Policy, create_policy
 from scheduler_service.core.request import (
     BlockStored,
@@ -40,7 +40,7 @@ from scheduler_service.core.request import (
 )
 from scheduler_service.core.results import Results
 from scheduler_service.core.retention import EXPECTATIONS, Expectation
-from scheduler_service.core.sequence import GroupState, Row, SequenceGroup
+from scheduler_service.core.sequence import GroupState, SequenceGroup
 from scheduler_service.core.worker_state import WorkerState
 
 # Times that a step takes as long as one that decodes, while none decodes: what steps cost besides their tokens is less
@@ -106,30 +106,22 @@ class Scheduler:
             return None
         if state.quarantine.suspects and not self._isolate_trial(worker, now):
             return None
-        builder = PlanBuilder(
-            worker.num_steps + 1, self._token_budget(worker), worker.decoding, worker.cache.moves, now
-        )
+        builder = PlanBuilder(worker.steps.num_steps + 1, self._token_budget(worker), worker.rows, worker.cache, now)
         builder.added_grammars.extend(worker.grammars.take_added(self._may_prepare))
         max_wait_s, num_step_tokens = self._policy.max_wait_s, self._admission.limits.num_step_tokens
         builder.is_slowed = self._policy.moves_keys and builder.max_tokens < num_step_tokens
-        if self._policy.moves_keys and worker.active:
+        if self._policy.moves_keys and worker.rows.active:
             num_next_tokens = openings.num_next_tokens(builder, num_step_tokens)
-            worker.share_prompts(builder, num_next_tokens, lambda group: now - group.arrived_at >= max_wait_s)
-        for group, rows in worker.rows_to_plan(builder):
+            builder.share_prompts(num_next_tokens, lambda group: now - group.arrived_at >= max_wait_s)
+        for group, rows in builder.rows_to_plan():
             if group.state is not GroupState.RUNNING:
                 continue
-            work = worker.share_tokens(rows, builder)
+            work = builder.share_tokens(rows)
             if not self._make_room(worker, builder, group, work):
                 continue
             if group.beam is not None:
-                worker.tell_branches(group.beam, builder)
-            worker.give_blocks(work, builder)
-            for row, num_tokens in work:
-                if row.is_decoding:
-                    worker.decoding.got_block(row, builder.step)
-                    builder.began_block.append(row)
-                else:
-                    worker.plan_row(row, num_tokens, builder)
+                builder.tell_branches(group.beam)
+            builder.compute(work)
         openings.open_loaded(builder)  # only now: what a plan opens is never its victim
         # What was preempted makes room for what runs, unless nothing does.
         if (builder.is_empty or not builder.has_preempted) and openings.open_siblings(builder):
@@ -168,7 +160,7 @@ class Scheduler:
         """The moves of all plans up to `step` are done. Raises WorkerProtocolError if there is no such plan."""
         self._state.now = now
         worker = self._state.worker
-        if step > worker.num_steps:
+        if step > worker.steps.num_steps:
             raise WorkerProtocolError(f"moves of step {step} are done, but no such step was planned")
         if step > worker.last_moved_step:
             worker.last_moved_step = step
@@ -195,23 +187,21 @@ class Scheduler:
         num_step_tokens, max_slowdown = self._admission.limits.num_step_tokens, self._options.max_decode_slowdown
         if max_slowdown is None:
             return num_step_tokens
-        if not len(worker.decoding):
+        if not len(worker.rows.decoding):
             max_slowdown = max(max_slowdown, _MAX_SLOWDOWN_OF_NONE)
         max_prompt_tokens = worker.cost.max_prompt_tokens(max_slowdown)
         if max_prompt_tokens is None:
             return num_step_tokens
-        return min(num_step_tokens, len(worker.decoding) + max_prompt_tokens)
+        return min(num_step_tokens, len(worker.rows.decoding) + max_prompt_tokens)
 
-    def _make_room(
-        self, worker: WorkerState, builder: PlanBuilder, group: SequenceGroup, work: list[tuple[Row, int]]
-    ) -> bool:
+    def _make_room(self, worker: WorkerState, builder: PlanBuilder, group: SequenceGroup, work: Work) -> bool:
         """Have the blocks for a group's work free, if need be by preempting the last groups, which first give what
         their windows have passed. False: it waits.
 
         Groups are planned in order, so the last one has no work in this plan unless it is this one.
         """
         state, pool, moves = self._state, worker.cache.pool, worker.cache.moves
-        num_missing = worker.num_missing_blocks(work)
+        num_missing = num_missing_blocks(worker.cache, work)
         if num_missing > pool.num_free:
             worker.slide_wholly(group)
         while num_missing > pool.num_free and group.state is GroupState.RUNNING:
@@ -225,7 +215,7 @@ class Scheduler:
             return True
         for row, _ in work:
             if row.is_decoding:
-                worker.pause(row)
+                worker.rows.pause(row)
         return False
 
     def _may_prepare(self, grammar: Grammar) -> bool:

@@ -65,10 +65,10 @@ def test_what_is_on_its_way_of_a_row_counts_until_that_is_dropped():
     system.join()
     system.plan()
     state = system.scheduler.state
-    sequence, drops = state.samples[sequence_id], state.worker.drops
+    sequence, drops = state.samples[sequence_id], state.worker.rows.drops
     row = sequence.open_row
     assert str(row) == f"slot 0 of sequence {sequence_id}: 3 of 4 tokens computed, decodes"
-    state.worker.vacate(row)
+    state.worker.rows.vacate(row)
     assert (sequence.row, sequence.open_row, row.num_in_flight, row.is_dropped) == (row, None, 1, False)
     sequence.finish()
     sequence.finish()

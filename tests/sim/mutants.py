@@ -393,13 +393,13 @@ MUTANTS = (
     ),
     mutant("an end token is ignored below min_tokens", "_may_stop", "token_id in group.end_token_ids", "False"),
     mutant("a beam dies at an end token below min_tokens", "_ranked", "not self._end_token_ids", "True"),
-    mutant("a gated row with a grammar is planned once", "_take_sample", "worker.active[row] = None", ""),
+    mutant("a gated row with a grammar is planned once", "_take_sample", "worker.rows.active[row] = None", ""),
     mutant(
         "a row is gated as by the worker before",
         "take_slot",
-        "gates = request.grammar is not None and self.capacity.gates_grammars",
-        "WorkerState.kept = vars(WorkerState).get('kept') or {}\n"
-        "gates = request.grammar is not None and WorkerState.kept.setdefault(sequence, self.capacity.gates_grammars)",
+        "gates = request.grammar is not None and self._gates_grammars",
+        "WorkerRows.kept = vars(WorkerRows).get('kept') or {}\n"
+        "gates = request.grammar is not None and WorkerRows.kept.setdefault(sequence, self._gates_grammars)",
     ),
     Mutant(
         "a grammar that cannot be read is taken for ready",
@@ -480,9 +480,9 @@ MUTANTS = (
     # What is told
     mutant(
         "a block's removal from the device is not told",
-        "PrefixIndex.forget",
-        "self._changes.append((node, Tier.DEVICE, False))",
-        "",
+        "_lose",
+        "self._changes.append((node, tier, False))",
+        "tier is Tier.DEVICE or self._changes.append((node, tier, False))",
     ),
     # The step loop, and what carries its outputs on
     Mutant(

@@ -596,7 +596,7 @@ class Simulation(Timeline):
         """Of moves that were never ordered; then one that says nothing new."""
         epoch = self.scheduler.state.worker
         try:
-            self.scheduler.moved(epoch.num_steps + 1, self.now())
+            self.scheduler.moved(epoch.steps.num_steps + 1, self.now())
         except WorkerProtocolError:
             self.reached["a false acknowledgement of moves is refused"] += 1
         else:

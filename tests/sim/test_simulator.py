@@ -60,8 +60,8 @@ def test_a_bug_is_planted_whatever_the_layout(old, new, expected):
 
 
 def test_a_bug_without_a_place_is_told():
-    none = misplaced(PLANTING, Mutant("a bug", (Patch("WorkerState.vacate", "self.num_rows -= 7", ""),)))
-    assert none == "a bug: WorkerState.vacate has this 0 times, not once:\nself.num_rows -= 7\n"
+    none = misplaced(PLANTING, Mutant("a bug", (Patch("WorkerRows.vacate", "self.num_open -= 7", ""),)))
+    assert none == "a bug: WorkerRows.vacate has this 0 times, not once:\nself.num_open -= 7\n"
     two = misplaced(PLANTING, Mutant("a bug", (Patch("MoveLedger.acknowledge", "move.free_list", "0"),)))
     assert "MoveLedger.acknowledge has this 2 times, not once (scheduler_service/core/cache/tiers.py, " in two
 

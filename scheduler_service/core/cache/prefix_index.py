@@ -275,9 +275,7 @@ class PrefixIndex:
         self.num_cached_blocks -= 1
         node.blocks = tuple(copy for copy in node.blocks if copy != block)
         if not node.blocks:
-            self._changes.append((node, Tier.DEVICE, False))
-            if not node.host_block:
-                self._lose(node)
+            self._lose(node, Tier.DEVICE)
 
     def forget_host(self, host_block: int) -> None:
         """`host_block` no longer holds a content's copy. Nothing happens if it held none."""
@@ -287,9 +285,7 @@ class PrefixIndex:
         self.host_contents[host_block] = None
         self.num_cached_host_blocks -= 1
         node.host_block = 0
-        self._changes.append((node, Tier.HOST, False))
-        if not node.blocks:
-            self._lose(node)
+        self._lose(node, Tier.HOST)
 
     def forget_subtree(self, node: Node) -> tuple[list[int], list[int]]:
         """Forget every copy of this content and of all that follows it; the device and host blocks they were in."""
@@ -334,13 +330,12 @@ class PrefixIndex:
 
     def snapshot(self) -> list[BlockStored]:
         """Say what is cached to a new subscriber, parents first."""
-        stored = []
-        for node in self.nodes():
-            if node.blocks:
-                stored.append(node.stored(Tier.DEVICE))
-            if node.host_block:
-                stored.append(node.stored(Tier.HOST))
-        return stored
+        return [
+            node.stored(tier)
+            for node in self.nodes()
+            for tier, copies in ((Tier.DEVICE, node.blocks), (Tier.HOST, node.host_block))
+            if copies
+        ]
 
     def _root_node(self, root: Root) -> Node:
         node = self._roots.get(root)
@@ -348,9 +343,10 @@ class PrefixIndex:
             node = self._roots[root] = Node(root, None, b"", root.block_hash)
         return node
 
-    def _lose(self, node: Node) -> None:
-        """A node has lost its last copy."""
-        if node.num_cursors:
+    def _lose(self, node: Node, tier: Tier) -> None:
+        """A node has lost its last copy in a tier."""
+        self._changes.append((node, tier, False))
+        if node.num_cursors and not node.is_cached:
             self.cursors.repel(node)
         self._prune(node)
 

@@ -227,6 +227,10 @@ class Room:
         num_full = num_tokens // self.block_size
         return max(1, self.num_opening_entries(holding, min(relative.num_freed_blocks, num_full)) - num_full)
 
+    def num_missing_blocks(self, holding: Holding, num_tokens: int) -> int:
+        """Count the blocks that a row must get before it can compute `num_tokens` more."""
+        return self.num_blocks_for(holding.num_computed_tokens + num_tokens) - holding.num_granted_blocks
+
     def first_needed_block(self, position: int) -> int:
         """Return the index of the first block that is read by a row that computes from this position on."""
         return max(0, position - self.window + 1) // self.block_size if self.window else 0

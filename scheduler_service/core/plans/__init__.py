@@ -1,16 +1,17 @@
 """A step's plan while it is made, and what is remembered of it until its result is there."""
 
-from scheduler_service.core.plans.decode_batch import DecodeBatch
 from scheduler_service.core.plans.dispatch import Dispatch, PlannedRow, ResolvedResult, SampledRow, read_result
-from scheduler_service.core.plans.plan_builder import PlanBuilder, RowSlots
+from scheduler_service.core.plans.plan_builder import PlanBuilder, Work, num_missing_blocks
+from scheduler_service.core.plans.worker_rows import WorkerRows
 
 __all__ = [
-    "DecodeBatch",
     "Dispatch",
     "PlanBuilder",
     "PlannedRow",
     "ResolvedResult",
-    "RowSlots",
     "SampledRow",
+    "Work",
+    "WorkerRows",
+    "num_missing_blocks",
     "read_result",
 ]

@@ -1,19 +1,21 @@
-"""A plan while it is being made, and the worker's rows as the scheduler knows them: who may open which, and what each
-will do unless a plan tells it otherwise."""
+"""A plan while it is being made."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from pagewire.common.messages import PHASES, AddedGrammar, RowOpening, StepPlan
-from scheduler_service.core.cache import MoveLedger
-from scheduler_service.core.plans.decode_batch import DecodeBatch
+from scheduler_service.core.cache import CacheManager
 from scheduler_service.core.plans.dispatch import PlannedRow
-from scheduler_service.core.sequence import Row, Sequence
+from scheduler_service.core.plans.worker_rows import WorkerRows
+from scheduler_service.core.sequence import BeamGroup, Row, Sequence, SequenceGroup
 
 # Tokens and block ids that the openings of one plan may carry: at most 4 bytes each, 8 MiB together.
 _MAX_OPENING_VALUES = 2 * 1024 * 1024
+
+Work = list[tuple[Row, int]]  # rows of a group, each with the number of tokens that it computes
 
 
 @dataclass(slots=True)
@@ -23,8 +25,8 @@ class PlanBuilder:
 
     step: int
     max_tokens: int
-    decoding: DecodeBatch
-    moves: MoveLedger
+    worker_rows: WorkerRows
+    cache: CacheManager
     now: float
     num_row_tokens: int = 0  # of the rows that are planned one by one
     num_opening_values: int = 0
@@ -44,7 +46,7 @@ class PlanBuilder:
 
     @property
     def num_tokens(self) -> int:
-        return self.num_row_tokens + len(self.decoding)
+        return self.num_row_tokens + len(self.worker_rows.decoding)
 
     @property
     def num_free_tokens(self) -> int:
@@ -53,7 +55,7 @@ class PlanBuilder:
     @property
     def is_empty(self) -> bool:
         """There is nothing that the worker must do. Rows that end can wait for another plan."""
-        return not (self.num_tokens or self.openings or self.added_grammars or self.moves.ordered_by(self.step))
+        return not (self.num_tokens or self.openings or self.added_grammars or self.cache.moves.ordered_by(self.step))
 
     def can_open(self, sequence: Sequence) -> bool:
         """Whether the plan may become as large as a row's opening makes it. It always may have one opening."""
@@ -65,10 +67,112 @@ class PlanBuilder:
         self.openings.append(opening)
         self.num_opening_values += len(opening.token_ids) + len(opening.block_ids)
 
-    def work(self, row: PlannedRow) -> None:
-        """Have the worker compute tokens of a row."""
-        self.rows.append(row)
-        self.num_row_tokens += row.num_tokens
+    def rows_to_plan(self) -> Iterator[tuple[SequenceGroup, list[Row]]]:
+        """Go through the rows that need a decision, by group, in order: those with tokens to compute, and decoding ones
+        that need a block or come to their last token."""
+        due = self.worker_rows.decoding.take_due(self.step)
+        for row in due:
+            if row.last_step == self.step:
+                self.worker_rows.pause(row)
+        due = [row for row in due if row.is_decoding]
+        if self._has_ample_blocks(len(due)):
+            for row in due:
+                self._slide(row)
+                self.appended_blocks.append((row.slot, self.cache.append_next(row.holding)))
+                self.worker_rows.decoding.got_block(row, self.step)
+            self.began_block.extend(due)
+            due.clear()
+        rows = {**self.worker_rows.active, **dict.fromkeys(due)}
+        in_order = sorted(rows, key=lambda row: row.order)
+        for group, group_rows in groupby(in_order, key=lambda row: row.sequence.group):
+            yield group, list(group_rows)
+
+    def _has_ample_blocks(self, num_due: int) -> bool:
+        """Whether no running group can lack a block in this plan, so that the order in which they get theirs, and who
+        would be preempted for whom, does not matter."""
+        num_missing = (
+            self.cache.room.num_missing_blocks(row.holding, min(row.num_uncomputed_tokens, self.max_tokens))
+            for row in self.worker_rows.active
+        )
+        num_blocks = num_due + sum(max(0, num) + 1 for num in num_missing)  # 1: a beam's copy
+        return num_blocks <= self.cache.pool.num_free
+
+    def share_prompts(self, num_next_tokens: int, precedes: Callable[[SequenceGroup], bool]) -> None:
+        """Have long prompts give way to short ones: rows that do not decode get tokens in order of what they have left,
+        and behind those that have less left than `num_next_tokens` up to so many are kept for the request that is next.
+        Those that `precede` give way to none."""
+        active = self.worker_rows.active
+        rows = [(not precedes(row.sequence.group), row.num_uncomputed_tokens, row.order, row) for row in active]
+        self.shares = {}
+        num_free, is_kept = self.num_free_tokens, not num_next_tokens
+        for gives_way, num_left, _, row in sorted(rows, key=itemgetter(0, 1, 2)):
+            if not is_kept and gives_way and num_left > num_next_tokens:
+                is_kept = True
+                num_free -= min(num_next_tokens, num_free)
+            num_tokens = self.shares[row] = min(num_left, num_free)
+            num_free -= num_tokens
+
+    def share_tokens(self, rows: Iterable[Row]) -> Work:
+        """Say how many tokens of the budget each row computes. A decoding row has its one already."""
+        num_free = self.num_free_tokens
+        work = []
+        for row in rows:
+            self._slide(row)
+            num_tokens = 1
+            if not row.is_decoding:
+                num_tokens = self.cache.room.num_computable_tokens(row.holding, row.num_uncomputed_tokens)
+                num_tokens = min(num_tokens, num_free)
+                if self.shares is not None:
+                    num_tokens = min(num_tokens, self.shares.get(row, num_tokens))
+                num_free -= num_tokens
+            work.append((row, num_tokens))
+        return work
+
+    def compute(self, work: Work) -> None:
+        """Give the rows the blocks that `num_missing_blocks` counted, and let them compute. Those without tokens
+        rest."""
+        for row in _tails_to_copy(self.cache, work):
+            index, source, target = self.cache.replace_tail(row.holding)
+            self.copies.append((source, target))
+            self.set_blocks.append((row.slot, index, target))
+        for row, num_tokens in work:
+            for block in self.cache.append(row.holding, self.cache.room.num_missing_blocks(row.holding, num_tokens)):
+                self.appended_blocks.append((row.slot, block))
+        for row, num_tokens in work:
+            if row.is_decoding:
+                self.worker_rows.decoding.got_block(row, self.step)
+                self.began_block.append(row)
+            elif num_tokens:
+                self._plan_row(row, num_tokens)
+
+    def _plan_row(self, row: Row, num_tokens: int) -> None:
+        """Let a row compute `num_tokens` positions for which it has blocks."""
+        sequence, start = row.sequence, row.holding.num_computed_tokens
+        samples = num_tokens == row.num_uncomputed_tokens
+        num_owed = max(0, min(start + num_tokens, sequence.num_prompt_tokens - 1) - start)
+        # It wants them as when its row was opened, which has reported no position from `start` on.
+        num_prompt_logprobs = num_owed if sequence.wants_prompt_logprobs else 0
+        num_tokens_next = int(not row.is_gated) if samples else num_tokens
+        self.rows.append(PlannedRow(row.slot, row, start, num_tokens, samples, num_tokens_next, num_prompt_logprobs))
+        self.num_row_tokens += num_tokens
+        row.plan(self.step, num_tokens, samples=samples)
+        if not row.holding.forkable_from and start + num_tokens >= sequence.num_prompt_tokens:
+            row.holding.may_be_forked(self.step + 1)
+        if samples:
+            del self.worker_rows.active[row]
+        self.cache.publish(row.holding, row.num_settled_tokens)
+
+    def tell_branches(self, beam_group: BeamGroup) -> None:
+        """Put what the last selection changed into the plan, which opens rows that had none."""
+        self.forks.extend(beam_group.forks)
+        self.appended_tokens.extend(beam_group.appended)
+        self.worker_rows.num_open += len(beam_group.unborn_slots)
+        beam_group.forget_changes()
+
+    def _slide(self, row: Row) -> None:
+        """Free the blocks that fell out of a row's window, if there is one."""
+        if self.cache.window:
+            self.cache.slide(row.holding, row.next_position)
 
     def freeze(self, epoch: int, **others: Collection[Any]) -> StepPlan:
         """Make the plan of it. `others` are the phases that are known last: moves between device and host, the slots of
@@ -83,61 +187,22 @@ class PlanBuilder:
         return StepPlan(epoch, self.step, **columns)
 
 
-class RowSlots:
-    """Slots 0..num_slots-1, the lowest free one first, and a mirror of the worker's working set."""
+def num_missing_blocks(cache: CacheManager, work: Work) -> int:
+    """Count the blocks that a group must get before its rows can compute so many tokens each."""
+    num_missing = sum(cache.room.num_missing_blocks(row.holding, num_tokens) for row, num_tokens in work)
+    return num_missing + len(_tails_to_copy(cache, work))
 
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
-        self._free = list(range(num_slots))
-        self._released: list[int] = []  # rows to end, since the last plan
-        self._work = [0] * num_slots
-        self._moving: set[int] = set()  # slots that would compute, but are not of the decoding rows
 
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    def take(self) -> int:
-        """Take the lowest free slot."""
-        return heappop(self._free)
-
-    def end_row(self, slot: int) -> None:
-        """The slot's row ends with the next plan, which may open the slot again."""
-        self._released.append(slot)
-        self._work[slot] = 0
-        self._moving.discard(slot)
-
-    def give_back(self, slot: int) -> None:
-        """The slot, without a row, may be any sequence's."""
-        heappush(self._free, slot)
-
-    def take_released(self) -> list[int]:
-        """Take the slots whose rows the plan that is made now must end."""
-        released, self._released = self._released, []
-        return released
-
-    def decodes(self, slot: int) -> None:
-        """The slot's row goes on with one token a plan, and is not among those planned one by one."""
-        self._moving.discard(slot)
-
-    def stops_decoding(self, slot: int) -> None:
-        """The slot's row is planned one by one again."""
-        self._moving.add(slot)
-
-    def patch(self, rows: Iterable[PlannedRow]) -> list[tuple[int, int]]:
-        """Find the (slot, num_tokens) that differ from what the worker would do by itself."""
-        patches = []
-        resting = self._moving
-        self._moving = set()
-        for row in rows:
-            slot = row.slot
-            resting.discard(slot)
-            if self._work[slot] != row.num_tokens:
-                patches.append((slot, row.num_tokens))
-            self._work[slot] = row.num_tokens_next
-            if row.num_tokens_next:
-                self._moving.add(slot)
-        for slot in sorted(resting):
-            self._work[slot] = 0
-            patches.append((slot, 0))
-        return patches
+def _tails_to_copy(cache: CacheManager, work: Work) -> list[Row]:
+    """Find the beams that must have a copy of the block they write to next, because another one writes there
+    too."""
+    sharing: dict[int, list[Row]] = {}
+    for row, num_tokens in work:
+        writes = num_tokens and row.sequence.group.beam is not None
+        if writes and (block := cache.shared_tail(row.holding)):
+            sharing.setdefault(block, []).append(row)
+    copying = []
+    for block, holders in sharing.items():
+        num_others = cache.pool.ref_count(block) - len(holders)
+        copying.extend(holders if num_others else holders[1:])
+    return copying
