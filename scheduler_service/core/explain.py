@@ -87,8 +87,10 @@ def block_map(state: Lifecycle) -> BlockMap:
     owners: list[str] = []
     for group in state.groups.values():
         use = BlockUse.HELD + len(owners)
-        held = [(device, sequence.holding.blocks) for sequence in group.sequences]
-        held += [(host, sequence.holding.host_blocks) for sequence in group.sequences]
+        held = [
+            *((device, sequence.holding.blocks) for sequence in group.sequences),
+            *((host, sequence.holding.host_blocks) for sequence in group.sequences),
+        ]
         for uses, blocks in held:
             for block in blocks:
                 is_shared = uses[block - 1] >= BlockUse.SHARED and uses[block - 1] != use

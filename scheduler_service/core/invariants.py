@@ -55,9 +55,7 @@ def _running(groups: LiveGroups) -> list[Sequence]:
 def _check_queues(state: Lifecycle, groups: LiveGroups) -> None:
     for earlier, later in pairwise(state.running):
         assert earlier.order < later.order
-    waiting = set(state.waiting.held)
-    for queued in state.waiting._groups.values():
-        waiting.update(queued)
+    waiting = set(state.waiting.held).union(*state.waiting._groups.values())
     places = (
         (waiting, QUEUED),
         (state.waiting.held, (GroupState.PREPARING,)),

@@ -62,7 +62,27 @@ class Counters:
     num_kept_session_tokens: list[int] = field(default_factory=lambda: [0] * NUM_SESSION_AGES)
     num_lost_session_tokens: list[int] = field(default_factory=lambda: [0] * NUM_SESSION_AGES)
 
+    def count_admission(self, sequence: Sequence) -> None:
+        """Count what the first sequence of a request found of what its session had computed, and what it did not."""
+        group = sequence.group
+        if sequence is not group.sequences[0]:
+            return
+        self.num_admitted_requests += 1
+        self.num_overdue_requests += group.is_overdue
+        age = bisect_left(SESSION_AGES_S, group.session_age_s)
+        num_tokens = min(group.num_session_tokens, sequence.num_prompt_tokens - 1)
+        num_kept = min(sequence.num_cached_tokens, num_tokens)
+        self.num_kept_session_tokens[age] += num_kept
+        self.num_lost_session_tokens[age] += num_tokens - num_kept
 
+    def count_search(self, beam: BeamGroup, num_returned: int) -> None:
+        """Count the tokens of a search that ends which its hypotheses do not have. Their own last ones no beam has gone
+        on with: the search is taken to have computed as many tokens, at least, as it returns."""
+        self.num_generation_tokens += max(0, num_returned - beam.num_tokens)
+        self.num_discarded_tokens += max(0, beam.num_tokens - num_returned)
+
+
+# More than 20 methods: one for each event of a group's life, since nothing else may change a group's state.
 class Lifecycle:
     """All groups, the places where they stand, and the epoch they run in."""
 
@@ -198,21 +218,8 @@ class Lifecycle:
         self.counters.num_prompt_tokens += sequence.num_prompt_tokens
         self.counters.num_cached_prompt_tokens += sequence.num_cached_tokens
         self.counters.num_host_cached_prompt_tokens += num_host_tokens
-        self._count_admission(sequence)
+        self.counters.count_admission(sequence)
         self._policy.charge(sequence.group.request.tenant, sequence.num_prompt_tokens - sequence.num_cached_tokens, 0)
-
-    def _count_admission(self, sequence: Sequence) -> None:
-        """Count what the first sequence of a request found of what its session had computed, and what it did not."""
-        group, counters = sequence.group, self.counters
-        if sequence is not group.sequences[0]:
-            return
-        counters.num_admitted_requests += 1
-        counters.num_overdue_requests += group.is_overdue
-        age = bisect_left(SESSION_AGES_S, group.session_age_s)
-        num_tokens = min(group.num_session_tokens, sequence.num_prompt_tokens - 1)
-        num_kept = min(sequence.num_cached_tokens, num_tokens)
-        counters.num_kept_session_tokens[age] += num_kept
-        counters.num_lost_session_tokens[age] += num_tokens - num_kept
 
     def load(self, group: SequenceGroup, step: int) -> None:
         """The plan of `step` orders moves to the device that a waiting group must await."""
@@ -373,7 +380,7 @@ class Lifecycle:
             outputs.hypotheses.append(Hypothesis(sequence_id, found.token_ids, found.cumulative_logprob))
             reason = EndReason.LENGTH if found.stop_token_id is None else EndReason.STOP
             outputs.ended.append(_sequence_end(first, sequence_id, reason, len(found.token_ids), found.stop_token_id))
-        self._count_search(beam, sum(len(found.token_ids) for found in best))
+        self.counters.count_search(beam, sum(len(found.token_ids) for found in best))
         for sequence_id in beam.output_ids[len(best) :]:  # a vocabulary smaller than the beam
             outputs.ended.append(_sequence_end(first, sequence_id, EndReason.LENGTH, 0))
         self._leave(group)
@@ -384,7 +391,7 @@ class Lifecycle:
             for sequence in group.live_sequences:
                 self.end(sequence, reason, outputs, message=message)
             return
-        self._count_search(group.beam, 0)
+        self.counters.count_search(group.beam, 0)
         for sequence_id in group.beam.output_ids:
             outputs.ended.append(_sequence_end(group.sequences[0], sequence_id, reason, 0, message=message))
         self._leave(group)
@@ -433,18 +440,11 @@ class Lifecycle:
                 )
                 self._policy.charge(group.request.tenant, int(num_tokens), 0)
 
-    def charge_search(self, group: SequenceGroup, num_tokens: int) -> None:
+    def charge_search(self, group: SequenceGroup, beam: BeamGroup, num_tokens: int) -> None:
         """Count the tokens that the beams of a search go on with, and tell the policy of them."""
-        assert group.beam is not None
-        group.beam.num_tokens += num_tokens
+        beam.num_tokens += num_tokens
         self.counters.num_generation_tokens += num_tokens
         self._policy.charge(group.request.tenant, 0, num_tokens)
-
-    def _count_search(self, beam: BeamGroup, num_returned: int) -> None:
-        """Count the tokens of a search that ends which its hypotheses do not have. Their own last ones no beam has gone
-        on with: the search is taken to have computed as many tokens, at least, as it returns."""
-        self.counters.num_generation_tokens += max(0, num_returned - beam.num_tokens)
-        self.counters.num_discarded_tokens += max(0, beam.num_tokens - num_returned)
 
 
 def _sequence_end(

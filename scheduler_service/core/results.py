@@ -144,7 +144,7 @@ class Results:
         if step.is_done:
             self._state.end_search(group, beam, outputs)
             return
-        self._state.charge_search(group, len(step.children))
+        self._state.charge_search(group, beam, len(step.children))
         worker.branch(group, beam, step.children)
 
     def _take_decoded(

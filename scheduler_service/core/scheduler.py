@@ -48,6 +48,7 @@ from scheduler_service.core.worker_state import WorkerState
 _MAX_SLOWDOWN_OF_NONE = 16.0
 
 
+# More than 20 methods: it is the only entrance to the core, with one for each event and for each answer.
 class Scheduler:
     """Takes events and makes plans. Limits are its own; a worker's tighter ones bind while it is there."""
 
@@ -279,15 +280,14 @@ class Scheduler:
 
     def worker_grace_ended(self, now: float) -> TokenOutputs:
         """There has been no worker for a while: requests end that another server could as well begin."""
-        self._state.now = now
-        return self._end_without_worker(lambda group: not group.is_bound)
+        return self._end_without_worker(lambda group: not group.is_bound, now)
 
     def worker_timed_out(self, now: float) -> TokenOutputs:
         """There has been no worker for too long: every request ends."""
-        self._state.now = now
-        return self._end_without_worker(lambda group: True)
+        return self._end_without_worker(lambda group: True, now)
 
-    def _end_without_worker(self, ends: Callable[[SequenceGroup], bool]) -> TokenOutputs:
+    def _end_without_worker(self, ends: Callable[[SequenceGroup], bool], now: float) -> TokenOutputs:
+        self._state.now = now
         outputs = TokenOutputs()
         if not self._state.worker.has_worker:
             for group in filter(ends, list(self._state.waiting)):  # without a worker no grammar is being prepared

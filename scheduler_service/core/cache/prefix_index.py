@@ -187,7 +187,7 @@ class PrefixIndex:
 
     def __init__(self, block_size: int, num_blocks: int, num_host_blocks: int = 0) -> None:
         self._block_size = block_size
-        self._roots: dict[Root, Node] = {}
+        self.roots: dict[Root, Node] = {}
         self.contents: list[Node | None] = [None] * (num_blocks + 1)  # by device block
         self.host_contents: list[Node | None] = [None] * (num_host_blocks + 1)
         self.num_cached_blocks = 0
@@ -197,7 +197,7 @@ class PrefixIndex:
 
     def match(self, root: Root, token_ids: Sequence[int], max_blocks: int) -> list[Node]:
         """The longest chain of cached nodes, in either tier, that `token_ids` begin with, at most `max_blocks` long."""
-        node = self._roots.get(root)
+        node = self.roots.get(root)
         chain: list[Node] = []
         while node is not None and len(chain) < max_blocks:
             node = node.children.get(_token_bytes(token_ids, len(chain), self._block_size))
@@ -224,7 +224,7 @@ class PrefixIndex:
 
     def find(self, root: Root, token_ids: Sequence[int], block_index: int) -> Node | None:
         """The node of a block of `token_ids`, cached or not, if there is one."""
-        node = self._roots.get(root)
+        node = self.roots.get(root)
         for i in range(block_index + 1):
             node = node.children.get(_token_bytes(token_ids, i, self._block_size)) if node else None
         return node
@@ -298,18 +298,13 @@ class PrefixIndex:
             self.forget_host(host_block)
         return blocks, host_blocks
 
-    def forget_all(self) -> tuple[list[int], list[int]]:
-        """Forget every copy of every content; the device and host blocks they were in."""
-        found = [self.forget_subtree(node) for node in list(self._roots.values())]
-        return [block for blocks, _ in found for block in blocks], [block for _, blocks in found for block in blocks]
-
     def dissolve(self) -> None:
         """The index is needed no more, nor are cursors. Parents and children no longer hold each other, nor nodes and
         cursors, so that all are freed without a garbage collection."""
         for node in self.nodes():
             node.children.clear()
             node.cursors = None
-        self._roots.clear()
+        self.roots.clear()
 
     def take_events(self) -> list[KvEvent]:
         """Say what can be matched now and could not at the last call, and the other way round, in order."""
@@ -326,7 +321,7 @@ class PrefixIndex:
 
     def nodes(self) -> list[Node]:
         """Every node, parents before children, roots included."""
-        return _with_descendants(self._roots.values())
+        return _with_descendants(self.roots.values())
 
     def snapshot(self) -> list[BlockStored]:
         """Say what is cached to a new subscriber, parents first."""
@@ -338,9 +333,9 @@ class PrefixIndex:
         ]
 
     def _root_node(self, root: Root) -> Node:
-        node = self._roots.get(root)
+        node = self.roots.get(root)
         if node is None:
-            node = self._roots[root] = Node(root, None, b"", root.block_hash)
+            node = self.roots[root] = Node(root, None, b"", root.block_hash)
         return node
 
     def _lose(self, node: Node, tier: Tier) -> None:
@@ -354,7 +349,7 @@ class PrefixIndex:
         """Drop a node without copies, children and cursors, and its ancestors that only lived for it."""
         while not node.blocks and not node.host_block and not node.children and not node.cursors:
             if node.parent is None:
-                del self._roots[node.root]
+                del self.roots[node.root]
                 return
             del node.parent.children[node.token_bytes]
             node = node.parent

@@ -167,16 +167,15 @@ class Tiers:
 
     def unpublish(self, node: Node) -> None:
         """Forget this content and all that follows it."""
-        self._expose(*self.index.forget_subtree(node))
-
-    def flush(self) -> None:
-        """Forget all that was computed until now."""
-        self._expose(*self.index.forget_all())
-
-    def _expose(self, blocks: list[int], host_blocks: list[int]) -> None:
+        blocks, host_blocks = self.index.forget_subtree(node)
         for pool, exposed in ((self.pool, blocks), (self.host_pool, host_blocks)):
             for block in exposed:
                 pool.expose(block)
+
+    def flush(self) -> None:
+        """Forget all that was computed until now."""
+        for root in list(self.index.roots.values()):
+            self.unpublish(root)
 
     # Swapping: what all rows of a request hold, at once
 

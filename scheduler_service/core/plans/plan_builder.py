@@ -82,8 +82,7 @@ class PlanBuilder:
                 self.worker_rows.decoding.got_block(row, self.step)
             self.began_block.extend(due)
             due.clear()
-        rows = {**self.worker_rows.active, **dict.fromkeys(due)}
-        in_order = sorted(rows, key=lambda row: row.order)
+        in_order = sorted({**self.worker_rows.active, **dict.fromkeys(due)}, key=lambda row: row.order)
         for group, group_rows in groupby(in_order, key=lambda row: row.sequence.group):
             yield group, list(group_rows)
 
