@@ -137,7 +137,7 @@ class _Scheduler:
         ]
         return WorkerLink(
             self._diallers,
-            self._step_loop,
+            self._step_loop.exchange,
             instance_id=info.instance_id,
             model_digest=self._service.model.digest,
             pipeline_depth=config.core.pipeline_depth,

@@ -185,7 +185,7 @@ async def run_steps(worker: str) -> None:
     step_loop = StepLoop(scheduler, [Metrics()], worker_timeout=60)
     digest = read_model_info(MODEL).digest
     dialler = Dialler(worker, CHANNEL_OPTIONS)
-    link = WorkerLink([dialler], step_loop, instance_id="bench", model_digest=digest, pipeline_depth=2)
+    link = WorkerLink([dialler], step_loop.exchange, instance_id="bench", model_digest=digest, pipeline_depth=2)
     running = [asyncio.create_task(each) for each in (link.run(), step_loop.run())]
     await while_running(step_loop.availability.wait_for_first_worker(), *running)
     print("ready on -", flush=True)

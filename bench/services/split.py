@@ -98,7 +98,7 @@ async def one_process(arguments, step_loop) -> AsyncIterator[asyncio.Future]:
     await loaded.wait()
     if failures[0] is not None:
         raise failures[0]
-    link = LocalLink(step_loop, engine)
+    link = LocalLink(step_loop.exchange, engine)
     try:
         await link.begin()
         yield link.failed
@@ -139,7 +139,9 @@ async def two_processes(arguments, step_loop) -> AsyncIterator[asyncio.Future]:
     info = read_model_info(str(arguments.model))
     async with worker_process(arguments) as target:
         dialler = Dialler(target, CHANNEL_OPTIONS)
-        link = WorkerLink([dialler], step_loop, instance_id="bench", model_digest=info.digest, pipeline_depth=2)
+        link = WorkerLink(
+            [dialler], step_loop.exchange, instance_id="bench", model_digest=info.digest, pipeline_depth=2
+        )
         running = asyncio.create_task(link.run())
         try:
             await while_running(step_loop.availability.wait_for_first_worker(), running)

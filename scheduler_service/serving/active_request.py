@@ -7,10 +7,18 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from scheduler_service.core.request import Request
+from scheduler_service.core.request import Request, TokenOutputs
 from scheduler_service.serving.availability import Availability
 from scheduler_service.serving.clock import Clock
-from scheduler_service.serving.output import MAX_DELTA_TOKENS, Delta, OutputReader, ReadyList, SampleRecord
+from scheduler_service.serving.observer import Observer
+from scheduler_service.serving.output import (
+    MAX_DELTA_TOKENS,
+    Delta,
+    OutputReader,
+    ReadyList,
+    SampleRecord,
+    TokenCounts,
+)
 from scheduler_service.serving.refusal import OF_END, Reason, RefusedError
 
 logger = logging.getLogger(__name__)
@@ -164,19 +172,69 @@ class ActiveRequest:
                 self.on_end()
 
 
-class FanOut:
-    """Has outputs take in what was published, in order, `batch_size` per iteration of the event loop, so that the step
-    loop never waits for more than a few of them. An output whose turn does not come before its next token gets more at
-    once.
+class Publisher:
+    """Publishes what the core yields to the samples that have not ended, and has these take it in: in order,
+    `batch_size` per iteration of the event loop, so that the step loop never waits for more than a few of them. An
+    output whose turn does not come before its next token gets more at once.
 
     Those of a ready list wait in it until they are taken, and its reader is told once.
     """
 
-    def __init__(self, clock: Clock, batch_size: int = 16) -> None:
+    def __init__(self, observers: Sequence[Observer], clock: Clock, batch_size: int = 16) -> None:
+        self._observers = observers
         self._clock = clock
+        self.samples: dict[int, tuple[SampleRecord, ActiveRequest]] = {}  # that have not ended
+        self.idle = asyncio.Event()  # there are none
+        self.idle.set()
+        self.counts = TokenCounts()
         self._batch_size = batch_size
         self._queue: deque[tuple[SampleRecord, ActiveRequest] | ReadyList] = deque()
         self._is_scheduled = False
+
+    def add(self, request: ActiveRequest) -> None:
+        """A request is queued."""
+        self.samples.update((output.sequence_id, (output, request)) for output in request.outputs)
+        self.idle.clear()
+
+    def publish(self, outputs: TokenOutputs) -> None:
+        """Hand the outputs of an event to the records of their samples."""
+        now = self._clock.now()
+        for hypothesis in outputs.hypotheses:
+            output, request = self.samples[hypothesis.sequence_id]
+            self._first_token_came(request, now)
+            output.add(hypothesis.token_ids, cumulative_logprob=hypothesis.cumulative_logprob)
+            self.counts.num_kept += len(hypothesis.token_ids)
+        gaps: dict[float, int] = {}
+        for sequence_id, token_id in zip(outputs.sequence_ids, outputs.token_ids, strict=True):
+            output, request = self.samples[sequence_id]
+            if output.last_token_at is None:
+                self._first_token_came(request, now)
+            else:
+                gaps[output.last_token_at] = gaps.get(output.last_token_at, 0) + 1
+            output.publish(token_id, now)
+            self.counts.num_kept += request.keeps_all
+            self.enqueue(output, request)
+        for last_token_at, num_tokens in gaps.items():
+            for observer in self._observers:
+                observer.tokens_after(now - last_token_at, num_tokens)
+        for sequence_id, logprobs in outputs.logprobs.items():
+            self.samples[sequence_id][0].new_logprobs.append(logprobs)
+        for sequence_id, prompt_logprobs in outputs.prompt_logprobs.items():
+            output, request = self.samples[sequence_id]
+            output.new_prompt_logprobs.extend(prompt_logprobs)
+            self.enqueue(output, request)
+        for end in outputs.ended:
+            output, request = self.samples.pop(end.sequence_id)
+            output.finish(end)
+            self.enqueue(output, request)
+            for observer in self._observers:
+                observer.sequence_ended(request.request, end, now)
+        if not self.samples:
+            self.idle.set()
+
+    def _first_token_came(self, request: ActiveRequest, now: float) -> None:
+        for observer in self._observers:
+            observer.first_token_after(now - request.arrived_at)
 
     def enqueue(self, output: SampleRecord, request: ActiveRequest) -> None:
         if output.is_queued:

@@ -177,7 +177,7 @@ class Simulation(Observer):
         self._unstarted = deque(range(len(trace.sessions)))
         self._open: dict[int, _SessionUnderWay] = {}  # by sequence
         self._run = SimulatedRun()
-        self._loop.worker_ready(
+        self._loop.exchange.worker_ready(
             WorkerCapacity(
                 worker_id="simulated",
                 model_digest=b"",

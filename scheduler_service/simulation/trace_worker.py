@@ -97,7 +97,7 @@ class TraceWorker:
         result = StepResult(plan.epoch, plan.step, token_ids=tuple(token_ids), duration_us=round(duration_s * 1e6))
         self.num_prompt_tokens += num_prompt_tokens
         self._move(plan)
-        self._timeline.after(duration_s, self._loop.result, result)
+        self._timeline.after(duration_s, self._loop.exchange.result, result)
 
     def close(self, reason: str) -> None:
         """Raises RuntimeError: it keeps to the protocol."""
@@ -122,4 +122,4 @@ class TraceWorker:
         if num_blocks:
             self._moves_end_at = max(self._moves_end_at, self._timeline.time)
             self._moves_end_at += self._speed.transfer_s(num_blocks * self._block_size)
-            self._timeline.at(self._moves_end_at, self._loop.moved, plan.step)
+            self._timeline.at(self._moves_end_at, self._loop.exchange.moved, plan.step)

@@ -54,7 +54,9 @@ async def scheduling(*workers: StartingWorker) -> AsyncIterator[Scheduling]:
         diallers = [Dialler(f"127.0.0.1:{worker.port}", ()) for worker in workers]
         for dialler in diallers:
             stack.push_async_callback(dialler.close)
-        link = WorkerLink(diallers, scheduling.step_loop, instance_id="one", model_digest=b"digest", pipeline_depth=2)
+        link = WorkerLink(
+            diallers, scheduling.step_loop.exchange, instance_id="one", model_digest=b"digest", pipeline_depth=2
+        )
         scheduling.availability.start_timers()
         running = asyncio.create_task(link.run())
         yield scheduling

@@ -14,7 +14,7 @@ from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.request import EndReason, Request, SequenceEnd, TokenLogprobs
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.metrics import Metrics
-from scheduler_service.serving.active_request import ActiveRequest, FanOut
+from scheduler_service.serving.active_request import ActiveRequest, Publisher
 from scheduler_service.serving.availability import WorkerAvailability
 from scheduler_service.serving.checkpoint.tokenizer import DecodedText
 from scheduler_service.serving.clock import Clock
@@ -61,7 +61,7 @@ class LocalLink:
     def _execute(self, plan: StepPlan) -> None:
         self.num_waiting -= 1
         if not self.closed:
-            self._loop.result(self._worker.execute(plan))
+            self._loop.exchange.result(self._worker.execute(plan))
 
 
 def make_scheduler(**options: object) -> Scheduler:
@@ -111,7 +111,7 @@ def make_request(name: int, num_tokens: int = 20) -> Request:
 async def test_plans_flow_two_at_a_time_and_tokens_come_out() -> None:
     async with running_loop() as loop:
         link = LocalLink(loop)
-        loop.worker_ready(CAPACITY, 1, link)
+        loop.exchange.worker_ready(CAPACITY, 1, link)
         readers = [Reader() for _ in range(20)]
         for name, reader in enumerate(readers):
             reader.submit(loop, make_request(name))
@@ -126,16 +126,16 @@ async def test_plans_flow_two_at_a_time_and_tokens_come_out() -> None:
 async def test_a_result_that_does_not_fit_ends_the_epoch() -> None:
     async with running_loop() as loop:
         link = LocalLink(loop)
-        loop.worker_ready(CAPACITY, 1, link)
+        loop.exchange.worker_ready(CAPACITY, 1, link)
         reader = Reader()
         reader.submit(loop, make_request(1))
         await asyncio.sleep(0)
-        loop.result(replace(SimulatedWorker(100, 4, VOCAB_SIZE, 8, 32).execute(_one_step()), epoch=1, step=77))
+        loop.exchange.result(replace(SimulatedWorker(100, 4, VOCAB_SIZE, 8, 32).execute(_one_step()), epoch=1, step=77))
         while not link.closed:  # noqa: ASYNC110
             await asyncio.sleep(0)
         assert "77" in link.closed
-        assert not loop.is_connected
-        loop.worker_ready(CAPACITY, 2, LocalLink(loop))
+        assert not loop.exchange.is_connected
+        loop.exchange.worker_ready(CAPACITY, 2, LocalLink(loop))
         await asyncio.wait_for(reader.ended.wait(), 5)
         assert loop.availability.num_worker_losses == 1
 
@@ -144,17 +144,17 @@ async def test_what_a_closed_link_still_tells_does_not_reach_the_next_epoch() ->
     """The session of an epoch that the loop has ended may read one more message before it is cancelled."""
     async with running_loop() as loop:
         link = LocalLink(loop)
-        loop.worker_ready(CAPACITY, 1, link)
-        loop.moved(77)
+        loop.exchange.worker_ready(CAPACITY, 1, link)
+        loop.exchange.moved(77)
         while not link.closed:  # noqa: ASYNC110
             await asyncio.sleep(0)
         assert "77" in link.closed, "no plan has this number"
-        assert not loop.is_connected
-        loop.result(SimulatedWorker(100, 4, VOCAB_SIZE, 8, 32).execute(_one_step()))
-        loop.moved(78)
-        loop.grammar_ready(1, "")
+        assert not loop.exchange.is_connected
+        loop.exchange.result(SimulatedWorker(100, 4, VOCAB_SIZE, 8, 32).execute(_one_step()))
+        loop.exchange.moved(78)
+        loop.exchange.grammar_ready(1, "")
         link = LocalLink(loop)
-        loop.worker_ready(CAPACITY, 2, link)
+        loop.exchange.worker_ready(CAPACITY, 2, link)
         reader = Reader()
         reader.submit(loop, make_request(1))
         await asyncio.wait_for(reader.ended.wait(), 5)
@@ -173,17 +173,17 @@ async def test_a_broken_invariant_ends_the_epoch_and_nothing_else(monkeypatch: p
     monkeypatch.setattr(scheduler, "check_sample", check_sample)
     async with running_loop(scheduler, metrics) as loop:
         link = LocalLink(loop)
-        loop.worker_ready(CAPACITY, 1, link)
+        loop.exchange.worker_ready(CAPACITY, 1, link)
         for _ in range(5):
             readers = [Reader() for _ in range(5)]
             for name, reader in enumerate(readers):
                 reader.submit(loop, make_request(name, num_tokens=150))
             while not all(reader.ended.is_set() for reader in readers):
                 await asyncio.sleep(0)
-                if not loop.is_connected:
+                if not loop.exchange.is_connected:
                     assert "invariant" in link.closed
                     link = LocalLink(loop)
-                    loop.worker_ready(CAPACITY, 2, link)
+                    loop.exchange.worker_ready(CAPACITY, 2, link)
             for name, reader in enumerate(readers):
                 prompt = make_request(name).prompt_token_ids
                 assert reader.token_ids == reference(prompt, 150, seed=0, sample_index=0, vocab_size=VOCAB_SIZE)
@@ -250,20 +250,20 @@ async def test_ten_epochs_without_a_token() -> None:
             assert epoch == 1 or loop.availability.is_serving
             link = LocalLink(loop)
             link.closed = "swallows plans"
-            loop.worker_ready(CAPACITY, epoch, link)
+            loop.exchange.worker_ready(CAPACITY, epoch, link)
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-            loop.worker_lost("test")
+            loop.exchange.worker_lost("test")
         assert not loop.availability.is_serving
-        loop.worker_ready(CAPACITY, 11, LocalLink(loop))
+        loop.exchange.worker_ready(CAPACITY, 11, LocalLink(loop))
         reader = Reader()
         reader.submit(loop, make_request(99))
         await asyncio.wait_for(reader.ended.wait(), 5)
         assert loop.availability.is_serving
 
 
-async def test_fan_out_serves_a_few_per_turn_and_in_order() -> None:
-    fan_out, order, received = FanOut(Clock(), batch_size=3), [], []
+async def test_the_publisher_serves_a_few_per_turn_and_in_order() -> None:
+    publisher, order, received = Publisher([], Clock(), batch_size=3), [], []
     outputs = [SampleRecord(0) for _ in range(10)]
     reader = OutputReader(outputs[0])
 
@@ -275,7 +275,7 @@ async def test_fan_out_serves_a_few_per_turn_and_in_order() -> None:
         request = ActiveRequest(make_request(i), [output], StepLoop(make_scheduler(), [], worker_timeout=60.0))
         request.listeners[partial(read, i)] = None
         output.publish(1, 0.0)
-        fan_out.enqueue(output, request)
+        publisher.enqueue(output, request)
     for num_served in (3, 6, 9, 10):
         assert len(order) < num_served
         await asyncio.sleep(0)

@@ -10,9 +10,9 @@ from tests.sim.known_seeds import KNOWN_SEEDS
 from tests.sim.planting import Mutant, Patch, Planting, hunt_all, mutant
 
 _NO_NEWS_WITHOUT_LINK = Patch(
-    "StepLoop._empty_inbox",
-    "self._inbox.popleft()(self.clock.now())",
-    "if self._link is None:\n    break\nself._inbox.popleft()(self.clock.now())",
+    "PlanExchange.empty_inbox",
+    "self._inbox.popleft()(self._clock.now())",
+    "if self._link is None:\n    break\nself._inbox.popleft()(self._clock.now())",
 )
 
 MUTANTS = (
@@ -487,23 +487,23 @@ MUTANTS = (
     # The step loop, and what carries its outputs on
     Mutant(
         "what a closed link still tells reaches the next epoch",
-        (Patch("StepLoop._tell", "self._link is not None", "True"), _NO_NEWS_WITHOUT_LINK),
+        (Patch("PlanExchange._tell", "self._link is not None", "True"), _NO_NEWS_WITHOUT_LINK),
     ),
     Mutant(
         "what waits in the inbox outlives its epoch",
-        (Patch("StepLoop._leave_epoch", "self._inbox.clear()", ""), _NO_NEWS_WITHOUT_LINK),
+        (Patch("PlanExchange._leave_epoch", "self._inbox.clear()", ""), _NO_NEWS_WITHOUT_LINK),
     ),
     mutant(
         "a stream outlives its end",
-        "StepLoop._publish",
-        "self._samples.pop(end.sequence_id)",
-        "self._samples[end.sequence_id]",
+        "Publisher.publish",
+        "self.samples.pop(end.sequence_id)",
+        "self.samples[end.sequence_id]",
     ),
     mutant(
         "plans are made before the news are read",
         "StepLoop.run_once",
-        "self._empty_inbox()\nself._send_plans()",
-        "self._send_plans()\nself._empty_inbox()",
+        "self.exchange.empty_inbox()\nself.exchange.send_plans()",
+        "self.exchange.send_plans()\nself.exchange.empty_inbox()",
     ),
     mutant("a stream that waits already waits twice", "enqueue", "if output.is_queued:\n    return", ""),
     mutant("tokens behind a stop text are delivered", "SampleRecord.finish", "del self._new_token_ids[num_kept:]", ""),

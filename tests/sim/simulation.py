@@ -323,7 +323,7 @@ class Simulation(Timeline):
         if connection in (self.connection, self.closing):
             self.note("grammar", grammar_id, error)
             self.reached["a grammar cannot be read" if error else "a grammar is ready"] += 1
-            self.loop.grammar_ready(grammar_id, error)
+            self.loop.exchange.grammar_ready(grammar_id, error)
 
     def send(self, connection: Connection, plan: StepPlan) -> None:
         assert connection is self.connection, "S9: a plan for a worker that is gone"
@@ -363,7 +363,7 @@ class Simulation(Timeline):
             self.note("result", _brief(result))
         self.reached["a result of an epoch that the step loop has ended"] += connection is self.closing
         self._hear_of_moves(connection, result.last_moved_step)
-        self.loop.result(result)
+        self.loop.exchange.result(result)
 
     def _refuse(self, result: StepResult, what: str) -> None:
         """S9, and the core is as it was."""
@@ -384,7 +384,7 @@ class Simulation(Timeline):
     def _hear_of_moves(self, connection: Connection, step: int) -> None:
         if step > connection.last_moved_step:
             connection.last_moved_step = step
-            self.loop.moved(step)
+            self.loop.exchange.moved(step)
 
     def moved(self, step: int) -> None:
         """The core knows that these moves are done."""
@@ -414,7 +414,7 @@ class Simulation(Timeline):
         capacity = self.process.capacity
         self.ledger = MoveLedger(capacity.block_size, capacity.sliding_window)
         self.root_ledger = RootLedger(capacity.block_size, capacity.sliding_window)
-        self.loop.worker_ready(capacity, connection.epoch, Link(self, connection))
+        self.loop.exchange.worker_ready(capacity, connection.epoch, Link(self, connection))
 
     def receive_refusal(self, connection: Connection, epoch: int) -> None:
         if connection is self.dialled:
@@ -430,11 +430,11 @@ class Simulation(Timeline):
             self.after(_BACKOFF, self.dial)
         if connection is self.closing:
             self.closing = None
-            self.loop.worker_lost(reason)
+            self.loop.exchange.worker_lost(reason)
             self.after(_BACKOFF, self.dial)
         elif connection is self.connection:
             self.note("lost", reason)
-            self.loop.worker_lost(reason)
+            self.loop.exchange.worker_lost(reason)
             if self.closing is connection:  # what had arrived before was false
                 self.closing = None
             self.after(_BACKOFF, self.dial)
@@ -590,7 +590,7 @@ class Simulation(Timeline):
             return
         self.reached["a false result ends the epoch"] += 1
         self.expects_close = True
-        self.loop.result(self.rng.choice(false))
+        self.loop.exchange.result(self.rng.choice(false))
 
     def false_acknowledgement(self) -> None:
         """Of moves that were never ordered; then one that says nothing new."""

@@ -152,8 +152,8 @@ class SchedulerServicer(RequestServicer):
         response.MergeFrom(self._info)
         for name in report.WORKERS_LIMITS if capacity is not None else ():
             setattr(response, name, min(getattr(response, name), getattr(capacity, name)))
-        if capacity is not None and self._step_loop.is_connected:
-            response.worker.CopyFrom(report.encode_worker(capacity, self._step_loop.epoch))
+        if capacity is not None and self._step_loop.exchange.is_connected:
+            response.worker.CopyFrom(report.encode_worker(capacity, self._step_loop.exchange.epoch))
         return response
 
     def _loads(self, call: Call) -> scheduler_pb2.GetLoadsResponse:
@@ -161,7 +161,7 @@ class SchedulerServicer(RequestServicer):
         call.caller.check_operator("what the server is doing")
         response = report.encode_loads(explain.stats(self._step_loop.state))
         response.generation_throughput = self._generation_throughput()
-        response.worker_connected = self._step_loop.is_connected
+        response.worker_connected = self._step_loop.exchange.is_connected
         response.num_worker_losses = self._step_loop.availability.num_worker_losses
         return response
 

@@ -38,7 +38,7 @@ from scheduler_service.links.worker.worker_session import (
     read,
     write,
 )
-from scheduler_service.serving.step_loop import StepLoop
+from scheduler_service.serving.step_loop import PlanExchange
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class WorkerLink:
     def __init__(
         self,
         diallers: Sequence[Dialler],
-        step_loop: StepLoop,
+        exchange: PlanExchange,
         *,
         instance_id: str,
         model_digest: bytes,
@@ -119,7 +119,7 @@ class WorkerLink:
         `secret` is shown to the ranks. `limits` are this scheduler's, of which a worker has its own under the same
         names; the lower ones hold. `clock` gives seconds of Unix time, which epochs begin with."""
         self._diallers = diallers
-        self._step_loop = step_loop
+        self._exchange = exchange
         self._instance_id = instance_id
         self._model_digest = model_digest
         self._pipeline_depth = pipeline_depth
@@ -134,7 +134,7 @@ class WorkerLink:
                 "the worker" if rank is None else f"rank {rank} of the worker",
                 logger,
                 _PORT,
-                partial(step_loop.availability.worker_missing, rank=rank),
+                partial(exchange.availability.worker_missing, rank=rank),
             )
             for rank in (range(len(diallers)) if len(diallers) > 1 else (None,))
         ]
@@ -147,7 +147,7 @@ class WorkerLink:
             if ended.was_held:
                 for outage in self._outages:
                     outage.end()
-                self._step_loop.worker_lost(
+                self._exchange.worker_lost(
                     f"rank {ended.rank}: {ended.reason}" if len(self._outages) > 1 else ended.reason
                 )
             else:
@@ -155,7 +155,7 @@ class WorkerLink:
 
     async def _hold_epoch(self) -> Ended:
         """Hold the streams of all ranks until one of them ends, which ends the others; return why it did."""
-        session = Session(self._step_loop, self._epochs.next(), self._on_plan_sent, len(self._diallers))
+        session = Session(self._exchange, self._epochs.next(), self._on_plan_sent, len(self._diallers))
         holds = [asyncio.create_task(self._hold(rank)) for rank in session.ranks]
         try:
             await asyncio.wait(holds, return_when=asyncio.FIRST_COMPLETED)

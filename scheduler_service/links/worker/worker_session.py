@@ -25,7 +25,7 @@ from pagewire.common.stopping import cancel
 from pagewire.common.worker_wire import Response, decode_response, encode_request
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
 from scheduler_service.links.worker.liveness import Liveness
-from scheduler_service.serving.step_loop import StepLoop
+from scheduler_service.serving.step_loop import PlanExchange
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +57,10 @@ class Session:
     none waits for long. The tokens are rank 0's.
     """
 
-    def __init__(self, step_loop: StepLoop, epoch: int, on_plan_sent: Callable[[int], None], num_ranks: int) -> None:
+    def __init__(self, exchange: PlanExchange, epoch: int, on_plan_sent: Callable[[int], None], num_ranks: int) -> None:
         self.epoch = epoch
         self.ranks = [RankSession(self, rank) for rank in range(num_ranks)]
-        self._step_loop = step_loop
+        self._exchange = exchange
         self._on_plan_sent = on_plan_sent
         self._capacities: dict[int, WorkerCapacity] = {}  # by rank
         self._results: list[deque[StepResult]] = [deque() for _ in range(num_ranks)]  # that others have yet to give
@@ -87,22 +87,22 @@ class Session:
         """Raises SessionEnded if the ranks do not fit together."""
         self._capacities[rank] = capacity
         if len(self._capacities) == len(self.ranks):
-            self._step_loop.worker_ready(self._capacity(), self.epoch, self)
+            self._exchange.worker_ready(self._capacity(), self.epoch, self)
         else:
-            self._step_loop.availability.worker_missing("the worker is ready, another rank is not", rank)
+            self._exchange.availability.worker_missing("the worker is ready, another rank is not", rank)
 
     def rank_moved(self, rank: int, step: int) -> None:
         self._moved_steps[rank] = step
         if min(self._moved_steps) > self._last_moved_step:
             self._last_moved_step = min(self._moved_steps)
-            self._step_loop.moved(self._last_moved_step)
+            self._exchange.moved(self._last_moved_step)
 
     def rank_grammar_ready(self, rank: int, grammar_id: int, error: str) -> None:
         """A grammar is ready when all ranks have it, and fails with the first that has not. Raises WorkerProtocolError
         for one that a rank tells of twice."""
         silent = self._silent_ranks.get(grammar_id)
         if silent is None or len(self.ranks) == 1:  # released, never added, or told twice by one: the core knows
-            self._step_loop.grammar_ready(grammar_id, error)
+            self._exchange.grammar_ready(grammar_id, error)
             return
         if rank not in silent:
             raise WorkerProtocolError(f"rank {rank} told twice of grammar {grammar_id}")
@@ -111,9 +111,9 @@ class Session:
             return
         if error:
             self._failed_grammars.add(grammar_id)
-            self._step_loop.grammar_ready(grammar_id, f"rank {rank}: {error}")
+            self._exchange.grammar_ready(grammar_id, f"rank {rank}: {error}")
         elif not silent:
-            self._step_loop.grammar_ready(grammar_id, "")
+            self._exchange.grammar_ready(grammar_id, "")
 
     def rank_result(self, rank: int, result: StepResult) -> None:
         """Raises WorkerProtocolError if the ranks do not agree."""
@@ -122,7 +122,7 @@ class Session:
             first, *others = (results.popleft() for results in self._results)
             for other_rank, other in enumerate(others, start=1):
                 _check_equal(first, other_rank, other)
-            self._step_loop.result(first)
+            self._exchange.result(first)
 
     def _capacity(self) -> WorkerCapacity:
         first, *others = (self._capacities[rank] for rank in range(len(self.ranks)))

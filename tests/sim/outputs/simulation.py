@@ -178,7 +178,7 @@ class Simulation:
 
     @property
     def _is_served(self) -> bool:
-        return self.world.step_loop.is_connected and not self.is_stopping
+        return self.world.step_loop.exchange.is_connected and not self.is_stopping
 
     def kept(self, request: SimulatedRequest) -> ActiveRequest | None:
         """The detached request, if the server has it."""

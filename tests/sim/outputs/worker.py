@@ -27,14 +27,14 @@ class Worker:
     def begin(self) -> None:
         self._epoch += 1
         self._link = Link(self)
-        self._step_loop.worker_ready(self._capacity, self._epoch, self._link)
+        self._step_loop.exchange.worker_ready(self._capacity, self._epoch, self._link)
 
     def lose(self, seconds: float) -> None:
         """The worker is gone, and another one comes after a while."""
         if self._link is not None:
             self._link = None
             self.num_losses += 1
-            self._step_loop.worker_lost("it was taken away")
+            self._step_loop.exchange.worker_lost("it was taken away")
             asyncio.get_running_loop().call_later(seconds, self.begin)
 
     def spoil(self) -> None:
@@ -66,8 +66,8 @@ class Worker:
     def answer(self, link: Link, plan: StepPlan) -> None:
         if link is self._link:
             result = link.machine.execute(plan)
-            self._step_loop.moved(plan.step)
-            self._step_loop.result(result)
+            self._step_loop.exchange.moved(plan.step)
+            self._step_loop.exchange.result(result)
 
 
 class Link:
