@@ -55,13 +55,13 @@ UINT32, UINT64 = Range(0, 2**32 - 1), Range(0, 2**64 - 1)
 LOGPROB_NUMBERS, ALL_TOKENS = ("logprobs", "prompt_logprobs"), -1
 LOGPROBS = Range(ALL_TOKENS, 20)
 LOGIT_BIAS = Range(-100, 100)
+# The options that filter a random choice: those that other APIs and traces have under these names, then all.
+COMMON_FILTERS = {"temperature": Range(0, 100), "top_k": UINT32, "top_p": Range(0, 1, excludes_low=True)}
+_FILTERS = {**COMMON_FILTERS, "min_p": Range(0, 1)}
 RANGES = {
     "beam_width": Range(1, 16),
     "n": Range(1, MAX_SAMPLES),
-    "temperature": Range(0, 100),
-    "top_k": UINT32,
-    "top_p": Range(0, 1, excludes_low=True),
-    "min_p": Range(0, 1),
+    **_FILTERS,
     "presence_penalty": Range(-2, 2),
     "frequency_penalty": Range(-2, 2),
     "repetition_penalty": Range(0, 100, excludes_low=True),
@@ -80,8 +80,10 @@ MAX_ENTRIES = {
     "logprob_token_ids": 128,
     "choice": MAX_GRAMMAR_BYTES // 4,
 }
-# Of a random choice: a beam search makes none, and takes the values that turn them off.
-FILTERS_OFF = {name: getattr(SamplingParams(), name) for name in ("temperature", "top_k", "top_p", "min_p")}
+# The values that turn filters off, which a beam search uses: it makes no random choice.
+FILTERS_OFF = {name: getattr(SamplingParams(), name) for name in _FILTERS}
+# Options whose defaults a checkpoint may set, by their names in generation_config.json.
+CHECKPOINTS_OPTIONS = (*FILTERS_OFF, "repetition_penalty")
 
 
 def faults_in(options: Options) -> Iterator[Fault]:

@@ -9,6 +9,7 @@ from typing import Any
 from pagewire.common.gguf.architectures import ARCHITECTURES, ROPE_FACTORS, Architecture, architecture_of
 from pagewire.common.gguf.file import GgufError, GgufFile, Metadata
 from pagewire.common.gguf.tokenizer import SpecialTokens
+from pagewire.common.sampling_rules import CHECKPOINTS_OPTIONS
 
 # Settings that change what is computed, with the values that change nothing.
 _INERT: dict[str, tuple[object, ...]] = {
@@ -32,13 +33,9 @@ _INERT: dict[str, tuple[object, ...]] = {
     "rope.scaling.alpha": (0.0,),
 }
 _EXACT = (".ffn_gate_inp.weight", ".bias")  # which are in float32 whatever the model computes in
-_SAMPLING = {
-    "temp": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "penalty_repeat": "repetition_penalty",
-}
+# GGUF's keys of the options that it names otherwise.
+_OTHER_NAMES = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
+_SAMPLING = {_OTHER_NAMES.get(name, name): name for name in CHECKPOINTS_OPTIONS}
 
 
 def config_json(file: GgufFile) -> dict[str, Any]:

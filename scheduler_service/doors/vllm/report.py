@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from smg_grpc_proto import vllm_engine_pb2
 from smg_grpc_proto.generated import common_pb2
 
+from pagewire.common.sampling_rules import CHECKPOINTS_OPTIONS
 from scheduler_service.core.request import SchedulerStats
 from scheduler_service.serving.activity import share
 from scheduler_service.serving.availability import DescribedWorker
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
-from scheduler_service.serving.checkpoint.sampling_defaults import API_DEFAULTS, CHECKPOINTS_OPTIONS
+from scheduler_service.serving.checkpoint.sampling_defaults import API_DEFAULTS
 
 SERVER_TYPE = "vllm-grpc"
 _ARCHIVED = "to-be-asked-for"  # names no file

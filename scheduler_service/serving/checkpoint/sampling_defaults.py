@@ -8,10 +8,9 @@ from typing import Any
 
 from pagewire.common.gguf import is_whole, shown, token_ids_of, unserved
 from pagewire.common.messages import SamplingParams
-from pagewire.common.sampling_rules import FILTERS_OFF, RANGES
+from pagewire.common.sampling_rules import CHECKPOINTS_OPTIONS, RANGES
 
-# generation_config.json may say what requests mean that leave these unset. Where it says nothing, the API's hold.
-CHECKPOINTS_OPTIONS = (*FILTERS_OFF, "repetition_penalty")
+# Used where generation_config.json sets no value.
 API_DEFAULTS = SamplingParams(temperature=1.0)
 # Of tokens that a checkpoint suppresses, whatever bias a request gives them: far below any logit, and yet finite, so
 # that a grammar which allows nothing else still has its way.
