@@ -17,6 +17,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 
 from pagewire.common.messages import Pooling
+from pagewire.common.sampling_rules import COMMON_FILTERS, FILTERS_OFF
 from pagewire.common.transport.otlp import tracer_provider
 from scheduler_service.core.request import Request, SequenceEnd
 from scheduler_service.serving.observer import ENDED_WELL, Observer
@@ -85,19 +86,19 @@ class Tracing(Observer):
         self._provider.shutdown()
 
     def _attributes_of(self, request: Request) -> dict[str, AttributeValue]:
-        sampling = request.sampling
         attributes: dict[str, AttributeValue] = {
             "gen_ai.operation.name": _operation(request),
             "gen_ai.provider.name": "pagewire",
             "gen_ai.request.model": self._model_name,
             "gen_ai.response.id": request.request_id,
             "gen_ai.request.max_tokens": request.max_tokens,
-            "gen_ai.request.temperature": sampling.temperature,
-            "gen_ai.request.top_p": sampling.top_p,
+            **{
+                f"gen_ai.request.{name}": value
+                for name in COMMON_FILTERS  # an integer is omitted if it is off
+                if (value := getattr(request.sampling, name)) or isinstance(FILTERS_OFF[name], float)
+            },
             "pagewire.tenant": request.tenant,
         }
-        if sampling.top_k:
-            attributes["gen_ai.request.top_k"] = sampling.top_k
         if request.n > 1:
             attributes["gen_ai.request.choice.count"] = request.n
         if request.grammar is not None:

@@ -47,6 +47,7 @@ async def test_a_request_is_a_child_of_its_callers_span(checkpoint: Path) -> Non
         "gen_ai.response.id": "mine",
         "gen_ai.request.max_tokens": 4,
         "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.top_p": 1.0,
         "gen_ai.request.top_k": 7,
         "gen_ai.request.choice.count": 2,
         "gen_ai.response.finish_reasons": ["length", "length"],
@@ -54,6 +55,7 @@ async def test_a_request_is_a_child_of_its_callers_span(checkpoint: Path) -> Non
         "gen_ai.usage.output_tokens": 8,
     }
     assert expected.items() <= found.items()
+    assert {name for name in found if name.startswith("gen_ai.request.")} <= expected.keys()
     assert "error.type" not in found
     assert "pagewire-scheduler" in collector.resources
     phases = [span for span in collector.spans if span is not root]
@@ -74,9 +76,10 @@ async def test_a_span_names_the_kind_of_its_grammar(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "with_end", eos_token_id=0)
     async with collecting() as (collector, endpoint), serve(path, otlp_traces_endpoint=endpoint) as stack:
         for sampling in ({"json_schema": "{}"}, {}):
-            await stack.generate(request(PROMPT, max_tokens=4, **sampling))
+            await stack.generate(request(PROMPT, max_tokens=4, temperature=0, **sampling))
     roots = [attributes(span) for span in collector.spans if span.name.startswith("text_completion")]
     assert [found.get("pagewire.grammar") for found in roots] == ["json_schema", None]
+    assert all(found["gen_ai.request.temperature"] == 0 and "gen_ai.request.top_k" not in found for found in roots)
 
 
 async def test_failed_and_left_requests_say_so_and_strangers_begin_a_trace(checkpoint: Path) -> None:
