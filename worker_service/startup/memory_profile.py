@@ -2,15 +2,16 @@
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
-from pagewire.common.messages import SamplingParams, StepPlan
+from pagewire.common.messages import StepPlan
 from pagewire.common.sampling_rules import MAX_ENTRIES, RANGES
 from worker_service.device import is_out_of_memory
 from worker_service.runner import ModelRunner
 from worker_service.startup.device_memory import DeviceMemory, StepSize, graph_bytes, step_refusal
-from worker_service.startup.warm_up import TrialRow, plan_trial
+from worker_service.startup.warm_up import FILTERED, TrialRow, plan_trial
 
 _NUM_LISTED, _NUM_PROMPT_LOGPROBS = MAX_ENTRIES["logprob_token_ids"], int(RANGES["prompt_logprobs"].high)
 
@@ -95,9 +96,8 @@ def largest_step(step: StepSize, max_model_len: int, block_size: int) -> tuple[S
     Rows ask for all that sampling takes memory for.
     """
     num_tokens = min(step.num_tokens // step.num_rows, max_model_len)
-    sampling = SamplingParams(
-        temperature=1.0,
-        top_p=0.9,
+    sampling = replace(
+        FILTERED,
         repetition_penalty=1.1,
         logit_bias_token_ids=(0,),
         logit_bias_values=(1.0,),

@@ -22,10 +22,11 @@ logger = logging.getLogger(__name__)
 _GRAMMAR_TIMEOUT_S = 60.0
 _GRAMMAR = AddedGrammar(1, GrammarKind.REGEX, "[a-z]*", end_token_ids=(0,))
 
+FILTERED = SamplingParams(temperature=1.0, top_p=0.9)
 _BIASES = {"logit_bias_token_ids": (0,), "logit_bias_values": (1.0,)}
 _STOPS = {"min_tokens": 2, "stop_token_ids": (0,)}
 _SAMPLING = {
-    "sampling": SamplingParams(temperature=1.0, top_p=0.9),
+    "sampling": FILTERED,
     "penalties": SamplingParams(temperature=1.0, repetition_penalty=1.1),
     "log-probabilities": SamplingParams(num_logprobs=1, num_prompt_logprobs=1),
     "listed log-probabilities": SamplingParams(num_logprobs=1, logprob_token_ids=(0,)),
@@ -48,7 +49,7 @@ class TrialRow:
 
     num_tokens: int
     num_new: int
-    sampling: SamplingParams = _SAMPLING["sampling"]
+    sampling: SamplingParams = FILTERED
     grammar_id: int = 0
 
     def num_blocks(self, block_size: int) -> int:
