@@ -1,8 +1,10 @@
-"""Writes the pages, or parts of pages, that say what the code says: metrics, the APIs, weights, other engines' options.
+"""Writes the pages, or parts of pages, that say what the code says: metrics, the APIs, weights, other engines' options;
+and code that repeats other code for type checkers.
 
 `make docs`, or `python -m docs.reference`. A test sees that the pages are up to date.
 """
 
+import ast
 import re
 import subprocess
 import sys
@@ -55,6 +57,8 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs"
 SCHEDULER = "pagewire/scheduler/v1/scheduler.proto"
 WORKER = "pagewire/worker/v1/worker.proto"
+SAMPLING = "pagewire/sampling_params.py"
+FIELDS = '    """The fields of `SamplingParams` as keyword arguments. Made by `make docs`; do not edit."""\n'
 MADE = "<!-- Made by `make docs`; do not edit. -->"
 
 # Of the fields of requests.
@@ -186,6 +190,18 @@ def gpu_page() -> str:
 
 def architecture_page() -> str:
     return with_part((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8"), "states of a group", _states_of_a_group())
+
+
+def sampling_module() -> str:
+    """Return the text of a module, with `SamplingFields` made from the fields of `SamplingParams`."""
+    text = (ROOT / SAMPLING).read_text(encoding="utf-8")
+    (declared,) = (node for node in ast.parse(text).body if getattr(node, "name", "") == "SamplingParams")
+    assert isinstance(declared, ast.ClassDef)
+    own = [each for each in declared.body if isinstance(each, ast.AnnAssign)]
+    lines = [f"    {ast.unparse(each.target)}: {ast.unparse(each.annotation)}" for each in own]
+    before, _, rest = text.partition(FIELDS)
+    after = rest.partition("\n\n\n")[2]
+    return "\n".join([f"{before}{FIELDS}", *(line for line in lines if "InitVar" not in line), "", "", after])
 
 
 def http_page() -> str:
@@ -395,6 +411,7 @@ PAGES = {
     "gpu.md": gpu_page,
     "http_api.md": http_page,
     "../ARCHITECTURE.md": architecture_page,
+    f"../{SAMPLING}": sampling_module,
 }
 
 

@@ -270,7 +270,7 @@ STRUCTURES: dict[str, tuple[Callable[[object], bool], str]] = {
 
 
 class SamplingFields(TypedDict, total=False):
-    """The fields of `SamplingParams` as keyword arguments of a request."""
+    """The fields of `SamplingParams` as keyword arguments. Made by `make docs`; do not edit."""
 
     n: int | None
     max_tokens: int | None

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import grpc
 import pytest
@@ -20,7 +20,7 @@ import pagewire
 from pagewire import AsyncClient, Client, Output, SamplingParams, Session, StructuredOutputs, wire
 from pagewire.common.sampling_rules import RANGES
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from pagewire.sampling_params import INTEGER_FIELDS, STRUCTURES, UNSET, SamplingFields
+from pagewire.sampling_params import INTEGER_FIELDS, STRUCTURES, UNSET
 from tests.contract import scripted_scheduler
 from tests.contract.certificates import self_signed
 from tests.contract.scripted_scheduler import ScriptedScheduler, delta, serving
@@ -516,11 +516,6 @@ async def test_sampling_fields_by_name(scheduler: ScriptedScheduler, url: str, s
     await collect(url, "Once", replace(expected, max_tokens=4, stop=["x"]))
     assert all(request == scheduler.requests[3] for request in scheduler.requests)
     await client.aclose()
-
-
-def test_sampling_fields_are_those_of_sampling_params() -> None:
-    hints = get_type_hints(SamplingParams)
-    assert get_type_hints(SamplingFields) == {field.name: hints[field.name] for field in fields(SamplingParams)}
 
 
 @pytest.mark.parametrize(
