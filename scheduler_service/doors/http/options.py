@@ -10,6 +10,7 @@ from msgspec import UNSET, Raw
 
 from pagewire.common.sampling_rules import Options
 from scheduler_service.doors.http.requests import (
+    READINGS,
     GenerationRequest,
     JsonObjectFormat,
     JsonSchemaFormat,
@@ -25,7 +26,6 @@ from scheduler_service.serving.tenants.caller import Call
 
 _SAME = (*SampledRequest.__annotations__, "n", "prompt_logprobs", "beam_width", "length_penalty")
 _NULL = b"null"
-LEAST_TOP_P = 2.0**-100  # which the most likely token alone is in
 _OF_SGLANG = {"regex": "regex", "grammar": "ebnf"}  # fields, by kinds of what an output must match
 _MAX_BAD_WORDS = 1024
 _PARENT = "sampling."  # of the paths of fields that stand in a request itself here
@@ -71,18 +71,10 @@ def sampling_options(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the options that are set, and the names of fields that differ; `grammars` are what outputs must match
     beside what is ruled out. Raises RefusedError."""
-    options = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
+    set_fields = ((name, value) for name in _SAME if (value := getattr(request, name)) is not None)
+    options: dict[str, Any] = {name: READINGS[name](value) if name in READINGS else value for name, value in set_fields}
     if request.logprob_token_ids:
         options["logprob_token_ids"] = request.logprob_token_ids
-    if request.top_k is not None:
-        options["top_k"] = max(request.top_k, 0)
-    if request.top_p == 0:
-        options["top_p"] = LEAST_TOP_P
-    if request.seed is not None:
-        options["seed"] = request.seed % 2**64
-    if request.stop is not None:
-        stop = request.stop or []  # an empty text stops nothing
-        options["stop"] = [stop] if isinstance(stop, str) else stop
     if request.use_beam_search:
         options.setdefault("beam_width", request.n or 1)
     elif "beam_width" not in options and request.length_penalty == 1:

@@ -5,6 +5,7 @@ A field that is null counts as unset. One that is not served takes nothing but n
 description says why.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
@@ -13,6 +14,7 @@ from pagewire.common.sampling_rules import LOGIT_BIAS, MAX_ENTRIES, MAX_SAMPLES,
 
 MAX_PROMPTS = 1024  # of one request
 MAX_INPUTS = 2048  # of one request for embeddings
+LEAST_TOP_P = 2.0**-100  # which the most likely token alone is in
 _INT32 = Range(-(2**31), 2**31 - 1)
 INT64 = Range(-(2**63), 2**63 - 1)
 _EMPTY = Range(0, 0)
@@ -167,6 +169,15 @@ class SampledRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, fr
     top_k: Annotated[int, Meta(ge=-1, le=UINT32.high), why("-1 and 0 are off")] | None = None
     seed: Annotated[int, within(INT64)] | None = None
     stop: Annotated[Texts, why("an empty text stops nothing")] | None = None
+
+
+# Convert values of fields to values of options. Other fields need no conversion.
+READINGS: Mapping[str, Callable[[Any], Any]] = {
+    "top_p": lambda top_p: top_p or LEAST_TOP_P,
+    "top_k": lambda top_k: max(top_k, 0),
+    "seed": lambda seed: seed % 2**64,
+    "stop": lambda stop: [stop] if isinstance(stop, str) and stop else stop or [],
+}
 
 
 class GenerationRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from pagewire.common import __version__
 from pagewire.kernels.sampling import lowest_kept
-from scheduler_service.doors.http.options import LEAST_TOP_P
+from scheduler_service.doors.http.requests import LEAST_TOP_P
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.simulated_worker import SimulatedWorker

@@ -34,13 +34,14 @@ from scheduler_service.doors.http.requests import (
     FunctionField,
     JsonSchemaFormat,
     NamedSchema,
-    QueuedRequest,
+    SampledRequest,
     ToolField,
 )
 from scheduler_service.doors.http.vendor_calls import VENDOR_WARNING, leaves_out
 from scheduler_service.serving.refusal import invalid
 
-_QUEUED = QueuedRequest.__struct_fields__
+# Fields that mean the same in a chat.
+_SAME = ("stream", *(name for name in MessagesRequest.__struct_fields__ if name in SampledRequest.__struct_fields__))
 # The blocks of which the messages of a role consist.
 _BLOCKS = {
     "user": ReadableBlock | ToolResultBlock,
@@ -53,14 +54,13 @@ _VENDOR_OPTIONS = MessagesTool.__struct_fields__[MessagesTool.__struct_fields__.
 # between requests, and the model has no use for it: in the prompt it would defeat the prefix cache.
 _BILLING_LINE = re.compile(r"x-anthropic-billing-header:(?: *[\w.-]+=[^;\s]*(?:;|\s*\Z))+\s*")
 _MAX_BILLING_CHARS = 4096  # the line has 100; a longer one would keep the interpreter's lock
-_SAMPLED = ("stream", "temperature", "top_p", "top_k", "seed")
 
 
 def chat_of(request: CountTokensRequest) -> ChatCompletionRequest:
     """Return the chat that a request means. Raises RefusedError."""
     config, choice, thinking = request.output_config or OutputConfig(), request.tool_choice, request.thinking
     output = request.output_format or config.format
-    same: dict[str, Any] = {name: getattr(request, name, None) for name in (*_QUEUED, *_SAMPLED)}
+    same: dict[str, Any] = {name: getattr(request, name, None) for name in _SAME}
     return ChatCompletionRequest(
         messages=list(_messages(request)),
         tools=[_tool(index, tool) for index, tool in enumerate(request.tools or ()) if not _vendor_kind(tool)],

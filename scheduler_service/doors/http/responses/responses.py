@@ -34,7 +34,7 @@ from scheduler_service.doors.http.responses.stored_responses import PROMPT_END_C
 from scheduler_service.doors.http.tool_calls import ParserMaker
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.output import Delta
-from scheduler_service.serving.parsed_request import check_request_id
+from scheduler_service.serving.parsed_request import SAME_NUMBERS, check_request_id
 from scheduler_service.serving.refusal import Reason, RefusedError, invalid
 from scheduler_service.serving.tenants.caller import Call
 
@@ -44,6 +44,7 @@ _SUMMARIZE = (
     "Summarize this conversation for a reader who goes on with it and sees only the user's messages besides: what is "
     "asked for, what was done and found, with names, paths and numbers, and what is left to do. Call no tool."
 )
+_USED = [name for name in ResponseAnswer.__struct_fields__ if name in SAME_NUMBERS]  # the sampling used
 _REFERENCE = "item_reference"  # the type of items that stand for others, by their ids
 
 
@@ -192,11 +193,7 @@ def _begun(request: ResponsesRequest, used: SamplingParams, model_name: str) -> 
         max_output_tokens=request.max_output_tokens,
         parallel_tool_calls=request.parallel_tool_calls is not False,
         max_tool_calls=request.max_tool_calls,
-        temperature=used.temperature,
-        top_p=used.top_p,
         top_logprobs=request.top_logprobs or 0,
-        presence_penalty=used.presence_penalty,
-        frequency_penalty=used.frequency_penalty,
         tool_choice=request.tool_choice or "auto",
         tools=[tool for tool in request.tools or () if not isinstance(tool, VendorTool)],
         text=msgspec.structs.replace(text, format=text.format or TextFormat(), verbosity=text.verbosity or "medium"),
@@ -208,4 +205,5 @@ def _begun(request: ResponsesRequest, used: SamplingParams, model_name: str) -> 
         safety_identifier=request.safety_identifier,
         user=request.user,
         store=request.store is not False,
+        **{name: getattr(used, name) for name in _USED},
     )
