@@ -14,6 +14,7 @@ from scheduler_service.doors.http.requests import (
     GenerationRequest,
     JsonObjectFormat,
     JsonSchemaFormat,
+    NamedSchema,
     QueuedRequest,
     SampledRequest,
     StructuralTagFormat,
@@ -126,14 +127,14 @@ def parsed(
 def structured(request: GenerationRequest) -> Iterator[FoundGrammar]:
     """Yield what the output must match. Raises RefusedError."""
     match request.response_format:
-        case JsonObjectFormat(schema=Raw() as schema) if bytes(schema) != _NULL:
-            yield "response_format", "json_schema", _text(schema, "response_format")
-        case JsonObjectFormat():
+        case JsonObjectFormat(schema=schema) if schema is UNSET or bytes(schema) == _NULL:
             yield "response_format", "json_object", True
-        case ValueFormat(value=schema):
+        case (
+            JsonObjectFormat(schema=Raw() as schema)
+            | ValueFormat(value=schema)
+            | JsonSchemaFormat(json_schema=NamedSchema(schema=schema))
+        ):
             yield "response_format", "json_schema", _text(schema, "response_format")
-        case JsonSchemaFormat(json_schema=named):
-            yield "response_format", "json_schema", _text(named.schema, "response_format")
         case StructuralTagFormat() as tag:
             parts = {name: value for name in tag.__struct_fields__ if (value := getattr(tag, name)) is not UNSET}
             text = Raw(msgspec.json.encode({"type": "structural_tag", **parts}))
