@@ -17,7 +17,6 @@ MAX_INPUTS = 2048  # of one request for embeddings
 LEAST_TOP_P = 2.0**-100  # which the most likely token alone is in
 _INT32 = Range(-(2**31), 2**31 - 1)
 INT64 = Range(-(2**63), 2**63 - 1)
-_EMPTY = Range(0, 0)
 
 
 def within(legal: Range) -> Meta:
@@ -35,6 +34,8 @@ INERT = "no effect"
 _INERT = Meta(description=INERT)
 _OR_ALL = why("-1: all tokens of the vocabulary, where they fit")
 TokenId = Annotated[int, Meta(ge=0, le=UINT32.high)]
+TopP = Annotated[float, within(Range(0, 1)), why("0: the most likely token")]
+TopK = Annotated[int, Meta(ge=-1, le=UINT32.high), why("-1 and 0 are off")]
 Empty = Annotated[list[Any], Meta(max_length=0)]
 EmptyObject = Annotated[dict[str, Any], Meta(max_length=0)]
 # A text, several, one as token ids, or several so.
@@ -155,7 +156,7 @@ class SampledRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, fr
     """Options of the sampling of one output by the names that they have in the public proto."""
 
     temperature: Annotated[float, within(RANGES["temperature"])] | None = None
-    top_p: Annotated[float, within(Range(0, 1)), why("0: the most likely token")] | None = None
+    top_p: TopP | None = None
     min_p: Annotated[float, within(RANGES["min_p"])] | None = None
     presence_penalty: Annotated[float, within(RANGES["presence_penalty"])] | None = None
     frequency_penalty: Annotated[float, within(RANGES["frequency_penalty"])] | None = None
@@ -166,7 +167,7 @@ class SampledRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, fr
     logit_bias: dict[TokenId, Annotated[float, within(LOGIT_BIAS)]] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=UINT32.high), why("-1 and 0 are off")] | None = None
+    top_k: TopK | None = None
     seed: Annotated[int, within(INT64)] | None = None
     stop: Annotated[Texts, why("an empty text stops nothing")] | None = None
 

@@ -6,7 +6,18 @@ from msgspec import Meta, Raw, Struct
 
 from pagewire.common.sampling_rules import RANGES, UINT32
 from scheduler_service.doors.http.prompts import FILE_LEFT_OUT
-from scheduler_service.doors.http.requests import INERT, INT64, STRICT, Empty, EmptyObject, QueuedRequest, why, within
+from scheduler_service.doors.http.requests import (
+    INERT,
+    INT64,
+    STRICT,
+    Empty,
+    EmptyObject,
+    QueuedRequest,
+    TopK,
+    TopP,
+    why,
+    within,
+)
 from scheduler_service.doors.http.vendor_calls import vendor_text
 
 _INERT = Meta(description=INERT)
@@ -282,8 +293,8 @@ class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=Tr
     stream: bool | None = None
     stop_sequences: list[str] | None = None
     temperature: Annotated[float, within(RANGES["temperature"])] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1), why("0: the most likely token")] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=UINT32.high), why("-1 and 0 are off")] | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
     seed: Annotated[int, within(INT64)] | None = None
     thread: Annotated[None, why("conversations are not kept; send the whole one")] = None
     container: Annotated[None, why("no code is run")] = None

@@ -2,16 +2,17 @@
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Raw, Struct, field
+from msgspec import Meta, Struct, field
 
 from pagewire.common.sampling_rules import UINT32
 from scheduler_service.doors.http.prompts import FILE_LEFT_OUT
 from scheduler_service.doors.http.requests import (
     INERT,
     LOADED,
-    STRICT,
     Empty,
+    FunctionField,
     JsonObjectFormat,
+    NamedSchema,
     SampledRequest,
     StructuredOutputsField,
     TextFormat,
@@ -186,14 +187,11 @@ def _flattened(given: dict[str, Any], name: str) -> dict[str, Any]:
     return {**own, **inner} if isinstance(inner, dict) and own.keys().isdisjoint(inner) else given
 
 
-class FunctionTool(Struct, tag_field="type", tag="function", forbid_unknown_fields=True, frozen=True, kw_only=True):
+class FunctionTool(
+    FunctionField, tag_field="type", tag="function", forbid_unknown_fields=True, frozen=True, kw_only=True
+):
     """A function that the model may call."""
 
-    name: Annotated[str, Meta(min_length=1, max_length=256)]
-    description: str | None = None
-    parameters: Annotated[dict[str, Any], why("a JSON Schema; without one there are none")] | None = None
-    strict: Annotated[bool, STRICT] | None = None
-    defer_loading: Annotated[bool, LOADED] | None = None
     output_schema: Annotated[dict[str, Any], _INERT] | None = None
     allowed_callers: Annotated[list[Literal["direct"]], why("the model calls tools, and no program")] | None = None
     is_asynchronous: Annotated[Literal[False], _LATER] | None = field(default=None, name="async")
@@ -348,12 +346,7 @@ class AllowedFunctions(Struct, tag_field="type", tag="allowed_tools", forbid_unk
         return _flattened(given, "allowed_tools")
 
 
-class SchemaFormat(Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True, frozen=True, kw_only=True):
-    schema: Raw
-    name: str | None = None
-    description: str | None = None
-    strict: Annotated[bool, why("no effect: the schema is always kept to")] | None = None
-
+class SchemaFormat(NamedSchema, tag_field="type", tag="json_schema", forbid_unknown_fields=True, frozen=True):
     @staticmethod
     def as_meant(given: dict[str, Any]) -> dict[str, Any]:
         """Return a format of chats, whose schema is within an object of its own, as a format of the Responses API."""
