@@ -90,30 +90,29 @@ class DirectCaller(Struct, forbid_unknown_fields=True, frozen=True):
     type: Literal["direct"]
 
 
-class FunctionCallItem(
-    Struct, tag_field="type", tag="function_call", forbid_unknown_fields=True, frozen=True, kw_only=True
-):
+class Item(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """An item of a conversation other than a message. Subclasses have these fields last."""
+
+    id: Annotated[str, _INERT] | None = None
+    status: Annotated[str, _INERT] | None = None
+
+
+class FunctionCallItem(Item, tag_field="type", tag="function_call", forbid_unknown_fields=True, frozen=True):
     call_id: str
     name: str
     arguments: str = ""
     namespace: str | None = None
     is_asynchronous: Annotated[Literal[False], _LATER] | None = field(default=None, name="async")
     caller: Annotated[DirectCaller, _INERT] | None = None
-    id: Annotated[str, _INERT] | None = None
-    status: Annotated[str, _INERT] | None = None
 
 
-class CustomCallItem(
-    Struct, tag_field="type", tag="custom_tool_call", forbid_unknown_fields=True, frozen=True, kw_only=True
-):
+class CustomCallItem(Item, tag_field="type", tag="custom_tool_call", forbid_unknown_fields=True, frozen=True):
     call_id: str
     name: str
     input: str = ""
     namespace: str | None = None
     is_asynchronous: Annotated[Literal[False], _LATER] | None = field(default=None, name="async")
     caller: Annotated[DirectCaller, _INERT] | None = None
-    id: Annotated[str, _INERT] | None = None
-    status: Annotated[str, _INERT] | None = None
 
 
 class InputImage(Struct, tag_field="type", tag="input_image", forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -134,9 +133,7 @@ def _result(given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-class FunctionResultItem(
-    Struct, tag_field="type", tag="function_call_output", forbid_unknown_fields=True, frozen=True, kw_only=True
-):
+class FunctionResultItem(Item, tag_field="type", tag="function_call_output", forbid_unknown_fields=True, frozen=True):
     """The result of a call; without a `call_id`, the output of a tool that the client ran by itself."""
 
     output: str | list[InputText | InputImage] = ""
@@ -144,40 +141,30 @@ class FunctionResultItem(
     name: str | None = None
     namespace: str | None = None
     caller: Annotated[DirectCaller, _INERT] | None = None
-    id: Annotated[str, _INERT] | None = None
-    status: Annotated[str, _INERT] | None = None
 
     as_meant = staticmethod(_result)
 
 
-class CustomResultItem(
-    Struct, tag_field="type", tag="custom_tool_call_output", forbid_unknown_fields=True, frozen=True, kw_only=True
-):
+class CustomResultItem(Item, tag_field="type", tag="custom_tool_call_output", forbid_unknown_fields=True, frozen=True):
     call_id: str
     output: str | list[InputText | InputImage] = ""
     name: Annotated[str, _INERT] | None = None
     namespace: Annotated[str, _INERT] | None = None
     caller: Annotated[DirectCaller, _INERT] | None = None
-    id: Annotated[str, _INERT] | None = None
-    status: Annotated[str, _INERT] | None = None
 
     as_meant = staticmethod(_result)
 
 
-class ReasoningItem(Struct, tag_field="type", tag="reasoning", forbid_unknown_fields=True, frozen=True, kw_only=True):
+class ReasoningItem(Item, tag_field="type", tag="reasoning", forbid_unknown_fields=True, frozen=True):
     content: list[ReasoningText] | None = None
     summary: Annotated[list[SummaryText], _INERT] | None = None
     encrypted_content: Annotated[str, _INERT] | None = None
-    id: Annotated[str, _INERT] | None = None
-    status: Annotated[str, _INERT] | None = None
 
 
-class CompactionItem(Struct, tag_field="type", tag="compaction", forbid_unknown_fields=True, frozen=True, kw_only=True):
+class CompactionItem(Item, tag_field="type", tag="compaction", forbid_unknown_fields=True, frozen=True):
     """A summary of a conversation, in place of what it summarizes. The content is the text itself."""
 
     encrypted_content: str
-    id: Annotated[str, _INERT] | None = None
-    status: Annotated[str, _INERT] | None = None
 
 
 def _flattened(given: dict[str, Any], name: str) -> dict[str, Any]:
@@ -291,28 +278,20 @@ Tool = (
 )
 
 
-class ToolSearchCallItem(
-    Struct, tag_field="type", tag="tool_search_call", forbid_unknown_fields=True, frozen=True, kw_only=True
-):
+class ToolSearchCallItem(Item, tag_field="type", tag="tool_search_call", forbid_unknown_fields=True, frozen=True):
     """A search for tools that the client executes."""
 
     call_id: str
     arguments: dict[str, Any] | str | None = None
     execution: Annotated[str, _INERT] | None = None
-    id: Annotated[str, _INERT] | None = None
-    status: Annotated[str, _INERT] | None = None
 
 
-class ToolSearchResultItem(
-    Struct, tag_field="type", tag="tool_search_output", forbid_unknown_fields=True, frozen=True, kw_only=True
-):
+class ToolSearchResultItem(Item, tag_field="type", tag="tool_search_output", forbid_unknown_fields=True, frozen=True):
     """The tools that a search has found. The model may call them from here on."""
 
     call_id: str
     tools: list[Tool]
     execution: Annotated[str, _INERT] | None = None
-    id: Annotated[str, _INERT] | None = None
-    status: Annotated[str, _INERT] | None = None
 
 
 InputItem = (
