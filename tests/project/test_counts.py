@@ -1,10 +1,11 @@
 """The product stays small, and so do its parts: see `counts.py`, which has the bounds."""
 
 import ast
+import re
 from collections import Counter
 
 from tests.project import counts
-from tests.project.sources import PACKAGES, sources
+from tests.project.sources import PACKAGES, ROOT, sources
 
 _PUBLIC_WIRE = "the client has its own type of a message that the scheduler makes of its own"
 # Why a name is defined more than once.
@@ -43,6 +44,12 @@ def test_folders_are_small() -> None:
     """A reader gets lost among many files of one level."""
     sizes = Counter(path.parent for path in sources(*PACKAGES) if path.stem not in ("__init__", "__main__"))
     assert not {folder: size for folder, size in sizes.items() if size > counts.MAX_MODULES}
+
+
+def test_few_modules_name_an_option_of_sampling() -> None:
+    """A new option is a field on each side of a wire, and arithmetic in kernels. Other modules loop over the fields."""
+    named = [path for path in sources(*PACKAGES) if re.search(r"\btop_p\b", (ROOT / path).read_text(encoding="utf-8"))]
+    assert len(named) <= 12, named
 
 
 def test_what_is_counted() -> None:
