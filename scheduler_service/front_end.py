@@ -21,7 +21,7 @@ from scheduler_service.metrics_server import exposition, serve_metrics
 from scheduler_service.request_service import RequestService, refused
 
 if TYPE_CHECKING:
-    from scheduler_service.doors.http.server import HttpDoor
+    from scheduler_service.doors.http.transport.http_server import HttpDoor
     from scheduler_service.doors.vllm.report import Load
     from scheduler_service.doors.vllm.servicer import VllmServicer
 
@@ -130,7 +130,7 @@ def _make_http(
     collector: FrontEndCollector,
 ) -> "HttpDoor":
     """Bind the port of the OpenAI API. Raises OSError."""
-    from scheduler_service.doors.http.server import HttpAddress, HttpDoor
+    from scheduler_service.doors.http.transport.http_server import HttpAddress, HttpDoor
 
     http = config.http
     address = HttpAddress(http.http_host, http.http_port or 0, service.tls)

@@ -26,7 +26,11 @@ from testing.services import Process, System
 # Schedulers and front ends never have torch in their processes.
 PRELOADED = {
     "scheduler": ["pagewire.cli.services", "scheduler_service.server"],
-    "frontend": ["pagewire.cli.services", "scheduler_service.front_end", "scheduler_service.doors.http.server"],
+    "frontend": [
+        "pagewire.cli.services",
+        "scheduler_service.front_end",
+        "scheduler_service.doors.http.transport.http_server",
+    ],
     "worker": ["torch", "pagewire.cli.services", "worker_service.server", "worker_service.startup.loader"],
 }
 FORKSERVER = multiprocessing.get_context("forkserver")

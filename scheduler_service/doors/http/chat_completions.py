@@ -24,7 +24,6 @@ from scheduler_service.doors.http.answers import (
     PromptLogprobsField,
     UsageCounts,
 )
-from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.options import ReadCall, RequestNames, parsed, sampling_options
 from scheduler_service.doors.http.prompts import (
     FILE_LEFT_OUT,
@@ -44,6 +43,7 @@ from scheduler_service.doors.http.tool_calls import (
     functions_of,
     without_indexes,
 )
+from scheduler_service.doors.http.transport.event_stream import EventStream
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.output import Delta
 from scheduler_service.serving.refusal import invalid

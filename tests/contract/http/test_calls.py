@@ -14,8 +14,8 @@ from openai.types import Model
 
 from pagewire.common import __version__
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from scheduler_service.doors.http import body, connection, event_stream
-from scheduler_service.doors.http import server as http_server
+from scheduler_service.doors.http import body
+from scheduler_service.doors.http.transport import connection, event_stream, http_server
 from tests.contract.certificates import Authority
 from tests.contract.http.door import DONE, HttpServer, serve_http, server_of_the_module
 from tests.contract.tenants import KEYS, key_file, remove_tenant, write_tenants

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from scheduler_service.doors.http import body, connection, event_stream
-from scheduler_service.doors.http import server as http_server
+from scheduler_service.doors.http import body
+from scheduler_service.doors.http.transport import connection, event_stream, http_server
 from tests.contract.certificates import Authority
 from tests.contract.http.door import DONE, HttpServer, serve_http, server_of_the_module
 from tests.contract.http.sockets import PATH, VERSION, Stream, answer_to, connected, posted, status_of

@@ -9,8 +9,8 @@ import pytest
 
 from pagewire.common.chat_output import OutputParser
 from scheduler_service.doors.http import answering, prompts
-from scheduler_service.doors.http import server as http_server
 from scheduler_service.doors.http.responses import response_teller
+from scheduler_service.doors.http.transport import http_server
 from scheduler_service.doors.scheduler import request_servicer
 from scheduler_service.serving.prompt_text import TextLimits
 from scheduler_service.serving.turns import PIECE_SIZE

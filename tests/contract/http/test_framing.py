@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from scheduler_service.doors.http import connection
+from scheduler_service.doors.http.transport import connection
 from tests.contract.http.door import DONE, HttpServer, serve_http, server_of_the_module
 from tests.contract.http.sockets import PATH, VERSION, Stream, answer_to, connected, posted, status_of
 

@@ -13,7 +13,7 @@ from unittest import mock
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.wire import decode_failure
-from scheduler_service.doors.http.server import HttpAddress, HttpDoor
+from scheduler_service.doors.http.transport.http_server import HttpAddress, HttpDoor
 from scheduler_service.doors.scheduler.request_servicer import RequestServicer
 from scheduler_service.links.scheduler.scheduler_link import SchedulerLink
 from scheduler_service.serving.refusal import Reason

@@ -11,7 +11,6 @@ from scheduler_service.core.request import EndReason
 from scheduler_service.doors.http.answering import PromptProgress, begin_requests, told_output
 from scheduler_service.doors.http.answers import encode
 from scheduler_service.doors.http.chat_completions import read_chat
-from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.messages.answers import (
     BlockDelta,
     BlockStart,
@@ -39,6 +38,7 @@ from scheduler_service.doors.http.messages.requests import CountTokensRequest, M
 from scheduler_service.doors.http.options import ReadCall, RequestNames
 from scheduler_service.doors.http.prompts import chosen_template
 from scheduler_service.doors.http.tool_calls import ParserMaker, object_of
+from scheduler_service.doors.http.transport.event_stream import EventStream
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.output import Delta
 from scheduler_service.serving.tenants.caller import Call

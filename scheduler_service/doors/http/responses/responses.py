@@ -9,7 +9,6 @@ from pagewire.common.messages import SamplingParams
 from scheduler_service.doors.http.answering import begin_requests, now, tell_events, told_output
 from scheduler_service.doors.http.answers import encode
 from scheduler_service.doors.http.chat_completions import read_chat
-from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.options import ReadCall, RequestNames
 from scheduler_service.doors.http.refusals import error_answer
 from scheduler_service.doors.http.requests import TextFormat
@@ -32,6 +31,7 @@ from scheduler_service.doors.http.responses.requests import (
 from scheduler_service.doors.http.responses.response_teller import ID_PREFIX
 from scheduler_service.doors.http.responses.stored_responses import PROMPT_END_CHARS, ResponseRecord, StoredResponses
 from scheduler_service.doors.http.tool_calls import ParserMaker
+from scheduler_service.doors.http.transport.event_stream import EventStream
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.output import Delta
 from scheduler_service.serving.parsed_request import SAME_NUMBERS, check_request_id

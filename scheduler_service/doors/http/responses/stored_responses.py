@@ -17,7 +17,6 @@ from scheduler_service.doors.http.answering import tell_events
 from scheduler_service.doors.http.answers import encode
 from scheduler_service.doors.http.chat_completions import parser_maker
 from scheduler_service.doors.http.detached_requests import encoded_request
-from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.options import ReadCall
 from scheduler_service.doors.http.responses.answers import DeletedResponse, InputItemList, ResponseAnswer
 from scheduler_service.doors.http.responses.called_tools import called_tools, found_tools
@@ -25,6 +24,7 @@ from scheduler_service.doors.http.responses.conversation import chat_meant
 from scheduler_service.doors.http.responses.requests import InputItem, InputItemsQuery, ResponseQuery, ResponsesRequest
 from scheduler_service.doors.http.responses.response_teller import ID_PREFIX, ResponseTeller
 from scheduler_service.doors.http.tool_calls import ParserMaker
+from scheduler_service.doors.http.transport.event_stream import EventStream
 from scheduler_service.doors.scheduler.generate_response import decode_delta
 from scheduler_service.doors.scheduler.request_servicer import Forward, answer_of
 from scheduler_service.serving.intake import Intake

@@ -29,16 +29,13 @@ from pagewire.common.transport.addresses import join
 from pagewire.common.transport.host_names import HostNames
 from pagewire.common.transport.listening import check_port, max_open_connections, passive_host, refusal
 from pagewire.common.transport.tls import TlsFiles
-from scheduler_service.doors.http import event_stream
 from scheduler_service.doors.http.answering import longest_sequence, now
 from scheduler_service.doors.http.answers import Model, Models, encode
 from scheduler_service.doors.http.body import MAX_BODY_BYTES, decode_in_turn, decode_query, lenient, read_body
 from scheduler_service.doors.http.chat_completions import complete_chat, read_chat, without_media
 from scheduler_service.doors.http.completions import complete_prompts, read_completion
-from scheduler_service.doors.http.connection import HttpConnection, Listener, UnreadAnswers
 from scheduler_service.doors.http.detached_requests import abort_request, read_detached, submit_detached
 from scheduler_service.doors.http.embeddings import embed_inputs
-from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.messages.answers import described_model, model_page
 from scheduler_service.doors.http.messages.messages import answer_message, count_tokens
 from scheduler_service.doors.http.openapi import NAMED, POSTED, TypedRoute, document, page
@@ -60,6 +57,9 @@ from scheduler_service.doors.http.responses.requests import (
 from scheduler_service.doors.http.responses.responses import answer_response, compact_conversation, count_input_tokens
 from scheduler_service.doors.http.responses.stored_responses import StoredResponses
 from scheduler_service.doors.http.tokenization import described_tokenizer, detokenize, render, tokenize
+from scheduler_service.doors.http.transport import event_stream
+from scheduler_service.doors.http.transport.connection import HttpConnection, Listener, UnreadAnswers
+from scheduler_service.doors.http.transport.event_stream import EventStream
 from scheduler_service.doors.scheduler.request_servicer import Forward
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.refusal import Reason, RefusedError, invalid, timed_out
