@@ -44,7 +44,10 @@ ParserMaker = Callable[[], OutputParser]
 def functions_of(request: ChatCompletionRequest, output: ChatFormat) -> tuple[dict[str, Parameters], set[str]]:
     """Return the parameters of the functions that an output may call, by name, and the keywords of their schemas that
     are left out because they cannot be enforced. Raises RefusedError."""
-    tools, (mode, names), budget, given = request.tools or [], _choice_of(request), SchemaBudget(), SchemaBudget()
+    tools, (mode, names) = request.tools or [], _choice_of(request)
+    if not (tools or names or mode == "required"):
+        return {}, set()
+    budget, given = SchemaBudget(), SchemaBudget()
     functions: dict[str, Parameters] = {}
     left_out: set[str] = set()
     for position, tool in enumerate(tools):
@@ -61,7 +64,7 @@ def functions_of(request: ChatCompletionRequest, output: ChatFormat) -> tuple[di
             left_out |= keywords
         except SchemaBudgetError as error:
             raise _too_large(f"tools[{position}]", error) from None
-    if mode == "none" or not (functions or names or mode == "required"):
+    if mode == "none":
         return {}, set()
     is_known = names <= functions.keys()
     functions = {name: functions[name] for name in functions if name in names} if names else functions
