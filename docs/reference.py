@@ -35,7 +35,7 @@ from pagewire.compatibility import FOREIGN, MAPPED, SAMPLING_FIELDS, STRUCTURED_
 from pagewire.kernels.quantized import BITS
 from scheduler_service.core.request import SchedulerStats
 from scheduler_service.core.sequence import TRANSITIONS, GroupState
-from scheduler_service.doors.http.openapi import NAMED, POSTED, field_rows
+from scheduler_service.doors.http.openapi import field_rows
 from scheduler_service.doors.http.requests import (
     INERT,
     JsonObjectFormat,
@@ -48,6 +48,7 @@ from scheduler_service.doors.http.requests import (
     ThinkingField,
     ValueFormat,
 )
+from scheduler_service.doors.http.routes import NAMED, POSTED
 from scheduler_service.metrics import FrontEndCollector, FrontEndStats, Metrics, MetricsCollector, ServiceStats
 from worker_service.device.triton_operations import TritonOperations
 from worker_service.host.operations import CpuProducts

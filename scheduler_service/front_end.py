@@ -21,7 +21,7 @@ from scheduler_service.metrics_server import exposition, serve_metrics
 from scheduler_service.request_service import RequestService, refused
 
 if TYPE_CHECKING:
-    from scheduler_service.doors.http.transport.http_server import HttpDoor
+    from scheduler_service.doors.http.transport.http_server import HttpServer
     from scheduler_service.doors.vllm.report import Load
     from scheduler_service.doors.vllm.servicer import VllmServicer
 
@@ -128,25 +128,20 @@ def _make_http(
     servicer: FrontEndServicer,
     service: RequestService,
     collector: FrontEndCollector,
-) -> "HttpDoor":
+) -> "HttpServer":
     """Bind the port of the OpenAI API. Raises OSError."""
-    from scheduler_service.doors.http.transport.http_server import HttpAddress, HttpDoor
+    from scheduler_service.doors.http.call_admission import CallAdmission
+    from scheduler_service.doors.http.routes import Routes
+    from scheduler_service.doors.http.transport.http_server import HttpServer
 
-    http = config.http
-    address = HttpAddress(http.http_host, http.http_port or 0, service.tls)
+    http, intake = config.http, servicer.intake
     origins = [origin.strip() for origin in (http.allowed_origins or "").split(",")] if http.allowed_origins else []
     names, metrics = (lambda: link.availability.served_model_names), partial(exposition, collector)
-    return HttpDoor(
-        address,
-        servicer.intake,
-        link.forwarder.forward,
-        service.tenants,
-        names,
-        metrics,
-        origins,
-        takes_any_model_name=http.any_model_name,
-        is_lenient=http.lenient,
+    admission = CallAdmission(
+        http.http_host, origins, service.tenants, intake, names, takes_any_model_name=http.any_model_name
     )
+    routes = Routes(intake, link.forwarder.forward, admission, metrics, is_lenient=http.lenient)
+    return HttpServer(http.http_host, http.http_port or 0, service.tls, admission, routes)
 
 
 def _failed(error: BaseException | None) -> int:

@@ -27,8 +27,8 @@ from pagewire.kernels.cpu import VARIANTS
 from scheduler_service import metrics_server
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
 from scheduler_service.core.policy import POLICIES
-from scheduler_service.doors.http import body
-from scheduler_service.doors.http.transport import connection, http_server
+from scheduler_service.doors.http import body, call_admission
+from scheduler_service.doors.http.transport import connection
 from scheduler_service.doors.scheduler import shared_call
 from scheduler_service.links.worker import liveness
 from scheduler_service.server import EXIT_FENCED
@@ -47,10 +47,10 @@ HEAD_S, BODY_S = f"{connection.HEAD_TIMEOUT_S:g} s", f"{body.BODY_TIMEOUT_S:g} s
 HEADERS, HEAD_KIB = connection.MAX_HEADERS, connection.MAX_HEAD_BYTES >> 10
 BODY_MIB, BODIES_MIB, SMALL_KIB = (
     body.MAX_BODY_BYTES // MIB,
-    http_server.MAX_BODIES_BYTES // MIB,
+    call_admission.MAX_BODIES_BYTES // MIB,
     turns.PIECE_SIZE >> 10,
 )
-OF_BODIES = http_server.MAX_BODIES_BYTES, turns.PIECE_SIZE
+OF_BODIES = call_admission.MAX_BODIES_BYTES, turns.PIECE_SIZE
 UNREAD = "as much" if (connection.MAX_UNREAD_BYTES, connection._PIECE_BYTES) == OF_BODIES else "another bound"
 KEEP_ALIVE_S, UNREAD_S = f"{connection.KEEP_ALIVE_S:g} s", f"{connection.UNREAD_TIMEOUT_S:g} s"
 MAX_NAMES = parsed_request._MAX_NAME_CHARS

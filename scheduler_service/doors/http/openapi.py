@@ -1,7 +1,7 @@
 """The HTTP API described: as OpenAPI, and as a page. Both are made of the types that requests and answers have."""
 
 import html
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,56 +9,28 @@ import msgspec
 from msgspec import Struct
 
 from pagewire.common import __version__
-from scheduler_service.doors.http.answers import (
-    ChatAnswer,
-    CompletionAnswer,
-    DecodedPrompt,
-    DetachedAnswer,
-    EmbeddingAnswer,
-    Models,
-    RenderedPrompt,
-    Tokens,
-)
-from scheduler_service.doors.http.messages.answers import MessageAnswer, TokenCount
-from scheduler_service.doors.http.messages.requests import CountTokensRequest, MessagesRequest
+from scheduler_service.doors.http.answers import Models
 from scheduler_service.doors.http.refusals import ErrorAnswer
-from scheduler_service.doors.http.requests import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetachedQuery,
-    DetokenizeRequest,
-    EmbeddingRequest,
-    NamedRequest,
-    TokenizeRequest,
-)
-from scheduler_service.doors.http.responses.answers import (
-    CompactedConversation,
-    DeletedResponse,
-    InputItemList,
-    InputTokenCount,
-    ResponseAnswer,
-)
-from scheduler_service.doors.http.responses.requests import (
-    InputItemsQuery,
-    NamedResponse,
-    ResponseQuery,
-    ResponsesRequest,
-)
 
 _REFERENCE = "#/components/schemas/{name}"
 _JSON = "application/json"
-COUNT_INPUT = "/v1/responses/input_tokens"
-COMPACT = "/v1/responses/compact"
-_RESPONSE = "/v1/responses/{response_id}"
+# The ends of paths whose answers are never streamed, though their requests have the field `stream`.
+_UNSTREAMED = ("/render", "/input_tokens", "/compact")
 
 
 @dataclass(frozen=True, slots=True)
 class TypedRoute:
-    """A route whose requests are of a type: sent as JSON, or else what path and query say."""
+    """A route whose requests are of a type: sent as JSON, or else what path and query say.
+
+    Attributes:
+        serve: Serves a request, given with its call, its stream of events and the routes. Returns the answer, or None
+            if the answer is streamed.
+    """
 
     path: str
     request: type[Struct]
     answer: Any
+    serve: Callable[..., Awaitable[bytes | None]]
     summary: str
     method: str = "POST"
 
@@ -68,31 +40,6 @@ class TypedRoute:
         return "{" in self.path
 
 
-POSTED = (
-    TypedRoute("/v1/completions", CompletionRequest, CompletionAnswer, "What comes after a text"),
-    TypedRoute("/v1/chat/completions", ChatCompletionRequest, ChatAnswer, "The answer to a conversation"),
-    TypedRoute("/v1/responses", ResponsesRequest, ResponseAnswer, "The answer to a conversation, as items"),
-    TypedRoute(COUNT_INPUT, ResponsesRequest, InputTokenCount, "How many tokens the conversation of a response has"),
-    TypedRoute(COMPACT, ResponsesRequest, CompactedConversation, "A conversation's user messages and a summary of it"),
-    TypedRoute("/v1/messages", MessagesRequest, MessageAnswer, "The answer to a conversation, in Anthropic's form"),
-    TypedRoute("/v1/messages/count_tokens", CountTokensRequest, TokenCount, "How many tokens a conversation has"),
-    TypedRoute("/v1/embeddings", EmbeddingRequest, EmbeddingAnswer, "Texts as numbers"),
-    TypedRoute(
-        "/v1/completions/render", CompletionRequest, list[RenderedPrompt], "The tokens of a completion's prompts"
-    ),
-    TypedRoute("/v1/chat/completions/render", ChatCompletionRequest, RenderedPrompt, "The tokens of a conversation"),
-    TypedRoute("/tokenize", TokenizeRequest, Tokens, "The tokens of a text, or of a conversation"),
-    TypedRoute("/detokenize", DetokenizeRequest, DecodedPrompt, "The text of tokens"),
-)
-NAMED = (
-    TypedRoute("/v1/requests/{request_id}", DetachedQuery, DetachedAnswer, "What came of a detached request", "GET"),
-    TypedRoute("/v1/requests/{request_id}", NamedRequest, dict[str, str], "Ends a request, detached or not", "DELETE"),
-    # Ids may have slashes: the longest paths are first.
-    TypedRoute(f"{_RESPONSE}/cancel", NamedResponse, ResponseAnswer, "Ends a response in background", "POST"),
-    TypedRoute(f"{_RESPONSE}/input_items", InputItemsQuery, InputItemList, "What a response answers", "GET"),
-    TypedRoute(_RESPONSE, ResponseQuery, ResponseAnswer, "A response that is kept, or made in background", "GET"),
-    TypedRoute(_RESPONSE, NamedResponse, DeletedResponse, "Forgets a response, and ends it", "DELETE"),
-)
 _GOT = {
     "/v1/models": "The model that is served",
     "/health": "200 while requests are taken",
@@ -103,9 +50,8 @@ _GOT = {
 }
 
 
-def document(as_read: Callable[[type[Struct]], Any]) -> dict[str, Any]:
+def document(routes: Sequence[TypedRoute], as_read: Callable[[type[Struct]], Any]) -> dict[str, Any]:
     """Return the description in OpenAPI 3.1, with the types that requests are read as."""
-    routes = (*POSTED, *NAMED)
     kinds = [kind for route in routes for kind in (as_read(route.request), route.answer)]
     schemas, components = msgspec.json.schema_components([*kinds, Models, ErrorAnswer], ref_template=_REFERENCE)
     models, error = schemas[-2:]
@@ -113,7 +59,7 @@ def document(as_read: Callable[[type[Struct]], Any]) -> dict[str, Any]:
     paths: dict[str, Any] = {}
     for route, request, answer in zip(routes, schemas[0:-2:2], schemas[1:-2:2], strict=True):
         content = {_JSON: {"schema": answer}}
-        if "stream" in route.request.__struct_fields__ and not route.path.endswith(("/render", COUNT_INPUT, COMPACT)):
+        if "stream" in route.request.__struct_fields__ and not route.path.endswith(_UNSTREAMED):
             content["text/event-stream"] = {"schema": answer}
         given: dict[str, Any] = {"requestBody": {"required": True, "content": {_JSON: {"schema": request}}}}
         if route.is_named:
@@ -130,7 +76,7 @@ def document(as_read: Callable[[type[Struct]], Any]) -> dict[str, Any]:
             **given,
             "responses": {"200": {"description": "OK", "content": content}, **refused},
         }
-    for route in NAMED:
+    for route in filter(lambda route: route.is_named, routes):
         components.pop(route.request.__name__, None)
     for path, summary in _GOT.items():
         content = {_JSON: {"schema": models}} if path == "/v1/models" else {}
@@ -167,10 +113,10 @@ def field_rows(kind: type[Struct]) -> Iterator[FieldRow]:
         yield FieldRow(name, " or ".join(filter(None, _takes(field))), _note(field), name in required)
 
 
-def page() -> str:
+def page(routes: Sequence[TypedRoute]) -> str:
     """Return the page that shows the routes with their fields. It needs nothing from elsewhere."""
     parts = [_HEAD]
-    for route in (*POSTED, *NAMED):
+    for route in routes:
         parts.append(f"<h2><code>{route.method} {route.path}</code></h2><p>{html.escape(route.summary)}.</p><table>")
         for row in field_rows(route.request):
             name = f"<b>{row.name}</b>" if row.is_required else row.name

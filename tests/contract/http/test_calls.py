@@ -14,8 +14,8 @@ from openai.types import Model
 
 from pagewire.common import __version__
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from scheduler_service.doors.http import body
-from scheduler_service.doors.http.transport import connection, event_stream, http_server
+from scheduler_service.doors.http import body, routes
+from scheduler_service.doors.http.transport import connection, event_stream
 from tests.contract.certificates import Authority
 from tests.contract.http.door import DONE, HttpServer, serve_http, server_of_the_module
 from tests.contract.tenants import KEYS, key_file, remove_tenant, write_tenants
@@ -196,7 +196,7 @@ async def test_a_body_has_its_time(model: Path, monkeypatch: pytest.MonkeyPatch)
 
 async def test_documents_are_made_once(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("page", "document"):
-        monkeypatch.setattr(http_server, name, None)
+        monkeypatch.setattr(routes, name, None)
     for path in ("/docs", "/openapi.json"):
         assert (await server.client.get(path)).status_code == 200
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from scheduler_service.doors.http import body
+from scheduler_service.doors.http import body, call_admission
 from scheduler_service.doors.http.transport import connection, event_stream, http_server
 from tests.contract.certificates import Authority
 from tests.contract.http.door import DONE, HttpServer, serve_http, server_of_the_module
@@ -408,7 +408,7 @@ async def test_a_chunked_body_has_the_bounds_of_others(model: Path, monkeypatch:
 
 
 async def test_bodies_on_their_way_have_a_bound_together(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "MAX_BODIES_BYTES", 2 * MIB)
+    monkeypatch.setattr(call_admission, "MAX_BODIES_BYTES", 2 * MIB)
     async with serve_http(model) as server:
         await _check_bodies_on_their_way(server)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pagewire.common.chat_output import OutputParser
-from scheduler_service.doors.http import answering, prompts
+from scheduler_service.doors.http import answering, call_admission, prompts
 from scheduler_service.doors.http.responses import response_teller
 from scheduler_service.doors.http.transport import http_server
 from scheduler_service.doors.scheduler import request_servicer
@@ -80,7 +80,7 @@ async def test_large_chats_wait_within_a_bound_of_their_tenant(
 async def test_bodies_on_their_way_are_bounded_by_tenant(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_server, "MAX_BODIES_BYTES", 16 * MIB)  # of one tenant's 4
+    monkeypatch.setattr(call_admission, "MAX_BODIES_BYTES", 16 * MIB)  # of one tenant's 4
     async with shared_server(model, tmp_path) as server:
         host, port = server.url.removeprefix("http://").split(":")
         writers = []
@@ -165,7 +165,7 @@ async def test_requests_that_are_served_are_bounded_by_tenant(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Streams that go on keep what was asked, but no fields without an effect."""
-    monkeypatch.setattr(http_server, "MAX_REQUESTS_BYTES", 8 * MIB)  # of one tenant's 2
+    monkeypatch.setattr(call_admission, "MAX_REQUESTS_BYTES", 8 * MIB)  # of one tenant's 2
     asked = chat("x") | {"documents": [{"text": "x" * MIB}], "max_tokens": 100, "stream": True, "seed": 0}
     async with shared_server(model, tmp_path) as server:
         server.stack.worker.step_seconds = 0.1

@@ -15,8 +15,9 @@ from tokenizers import Tokenizer, processors
 
 from pagewire.common.messages import GrammarKind
 from scheduler_service.core.request import Request
-from scheduler_service.doors.http.openapi import POSTED, FieldRow, field_rows
+from scheduler_service.doors.http.openapi import FieldRow, field_rows
 from scheduler_service.doors.http.requests import INERT
+from scheduler_service.doors.http.routes import POSTED
 from scheduler_service.serving.parsed_request import ParsedRequest
 from scheduler_service.serving.tenants.caller import Call
 from tests.contract.http.door import (

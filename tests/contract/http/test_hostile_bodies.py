@@ -16,7 +16,8 @@ import pytest
 import pytest_asyncio
 
 from scheduler_service.doors.http.body import MAX_BODY_BYTES
-from scheduler_service.doors.http.openapi import NAMED, POSTED, TypedRoute
+from scheduler_service.doors.http.openapi import TypedRoute
+from scheduler_service.doors.http.routes import NAMED, POSTED
 from scheduler_service.doors.http.transport.connection import MAX_HEAD_BYTES
 from tests.contract.http.door import HttpServer, make_chat_checkpoint, serve_http
 from tests.contract.http.hostile_bodies import HostileBody, bodies_of, format_bodies_of

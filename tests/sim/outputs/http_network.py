@@ -13,7 +13,9 @@ from unittest import mock
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.wire import decode_failure
-from scheduler_service.doors.http.transport.http_server import HttpAddress, HttpDoor
+from scheduler_service.doors.http.call_admission import CallAdmission
+from scheduler_service.doors.http.routes import Routes
+from scheduler_service.doors.http.transport.http_server import HttpServer
 from scheduler_service.doors.scheduler.request_servicer import RequestServicer
 from scheduler_service.links.scheduler.scheduler_link import SchedulerLink
 from scheduler_service.serving.refusal import Reason
@@ -33,26 +35,19 @@ _FINISH_REASONS = {
 _STATUSES = {"rate_limit_error": 429, "service_unavailable_error": 503, "invalid_request_error": 400}
 
 
-def make_door(servicer: RequestServicer, link: SchedulerLink) -> HttpDoor:
+def make_server(servicer: RequestServicer, link: SchedulerLink) -> HttpServer:
     """Return the HTTP API of a front end, on no port."""
+    intake = servicer.intake
+    admission = CallAdmission("127.0.0.1", (), None, intake, lambda: ("toy",), takes_any_model_name=False)
     with mock.patch.object(socket, "create_server", return_value=socket.socket()):
-        return HttpDoor(
-            HttpAddress("127.0.0.1", 0, None),
-            servicer.intake,
-            link.forwarder.forward,
-            None,
-            lambda: ("toy",),
-            bytes,
-            (),
-            takes_any_model_name=False,
-            is_lenient=False,
-        )
+        routes = Routes(intake, link.forwarder.forward, admission, bytes, is_lenient=False)
+        return HttpServer("127.0.0.1", 0, None, admission, routes)
 
 
 class HttpCall:
     """A call, as its client and its server see it."""
 
-    def __init__(self, door: HttpDoor, network: Network, body: bytes) -> None:
+    def __init__(self, server: HttpServer, network: Network, body: bytes) -> None:
         self._network = network
         self._rng = Random(network.rng.random())
         self._up, self._down = Pipe(self._rng, network.weather), Pipe(self._rng, network.weather)
@@ -74,7 +69,7 @@ class HttpCall:
             "certificate_names": (),
             "abort": self.cut,
         }
-        self._serving = asyncio.create_task(door(scope, self._receive, self._send))
+        self._serving = asyncio.create_task(server(scope, self._receive, self._send))
         self._serving.add_done_callback(lambda _: self._forget())
 
     # As the client has it
@@ -176,12 +171,12 @@ def body_of(request: SimulatedRequest, timeout: float | None, *, is_streamed: bo
 
 
 async def read_over_http(
-    door: HttpDoor, network: Network, request: SimulatedRequest, seconds: float | None, *, is_streamed: bool
+    server: HttpServer, network: Network, request: SimulatedRequest, seconds: float | None, *, is_streamed: bool
 ) -> AsyncGenerator[pb.GenerateResponse]:
     """Yield what comes of a request within some seconds, as gRPC would have it. Raises PagewireError."""
     if not network.is_up:
         raise decode_failure(pb.StreamFailure(code=StatusCode.UNAVAILABLE.value[0], message="nobody listens"))
-    call = HttpCall(door, network, body_of(request, seconds, is_streamed=is_streamed))
+    call = HttpCall(server, network, body_of(request, seconds, is_streamed=is_streamed))
     reader = AnswerReader(request)
     try:
         status = int(await call.read() or b"0")

@@ -145,7 +145,7 @@ MUTANTS = (
     ),
     mutant("nobody is told that a client has gone", "SchedulerLink.cancel", "self._abort(request)", ""),
     # The HTTP API
-    mutant("who has left an HTTP call is not noticed", "HttpDoor._while_connected", "task.cancel()", "pass"),
+    mutant("who has left an HTTP call is not noticed", "while_connected", "task.cancel()", "pass"),
     mutant("a request outlives its HTTP call", "begin_requests", "progress.active.cancel()", "pass"),
     mutant(
         "the usage of a whole answer lacks a sample",

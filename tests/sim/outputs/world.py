@@ -27,7 +27,7 @@ from scheduler_service.serving.prompt_text import TextLimits
 from scheduler_service.serving.step_loop import StepLoop
 from scheduler_service.serving.tenants.quota import Quotas
 from scheduler_service.serving.tenants.tenant_file import Quota
-from tests.sim.outputs.http_network import make_door
+from tests.sim.outputs.http_network import make_server
 from tests.sim.outputs.network import Dialler, Network, Port
 from tests.sim.outputs.request import EOS
 from tests.sim.outputs.scenario import MAX_MODEL_LEN, Scenario
@@ -185,4 +185,4 @@ class World:
         )
         self.front_end = Service(front_end, self.link, entrance, on_error)
         self.before = Network(self.front_end.port, scenario.client_weather, f"front end {seed}")
-        self.http = make_door(front_end, self.link) if scenario.http_tasks else None
+        self.http = make_server(front_end, self.link) if scenario.http_tasks else None

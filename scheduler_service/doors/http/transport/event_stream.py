@@ -2,10 +2,14 @@
 for long: until then a failure has a status of its own."""
 
 import asyncio
+import contextlib
 import logging
 import time
+from collections.abc import AsyncIterator
 
-from starlette.types import Send
+from starlette.types import Receive, Scope, Send
+
+from scheduler_service.doors.http.refusals import HttpRefusal
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +30,7 @@ class EventStream:
         self._warnings: list[str] = []
         self._told_at = time.monotonic()
         self._turn = asyncio.Lock()  # of an event, which may go in pieces
+        self.is_kept_alive = False  # comments break its silence
         self.has_begun = False
         self.is_named = False  # events have names, and the last says that it is
 
@@ -50,7 +55,7 @@ class EventStream:
 
     async def break_silence(self) -> None:
         """Send a comment if nothing was sent for long. A client that does not read what was sent gets none."""
-        if not self._turn.locked() and time.monotonic() - self._told_at >= SILENCE_S:
+        if self.is_kept_alive and not self._turn.locked() and time.monotonic() - self._told_at >= SILENCE_S:
             await self._write(_COMMENT)
 
     async def _write(self, data: bytes, *, is_last: bool = False) -> None:
@@ -61,3 +66,33 @@ class EventStream:
                 await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS + warnings})
             await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
             self._told_at = time.monotonic()
+
+
+@contextlib.asynccontextmanager
+async def while_connected(scope: Scope, receive: Receive, *, is_streamed: bool) -> AsyncIterator[EventStream]:
+    """Serve a call inside the block, which is cancelled when its client has gone. The stream of events is kept alive
+    if the answer is streamed."""
+    task = asyncio.current_task()
+    assert task is not None
+    has_gone = False
+
+    async def cancel_when_gone() -> None:
+        nonlocal has_gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        has_gone = True
+        task.cancel()
+
+    stream: EventStream = scope["stream"]
+    watching = asyncio.create_task(cancel_when_gone())
+    try:
+        stream.is_kept_alive = is_streamed
+        yield stream
+    except asyncio.CancelledError:
+        if not has_gone:
+            raise
+        task.uncancel()
+        raise HttpRefusal(499, "the client has gone") from None
+    finally:
+        stream.is_kept_alive = False
+        watching.cancel()
