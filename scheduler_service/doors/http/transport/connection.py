@@ -160,14 +160,45 @@ class UnreadAnswers:
             del self._num_bytes[tenant]
 
 
+class _Timer:
+    """Calls a function after a delay, unless it is set again or stopped before."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._handle: asyncio.TimerHandle | None = None
+
+    def set(self, seconds: float, function: Callable[..., None], *args: Any) -> None:
+        self.stop()
+        self._handle = self._loop.call_later(seconds, function, *args)
+
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+
 class _Flow(FlowControl):
-    """Flow control that does not read on while too many bytes wait to be parsed."""
+    """Flow control that does not read on while too many bytes wait to be parsed, and ends a connection whose client
+    does not read."""
 
     is_full = False
+    ignores_input = False  # no further request is served
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(transport)
+        self._unread_timer = _Timer(loop)
 
     def resume_reading(self) -> None:
         if not self.is_full:
             super().resume_reading()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread_timer.set(UNREAD_TIMEOUT_S, self._transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._unread_timer.stop()
 
 
 class _BegunHead(asyncio.WriteTransport):
@@ -182,54 +213,114 @@ class _BegunHead(asyncio.WriteTransport):
         self._transport.write(data[self._num_written :])
 
 
+class _Answer:
+    """The answer to one request.
+
+    An answer to HTTP/1.0 is not chunked; it ends when the connection closes. A client that sends nothing more may be
+    gone, or may read what it asked for. To find out, the first bytes of the answer are written ahead, one at a time: a
+    client that is gone resets the connection, which the following write finds out.
+    """
+
+    def __init__(self, cycle: Cycle, loop: asyncio.AbstractEventLoop) -> None:
+        """`cycle` is uvicorn's, of the same request."""
+        self.cycle = cycle
+        self._num_probes = 0  # bytes written ahead
+        self._probe_timer = _Timer(loop)
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether the request has arrived whole and is not answered."""
+        return not self.cycle.response_complete and not self.cycle.more_body
+
+    async def serve(self, app: Any, scope: Scope, receive: Receive, send: Send) -> None:
+        await app(scope, receive, self._send)
+
+    async def _send(self, message: Any) -> None:
+        """Send a part of the answer. If the client still sends at its end, half-close the connection first: a reset
+        could overtake the answer."""
+        cycle, transport = self.cycle, self.cycle.transport
+        is_old = cycle.scope["http_version"] == "1.0"
+        if message["type"] == "http.response.start":
+            self.stop_probes()
+            if is_old:
+                cycle.chunked_encoding = False
+            if cycle.waiting_for_100_continue:
+                cycle.keep_alive = False  # the client may send its next request instead of this one's body
+            if self._num_probes:
+                cycle.transport = _BegunHead(transport, self._num_probes)  # type: ignore[assignment]
+            try:
+                await cycle.send(message)
+            finally:
+                cycle.transport = transport
+            return
+        if is_old:
+            cycle.expected_content_length = len(message.get("body", b""))  # or uvicorn takes it for too long
+        is_last = not message.get("more_body", False)
+        is_early = is_last and cycle.more_body and not cycle.keep_alive and transport.can_write_eof()
+        if is_early:
+            cycle.flow.ignores_input = cycle.keep_alive = True  # type: ignore[attr-defined]
+        await cycle.send(message)
+        if is_early:
+            transport.write_eof()
+
+    def probe_later(self, seconds: float = _PROBE_S) -> None:
+        self._probe_timer.set(seconds, self._probe, 3 * seconds)
+
+    def _probe(self, seconds: float) -> None:
+        """Write the next byte of the answer ahead of the others, unless the answer has begun."""
+        if self.cycle.response_started:
+            return
+        if self.is_owed:
+            probe = _PROBES[self._num_probes : self._num_probes + 1]
+            self.cycle.transport.write(probe)
+            self._num_probes += len(probe)
+        self.probe_later(seconds)
+
+    def stop_probes(self) -> None:
+        self._probe_timer.stop()
+
+
 class HttpConnection(UvicornConnection):
     flow: _Flow
     _received: bytearray  # and not parsed yet
     _num_body_bytes = 0  # of the body's announced length that have not arrived
-    _num_probes = 0  # written since the last answer
     _is_half_closed = False  # the client sends nothing more, and is gone or reads what it asked for
-    _ignores_input = False  # no further request is served
     _parses_later = False
     _num_head_bytes = 0
     _num_unused_bytes = 0  # that have come since something could be made of them
     _is_in_head = False
     _certificate_names: tuple[str, ...] = ()  # the DNS names of the client's certificate, as gRPC's doors have them
-    _serving: Cycle | None = None  # or served last; others may wait behind it
+    _answer: _Answer | None = None  # to the request that is served, or was last; others may wait for their turn
     _descriptor = -1
-    _timer: asyncio.TimerHandle | None = None  # which ends a connection that is silent
-    _unread_timer: asyncio.TimerHandle | None = None
-    _probe_timer: asyncio.TimerHandle | None = None
 
     def __init__(self, *args: Any, listener: Listener, **kwargs: Any) -> None:
         """`listener` accepts the connections; the rest is uvicorn's."""
         super().__init__(*args, **kwargs)
         self._listener = listener
+        self._timer = _Timer(self.loop)  # ends a connection that is silent
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._descriptor = transport.get_extra_info("socket").fileno()
-        self.flow = _Flow(transport)
+        self.flow = _Flow(transport, self.loop)
         self._received = bytearray()
         certificate = transport.get_extra_info("peercert") or {}
         names = certificate.get("subjectAltName", ())
         self._certificate_names = tuple(name for kind, name in names if kind == "DNS")
-        self._end_after(HEAD_TIMEOUT_S)
+        self._timer.set(HEAD_TIMEOUT_S, self._end)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._ignores_input = True
-        self._stop_timer()
-        self._stop_probes()
-        self.resume_writing()
-        if self._serving is not None and not self._serving.response_complete:  # uvicorn tells the last to come alone
-            self._serving.disconnected = True
-            self._serving.message_event.set()
+        self.flow.ignores_input = True
+        self._timer.stop()
+        if self._answer is not None:
+            self._answer.stop_probes()
+            self.cycle = self._answer.cycle  # uvicorn tells this one alone that the client has gone
         super().connection_lost(exc)
         self.pipeline.clear()  # which refers to this connection, and so would stay until a garbage collection
-        self.cycle = self._serving  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
-        if not self._ignores_input:
+        if not self.flow.ignores_input:
             self._received += data
             self._parse()
 
@@ -237,13 +328,14 @@ class HttpConnection(UvicornConnection):
         """Keep the connection if a client that has closed its half awaits answers. TLS has no half-closed connection
         in asyncio. A client that is gone looks the same until something is written to it."""
         self._is_half_closed = True
-        self._probe_later(_PROBE_S)
+        if self._answer is not None:
+            self._answer.probe_later()
         return self.scheme == "http" and (self._owes_answer() or bool(self._received))
 
     def on_message_begin(self) -> None:
         self._num_head_bytes = self._num_unused_bytes = 0
         self._is_in_head = True
-        self._end_after(HEAD_TIMEOUT_S)
+        self._timer.set(HEAD_TIMEOUT_S, self._end)
         super().on_message_begin()
         self.scope["certificate_names"] = self._certificate_names  # type: ignore[typeddict-unknown-key]
         self.scope["abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
@@ -261,14 +353,14 @@ class HttpConnection(UvicornConnection):
             raise HttpParserError("too many headers")  # which ends the connection
 
     def on_headers_complete(self) -> None:
-        self._stop_timer()
+        self._timer.stop()
         self._is_in_head = False
         method, version = self.parser.get_method(), self.parser.get_http_version()
         if method == b"CONNECT":
             raise HttpRefusal(405, "CONNECT is not supported: this server is no proxy")
         if self.parser.should_upgrade():
             return  # `_parse_piece` parses the head again
-        self._check_head(version)
+        self.url = _check_head(version, self.url, self.headers)
         if not self._owes_answer():
             self._listener.set_use(self._descriptor, Use.RECEIVING)
         lengths = [value for name, value in self.headers if name == b"content-length"]
@@ -293,26 +385,17 @@ class HttpConnection(UvicornConnection):
         self.cycle.waiting_for_100_continue = False
 
     def on_response_complete(self) -> None:
-        served = self._serving
+        answered = self._answer
         super().on_response_complete()
         self._parse()
         self._unset_keepalive_if_required()  # a line without a request would end uvicorn's timer
-        if self._serving is not served:
+        if self._answer is not answered:
             self._listener.set_use(self._descriptor, Use.SERVING if self._owes_answer() else Use.RECEIVING)
             return
         self._listener.set_use(self._descriptor, Use.IDLE)
-        if served is not None and not self._is_in_head:
-            self._end_after(HEAD_TIMEOUT_S if served.more_body or self.transport.is_closing() else KEEP_ALIVE_S)
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._unread_timer = self.loop.call_later(UNREAD_TIMEOUT_S, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self._unread_timer is not None:
-            self._unread_timer.cancel()
-            self._unread_timer = None
+        if answered is not None and not self._is_in_head:
+            is_over = answered.cycle.more_body or self.transport.is_closing()
+            self._timer.set(HEAD_TIMEOUT_S if is_over else KEEP_ALIVE_S, self._end)
 
     def _parse(self) -> None:
         """Parse the received bytes until a request waits for the answer to the previous one. Other tasks run in
@@ -320,7 +403,7 @@ class HttpConnection(UvicornConnection):
         if self._parses_later:
             return
         for _ in range(_PIECES_IN_A_ROW):
-            if not self._received or self.pipeline or self._ignores_input:
+            if not self._received or self.pipeline or self.flow.ignores_input:
                 break
             self._parse_piece()
         else:
@@ -357,42 +440,20 @@ class HttpConnection(UvicornConnection):
             if self._num_unused_bytes > MAX_HEAD_BYTES:
                 self._refuse(None)
 
-    def _check_head(self, version: str) -> None:
-        """Replace a target in absolute form by its path, and the header Host by its authority. Raises HttpRefusal if
-        RFC 9112 forbids the head."""
-        if version not in ("1.0", "1.1"):
-            raise HttpRefusal(505, f"HTTP/{version} is not supported; send HTTP/1.1")
-        codings = [value.lower() for name, value in self.headers if name == b"transfer-encoding"]
-        if codings and (version == "1.0" or codings != [b"chunked"]):
-            is_unknown = version == "1.1" and codings[-1].endswith(b"chunked")
-            raise HttpRefusal(501 if is_unknown else 400, "the only transfer coding is chunked, and needs HTTP/1.1")
-        hosts = [value for name, value in self.headers if name == b"host"]
-        if len(hosts) > 1 or (version == "1.1" and not hosts) or not all(map(_HOST.fullmatch, hosts)):
-            raise HttpRefusal(400, "the request needs one header Host, which is HOST or HOST:PORT")
-        if b"#" in self.url:
-            raise HttpRefusal(400, "the request's target has a fragment; send it without #")
-        if absolute := _ABSOLUTE.fullmatch(self.url):
-            if not _HOST.fullmatch(absolute[1]):
-                raise HttpRefusal(400, "the authority of the request's target is not HOST or HOST:PORT")
-            self.headers[:] = [header for header in self.headers if header[0] != b"host"] + [(b"host", absolute[1])]
-            self.url = absolute[2] if absolute[2].startswith(b"/") else b"/" + absolute[2]
-        elif not self.url.startswith((b"/", b"*")):
-            raise HttpRefusal(400, "the request's target is neither a path nor a URL of http")
-
     def _refuse(self, cause: BaseException | None) -> None:
         """Close the connection after the answers that it owes. If it owes none, report the cause in JSON unless an
         answer has begun."""
-        self._ignores_input = True
+        self.flow.ignores_input = True
         self._received.clear()
-        self._stop_timer()
+        self._timer.stop()
         if self.pipeline and self.pipeline[0][0].more_body:
             self.pipeline.popleft()
-        serving = self._serving
+        serving = None if self._answer is None else self._answer.cycle
         if self._owes_answer():
             self.cycle = self.pipeline[0][0] if self.pipeline else serving  # type: ignore[assignment]
             self.cycle.keep_alive = False
             return
-        self._end_after(HEAD_TIMEOUT_S)
+        self._timer.set(HEAD_TIMEOUT_S, self._end)
         if serving is None or serving.response_complete or not serving.response_started:
             text = f"this is no HTTP request, or has more than {MAX_HEADERS} headers or {MAX_HEAD_BYTES} bytes of them"
             refusal = cause if isinstance(cause, HttpRefusal) else HttpRefusal(400, text)
@@ -403,64 +464,13 @@ class HttpConnection(UvicornConnection):
 
     def _owes_answer(self) -> bool:
         """Return whether a request has arrived whole and is not answered."""
-        serving = self._serving
-        return serving is not None and not serving.response_complete and not serving.more_body
+        return self._answer is not None and self._answer.is_owed
 
     def _start_asgi_task(self, cycle: Cycle, app: Any) -> None:
-        self._serving = cycle
-        self._num_probes = 0
-        super()._start_asgi_task(cycle, partial(self._serve, cycle, app))
+        self._answer = _Answer(cycle, self.loop)
+        super()._start_asgi_task(cycle, partial(self._answer.serve, app))
         if self._is_half_closed:
-            self._probe_later(_PROBE_S)
-
-    async def _serve(self, cycle: Cycle, app: Any, scope: Scope, receive: Receive, send: Send) -> None:
-        await app(scope, receive, partial(self._send, cycle))
-
-    async def _send(self, cycle: Cycle, message: Any) -> None:
-        """Send a part of an answer. An answer to HTTP/1.0 is not chunked; it ends when the connection closes. While the
-        client still sends, the connection is half-closed first: a reset could overtake the answer."""
-        is_old = cycle.scope["http_version"] == "1.0"
-        if message["type"] == "http.response.start":
-            self._stop_probes()
-            if is_old:
-                cycle.chunked_encoding = False
-            if cycle.waiting_for_100_continue:
-                cycle.keep_alive = False  # the client may send its next request instead of this one's body
-            if self._num_probes:
-                cycle.transport = _BegunHead(self.transport, self._num_probes)  # type: ignore[assignment]
-            try:
-                await cycle.send(message)
-            finally:
-                cycle.transport = self.transport
-            return
-        if is_old:
-            cycle.expected_content_length = len(message.get("body", b""))  # or uvicorn takes it for too long
-        is_last = not message.get("more_body", False)
-        is_early = is_last and cycle.more_body and not cycle.keep_alive and self.transport.can_write_eof()
-        if is_early:
-            self._ignores_input = cycle.keep_alive = True
-        await cycle.send(message)
-        if is_early:
-            self.transport.write_eof()
-
-    def _probe_later(self, seconds: float) -> None:
-        self._stop_probes()
-        self._probe_timer = self.loop.call_later(seconds, self._probe, 3 * seconds)
-
-    def _probe(self, seconds: float) -> None:
-        """Write the next byte of the answer ahead of the others. A client that is gone resets the connection, which the
-        following write finds out."""
-        serving = self._serving
-        if serving is not None and self._owes_answer() and not serving.response_started:
-            probe = _PROBES[self._num_probes : self._num_probes + 1]
-            self.transport.write(probe)
-            self._num_probes += len(probe)
-        self._probe_later(seconds)
-
-    def _stop_probes(self) -> None:
-        if self._probe_timer is not None:
-            self._probe_timer.cancel()
-            self._probe_timer = None
+            self._answer.probe_later()
 
     def _count(self, num_bytes: int) -> None:
         self._num_unused_bytes = 0
@@ -468,19 +478,34 @@ class HttpConnection(UvicornConnection):
         if self._num_head_bytes > MAX_HEAD_BYTES:
             raise HttpParserError("the head is too long")
 
-    def _end_after(self, seconds: float) -> None:
-        self._stop_timer()
-        self._timer = self.loop.call_later(seconds, self._end)
-
     def _end(self) -> None:
         if self.flow.read_paused or self._received:  # until what came before is answered
-            self._end_after(HEAD_TIMEOUT_S)
+            self._timer.set(HEAD_TIMEOUT_S, self._end)
         elif self.transport.get_write_buffer_size():
             self.transport.abort()  # a client that reads nothing would never let it close
         else:
             self.transport.close()
 
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+
+def _check_head(version: str, url: bytes, headers: list[tuple[bytes, bytes]]) -> bytes:
+    """Return the target of a request. A target in absolute form is replaced by its path, and the header Host by its
+    authority. Raises HttpRefusal if RFC 9112 forbids the head."""
+    if version not in ("1.0", "1.1"):
+        raise HttpRefusal(505, f"HTTP/{version} is not supported; send HTTP/1.1")
+    codings = [value.lower() for name, value in headers if name == b"transfer-encoding"]
+    if codings and (version == "1.0" or codings != [b"chunked"]):
+        is_unknown = version == "1.1" and codings[-1].endswith(b"chunked")
+        raise HttpRefusal(501 if is_unknown else 400, "the only transfer coding is chunked, and needs HTTP/1.1")
+    hosts = [value for name, value in headers if name == b"host"]
+    if len(hosts) > 1 or (version == "1.1" and not hosts) or not all(map(_HOST.fullmatch, hosts)):
+        raise HttpRefusal(400, "the request needs one header Host, which is HOST or HOST:PORT")
+    if b"#" in url:
+        raise HttpRefusal(400, "the request's target has a fragment; send it without #")
+    if absolute := _ABSOLUTE.fullmatch(url):
+        if not _HOST.fullmatch(absolute[1]):
+            raise HttpRefusal(400, "the authority of the request's target is not HOST or HOST:PORT")
+        headers[:] = [header for header in headers if header[0] != b"host"] + [(b"host", absolute[1])]
+        url = absolute[2] if absolute[2].startswith(b"/") else b"/" + absolute[2]
+    elif not url.startswith((b"/", b"*")):
+        raise HttpRefusal(400, "the request's target is neither a path nor a URL of http")
+    return url
