@@ -5,7 +5,7 @@ A call is served in the task of its connection and ends with its client: its req
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 from urllib.parse import unquote
@@ -102,18 +102,16 @@ class Routes:
         self._read_metrics = read_metrics
         self._begun_at = now()
         self.as_read: Callable[[type[Struct]], Any] = lenient if is_lenient else lambda kind: kind
-        # Made once: it takes long.
-        self._page, self._document = page(TYPED).encode(), encode(document(TYPED, self.as_read))
         routes = [
             Route("/health", self._health, methods=["GET"]),
             Route("/ping", self._health, methods=["GET", "POST"]),
-            Route("/version", self._version, methods=["GET"]),
+            Route("/version", _constant(encode({"version": __version__}), _JSON), methods=["GET"]),
             Route("/tokenizer_info", self._tokenizer_info, methods=["GET"]),
             Route("/metrics", self._metrics, methods=["GET"]),
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/models/{name:path}", self._model, methods=["GET"]),
-            Route("/docs", self._docs, methods=["GET"]),
-            Route("/openapi.json", self._openapi, methods=["GET"]),
+            Route("/docs", _constant(page(TYPED).encode(), "text/html"), methods=["GET"]),
+            Route("/openapi.json", _constant(encode(document(TYPED, self.as_read)), _JSON), methods=["GET"]),
             # Ids may have slashes that clients send as they are.
             *(Route(each.path.replace("}", ":path}"), _Endpoint(each, self), methods=[each.method]) for each in TYPED),
         ]
@@ -136,9 +134,6 @@ class Routes:
             return Response(status_code=200)
         raise RefusedError(Reason.UNAVAILABLE, availability.refusal() or "no worker computes now")
 
-    async def _version(self, request: Request) -> Response:
-        return Response(encode({"version": __version__}), media_type=_JSON)
-
     async def _tokenizer_info(self, request: Request) -> Response:
         self.admission.call(request.scope)
         return Response(described_tokenizer(self.intake), media_type=_JSON)
@@ -146,12 +141,6 @@ class Routes:
     async def _metrics(self, request: Request) -> Response:
         self.admission.call(request.scope).caller.check_operator("/metrics")
         return Response(self._read_metrics(), media_type="text/plain; version=0.0.4")
-
-    async def _docs(self, request: Request) -> Response:
-        return Response(self._page, media_type="text/html")
-
-    async def _openapi(self, request: Request) -> Response:
-        return Response(self._document, media_type=_JSON)
 
     async def _models(self, request: Request) -> Response:
         self.admission.call(request.scope)
@@ -169,6 +158,15 @@ class Routes:
     def _card(self, name: str) -> Model:
         served, limit = self.admission.model_name(), longest_sequence(self.intake)
         return Model(name, "model", self._begun_at, "pagewire", served, None, limit)
+
+
+def _constant(content: bytes, media_type: str) -> Callable[[Request], Awaitable[Response]]:
+    """Return a handler that answers with the same content each time. Documents take long to make."""
+
+    async def answer(request: Request) -> Response:
+        return Response(content, media_type=media_type)
+
+    return answer
 
 
 def _is_of_anthropic(scope: Scope) -> bool:

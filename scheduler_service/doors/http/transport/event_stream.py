@@ -74,13 +74,10 @@ async def while_connected(scope: Scope, receive: Receive, *, is_streamed: bool) 
     if the answer is streamed."""
     task = asyncio.current_task()
     assert task is not None
-    has_gone = False
 
     async def cancel_when_gone() -> None:
-        nonlocal has_gone
         while (await receive())["type"] != "http.disconnect":
             pass
-        has_gone = True
         task.cancel()
 
     stream: EventStream = scope["stream"]
@@ -89,7 +86,7 @@ async def while_connected(scope: Scope, receive: Receive, *, is_streamed: bool) 
         stream.is_kept_alive = is_streamed
         yield stream
     except asyncio.CancelledError:
-        if not has_gone:
+        if not watching.done():  # it was another that cancelled the call
             raise
         task.uncancel()
         raise HttpRefusal(499, "the client has gone") from None

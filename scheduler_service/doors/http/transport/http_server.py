@@ -14,7 +14,6 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pagewire.common.transport.addresses import join
 from pagewire.common.transport.listening import check_port, max_open_connections, passive_host, refusal
 from pagewire.common.transport.tls import TlsFiles
 from scheduler_service.doors.http.answers import encode
@@ -41,7 +40,6 @@ class HttpServer:
         self._comments: set[asyncio.Task[None]] = set()
         self._unread = UnreadAnswers()
         self._socket = Listener(_bound(host, port), max_open_connections() // 2)  # gRPC has the others
-        self.url = f"{'http' if tls is None else 'https'}://{join(host, self._socket.getsockname()[1])}"
         self._application: ASGIApp = self._serve
         if admission.allowed_origins:
             self._application = CORSMiddleware(
@@ -84,10 +82,8 @@ class HttpServer:
         send = partial(_send_named, send, f"req_{secrets.token_hex(12)}".encode())
         # The first of a name counts.
         scope["header_values"] = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}
-        try:
-            self._admission.check_host(scope)
-        except HttpRefusal as refused:
-            await error_response(refused, scope["path"])(scope, receive, send)
+        if why := self._admission.host_refusal(scope):
+            await error_response(HttpRefusal(403, why), scope["path"])(scope, receive, send)
         else:
             await self._application(scope, receive, send)
 
@@ -149,9 +145,12 @@ async def _refuse(
 
 
 def _of_route(status: int, scope: Scope) -> str:
-    if status == 405:
-        return f"{scope['path'][:80]} is not served by {scope['method']}"
-    return f"there is no {scope['path'][:80]} here; see /docs for what there is"
+    path = scope["path"][:80]
+    return (
+        f"{path} is not served by {scope['method']}"
+        if status == 405
+        else f"there is no {path} here; see /docs for what there is"
+    )
 
 
 def _bound(host: str, port: int) -> socket.socket:
