@@ -57,12 +57,14 @@ def decoder(
     return decode
 
 
-def encoder(data_type: type[Any], message_type: type[SomeMessage]) -> Callable[[Any], SomeMessage]:
+def encoder(
+    data_type: type[Any], message_type: type[SomeMessage], apart: Collection[str] = ()
+) -> Callable[[Any], SomeMessage]:
     """Returns what makes a message from an instance of the dataclass.
 
-    What is None, or a dataclass that is the field's default, is not set.
+    What is None, or a dataclass that is the field's default, is not set, and neither are the fields that stand apart.
     """
-    columns = list(_columns(data_type, message_type, encoder))
+    columns = list(_columns(data_type, message_type, encoder, apart=apart))
     names, empty = [field.name for field, _, _ in columns], ()
     conversions = [(field.name, convert, absent) for field, convert, absent in columns if convert is not None]
 

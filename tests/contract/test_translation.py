@@ -48,6 +48,8 @@ def test_what_stands_apart_is_given() -> None:
     more = make_dataclass("More", [("colour", str), ("num_blocks", int)], frozen=True)
     decode = decoder(more, pb.BlockHolder, apart=("colour", "request_id"))
     assert decode(pb.BlockHolder(num_blocks=3), colour="red") == more("red", 3)
+    encode = encoder(more, pb.BlockHolder, apart=("colour", "request_id"))
+    assert encode(more("red", 3)) == pb.BlockHolder(num_blocks=3)
 
 
 def test_enums_are_translated_by_number() -> None:
