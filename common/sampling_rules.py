@@ -161,6 +161,12 @@ def _faults_of_grammar(options: Options) -> Iterator[Fault]:
         yield Fault(name, "json_object is false, but only true says something; leave it unset")
     elif not value:
         yield Fault(name, f"{name} is empty; say what the output must match, or leave it unset")
+    else:
+        yield from faults_of_grammar_text(name, grammar_text(options, kind))
+
+
+def faults_of_grammar_text(name: str, text: str) -> Iterator[Fault]:
+    """Yield what is wrong with the length of what the output must match."""
     # Half a character, which cannot be sent, is told of where messages are made.
-    elif (size := len(grammar_text(options, kind).encode(errors="surrogatepass"))) > MAX_GRAMMAR_BYTES:
+    if (size := len(text.encode(errors="surrogatepass"))) > MAX_GRAMMAR_BYTES:
         yield Fault(name, f"{name} has {size} bytes, at most {MAX_GRAMMAR_BYTES} are allowed; shorten it")

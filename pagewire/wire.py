@@ -259,6 +259,7 @@ decode_server_info = decoder(
     ServerInfo,
     pb.GetServerInfoResponse,
     {"model_digest": bytes.hex, "special_tokens": dict, "named_chat_templates": dict},
+    apart=("front_end_protocol",),
 )
 decode_loads = decoder(Loads, pb.GetLoadsResponse)
 decode_report = decoder(RequestReport, pb.GetRequestResponse, {"state": REQUEST_STATES.__getitem__})

@@ -59,7 +59,6 @@ async def run(
             dialler,
             config.scheduler,
             model_digest=service.model.digest,
-            eos_token_ids=service.model.eos_token_ids,
             read_metadata=(lambda: key.current) if key is not None else tuple,
             tenants_revision=(lambda: tenants.revision) if tenants is not None else str,
         )

@@ -10,9 +10,9 @@ from pagewire.common.messages import GrammarKind, SamplingParams
 class EarlyStopping(Enum):
     """When a beam search with enough hypotheses ends (the three values of transformers' `early_stopping`)."""
 
-    HEURISTIC = "heuristic"  # False: when the best beam, at its present length, cannot beat the worst hypothesis
-    FIRST = "first"  # True: at once
-    NEVER = "never"  # "never": when no continuation of any length can
+    HEURISTIC = 1  # False: when the best beam, at its present length, cannot beat the worst hypothesis
+    FIRST = 2  # True: at once
+    NEVER = 3  # "never": when no continuation of any length can
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ class Truncation:
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
     request: Request  # whole, but for the prompt's tokens, the length of the output and the deadline
-    prompt: str | tuple[int, ...]
+    prompt: str | Sequence[int]
     add_special_tokens: bool = True  # around a text
     truncation: Truncation | None = None
     max_tokens: int | None = None  # None: as many as fit, and at most the default
@@ -82,9 +82,9 @@ class ParsedRequest:
     ) -> Request:
         """Return the request in full, of which prompt and output have at most so many tokens; `deadline` is of the
         engine's clock. Raises RefusedError."""
-        self._check_prompt(token_ids, model, max_sequence_tokens)
-        max_tokens = 0 if self.is_embedding else self._fit_output(len(token_ids), max_sequence_tokens)
-        request = replace(self.request, prompt_token_ids=tuple(token_ids), max_tokens=max_tokens, deadline=deadline)
+        prompt = self._fit_prompt(token_ids, model, max_sequence_tokens)
+        max_tokens = 0 if self.is_embedding else self._fit_output(len(prompt), max_sequence_tokens)
+        request = replace(self.request, prompt_token_ids=prompt, max_tokens=max_tokens, deadline=deadline)
         for field, size in all_logprobs_bytes(request).items():
             if size > MAX_ANSWER_BYTES:
                 raise invalid(
@@ -95,16 +95,19 @@ class ParsedRequest:
                 )
         return request
 
-    def _check_prompt(self, token_ids: Sequence[int], model: ModelInfo, max_sequence_tokens: int) -> None:
+    def _fit_prompt(self, token_ids: Sequence[int], model: ModelInfo, max_sequence_tokens: int) -> tuple[int, ...]:
+        """Return the tokens of the prompt, which may be a message's until it is known that they fit."""
         is_text = isinstance(self.prompt, str)
         field = "text" if is_text else "token_ids.ids"
         if not token_ids:
             raise invalid(field, "the prompt has no tokens; send at least 1")
         if len(token_ids) >= max_sequence_tokens:
             raise too_many_tokens(field, len(token_ids), max_sequence_tokens)
-        largest = max(token_ids)
+        prompt = tuple(token_ids[:])  # of a message's tokens a slice is read faster than one by one
+        largest = max(prompt)
         if largest >= model.vocab_size:
-            check_token_id(field if is_text else f"{field}[{token_ids.index(largest)}]", largest, model)
+            check_token_id(field if is_text else f"{field}[{prompt.index(largest)}]", largest, model)
+        return prompt
 
     def _fit_output(self, num_prompt_tokens: int, max_sequence_tokens: int) -> int:
         room = max_sequence_tokens - num_prompt_tokens
@@ -118,7 +121,7 @@ class ParsedRequest:
                 f"{room} or shorten the prompt",
                 ContextOverflow(max_sequence_tokens, num_prompt_tokens + max_tokens),
             )
-        _refuse(faults_of_min_tokens({"min_tokens": self.request.sampling.min_tokens, "max_tokens": max_tokens}))
+        refuse(faults_of_min_tokens({"min_tokens": self.request.sampling.min_tokens, "max_tokens": max_tokens}))
         return max_tokens
 
 
@@ -174,7 +177,7 @@ def parse_request(
         will_return=will_return,
         retention_seconds=retention_seconds,
     )
-    _check_names(request)
+    check_names(request)
     _check_text(prompt, model)
     parsed = ParsedRequest(request, prompt, add_special_tokens, truncation, default_max_tokens=default_max_tokens)
     if options is not None:
@@ -204,7 +207,8 @@ def check_request_id(request_id: str) -> None:
         )
 
 
-def _check_names(request: Request) -> None:
+def check_names(request: Request) -> None:
+    """Raises RefusedError for a name that is too long."""
     check_request_id(request.request_id)
     for field, limit in _MAX_NAME_CHARS.items():
         length = len(getattr(request, field))
@@ -215,7 +219,7 @@ def _check_names(request: Request) -> None:
 
 
 def _with_sampling(parsed: ParsedRequest, options: Options, model: ModelInfo) -> ParsedRequest:
-    _refuse(faults_in(options))
+    refuse(faults_in(options))
     beam, grammar = _read_beam(options), _read_grammar(options, model)
     request = replace(
         parsed.request,
@@ -229,7 +233,7 @@ def _with_sampling(parsed: ParsedRequest, options: Options, model: ModelInfo) ->
         parsed,
         request=request,
         max_tokens=options.get("max_tokens"),
-        stop=_read_stop(options, model),
+        stop=read_stop(options, model),
         include_stop_text=options.get("include_stop_str_in_output", False),
         skip_special_tokens=options.get("skip_special_tokens", True),
     )
@@ -238,7 +242,7 @@ def _with_sampling(parsed: ParsedRequest, options: Options, model: ModelInfo) ->
 def _read_sampling(
     options: Options, model: ModelInfo, beam: BeamParams | None, grammar: Grammar | None
 ) -> SamplingParams:
-    _check_tokens(options, model)
+    check_tokens(options, model)
     # A grammar ends at end tokens whatever else is asked for; min_tokens delays them where it allows others.
     eos_token_ids = () if options.get("ignore_eos") and grammar is None else model.eos_token_ids
     defaults = model.sampling_defaults
@@ -257,18 +261,26 @@ def _read_sampling(
     )
     if beam is None:
         return resolved
-    end_token_ids = {*resolved.stop_token_ids, *(grammar.end_token_ids if grammar is not None else ())}
-    # Continuations of each beam that a step looks at: even if all stop tokens come first, enough go on (after
-    # transformers).
-    candidates = min(model.vocab_size, max(2, 1 + len(end_token_ids)) * beam.beam_width)
-    return replace(resolved, num_candidates=candidates, **FILTERS_OFF)
+    return replace(resolved, num_candidates=num_candidates(resolved, beam, grammar, model), **FILTERS_OFF)
+
+
+def num_candidates(
+    sampling: SamplingParams, beam: BeamParams | None, grammar: Grammar | None, model: ModelInfo
+) -> int | None:
+    """Return the number of continuations that a step looks at for each beam: even if all stop tokens come first, enough
+    go on (after transformers)."""
+    if beam is None:
+        return None
+    end_token_ids = {*sampling.stop_token_ids, *(grammar.end_token_ids if grammar is not None else ())}
+    return min(model.vocab_size, max(2, 1 + len(end_token_ids)) * beam.beam_width)
 
 
 def _resolved_number(number: int | None, model: ModelInfo) -> int | None:
     return model.vocab_size if number == ALL_TOKENS else number
 
 
-def _check_tokens(options: Options, model: ModelInfo) -> None:
+def check_tokens(options: Options, model: ModelInfo) -> None:
+    """Raises RefusedError for a token that the model does not have."""
     for field in ("stop_token_ids", "logprob_token_ids"):
         for position, token_id in enumerate(options.get(field, ())):
             check_token_id(f"sampling.{field}[{position}]", token_id, model)
@@ -297,13 +309,15 @@ def _read_grammar(options: Options, model: ModelInfo) -> Grammar | None:
     return Grammar(kind, grammar_text(options, kind), model.grammar_end_token_ids)
 
 
-def _read_stop(options: Options, model: ModelInfo) -> tuple[str, ...]:
+def read_stop(options: Options, model: ModelInfo) -> tuple[str, ...]:
+    """Return the texts that end an output. Raises RefusedError where the model has no texts."""
     stop = tuple(options.get("stop", ()))
     if stop and not model.has_tokenizer:
         raise invalid("sampling.stop", "the served checkpoint has no tokenizer and knows no text; use stop_token_ids")
     return stop
 
 
-def _refuse(faults: Iterable[Fault]) -> None:
+def refuse(faults: Iterable[Fault]) -> None:
+    """Raises RefusedError for the first of the faults that options have."""
     for fault in faults:
         raise invalid(f"sampling.{fault.field}", fault.text)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 
+from pagewire.common.sampling_rules import MAX_SAMPLES
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from testing.scheduler_stack import Stack
 
@@ -50,6 +51,15 @@ class SharedStream:
         self._next += max(1, request.sampling.n)
         made = [self.streams.setdefault(id, Stream()) for id in range(first, self._next)]
         submission = pb.Submission(stream_id=first, request=request, **options)
+        await self._write(pb.GenerateManyRequest(submit=submission))
+        return made
+
+    async def submit_resolved(self, resolved: pb.ResolvedRequest, **options: object) -> list[Stream]:
+        """The streams of a request that a front end has resolved."""
+        first = self._next
+        self._next += resolved.n if 1 <= resolved.n <= MAX_SAMPLES else 1
+        made = [self.streams.setdefault(id, Stream()) for id in range(first, self._next)]
+        submission = pb.Submission(stream_id=first, resolved=resolved, **options)
         await self._write(pb.GenerateManyRequest(submit=submission))
         return made
 

@@ -1,7 +1,6 @@
 """A front end between clients and a scheduler, over real gRPC: what it serves is what the scheduler itself serves."""
 
 import asyncio
-import random
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -17,16 +16,12 @@ from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
-from scheduler_service.doors.scheduler.generate_request import encode_request, read_request
 from scheduler_service.doors.scheduler.request_servicer import SERVICE_NAME
 from scheduler_service.serving.checkpoint.model_info import read_model_info
-from scheduler_service.serving.tenants.caller import Call, Caller
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import EOS, VOCAB_SIZE, details, expected_tokens, make_checkpoint, request, serve
 from tests.contract.front_end import DEADLINE, FrontEnd, serve_both, serve_front_end
 from tests.contract.shared_stream import SharedStream
-
-ANY_CALL = Call(Caller(None))
 
 PROMPT = [1, 2, 3, 4, 5]
 
@@ -356,73 +351,6 @@ async def test_a_stream_of_a_shared_call_ends_when_it_is_aborted(checkpoint: Pat
         assert stream.last.finish_reason == pb.FINISH_REASON_ABORT
         assert 0 < len(stream.token_ids) < 200
         await shared.close()
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_an_encoded_request_resolves_to_the_same(checkpoint: Path, seed: int) -> None:
-    print(f"seed {seed}")
-    rng, model = random.Random(seed), read_model_info(str(checkpoint))
-    kinds: set[str | None] = set()
-    for _ in range(300):
-        message = random_request(rng)
-        kinds.add(message.sampling.WhichOneof("structured_output"))
-        resolved = read_request(message, ANY_CALL, model).fit(PROMPT, model, 256, None)
-        encoded = encode_request(resolved, model.eos_token_ids, 256)
-        read = read_request(encoded, ANY_CALL, model)
-        assert read.fit(read.prompt, model, 256, None) == resolved
-        assert encoded.sampling.HasField("max_tokens") == (resolved.max_tokens != 256 - len(PROMPT))
-        given, sent = message.sampling, encoded.sampling
-        kind = given.WhichOneof("structured_output")
-        assert sent.WhichOneof("structured_output") == kind
-        assert kind is None or getattr(sent, kind) == getattr(given, kind)
-    assert kinds == {None, *GRAMMARS} == {None, *(field.name for field in STRUCTURED_OUTPUT.fields)}
-
-
-STRUCTURED_OUTPUT = pb.SamplingParams.DESCRIPTOR.oneofs_by_name["structured_output"]
-GRAMMARS: dict[str, object] = {
-    "json_schema": '{"type": "object"}',
-    "json_object": True,
-    "regex": "[a-z]+é",
-    "choice": {"texts": ["yes", 'n"o', "", "é\n"]},
-    "grammar": 'start: "a"',
-    "structural_tag": '{"format": {"type": "any_text"}}',
-}
-
-
-def random_request(rng: random.Random) -> pb.GenerateRequest:
-    sampling: dict[str, object] = {
-        "n": rng.randrange(1, 5), "seed": rng.getrandbits(64), "max_tokens": rng.randrange(20, 252),
-        "min_tokens": rng.randrange(20), "stop_token_ids": rng.sample([7, 8, EOS], k=rng.randrange(4)),
-        "ignore_eos": rng.random() < 0.5, "repetition_penalty": rng.choice([0.5, 1.0, 1.25]),
-        "presence_penalty": rng.choice([-1.0, 0.5]), "logit_bias": {3: 1.5, 1: -2.0},
-        "skip_special_tokens": rng.random() < 0.5,
-    }  # fmt: skip
-    if rng.random() < 0.3:
-        sampling |= {"beam_width": 5, "length_penalty": rng.choice([0.0, 0.75]), "early_stopping": rng.randrange(1, 4)}
-        sampling = {key: sampling[key] for key in rng.sample(sorted(sampling), k=rng.randrange(len(sampling)))}
-        sampling["beam_width"] = 5
-    else:
-        sampling |= {
-            "temperature": rng.choice([0.0, 0.5]), "top_p": 0.75, "top_k": 5, "min_p": 0.25, "prompt_logprobs": 1,
-            "logprobs": rng.randrange(3),
-        }  # fmt: skip
-        sampling = {key: sampling[key] for key in rng.sample(sorted(sampling), k=rng.randrange(len(sampling)))}
-    # What fits is filled where max_tokens is unset; seeds and ids are drawn, so they are set here.
-    sampling["seed"] = rng.getrandbits(64)
-    if rng.random() < 0.5:
-        kind = rng.choice(list(GRAMMARS))
-        sampling[kind] = GRAMMARS[kind]
-    return pb.GenerateRequest(
-        request_id="r",
-        tenant=rng.choice(["", "t"]),
-        cache_salt=rng.choice(["", "s"]),
-        priority=rng.randrange(-5, 5),
-        session_id=rng.choice(["", "chat"]),
-        will_return=rng.choice([None, False, True]),
-        retention_seconds=rng.choice([None, 1, 2**32 - 1]),
-        sampling=pb.SamplingParams(**sampling),
-        token_ids=pb.TokenIds(ids=PROMPT),
-    )
 
 
 async def test_a_request_that_is_too_large_for_the_link_fails_alone(

@@ -237,11 +237,11 @@ async def test_a_client_reads_on_by_another_door_when_its_own_closes(checkpoint:
 
 async def test_what_is_said_beside_a_request_goes_along(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
-    read_request = scheduler_servicer.read_request
+    read_submitted = scheduler_servicer.read_submitted
     monkeypatch.setattr(
         scheduler_servicer,
-        "read_request",
-        lambda message, call, model: calls.append(call) or read_request(message, call, model),
+        "read_submitted",
+        lambda message, call, model: calls.append(call) or read_submitted(message, call, model),
     )
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     async with serve_both(checkpoint) as (_, front):

@@ -54,6 +54,19 @@ _structured = [
         {"regex": "[a-z]+", "beam_width": 3},
     )
 ]
+_resolved = pb.ResolvedRequest(
+    request_id="r", tenant="t", cache_salt="s", priority=1, prompt_token_ids=PROMPT, max_tokens=4, seed=1, n=2,
+    session_id="chat", will_return=True, retention_seconds=60,
+    sampling={
+        "temperature": 1, "top_p": 1, "repetition_penalty": 1, "stop_token_ids": [0, 7], "num_logprobs": 2,
+        "logit_bias_token_ids": [3], "logit_bias_values": [1],
+    },
+)  # fmt: skip
+_resolved_beam = pb.ResolvedRequest(
+    request_id="b", prompt_token_ids=PROMPT, n=2, beam={"beam_width": 3, "length_penalty": 0.5, "early_stopping": 1},
+    sampling={"top_p": 1, "repetition_penalty": 1, "stop_token_ids": [0], "num_candidates": 6},
+    grammar={"kind": 3, "text": "[a-z]+", "end_token_ids": [0]},
+)  # fmt: skip
 # Method and, from a good request of it, whether it answers with a stream.
 GOOD: list[tuple[str, bool, Message]] = [
     (OURS + "Generate", True, _generate),
@@ -62,11 +75,14 @@ GOOD: list[tuple[str, bool, Message]] = [
     *[(OURS + "Generate", True, message) for message in _structured],
     (SHARED, True, pb.GenerateManyRequest(submit={"stream_id": 3, "request": _generate, "timeout_seconds": 1})),
     (SHARED, True, pb.GenerateManyRequest(submit={"stream_id": 3, "request": _beam, "token_only": True})),
+    (SHARED, True, pb.GenerateManyRequest(submit={"stream_id": 3, "resolved": _resolved, "timeout_seconds": 1})),
+    (SHARED, True, pb.GenerateManyRequest(submit={"stream_id": 3, "resolved": _resolved_beam})),
     *[(SHARED, True, pb.GenerateManyRequest(submit={"request": message})) for message in _structured],
     (SHARED, True, pb.GenerateManyRequest(stop={"stream_id": 3, "num_tokens": 1})),
     (OURS + "Embed", False, pb.EmbedRequest(request_id="r", tenant="t", priority=1, token_ids={"ids": PROMPT})),
     (OURS + "Abort", False, pb.AbortRequest(request_id="r", tenant="t")),
     (OURS + "Submit", False, pb.SubmitRequest(request=_generate, record=b"r")),
+    (OURS + "Submit", False, pb.SubmitRequest(resolved=_resolved, record=b"r", stop=["x"], skip_special_tokens=True)),
     (OURS + "Attach", True, pb.AttachRequest(request_id="r", tenant="t", from_token=1, from_tokens=[1, 2])),
     (OURS + "GetResult", False, pb.GetResultRequest(request_id="r", tenant="t")),
     (OURS + "KeepRecord", False, pb.KeepRecordRequest(request_id="k", tenant="t", record=b"r")),

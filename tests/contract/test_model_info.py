@@ -9,8 +9,10 @@ import torch
 
 from pagewire.kernels.sampling import lowest_kept
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from scheduler_service.doors.scheduler.generate_request import encode_request, read_request
+from scheduler_service.doors.scheduler.generate_request import read_request
+from scheduler_service.doors.scheduler.resolved_request import decode_resolved, encode_resolved
 from scheduler_service.serving.checkpoint.model_info import ModelInfo, read_model_info
+from scheduler_service.serving.checkpoint.sampling_defaults import SUPPRESSING_BIAS
 from scheduler_service.serving.checkpoint.tokenizer import load_tokenizer
 from scheduler_service.serving.tenants.caller import Call, Caller
 from testing.scheduler_stack import make_tokenizer
@@ -203,10 +205,10 @@ def test_suppressed_tokens_stay_so_whatever_a_request_says(tmp_path: Path) -> No
         )
         resolved = read_request(message, ANY_CALL, model).fit([1], model, 256, None)
         biases = dict(zip(resolved.sampling.logit_bias_token_ids, resolved.sampling.logit_bias_values, strict=True))
-        assert biases == {**given, 3: -1e30, 7: -1e30}
+        assert biases == {**given, 3: SUPPRESSING_BIAS, 7: SUPPRESSING_BIAS}
         assert list(biases) == sorted(biases)
-        encoded = encode_request(resolved, model.eos_token_ids, 256)
-        assert read_request(encoded, ANY_CALL, model).fit([1], model, 256, None) == resolved
+        encoded = encode_resolved(resolved, 256)
+        assert decode_resolved(encoded, ANY_CALL, model).fit([1], model, 256, None) == resolved
 
 
 def test_what_is_ignored_is_said_once_by_name(tmp_path: Path) -> None:

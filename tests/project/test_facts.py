@@ -30,6 +30,7 @@ from scheduler_service.core.policy import POLICIES
 from scheduler_service.doors.http import body, call_admission
 from scheduler_service.doors.http.transport import connection
 from scheduler_service.doors.scheduler import shared_call
+from scheduler_service.doors.scheduler.resolved_request import FRONT_END_PROTOCOL
 from scheduler_service.links.worker import liveness
 from scheduler_service.server import EXIT_FENCED
 from scheduler_service.serving import grammars, intake, parsed_request, recording, turns
@@ -58,6 +59,7 @@ MAX_NAMES = parsed_request._MAX_NAME_CHARS
 FACTS = [
     ("docs/upgrading.md", f"a protocol version (now {PROTOCOL_VERSION})"),
     ("docs/upgrading.md", f"this worker speaks protocol version {PROTOCOL_VERSION - 1}, not {PROTOCOL_VERSION}"),
+    ("docs/upgrading.md", f"the version of its protocol (now {FRONT_END_PROTOCOL})"),
     ("docs/upgrading.md", f"smg {PINS['smg'].rpartition('.')[0]}, the version"),
     ("docs/openai.md", f"smg {PINS['smg']} (PyPI"),
     ("docs/gpu.md", f"torch {LEAST['torch']}\nor later"),

@@ -17,9 +17,9 @@ from scheduler_service.doors.http.options import ReadCall
 from scheduler_service.doors.http.requests import DetachedQuery, GenerationRequest, NamedRequest
 from scheduler_service.doors.http.token_texts import TokenTexts
 from scheduler_service.doors.http.transport.event_stream import EventStream
-from scheduler_service.doors.scheduler.generate_request import encode_request
 from scheduler_service.doors.scheduler.generate_response import decode_logprobs
 from scheduler_service.doors.scheduler.request_servicer import Forward, answer_of
+from scheduler_service.doors.scheduler.resolved_request import encode_resolved
 from scheduler_service.serving.detached import unknown_result
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.parsed_request import ParsedRequest
@@ -48,7 +48,7 @@ async def submit_detached(
         raise invalid("prompt", f"a detached request has one prompt, not {len(asked.requests)}; send each by itself")
     [parsed] = asked.requests
     with asked.names.in_refusals():
-        message = scheduler_pb2.SubmitRequest(request=await encoded_request(parsed, intake))
+        message = await encoded_request(parsed, intake)
         submitted = await answer_of(forward("Submit", message, call))
     return encode(DetachedAnswer(submitted.request_id, "running"))
 
@@ -91,15 +91,17 @@ def _named(named: NamedRequest, call: Call) -> dict[str, str]:
     return {"request_id": named.request_id, "tenant": call.caller.tenant(named.tenant or "")}
 
 
-async def encoded_request(parsed: ParsedRequest, intake: Intake) -> scheduler_pb2.GenerateRequest:
-    """Return the request with its prompt as tokens. Its stop texts are for the scheduler to find."""
+async def encoded_request(parsed: ParsedRequest, intake: Intake, record: bytes = b"") -> scheduler_pb2.SubmitRequest:
+    """Return what submits a request with its prompt as tokens. Its stop texts are for the scheduler to find."""
     token_ids = await intake.tokenize(parsed, OutputMode.DETACHED)
     limit = intake.engine.availability.max_sequence_tokens
-    message = encode_request(parsed.fit(token_ids, intake.model, limit, None), intake.model.eos_token_ids, limit)
-    message.sampling.stop.extend(parsed.stop)
-    message.sampling.include_stop_str_in_output = parsed.include_stop_text
-    message.sampling.skip_special_tokens = parsed.skip_special_tokens
-    return message
+    return scheduler_pb2.SubmitRequest(
+        resolved=encode_resolved(parsed.fit(token_ids, intake.model, limit, None), limit),
+        stop=parsed.stop,
+        include_stop_text=parsed.include_stop_text,
+        skip_special_tokens=parsed.skip_special_tokens,
+        record=record,
+    )
 
 
 def _encoded(output: scheduler_pb2.GenerateResponse, texts: TokenTexts, intake: Intake) -> bytes:

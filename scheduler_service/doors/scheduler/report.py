@@ -10,6 +10,7 @@ from pagewire.common.messages import WorkerCapacity
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.request import RequestReport, SchedulerStats
+from scheduler_service.doors.scheduler.resolved_request import FRONT_END_PROTOCOL
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
 
 # Of a scheduler's limits, those that its worker has too, under the same names: the lower ones hold.
@@ -33,6 +34,7 @@ def encode_server(
         instance_id=instance_id,
         **_common(options, scheduler_pb2.GetServerInfoResponse),
         has_tenants=has_tenants,
+        front_end_protocol=FRONT_END_PROTOCOL,
         chat_template=model.chat_template,
         named_chat_templates={} if model.template_file is None else model.template_file.named,
         chat_refusals=model.chat_refusals,

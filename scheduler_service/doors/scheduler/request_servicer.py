@@ -212,7 +212,9 @@ class FrontEndServicer(RequestServicer):
 
     def _passed_on(self, method: str, request: Any, context: grpc.aio.ServicerContext) -> AsyncGenerator[Any, None]:
         """Yield what the scheduler answers to a call about a request, which is of the caller's tenant."""
-        call, named = self._entrance.call(context), getattr(request, "request", request)
+        call, named = self._entrance.call(context), request
+        if isinstance(request, scheduler_pb2.SubmitRequest):
+            named = request.resolved if request.HasField("resolved") else request.request
         named.tenant = call.caller.tenant(named.tenant)
         return self._forward(method, request, call)
 

@@ -10,10 +10,10 @@ from scheduler_service.core import explain
 from scheduler_service.core.request import OutputMode
 from scheduler_service.doors.entrance import Entrance
 from scheduler_service.doors.scheduler import report
-from scheduler_service.doors.scheduler.generate_request import read_request
 from scheduler_service.doors.scheduler.generate_response import whole_response, write_all, write_deltas
 from scheduler_service.doors.scheduler.kv_event_stream import kv_event_messages
 from scheduler_service.doors.scheduler.request_servicer import RequestServicer
+from scheduler_service.doors.scheduler.resolved_request import read_submitted
 from scheduler_service.serving.active_request import ActiveRequest
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
 from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
@@ -72,7 +72,7 @@ class SchedulerServicer(RequestServicer):
         self, request: scheduler_pb2.SubmitRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.SubmitResponse:
         call = replace(self._entrance.call(context), time_remaining=None)
-        parsed = read_request(request.request, call, self.intake.model)
+        parsed = read_submitted(request, call, self.intake.model)
         with self._detached.room(parsed.request.tenant, request.record):
             active = await self.intake.begin(parsed, call, OutputMode.DETACHED)
             self._detached.add(active, request.record)

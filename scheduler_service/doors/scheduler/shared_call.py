@@ -17,8 +17,8 @@ import grpc.aio
 from pagewire.common.sampling_rules import MAX_SAMPLES
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import OutputMode
-from scheduler_service.doors.scheduler.generate_request import read_request
 from scheduler_service.doors.scheduler.generate_response import encode_delta
+from scheduler_service.doors.scheduler.resolved_request import read_submitted
 from scheduler_service.serving.active_request import ActiveRequest, News
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.output import OutputReader, ReadyList, SampleRecord
@@ -153,7 +153,7 @@ class SharedCall:
                 "submit.stream_id",
                 f"stream_id is {stream_id}, but this call has used those below {self._next_stream_id}; count upwards",
             )
-        num_samples = submission.request.sampling.n
+        num_samples = submission.resolved.n if submission.HasField("resolved") else submission.request.sampling.n
         end = stream_id + (num_samples if 1 <= num_samples <= MAX_SAMPLES else 1)
         request = _Submitted(stream_id)
         self._requests[stream_id] = request
@@ -186,8 +186,10 @@ class SharedCall:
     async def _take_in(self, submission: scheduler_pb2.Submission, request: _Submitted) -> None:
         """Check what comes with a request in this kind of call, and begin it. Raises RefusedError."""
         message, token_only = submission.request, submission.token_only
+        is_resolved = submission.HasField("resolved")
         if submission.tenants_revision:
-            self._call.caller.check_forwarded(message.tenant, submission.tenants_revision)
+            tenant = submission.resolved.tenant if is_resolved else message.tenant
+            self._call.caller.check_forwarded(tenant, submission.tenants_revision)
         if token_only and message.WhichOneof("prompt") == "text":
             raise invalid("text", "a token-only request has no text; send the prompt as token_ids")
         if token_only and message.sampling.stop:
@@ -199,11 +201,11 @@ class SharedCall:
         )
         output_mode = OutputMode.WHOLE if submission.read_whole else OutputMode.STREAMED
         active = await self._intake.begin(
-            read_request(message, call, self._intake.model),
+            read_submitted(submission, call, self._intake.model),
             call,
             output_mode,
-            with_text=not token_only,
-            ready_list=self._ready_list if token_only else None,
+            with_text=not (token_only or is_resolved),
+            ready_list=self._ready_list if token_only or is_resolved else None,
             label=request.stream_id,
             is_relayed=submission.tells_kept,
         )

@@ -20,8 +20,8 @@ from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES, too_large
 from pagewire.common.transport.wrong_port import RightPort
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_service.core.request import EndReason, OutputMode
-from scheduler_service.doors.scheduler.generate_request import encode_request
 from scheduler_service.doors.scheduler.generate_response import decode_end, decode_logprobs
+from scheduler_service.doors.scheduler.resolved_request import FRONT_END_PROTOCOL, encode_resolved
 from scheduler_service.links.reconnection import LINK_OPTIONS, Ended, Outage, Outdated, ends
 from scheduler_service.links.scheduler.forwarder import Forwarder
 from scheduler_service.links.scheduler.scheduler_availability import SchedulerAvailability
@@ -53,7 +53,6 @@ class SchedulerLink:
         address: str,
         *,
         model_digest: bytes,
-        eos_token_ids: tuple[int, ...],
         read_metadata: Callable[[], Sequence[tuple[str, str]]] = tuple,
         tenants_revision: Callable[[], str] = str,
         clock: Clock | None = None,
@@ -65,7 +64,6 @@ class SchedulerLink:
         self._dialler = dialler
         self._address = address
         self._model_digest = model_digest
-        self._eos_token_ids = eos_token_ids
         self._read_metadata = read_metadata
         self._tenants_revision = tenants_revision
         self._client: GenerateManyClient | None = None  # None: not connected
@@ -102,15 +100,14 @@ class SchedulerLink:
         timeout = None if asked.deadline is None else max(0.0, asked.deadline - self.clock.now())
         submission = scheduler_pb2.Submission(
             stream_id=client.next_stream_id,
-            request=encode_request(asked, self._eos_token_ids, self.availability.max_sequence_tokens),
             timeout_seconds=timeout,
-            token_only=True,
             traceparent=trace.get("traceparent"),
             tenants_revision=self._tenants_revision(),
             read_whole=asked.output_mode is OutputMode.WHOLE,
             tells_kept=not request.keeps_all,
         )
         message = scheduler_pb2.GenerateManyRequest(submit=submission)
+        message.submit.resolved.CopyFrom(encode_resolved(asked, self.availability.max_sequence_tokens))
         if message.ByteSize() > MAX_MESSAGE_BYTES:  # the scheduler would end the call, with all that share it
             raise invalid("", too_large(message.ByteSize(), MAX_MESSAGE_BYTES))
         client.submit(message, asked.n)
@@ -288,6 +285,9 @@ class SchedulerLink:
 
 def _mismatch(info: scheduler_pb2.GetServerInfoResponse, model_digest: bytes, tenants_revision: str) -> str:
     """Return why a front end with this model and these tenants cannot serve for that scheduler, or nothing."""
+    if info.front_end_protocol != FRONT_END_PROTOCOL:
+        versions = f"version {info.front_end_protocol} of the protocol between them, this one {FRONT_END_PROTOCOL}"
+        return f"it speaks {versions}; install the same release for both"
     if info.model_digest != model_digest:
         digests = f"digest {info.model_digest.hex()[:16]}, here {model_digest.hex()[:16]}"
         return f"it serves another model ({digests}); start both with the same --model"

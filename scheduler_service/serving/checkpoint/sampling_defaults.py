@@ -13,8 +13,8 @@ from pagewire.common.sampling_rules import CHECKPOINTS_OPTIONS, RANGES
 # Used where generation_config.json sets no value.
 API_DEFAULTS = SamplingParams(temperature=1.0)
 # Of tokens that a checkpoint suppresses, whatever bias a request gives them: far below any logit, and yet finite, so
-# that a grammar which allows nothing else still has its way.
-SUPPRESSING_BIAS = -1e30
+# that a grammar which allows nothing else still has its way; and the same on the wire, as a float of 32 bits.
+SUPPRESSING_BIAS = -(2.0**100)
 # What engines write who have no range without a low end: no limit of tokens, and the most likely token alone.
 _OTHER_SPELLINGS: Mapping[str, Mapping[float, float]] = {"top_k": {-1: 0}, "top_p": {0: 1e-30}}
 _MAX_SUPPRESSED = 1024  # tokens; each of them goes to the worker with every request

@@ -102,8 +102,7 @@ class StoredResponses:
         record = msgspec.structs.replace(record, request=msgspec.structs.replace(request, input=""))
         with asked.names.in_refusals():
             encoded = await self.in_turn(self._call.size, record.encoded)
-            request_message = await encoded_request(asked.requests[0], self._intake)
-            message = scheduler_pb2.SubmitRequest(request=request_message, record=encoded)
+            message = await encoded_request(asked.requests[0], self._intake, encoded)
             await answer_of(self._forward("Submit", message, self._call))
         if not request.stream:
             return encode(record.response)

@@ -21,6 +21,22 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
     FINISH_REASON_ABORT: _ClassVar[FinishReason]
 
+class GrammarKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    GRAMMAR_KIND_UNSPECIFIED: _ClassVar[GrammarKind]
+    GRAMMAR_KIND_JSON_SCHEMA: _ClassVar[GrammarKind]
+    GRAMMAR_KIND_JSON_OBJECT: _ClassVar[GrammarKind]
+    GRAMMAR_KIND_REGEX: _ClassVar[GrammarKind]
+    GRAMMAR_KIND_CHOICE: _ClassVar[GrammarKind]
+    GRAMMAR_KIND_GRAMMAR: _ClassVar[GrammarKind]
+    GRAMMAR_KIND_STRUCTURAL_TAG: _ClassVar[GrammarKind]
+
+class Pooling(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    POOLING_UNSPECIFIED: _ClassVar[Pooling]
+    POOLING_LAST: _ClassVar[Pooling]
+    POOLING_MEAN: _ClassVar[Pooling]
+
 class ResultState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     RESULT_STATE_UNSPECIFIED: _ClassVar[ResultState]
@@ -50,6 +66,16 @@ FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_ABORT: FinishReason
+GRAMMAR_KIND_UNSPECIFIED: GrammarKind
+GRAMMAR_KIND_JSON_SCHEMA: GrammarKind
+GRAMMAR_KIND_JSON_OBJECT: GrammarKind
+GRAMMAR_KIND_REGEX: GrammarKind
+GRAMMAR_KIND_CHOICE: GrammarKind
+GRAMMAR_KIND_GRAMMAR: GrammarKind
+GRAMMAR_KIND_STRUCTURAL_TAG: GrammarKind
+POOLING_UNSPECIFIED: Pooling
+POOLING_LAST: Pooling
+POOLING_MEAN: Pooling
 RESULT_STATE_UNSPECIFIED: ResultState
 RESULT_STATE_RUNNING: ResultState
 RESULT_STATE_FINISHED: ResultState
@@ -274,7 +300,7 @@ class GenerateManyRequest(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submission, _Mapping]] = ..., abort: _Optional[_Union[StreamAbort, _Mapping]] = ..., stop: _Optional[_Union[StreamStop, _Mapping]] = ..., get_loads: _Optional[_Union[GetLoadsRequest, _Mapping]] = ...) -> None: ...
 
 class Submission(_message.Message):
-    __slots__ = ("stream_id", "request", "timeout_seconds", "token_only", "traceparent", "tenants_revision", "read_whole", "tells_kept")
+    __slots__ = ("stream_id", "request", "timeout_seconds", "token_only", "traceparent", "tenants_revision", "read_whole", "tells_kept", "resolved")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -283,6 +309,7 @@ class Submission(_message.Message):
     TENANTS_REVISION_FIELD_NUMBER: _ClassVar[int]
     READ_WHOLE_FIELD_NUMBER: _ClassVar[int]
     TELLS_KEPT_FIELD_NUMBER: _ClassVar[int]
+    RESOLVED_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
     request: GenerateRequest
     timeout_seconds: float
@@ -291,7 +318,96 @@ class Submission(_message.Message):
     tenants_revision: str
     read_whole: bool
     tells_kept: bool
-    def __init__(self, stream_id: _Optional[int] = ..., request: _Optional[_Union[GenerateRequest, _Mapping]] = ..., timeout_seconds: _Optional[float] = ..., token_only: bool = ..., traceparent: _Optional[str] = ..., tenants_revision: _Optional[str] = ..., read_whole: bool = ..., tells_kept: bool = ...) -> None: ...
+    resolved: ResolvedRequest
+    def __init__(self, stream_id: _Optional[int] = ..., request: _Optional[_Union[GenerateRequest, _Mapping]] = ..., timeout_seconds: _Optional[float] = ..., token_only: bool = ..., traceparent: _Optional[str] = ..., tenants_revision: _Optional[str] = ..., read_whole: bool = ..., tells_kept: bool = ..., resolved: _Optional[_Union[ResolvedRequest, _Mapping]] = ...) -> None: ...
+
+class ResolvedRequest(_message.Message):
+    __slots__ = ("request_id", "tenant", "prompt_token_ids", "sampling", "max_tokens", "seed", "n", "priority", "cache_salt", "beam", "grammar", "session_id", "will_return", "retention_seconds")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    N_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    BEAM_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    WILL_RETURN_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    tenant: str
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling: ResolvedSampling
+    max_tokens: int
+    seed: int
+    n: int
+    priority: int
+    cache_salt: str
+    beam: BeamSearch
+    grammar: Grammar
+    session_id: str
+    will_return: bool
+    retention_seconds: int
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[ResolvedSampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., n: _Optional[int] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., beam: _Optional[_Union[BeamSearch, _Mapping]] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., session_id: _Optional[str] = ..., will_return: bool = ..., retention_seconds: _Optional[int] = ...) -> None: ...
+
+class ResolvedSampling(_message.Message):
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias_token_ids", "logit_bias_values", "min_tokens", "stop_token_ids", "num_logprobs", "num_prompt_logprobs", "num_candidates", "pooling", "logprob_token_ids")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    LOGIT_BIAS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGIT_BIAS_VALUES_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logit_bias_values: _containers.RepeatedScalarFieldContainer[float]
+    min_tokens: int
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_logprobs: int
+    num_prompt_logprobs: int
+    num_candidates: int
+    pooling: Pooling
+    logprob_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias_token_ids: _Optional[_Iterable[int]] = ..., logit_bias_values: _Optional[_Iterable[float]] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., num_logprobs: _Optional[int] = ..., num_prompt_logprobs: _Optional[int] = ..., num_candidates: _Optional[int] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., logprob_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class BeamSearch(_message.Message):
+    __slots__ = ("beam_width", "length_penalty", "early_stopping")
+    BEAM_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    EARLY_STOPPING_FIELD_NUMBER: _ClassVar[int]
+    beam_width: int
+    length_penalty: float
+    early_stopping: EarlyStopping
+    def __init__(self, beam_width: _Optional[int] = ..., length_penalty: _Optional[float] = ..., early_stopping: _Optional[_Union[EarlyStopping, str]] = ...) -> None: ...
+
+class Grammar(_message.Message):
+    __slots__ = ("kind", "text", "end_token_ids")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    END_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    kind: GrammarKind
+    text: str
+    end_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, kind: _Optional[_Union[GrammarKind, str]] = ..., text: _Optional[str] = ..., end_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StreamAbort(_message.Message):
     __slots__ = ("stream_id",)
@@ -360,12 +476,20 @@ class AbortResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class SubmitRequest(_message.Message):
-    __slots__ = ("request", "record")
+    __slots__ = ("request", "record", "resolved", "stop", "include_stop_text", "skip_special_tokens")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     RECORD_FIELD_NUMBER: _ClassVar[int]
+    RESOLVED_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    INCLUDE_STOP_TEXT_FIELD_NUMBER: _ClassVar[int]
+    SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request: GenerateRequest
     record: bytes
-    def __init__(self, request: _Optional[_Union[GenerateRequest, _Mapping]] = ..., record: _Optional[bytes] = ...) -> None: ...
+    resolved: ResolvedRequest
+    stop: _containers.RepeatedScalarFieldContainer[str]
+    include_stop_text: bool
+    skip_special_tokens: bool
+    def __init__(self, request: _Optional[_Union[GenerateRequest, _Mapping]] = ..., record: _Optional[bytes] = ..., resolved: _Optional[_Union[ResolvedRequest, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop_text: bool = ..., skip_special_tokens: bool = ...) -> None: ...
 
 class SubmitResponse(_message.Message):
     __slots__ = ("request_id",)
@@ -600,7 +724,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "served_model_name", "instance_id", "max_model_len", "vocab_size", "eos_token_ids", "has_tokenizer", "chat_template", "max_num_seqs", "max_num_batched_tokens", "pipeline_depth", "worker", "model_digest", "max_sequence_tokens", "unavailable_reason", "special_tokens", "has_tenants", "structured_output_refusal", "named_chat_templates", "chat_refusals", "served_model_aliases")
+    __slots__ = ("version", "served_model_name", "instance_id", "max_model_len", "vocab_size", "eos_token_ids", "has_tokenizer", "chat_template", "max_num_seqs", "max_num_batched_tokens", "pipeline_depth", "worker", "model_digest", "max_sequence_tokens", "unavailable_reason", "special_tokens", "has_tenants", "structured_output_refusal", "named_chat_templates", "chat_refusals", "served_model_aliases", "front_end_protocol")
     class SpecialTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -636,6 +760,7 @@ class GetServerInfoResponse(_message.Message):
     NAMED_CHAT_TEMPLATES_FIELD_NUMBER: _ClassVar[int]
     CHAT_REFUSALS_FIELD_NUMBER: _ClassVar[int]
     SERVED_MODEL_ALIASES_FIELD_NUMBER: _ClassVar[int]
+    FRONT_END_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     version: str
     served_model_name: str
     instance_id: str
@@ -657,7 +782,8 @@ class GetServerInfoResponse(_message.Message):
     named_chat_templates: _containers.ScalarMap[str, str]
     chat_refusals: _containers.RepeatedScalarFieldContainer[str]
     served_model_aliases: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, version: _Optional[str] = ..., served_model_name: _Optional[str] = ..., instance_id: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_tokenizer: bool = ..., chat_template: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., pipeline_depth: _Optional[int] = ..., worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., model_digest: _Optional[bytes] = ..., max_sequence_tokens: _Optional[int] = ..., unavailable_reason: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., has_tenants: bool = ..., structured_output_refusal: _Optional[str] = ..., named_chat_templates: _Optional[_Mapping[str, str]] = ..., chat_refusals: _Optional[_Iterable[str]] = ..., served_model_aliases: _Optional[_Iterable[str]] = ...) -> None: ...
+    front_end_protocol: int
+    def __init__(self, version: _Optional[str] = ..., served_model_name: _Optional[str] = ..., instance_id: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_tokenizer: bool = ..., chat_template: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., pipeline_depth: _Optional[int] = ..., worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., model_digest: _Optional[bytes] = ..., max_sequence_tokens: _Optional[int] = ..., unavailable_reason: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., has_tenants: bool = ..., structured_output_refusal: _Optional[str] = ..., named_chat_templates: _Optional[_Mapping[str, str]] = ..., chat_refusals: _Optional[_Iterable[str]] = ..., served_model_aliases: _Optional[_Iterable[str]] = ..., front_end_protocol: _Optional[int] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
     __slots__ = ("worker_id", "epoch", "device", "dtype", "attention_backend", "block_size", "num_device_blocks", "block_bytes", "num_host_blocks", "swap_bandwidth", "sliding_window", "grammar_version", "weight_format", "weight_bytes")

@@ -1,0 +1,138 @@
+"""A request as a front end has resolved it, to and from a ResolvedRequest: the core's own, without the fields that each
+scheduler sets itself.
+
+A scheduler trusts nothing in it: it checks the size before the values, and the values as the options that ask for the
+same.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from pagewire.common.messages import Pooling, SamplingParams
+from pagewire.common.sampling_rules import (
+    ALL_TOKENS,
+    LOGPROB_NUMBERS,
+    MAX_GRAMMAR_BYTES,
+    faults_in,
+    faults_of_grammar_text,
+)
+from pagewire.common.transport.translation import decoder, encoder, unknown_field
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from scheduler_service.core.request import Request
+from scheduler_service.doors.scheduler.generate_request import read_request
+from scheduler_service.serving.checkpoint.model_info import ModelInfo
+from scheduler_service.serving.checkpoint.sampling_defaults import SUPPRESSING_BIAS
+from scheduler_service.serving.parsed_request import (
+    SAME_NUMBERS,
+    ParsedRequest,
+    check_names,
+    check_tokens,
+    num_candidates,
+    read_stop,
+    refuse,
+)
+from scheduler_service.serving.refusal import invalid
+from scheduler_service.serving.tenants.caller import Call
+
+# Rises with every change of ResolvedRequest. Front end and scheduler must speak the same one.
+FRONT_END_PROTOCOL = 1
+# A token of a prompt takes up to 5 bytes. The rest is small, so that it is read at once.
+_TOKEN_BYTES, _OTHER_BYTES = 5, 64 << 10
+_SCHEDULERS_OWN = ("deadline", "traceparent", "output_mode")
+_encode = encoder(Request, scheduler_pb2.ResolvedRequest, _SCHEDULERS_OWN)
+# The prompt stays in the message until it is known to fit.
+_decode = decoder(Request, scheduler_pb2.ResolvedRequest, {"prompt_token_ids": lambda _: ()}, _SCHEDULERS_OWN)
+
+
+def encode_resolved(request: Request, max_sequence_tokens: int) -> scheduler_pb2.ResolvedRequest:
+    """Encode a request. An output that may have as many tokens as fit stays so: the scheduler knows best how many."""
+    message = _encode(request)
+    if len(request.prompt_token_ids) + request.max_tokens == max_sequence_tokens:
+        message.max_tokens = 0
+    return message
+
+
+def read_submitted(
+    message: scheduler_pb2.Submission | scheduler_pb2.SubmitRequest, call: Call, model: ModelInfo
+) -> ParsedRequest:
+    """Read the request that a message submits, in either form. Raises RefusedError."""
+    if not message.HasField("resolved"):
+        return read_request(message.request, call, model)
+    if isinstance(message, scheduler_pb2.Submission):
+        return decode_resolved(message.resolved, call, model)
+    return replace(
+        decode_resolved(message.resolved, call, model, tuple(message.stop)),
+        include_stop_text=message.include_stop_text,
+        skip_special_tokens=message.skip_special_tokens,
+    )
+
+
+def decode_resolved(
+    message: scheduler_pb2.ResolvedRequest, call: Call, model: ModelInfo, stop: tuple[str, ...] = ()
+) -> ParsedRequest:
+    """Return a request whose prompt is still the message's, with texts that end its output. Raises RefusedError."""
+    num_tokens, size = len(message.prompt_token_ids), message.ByteSize()
+    limit = _TOKEN_BYTES * num_tokens + min(message.grammar.ByteSize(), MAX_GRAMMAR_BYTES) + _OTHER_BYTES
+    if size > limit:
+        told = f"the request has {size} bytes, with {num_tokens} prompt tokens {limit} are allowed; send less"
+        raise invalid("resolved", told)
+    if reason := unknown_field(message):
+        raise invalid("resolved", f"{reason}; install the same release for front end and scheduler")
+    message.tenant = call.caller.tenant(message.tenant)
+    try:
+        request = _decode(message)
+        options = _options(request, model) | ({"stop": stop} if stop else {})
+    except ValueError as error:
+        raise invalid("resolved", f"the request means nothing: {error}") from None
+    check_names(request)
+    refuse(faults_in(options))
+    if request.grammar is not None:
+        refuse(faults_of_grammar_text(request.grammar.kind.name.lower(), request.grammar.text))
+    check_tokens(options, model)
+    read_stop(options, model)
+    if not _agrees(request, model):
+        raise invalid(
+            "resolved",
+            "a front end has resolved the request in another way than this server; install the same release for both, "
+            "and start them with the same --model",
+        )
+    return ParsedRequest(request, message.prompt_token_ids, max_tokens=request.max_tokens or None, stop=stop)
+
+
+def _options(request: Request, model: ModelInfo) -> dict[str, Any]:
+    """Return the options that ask for this, without what the checkpoint adds. Raises ValueError if there are none."""
+    sampling = request.sampling
+    if sampling.pooling is not Pooling.NONE:
+        return {}
+    biases = zip(sampling.logit_bias_token_ids, sampling.logit_bias_values, strict=True)
+    options: dict[str, Any] = {
+        "n": request.n,
+        "stop_token_ids": [id for id in sampling.stop_token_ids if id not in model.eos_token_ids],
+        "logit_bias": {token_id: bias for token_id, bias in biases if bias != SUPPRESSING_BIAS},
+        **{name: getattr(sampling, name) for name in SAME_NUMBERS},
+    }
+    if request.beam is not None:
+        options |= {"beam_width": request.beam.beam_width, "length_penalty": request.beam.length_penalty}
+    if sampling.logprob_token_ids:
+        options["logprob_token_ids"] = sampling.logprob_token_ids
+    for name in LOGPROB_NUMBERS:
+        number = getattr(sampling, f"num_{name}")
+        if number is not None and not (name == "logprobs" and sampling.logprob_token_ids):
+            options[name] = ALL_TOKENS if number == model.vocab_size else number
+    return options
+
+
+def _agrees(request: Request, model: ModelInfo) -> bool:
+    """Say whether all that follows from the rest of a request, or from the model, is as it follows here."""
+    sampling, grammar, listed = request.sampling, request.grammar, request.sampling.logprob_token_ids
+    if sampling.pooling is not Pooling.NONE:
+        pooled = SamplingParams(pooling=model.embedding.pooling)
+        return request == replace(request, sampling=pooled, max_tokens=0, seed=0, n=1, beam=None, grammar=None)
+    return (
+        all(ids == tuple(sorted({*ids})) for ids in (sampling.stop_token_ids, sampling.logit_bias_token_ids))
+        and max(sampling.logit_bias_token_ids, default=0) < model.vocab_size
+        and len({*listed}) == len(listed)
+        and (not listed or sampling.num_logprobs == len(listed))
+        and sampling.num_candidates == num_candidates(sampling, request.beam, grammar, model)
+        and (grammar is None or grammar.end_token_ids == model.grammar_end_token_ids)
+    )
