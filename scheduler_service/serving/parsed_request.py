@@ -147,7 +147,7 @@ def check_token_id(field: str, token_id: int, model: ModelInfo) -> None:
 
 
 def parse_request(
-    prompt: str | tuple[int, ...],
+    prompt: str | Sequence[int],
     options: Options | None,
     call: Call,
     model: ModelInfo,
@@ -187,7 +187,7 @@ def parse_request(
     return parsed
 
 
-def _check_text(prompt: str | tuple[int, ...], model: ModelInfo) -> None:
+def _check_text(prompt: str | Sequence[int], model: ModelInfo) -> None:
     if isinstance(prompt, str) and not model.has_tokenizer:
         raise invalid("text", "the served checkpoint has no tokenizer; send the prompt as token_ids")
 

@@ -37,7 +37,7 @@ from testing.scheduler_stack import EOS, VOCAB_SIZE, expected_tokens, make_check
 from tests.contract.bench_stack import stack_of
 from tests.contract.front_end import DEADLINE, serve_front_end
 from tests.contract.shared_stream import SharedStream
-from tests.contract.tenants import code_of, credentials, serve_tenants, slow_stack, write_tenants
+from tests.contract.tenants import code_of, credentials, read_to_end, serve_tenants, slow_stack, write_tenants
 
 ANY_CALL = Call(Caller(None))
 PROMPT = [1, 2, 3, 4, 5]
@@ -104,6 +104,32 @@ def test_what_the_scheduler_says_of_a_request_does_not_come_from_outside() -> No
     """Deadlines are of its own clock, and the rest is beside the request."""
     names = {field.name for field in pb.ResolvedRequest.DESCRIPTOR.fields}
     assert {*Request.__dataclass_fields__} - names == {"deadline", "traceparent", "output_mode"}
+
+
+async def test_tokens_of_resolved_requests_come_in_columns_and_without_text(model: ModelInfo) -> None:
+    async with stack_of(model.directory) as stack:
+        shared = SharedStream(stack)
+        sent = encode_resolved(resolved(request(PROMPT, max_tokens=20, n=3), model), LIMIT)
+        streams = await shared.submit_resolved(sent)
+        async with asyncio.timeout(DEADLINE):
+            for stream in streams:
+                await stream.ended.wait()
+        await shared.close()
+    for index, stream in enumerate(streams):
+        assert stream.token_ids == expected_tokens(PROMPT, 20, sample_index=index)
+        assert [delta.text for delta in stream.deltas] == [""]
+        assert stream.last.finish_reason == pb.FINISH_REASON_LENGTH
+
+
+async def test_each_sample_has_a_stream_of_its_own(model: ModelInfo) -> None:
+    async with stack_of(model.directory) as stack:
+        sent = encode_resolved(resolved(request(PROMPT, n=4), model), LIMIT)
+        call = stack.stub.GenerateMany()
+        for stream_id in (0, 3):
+            await call.write(pb.GenerateManyRequest(submit={"stream_id": stream_id, "resolved": sent}))
+        async with asyncio.timeout(DEADLINE):
+            with pytest.raises(grpc.aio.AioRpcError, match="stream_id is 3, but this call has used those below 4"):
+                await read_to_end(call)
 
 
 # Forged ones
@@ -370,12 +396,15 @@ def test_a_request_of_too_many_bytes_is_not_read(model: ModelInfo, monkeypatch: 
         read(message, model)
 
 
-def test_a_prompt_stays_in_its_message_until_it_fits(model: ModelInfo) -> None:
-    message = encode_resolved(resolved(GOOD["sampled"], model), LIMIT)
-    message.prompt_token_ids[:] = [1] * 1_000_000
-    parsed = decode_resolved(message, ANY_CALL, model)
+@pytest.mark.parametrize("form", ["request", "resolved"])
+def test_a_prompt_stays_in_its_message_until_it_fits(model: ModelInfo, form: str) -> None:
+    """To read millions of tokens would keep the event loop busy."""
+    submission = pb.Submission(request=request([1] * 1_000_000))
+    if form == "resolved":
+        submission.resolved.CopyFrom(encode_resolved(resolved(GOOD["sampled"], model), LIMIT))
+        submission.resolved.prompt_token_ids[:] = submission.request.token_ids.ids
+    parsed = read_submitted(submission, ANY_CALL, model)
     assert not isinstance(parsed.prompt, tuple)
-    assert parsed.prompt == message.prompt_token_ids
     assert parsed.request.prompt_token_ids == ()
     with pytest.raises(RefusedError, match="the prompt has 1000000 tokens, this server allows 256"):
         parsed.fit(parsed.prompt, model, LIMIT, None)

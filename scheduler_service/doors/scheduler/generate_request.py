@@ -29,7 +29,7 @@ def read_request(
         raise invalid("sampling", "an embedding chooses no tokens; leave sampling unset")
     if text is None and token_ids is None:
         raise invalid("prompt", "the request has no prompt; set text or token_ids")
-    prompt = tuple(token_ids.ids) if text is None else text
+    prompt = token_ids.ids if text is None else text
     options = {} if sampling is None else _options(sampling)
     return parse_request(prompt, None if is_embedding else options, call, model, **fields)
 
