@@ -17,7 +17,7 @@ from pagewire.common.messages import AddedGrammar, GrammarReport, Logprobs, RowS
 from pagewire.common.worker_wire import decode_request, encode_response
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
 from scheduler_service.serving.checkpoint.model_info import read_model_info
-from testing.simulated_worker import SimulatedWorker
+from testing.core.simulated_worker import SimulatedWorker
 
 HEARTBEAT_INTERVAL = 0.2
 

@@ -16,8 +16,8 @@ from pagewire.options import Resolved
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
+from testing.core.simulated_worker import reference
 from testing.fake_worker import FakeWorker
-from testing.simulated_worker import reference
 
 VOCAB_SIZE = 300
 EOS = 299  # the simulated worker never generates the last id

@@ -65,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
     is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS or "tests/worker" in config.args
     if is_whole and config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         # All processes would wait for the first that needs the library.
-        command = [sys.executable, "-m", "tests.compiler"]
+        command = [sys.executable, "-m", "testing.kernels.compiler"]
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}  # tests that need it say what is wrong
         building = subprocess.Popen(command, cwd=config.rootpath, start_new_session=True, **quiet)
         config.add_cleanup(lambda: interrupt(building))

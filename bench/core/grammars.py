@@ -27,7 +27,7 @@ from pagewire.common.grammars import GrammarCompiler, GrammarLimitError, MaskJob
 from pagewire.common.grammars.trial import Trials
 from pagewire.kernels.cpu.sampler import CpuSampler, TokenHistory
 from pagewire.kernels.sampling import FLOATS, INTEGERS, SamplingColumns
-from testing.hostile_grammars import HOSTILE
+from testing.grammars.hostile import HOSTILE
 from worker_service.startup.cpu_kernels import load_cpu_kernels
 
 VOCAB_SIZE = 151_936

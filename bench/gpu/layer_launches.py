@@ -17,7 +17,7 @@ from triton.runtime import driver
 
 from pagewire.kernels.arguments import HeadPreparation
 from pagewire.kernels.triton import fused
-from testing.triton_driver import Driver
+from testing.kernels.triton_driver import Driver
 from worker_service.attention import AttentionBatch, AttentionShape, DeviceRows
 from worker_service.attention.backends.triton import TritonAttention
 

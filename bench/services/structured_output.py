@@ -28,7 +28,7 @@ from bench.services.hostile import attacked, refused
 from bench.services.interference import gap_quantiles, random_prompt, stream
 from bench.tokenizer import trained_tokenizer
 from pagewire import AsyncClient, SamplingParams
-from testing.hostile_grammars import HOSTILE
+from testing.grammars.hostile import HOSTILE
 from testing.services import running
 
 SHAPE, VOCAB_SIZE = "54M", 32_000

@@ -17,11 +17,11 @@ from tokenizers import Tokenizer
 from pagewire.common.grammars import GrammarCompiler, Matcher
 from pagewire.common.messages import StepPlan, StepResult
 from scheduler_service.serving.checkpoint.model_info import read_model_info
+from testing.core.simulated_worker import Row, SimulatedWorker
+from testing.core.toy_grammar import ToyMatcher
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import VOCAB_SIZE
-from testing.simulated_worker import Row, SimulatedWorker
-from testing.toy_grammar import ToyMatcher
-from tests.contract.http.door import make_chat_checkpoint
+from testing.serving.door import make_chat_checkpoint
 
 MAX_MODEL_LEN = 200_000
 END = 0  # the token of make_chat_checkpoint that ends an output

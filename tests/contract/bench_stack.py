@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from pagewire.cli.command import main
+from testing.core.simulated_worker import SimulatedWorker
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import Stack, serve
-from testing.simulated_worker import SimulatedWorker
 
 
 class SoundWorker(FakeWorker):

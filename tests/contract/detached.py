@@ -8,7 +8,7 @@ import pytest
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from testing.scheduler_stack import Stack, request
-from tests.contract.front_end import DEADLINE, FrontEnd
+from testing.serving.front_end import DEADLINE, FrontEnd
 
 Server = Stack | FrontEnd
 Metadata = tuple[tuple[str, str], ...]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pagewire.common.chat_template import ChatTemplateError, render
-from tests.core.chat_output.corpus import SPECIAL_TOKENS, TOOLS
+from testing.chat_output.corpus import SPECIAL_TOKENS, TOOLS
 
 CALLS = [
     {

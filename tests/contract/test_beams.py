@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from pagewire.common.messages import SamplingParams
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import BeamParams, EarlyStopping, Request
+from testing.core.beam_oracle import Hypotheses, search
 from testing.scheduler_stack import (
     EOS,
     VOCAB_SIZE,
@@ -23,7 +24,6 @@ from testing.scheduler_stack import (
     serve,
     status_of,
 )
-from tests.sim.beam_oracle import Hypotheses, search
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 EARLY_STOPPING = {

@@ -13,8 +13,8 @@ import pytest
 from pagewire import Client, SamplingParams
 from pagewire.errors import Unavailable
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from tests.contract import scripted_scheduler
-from tests.contract.scripted_scheduler import ScriptedScheduler, delta, serving
+from testing.serving import scripted_scheduler
+from testing.serving.scripted_scheduler import ScriptedScheduler, delta, serving
 
 NUM_INTERRUPTS = 100
 TIMEOUT_S = 30.0

@@ -14,9 +14,9 @@ import grpc
 import pytest
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from tests.contract import scripted_scheduler
-from tests.contract.scripted_scheduler import ScriptedScheduler, delta, field_violation, serving
-from tests.contract.terminal import CTRL_A, CTRL_C, ROOT, STORY, TIMEOUT_S, UP, Terminal, on_terminal
+from testing.serving import scripted_scheduler
+from testing.serving.scripted_scheduler import ScriptedScheduler, delta, field_violation, serving
+from testing.serving.terminal import CTRL_A, CTRL_C, ROOT, STORY, TIMEOUT_S, UP, Terminal, on_terminal
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 

@@ -21,9 +21,9 @@ from pagewire import AsyncClient, Client, Output, SamplingParams, Session, Struc
 from pagewire.common.sampling_rules import RANGES
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.sampling_params import INTEGER_FIELDS, STRUCTURES, UNSET
-from tests.contract import scripted_scheduler
-from tests.contract.certificates import self_signed
-from tests.contract.scripted_scheduler import ScriptedScheduler, delta, serving
+from testing.serving import scripted_scheduler
+from testing.serving.certificates import self_signed
+from testing.serving.scripted_scheduler import ScriptedScheduler, delta, serving
 
 STORY = "".join(scripted_scheduler.WORDS)
 TOKENS = (100, 101, 102, 103, 104)

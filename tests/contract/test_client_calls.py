@@ -17,8 +17,8 @@ import pytest
 import pagewire
 from pagewire import AsyncClient, Client, SamplingParams, Session, background_loop, channels, client
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from tests.contract import scripted_scheduler
-from tests.contract.scripted_scheduler import ScriptedScheduler, delta, serving
+from testing.serving import scripted_scheduler
+from testing.serving.scripted_scheduler import ScriptedScheduler, delta, serving
 
 NO_SERVER = "127.0.0.1:1"
 HELLO = {"role": "user", "content": "Once"}

@@ -23,8 +23,8 @@ from pagewire.hosting import local_server
 from pagewire.hosting.local_server import LocalServer
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.wire import decode_output
-from tests.contract import scripted_scheduler
-from tests.contract.scripted_scheduler import ScriptedScheduler, delta, serving
+from testing.serving import scripted_scheduler
+from testing.serving.scripted_scheduler import ScriptedScheduler, delta, serving
 
 STORY = "".join(scripted_scheduler.WORDS)
 CHAT_TEMPLATE = (

@@ -25,9 +25,9 @@ from scheduler_service.serving.checkpoint.tokenizer import Tokenizer as ServedTo
 from scheduler_service.serving.detached import DetachedRequests
 from scheduler_service.serving.output import Delta, OutputReader, SampleRecord
 from testing.scheduler_stack import VOCAB_SIZE, details, expected_tokens, request, serve, status_of
+from testing.serving.front_end import serve_both
+from testing.serving.tenants import code_of
 from tests.contract.detached import Attached, Server, attach, failure_of, submit, until_ended
-from tests.contract.front_end import serve_both
-from tests.contract.tenants import code_of
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 

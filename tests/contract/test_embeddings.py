@@ -15,13 +15,13 @@ from pagewire import AsyncClient, Cancelled, Client, InvalidRequest
 from pagewire.common.messages import Pooling
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.serving.checkpoint.model_info import read_model_info
+from testing.core.simulated_worker import reference_embedding
 from testing.scheduler_stack import VOCAB_SIZE, Stack, details, make_checkpoint, request, serve
-from testing.simulated_worker import reference_embedding
-from tests.contract.front_end import serve_front_end
+from testing.serving.front_end import serve_front_end
+from testing.serving.tenants import PROMPT as TENANTS_PROMPT
+from testing.serving.tenants import credentials, write_tenants
 from tests.contract.pooling import MODULES, write_pooling
 from tests.contract.shared_stream import SharedStream
-from tests.contract.tenants import PROMPT as TENANTS_PROMPT
-from tests.contract.tenants import credentials, write_tenants
 from tests.contract.vllm_client import stub_of
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]

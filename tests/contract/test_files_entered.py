@@ -17,8 +17,8 @@ from pagewire.common.messages import StepPlan
 from scheduler_service import front_end, server
 from testing import fake_worker
 from testing.scheduler_stack import serve
-from tests.contract.http.door import make_chat_checkpoint, serve_http
-from tests.project.sources import ROOT
+from testing.serving.door import make_chat_checkpoint, serve_http
+from testing.sources import ROOT
 
 PRODUCT = tuple(f"{ROOT}/{folder}/" for folder in ("pagewire", "common", "scheduler_service"))
 MAX_FILES_OF_A_TOKEN = 42

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from pagewire import channels
-from tests.contract import scripted_scheduler
-from tests.contract.scripted_scheduler import ScriptedScheduler, serving
+from testing.serving import scripted_scheduler
+from testing.serving.scripted_scheduler import ScriptedScheduler, serving
 
 ROOT = Path(__file__).parents[2]
 NUM_FORKS = 3

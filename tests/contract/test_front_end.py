@@ -20,7 +20,7 @@ from scheduler_service.doors.scheduler.request_servicer import SERVICE_NAME
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import EOS, VOCAB_SIZE, details, expected_tokens, make_checkpoint, request, serve
-from tests.contract.front_end import DEADLINE, FrontEnd, serve_both, serve_front_end
+from testing.serving.front_end import DEADLINE, FrontEnd, serve_both, serve_front_end
 from tests.contract.shared_stream import SharedStream
 
 PROMPT = [1, 2, 3, 4, 5]

@@ -14,9 +14,8 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 from scheduler_service.doors.scheduler import scheduler_servicer
 from testing.scheduler_stack import VOCAB_SIZE, details, expected_tokens, request, serve
-from tests.contract.detached import Metadata, Server, attach, failure_of, submit, until, until_ended
-from tests.contract.front_end import DEADLINE, serve_both, serve_front_end
-from tests.contract.tenants import (
+from testing.serving.front_end import DEADLINE, serve_both, serve_front_end
+from testing.serving.tenants import (
     code_of,
     credentials,
     read_to_end,
@@ -24,6 +23,7 @@ from tests.contract.tenants import (
     serve_tenants,
     write_tenants,
 )
+from tests.contract.detached import Metadata, Server, attach, failure_of, submit, until, until_ended
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 LOST = grpc.StatusCode.UNAVAILABLE

@@ -13,8 +13,8 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_g
 from scheduler_service import front_end
 from scheduler_service.config import FrontEndConfig
 from testing.scheduler_stack import request, serve
-from tests.contract.front_end import serve_front_end
-from tests.contract.tenants import (
+from testing.serving.front_end import serve_front_end
+from testing.serving.tenants import (
     KEYS,
     PROMPT,
     code_of,

@@ -18,8 +18,8 @@ from smg_grpc_proto.generated import common_pb2 as common
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.scheduler_stack import Stack, expected_tokens, make_checkpoint, request, serve
+from testing.serving.front_end import FrontEnd, serve_front_end
 from tests.contract.bench_stack import SoundWorker
-from tests.contract.front_end import FrontEnd, serve_front_end
 
 pytestmark = pytest.mark.thorough
 

@@ -20,7 +20,7 @@ from scheduler_service.serving.grammars import GrammarChecks
 from scheduler_service.serving.refusal import RefusedError
 from testing.checkpoints.gguf_files import write_gguf
 from testing.scheduler_stack import make_checkpoint
-from tests.project.sources import ROOT
+from testing.sources import ROOT
 
 END = 0  # of the tokenizer
 

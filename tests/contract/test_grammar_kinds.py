@@ -25,8 +25,8 @@ from pagewire.common.grammars import (
 )
 from pagewire.common.grammars.structural_tag import _FIELDS, structural_tag_to_lark
 from pagewire.common.grammars.trial import TOO_MUCH, Trials
-from testing.hostile_grammars import HOSTILE
-from tests.project.sources import ROOT
+from testing.grammars.hostile import HOSTILE
+from testing.sources import ROOT
 
 TOKENIZER = ROOT / "models" / "storyteller" / "tokenizer.json"
 VOCAB_SIZE = 1024 + 40  # ids behind the tokenizer's are padding

@@ -17,8 +17,8 @@ from pagewire.common.grammars import GrammarCompiler, GrammarError
 from pagewire.common.grammars.literals import literals_of
 from pagewire.common.grammars.trial import Trials
 from scheduler_service.serving.checkpoint.tokenizer import IncrementalDecoder, Tokenizer
-from tests.contract.spelled_grammars import NAMES, TEXTS, Speller, random_output
-from tests.contract.tokenizer_shapes import CHARACTERS, END, SHAPES, SPECIAL, Shape, byte_level, unigram
+from testing.grammars.spelled import NAMES, TEXTS, Speller, random_output
+from testing.grammars.tokenizer_shapes import CHARACTERS, END, SHAPES, SPECIAL, Shape, byte_level, unigram
 
 SCHEMA = {
     "type": "object",

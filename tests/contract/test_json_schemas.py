@@ -20,7 +20,7 @@ from typing_extensions import TypeAliasType
 
 from pagewire.common.grammars import GrammarCompiler, GrammarError
 from pagewire.common.grammars.json_schema import FORMATS
-from tests.project.sources import ROOT
+from testing.sources import ROOT
 
 TOKENIZER = ROOT / "models" / "storyteller" / "tokenizer.json"
 END = 0

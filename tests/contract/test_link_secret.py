@@ -19,7 +19,7 @@ from pagewire.common.transport.link_secret import LinkSecret
 from pagewire.common.transport.tls import server_files
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
 from scheduler_service.links.worker.worker_link import WorkerLink
-from tests.contract.certificates import Authority
+from testing.serving.certificates import Authority
 from tests.contract.loading_worker import loading_worker
 from tests.contract.worker_listener import Listener
 

@@ -23,7 +23,7 @@ from pagewire.common.transport.addresses import join
 from pagewire.common.transport.listening import check_port, create_server, give_way, listen, refusal
 from pagewire.common.transport.tls import TlsFiles
 from pagewire.hosting.supervisor import free_port
-from tests.contract.certificates import Authority
+from testing.serving.certificates import Authority
 
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "models" / "storyteller")

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from pagewire.common.memory_size import describe_memory
-from tests.project.sources import PACKAGES, ROOT, sources
+from testing.sources import PACKAGES, ROOT, sources
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from pagewire.hosting.model_source import ModelSourceError, locate
-from tests.contract import hub
-from tests.contract.hub import COMMIT, Hub, Repository
+from testing.serving import hub
+from testing.serving.hub import COMMIT, Hub, Repository
 from tests.thorough import thorough
 
 ROOT = Path(__file__).parents[2]

@@ -20,7 +20,7 @@ from scheduler_service import front_end
 from scheduler_service.config import FrontEndConfig
 from scheduler_service.links.worker.worker_link import CHANNEL_OPTIONS
 from testing import scheduler_stack
-from tests.contract.certificates import DAY, Authority, Certificate, self_signed
+from testing.serving.certificates import DAY, Authority, Certificate, self_signed
 from tests.contract.loading_worker import loading_worker
 
 REFUSED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)

@@ -21,7 +21,7 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import request, serve
-from tests.contract.certificates import Authority
+from testing.serving.certificates import Authority
 from tests.contract.service_process import service
 from tests.thorough import thorough
 

@@ -27,7 +27,7 @@ from scheduler_service.links.worker import worker_link
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import Result, expected_tokens, request, serve
-from tests.contract.certificates import DAY, Authority, Certificate
+from testing.serving.certificates import DAY, Authority, Certificate
 from worker_service import server as worker_server
 from worker_service.config import WorkerConfig
 

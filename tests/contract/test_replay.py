@@ -14,10 +14,10 @@ from pagewire.cli.replay import main
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
+from testing.core.recorded_history import RecordedHistory
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import make_checkpoint, request, serve
 from tests.contract.service_process import service
-from tests.core.recorded_history import RecordedHistory
 
 
 def replay(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":

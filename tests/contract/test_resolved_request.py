@@ -34,10 +34,10 @@ from scheduler_service.serving.parsed_request import SAME_NUMBERS, parse_request
 from scheduler_service.serving.refusal import Reason, RefusedError
 from scheduler_service.serving.tenants.caller import Call, Caller
 from testing.scheduler_stack import EOS, VOCAB_SIZE, expected_tokens, make_checkpoint, request, serve
+from testing.serving.front_end import DEADLINE, serve_front_end
+from testing.serving.tenants import code_of, credentials, read_to_end, serve_tenants, slow_stack, write_tenants
 from tests.contract.bench_stack import stack_of
-from tests.contract.front_end import DEADLINE, serve_front_end
 from tests.contract.shared_stream import SharedStream
-from tests.contract.tenants import code_of, credentials, read_to_end, serve_tenants, slow_stack, write_tenants
 
 ANY_CALL = Call(Caller(None))
 PROMPT = [1, 2, 3, 4, 5]

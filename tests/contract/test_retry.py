@@ -13,8 +13,8 @@ from pagewire import AsyncClient, Client
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.retry import Attempts
-from tests.contract import scripted_scheduler
-from tests.contract.scripted_scheduler import ScriptedScheduler, serving
+from testing.serving import scripted_scheduler
+from testing.serving.scripted_scheduler import ScriptedScheduler, serving
 
 STORY = "".join(scripted_scheduler.WORDS)
 

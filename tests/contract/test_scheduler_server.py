@@ -26,7 +26,7 @@ from scheduler_service.serving.activity import Activity
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import config_of, expected_tokens, make_checkpoint, request, serve
-from tests.contract.certificates import Authority, self_signed
+from testing.serving.certificates import Authority, self_signed
 
 PROMPT = [5, 6, 7, 8, 9]
 

@@ -13,9 +13,9 @@ from scheduler_service.core.request import Request
 from scheduler_service.serving.recording import RecordingReader
 from scheduler_service.serving.tenants.tenant_file import parse_tenants
 from testing.scheduler_stack import details, request, serve, status_of
-from tests.contract.front_end import serve_front_end
+from testing.serving.front_end import serve_front_end
+from testing.serving.tenants import credentials, key_file, write_tenants
 from tests.contract.shared_stream import SharedStream
-from tests.contract.tenants import credentials, key_file, write_tenants
 from tests.contract.vllm_client import generate as generate_vllm
 from tests.contract.vllm_client import request as vllm_request
 from tests.contract.vllm_client import stub_of

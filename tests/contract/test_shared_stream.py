@@ -17,8 +17,8 @@ from pagewire import AsyncClient, SamplingParams, channels
 from pagewire.channels import Connection
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from testing.scheduler_stack import VOCAB_SIZE, expected_tokens, serve
-from tests.contract import scripted_scheduler
-from tests.contract.scripted_scheduler import ScriptedScheduler, serving
+from testing.serving import scripted_scheduler
+from testing.serving.scripted_scheduler import ScriptedScheduler, serving
 from tests.thorough import thorough
 
 PROMPT = [1, 2, 3, 4, 5]

@@ -20,7 +20,7 @@ from scheduler_service.serving.checkpoint.tokenizer import DecodedText
 from scheduler_service.serving.clock import Clock
 from scheduler_service.serving.output import OutputReader, SampleRecord
 from scheduler_service.serving.step_loop import StepLoop
-from testing.simulated_worker import SimulatedWorker, reference
+from testing.core.simulated_worker import SimulatedWorker, reference
 from tests.contract.hand_clock import HandClock
 
 VOCAB_SIZE = 100

@@ -17,10 +17,10 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.serving import grammars
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import Stack, details, expected_tokens, make_checkpoint, request, serve, status_of
-from tests.contract.front_end import FrontEnd, serve_front_end
+from testing.serving.front_end import FrontEnd, serve_front_end
+from testing.serving.tenants import credentials, write_tenants
 from tests.contract.held_checks import held_checks
 from tests.contract.shared_stream import SharedStream
-from tests.contract.tenants import credentials, write_tenants
 
 END = 0  # of the tokenizer
 PROMPT = [5, 6, 7, 8, 9]

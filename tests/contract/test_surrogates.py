@@ -8,7 +8,7 @@ import pytest
 from pagewire.common.chat_output import Arguments, CallStart, format_of
 from pagewire.common.strict_json import from_json
 from pagewire.common.surrogates import HalfEscapes, without_half_escapes, without_halves
-from tests.core.chat_output.splitting import at_random, merged
+from testing.chat_output.splitting import at_random, merged
 
 PARTS = (
     *(r"\ud83d", r"\uDE00", r"\uDBFF", r"\udfff", r"\ud83d\ude00", r"\ud7ff", r"\ue000", r"\u0041"),

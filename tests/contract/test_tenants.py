@@ -23,8 +23,8 @@ from scheduler_service.config import SchedulerConfig
 from scheduler_service.serving.detached import DetachedRequests
 from scheduler_service.serving.tenants.tenant_file import TenantFile, parse_tenants
 from testing.scheduler_stack import Stack, request, serve
-from tests.contract.certificates import Authority
-from tests.contract.tenants import (
+from testing.serving.certificates import Authority
+from testing.serving.tenants import (
     KEYS,
     PROMPT,
     code_of,

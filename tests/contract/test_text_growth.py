@@ -25,8 +25,8 @@ from scheduler_service.doors.http.tool_calls import SampleReader
 from scheduler_service.links import reconnection
 from scheduler_service.serving.output import OutputReader, SampleRecord
 from scheduler_service.serving.refusal import RefusedError
-from tests.core.chat_output.spellings import FUNCTIONS, SPELLINGS
-from tests.core.chat_output.splitting import merged
+from testing.chat_output.spellings import FUNCTIONS, SPELLINGS
+from testing.chat_output.splitting import merged
 from tests.growth import check_growth
 
 _PLACE = " - at `$"

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.serialization import (
 from pagewire.client import Client
 from pagewire.common.transport.tls import Life, TlsFiles, link_files, server_files
 from pagewire.common.watched_files import NamedFile
-from tests.contract.certificates import DAY, Authority, Certificate
+from testing.serving.certificates import DAY, Authority, Certificate
 
 AUTHORITY = Authority("pagewire")
 GOOD = AUTHORITY.issue("localhost")

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from testing.scheduler_stack import request, serve
-from tests.contract.front_end import serve_front_end
+from testing.serving.front_end import serve_front_end
 
 NUM_REQUESTS = 100
 COUNTED = ("vllm:generation_tokens_total", "pagewire:discarded_tokens_total")

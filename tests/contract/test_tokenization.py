@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 from testing.scheduler_stack import VOCAB_SIZE, make_checkpoint, request, serve
-from tests.contract.front_end import serve_both
+from testing.serving.front_end import serve_both
 
 TEXTS = ("once upon a time", "", "é😀 <end>", "hello\nworld")
 SPECIAL_TOKENS = {"bos_token": "<end>", "eos_token": "<end>"}

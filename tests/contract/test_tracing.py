@@ -18,8 +18,8 @@ from opentelemetry.sdk import trace as sdk
 from pagewire.common.transport.otlp import tracer_provider
 from scheduler_service.config import SchedulerConfig
 from testing.scheduler_stack import make_checkpoint, request, serve
+from testing.serving.front_end import serve_both
 from testing.trace_collector import Collector, attributes, collecting
-from tests.contract.front_end import serve_both
 
 PROMPT = [1, 2, 3, 4, 5]
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

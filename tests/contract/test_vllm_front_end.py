@@ -11,7 +11,7 @@ from smg_grpc_proto.generated import common_pb2
 
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from tests.contract.front_end import serve_both, serve_front_end
+from testing.serving.front_end import serve_both, serve_front_end
 from tests.contract.vllm_client import generate, request, stub_of
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]

@@ -9,7 +9,7 @@ from smg_grpc_proto import vllm_engine_pb2
 from smg_grpc_proto.generated import common_pb2
 
 from testing.scheduler_stack import Stack, serve
-from tests.contract.tenants import PROMPT, code_of, credentials, slow_stack, write_tenants
+from testing.serving.tenants import PROMPT, code_of, credentials, slow_stack, write_tenants
 from tests.contract.vllm_client import request, stub_of
 
 

@@ -15,8 +15,8 @@ import pytest
 from pagewire.common.watched_files import NamedFile, WatchedFiles
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from testing.scheduler_stack import Result, Stack, expected_tokens, request, serve
-from tests.contract.front_end import FrontEnd, serve_front_end
-from tests.contract.tenants import PROMPT, code_of, credentials, key_file, write_tenants
+from testing.serving.front_end import FrontEnd, serve_front_end
+from testing.serving.tenants import PROMPT, code_of, credentials, key_file, write_tenants
 
 _guarded: dict[int, list[str]] = {}  # what threads have opened that are to open nothing
 

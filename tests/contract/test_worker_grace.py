@@ -20,8 +20,8 @@ from scheduler_service.config import SchedulerConfig
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import Result, Stack, details, expected_tokens, request, serve
+from testing.serving.front_end import FrontEnd, serve_both
 from tests.contract import vllm_client
-from tests.contract.front_end import FrontEnd, serve_both
 from tests.contract.shared_stream import SharedStream
 
 PROMPT = [5, 6, 7, 8, 9]

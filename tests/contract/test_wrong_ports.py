@@ -19,9 +19,9 @@ from scheduler_service import front_end, server
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
 from scheduler_service.links import reconnection
 from scheduler_service.metrics_server import MetricsServer
-from tests.contract.certificates import self_signed
+from testing.serving.certificates import self_signed
+from testing.serving.scripted_scheduler import ScriptedScheduler, serving
 from tests.contract.raw_port import listener
-from tests.contract.scripted_scheduler import ScriptedScheduler, serving
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = b"\0\0\0\4\0\0\0\0\0"

@@ -37,8 +37,8 @@ from scheduler_service.core.request import (
     TokenOutputs,
 )
 from scheduler_service.core.scheduler import Scheduler
-from testing.simulated_worker import SimulatedWorker
-from tests.core.recorded_history import DEFAULTS, VOCAB
+from testing.core.recorded_history import DEFAULTS, VOCAB
+from testing.core.simulated_worker import SimulatedWorker
 from tests.core.system import capacity_of
 
 _NOTHING = "nothing is planned"

@@ -10,7 +10,7 @@ from scheduler_service.core.beam import BeamSearch, BeamState, FinishedHypothesi
 from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.request import BeamParams, EarlyStopping, EndReason, Request, TokenOutputs
 from scheduler_service.core.scheduler import Scheduler
-from testing.simulated_worker import SimulatedWorker, candidates, digest_all, reference
+from testing.core.simulated_worker import SimulatedWorker, candidates, digest_all, reference
 
 VOCAB = 97
 

@@ -23,7 +23,7 @@ from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.plans.dispatch import _read_logprobs
 from scheduler_service.core.request import AdmissionError, EndReason, Grammar, Request
 from scheduler_service.core.scheduler import Scheduler
-from testing.simulated_worker import SimulatedWorker
+from testing.core.simulated_worker import SimulatedWorker
 
 GRAMMAR = Grammar(GrammarKind.REGEX, "a+", (2,))
 CAPACITY = WorkerCapacity(

@@ -8,7 +8,7 @@ from pagewire.common.messages import Pooling, WorkerProtocolError
 from scheduler_service.core import explain
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.request import AdmissionError, EndReason
-from testing.simulated_worker import reference_embedding
+from testing.core.simulated_worker import reference_embedding
 from tests.core.system import VOCAB, System, prompt_of
 
 POOLINGS = [Pooling.LAST, Pooling.MEAN]

@@ -24,7 +24,7 @@ from scheduler_service.serving.recording import (
     encode,
     record,
 )
-from tests.core.recorded_history import DEFAULTS, RecordedHistory
+from testing.core.recorded_history import DEFAULTS, RecordedHistory
 from tests.thorough import thorough
 
 

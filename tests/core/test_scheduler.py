@@ -19,7 +19,7 @@ from scheduler_service.core.request import (
     Request,
     TokenOutputs,
 )
-from testing.simulated_worker import reference, reference_embedding
+from testing.core.simulated_worker import reference, reference_embedding
 from tests.core.system import VOCAB, System, capacity_of, prompt_of
 
 

@@ -10,10 +10,10 @@ import httpx2 as httpx
 from pagewire import AsyncClient
 from pagewire.completion import Output
 from pagewire.errors import DeadlineExceeded, NotFound, PagewireError
+from testing.serving.over_http import outputs_over_http
+from testing.serving.received import Received
 from testing.streams import Progress
 from tests.fuzz.drawn_request import DrawnRequest, Way
-from tests.fuzz.over_http import outputs_over_http
-from tests.fuzz.received import Received
 
 
 class Company:

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any
 
 from pagewire import SamplingParams, Session
-from tests.fuzz.over_http import is_expressible
+from testing.serving.over_http import is_expressible
 
 VOCAB_SIZE = 1024  # of the bundled model's tokenizer
 SPECIAL = 5  # ids below are none of its texts' tokens

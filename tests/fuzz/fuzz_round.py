@@ -15,10 +15,10 @@ from pagewire.errors import PagewireError
 from pagewire.hosting.supervisor import free_port
 from testing.forked import LoggingStart
 from testing.services import HOST, Service, Start, System, running
+from testing.serving.over_http import as_over_http
+from testing.serving.received import Received
 from tests.fuzz.company import Company, outputs_of
 from tests.fuzz.drawn_request import VOCAB_SIZE, DrawnRequest, Way, draw_requests
-from tests.fuzz.over_http import as_over_http
-from tests.fuzz.received import Received
 
 STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
 FLOAT32 = ["--dtype", "float32", "--log-level", "error"]

@@ -5,8 +5,8 @@ import tempfile
 import traceback
 from pathlib import Path
 
-from tests.contract.spelled_grammars import NAMES, TEXTS, Speller
-from tests.contract.tokenizer_shapes import SHAPES
+from testing.grammars.spelled import NAMES, TEXTS, Speller
+from testing.grammars.tokenizer_shapes import SHAPES
 
 NUM_TEXTS = 12  # of each shape
 SCRIPTS = ("abcXYZ 019", "éÅçß", "日本語", "ﬁ①Ⅷ", "\u0301\u0308\u200d", "😀", "\n\t", '"\\/{}[]<>|', "▁Ġ")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.compiler import skip_without_compiler
+from testing.kernels.compiler import skip_without_compiler
 from tests.fuzz import fuzz_round
 from tests.fuzz.fuzz_round import run_round
 from tests.fuzz.random_spelling import spell_randomly

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pagewire.common.messages import StepPlan
-from tests.worker.host_blocks import host_block
+from testing.worker.host_blocks import host_block
 from worker_service.cache.cache_engine import CacheEngine, CacheShape
 from worker_service.device.cuda import CudaDevice
 

@@ -2,7 +2,7 @@ import pytest
 
 from pagewire.kernels.cpu import CpuKernels
 from pagewire.kernels.cpu.library import load_library
-from tests.compiler import skip_without_compiler
+from testing.kernels.compiler import skip_without_compiler
 from worker_service.startup.cpu_kernels import environment_build
 
 

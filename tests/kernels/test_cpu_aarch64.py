@@ -14,14 +14,14 @@ from pagewire.kernels.cpu import BuildError, CpuKernels
 from pagewire.kernels.cpu.library import VARIANTS, choose_variant, load_library
 from pagewire.kernels.weight import HeldWeight
 from testing.checkpoints.families import make_checkpoint
+from testing.kernels.compiler import skip_without_compiler
+from testing.kernels.emulated import aarch64
 from testing.models import load_model
-from tests.compiler import skip_without_compiler
-from tests.kernels.emulated import aarch64
+from testing.worker import shared_steps
+from testing.worker.model_logits import TOLERANCE, transformers_logits
+from testing.worker.shared_steps import CPU, VOCAB, Engine
 from tests.kernels.paged import paged_attention
 from tests.kernels.random_products import KINDS, random_activations, random_product, random_quantized
-from tests.worker import shared_steps
-from tests.worker.model_logits import TOLERANCE, transformers_logits
-from tests.worker.shared_steps import CPU, VOCAB, Engine
 from worker_service.host import create_host_operations
 from worker_service.startup.cpu_kernels import environment_build
 

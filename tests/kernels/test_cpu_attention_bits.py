@@ -13,8 +13,8 @@ from torch import Tensor
 from pagewire.kernels.arguments import Scoring
 from pagewire.kernels.cache_rows import write_rows
 from pagewire.kernels.cpu import VARIANTS, CpuKernels
+from testing.kernels.variants import load_variant
 from tests.kernels.paged import paged_attention
-from tests.kernels.variants import load_variant
 
 pytestmark = pytest.mark.thorough
 

@@ -23,8 +23,8 @@ from pagewire.kernels.cpu import CpuKernels, DecoderKernel, PackedExperts, Packe
 from pagewire.kernels.cpu.library import VARIANTS
 from pagewire.kernels.experts import ExpertRouting, multiply_routed, route_tokens, sum_slots
 from pagewire.kernels.weight import HeldWeight
+from testing.kernels.variants import load_variant
 from tests.kernels.random_products import compact, threads
-from tests.kernels.variants import load_variant
 
 pytestmark = pytest.mark.one_of_each
 

@@ -28,9 +28,9 @@ from pagewire.kernels.cpu.library import (
     sources,
 )
 from pagewire.kernels.weight import HeldWeight
-from tests.compiler import build_variants, first_compiler, skip_without_compiler
+from testing.kernels.compiler import build_variants, first_compiler, skip_without_compiler
+from testing.kernels.variants import load_variant
 from tests.kernels.paged import paged_attention, store_kv
-from tests.kernels.variants import load_variant
 from worker_service.startup.cpu_kernels import environment_build, load_cpu_kernels
 
 pytestmark = pytest.mark.one_of_each

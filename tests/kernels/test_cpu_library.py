@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from pagewire.kernels.cpu import library
-from tests.compiler import skip_without_compiler
+from testing.kernels.compiler import skip_without_compiler
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 
 from pagewire.kernels.cpu.library import VARIANTS
 from pagewire.kernels.weight import FLOAT8, HeldFormat, HeldWeight, unit_size
+from testing.kernels.variants import load_variant
 from tests.kernels.random_products import (
     DTYPES,
     KINDS,
@@ -19,7 +20,6 @@ from tests.kernels.random_products import (
     random_quantized,
     threads,
 )
-from tests.kernels.variants import load_variant
 
 pytestmark = pytest.mark.one_of_each
 

@@ -10,7 +10,7 @@ from gguf.constants import GGMLQuantizationType
 
 from pagewire.kernels import quantized
 from pagewire.kernels.cpu.library import VARIANTS
-from tests.kernels.variants import load_variant
+from testing.kernels.variants import load_variant
 
 NAMES = {8: "Q8_0", 4: "Q4_0"}
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
-from tests.project.sources import PACKAGES, ROOT, module_name, parse, sources, walk
+from testing.sources import PACKAGES, ROOT, module_name, parse, sources, walk
 
 # Of the product, by ast; docstrings, comments and formatting do not count. An issue raises it by what it says it costs.
 # Last: what clients of other servers send and read (650), log-probabilities of all and of listed tokens (110), and what

@@ -4,8 +4,8 @@ import ast
 import re
 from collections import Counter
 
+from testing.sources import PACKAGES, ROOT, sources
 from tests.project import counts
-from tests.project.sources import PACKAGES, ROOT, sources
 
 _PUBLIC_WIRE = "the client has its own type of a message that the scheduler makes of its own"
 # Why a name is defined more than once.

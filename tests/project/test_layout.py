@@ -9,14 +9,15 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 from pagewire.common.network.families import BY_ARCHITECTURE
+from testing.sources import PACKAGES, ROOT, imports, module_name, parse, sources, walk
 from tests.project.counts import is_kernel
-from tests.project.sources import PACKAGES, ROOT, imports, module_name, parse, sources, walk
 from worker_service.config import ATTENTION_BACKENDS
 from worker_service.models import layouts
 from worker_service.models.layouts.gguf import BLOCKS
@@ -100,17 +101,33 @@ def test_random_inputs_come_from_seeds() -> None:
     assert all(unseeded.match(call) for call in ("random.random()", "random.Random()", "np.random.default_rng()"))
 
 
+def imports_also_in_texts(path: Path) -> list[str]:
+    """Return the names that a module imports, those in programs that are texts in it included."""
+    tree = parse(path)
+    texts = [node.value for node in walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return [*imports(tree), *(".".join(names) for text in texts for names in IMPORT_IN_TEXT.findall(text))]
+
+
 def test_nothing_imports_a_test_module() -> None:
     """What several tests need has a module of its own. Programs in strings count too."""
 
     def of_a_test_module(path: Path) -> list[str]:
-        tree = parse(path)
-        texts = [node.value for node in walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-        in_texts = [".".join(names) for text in texts for names in IMPORT_IN_TEXT.findall(text)]
-        return [name for name in (*imports(tree), *in_texts) if is_of_a_test_module(name)]
+        return [name for name in imports_also_in_texts(path) if is_of_a_test_module(name)]
 
     assert is_of_a_test_module("tests.project.test_layout.offenders")
     assert offenders((*EVERY_SOURCE, "deploy", "docs", "examples", "testing", "tests"), of_a_test_module) == []
+
+
+def test_folders_of_tests_import_each_other_in_no_circle() -> None:
+    """Helpers of several folders are in `testing/`. `tests.gpu` has commands, which other tests run."""
+    graph: dict[str, set[str]] = {module_name(path.parent): set() for path in sources("tests")}
+    for path in sources("tests"):
+        names = [name for name in imports_also_in_texts(path) if is_under(name, "tests")]
+        graph[module_name(path.parent)] |= {max(filter(partial(is_under, name), graph), key=len) for name in names}
+    graph = {folder: imported - {folder} for folder, imported in graph.items()}
+    TopologicalSorter(graph).prepare()  # raises CycleError
+    pairs = [(folder.split(".")[1:2], name) for folder, imported in graph.items() for name in imported - {"tests"}]
+    assert {name for room, name in pairs if room != name.split(".")[1:2]} == {"tests.gpu"}
 
 
 def around_doors(module: str, imported: list[str]) -> list[str]:

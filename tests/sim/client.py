@@ -10,9 +10,9 @@ from pagewire.common.messages import Pooling, RowStatus
 from scheduler_service.core.request import EndReason, OutputMode, SequenceEnd, TokenLogprobs
 from scheduler_service.serving.active_request import ActiveRequest, RequestEngine
 from scheduler_service.serving.output import Delta, OutputReader, ReadyList, SampleRecord
-from testing.simulated_worker import digest, digest_all, next_token, reference_embedding
-from testing.toy_grammar import constrained_token, is_readable, read
-from tests.sim import beam_oracle
+from testing.core import beam_oracle
+from testing.core.simulated_worker import digest, digest_all, next_token, reference_embedding
+from testing.core.toy_grammar import constrained_token, is_readable, read
 from tests.sim.scenario import VOCAB_SIZE, Arrival
 
 

@@ -38,8 +38,10 @@ _MODULES = (
     "worker_service/rpc/session.py",
     "tests/__init__.py",
     "testing/__init__.py",
-    "testing/simulated_worker.py",
-    "testing/toy_grammar.py",
+    "testing/core/__init__.py",
+    "testing/core/beam_oracle.py",
+    "testing/core/simulated_worker.py",
+    "testing/core/toy_grammar.py",
 )
 _UNUSED = frozenset(("known_seeds.py", "mutants.py", "outputs", "planting.py", "test_simulator.py"))
 # The last has an enumeration of several values each, of which mypyc makes another class; of asynchronous generators it

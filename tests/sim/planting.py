@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tests.project.sources import parse, sources
+from testing.sources import parse, sources
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,8 +17,8 @@ from pagewire.common.messages import (
     WorkerProtocolError,
 )
 from scheduler_service.core.cost import PreemptionMode
-from testing.simulated_worker import BAD, SimulatedWorker
-from testing.toy_grammar import is_deadly
+from testing.core.simulated_worker import BAD, SimulatedWorker
+from testing.core.toy_grammar import is_deadly
 from tests.sim.connection import Connection
 from tests.sim.scenario import BAD_TOKEN
 from worker_service.rpc.session import Session, SessionRegister

@@ -7,8 +7,6 @@ The seeds are always the same, so that a run of the tests says something of the 
 import ast
 import gc
 import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +16,6 @@ import pytest
 from tests.sim.campaign import CAMPAIGN
 from tests.sim.known_seeds import KNOWN_SEEDS
 from tests.sim.mutants import MUTANTS, PLANTING
-from tests.sim.outputs.campaign import CAMPAIGN as OUTPUTS
 from tests.sim.planting import Mutant, Patch, hunt_all, misplaced, planted
 from tests.sim.simulation import Simulation
 from tests.thorough import thorough
@@ -108,17 +105,3 @@ def test_what_has_ended_is_freed_without_the_collector(seeds):
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
-
-
-@pytest.mark.parametrize("num_seeds", [10, *thorough(40)])
-@pytest.mark.parametrize("campaign", [CAMPAIGN, OUTPUTS])
-def test_a_seed_is_a_history(campaign, num_seeds):
-    """The same in another process, where strings hash otherwise, and objects lie elsewhere."""
-    module = "tests.sim.campaign" if campaign is CAMPAIGN else "tests.sim.outputs.campaign"
-    program = f"from {module} import CAMPAIGN; print(CAMPAIGN.run_seeds(range({num_seeds})).log_hash)"
-    environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)}
-    other = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
-    )
-    assert int(other.stdout) == campaign.run_seeds(range(num_seeds)).log_hash
-    assert campaign.run_seeds(range(num_seeds)).log_hash != campaign.run_seeds(range(1, num_seeds + 1)).log_hash

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from testing.checkpoints.families import make_checkpoint
+from testing.kernels.compiler import skip_without_compiler
 from testing.services import children_of
-from tests.compiler import skip_without_compiler
 
 pytestmark = pytest.mark.thorough
 

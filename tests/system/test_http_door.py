@@ -21,8 +21,8 @@ from pagewire.cli import services
 from pagewire.cli.command import main
 from testing.parity import STORYTELLER
 from testing.services import children_of, command_line, is_alive
-from tests.contract.certificates import Authority
-from tests.contract.tenants import KEYS, write_tenants
+from testing.serving.certificates import Authority
+from testing.serving.tenants import KEYS, write_tenants
 from tests.system.http_server import serving, with_tools
 
 PROMPT = {"prompt": "Once there was a brave turtle", "temperature": 0, "max_tokens": 16}

@@ -12,11 +12,11 @@ from pagewire import AsyncClient, SamplingParams
 from testing import oracle
 from testing.checkpoints.families import make_checkpoint
 from testing.checkpoints.gguf_files import write_gguf
+from testing.kernels.compiler import skip_without_compiler
 from testing.services import ENVIRON, System, running
 from testing.streams import until_lost
-from tests.compiler import skip_without_compiler
-from tests.worker.model_logits import compute_logits
-from tests.worker.model_logits import load as load_here
+from testing.worker.model_logits import compute_logits
+from testing.worker.model_logits import load as load_here
 from worker_service.startup.cpu_kernels import cache_folder, load_cpu_kernels
 
 pytestmark = pytest.mark.thorough

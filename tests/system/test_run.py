@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.terminal import CTRL_C, CTRL_D, ROOT, TIMEOUT_S, Terminal, on_terminal
+from testing.serving.terminal import CTRL_C, CTRL_D, ROOT, TIMEOUT_S, Terminal, on_terminal
 from tests.system.processes import command_line, wait_until_gone
 from tests.thorough import thorough
 

@@ -17,8 +17,8 @@ from testing.checkpoints.gguf_files import write_gguf
 from testing.checkpoints.packed import make_mxfp4, make_quantized
 from testing.checkpoints.quantized import BY_NAME
 from testing.forked import running
+from testing.kernels.compiler import skip_without_compiler
 from testing.streams import Progress, Request, run_while_ending
-from tests.compiler import skip_without_compiler
 
 pytestmark = pytest.mark.thorough
 

@@ -24,7 +24,7 @@ from pagewire.common.messages import PROTOCOL_VERSION
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
 from testing.checkpoints.families import make_checkpoint
 from testing.services import Service
-from tests.contract import hub
+from testing.serving import hub
 from tests.system.processes import command_line, wait_until_gone
 from tests.thorough import thorough
 

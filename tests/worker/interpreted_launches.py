@@ -1,6 +1,6 @@
 """Lets the fake device see the launches of Triton's interpreter as a GPU does, whatever that does to carry them out.
 
-To be imported once the interpreter is chosen: see `tests.kernels.triton.device`.
+To be imported once the interpreter is chosen: see `testing.kernels.device`.
 """
 
 import pytest

@@ -12,8 +12,8 @@ from pagewire.common.network.checkpoint_files import CheckpointError
 from testing.checkpoints.packed import E4M3, make_quantized, with_section
 from testing.checkpoints.quantized import BY_NAME
 from testing.models import load_model
+from testing.worker.model_logits import compute_logits, edited, random_tokens
 from tests.broken_json import refusal_of, spoil_safetensors
-from tests.worker.model_logits import compute_logits, edited, random_tokens
 from worker_service.models.loading import prepare_model
 
 pytestmark = pytest.mark.one_of_each

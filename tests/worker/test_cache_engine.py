@@ -8,7 +8,7 @@ import torch
 
 from pagewire.common.messages import StepPlan, WorkerProtocolError
 from pagewire.kernels.cache_rows import read_rows, write_rows
-from tests.worker.host_blocks import host_block
+from testing.worker.host_blocks import host_block
 from worker_service.cache.cache_engine import CacheEngine, CacheShape
 from worker_service.startup.loader import log_size
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from pagewire.common.network.checkpoint_files import CheckpointError, model_digest
 from testing.checkpoints.families import make_checkpoint
 from testing.models import load_model
-from tests.worker.model_logits import edit_config
+from testing.worker.model_logits import edit_config
 from worker_service.models.checkpoint import Checkpoint, Piece
 
 CPU = torch.device("cpu")

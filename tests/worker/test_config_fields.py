@@ -19,7 +19,7 @@ from pagewire.common.network.families import parse_config
 from pagewire.common.network.network import Network
 from testing.checkpoints.families import DEFAULTS, FAMILIES, NO_SPECIAL_TOKENS, draw_weights
 from testing.models import load_model
-from tests.worker.model_logits import TOLERANCE, compute_logits
+from testing.worker.model_logits import TOLERANCE, compute_logits
 
 pytestmark = pytest.mark.thorough
 

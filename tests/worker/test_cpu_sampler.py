@@ -14,7 +14,7 @@ from pagewire.kernels.cpu import CpuKernels
 from pagewire.kernels.cpu.library import VARIANTS
 from pagewire.kernels.cpu.sampler import CpuSampler, TokenHistory, TorchSampler, choose
 from pagewire.kernels.sampling import LARGEST, SampledTokens, SamplingColumns
-from tests.kernels.variants import load_variant
+from testing.kernels.variants import load_variant
 from worker_service.rows.sampling import SamplingTable
 
 pytestmark = pytest.mark.one_of_each

@@ -10,7 +10,7 @@ import torch
 
 from pagewire.kernels import reference
 from pagewire.kernels.arguments import Scoring
-from tests.kernels.triton.device import choose_device
+from testing.kernels.device import choose_device
 
 DEVICE = choose_device()  # keys and values are written by a Triton kernel
 

@@ -7,9 +7,9 @@ import torch
 
 from testing.checkpoints.packed import make_quantized
 from testing.checkpoints.quantized import BY_NAME
+from testing.kernels.compiler import skip_without_compiler
 from testing.models import load_model
-from tests.compiler import skip_without_compiler
-from tests.worker.shared_steps import VOCAB, alone, together
+from testing.worker.shared_steps import VOCAB, alone, together
 from worker_service.host import create_host_operations
 from worker_service.models.linear import Linear
 from worker_service.models.loading import prepare_model

@@ -15,8 +15,8 @@ from pagewire.common.network.rewrites import cut, tied
 from pagewire.common.network.source import load_config
 from testing.checkpoints.families import FAMILIES, make_checkpoint
 from testing.checkpoints.gguf_files import write_gguf
+from testing.kernels.compiler import skip_without_compiler
 from testing.models import load_model
-from tests.compiler import skip_without_compiler
 from worker_service.host.decoder import CpuDecoder
 from worker_service.host.operations import CpuProduct, create_host_operations
 from worker_service.models.decoder import Decoder

@@ -18,8 +18,8 @@ from pagewire.common.network.rope import RopeConfig
 from pagewire.common.network.source import load_config, model_digest, read_headers
 from testing.checkpoints.families import make_checkpoint
 from testing.checkpoints.gguf_files import dequantized, write_dequantized, write_gguf
+from testing.kernels.compiler import skip_without_compiler
 from testing.models import load_model
-from tests.compiler import skip_without_compiler
 from worker_service.host.operations import CpuProduct, create_host_operations
 from worker_service.models.checkpoint import Checkpoint, Piece
 from worker_service.models.gguf_checkpoint import GgufCheckpoint

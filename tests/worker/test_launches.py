@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from tests.kernels.triton.device import choose_device
+from testing.kernels.device import choose_device
 
 DEVICE = choose_device()
 

@@ -27,9 +27,9 @@ from pagewire.common.messages import (
 )
 from pagewire.common.process import EXIT_WITH_PARENT, MEMORY_PREFIX
 from testing.checkpoints.families import FAMILIES, make_checkpoint
+from testing.kernels.compiler import skip_without_compiler
 from testing.plans import Row, num_blocks_needed, plan_steps
-from tests.compiler import skip_without_compiler
-from tests.worker.host_blocks import host_block
+from testing.worker.host_blocks import host_block
 from tests.worker.runners import load
 from worker_service.config import WorkerConfig
 from worker_service.engine import LoadedWorker

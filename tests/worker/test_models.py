@@ -26,7 +26,7 @@ from testing.checkpoints.families import (
     NUM_EXPERTS,
     make_checkpoint,
 )
-from tests.worker.model_logits import (
+from testing.worker.model_logits import (
     BIASES,
     CPU,
     TOLERANCE,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from pagewire.common.messages import StepPlan
+from testing.worker.host_blocks import host_block
 from tests.worker.fake_device import FakeDevice, Guard
-from tests.worker.host_blocks import host_block
 from worker_service.cache.cache_engine import CacheEngine, CacheShape
 from worker_service.cache.stream_moves import _BlockIds, _find_runs, num_staging_blocks
 

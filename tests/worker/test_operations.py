@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from testing.checkpoints.families import make_checkpoint
-from tests.kernels.triton.device import choose_device
+from testing.kernels.device import choose_device
 
 choose_device()
 

@@ -24,8 +24,8 @@ from bench.core.perplexity import (
 from bench.peers.environment import Environments
 from pagewire.kernels.cpu import NATIVE
 from testing.checkpoints.gguf_files import dequantized
+from testing.kernels.variants import load_variant
 from testing.logits import LlamaCppModel, mean_divergence
-from tests.kernels.variants import load_variant
 
 pytestmark = pytest.mark.thorough
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from models.story_tokens import sequences
 from models.train_storyteller import RECIPES
 from pagewire.kernels.cpu import NATIVE
+from testing.kernels.variants import load_variant
 from testing.logits import Divergence, OurModel, ReferenceModel
-from tests.kernels.variants import load_variant
 
 pytestmark = pytest.mark.thorough
 

@@ -16,7 +16,7 @@ from testing.checkpoints.families import FAMILIES, make_checkpoint
 from testing.checkpoints.packed import awq, gptq, make_quantized
 from testing.checkpoints.quantized import BY_NAME, CASES
 from testing.models import load_model
-from tests.worker.model_logits import compute_logits, host_operations, packed_products, random_tokens, use_kernels
+from testing.worker.model_logits import compute_logits, host_operations, packed_products, random_tokens, use_kernels
 from tests.worker.thread_ranks import Meeting, ThreadRank, kept
 from worker_service.config import WorkerConfig
 from worker_service.models.checkpoint import Checkpoint, Piece

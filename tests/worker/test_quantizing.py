@@ -20,8 +20,8 @@ from testing.checkpoints.families import make_checkpoint
 from testing.checkpoints.gguf_files import write_gguf
 from testing.checkpoints.packed import make_quantized
 from testing.checkpoints.quantized import BY_NAME
-from tests.compiler import skip_without_compiler
-from tests.worker.model_logits import CPU, compute_logits, load, random_tokens
+from testing.kernels.compiler import skip_without_compiler
+from testing.worker.model_logits import CPU, compute_logits, load, random_tokens
 from worker_service.config import WorkerConfig
 from worker_service.host import PackedCache
 from worker_service.host.operations import CpuProduct, create_host_operations

@@ -21,9 +21,9 @@ from pagewire.common.network.families.reading import MAX_SIZE
 from pagewire.common.network.rope import RopeConfig
 from testing.checkpoints.families import make_checkpoint
 from testing.checkpoints.gguf_files import write_gguf
+from testing.kernels.compiler import skip_without_compiler
 from testing.models import load_model
-from tests.compiler import skip_without_compiler
-from tests.worker.model_logits import TOLERANCE, compute_logits
+from testing.worker.model_logits import TOLERANCE, compute_logits
 from tests.worker.rotary_tables import SCALINGS, filled_tables
 from worker_service.config import WorkerConfig
 from worker_service.models.rope import inverse_frequencies

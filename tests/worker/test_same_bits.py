@@ -14,11 +14,11 @@ from testing.checkpoints.families import FAMILIES, FIRST_FAMILIES, make_checkpoi
 from testing.checkpoints.gguf_files import write_gguf
 from testing.checkpoints.packed import make_mxfp4, make_quantized
 from testing.checkpoints.quantized import BY_NAME
+from testing.kernels.compiler import skip_without_compiler
 from testing.models import load_model
-from tests.compiler import skip_without_compiler
+from testing.worker.model_logits import packed_products
+from testing.worker.shared_steps import CPU, VOCAB, alone, together
 from tests.thorough import thorough
-from tests.worker.model_logits import packed_products
-from tests.worker.shared_steps import CPU, VOCAB, alone, together
 from worker_service.host import create_host_operations
 from worker_service.models.communicator import RankGroup, SingleRank
 from worker_service.startup.cpu_kernels import load_cpu_kernels

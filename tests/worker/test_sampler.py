@@ -14,9 +14,9 @@ from pagewire.common.messages import Candidates, Logprobs, SamplingParams
 from pagewire.kernels.cpu import NATIVE
 from pagewire.kernels.cpu.sampler import CpuSampler, TorchSampler
 from pagewire.kernels.sampling import _in_order, _lowest_of_equals, logprob_columns, most_likely
-from tests.kernels.variants import load_variant
-from tests.worker import drawing
-from tests.worker.drawing import Draws, SamplingRow
+from testing.kernels.variants import load_variant
+from testing.worker import drawing
+from testing.worker.drawing import Draws, SamplingRow
 
 VOCAB_SIZE = 60
 

@@ -8,7 +8,7 @@ from pagewire.common.network.checkpoint_files import CheckpointError
 from testing.checkpoints.families import make_checkpoint
 from testing.checkpoints.packed import make_mxfp4
 from testing.models import load_model
-from tests.worker.model_logits import compute_logits, edited, host_operations, random_tokens, use_kernels
+from testing.worker.model_logits import compute_logits, edited, host_operations, random_tokens, use_kernels
 from tests.worker.thread_ranks import Meeting, ThreadRank
 from worker_service.models.linear import ExpertLinear
 from worker_service.models.loading import prepare_model

@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from testing.checkpoints.families import FAMILIES, make_checkpoint
 from testing.models import load_model
-from tests.worker.model_logits import (
+from testing.worker.model_logits import (
     BIASES,
     CPU,
     TOLERANCE,

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from pagewire.kernels import reference
-from tests.kernels.triton.device import choose_device
+from testing.kernels.device import choose_device
 
 DEVICE = choose_device()
 
-from tests.kernels.triton.recorded_launches import record_attention  # noqa: E402
+from testing.kernels.recorded_launches import record_attention  # noqa: E402
 from tests.worker.attention_rows import E4M3, NUM_LAYERS, PADDING, Rows, random_lengths  # noqa: E402
 from worker_service.attention import DeviceRows, create_backend  # noqa: E402
 from worker_service.attention.backends.triton import TritonAttention  # noqa: E402

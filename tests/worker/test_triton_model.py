@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from tests.kernels.triton.device import choose_device
+from testing.kernels.device import choose_device
 
 DEVICE = choose_device()
 

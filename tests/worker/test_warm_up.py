@@ -6,7 +6,7 @@ import pytest
 import torch
 from triton.runtime.interpreter import GridExecutor
 
-from tests.kernels.triton.device import choose_device
+from testing.kernels.device import choose_device
 
 DEVICE = choose_device()
 

@@ -37,7 +37,7 @@ from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
 from scheduler_service.config import SchedulerConfig
 from testing.checkpoints.families import make_checkpoint
 from testing.plans import GREEDY, PlannedStep, Row, plan_steps
-from tests.contract.certificates import Authority
+from testing.serving.certificates import Authority
 from worker_service.config import WorkerConfig
 from worker_service.engine import Engine, LoadedWorker
 from worker_service.rpc.servicer import BEGIN_TIMEOUT_S, WorkerServicer

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from testing.models import load_model
-from tests.worker.model_logits import CPU
+from testing.worker.model_logits import CPU
 from worker_service.models.linear import Linear
 from worker_service.models.operations import Operations, Product
 

@@ -1,6 +1,6 @@
 """A runner with the Triton kernels in the interpreter, over a model with the layers of Qwen3-0.6B on a fake device.
 
-To be imported once the interpreter is chosen: see `tests.kernels.triton.device`.
+To be imported once the interpreter is chosen: see `testing.kernels.device`.
 """
 
 import json

@@ -5,7 +5,7 @@ import random
 import torch
 import transformers
 
-from tests.kernels.triton.device import choose_device
+from testing.kernels.device import choose_device
 
 DEVICE = choose_device()
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from testing.simulated_worker import SimulatedWorker
-from tests.contract.http.door import HttpServer, make_chat_checkpoint, serve_http
+from testing.core.simulated_worker import SimulatedWorker
+from testing.serving.door import HttpServer, make_chat_checkpoint, serve_http
 from tests.contract.http.scripted import Say
 
 

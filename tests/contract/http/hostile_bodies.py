@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from msgspec import Struct, inspect
 
 from scheduler_service.doors.http.openapi import TypedRoute
-from tests.core.chat_output.spellings import SPELLINGS
+from testing.chat_output.spellings import SPELLINGS
 
 # Makes a value in JSON of about that many bytes.
 Make = Callable[[int], str]

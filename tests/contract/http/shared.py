@@ -5,8 +5,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.contract.http.door import HttpServer, serve_http
-from tests.contract.tenants import KEYS, key_file, write_tenants
+from testing.serving.door import HttpServer, serve_http
+from testing.serving.tenants import KEYS, key_file, write_tenants
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 MIB = 1 << 20

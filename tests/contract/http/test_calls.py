@@ -16,9 +16,9 @@ from pagewire.common import __version__
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.doors.http import body, routes
 from scheduler_service.doors.http.transport import connection, event_stream
-from tests.contract.certificates import Authority
-from tests.contract.http.door import DONE, HttpServer, serve_http, server_of_the_module
-from tests.contract.tenants import KEYS, key_file, remove_tenant, write_tenants
+from testing.serving.certificates import Authority
+from testing.serving.door import DONE, HttpServer, serve_http, server_of_the_module
+from testing.serving.tenants import KEYS, key_file, remove_tenant, write_tenants
 
 lasting_server = server_of_the_module("lasting_server")
 

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from scheduler_service.doors.http.messages.conversation import chat_of
 from scheduler_service.doors.http.messages.requests import CountTokensRequest
-from tests.contract.http.door import Begun, HttpServer, noting_requests, serve_http, server_of_the_module
+from testing.serving.door import Begun, HttpServer, noting_requests, serve_http, server_of_the_module
 from tests.contract.http.scripted import CALL, WEATHER, Say, make_tool_checkpoint
 from tests.growth import check_growth
 

@@ -9,7 +9,7 @@ from openai.types.responses import Response
 from tokenizers import Tokenizer
 
 from scheduler_service.doors.http import prompts
-from tests.contract.http.door import HttpServer, server_of_the_module
+from testing.serving.door import HttpServer, server_of_the_module
 from tests.contract.http.response_items import PATH
 from tests.contract.http.scripted import Say, make_tool_checkpoint
 

@@ -10,9 +10,9 @@ from pagewire.common.grammars import GrammarCompiler, Matcher
 from pagewire.common.messages import GrammarKind
 from pagewire.wire import TIMEOUT_PASSED
 from scheduler_service.serving.refusal import Reason
+from testing.grammars.spelled import allowed_tokens
 from testing.scheduler_stack import VOCAB_SIZE, expected_tokens, request
-from tests.contract.http.door import HttpServer, joined, server_of_the_module
-from tests.contract.spelled_grammars import allowed_tokens
+from testing.serving.door import HttpServer, joined, server_of_the_module
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 server = server_of_the_module()

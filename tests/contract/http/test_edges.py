@@ -15,8 +15,8 @@ import pytest
 
 from scheduler_service.doors.http import body, call_admission
 from scheduler_service.doors.http.transport import connection, event_stream, http_server
-from tests.contract.certificates import Authority
-from tests.contract.http.door import DONE, HttpServer, serve_http, server_of_the_module
+from testing.serving.certificates import Authority
+from testing.serving.door import DONE, HttpServer, serve_http, server_of_the_module
 from tests.contract.http.sockets import PATH, VERSION, Stream, answer_to, connected, posted, status_of
 
 lasting_server = server_of_the_module("lasting_server")

@@ -14,11 +14,11 @@ from scheduler_service.doors.http.transport import http_server
 from scheduler_service.doors.scheduler import request_servicer
 from scheduler_service.serving.prompt_text import TextLimits
 from scheduler_service.serving.turns import PIECE_SIZE
-from tests.contract.http.door import HttpServer, make_chat_checkpoint, serve_http
+from testing.serving.door import HttpServer, make_chat_checkpoint, serve_http
+from testing.serving.tenants import KEYS
 from tests.contract.http.scripted import Say
 from tests.contract.http.shared import CHAT, COMPLETION, MIB, chat, of, shared_server
 from tests.contract.pooling import write_pooling
-from tests.contract.tenants import KEYS
 
 
 async def test_chats_are_rendered_in_turns(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

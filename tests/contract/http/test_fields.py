@@ -20,7 +20,7 @@ from scheduler_service.doors.http.requests import INERT
 from scheduler_service.doors.http.routes import POSTED
 from scheduler_service.serving.parsed_request import ParsedRequest
 from scheduler_service.serving.tenants.caller import Call
-from tests.contract.http.door import (
+from testing.serving.door import (
     CHAT_TEMPLATE,
     Begun,
     HttpServer,

@@ -13,7 +13,7 @@ import pytest_asyncio
 from scheduler_service.doors.http.body import decode_body
 from scheduler_service.doors.http.messages.requests import MessagesRequest
 from scheduler_service.doors.http.requests import ChatCompletionRequest, JsonSchemaFormat
-from tests.contract.http.door import HttpServer, serve_http
+from testing.serving.door import HttpServer, serve_http
 from tests.contract.http.scripted import WEATHER, make_tool_checkpoint
 from tests.growth import check_growth
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from scheduler_service.doors.http.transport import connection
-from tests.contract.http.door import DONE, HttpServer, serve_http, server_of_the_module
+from testing.serving.door import DONE, HttpServer, serve_http, server_of_the_module
 from tests.contract.http.sockets import PATH, VERSION, Stream, answer_to, connected, posted, status_of
 
 lasting_server = server_of_the_module("lasting_server")

@@ -19,9 +19,9 @@ from pagewire import AsyncClient, SamplingParams, Session
 from pagewire.completion import Output
 from pagewire.errors import PagewireError
 from testing.scheduler_stack import VOCAB_SIZE
-from tests.contract.http.door import HttpServer, joined, serve_http
-from tests.fuzz.over_http import COMPLETIONS, as_over_http, body_of, id_of, outputs_over_http
-from tests.fuzz.received import Received
+from testing.serving.door import HttpServer, joined, serve_http
+from testing.serving.over_http import COMPLETIONS, as_over_http, body_of, id_of, outputs_over_http
+from testing.serving.received import Received
 from tests.thorough import thorough
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

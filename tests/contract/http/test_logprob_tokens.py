@@ -16,7 +16,7 @@ from scheduler_service.serving import parsed_request
 from scheduler_service.serving.output import MAX_DELTA_TOKENS, Delta
 from testing import scheduler_stack
 from testing.scheduler_stack import make_checkpoint
-from tests.contract.http.door import HttpServer, joined
+from testing.serving.door import HttpServer, joined
 from tests.contract.http.shared import CHAT, COMPLETION, MIB, chat, of, shared_server
 
 VOCAB_SIZE = 300

@@ -12,9 +12,9 @@ from tokenizers import Tokenizer
 
 from scheduler_service.doors.http.messages.conversation import chat_of
 from scheduler_service.doors.http.messages.requests import CountTokensRequest
-from tests.contract.http.door import HttpServer, make_chat_checkpoint, serve_http, server_of_the_module
+from testing.serving.door import HttpServer, make_chat_checkpoint, serve_http, server_of_the_module
+from testing.serving.tenants import KEYS, key_file, write_tenants
 from tests.contract.http.scripted import CALL, SECOND, WEATHER, Say, make_tool_checkpoint
-from tests.contract.tenants import KEYS, key_file, write_tenants
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 server = server_of_the_module()

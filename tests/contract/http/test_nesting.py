@@ -23,7 +23,7 @@ from scheduler_service.doors.http.messages.answers import (
     ToolUsePart,
 )
 from scheduler_service.doors.http.messages.messages import folded
-from tests.contract.http.door import HttpServer, server_of_the_module
+from testing.serving.door import HttpServer, server_of_the_module
 from tests.contract.http.scripted import make_tool_checkpoint
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

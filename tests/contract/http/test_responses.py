@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from scheduler_service.doors.http.responses.conversation import chat_meant, items_of
 from scheduler_service.doors.http.responses.requests import ResponsesRequest
-from tests.contract.http.door import HttpServer, serve_http, server_of_the_module
+from testing.serving.door import HttpServer, serve_http, server_of_the_module
 from tests.contract.http.response_items import PATH, TOOLS, items
 from tests.contract.http.scripted import CALL, SECOND, TEMPLATE, Say, make_tool_checkpoint
 from tests.contract.http.shared import CHAT

@@ -19,12 +19,12 @@ from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.doors.http import prompts as http_prompts
 from scheduler_service.doors.http.responses import stored_responses
+from testing.serving.door import HttpServer, serve_http
+from testing.serving.front_end import DEADLINE, serve_front_end
+from testing.serving.tenants import KEYS, key_file, write_tenants
 from tests.contract.detached import until as until_closed
-from tests.contract.front_end import DEADLINE, serve_front_end
-from tests.contract.http.door import HttpServer, serve_http
 from tests.contract.http.response_items import PATH, TOOLS, items
 from tests.contract.http.scripted import CALL, WEATHER, Say, make_tool_checkpoint
-from tests.contract.tenants import KEYS, key_file, write_tenants
 
 THOUGHT = f"<think>\nhm\n</think>\n\nI look.\n{CALL}"
 LONG = "x" * 150

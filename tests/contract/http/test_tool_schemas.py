@@ -10,7 +10,7 @@ import pytest
 
 from pagewire.common.grammars.json_schema import enforceable, for_library, without_unset
 from scheduler_service.doors.http import prompts
-from tests.contract.http.door import HttpServer, serve_http, server_of_the_module
+from testing.serving.door import HttpServer, serve_http, server_of_the_module
 from tests.contract.http.scripted import CALL, WEATHER, Say, make_tool_checkpoint
 from tests.growth import check_growth
 

@@ -18,7 +18,7 @@ from scheduler_service.doors.http.responses.conversation import chat_meant, item
 from scheduler_service.doors.http.responses.requests import ResponsesRequest
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
-from tests.contract.http.door import HttpServer, serve_http
+from testing.serving.door import HttpServer, serve_http
 from tests.contract.http.scripted import Say, make_tool_checkpoint
 from tests.growth import check_growth
 

@@ -7,8 +7,8 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
+from testing.chat_output.spellings import SPELLINGS
 from tests.core.chat_output.campaign import check
-from tests.core.chat_output.spellings import SPELLINGS
 
 
 def main() -> int:

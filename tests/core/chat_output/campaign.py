@@ -4,8 +4,8 @@ import random
 from collections.abc import Iterable
 
 from pagewire.common.chat_output import CallStart, Content, OutputPart, Reasoning
-from tests.core.chat_output.spellings import FUNCTIONS, SPELLINGS, Segment, Spelling, expected
-from tests.core.chat_output.splitting import in_two, parts_of, some_splits
+from testing.chat_output.spellings import FUNCTIONS, SPELLINGS, Segment, Spelling, expected
+from testing.chat_output.splitting import in_two, parts_of, some_splits
 
 _MOST_TAGS = 40  # characters of the tags of reasoning
 

@@ -3,8 +3,8 @@
 import random
 
 from pagewire.common.chat_output import ChatFormat, OutputPart
-from tests.core.chat_output.spellings import FUNCTIONS
-from tests.core.chat_output.splitting import in_two, parts_of, some_splits
+from testing.chat_output.spellings import FUNCTIONS
+from testing.chat_output.splitting import in_two, parts_of, some_splits
 
 Row = tuple[str, list[OutputPart]]
 

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from testing.chat_output.spellings import SPELLINGS
 from tests.core.chat_output.campaign import check
-from tests.core.chat_output.spellings import SPELLINGS
 
 pytestmark = pytest.mark.thorough
 

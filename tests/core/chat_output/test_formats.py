@@ -12,7 +12,7 @@ from pagewire.common.chat_output import (
     Reasoning,
     format_of,
 )
-from tests.core.chat_output.spellings import SPELLINGS
+from testing.chat_output.spellings import SPELLINGS
 from tests.core.chat_output.table import hold
 
 F = CallStart("f")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.core.chat_output.spellings import FUNCTIONS, SPELLINGS, Call, Spelling
+from testing.chat_output.spellings import FUNCTIONS, SPELLINGS, Call, Spelling
 from tests.growth import check_growth
 
 pytestmark = pytest.mark.thorough

@@ -3,8 +3,8 @@
 import pytest
 
 from pagewire.common.chat_output import Arguments, CallStart, Content, OutputPart, Reasoning, format_of
-from tests.core.chat_output.spellings import FUNCTIONS, SPELLINGS
-from tests.core.chat_output.splitting import merged, parts_of
+from testing.chat_output.spellings import FUNCTIONS, SPELLINGS
+from testing.chat_output.splitting import merged, parts_of
 from tests.core.chat_output.table import Row, hold
 
 F = CallStart("f")

@@ -11,8 +11,8 @@ import pytest
 from pagewire.common.chat_output import Parameters
 from pagewire.common.grammars.structural_tag import structural_tag_to_lark
 from pagewire.common.schema_budget import MAX_CHARS, MAX_VALUES, SchemaBudget, SchemaBudgetError
-from tests.core.chat_output.spellings import SPELLINGS, Call
-from tests.core.chat_output.splitting import Functions, parts_of
+from testing.chat_output.spellings import SPELLINGS, Call
+from testing.chat_output.splitting import Functions, parts_of
 from tests.growth import check_costs, check_growth
 
 FORMATS = ("hermes", "qwen-coder", "pythonic")  # arguments in JSON, between tags, as Python spells them

@@ -10,9 +10,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from pagewire.common.chat_output import Arguments, CallStart
 from pagewire.common.grammars import GrammarCompiler, GrammarError
-from tests.contract.spelled_grammars import allowed_tokens
-from tests.core.chat_output.spellings import SPELLINGS, Call
-from tests.core.chat_output.splitting import Functions, parts_of
+from testing.chat_output.spellings import SPELLINGS, Call
+from testing.chat_output.splitting import Functions, parts_of
+from testing.grammars.spelled import allowed_tokens
 
 END = 256
 PROPERTIES: dict[str, object] = {

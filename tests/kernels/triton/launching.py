@@ -12,7 +12,7 @@ from pagewire.kernels.sampling import FLOATS, INTEGERS
 from pagewire.kernels.triton import gathering, linear, sampler
 from testing.kernel_checks.gathering import make_tables
 from testing.kernel_checks.linear import Layer, make_rows, make_weight
-from testing.triton_driver import Driver, launches
+from testing.kernels.triton_driver import Driver, launches
 
 NUM_ROWS, NUM_BLOCKS, NUM_LOGPROBS = (1, 2, 5, 16, 40, 1024), (1, 3, 16, 2560), (None, 0, 1, 5, 16)
 NUM_SLOTS, VOCAB_SIZE = 257, 151_936

@@ -18,7 +18,7 @@ from pagewire.kernels.triton.attention_arguments import LayerGroup, PagedCaches,
 from pagewire.kernels.triton.decode_attention import SplitPlan
 from pagewire.kernels.triton.fused import HeadCaching
 from pagewire.kernels.triton.paged_attention import PagedAttention
-from testing.triton_driver import Driver
+from testing.kernels.triton_driver import Driver
 
 CPU = torch.device("cpu")
 NUM_TOKENS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 9, 4, 2, 16, 8

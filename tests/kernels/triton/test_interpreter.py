@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.triton.device import choose_device
+from testing.kernels.device import choose_device
 
 DEVICE = choose_device()
 
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from tests.kernels.triton.interpreter import convert  # noqa: E402
+from testing.kernels.interpreter import convert  # noqa: E402
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="nothing is interpreted")
 

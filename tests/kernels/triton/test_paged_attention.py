@@ -12,7 +12,7 @@ from pagewire.kernels.triton.attention_arguments import LayerGroup, paged_caches
 from pagewire.kernels.triton.decode_attention import SplitPlan
 from pagewire.kernels.triton.paged_attention import PagedAttention
 from testing.kernel_checks.prefill_attention import E4M3, Case, check_paged_attention, compare, make_batch
-from tests.kernels.triton.recorded_launches import record_attention
+from testing.kernels.recorded_launches import record_attention
 
 CASE = Case(((1, 40), (1, 17), (1, 0), (12, 20), (9, 9), (1, 5)), num_kv_heads=2, num_groups=2)
 FEATURES = {

@@ -26,7 +26,7 @@ from testing.kernel_checks.sampler import (
     random_logits,
     single_rows,
 )
-from tests.worker.drawing import SamplingRow, draw
+from testing.worker.drawing import SamplingRow, draw
 
 FILTERED = (Row(top_k=7, seed=1), Row(top_p=0.9, seed=2), Row(top_k=40, top_p=0.5, min_p=0.02, seed=3))
 

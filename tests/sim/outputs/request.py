@@ -6,8 +6,8 @@ from functools import cached_property
 from pagewire.common.messages import SamplingParams
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.core.request import BeamParams, EarlyStopping, EndReason, Request
-from testing.simulated_worker import reference
-from tests.sim import beam_oracle
+from testing.core import beam_oracle
+from testing.core.simulated_worker import reference
 from tests.sim.outputs.toy_tokenizer import text_of, tokens_of
 from tests.sim.scenario import BAD_TOKEN, VOCAB_SIZE
 

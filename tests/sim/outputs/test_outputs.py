@@ -3,12 +3,21 @@
 The seeds are always the same. `make sim-outputs FIRST=n` tries others.
 """
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
+from tests.sim.campaign import CAMPAIGN as CORE
 from tests.sim.outputs.campaign import CAMPAIGN
 from tests.sim.outputs.known_seeds import KNOWN_SEEDS
 from tests.sim.outputs.mutants import MUTANTS, PLANTING
 from tests.sim.planting import misplaced
+from tests.thorough import thorough
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_some_seeds():
@@ -25,3 +34,17 @@ def test_known_seeds(seed):
 def test_every_planted_bug_has_its_place():
     assert not "".join(misplaced(PLANTING, mutant) for mutant in MUTANTS)
     assert PLANTING.recorded_seeds().keys() == {mutant.name for mutant in MUTANTS}
+
+
+@pytest.mark.parametrize("num_seeds", [10, *thorough(40)])
+@pytest.mark.parametrize("campaign", [CORE, CAMPAIGN])
+def test_a_seed_is_a_history(campaign, num_seeds):
+    """The same in another process, where strings hash otherwise, and objects lie elsewhere."""
+    module = "tests.sim.campaign" if campaign is CORE else "tests.sim.outputs.campaign"
+    program = f"from {module} import CAMPAIGN; print(CAMPAIGN.run_seeds(range({num_seeds})).log_hash)"
+    environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)}
+    other = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    assert int(other.stdout) == campaign.run_seeds(range(num_seeds)).log_hash
+    assert campaign.run_seeds(range(num_seeds)).log_hash != campaign.run_seeds(range(1, num_seeds + 1)).log_hash

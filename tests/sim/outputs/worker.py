@@ -7,7 +7,7 @@ from random import Random
 
 from pagewire.common.messages import RowStatus, StepPlan, WorkerCapacity
 from scheduler_service.serving.step_loop import StepLoop
-from testing.simulated_worker import SimulatedWorker
+from testing.core.simulated_worker import SimulatedWorker
 from tests.sim.scenario import BAD_TOKEN
 
 

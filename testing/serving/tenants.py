@@ -11,7 +11,7 @@ import yaml
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from testing.scheduler_stack import Result, Stack, serve
-from tests.contract.front_end import FrontEnd, serve_front_end
+from testing.serving.front_end import FrontEnd, serve_front_end
 
 KEYS = {"acme": "key-of-acme", "globex": "key-of-globex", "root": "key-of-root"}
 PROMPT = list(range(1, 41))

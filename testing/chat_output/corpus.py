@@ -1,4 +1,4 @@
-"""Read answers as chat templates write them in a history: `python -m tests.core.chat_output.corpus FOLDER`.
+"""Read answers as chat templates write them in a history: `python -m testing.chat_output.corpus FOLDER`.
 
 The folder has templates (*.jinja), as llama.cpp's models/templates has. What a template leaves out of an answer is not
 expected, and neither is anything where it takes no such answer, or several calls in messages of their own alone.
@@ -14,7 +14,7 @@ from typing import Any
 from pagewire.common.chat_output import Arguments, CallStart, ChatFormat, Content, OutputPart, Reasoning, format_of
 from pagewire.common.chat_template import ChatTemplateError, render
 from pagewire.common.template_forms import as_taken
-from tests.core.chat_output.splitting import Functions, in_two, parts_of
+from testing.chat_output.splitting import Functions, in_two, parts_of
 
 _CITY = {
     "type": "object",

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from pagewire.common.grammars import GrammarCompiler, GrammarError, Matcher
 from scheduler_service.serving.checkpoint.tokenizer import IncrementalDecoder, Tokenizer
-from tests.contract.tokenizer_shapes import END, Shape
+from testing.grammars.tokenizer_shapes import END, Shape
 
 # What tokens are called, what normalizers change, and what not every tokenizer has tokens for.
 NAMES = ("<think>", "<tool_call>", "</tool_call>", "<repo_name>", "[INST]", "[TOOL_CALLS]", "<|im_end|>", "<0x41>")

@@ -13,10 +13,10 @@ import sys
 import pytest
 
 import pagewire.kernels.cpu
+import testing.kernels.variants
 import tests.kernels.conftest
-import tests.kernels.variants
 from pagewire.kernels.cpu import library
-from tests.kernels.emulated import aarch64
+from testing.kernels.emulated import aarch64
 
 TESTS = (
     "tests/kernels/test_cpu_products.py",
@@ -53,7 +53,7 @@ def pretend(processor: str) -> None:
         return aarch64.open_emulated(library.choose_variant(build.variant), processor)
 
     library._features = lambda: aarch64.PROCESSORS[processor]
-    for module in (library, pagewire.kernels.cpu, tests.kernels.conftest, tests.kernels.variants):
+    for module in (library, pagewire.kernels.cpu, tests.kernels.conftest, testing.kernels.variants):
         vars(module)["load_library"] = load_library
     platform.machine = lambda: aarch64.MACHINE
     print(f"kernels for AArch64, as {processor} runs them")

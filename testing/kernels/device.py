@@ -13,7 +13,7 @@ def choose_device() -> torch.device:
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError("something imported Triton before these tests could choose its interpreter")
     os.environ["TRITON_INTERPRET"] = "1"
-    from tests.kernels.triton import interpreter
+    from testing.kernels import interpreter
 
     interpreter.repair()
     return torch.device("cpu")

@@ -21,7 +21,7 @@ from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.parsed_request import ParsedRequest
 from scheduler_service.serving.tenants.caller import Call
 from testing.scheduler_stack import Stack, make_checkpoint, serve
-from tests.contract.front_end import FrontEnd, serve_front_end
+from testing.serving.front_end import FrontEnd, serve_front_end
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message['content'] + '\n' }}{% endfor %}"

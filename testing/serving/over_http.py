@@ -10,7 +10,7 @@ import httpx2 as httpx
 from pagewire import SamplingParams, Session
 from pagewire.completion import Output, TokenLogprobs
 from pagewire.errors import DeadlineExceeded, InternalError, InvalidRequest, NotFound, PagewireError, Unavailable
-from tests.fuzz.received import Received, Sample
+from testing.serving.received import Received, Sample
 
 COMPLETIONS, EMBEDDINGS = "/v1/completions", "/v1/embeddings"
 DONE = "[DONE]"

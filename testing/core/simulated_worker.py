@@ -25,7 +25,7 @@ from pagewire.common.messages import (
     StepPlan,
     StepResult,
 )
-from testing.toy_grammar import ToyMatcher, constrained_candidates, constrained_token, is_readable, read
+from testing.core.toy_grammar import ToyMatcher, constrained_candidates, constrained_token, is_readable, read
 
 BAD = -1  # the digest of a position that has no good values; no hash of a tuple is -1
 NOISE = 12345  # what a block holds before it is written

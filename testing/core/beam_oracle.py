@@ -4,8 +4,8 @@ Written from transformers' `_beam_search` over whole lists of candidates, apart 
 """
 
 from scheduler_service.core.request import EarlyStopping, Request
-from testing.simulated_worker import candidates, digest, digest_all
-from testing.toy_grammar import constrained_candidates, read
+from testing.core.simulated_worker import candidates, digest, digest_all
+from testing.core.toy_grammar import constrained_candidates, read
 
 Hypotheses = list[tuple[tuple[int, ...], float, int | None]]  # tokens, cumulative logprob, stop token; best first
 

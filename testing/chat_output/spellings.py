@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from pagewire.common.chat_output import Arguments, CallStart, ChatFormat, Content, OutputPart, Reasoning, format_of
-from tests.core.chat_output.splitting import Functions, merged
+from testing.chat_output.splitting import Functions, merged
 
 _PROPERTIES = {
     "text": {"type": "string"},

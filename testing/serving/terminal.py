@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.contract import scripted_scheduler
+from testing.serving import scripted_scheduler
 
 ROOT = Path(__file__).parents[2]
 STORY = "".join(scripted_scheduler.WORDS)

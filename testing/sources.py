@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 # What is installed, and counted. Links of `pagewire` to folders of the top level are not followed.
 PACKAGES = ("scheduler_service", "worker_service", "pagewire/kernels", "pagewire/common", "pagewire")
 

@@ -6,7 +6,7 @@ import pytest
 
 from pagewire.kernels.cpu import BuildError, CpuKernels
 from pagewire.kernels.cpu.library import choose_variant, load_library
-from tests.compiler import skip_without_compiler
+from testing.kernels.compiler import skip_without_compiler
 from worker_service.startup.cpu_kernels import environment_build
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pagewire.kernels.cpu import CpuKernels
 from pagewire.kernels.cpu.library import VARIANTS, Library, build_library, flags_of
-from tests.kernels.emulated.library import EmulatedLibrary
+from testing.kernels.emulated.library import EmulatedLibrary
 from worker_service.startup.cpu_kernels import environment_build
 
 MACHINE = "aarch64"

@@ -1,7 +1,7 @@
 """Whether there is a C compiler, as a fresh machine may lack it, and what the tests have built by it.
 
-Run as a process of its own, `python -m tests.compiler`, it builds the CPU's kernels in every variant, beside tests that
-would have to wait for them. What is built already is not built again.
+Run as a process of its own, `python -m testing.kernels.compiler`, it builds the CPU's kernels in every variant, beside
+tests that would have to wait for them. What is built already is not built again.
 """
 
 import os

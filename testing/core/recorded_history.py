@@ -17,7 +17,7 @@ from scheduler_service.core.request import (
 )
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.serving.recording import Recorder, record
-from testing.simulated_worker import SimulatedWorker
+from testing.core.simulated_worker import SimulatedWorker
 
 VOCAB = 97
 DEFAULTS = SchedulerOptions(

@@ -7,8 +7,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from testing.kernels.compiler import skip_without_compiler
 from testing.models import load_model
-from tests.compiler import skip_without_compiler
 from worker_service.attention import AttentionBatch, create_backend
 from worker_service.host.decoder import host_model
 from worker_service.host.operations import create_host_operations

@@ -1,0 +1,1 @@
+"""Grammars of every kind, and tokenizers of every shape."""

@@ -1,0 +1,1 @@
+"""Compilers, processors, devices and drivers, real or emulated, for tests of kernels."""

@@ -1,0 +1,1 @@
+"""Front ends, scripted schedulers, tenants, certificates and clients, for tests of services."""
