@@ -3,9 +3,6 @@
 import asyncio
 from collections.abc import Callable
 
-import grpc
-import pytest
-
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from testing.scheduler_stack import Stack, request
 from testing.serving.front_end import DEADLINE, FrontEnd
@@ -62,12 +59,6 @@ async def attach(
     async for response in server.stub.Attach(message, metadata=metadata):
         attached.add(response)
     return attached
-
-
-async def failure_of(call: object) -> grpc.aio.AioRpcError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return caught.value
 
 
 async def until_ended(server: Server, request_id: str, tenant: str = "") -> pb.GetResultResponse:

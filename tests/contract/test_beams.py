@@ -24,6 +24,7 @@ from testing.scheduler_stack import (
     serve,
     status_of,
 )
+from testing.serving.failures import failure_of
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 EARLY_STOPPING = {
@@ -120,9 +121,9 @@ async def test_the_checkpoints_own_sampling_does_not_count(tmp_path: Path) -> No
 async def test_what_beam_search_does_not_take(checkpoint: Path, sampling: dict[str, object], field: str) -> None:
     async with serve(checkpoint) as stack:
         running = asyncio.create_task(stack.generate(request(PROMPT, max_tokens=40)))
-        error = await status_of(stack, request(PROMPT, max_tokens=4, **sampling))
-        assert error is not None
-        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        error = await failure_of(
+            stack.generate(request(PROMPT, max_tokens=4, **sampling)), grpc.StatusCode.INVALID_ARGUMENT
+        )
         assert details(error)[0].field_violations[0].field == f"sampling.{field}"
         assert field in error.details()
         assert (await running).token_ids[0] == expected_tokens(PROMPT, 40)
@@ -130,9 +131,9 @@ async def test_what_beam_search_does_not_take(checkpoint: Path, sampling: dict[s
 
 async def test_more_beams_than_rows(checkpoint: Path) -> None:
     async with serve(checkpoint, max_num_seqs=4) as stack:
-        error = await status_of(stack, request(PROMPT, max_tokens=4, beam_width=5))
-        assert error is not None
-        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        error = await failure_of(
+            stack.generate(request(PROMPT, max_tokens=4, beam_width=5)), grpc.StatusCode.INVALID_ARGUMENT
+        )
         assert details(error)[0].field_violations[0].field == "sampling.beam_width"
         assert await status_of(stack, request(PROMPT, max_tokens=4, beam_width=4)) is None
 

@@ -17,6 +17,7 @@ from scheduler_service import request_service
 from scheduler_service.doors.scheduler import shared_call
 from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
 from testing.scheduler_stack import Stack, details, make_checkpoint, request, serve, status_of
+from testing.serving.failures import failure_of
 from tests.contract.held_checks import held_checks
 
 PROMPT = [1, 2, 3, 4, 5]
@@ -69,12 +70,13 @@ async def test_texts_that_wait(checkpoint: Path, monkeypatch: pytest.MonkeyPatch
         waiting = [generate("acme", 50), generate("globex", 45)]
         await gauges.until("waiting_text_bytes", lambda held: held == 95)
         for tenant, size, whose, limit in (("acme", 11, "this tenant", 60), ("globex", 6, "all tenants", 100)):
-            with pytest.raises(grpc.aio.AioRpcError) as error:
-                await generate(tenant, size)
-            assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert f"texts of {whose}" in error.value.details()
-            assert f"the limit is {limit}; try again later" in error.value.details()
-            assert details(error.value)[1].retry_delay.seconds > 0
+            error = await failure_of(
+                generate(tenant, size),
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"texts of {whose}",
+                f"the limit is {limit}; try again later",
+            )
+            assert details(error)[1].retry_delay.seconds > 0
         released.set()
         await asyncio.gather(*waiting)
         assert await gauges.read("waiting_text_bytes") == 0

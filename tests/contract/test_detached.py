@@ -25,9 +25,10 @@ from scheduler_service.serving.checkpoint.tokenizer import Tokenizer as ServedTo
 from scheduler_service.serving.detached import DetachedRequests
 from scheduler_service.serving.output import Delta, OutputReader, SampleRecord
 from testing.scheduler_stack import VOCAB_SIZE, details, expected_tokens, request, serve, status_of
+from testing.serving.failures import failure_of
 from testing.serving.front_end import serve_both
 from testing.serving.tenants import code_of
-from tests.contract.detached import Attached, Server, attach, failure_of, submit, until_ended
+from tests.contract.detached import Attached, Server, attach, submit, until_ended
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 
@@ -159,17 +160,18 @@ async def test_positions_that_are_not_there(checkpoint: Path) -> None:
             (pb.AttachRequest(request_id=name, from_tokens=[7, 8]), "from_tokens[1]"),
             (pb.AttachRequest(request_id=name, from_tokens=[7], from_token=2**32 - 1), "from_token"),
         ):
-            error = await failure_of(stack.stub.Attach(message).read())
-            assert error.code() is grpc.StatusCode.OUT_OF_RANGE
-            assert "has 7 tokens" in error.details()
+            error = await failure_of(stack.stub.Attach(message).read(), grpc.StatusCode.OUT_OF_RANGE, "has 7 tokens")
             assert details(error)[0].field_violations[0].field == field
-        error = await failure_of(stack.stub.Attach(pb.AttachRequest(request_id=name, from_tokens=[1, 1, 1])).read())
-        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        error = await failure_of(
+            stack.stub.Attach(pb.AttachRequest(request_id=name, from_tokens=[1, 1, 1])).read(),
+            grpc.StatusCode.INVALID_ARGUMENT,
+        )
         assert details(error)[0].field_violations[0].field == "from_tokens"
         stack.worker.step_seconds = 0.05
         name = await submit(stack, PROMPT, max_tokens=100)
-        error = await failure_of(stack.stub.Attach(pb.AttachRequest(request_id=name, from_token=100)).read())
-        assert error.code() is grpc.StatusCode.OUT_OF_RANGE
+        await failure_of(
+            stack.stub.Attach(pb.AttachRequest(request_id=name, from_token=100)).read(), grpc.StatusCode.OUT_OF_RANGE
+        )
         await stack.stub.Abort(pb.AbortRequest(request_id=name))
 
 
@@ -269,8 +271,7 @@ async def test_the_name_of_a_record_is_taken_as_long_as_it_is_kept(checkpoint: P
         await keep(stack, "record", b"1")
         taken = [keep(stack, "request", b"2"), keep(stack, "record", b"2"), submit(stack, PROMPT, name="record")]
         for call in taken:
-            error = await failure_of(call)
-            assert error.code() is grpc.StatusCode.ALREADY_EXISTS
+            error = await failure_of(call, grpc.StatusCode.ALREADY_EXISTS)
             assert "a result or a response of request_id" in (error.details() or "")
             assert details(error)[0].field_violations[0].field == "request_id"
         await keep(stack, "record", b"another's", "you")
@@ -334,8 +335,7 @@ async def test_records_of_requests_that_run_are_bounded(checkpoint: Path) -> Non
 
         await forget(stack, await submit_with(12_000))  # one alone has room
         name = await submit_with(6000)
-        error = await failure_of(submit_with(6000))
-        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        error = await failure_of(submit_with(6000), grpc.StatusCode.RESOURCE_EXHAUSTED)
         assert "--max-detached-bytes" in (error.details() or "")
         await stack.stub.Abort(pb.AbortRequest(request_id=name))
         await until_ended(stack, name)
@@ -355,8 +355,7 @@ async def test_no_tenant_takes_the_room_of_others_records(checkpoint: Path) -> N
         await submit_with("a", 9000)
         await submit_with("b", 2000)
         for tenant, num_bytes in (("a", 2000), ("b", 3001), ("c", 3334)):
-            error = await failure_of(submit_with(tenant, num_bytes))
-            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            error = await failure_of(submit_with(tenant, num_bytes), grpc.StatusCode.RESOURCE_EXHAUSTED)
             assert re.findall(r"\d+", error.details() or "") == [str(num_bytes)]  # others' are not told
         await submit_with("b", 3000)
         await submit_with("c", 3333)
@@ -418,8 +417,7 @@ async def test_a_reader_outlives_the_retention(checkpoint: Path, monkeypatch: py
         stack.worker.step_seconds = 0.005
         name = await submit(stack, PROMPT, max_tokens=30)
         assert (await attach(stack, name)).token_ids[0] == expected_tokens(PROMPT, 30)
-        error = await failure_of(stack.stub.GetResult(pb.GetResultRequest(request_id=name)))
-        assert error.code() is grpc.StatusCode.NOT_FOUND
+        await failure_of(stack.stub.GetResult(pb.GetResultRequest(request_id=name)), grpc.StatusCode.NOT_FOUND)
 
 
 async def test_ids_are_taken_as_long_as_they_are_known(checkpoint: Path) -> None:
@@ -429,8 +427,7 @@ async def test_ids_are_taken_as_long_as_they_are_known(checkpoint: Path) -> None
             message = request(PROMPT, max_tokens=3)
             message.request_id, message.tenant = "mine", "me"
             submitted = await failure_of(stack.stub.Submit(pb.SubmitRequest(request=message)))
-            generated = await status_of(stack, message)
-            assert generated is not None
+            generated = await failure_of(stack.generate(message))
             assert {submitted.code(), generated.code()} == {grpc.StatusCode.ALREADY_EXISTS}
             assert details(generated)[0].field_violations[0].field == "request_id"
             message.tenant = "you"
@@ -446,8 +443,7 @@ async def test_submit_refuses_as_generate_does(checkpoint: Path) -> None:
             (request([VOCAB_SIZE]), grpc.StatusCode.INVALID_ARGUMENT, "token_ids.ids[0]"),
             (request(PROMPT, max_tokens=255), grpc.StatusCode.INVALID_ARGUMENT, "sampling.max_tokens"),
         ):
-            error = await failure_of(stack.stub.Submit(pb.SubmitRequest(request=message)))
-            assert error.code() is code
+            error = await failure_of(stack.stub.Submit(pb.SubmitRequest(request=message)), code)
             assert details(error)[0].field_violations[0].field == field
         assert (await failure_of(stack.stub.Submit(pb.SubmitRequest()))).code() is grpc.StatusCode.INVALID_ARGUMENT
         stack.worker.step_seconds = 0.02
@@ -473,8 +469,7 @@ async def test_abort_ends_it_and_cancelling_a_reader_does_not(checkpoint: Path) 
         assert len(attached.token_ids[0]) > 10
         assert attached.token_ids[0] == expected_tokens(PROMPT, len(attached.token_ids[0]))
         assert (await until_ended(stack, name)).state == pb.RESULT_STATE_FINISHED
-        error = await failure_of(stack.stub.Abort(pb.AbortRequest(request_id=name)))
-        assert error.code() is grpc.StatusCode.NOT_FOUND
+        await failure_of(stack.stub.Abort(pb.AbortRequest(request_id=name)), grpc.StatusCode.NOT_FOUND)
 
 
 async def test_a_request_that_fails_tells_everybody(checkpoint: Path) -> None:
@@ -482,9 +477,7 @@ async def test_a_request_that_fails_tells_everybody(checkpoint: Path) -> None:
         stack.worker.step_seconds = 0.005
         name = await submit(stack, [1, 2, VOCAB_SIZE - 1, 4], n=2)
         for _ in range(2):
-            error = await failure_of(attach(stack, name, n=2))
-            assert error.code() is grpc.StatusCode.INTERNAL
-            assert "not numbers" in error.details()
+            error = await failure_of(attach(stack, name, n=2), grpc.StatusCode.INTERNAL, "not numbers")
         result = await until_ended(stack, name)
         assert result.state == pb.RESULT_STATE_FAILED
         assert (result.failure.code, result.failure.message) == (error.code().value[0], error.details())

@@ -17,6 +17,7 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.core.simulated_worker import reference_embedding
 from testing.scheduler_stack import VOCAB_SIZE, Stack, details, make_checkpoint, request, serve
+from testing.serving.failures import failure_of
 from testing.serving.front_end import serve_front_end
 from testing.serving.tenants import PROMPT as TENANTS_PROMPT
 from testing.serving.tenants import credentials, write_tenants
@@ -42,12 +43,6 @@ def embed_request(prompt: list[int] | str, **fields: object) -> pb.EmbedRequest:
     if isinstance(prompt, str):
         return pb.EmbedRequest(text=prompt, **fields)
     return pb.EmbedRequest(token_ids=pb.TokenIds(ids=prompt), **fields)
-
-
-async def error_of(call: object) -> grpc.aio.AioRpcError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return caught.value
 
 
 async def test_tokens_and_texts_are_embedded(checkpoint: Path) -> None:
@@ -88,9 +83,7 @@ async def test_the_checkpoint_says_how_to_pool(mean_checkpoint: Path) -> None:
 )
 async def test_what_is_no_prompt_is_refused(checkpoint: Path, message: pb.EmbedRequest, field: str, text: str) -> None:
     async with serve(checkpoint) as stack:
-        error = await error_of(stack.stub.Embed(message))
-        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert text in error.details()
+        error = await failure_of(stack.stub.Embed(message), grpc.StatusCode.INVALID_ARGUMENT, text)
         assert details(error)[0].field_violations[0].field == field
 
 
@@ -101,7 +94,7 @@ async def test_embeddings_are_neither_sampled_nor_detached(checkpoint: Path) -> 
         with pytest.raises(grpc.aio.AioRpcError, match="leave sampling unset"):
             await stack.generate(message)
         message.ClearField("sampling")
-        error = await error_of(stack.stub.Submit(pb.SubmitRequest(request=message)))
+        error = await failure_of(stack.stub.Submit(pb.SubmitRequest(request=message)))
         assert "cannot be detached" in error.details()
         (response,) = (await stack.generate(message)).responses
         assert list(response.embedding) == numbers(PROMPT)
@@ -134,9 +127,7 @@ async def test_a_pooling_that_is_not_computed_is_named_and_text_is_served(
     write_pooling(path, modules, **config)
     assert any(text in warning for warning in read_model_info(str(path)).warnings())
     async with serve(path) as stack:
-        error = await error_of(stack.stub.Embed(embed_request(PROMPT)))
-        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert text in error.details()
+        await failure_of(stack.stub.Embed(embed_request(PROMPT)), grpc.StatusCode.INVALID_ARGUMENT, text)
         assert len((await stack.generate(request(PROMPT, max_tokens=3))).token_ids[0]) == 3
 
 
@@ -178,8 +169,7 @@ async def test_a_routers_requests_are_embedded(mean_checkpoint: Path) -> None:
         assert (response.prompt_tokens, response.embedding_dim) == (len(PROMPT), 2)
         for input_ids in ([], [1] * 256, [VOCAB_SIZE]):
             bad = vllm_engine_pb2.EmbedRequest(tokenized={"input_ids": input_ids})
-            error = await error_of(stub_of(stack).Embed(bad))
-            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+            error = await failure_of(stub_of(stack).Embed(bad), grpc.StatusCode.INVALID_ARGUMENT)
             assert details(error)[0].field_violations[0].field.startswith("tokenized.input_ids")
 
 
@@ -195,7 +185,7 @@ async def test_an_aborted_embedding_is_cancelled(checkpoint: Path) -> None:
         call = stub_of(stack).Embed(message)
         await until_running(stack)
         await stub_of(stack).Abort(vllm_engine_pb2.AbortRequest(request_ids=["one"]))
-        assert (await error_of(call)).code() is grpc.StatusCode.CANCELLED
+        assert (await failure_of(call)).code() is grpc.StatusCode.CANCELLED
 
 
 async def test_a_client_that_leaves_takes_its_embedding_with_it(checkpoint: Path) -> None:
@@ -224,7 +214,7 @@ async def test_a_lost_worker_is_no_matter(checkpoint: Path, mean_checkpoint: Pat
 
 async def test_hidden_states_that_are_no_numbers_are_an_error(checkpoint: Path) -> None:
     async with serve(checkpoint) as stack:
-        error = await error_of(stack.stub.Embed(embed_request([*PROMPT, VOCAB_SIZE - 1])))
+        error = await failure_of(stack.stub.Embed(embed_request([*PROMPT, VOCAB_SIZE - 1])))
         assert (error.code(), "not numbers" in error.details()) == (grpc.StatusCode.INTERNAL, True)
 
 
@@ -258,8 +248,7 @@ async def test_front_ends_pass_embeddings_on(mean_checkpoint: Path) -> None:
         text = "once upon a time"
         near, far = [await each.stub.Embed(embed_request(text)) for each in (stack, front)]
         assert near.embedding == far.embedding
-        error = await error_of(front.stub.Embed(embed_request([VOCAB_SIZE - 1])))
-        assert error.code() is grpc.StatusCode.INTERNAL
+        await failure_of(front.stub.Embed(embed_request([VOCAB_SIZE - 1])), grpc.StatusCode.INTERNAL)
 
 
 async def test_the_client_embeds_one_prompt_and_many(checkpoint: Path) -> None:
@@ -295,7 +284,7 @@ async def test_quotas_hold_and_the_log_tells(
         for _ in range(3):
             response = await stack.stub.Embed(embed_request(TENANTS_PROMPT), metadata=credentials("acme"))
             assert list(response.embedding) == numbers(TENANTS_PROMPT)
-        error = await error_of(stack.stub.Embed(embed_request([1] * 41), metadata=credentials("acme")))
+        error = await failure_of(stack.stub.Embed(embed_request([1] * 41), metadata=credentials("acme")))
         assert "may queue 40" in error.details()
     lines = [record.getMessage() for record in caplog.records if "num_output_tokens=0" in record.getMessage()]
     assert len(lines) == 3

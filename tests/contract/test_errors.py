@@ -11,6 +11,7 @@ import pytest
 from pagewire.common.messages import RowStatus
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from testing.scheduler_stack import VOCAB_SIZE, details, expected_tokens, request, serve, status_of
+from testing.serving.failures import failure_of
 
 PROMPT = [5, 6, 7, 8, 9]
 UINT32_MAX, UINT64_MAX, INT32_MAX = 2**32 - 1, 2**64 - 1, 2**31 - 1
@@ -143,9 +144,7 @@ async def test_abort(checkpoint: Path) -> None:
         running = asyncio.create_task(stack.generate(message))
         await stack.until(lambda loads: loads.num_generation_tokens > 10)
         for name in ({"request_id": "mine"}, {"request_id": "other", "tenant": "me"}, {}):
-            with pytest.raises(grpc.aio.AioRpcError) as unknown:
-                await stack.stub.Abort(scheduler_pb2.AbortRequest(**name))
-            assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
+            await failure_of(stack.stub.Abort(scheduler_pb2.AbortRequest(**name)), grpc.StatusCode.NOT_FOUND)
         await stack.stub.Abort(scheduler_pb2.AbortRequest(request_id="mine", tenant="me"))
         result = await running
         assert [last.finish_reason for last in result.last.values()] == [scheduler_pb2.FINISH_REASON_ABORT] * 3

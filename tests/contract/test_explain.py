@@ -25,6 +25,7 @@ from pagewire.server import CACHED, FREE, HELD, MOVING, SHARED, BlockHolder, Blo
 from scheduler_service.core.request import BlockUse
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import Stack, request, serve
+from testing.serving.failures import failure_of
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -63,9 +64,7 @@ async def test_a_request_says_what_it_does_and_why_it_waits(checkpoint: Path) ->
         # Names of other tenants' requests stay theirs.
         assert [holder.HasField("request_id") for holder in third.holders if holder.request_id != "first"] == [False]
         for name, tenant in (("first", "other"), ("second", ""), ("unknown", "")):
-            with pytest.raises(grpc.aio.AioRpcError) as unknown:
-                await report_of(stack, name, tenant)
-            assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
+            await failure_of(report_of(stack, name, tenant), grpc.StatusCode.NOT_FOUND)
         blocks = await stack.stub.GetBlocks(pb.GetBlocksRequest())
         assert (len(blocks.device_blocks), len(blocks.host_blocks)) == (64, 0)
         assert sorted(blocks.owners) == ["first", "second"]

@@ -20,6 +20,7 @@ from scheduler_service.doors.scheduler.request_servicer import SERVICE_NAME
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import EOS, VOCAB_SIZE, details, expected_tokens, make_checkpoint, request, serve
+from testing.serving.failures import failure_of
 from testing.serving.front_end import DEADLINE, FrontEnd, serve_both, serve_front_end
 from tests.contract.shared_stream import SharedStream
 
@@ -84,9 +85,7 @@ async def test_errors_are_the_schedulers(checkpoint: Path, message: pb.GenerateR
     async with serve_both(checkpoint) as (stack, front):
         errors = []
         for generate in (stack.generate, front.generate):
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await generate(message)
-            errors.append(refused.value)
+            errors.append(await failure_of(generate(message)))
         direct, through = errors
         assert (through.code(), through.details()) == (direct.code(), direct.details())
         if direct.code() is grpc.StatusCode.INVALID_ARGUMENT:
@@ -100,22 +99,16 @@ async def test_what_only_the_scheduler_can_refuse(checkpoint: Path) -> None:
         named.request_id = "named"
         running = asyncio.create_task(front.generate(named))
         await stack.until(lambda loads: loads.num_running == 1)
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await front.generate(named)
-        assert refused.value.code() is grpc.StatusCode.ALREADY_EXISTS
-        assert details(refused.value)[0].field_violations[0].field == "request_id"
+        refused = await failure_of(front.generate(named), grpc.StatusCode.ALREADY_EXISTS)
+        assert details(refused)[0].field_violations[0].field == "request_id"
         waiting = asyncio.create_task(front.generate(request(PROMPT, max_tokens=2)))
         await stack.until(lambda loads: loads.num_waiting == 1)
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await front.generate(request(PROMPT, max_tokens=2))
-        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert details(refused.value)[1].retry_delay.seconds == 1
+        refused = await failure_of(front.generate(request(PROMPT, max_tokens=2)), grpc.StatusCode.RESOURCE_EXHAUSTED)
+        assert details(refused)[1].retry_delay.seconds == 1
         await front.stub.Abort(pb.AbortRequest(request_id="named"))
         assert (await running).last[0].finish_reason == pb.FINISH_REASON_ABORT
         assert (await waiting).token_ids[0] == expected_tokens(PROMPT, 2)
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await front.stub.Abort(pb.AbortRequest(request_id="named"))
-        assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+        await failure_of(front.stub.Abort(pb.AbortRequest(request_id="named")), grpc.StatusCode.NOT_FOUND)
 
 
 async def test_a_sample_fails_after_another_has_ended(checkpoint: Path) -> None:
@@ -123,9 +116,8 @@ async def test_a_sample_fails_after_another_has_ended(checkpoint: Path) -> None:
         stack.worker.bad_sequences[1] = RowStatus.NAN_LOGITS
         message = request(PROMPT, max_tokens=9, n=2, stop_token_ids=expected_tokens(PROMPT, 1))
         async with asyncio.timeout(DEADLINE):
-            with pytest.raises(grpc.aio.AioRpcError) as failed:
-                await front.generate(message)
-        assert failed.value.code() is grpc.StatusCode.INTERNAL
+            failed = await failure_of(front.generate(message))
+        assert failed.code() is grpc.StatusCode.INTERNAL
         front.stop.set()  # nothing is left to wait for
         async with asyncio.timeout(DEADLINE):
             await front.running
@@ -186,9 +178,9 @@ async def test_a_client_that_goes_and_a_deadline_that_passes_free_everything(che
         call.cancel()
         loads = await stack.until_idle()
         assert loads.num_generation_tokens < 240
-        with pytest.raises(grpc.aio.AioRpcError) as late:
-            await front.generate(request(PROMPT, max_tokens=240), timeout=0.3)
-        assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await failure_of(
+            front.generate(request(PROMPT, max_tokens=240), timeout=0.3), grpc.StatusCode.DEADLINE_EXCEEDED
+        )
         loads = await stack.until_idle()
         assert loads.num_generation_tokens < 480
 
@@ -218,11 +210,12 @@ async def test_a_stop_text_found_here_ends_the_request_there(checkpoint: Path) -
 async def test_what_it_does_not_serve_it_says(checkpoint: Path, method: str, message: object) -> None:
     async with serve_both(checkpoint) as (stack, front):
         call = getattr(front.stub, method)(message)
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await (call.read() if hasattr(call, "read") else call)
-        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
-        assert f"does not serve {method}" in refused.value.details()
-        assert stack.url.removeprefix("grpc://") in refused.value.details()
+        await failure_of(
+            call.read() if hasattr(call, "read") else call,
+            grpc.StatusCode.UNIMPLEMENTED,
+            f"does not serve {method}",
+            stack.url.removeprefix("grpc://"),
+        )
 
 
 async def test_a_lost_scheduler_is_an_error_and_its_successor_is_found(checkpoint: Path) -> None:
@@ -238,11 +231,10 @@ async def test_a_lost_scheduler_is_an_error_and_its_successor_is_found(checkpoin
                 assert result.code() is grpc.StatusCode.UNAVAILABLE
             await stack.running
             await front.until_ready(False)
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await front.generate(request(PROMPT))
-            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-            assert "no connection to the scheduler" in refused.value.details()
-            assert details(refused.value)[1].retry_delay.seconds == 2
+            refused = await failure_of(
+                front.generate(request(PROMPT)), grpc.StatusCode.UNAVAILABLE, "no connection to the scheduler"
+            )
+            assert details(refused)[1].retry_delay.seconds == 2
             async with serve(checkpoint, port=port):
                 await front.until_ready()
                 assert (await front.generate(request(PROMPT, max_tokens=9))).token_ids[0] == expected_tokens(PROMPT, 9)
@@ -290,10 +282,8 @@ async def test_another_model_is_refused(checkpoint: Path, tmp_path: Path) -> Non
     async with serve(checkpoint) as stack, serve_front_end(other, stack.url, waits=False) as front:
         async with asyncio.timeout(DEADLINE):
             while True:  # until it has heard of the scheduler
-                with pytest.raises(grpc.aio.AioRpcError) as refused:
-                    await front.generate(request(PROMPT), timeout=5)
-                assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-                if "it serves another model" in refused.value.details():
+                refused = await failure_of(front.generate(request(PROMPT), timeout=5), grpc.StatusCode.UNAVAILABLE)
+                if "it serves another model" in refused.details():
                     break
                 await asyncio.sleep(0.02)
         await front.until_ready(False)
@@ -306,10 +296,7 @@ async def test_draining_ends_what_runs_and_refuses_what_comes(checkpoint: Path) 
         await stack.until(lambda loads: loads.num_generation_tokens > 3)
         front.stop.set()
         await front.until_ready(False)
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await front.generate(request(PROMPT))
-        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert "shutting down" in refused.value.details()
+        await failure_of(front.generate(request(PROMPT)), grpc.StatusCode.UNAVAILABLE, "shutting down")
         assert (await running).token_ids[0] == expected_tokens(PROMPT, 60)
         assert await asyncio.wait_for(front.running, DEADLINE) == 0
 

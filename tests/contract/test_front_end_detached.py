@@ -14,6 +14,7 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 from scheduler_service.doors.scheduler import scheduler_servicer
 from testing.scheduler_stack import VOCAB_SIZE, details, expected_tokens, request, serve
+from testing.serving.failures import failure_of
 from testing.serving.front_end import DEADLINE, serve_both, serve_front_end
 from testing.serving.tenants import (
     code_of,
@@ -23,7 +24,7 @@ from testing.serving.tenants import (
     serve_tenants,
     write_tenants,
 )
-from tests.contract.detached import Metadata, Server, attach, failure_of, submit, until, until_ended
+from tests.contract.detached import Metadata, Server, attach, submit, until, until_ended
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 LOST = grpc.StatusCode.UNAVAILABLE
@@ -192,8 +193,9 @@ async def test_calls_that_are_open_are_bounded(checkpoint: Path, monkeypatch: py
         name = await submit(front, PROMPT, max_tokens=100)
         first = front.stub.Attach(pb.AttachRequest(request_id=name))
         await first.read()
-        error = await failure_of(front.stub.GetResult(pb.GetResultRequest(request_id=name)))
-        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        error = await failure_of(
+            front.stub.GetResult(pb.GetResultRequest(request_id=name)), grpc.StatusCode.RESOURCE_EXHAUSTED
+        )
         assert details(error)[-1].retry_delay.seconds == 1
         await read_to_end(first)
         await until_ended(front, name)
@@ -207,13 +209,11 @@ async def test_a_lost_scheduler_is_unavailable(checkpoint: Path) -> None:
         await call.read()
         stack.stop.set()
         stack.stop_now.set()
-        error = await failure_of(read_to_end(call))
-        assert error.code() is LOST
+        await failure_of(read_to_end(call), LOST)
         await stack.running
         await front.until_ready(False)
         for each in CALLS:
-            error = await failure_of(CALLS[each](front, name, ()))
-            assert error.code() is LOST
+            error = await failure_of(CALLS[each](front, name, ()), LOST)
             assert "no connection to the scheduler" in (error.details() or "")
             assert details(error)[-1].retry_delay.seconds == 2
 
@@ -288,8 +288,7 @@ async def test_a_tenant_that_only_the_front_end_knows_is_refused(
     remove_tenant(tenants, "acme")
     async with serve_tenants(checkpoint, tmp_path, tenants, own) as (_, front):
         for call in CALLS.values():
-            error = await failure_of(call(front, "name", credentials("acme")))
-            assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+            error = await failure_of(call(front, "name", credentials("acme")), grpc.StatusCode.UNAUTHENTICATED)
             assert "'acme' is not known to the scheduler; the front end's" in (error.details() or "")
             assert await code_of(call(front, "name", credentials("globex"))) in (None, grpc.StatusCode.NOT_FOUND)
 
@@ -310,12 +309,10 @@ async def test_who_knows_no_tenants_passes_nothing_on_to_a_scheduler_that_does(
     metadata = (*credentials("root"), ("x-tenants-revision", ""))
     async with serve_tenants(checkpoint, tmp_path, tenants) as (stack, _):
         message = pb.GetResultRequest(request_id="name", tenant="acme")
-        error = await failure_of(stack.stub.GetResult(message, metadata=metadata))
-        assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+        await failure_of(stack.stub.GetResult(message, metadata=metadata), grpc.StatusCode.UNAUTHENTICATED)
     async with serve(checkpoint) as stack:
         metadata = (("x-tenants-revision", "any"),)
-        error = await failure_of(stack.stub.GetResult(message, metadata=metadata))
-        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        await failure_of(stack.stub.GetResult(message, metadata=metadata), grpc.StatusCode.INVALID_ARGUMENT)
 
 
 async def test_revoked_tenants_lose_what_they_submitted(checkpoint: Path, tenants: Path, tmp_path: Path) -> None:

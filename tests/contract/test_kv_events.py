@@ -17,6 +17,7 @@ from scheduler_service.serving.kv_events import KvEventBatch, KvEventLog
 from scheduler_service.serving.refusal import Reason, RefusedError
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import Stack, details, expected_tokens, request, serve
+from testing.serving.failures import failure_of
 
 BLOCK_SIZE = 4
 
@@ -108,10 +109,9 @@ async def until_equal(stack: Stack, mirror: Mirror) -> None:
 
 
 async def refusal_of(stack: Stack, **start: object) -> grpc.aio.AioRpcError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stack.stub.SubscribeKvEvents(pb.SubscribeKvEventsRequest(**start)).read()
-    assert caught.value.code() is grpc.StatusCode.OUT_OF_RANGE
-    return caught.value
+    return await failure_of(
+        stack.stub.SubscribeKvEvents(pb.SubscribeKvEventsRequest(**start)).read(), grpc.StatusCode.OUT_OF_RANGE
+    )
 
 
 async def test_a_mirror_is_the_cache(checkpoint: Path) -> None:

@@ -11,7 +11,8 @@ import pytest
 from scheduler_service.serving.prompt_text import PromptTexts, TextLimits
 from scheduler_service.serving.refusal import Reason, RefusedError
 from scheduler_service.serving.turns import PIECE_SIZE, Turns
-from testing.scheduler_stack import details, request, serve, status_of
+from testing.scheduler_stack import details, request, serve
+from testing.serving.failures import failure_of
 
 LONG = "x" * (PIECE_SIZE + 1)
 _Result = TypeVar("_Result")
@@ -132,8 +133,6 @@ async def test_one_long_text_of_a_tenant_at_a_time() -> None:
 async def test_a_server_refuses_long_texts_at_once(checkpoint: Path) -> None:
     async with serve(checkpoint, max_prompt_bytes=2000) as stack:
         for text, reason in (("once " * 401, "--max-prompt-bytes"), ("a" * 1999, "more than 255 tokens")):
-            error = await status_of(stack, request(text, max_tokens=2))
-            assert error is not None
-            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+            error = await failure_of(stack.generate(request(text, max_tokens=2)), grpc.StatusCode.INVALID_ARGUMENT)
             assert reason in (error.details() or "") or "the prompt has" in (error.details() or "")
             assert details(error)[0].field_violations[0].field == "text"

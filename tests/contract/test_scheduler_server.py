@@ -27,6 +27,7 @@ from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import config_of, expected_tokens, make_checkpoint, request, serve
 from testing.serving.certificates import Authority, self_signed
+from testing.serving.failures import failure_of
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -259,9 +260,7 @@ async def test_loads_and_info_need_no_worker(checkpoint: Path) -> None:
         await asyncio.sleep(0.1)
         assert not reading.done()
         stop.set()
-        with pytest.raises(grpc.aio.AioRpcError) as ended:
-            await reading
-        assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+        await failure_of(reading, grpc.StatusCode.UNAVAILABLE)
     assert await running == 0
 
 

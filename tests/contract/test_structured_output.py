@@ -17,6 +17,7 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.serving import grammars
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import Stack, details, expected_tokens, make_checkpoint, request, serve, status_of
+from testing.serving.failures import failure_of
 from testing.serving.front_end import FrontEnd, serve_front_end
 from testing.serving.tenants import credentials, write_tenants
 from tests.contract.held_checks import held_checks
@@ -125,12 +126,8 @@ async def test_a_detached_request_hears_of_its_grammar_at_once(model_path: Path)
     async with serve(model_path) as stack:
         message = request(PROMPT, **BAD)
         message.request_id = "r"
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await stack.stub.Submit(pb.SubmitRequest(request=message))
-        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        with pytest.raises(grpc.aio.AioRpcError) as unknown:
-            await stack.stub.GetResult(pb.GetResultRequest(request_id="r"))
-        assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
+        await failure_of(stack.stub.Submit(pb.SubmitRequest(request=message)), grpc.StatusCode.INVALID_ARGUMENT)
+        await failure_of(stack.stub.GetResult(pb.GetResultRequest(request_id="r")), grpc.StatusCode.NOT_FOUND)
 
 
 @SERVERS
@@ -147,10 +144,7 @@ async def test_some_checkpoints_serve_all_else(
 ) -> None:
     path = make_checkpoint(tmp_path / "model", with_tokenizer=with_tokenizer, eos_token_id=eos)
     async with serving(path, is_front_end=is_front_end) as server:
-        error = await status_of(server, request(PROMPT, regex="a"))
-        assert error is not None
-        assert error.code() is code
-        assert words in error.details()
+        error = await failure_of(server.generate(request(PROMPT, regex="a")), code, words)
         assert [violation.field for violation in details(error)[0].field_violations] == ["sampling.regex"]
         assert (await server.generate(request(PROMPT, max_tokens=9))).token_ids[0] == TOKENS
         if not is_front_end:
@@ -166,9 +160,7 @@ async def test_a_worker_that_reads_grammars_otherwise_serves_all_else(
     async with serving(
         model_path, is_front_end=is_front_end, worker=await FakeWorker.started(model_path, grammar_version=theirs)
     ) as server:
-        error = await status_of(server, request(PROMPT, regex="a"))
-        assert error is not None
-        assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+        error = await failure_of(server.generate(request(PROMPT, regex="a")), grpc.StatusCode.FAILED_PRECONDITION)
         assert (
             (theirs in error.details() and version() in error.details()) if theirs else "no grammars" in error.details()
         )
@@ -189,9 +181,7 @@ async def test_an_embedding_has_no_grammar(model_path: Path) -> None:
     async with serve(model_path) as stack:
         message = request(PROMPT, regex="a")
         message.embed = True
-        error = await status_of(stack, message)
-        assert error is not None
-        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        await failure_of(stack.generate(message), grpc.StatusCode.INVALID_ARGUMENT)
 
 
 # While a grammar is checked
@@ -237,9 +227,7 @@ async def test_a_request_is_aborted_while_its_grammar_is_checked(
 async def test_a_timeout_passes_while_a_grammar_is_checked(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with held_checks(monkeypatch) as (begun, go_on):
         async with serve(model_path) as stack:
-            error = await status_of(stack, request(PROMPT, regex="a"), timeout=0.2)
-            assert error is not None
-            assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            await failure_of(stack.generate(request(PROMPT, regex="a"), timeout=0.2), grpc.StatusCode.DEADLINE_EXCEEDED)
             shared = SharedStream(stack)
             (stream,) = await shared.generate(request(PROMPT, regex="b"), timeout_seconds=0.2)
             assert stream.failure is not None
@@ -261,8 +249,7 @@ async def test_quotas_and_limits_are_free_again_after_a_check(
         async with serve(model_path, tenants=str(tmp_path / "tenants.yaml")) as stack:
             checking = asyncio.create_task(status_of(stack, request(PROMPT, **BAD), metadata=acme))
             assert await asyncio.to_thread(begun.wait, 30)
-            error = await status_of(stack, request(PROMPT, max_tokens=9), metadata=acme)
-            assert error is not None
+            error = await failure_of(stack.generate(request(PROMPT, max_tokens=9), metadata=acme))
             assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED, "what is being checked counts"
             go_on.set()
             error = await checking
@@ -288,9 +275,9 @@ async def test_a_flood_of_grammars_is_told_to_come_back(model_path: Path, monkey
             assert refused.failure.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
             assert refused.failure.retry_delay_seconds == 1
             assert "the limit is 3" in refused.failure.message
-            error = await status_of(stack, request(PROMPT, regex="another"))
-            assert error is not None
-            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            error = await failure_of(
+                stack.generate(request(PROMPT, regex="another")), grpc.StatusCode.RESOURCE_EXHAUSTED
+            )
             assert details(error)[1].retry_delay.seconds == 1
             go_on.set()
             await shared.close()
@@ -304,10 +291,11 @@ async def test_a_flood_of_grammars_is_told_to_come_back(model_path: Path, monkey
 async def test_a_grammar_that_the_worker_cannot_prepare_ends_its_requests(model_path: Path, is_front_end: bool) -> None:
     async with serving(model_path, is_front_end=is_front_end) as server:
         server.worker.bad_grammars["a"] = "there is no more memory"
-        error = await status_of(server, request(PROMPT, max_tokens=9, regex="a"))
-        assert error is not None
-        assert error.code() is grpc.StatusCode.INTERNAL
-        assert "there is no more memory" in error.details()
+        await failure_of(
+            server.generate(request(PROMPT, max_tokens=9, regex="a")),
+            grpc.StatusCode.INTERNAL,
+            "there is no more memory",
+        )
         assert (await server.generate(request(PROMPT, max_tokens=9, regex="b"))).token_ids[0] == TOKENS
         assert len(server.worker.epochs) == 1
 
@@ -326,10 +314,7 @@ async def test_a_grammar_that_fails_ends_its_request_alone(
 ) -> None:
     async with serving(model_path, is_front_end=is_front_end) as server:
         server.worker.bad_sequences[0] = status
-        error = await status_of(server, request(PROMPT, max_tokens=9, regex="a"))
-        assert error is not None
-        assert error.code() is code
-        assert "grammar" in error.details()
+        await failure_of(server.generate(request(PROMPT, max_tokens=9, regex="a")), code, "grammar")
         # The fake worker spoils what the bad row wrote, whatever its status: another prompt has no part in that.
         other = PROMPT[::-1]
         assert (await server.generate(request(other, max_tokens=9, regex="a"))).token_ids[0] == expected_tokens(

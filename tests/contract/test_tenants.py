@@ -24,6 +24,7 @@ from scheduler_service.serving.detached import DetachedRequests
 from scheduler_service.serving.tenants.tenant_file import TenantFile, parse_tenants
 from testing.scheduler_stack import Stack, request, serve
 from testing.serving.certificates import Authority
+from testing.serving.failures import failure_of
 from testing.serving.tenants import (
     KEYS,
     PROMPT,
@@ -138,10 +139,9 @@ async def test_errors_and_logs_hold_no_key(checkpoint: Path, tenants: Path, capl
     caplog.set_level(logging.DEBUG)
     async with serve(checkpoint, tenants=str(tenants)) as stack:
         metadata = (("authorization", "Bearer guessed-secret"),)
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await stack.stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=metadata)
+        error = await failure_of(stack.stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=metadata))
         await generate(stack, request(PROMPT, max_tokens=2), "acme")
-    assert "guessed-secret" not in error.value.details()
+    assert "guessed-secret" not in error.details()
     assert not any(secret in caplog.text for secret in ("guessed-secret", *KEYS.values()))
 
 
@@ -224,10 +224,11 @@ async def test_quotas_hold_one_tenant_and_no_other(checkpoint: Path, tenants: Pa
     async with slow_stack(checkpoint, tenants) as stack:
         running = [asyncio.create_task(generate(stack, request(PROMPT, max_tokens=100), "acme")) for _ in range(2)]
         await until_requests(stack, 2)
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await generate(stack, request(PROMPT, max_tokens=2), "acme")
-        assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "uses 2 requests, the request needs 1 more, and the quota is 2" in error.value.details()
+        await failure_of(
+            generate(stack, request(PROMPT, max_tokens=2), "acme"),
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "uses 2 requests, the request needs 1 more, and the quota is 2",
+        )
         assert len((await generate(stack, request(PROMPT, max_tokens=2), "globex")).token_ids[0]) == 2
         running[0].cancel()  # a client that goes away gives back what it had
         await until_requests(stack, 1)
@@ -251,10 +252,11 @@ async def test_blocks_and_queued_tokens_have_quotas(checkpoint: Path, tenants: P
     async with slow_stack(checkpoint, tenants) as stack:
         large = asyncio.create_task(generate(stack, request(PROMPT, max_tokens=100), "acme"))
         await until_requests(stack, 1)
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await generate(stack, request(PROMPT, max_tokens=2), "acme")
-        assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "uses 35 blocks, the request needs 11 more, and the quota is 40" in error.value.details()
+        await failure_of(
+            generate(stack, request(PROMPT, max_tokens=2), "acme"),
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "uses 35 blocks, the request needs 11 more, and the quota is 40",
+        )
         assert len((await generate(stack, request(PROMPT[:10], max_tokens=2), "acme")).token_ids[0]) == 2
         large.cancel()
         # What can never fit is the request's fault.
@@ -262,10 +264,7 @@ async def test_blocks_and_queued_tokens_have_quotas(checkpoint: Path, tenants: P
             (request(PROMPT, max_tokens=100, n=2), "acme", "lower max_tokens"),
             (request(PROMPT * 2, max_tokens=2), "globex", "shorten it"),
         ):
-            with pytest.raises(grpc.aio.AioRpcError) as error:
-                await generate(stack, message, tenant)
-            assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert field in error.value.details()
+            await failure_of(generate(stack, message, tenant), grpc.StatusCode.INVALID_ARGUMENT, field)
         # 40 tokens are queued until the first comes back, and then no more.
         both = await asyncio.gather(
             *(generate(stack, request(PROMPT, max_tokens=20), "globex") for _ in range(2)), return_exceptions=True
@@ -280,20 +279,22 @@ async def test_samples_and_beams_have_a_quota(checkpoint: Path, tenants: Path) -
     async with slow_stack(checkpoint, tenants) as stack:
         running = asyncio.create_task(generate(stack, request(PROMPT, max_tokens=100, n=3), "acme"))
         await until_requests(stack, 3)
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await generate(stack, request(PROMPT, max_tokens=2, beam_width=2, temperature=0), "acme")
-        assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "uses 3 sequences, the request needs 2 more, and the quota is 4" in error.value.details()
+        await failure_of(
+            generate(stack, request(PROMPT, max_tokens=2, beam_width=2, temperature=0), "acme"),
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "uses 3 sequences, the request needs 2 more, and the quota is 4",
+        )
         assert len((await generate(stack, request(PROMPT, max_tokens=2), "acme")).token_ids[0]) == 2
         running.cancel()
         for message, what in (
             (request(PROMPT, max_tokens=2, n=5), "5 samples"),
             (request(PROMPT, max_tokens=2, beam_width=5, temperature=0), "5 beams"),
         ):
-            with pytest.raises(grpc.aio.AioRpcError) as error:
-                await generate(stack, message, "acme")
-            assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert f"has {what}, this tenant may have 4" in error.value.details()
+            await failure_of(
+                generate(stack, message, "acme"),
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"has {what}, this tenant may have 4",
+            )
         await asyncio.gather(running, return_exceptions=True)
 
 
@@ -562,9 +563,7 @@ async def test_who_shows_nothing_may_be_a_tenant(checkpoint: Path, tenants: Path
     write_tenants(tenants, gateway={"anonymous": True, "max_requests": 0})
     async with serve(checkpoint, tenants=str(tenants)) as stack:
         assert await code_of(stack.stub.GetServerInfo(pb.GetServerInfoRequest())) is None
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await stack.generate(request(PROMPT, max_tokens=2))
-        assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await failure_of(stack.generate(request(PROMPT, max_tokens=2)), grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 
 @pytest.mark.parametrize(

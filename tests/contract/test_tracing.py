@@ -18,6 +18,7 @@ from opentelemetry.sdk import trace as sdk
 from pagewire.common.transport.otlp import tracer_provider
 from scheduler_service.config import SchedulerConfig
 from testing.scheduler_stack import make_checkpoint, request, serve
+from testing.serving.failures import failure_of
 from testing.serving.front_end import serve_both
 from testing.trace_collector import Collector, attributes, collecting
 
@@ -132,9 +133,7 @@ async def test_a_request_that_is_refused_leaves_no_span_and_no_other_one_without
         stack.worker.step_seconds = 0.01
         call = stack.stub.Generate(message)
         await call.read()
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stack.generate(message)
-        assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
+        await failure_of(stack.generate(message), grpc.StatusCode.ALREADY_EXISTS)
         while await call.read() is not grpc.aio.EOF:
             pass
     (root,) = [span for span in collector.spans if span.name == "text_completion tiny"]

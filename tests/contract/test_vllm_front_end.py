@@ -11,6 +11,7 @@ from smg_grpc_proto.generated import common_pb2
 
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from testing.serving.failures import failure_of
 from testing.serving.front_end import serve_both, serve_front_end
 from tests.contract.vllm_client import generate, request, stub_of
 
@@ -92,10 +93,7 @@ async def test_the_cache_is_the_schedulers_alone(checkpoint: Path) -> None:
         flush = stub_of(front).FlushCache(common_pb2.FlushCacheRequest())
         subscription = stub_of(front).SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest()).read()
         for call in (flush, subscription):
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await call
-            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-            assert "the scheduler itself" in caught.value.details()
+            await failure_of(call, grpc.StatusCode.UNIMPLEMENTED, "the scheduler itself")
         shared = front.stub.GenerateMany()
         await shared.write(pb.GenerateManyRequest(get_loads=pb.GetLoadsRequest()))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -112,10 +110,7 @@ async def test_without_a_scheduler_it_is_unavailable(checkpoint: Path) -> None:
             stub_of(front).GetLoads(vllm_engine_pb2.GetLoadsRequest(), wait_for_ready=True),
         ]
         for call in calls:
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await call
-            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-            assert "no connection to the scheduler" in caught.value.details()
+            await failure_of(call, grpc.StatusCode.UNAVAILABLE, "no connection to the scheduler")
 
 
 async def test_a_load_that_is_asked_for_as_the_scheduler_goes_away_is_unavailable(checkpoint: Path) -> None:

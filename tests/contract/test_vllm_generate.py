@@ -16,6 +16,7 @@ from scheduler_service.doors.vllm import servicer
 from scheduler_service.doors.vllm.generate_request import close_calls
 from testing import scheduler_stack
 from testing.scheduler_stack import EOS, VOCAB_SIZE, details, expected_tokens, make_checkpoint, serve
+from testing.serving.failures import failure_of
 from tests.contract.vllm_client import error_of, generate, request, stub_of
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
@@ -95,9 +96,9 @@ async def test_max_tokens_are_as_many_as_fit_if_unset(checkpoint: Path) -> None:
 async def test_more_max_tokens_than_fit_are_refused(checkpoint: Path) -> None:
     async with serve(checkpoint) as stack:
         for max_tokens in (256 - len(PROMPT) + 1, UINT32_MAX):
-            error = await error_of(stack, request(PROMPT, max_tokens=max_tokens))
-            assert error is not None
-            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+            error = await failure_of(
+                generate(stack, request(PROMPT, max_tokens=max_tokens)), grpc.StatusCode.INVALID_ARGUMENT
+            )
             assert details(error)[0].field_violations[0].field == "sampling_params.max_tokens"
             assert f"lower max_tokens to {256 - len(PROMPT)} or shorten the prompt" in error.details()
             assert "max_completion_tokens, max_output_tokens and max_new_tokens are max_tokens here" in error.details()
@@ -105,8 +106,7 @@ async def test_more_max_tokens_than_fit_are_refused(checkpoint: Path) -> None:
 
 async def test_a_limit_without_an_end_is_said_as_one(checkpoint: Path) -> None:
     async with serve(checkpoint) as stack:
-        error = await error_of(stack, request(PROMPT, max_tokens=0))
-        assert error is not None
+        error = await failure_of(generate(stack, request(PROMPT, max_tokens=0)))
         assert error.details().startswith("max_tokens is 0, but must be at least 1")
 
 
@@ -286,11 +286,12 @@ async def test_constraints_that_say_nothing_or_cannot_be_read_are_refused(with_e
 async def test_constraints_are_refused_by_the_names_that_http_clients_send(with_end: Path) -> None:
     async with serve(with_end) as stack:
         for field, name in (("json_schema", "response_format"), ("json_schema", "tool_choice"), ("grammar", "ebnf")):
-            error = await error_of(stack, request(PROMPT, **{field: "("}))
-            assert error is not None
-            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert f"{field} cannot be used: " in error.details()
-            assert name in error.details()
+            await failure_of(
+                generate(stack, request(PROMPT, **{field: "("})),
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"{field} cannot be used: ",
+                name,
+            )
 
 
 def call_of(name: str, parameters: object, **more: object) -> dict[str, object]:
@@ -382,9 +383,7 @@ async def test_a_full_queue_is_resource_exhausted_before_the_first_message(check
         await stack.until(lambda loads: loads.num_running == 1)
         calls.append(asyncio.create_task(generate(stack, request(PROMPT, max_tokens=2))))
         await stack.until(lambda loads: loads.num_waiting == 1)
-        error = await error_of(stack, request(PROMPT))
-        assert error is not None
-        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        error = await failure_of(generate(stack, request(PROMPT)), grpc.StatusCode.RESOURCE_EXHAUSTED)
         assert details(error)[1].retry_delay.seconds == 1
         await asyncio.gather(*calls)
 
@@ -422,9 +421,10 @@ async def test_a_client_that_goes_away_frees_its_blocks(checkpoint: Path, stream
 async def test_a_request_that_fails_ends_with_its_status(checkpoint: Path, stream: bool) -> None:
     """The fake worker has no good logits after its last token."""
     async with serve(checkpoint) as stack:
-        error = await error_of(stack, request([*PROMPT, VOCAB_SIZE - 1], stream=stream, max_tokens=5, n=2))
-        assert error is not None
-        assert error.code() is grpc.StatusCode.INTERNAL
+        await failure_of(
+            generate(stack, request([*PROMPT, VOCAB_SIZE - 1], stream=stream, max_tokens=5, n=2)),
+            grpc.StatusCode.INTERNAL,
+        )
         await stack.until_idle()
 
 
@@ -433,9 +433,7 @@ async def test_ids_are_those_of_scheduler_service_too(checkpoint: Path) -> None:
         stack.worker.step_seconds = 0.005
         call = asyncio.create_task(generate(stack, request(PROMPT, request_id="same", max_tokens=200)))
         await stack.until(lambda loads: loads.num_running == 1)
-        error = await error_of(stack, request(PROMPT, request_id="same"))
-        assert error is not None
-        assert error.code() is grpc.StatusCode.ALREADY_EXISTS
+        await failure_of(generate(stack, request(PROMPT, request_id="same")), grpc.StatusCode.ALREADY_EXISTS)
         call.cancel()
         assert EOS not in expected_tokens(PROMPT, 200)
         await stack.until_idle()

@@ -27,6 +27,7 @@ from scheduler_service.serving.checkpoint.model_info import read_model_info
 from scheduler_service.serving.tenants.caller import Call, Caller
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import EOS, VOCAB_SIZE, Stack, make_checkpoint, serve
+from testing.serving.failures import failure_of
 from testing.starting_worker import StartingWorker
 from tests.contract.vllm_client import generate, request, stub_of
 
@@ -47,9 +48,7 @@ async def test_without_its_extra_all_else_is_served(
     monkeypatch.setitem(sys.modules, "smg_grpc_proto", None)
     async with serve(checkpoint) as stack, AsyncClient(stack.url) as client:
         assert (await client.complete(prompt_token_ids=PROMPT, max_tokens=2)).outputs[0].token_ids
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await health_of(stub_of(stack))
-        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        await failure_of(health_of(stub_of(stack)), grpc.StatusCode.UNIMPLEMENTED)
     (record,) = [record for record in caplog.records if "is not served without pagewire[router]" in record.getMessage()]
     assert record.levelno == logging.INFO
 
@@ -63,15 +62,14 @@ async def test_it_is_unavailable_until_a_worker_has_joined(checkpoint: Path) -> 
     running = asyncio.create_task(server.run(config, stop=stop, ready=lambda url: ready.set()))
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.HealthCheck(vllm_engine_pb2.HealthCheckRequest(), wait_for_ready=True)
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert re.match(r"loading: no worker has joined yet; \d+ s since the start", caught.value.details())
+        caught = await failure_of(
+            stub.HealthCheck(vllm_engine_pb2.HealthCheckRequest(), wait_for_ready=True), grpc.StatusCode.UNAVAILABLE
+        )
+        assert re.match(r"loading: no worker has joined yet; \d+ s since the start", caught.details())
         await worker.start()
         async with asyncio.timeout(10):
-            while "loading: the worker is still starting, importing torch" not in caught.value.details():
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await health_of(stub)
+            while "loading: the worker is still starting, importing torch" not in caught.details():
+                caught = await failure_of(health_of(stub))
         worker.be_ready()
         await asyncio.wait_for(ready.wait(), 20)
         assert (await health_of(stub)).healthy
@@ -172,9 +170,9 @@ async def test_loads_count_what_cannot_be_evicted(checkpoint: Path) -> None:
         assert (await stack.loads()).num_cached_blocks > 0
         await generate(stack, request([*PROMPT, 0], max_tokens=1))
         assert (await loads_of(stack)).cache_hit_rate > 0
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub_of(stack).GetLoads(vllm_engine_pb2.GetLoadsRequest(dp_rank=1))
-        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        await failure_of(
+            stub_of(stack).GetLoads(vllm_engine_pb2.GetLoadsRequest(dp_rank=1)), grpc.StatusCode.INVALID_ARGUMENT
+        )
 
 
 async def tokenizer_of(stack: Stack) -> tuple[zipfile.ZipFile, int]:
@@ -212,9 +210,7 @@ async def test_a_big_tokenizer_comes_in_chunks(tmp_path: Path) -> None:
 
 async def test_no_tokenizer_is_said_plainly(tmp_path: Path) -> None:
     async with serve(make_checkpoint(tmp_path / "bare", with_tokenizer=False)) as stack:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await tokenizer_of(stack)
-        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        await failure_of(tokenizer_of(stack), grpc.StatusCode.FAILED_PRECONDITION)
         output = await generate(stack, request(PROMPT, max_tokens=3))
         assert len(output.complete.output_ids) == 3
 
@@ -226,7 +222,4 @@ async def test_there_is_no_profiler(checkpoint: Path) -> None:
             stub.StartProfile(common_pb2.StartProfileRequest()),
             stub.StopProfile(common_pb2.StopProfileRequest()),
         ):
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await call
-            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-            assert "no profiler" in caught.value.details()
+            await failure_of(call, grpc.StatusCode.UNIMPLEMENTED, "no profiler")

@@ -23,6 +23,7 @@ from scheduler_service.serving.kv_events import KvEventBatch, KvEventLog
 from testing import scheduler_stack
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import Stack, expected_tokens, serve
+from testing.serving.failures import failure_of
 from tests.contract.vllm_client import generate, request, stub_of
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
@@ -337,6 +338,6 @@ async def test_flush_empties_the_cache_once_nothing_runs(checkpoint: Path) -> No
 @pytest.mark.parametrize("seconds", [-1.0, 601.0, float("nan"), float("inf")])
 async def test_a_flush_waits_for_a_sane_time(checkpoint: Path, seconds: float) -> None:
     async with serve(checkpoint) as stack:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub_of(stack).FlushCache(common_pb2.FlushCacheRequest(timeout_s=seconds))
-        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        await failure_of(
+            stub_of(stack).FlushCache(common_pb2.FlushCacheRequest(timeout_s=seconds)), grpc.StatusCode.INVALID_ARGUMENT
+        )

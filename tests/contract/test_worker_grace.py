@@ -20,6 +20,7 @@ from scheduler_service.config import SchedulerConfig
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import Result, Stack, details, expected_tokens, request, serve
+from testing.serving.failures import failure_of
 from testing.serving.front_end import FrontEnd, serve_both
 from tests.contract import vllm_client
 from tests.contract.shared_stream import SharedStream
@@ -81,10 +82,9 @@ async def stall_with(stack: Stack, num_sequences: int) -> None:
 
 
 async def assert_sent_away(call: asyncio.Task[object]) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as ended:
-        await asyncio.wait_for(call, DEADLINE)
-    assert (ended.value.code(), ended.value.details()) == (grpc.StatusCode.UNAVAILABLE, AWAY)
-    assert details(ended.value)[1].retry_delay.seconds == 2
+    ended = await failure_of(asyncio.wait_for(call, DEADLINE))
+    assert (ended.code(), ended.details()) == (grpc.StatusCode.UNAVAILABLE, AWAY)
+    assert details(ended)[1].retry_delay.seconds == 2
 
 
 async def test_requests_without_a_token_and_new_ones_are_sent_away(checkpoint: Path) -> None:
@@ -220,10 +220,8 @@ async def test_what_waits_on_ends_with_the_workers_timeout(checkpoint: Path) -> 
         await submit(stack, "detached", [1, *PROMPT])
         await streamed.has_begun.wait()
         await stack.worker.kill()
-        with pytest.raises(grpc.aio.AioRpcError) as ended:
-            await asyncio.wait_for(streamed.ended, DEADLINE)
-        assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert ended.value.details() == "no worker has been connected for 0.5 s; try again later"
+        ended = await failure_of(asyncio.wait_for(streamed.ended, DEADLINE), grpc.StatusCode.UNAVAILABLE)
+        assert ended.details() == "no worker has been connected for 0.5 s; try again later"
         with pytest.raises(grpc.aio.AioRpcError, match=r"connected for 0\.5 s"):
             await attach(stack.stub, "detached")
         with pytest.raises(grpc.aio.AioRpcError, match=r"connected for 0\.5 s"):
@@ -245,10 +243,11 @@ async def test_a_worker_that_has_not_come_yet_is_missing_too(checkpoint: Path) -
         submitted = stub.Submit(pb.SubmitRequest(request=message))
         await assert_sent_away(Call(stub, message).ended)
         await assert_sent_away(Call(stub, message).ended)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await vllm_engine_pb2_grpc.VllmEngineStub(channel).HealthCheck(vllm_engine_pb2.HealthCheckRequest())
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert caught.value.details().startswith(f"{AWAY} (loading: ")
+        caught = await failure_of(
+            vllm_engine_pb2_grpc.VllmEngineStub(channel).HealthCheck(vllm_engine_pb2.HealthCheckRequest()),
+            grpc.StatusCode.UNAVAILABLE,
+        )
+        assert caught.details().startswith(f"{AWAY} (loading: ")
         assert not submitted.done()
         await worker.start()
         await asyncio.wait_for(ready.wait(), DEADLINE)

@@ -24,6 +24,7 @@ from scheduler_service.links.worker.worker_session import Session
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import HEARTBEAT_INTERVAL, FakeWorker
 from testing.scheduler_stack import Stack, expected_tokens, request, serve
+from testing.serving.failures import failure_of
 from tests.contract.worker_listener import SWAP_OUT, WORK, Listener, opening
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -163,9 +164,7 @@ async def test_a_fenced_scheduler_exits(checkpoint: Path) -> None:
             await call.write(worker_pb2.ExecuteRequest(hello=hello))
             assert (await call.read()).WhichOneof("body") == "ready"
             assert await asyncio.wait_for(stack.running, 5) == 3
-            with pytest.raises(grpc.aio.AioRpcError) as ended:
-                await stream
-            assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+            await failure_of(stream, grpc.StatusCode.UNAVAILABLE)
             call.cancel()
 
 
@@ -196,9 +195,7 @@ async def test_a_worker_that_comes_back_smaller_ends_what_no_longer_fits(checkpo
         await stack.worker.kill()
         stack.worker.capacity["num_device_blocks"] = 20
         await stack.worker.start()
-        with pytest.raises(grpc.aio.AioRpcError) as ended:
-            await big
-        assert ended.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await failure_of(big, grpc.StatusCode.RESOURCE_EXHAUSTED)
         assert (await small).token_ids[0] == expected_tokens(PROMPT, 30)
 
 
@@ -211,14 +208,10 @@ async def test_requests_wait_for_a_missing_worker_and_then_fail(checkpoint: Path
         await stack.until(lambda loads: not loads.worker_connected)
         queued = asyncio.create_task(stack.generate(request(PROMPT)))
         for stream in (running, queued):
-            with pytest.raises(grpc.aio.AioRpcError) as ended:
-                await stream
-            assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+            await failure_of(stream, grpc.StatusCode.UNAVAILABLE)
         assert await health_of(stack) == NOT_SERVING
         assert await health_of(stack, "liveness") == SERVING
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await stack.generate(request(PROMPT))
-        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        await failure_of(stack.generate(request(PROMPT)), grpc.StatusCode.UNAVAILABLE)
         await stack.worker.start()
         await stack.until(lambda loads: loads.worker_connected)
         assert await health_of(stack) == SERVING

@@ -1,0 +1,15 @@
+"""Calls over gRPC that must fail."""
+
+from collections.abc import Awaitable
+
+import grpc.aio
+import pytest
+
+
+async def failure_of(call: Awaitable[object], code: grpc.StatusCode | None = None, *texts: str) -> grpc.aio.AioRpcError:
+    """Return the error of a call that must fail, with this code and with these texts in its details."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    assert code is None or caught.value.code() is code, caught.value
+    assert all(text in caught.value.details() for text in texts), (texts, caught.value)
+    return caught.value
