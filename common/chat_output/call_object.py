@@ -4,6 +4,7 @@ import json
 from collections.abc import Container, Generator
 from typing import Any
 
+from pagewire.common.chat_output.lexemes import read_string, read_value
 from pagewire.common.chat_output.parts import Arguments, CallStart, Content
 from pagewire.common.chat_output.unread import Reading, Unread, held, told
 
@@ -40,11 +41,11 @@ def read_call(unread: Unread, names: Container[str] | None = None, *, is_open: b
     has_begun = False
     is_member = is_open or (yield from unread.accept("{"))
     while is_member:
-        key = yield from unread.string()
+        key = yield from read_string(unread)
         if key is None or not (yield from unread.accept(":")):
             break
         if key == "name" and name is None:
-            name = yield from unread.string()
+            name = yield from read_string(unread)
             if name is None or not (names is None or name in names):
                 break
             if early is not None:
@@ -60,7 +61,7 @@ def read_call(unread: Unread, names: Container[str] | None = None, *, is_open: b
             early = yield from _held_arguments(unread)
             if early is None:
                 break
-        elif (names is not None and key != "type") or not (yield from held(unread.value()))[1]:
+        elif (names is not None and key != "type") or not (yield from held(read_value(unread)))[1]:
             break
         if (yield from unread.accept("}")):
             if name is not None and not has_begun and names is None:
@@ -80,14 +81,14 @@ def _begin(unread: Unread, name: str) -> Reading[None]:
 def _tell_arguments(unread: Unread) -> Reading[bool]:
     """Return whether they are whole."""
     if (yield from unread.next()) == "{":
-        return (yield from told(Arguments, unread.value()))
-    text, is_whole = yield from held(unread.value())
+        return (yield from told(Arguments, read_value(unread)))
+    text, is_whole = yield from held(read_value(unread))
     yield Arguments(_unwrapped(text))
     return is_whole
 
 
 def _held_arguments(unread: Unread) -> Generator[None, None, str | None]:
-    text, is_whole = yield from held(unread.value())
+    text, is_whole = yield from held(read_value(unread))
     return _unwrapped(text) if is_whole else None
 
 

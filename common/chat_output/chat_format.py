@@ -9,7 +9,7 @@ from pagewire.common.chat_output.call_forms import ANY_TEXT, FREE_TEXTS, Asked, 
 from pagewire.common.chat_output.output_parser import OutputParser
 from pagewire.common.chat_output.parameters import Parameters, read_functions
 from pagewire.common.chat_output.parts import Reasoning
-from pagewire.common.chat_output.unread import Reading, Unread
+from pagewire.common.chat_output.unread import Reading, Unread, read_content
 
 _NEWLINES = "\n"
 _OPENAI, _GPT_OSS, _NONE = "openai", "openai_gptoss", "none"
@@ -50,7 +50,7 @@ class ChatFormat(NamedTuple):
         """Return what reads an output that goes on with a prompt, and may call functions, if there are any. Raises
         SchemaBudgetError."""
         calls = self._read_in(functions)
-        read = partial(calls.read, read_functions(functions)) if calls else Unread.rest
+        read = partial(calls.read, read_functions(functions)) if calls else read_content
         read_all = partial(self._read, is_reasoning=self.is_reasoning(prompt), read=read)
         return OutputParser(read_all, has_reasoning=self.has_reasoning)
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from pagewire.common.chat_output.lexemes import read_name
 from pagewire.common.chat_output.parameters import Parameters
 from pagewire.common.chat_output.parts import CallStart, Content
 from pagewire.common.chat_output.tagged_arguments import ArgumentTags
@@ -16,7 +17,7 @@ def read_calls(functions: Mapping[str, Parameters], unread: Unread) -> Reading[N
     """Tell content, and the calls in it."""
     marker = yield from unread.until((BEGIN,), Content)
     while marker:
-        name = yield from unread.word()
+        name = yield from read_name(unread)
         if not name or not (yield from _ARGUMENTS.are_ahead(unread)):
             yield Content(unread.kept())
             marker = yield from unread.until((BEGIN,), Content)

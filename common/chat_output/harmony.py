@@ -10,6 +10,7 @@ from typing import Any
 
 from pagewire.common.chat_output.call_forms import ANY_TEXT, Asked, Form, json_between
 from pagewire.common.chat_output.call_object import NO_ARGUMENTS
+from pagewire.common.chat_output.lexemes import read_value
 from pagewire.common.chat_output.parts import Arguments, CallStart, Content, Reasoning
 from pagewire.common.chat_output.unread import Reading, Unread, held, told
 
@@ -52,7 +53,7 @@ def _tell_call(unread: Unread, name: str) -> Reading[str]:
     if (yield from unread.ahead(*_ENDS)):
         yield Arguments(NO_ARGUMENTS)
         return (yield from unread.until(_ENDS, Content))
-    is_whole = yield from told(Arguments, unread.value())
+    is_whole = yield from told(Arguments, read_value(unread))
     yield from unread.skip()
     return (yield from unread.until(_ENDS, Content if is_whole else Arguments))
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from pagewire.common.chat_output.call_forms import json_between
 from pagewire.common.chat_output.call_object import Rest, read_one_or_several
+from pagewire.common.chat_output.lexemes import read_name, read_value
 from pagewire.common.chat_output.parameters import Parameters
 from pagewire.common.chat_output.parts import Arguments, CallStart, Content
 from pagewire.common.chat_output.unread import Reading, Unread, told
@@ -29,14 +30,14 @@ def read_calls(_functions: Mapping[str, Any], unread: Unread) -> Reading[None]:
 
 
 def _read_named(unread: Unread) -> Reading[Rest]:
-    name = yield from unread.word()
+    name = yield from read_name(unread)
     if name and (yield from unread.begins_with(_NUMBER)):
-        yield from unread.word()
+        yield from read_name(unread)
     if not name or not ((yield from unread.begins_with(_ARGUMENTS)) or (yield from unread.ahead("{"))):
         return None
     unread.forget()
     yield CallStart(name)
-    is_whole = yield from told(Arguments, unread.value())
+    is_whole = yield from told(Arguments, read_value(unread))
     return Content if is_whole else Arguments
 
 

@@ -18,9 +18,7 @@ class OutputParser:
 
     def feed(self, text: str, *, is_last: bool = False) -> list[OutputPart]:
         """Return the parts that are known now, one after another. Nothing can follow what is last."""
-        self._unread.add(text)
-        if is_last:
-            self._unread.end()
+        self._unread.add(text, is_last=is_last)
         parts = [whole for part in iter(self._next, None) for whole in self._whole(part)]
         return [*parts, *self._end_arguments()] if is_last else parts
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from pagewire.common.chat_output.call_object import Rest
 from pagewire.common.chat_output.call_tags import CallTags
+from pagewire.common.chat_output.lexemes import read_name
 from pagewire.common.chat_output.literals import json_of
 from pagewire.common.chat_output.parameters import Parameters, values_in
 from pagewire.common.chat_output.parts import Arguments, CallStart, Content
@@ -82,7 +83,7 @@ def _argument_tag(key: str, parameters: Parameters) -> dict[str, Any]:
 
 
 def _read_call(functions: Mapping[str, Any], unread: Unread) -> Reading[Rest]:
-    name = yield from unread.word()
+    name = yield from read_name(unread)
     if name not in functions or not (yield from unread.accept("(")):
         return None
     if (yield from unread.accept(")")):
@@ -92,7 +93,7 @@ def _read_call(functions: Mapping[str, Any], unread: Unread) -> Reading[Rest]:
         return Content
     before = "{"
     while True:
-        key = yield from unread.word()
+        key = yield from read_name(unread)
         text = (yield from _argument(unread)) if (yield from unread.accept("=")) else ""
         value, end = json_of(text), (yield from unread.character())
         if not key or value is None or end not in (",", ")"):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from pagewire.common.chat_output.call_object import Rest
 from pagewire.common.chat_output.call_tags import CallTags
+from pagewire.common.chat_output.lexemes import read_name
 from pagewire.common.chat_output.parameters import Parameters
 from pagewire.common.chat_output.parts import CallStart, Content
 from pagewire.common.chat_output.tagged_arguments import ArgumentTags
@@ -34,7 +35,7 @@ class XmlCalls(NamedTuple):
     def _read_call(self, functions: Mapping[str, Parameters], unread: Unread, tag: str) -> Reading[Rest]:
         is_inner = tag == _FUNCTION
         is_begun = is_inner or (yield from unread.begins_with(_FUNCTION))
-        name = (yield from unread.word()) if is_begun else ""
+        name = (yield from read_name(unread)) if is_begun else ""
         if not name or not (yield from unread.accept(">")) or (is_inner and name not in functions):
             return None
         unread.forget()

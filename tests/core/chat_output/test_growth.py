@@ -108,4 +108,4 @@ def test_no_more_than_a_tag_stays_unread(name: str) -> None:
             for _ in range(_MOST_UNREAD // len(unit) + 2):
                 parser.feed(unit)
             unread = parser._unread
-            assert len(unread._text) - unread._at <= _MOST_UNREAD, (beginning, unit)
+            assert len(unread.text) - unread.at <= _MOST_UNREAD, (beginning, unit)
