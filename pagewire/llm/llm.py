@@ -241,7 +241,7 @@ class LLM:
         """Returns vLLM's defaults with the checkpoint's own choices, which its generation_config.json makes."""
         self.client  # noqa: B018  # raises StartError once the services have ended
         with self._telling_of_the_end():
-            return SamplingParams(**background_loop.run(self._chosen_sampling))
+            return SamplingParams(**background_loop.run(lambda: _chosen_sampling(self._channels)))
 
     def get_metrics(self) -> list[Metric]:
         """Returns vLLM's gauges and counters as they are now: each has a `name`, `labels` and a `value`."""
@@ -256,16 +256,6 @@ class LLM:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(self.model)
-
-    async def _chosen_sampling(self) -> dict[str, Any]:
-        """Asks for what the checkpoint chooses, which servers tell vLLM's routers."""
-        from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
-
-        with self._channels.connected() as connection, connection.translated():
-            stub = vllm_engine_pb2_grpc.VllmEngineStub(connection.channel)
-            request = vllm_engine_pb2.GetModelInfoRequest()
-            info = await stub.GetModelInfo(request, timeout=UNARY_TIMEOUT_S, metadata=connection.metadata)
-        return dict(json.loads(info.default_sampling_params_json))
 
     def _generate(
         self,
@@ -310,7 +300,7 @@ class LLM:
         if not prompts:
             return []
         with self._telling_of_the_end():
-            token_ids = self._tokens(prompts, add_special_tokens)
+            token_ids = _tokens_of(client, prompts, add_special_tokens)
             max_tokens = client.info().max_sequence_tokens
             requests = []
             for index, (ids, sampling, number) in enumerate(zip(token_ids, samplings, priorities, strict=True)):
@@ -338,12 +328,6 @@ class LLM:
             return "this LLM is closed, and its services have ended: make another one"
         reason = f": {self._server.reason}" if self._server.reason else ""
         return f"the services of this LLM have ended ({self._server.exit}){reason}"
-
-    def _tokens(self, prompts: Sequence[_SplitPrompt], add_special_tokens: bool) -> list[Sequence[int]]:
-        """Returns the token ids of each prompt: those that were given, or those of its text."""
-        unknown = [text for text, token_ids in prompts if token_ids is None and text is not None]
-        made = iter(self.client.tokenize(unknown, add_special_tokens=add_special_tokens) if unknown else [])
-        return [next(made) if token_ids is None else token_ids for _, token_ids in prompts]
 
     def _resolve(self, sampling: SamplingParams | None, num_free: int) -> SamplingParams | None:
         """Returns the parameters of a request whose prompt leaves room for `num_free` tokens."""
@@ -419,6 +403,24 @@ def _split_one(prompt: Any, index: int) -> _SplitPrompt:
     if text is not None:
         check_text(f"prompts[{index}]", text)
     return text, token_ids
+
+
+def _tokens_of(client: Client, prompts: Sequence[_SplitPrompt], add_special_tokens: bool) -> list[Sequence[int]]:
+    """Returns the token ids of each prompt: those that were given, or those of its text."""
+    unknown = [text for text, token_ids in prompts if token_ids is None and text is not None]
+    made = iter(client.tokenize(unknown, add_special_tokens=add_special_tokens) if unknown else [])
+    return [next(made) if token_ids is None else token_ids for _, token_ids in prompts]
+
+
+async def _chosen_sampling(channels: Channels) -> dict[str, Any]:
+    """Asks for what the checkpoint chooses, which servers tell vLLM's routers."""
+    from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
+
+    with channels.connected() as connection, connection.translated():
+        stub = vllm_engine_pb2_grpc.VllmEngineStub(connection.channel)
+        request = vllm_engine_pb2.GetModelInfoRequest()
+        info = await stub.GetModelInfo(request, timeout=UNARY_TIMEOUT_S, metadata=connection.metadata)
+    return dict(json.loads(info.default_sampling_params_json))
 
 
 def serve_flags(model: str, given: Mapping[str, Any]) -> list[str]:
