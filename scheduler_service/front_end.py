@@ -135,11 +135,15 @@ def _make_http(
 
     http, intake = config.http, servicer.intake
     origins = [origin.strip() for origin in (http.allowed_origins or "").split(",")] if http.allowed_origins else []
-    names, metrics = (lambda: link.availability.served_model_names), partial(exposition, collector)
     admission = CallAdmission(
-        http.http_host, origins, service.tenants, intake, names, takes_any_model_name=http.any_model_name
+        http.http_host,
+        origins,
+        service.tenants,
+        intake,
+        lambda: link.availability.served_model_names,
+        takes_any_model_name=http.any_model_name,
     )
-    routes = Routes(intake, link.forwarder.forward, admission, metrics, is_lenient=http.lenient)
+    routes = Routes(intake, link.forwarder.forward, admission, partial(exposition, collector), is_lenient=http.lenient)
     return HttpServer(http.http_host, http.http_port or 0, service.tls, admission, routes)
 
 

@@ -104,17 +104,13 @@ async def encoded_request(parsed: ParsedRequest, intake: Intake, record: bytes =
     )
 
 
-def _encoded(output: scheduler_pb2.GenerateResponse, texts: TokenTexts, intake: Intake) -> bytes:
-    return encode(_output(output, texts, intake))
-
-
-def _output(delta: scheduler_pb2.GenerateResponse, texts: TokenTexts, intake: Intake) -> DetachedOutput:
+def _encoded(delta: scheduler_pb2.GenerateResponse, texts: TokenTexts, intake: Intake) -> bytes:
     usage = delta.usage
     # What nobody asked for ends an output without a reason of its own.
     token_id = None if delta.stop_token_id in intake.model.eos_token_ids else delta.stop_token_id
     stops = {"stop_text": delta.stop_text, "stop_token_id": token_id}
     prompt_logprobs = list(map(decode_logprobs, delta.prompt_logprobs))
-    return DetachedOutput(
+    output = DetachedOutput(
         delta.index,
         delta.first_token,
         delta.text,
@@ -127,3 +123,4 @@ def _output(delta: scheduler_pb2.GenerateResponse, texts: TokenTexts, intake: In
         texts.chat_logprobs(map(decode_logprobs, delta.logprobs)) if delta.logprobs else UNSET,
         texts.prompt_logprobs(prompt_logprobs) if prompt_logprobs else UNSET,
     )
+    return encode(output)

@@ -124,8 +124,9 @@ class Routes:
         path = scope["raw_path"].decode()
         # Clients join a base URL that ends in a slash, and a path that begins with one.
         plain = re.sub("/+", "/", path).removesuffix("/")
-        path = plain if plain in self._paths else path
-        await self._router({**scope, "app": self, "path": path}, receive, send)
+        # Without "app" the router would answer in plain text.
+        scope = {**scope, "app": self, "path": plain if plain in self._paths else path}
+        await self._router(scope, receive, send)
 
     async def _health(self, request: Request) -> Response:
         """Answer 503 while requests would be refused."""
@@ -156,8 +157,9 @@ class Routes:
         return Response(encode(described_model(card) if _is_of_anthropic(request.scope) else card), media_type=_JSON)
 
     def _card(self, name: str) -> Model:
-        served, limit = self.admission.model_name(), longest_sequence(self.intake)
-        return Model(name, "model", self._begun_at, "pagewire", served, None, limit)
+        return Model(
+            name, "model", self._begun_at, "pagewire", self.admission.model_name(), None, longest_sequence(self.intake)
+        )
 
 
 def _constant(content: bytes, media_type: str) -> Callable[[Request], Awaitable[Response]]:
@@ -214,8 +216,9 @@ class _Endpoint:
 
 async def _complete(request: CompletionRequest, call: Call, stream: EventStream, routes: Routes) -> bytes | None:
     if request.detached:
-        asked = await read_completion(request, call, routes.intake)
-        return await submit_detached(request, asked, call, routes.intake, routes.forward)
+        return await submit_detached(
+            request, await read_completion(request, call, routes.intake), call, routes.intake, routes.forward
+        )
     return await complete_prompts(request, call, routes.intake, routes.admission.model_name(), stream)
 
 
@@ -230,8 +233,9 @@ async def _complete_chat(
 
 
 async def _render_prompts(request: CompletionRequest, call: Call, stream: EventStream, routes: Routes) -> bytes:
-    asked = await read_completion(request, call, routes.intake)
-    return encode(await render(asked, routes.intake, routes.admission.model_name()))
+    return encode(
+        await render(await read_completion(request, call, routes.intake), routes.intake, routes.admission.model_name())
+    )
 
 
 async def _render_chat(request: ChatCompletionRequest, call: Call, stream: EventStream, routes: Routes) -> bytes:

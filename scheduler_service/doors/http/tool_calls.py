@@ -48,8 +48,7 @@ def functions_of(request: ChatCompletionRequest, output: ChatFormat) -> tuple[di
     if not (tools or names or mode == "required"):
         return {}, set()
     budget, given = SchemaBudget(), SchemaBudget()
-    functions: dict[str, Parameters] = {}
-    left_out: set[str] = set()
+    functions, left_out = dict[str, Parameters](), set[str]()
     for position, tool in enumerate(tools):
         name, schema = tool.function.name, tool.function.parameters
         if name in functions:

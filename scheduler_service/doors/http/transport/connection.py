@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from enum import IntEnum
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -201,18 +202,6 @@ class _Flow(FlowControl):
         self._unread_timer.stop()
 
 
-class _BegunHead(asyncio.WriteTransport):
-    """A transport for the head of an answer whose first bytes are already written."""
-
-    def __init__(self, transport: asyncio.WriteTransport, num_written: int) -> None:
-        super().__init__()
-        self._transport = transport
-        self._num_written = num_written
-
-    def write(self, data: Any) -> None:
-        self._transport.write(data[self._num_written :])
-
-
 class _Answer:
     """The answer to one request.
 
@@ -246,8 +235,9 @@ class _Answer:
                 cycle.chunked_encoding = False
             if cycle.waiting_for_100_continue:
                 cycle.keep_alive = False  # the client may send its next request instead of this one's body
-            if self._num_probes:
-                cycle.transport = _BegunHead(transport, self._num_probes)  # type: ignore[assignment]
+            if num_written := self._num_probes:
+                rest = SimpleNamespace(write=lambda data: transport.write(data[num_written:]))
+                cycle.transport = rest  # type: ignore[assignment]
             try:
                 await cycle.send(message)
             finally:
@@ -282,16 +272,13 @@ class _Answer:
 
 class HttpConnection(UvicornConnection):
     flow: _Flow
-    _received: bytearray  # and not parsed yet
     _num_body_bytes = 0  # of the body's announced length that have not arrived
     _is_half_closed = False  # the client sends nothing more, and is gone or reads what it asked for
     _parses_later = False
     _num_head_bytes = 0
     _num_unused_bytes = 0  # that have come since something could be made of them
     _is_in_head = False
-    _certificate_names: tuple[str, ...] = ()  # the DNS names of the client's certificate, as gRPC's doors have them
     _answer: _Answer | None = None  # to the request that is served, or was last; others may wait for their turn
-    _descriptor = -1
 
     def __init__(self, *args: Any, listener: Listener, **kwargs: Any) -> None:
         """`listener` accepts the connections; the rest is uvicorn's."""
@@ -303,9 +290,9 @@ class HttpConnection(UvicornConnection):
         super().connection_made(transport)
         self._descriptor = transport.get_extra_info("socket").fileno()
         self.flow = _Flow(transport, self.loop)
-        self._received = bytearray()
-        certificate = transport.get_extra_info("peercert") or {}
-        names = certificate.get("subjectAltName", ())
+        self._received = bytearray()  # and not parsed yet
+        names = (transport.get_extra_info("peercert") or {}).get("subjectAltName", ())
+        # As gRPC's doors have them.
         self._certificate_names = tuple(name for kind, name in names if kind == "DNS")
         self._timer.set(HEAD_TIMEOUT_S, self._end)
 
@@ -363,8 +350,7 @@ class HttpConnection(UvicornConnection):
         self.url = _check_head(version, self.url, self.headers)
         if not self._owes_answer():
             self._listener.set_use(self._descriptor, Use.RECEIVING)
-        lengths = [value for name, value in self.headers if name == b"content-length"]
-        self._num_body_bytes = int(lengths[0]) if lengths else 0
+        self._num_body_bytes = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
         self.expect_100_continue &= version != "1.0"
         super().on_headers_complete()
         self.flow.resume_reading()  # else it would not be noticed that the client goes before it has its answers
@@ -394,8 +380,9 @@ class HttpConnection(UvicornConnection):
             return
         self._listener.set_use(self._descriptor, Use.IDLE)
         if answered is not None and not self._is_in_head:
-            is_over = answered.cycle.more_body or self.transport.is_closing()
-            self._timer.set(HEAD_TIMEOUT_S if is_over else KEEP_ALIVE_S, self._end)
+            self._timer.set(
+                HEAD_TIMEOUT_S if answered.cycle.more_body or self.transport.is_closing() else KEEP_ALIVE_S, self._end
+            )
 
     def _parse(self) -> None:
         """Parse the received bytes until a request waits for the answer to the previous one. Other tasks run in

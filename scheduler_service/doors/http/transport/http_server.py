@@ -89,16 +89,13 @@ class HttpServer:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         send = partial(self._unread.send, send, scope)
-        stream = EventStream(send)
-        scope["stream"] = stream
+        stream = scope["stream"] = EventStream(send)
         self._streams.add(stream)
         try:
             self._admission.check_origin(scope)
             await self._routes(scope, receive, send)
         except HTTPException as error:
-            await _refuse(
-                HttpRefusal(error.status_code, _of_route(error.status_code, scope)), stream, scope, receive, send
-            )
+            await _refuse(_unrouted(error.status_code, scope), stream, scope, receive, send)
         except (RefusedError, HttpRefusal) as refused:
             await _refuse(refused, stream, scope, receive, send)
         except asyncio.CancelledError:  # the server shuts down, and has waited for the call
@@ -144,13 +141,11 @@ async def _refuse(
         await error_response(refused, scope["path"])(scope, receive, send)
 
 
-def _of_route(status: int, scope: Scope) -> str:
-    path = scope["path"][:80]
-    return (
-        f"{path} is not served by {scope['method']}"
-        if status == 405
-        else f"there is no {path} here; see /docs for what there is"
-    )
+def _unrouted(status: int, scope: Scope) -> HttpRefusal:
+    """Return the refusal of a call that no route matches."""
+    if status == 405:
+        return HttpRefusal(405, f"{scope['path'][:80]} is not served by {scope['method']}")
+    return HttpRefusal(status, f"there is no {scope['path'][:80]} here; see /docs for what there is")
 
 
 def _bound(host: str, port: int) -> socket.socket:
