@@ -1,5 +1,6 @@
-"""Calls over gRPC that must fail."""
+"""The failures of calls over gRPC."""
 
+import contextlib
 from collections.abc import Awaitable
 
 import grpc.aio
@@ -13,3 +14,11 @@ async def failure_of(call: Awaitable[object], code: grpc.StatusCode | None = Non
     assert code is None or caught.value.code() is code, caught.value
     assert all(text in caught.value.details() for text in texts), (texts, caught.value)
     return caught.value
+
+
+async def code_at_end(call: grpc.aio.UnaryStreamCall | grpc.aio.StreamStreamCall) -> grpc.StatusCode:
+    """Return the code of a stream after its messages are read: gRPC has none earlier."""
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    return await call.code()

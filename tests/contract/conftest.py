@@ -14,6 +14,7 @@ from pagewire.common.grammars.trial import Trials
 from scheduler_service.doors.scheduler import scheduler_servicer
 from scheduler_service.serving import grammars
 from testing.scheduler_stack import make_checkpoint
+from testing.serving.tenants import write_tenants
 
 
 def _is_of_this_test(record: logging.LogRecord) -> bool:
@@ -28,6 +29,12 @@ logging.getLogger("asyncio").addFilter(_is_of_this_test)
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def tenants(tmp_path: Path) -> Path:
+    write_tenants(tmp_path / "tenants.yaml")
+    return tmp_path / "tenants.yaml"
 
 
 @pytest.fixture(scope="module")

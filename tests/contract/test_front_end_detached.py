@@ -252,12 +252,6 @@ async def test_what_is_said_beside_a_request_goes_along(checkpoint: Path, monkey
 # Tenants
 
 
-@pytest.fixture
-def tenants(tmp_path: Path) -> Path:
-    write_tenants(tmp_path / "tenants.yaml")
-    return tmp_path / "tenants.yaml"
-
-
 async def test_each_tenant_has_its_own_ids_at_every_door(checkpoint: Path, tenants: Path, tmp_path: Path) -> None:
     acme, globex = credentials("acme"), credentials("globex")
     async with serve_tenants(checkpoint, tmp_path, tenants) as (stack, front):

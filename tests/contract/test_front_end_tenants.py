@@ -28,12 +28,6 @@ from testing.serving.tenants import (
 )
 
 
-@pytest.fixture
-def tenants(tmp_path: Path) -> Path:
-    write_tenants(tmp_path / "tenants.yaml")
-    return tmp_path / "tenants.yaml"
-
-
 def as_tenant(tenant: str, **sampling: object) -> pb.GenerateRequest:
     message = request(PROMPT, **({"max_tokens": 2} | sampling))
     message.tenant = tenant

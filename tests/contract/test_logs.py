@@ -1,7 +1,6 @@
 """Log lines: for people or for machines, with the id of the request that they are about."""
 
 import asyncio
-import contextlib
 import json
 import logging
 import re
@@ -15,6 +14,7 @@ import pytest
 
 from pagewire.hosting import logs
 from testing.scheduler_stack import request, serve
+from testing.serving.failures import code_at_end
 
 PROMPT = [1, 2, 3, 4, 5]
 
@@ -117,14 +117,6 @@ async def test_every_end_is_logged_with_its_request(checkpoint: Path, written: C
     assert 0 <= first["queue_seconds"] <= first["first_token_seconds"] <= first["seconds"]
     assert len({entry["sequence_id"] for entry in entries}) == 3
     assert "mine" in first["message"]
-
-
-async def code_at_end(call: grpc.aio.UnaryStreamCall) -> grpc.StatusCode:
-    """gRPC tells how a stream has ended only once its messages have been read."""
-    with contextlib.suppress(grpc.aio.AioRpcError):
-        while await call.read() is not grpc.aio.EOF:
-            pass
-    return await call.code()
 
 
 async def test_failures_are_logged_without_being_asked_for(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,6 +1,5 @@
 """A message above a port's limit is refused in one form, whichever method, service and client it comes from."""
 
-import contextlib
 from pathlib import Path
 
 import grpc
@@ -13,6 +12,7 @@ import pagewire
 from pagewire.common.transport.listening import create_server
 from pagewire.common.transport.message_size import MARGIN_BYTES, MAX_MESSAGE_BYTES, too_large
 from testing.scheduler_stack import expected_tokens, request, serve
+from testing.serving.failures import code_at_end
 from tests.contract.shared_stream import SharedStream
 
 PROMPT = [1, 2, 3, 4, 5]
@@ -23,10 +23,7 @@ async def answer(
 ) -> tuple[grpc.StatusCode, str]:
     """Returns what a call of a method ends with that brings these bytes as its message."""
     call = channel.stream_stream(method)(iter([data]), compression=compression)
-    with contextlib.suppress(grpc.aio.AioRpcError):
-        while await call.read() is not grpc.aio.EOF:
-            pass
-    return await call.code(), await call.details()
+    return await code_at_end(call), await call.details()
 
 
 async def methods_of(channel: grpc.aio.Channel) -> list[str]:

@@ -38,12 +38,6 @@ from testing.serving.tenants import (
 )
 
 
-@pytest.fixture
-def tenants(tmp_path: Path) -> Path:
-    write_tenants(tmp_path / "tenants.yaml")
-    return tmp_path / "tenants.yaml"
-
-
 def look(file: TenantFile) -> None:
     file.file.look(file.file.take)
 

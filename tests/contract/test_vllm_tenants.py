@@ -4,19 +4,12 @@ import asyncio
 from pathlib import Path
 
 import grpc
-import pytest
 from smg_grpc_proto import vllm_engine_pb2
 from smg_grpc_proto.generated import common_pb2
 
 from testing.scheduler_stack import Stack, serve
-from testing.serving.tenants import PROMPT, code_of, credentials, slow_stack, write_tenants
+from testing.serving.tenants import PROMPT, code_of, credentials, slow_stack
 from tests.contract.vllm_client import request, stub_of
-
-
-@pytest.fixture
-def tenants(tmp_path: Path) -> Path:
-    write_tenants(tmp_path / "tenants.yaml")
-    return tmp_path / "tenants.yaml"
 
 
 async def ends_of(stack: Stack, tenant: str, message: vllm_engine_pb2.GenerateRequest) -> list[str]:

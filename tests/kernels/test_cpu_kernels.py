@@ -144,20 +144,19 @@ def test_paged_attention_equals_reference_on_random_steps(cpu_kernels, seed, dty
     step.check(cpu_kernels, window=window, num_threads=num_threads, sinks=sinks)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize(
+    ("seed", "head_dim", "group", "num_kv_heads", "block_size"),
+    [
+        *((1, head_dim, 2, 2, 16) for head_dim in HEAD_DIMS),
+        # No multiples of a vector.
+        *((2, head_dim, 3, 1, 8) for head_dim in (1, 2, 7, 19, 33, 40, 100, 255)),
+    ],
+)
 @pytest.mark.parametrize(("dtype", "cache_dtype"), DTYPES, ids=str)
-def test_every_head_size(cpu_kernels, head_dim, dtype, cache_dtype):
-    lengths = [(70, 1), (30, 9), (0, 40)]
-    shape = {"head_dim": head_dim, "group": 2, "num_kv_heads": 2, "block_size": 16}
-    make_step(random.Random(1), lengths, **shape, dtype=dtype, cache_dtype=cache_dtype).check(cpu_kernels)
-
-
-@pytest.mark.parametrize("head_dim", [1, 2, 7, 19, 33, 40, 100, 255])
-@pytest.mark.parametrize(("dtype", "cache_dtype"), DTYPES, ids=str)
-def test_head_sizes_that_are_no_multiple_of_a_vector(cpu_kernels, head_dim, dtype, cache_dtype):
-    lengths = [(70, 1), (30, 9), (0, 40)]
-    shape = {"head_dim": head_dim, "group": 3, "num_kv_heads": 1, "block_size": 8}
-    make_step(random.Random(2), lengths, **shape, dtype=dtype, cache_dtype=cache_dtype).check(cpu_kernels)
+def test_every_head_size(cpu_kernels, seed, head_dim, group, num_kv_heads, block_size, dtype, cache_dtype):
+    shape = {"head_dim": head_dim, "group": group, "num_kv_heads": num_kv_heads, "block_size": block_size}
+    step = make_step(random.Random(seed), [(70, 1), (30, 9), (0, 40)], **shape, dtype=dtype, cache_dtype=cache_dtype)
+    step.check(cpu_kernels)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
@@ -392,8 +391,8 @@ def test_every_variant_that_runs_here_equals_reference(name):
     kernels = load_variant(name)
     assert kernels.variant == name
     for dtypes in DTYPES:
-        test_every_head_size(kernels, 80, *dtypes)
-        test_head_sizes_that_are_no_multiple_of_a_vector(kernels, 19, *dtypes)
+        test_every_head_size(kernels, 1, 80, 2, 2, 16, *dtypes)
+        test_every_head_size(kernels, 2, 19, 3, 1, 8, *dtypes)
         test_store_kv_writes_the_slots_and_nothing_else(kernels, *dtypes, 21)
     for dtype in TOLERANCES:
         test_norms(kernels, dtype, 7, 100)

@@ -1,7 +1,6 @@
 """SIGTERM: who is told what, what goes on, how soon the process is gone, and that it leaves nothing behind."""
 
 import asyncio
-import contextlib
 import random
 import signal
 import socket
@@ -18,6 +17,7 @@ from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from testing.forked import running
 from testing.services import HOST, Service
+from testing.serving.failures import code_at_end
 from testing.streams import requests_of, run_streams, run_while_ending
 
 pytestmark = pytest.mark.alone
@@ -41,14 +41,6 @@ def can_bind(address: str) -> bool:
         return True
 
 
-async def end_of(call: grpc.aio.UnaryStreamCall) -> grpc.StatusCode:
-    """What comes after everything that was sent."""
-    with contextlib.suppress(grpc.aio.AioRpcError):
-        while await call.read() is not grpc.aio.EOF:
-            pass
-    return await call.code()
-
-
 async def test_rolling_restarts_of_the_worker_under_load_lose_nothing() -> None:
     requests = requests_of(11, VOCAB_SIZE)[:NUM_STREAMS]
     with running(STORYTELLER, worker=["--dtype", "float32"], scheduler=["--drain-timeout", "20"]) as system:
@@ -69,14 +61,14 @@ async def test_a_scheduler_is_gone_in_time_whichever_listens(drain_timeout: floa
         async with grpc.aio.insecure_channel(system.url) as channel:
             stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
             events = stub.SubscribeKvEvents(scheduler_pb2.SubscribeKvEventsRequest())
-            reading = asyncio.create_task(end_of(events))
+            reading = asyncio.create_task(code_at_end(events))
             message = scheduler_pb2.GenerateRequest(text="Once upon a time")
             message.sampling.max_tokens = 400 if drain_timeout < 1 else 20
             message.sampling.ignore_eos = True
             message.sampling.n = 4
             stream = stub.Generate(message)
             await stream.read()
-            finishing = asyncio.create_task(end_of(stream))
+            finishing = asyncio.create_task(code_at_end(stream))
             if drain_timeout < 1:
                 # However fast this machine is, the stream does not end by itself.
                 system.worker.send_signal(signal.SIGSTOP)

@@ -74,15 +74,19 @@ def test_dummy_weights_are_those_that_models_begin_with(path):
     assert {parameter.dim() for parameter in parameters.values()} == {1, 2}
 
 
-def test_missing_tensor(path):
-    edit_tensors(path, **{"model.layers.1.self_attn.k_proj.bias": None})
-    with pytest.raises(CheckpointError, match=r"tensor model\.layers\.1\.self_attn\.k_proj\.bias is missing.*\[32\]"):
-        load(path)
-
-
-def test_missing_untied_head(path):
-    edit_tensors(path, **{"lm_head.weight": None})
-    with pytest.raises(CheckpointError, match=r"tensor lm_head\.weight is missing"):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "model.layers.1.self_attn.k_proj.bias",
+            r"tensor model\.layers\.1\.self_attn\.k_proj\.bias is missing.*\[32\]",
+        ),
+        ("lm_head.weight", r"tensor lm_head\.weight is missing"),
+    ],
+)
+def test_missing_tensor(path, name, message):
+    edit_tensors(path, **{name: None})
+    with pytest.raises(CheckpointError, match=message):
         load(path)
 
 

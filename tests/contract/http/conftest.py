@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from scheduler_service.doors.http import prompts
 from testing.core.simulated_worker import SimulatedWorker
 from testing.serving.door import HttpServer, make_chat_checkpoint, serve_http
 from tests.contract.http.scripted import Say
@@ -35,3 +36,17 @@ def say(model: Path, monkeypatch: pytest.MonkeyPatch) -> Say:
         monkeypatch.setattr(SimulatedWorker, "_next_token", next_token)
 
     return say
+
+
+@pytest.fixture
+def rendered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The messages of each chat that is rendered."""
+    seen: list[Any] = []
+    render = prompts.render
+
+    def noted(template: str, messages: Any, **options: Any) -> str:
+        seen.append(messages)
+        return render(template, messages, **options)
+
+    monkeypatch.setattr(prompts, "render", noted)
+    return seen

@@ -17,7 +17,6 @@ from pagewire.common.messages import RowStatus
 from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from scheduler_service.doors.http import prompts as http_prompts
 from scheduler_service.doors.http.responses import stored_responses
 from testing.serving.door import HttpServer, serve_http
 from testing.serving.front_end import DEADLINE, serve_front_end
@@ -77,19 +76,6 @@ async def unknown(client: openai.AsyncOpenAI, response_id: str) -> str:
     return caught.value.message.replace(response_id, "ID")
 
 
-def noted_messages(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The messages of the chats that are rendered from now on."""
-    seen: list[Any] = []
-    render = http_prompts.render
-
-    def noted(template: str, messages: Any, **options: Any) -> str:
-        seen.append(messages)
-        return render(template, messages, **options)
-
-    monkeypatch.setattr(http_prompts, "render", noted)
-    return seen
-
-
 # Kept
 
 
@@ -125,9 +111,10 @@ async def test_ids_of_items_are_the_responses(server: HttpServer, say: Say) -> N
     await create(server.openai, extra_body={"request_id": "mine"})
 
 
-async def test_items_may_be_named(server: HttpServer, model: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_items_may_be_named(
+    server: HttpServer, model: Path, say: Say, rendered: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As the AI SDK sends the turns of a loop of tools, of responses that are kept, by any door."""
-    rendered = noted_messages(monkeypatch)
     say(THOUGHT)
     first = await create(server.openai, tools=TOOLS, extra_body={"request_id": "a_1"})
     result: Any = {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "5 degrees"}
@@ -328,8 +315,7 @@ async def test_input_items_come_in_pages(server: HttpServer, say: Say) -> None:
 # Gone on with
 
 
-async def test_a_conversation_goes_on(server: HttpServer, model: Path, say: Say, monkeypatch: Any) -> None:
-    seen = noted_messages(monkeypatch)
+async def test_a_conversation_goes_on(server: HttpServer, model: Path, say: Say, rendered: list[Any]) -> None:
     async with another_door(server, model) as other:
         say(THOUGHT)
         first = await create(server.openai, tools=TOOLS, instructions="be kind")
@@ -344,9 +330,9 @@ async def test_a_conversation_goes_on(server: HttpServer, model: Path, say: Say,
         spelled = [{"role": "user", "content": "hi"}, *(item.to_dict() for item in first.output), output]
         spelled += [*(item.to_dict() for item in second.output), {"role": "user", "content": "and now?"}]
         await create(server.openai, input=spelled, store=False)
-        assert seen[2] == seen[3]
-        assert [message["role"] for message in seen[2]] == ["user", "assistant", "tool", "assistant", "user"]
-        assert seen[2][1]["reasoning_content"] == "hm"
+        assert rendered[2] == rendered[3]
+        assert [message["role"] for message in rendered[2]] == ["user", "assistant", "tool", "assistant", "user"]
+        assert rendered[2][1]["reasoning_content"] == "hm"
         # One that forks.
         again = await create(server.openai, input=[output], previous_response_id=first.id, tools=TOOLS)
         assert items(again) == items(second)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from scheduler_service.doors.http import prompts
 from scheduler_service.doors.http.body import decode_body
 from scheduler_service.doors.http.messages.requests import MessagesRequest
 from scheduler_service.doors.http.responses.conversation import chat_meant, items_of
@@ -183,20 +182,6 @@ async def server(model: Path) -> AsyncIterator[HttpServer]:
     await worker.start()
     async with serve_http(model, worker=worker) as server:
         yield server
-
-
-@pytest.fixture
-def rendered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The messages of each chat that is rendered."""
-    seen: list[Any] = []
-    render = prompts.render
-
-    def noted(template: str, messages: Any, **options: Any) -> str:
-        seen.append(messages)
-        return render(template, messages, **options)
-
-    monkeypatch.setattr(prompts, "render", noted)
-    return seen
 
 
 def turns(messages: Any) -> list[tuple[Any, ...]]:

@@ -15,6 +15,14 @@ def device() -> torch.device:
     return DEVICE
 
 
+@pytest.fixture
+def make_sparse(device, tmp_path):
+    """Makes bytes of which only those touched take memory."""
+    if device.type == "cuda":
+        return lambda size: torch.empty(size, dtype=torch.int8, device=device)
+    return lambda size: torch.from_file(str(tmp_path / "sparse"), shared=True, size=size, dtype=torch.int8)
+
+
 @pytest.hookimpl(tryfirst=True)  # what is selected goes by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:

@@ -9,14 +9,6 @@ from testing.kernel_checks.blocks import LAYOUTS, OPERATIONS, Shape, check_block
 SHAPE = Shape(num_blocks=8, num_layers=2, block_size=16, num_kv_heads=2, head_dim=32)
 
 
-@pytest.fixture
-def make_sparse(device, tmp_path):
-    """Makes bytes of which only those touched take memory."""
-    if device.type == "cuda":
-        return lambda size: torch.empty(size, dtype=torch.int8, device=device)
-    return lambda size: torch.from_file(str(tmp_path / "sparse"), shared=True, size=size, dtype=torch.int8)
-
-
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])

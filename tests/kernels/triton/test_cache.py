@@ -11,14 +11,6 @@ from testing.kernel_checks.cache import E4M3, LAYOUTS, Shape, check_reshape_and_
 SHAPE = Shape(num_tokens=7, num_kv_heads=3, head_dim=32, block_size=16, num_blocks=3)
 
 
-@pytest.fixture
-def make_sparse(device, tmp_path):
-    """Makes bytes of which only those touched take memory."""
-    if device.type == "cuda":
-        return lambda size: torch.empty(size, dtype=torch.int8, device=device)
-    return lambda size: torch.from_file(str(tmp_path / "sparse"), shared=True, size=size, dtype=torch.int8)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_keys_and_values_come_to_their_slots(device, dtype, layout):
