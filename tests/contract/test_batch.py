@@ -14,6 +14,7 @@ from pagewire import AsyncClient, Client, SamplingParams, wire
 from pagewire.batch import RequestBatch
 from pagewire.retry import Attempts
 from testing.scheduler_stack import VOCAB_SIZE, expected_tokens, serve
+from testing.seeds import seeded
 from tests.contract.cut_proxy import proxied
 
 SAMPLING = SamplingParams(temperature=0, seed=0, max_tokens=20, ignore_eos=True)
@@ -125,8 +126,7 @@ async def test_cancelling_ends_all(checkpoint: Path) -> None:
 @pytest.mark.parametrize("seed", range(2))
 async def test_a_call_that_is_cancelled_at_any_time_complains_of_nothing(checkpoint: Path, seed: int) -> None:
     """Cancelled once or twice, before, while or after the server answers; asyncio tells what was not asked for."""
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = seeded(seed)
     complaints: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
     async with serve(checkpoint) as stack, AsyncClient(stack.url) as client:

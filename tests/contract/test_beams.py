@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import random
 from pathlib import Path
 
 import grpc
@@ -24,6 +23,7 @@ from testing.scheduler_stack import (
     serve,
     status_of,
 )
+from testing.seeds import seeded
 from testing.serving.failures import failure_of
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
@@ -64,8 +64,7 @@ def check(result: Result, expected: Hypotheses, tokenizer: Tokenizer) -> None:
 
 async def test_hypotheses_are_the_oracles_while_others_run(checkpoint: Path) -> None:
     seed = 5
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = seeded(seed)
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     cases = []
     for index in range(24):

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import random
 import signal
 import threading
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import pytest
 from pagewire import Client, SamplingParams
 from pagewire.errors import Unavailable
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from testing.seeds import seeded
 from testing.serving import scripted_scheduler
 from testing.serving.scripted_scheduler import ScriptedScheduler, delta, serving
 
@@ -40,9 +40,7 @@ def interrupt_after(seconds: float) -> None:
 
 @pytest.mark.usefixtures("_interruptible")
 def test_a_client_goes_on_after_any_interrupt() -> None:
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = seeded()
     scheduler = ScriptedScheduler()
     with serving(scheduler) as url, Client(url) as client:
         scheduler.script = talk

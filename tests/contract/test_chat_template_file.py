@@ -2,7 +2,6 @@
 
 import json
 import logging
-import random
 from pathlib import Path
 
 import grpc
@@ -14,6 +13,7 @@ from scheduler_service.config import SchedulerConfig
 from scheduler_service.request_service import warn_of
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.scheduler_stack import make_checkpoint, request, serve
+from testing.seeds import seeded
 from testing.serving.failures import failure_of
 
 CONFIG = "tokenizer_config.json"
@@ -103,8 +103,7 @@ async def test_a_text_that_the_tokenizer_fails_on_is_the_clients_fault(tmp_path:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_the_files_hold_is_read_or_named(tmp_path: Path, seed: int) -> None:
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = seeded(seed)
     path = make_checkpoint(tmp_path / "model", temperature=0.5, top_k=3)
     config = {"chat_template": [{"name": "default", "template": "{{ messages }}"}], "eos_token": {"content": "<end>"}}
     sources = {

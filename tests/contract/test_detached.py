@@ -25,6 +25,7 @@ from scheduler_service.serving.checkpoint.tokenizer import Tokenizer as ServedTo
 from scheduler_service.serving.detached import DetachedRequests
 from scheduler_service.serving.output import Delta, OutputReader, SampleRecord
 from testing.scheduler_stack import VOCAB_SIZE, details, expected_tokens, request, serve, status_of
+from testing.seeds import seeded
 from testing.serving.failures import failure_of
 from testing.serving.front_end import serve_both
 from testing.serving.tenants import code_of
@@ -55,8 +56,7 @@ async def test_every_token_can_be_read_from_any_other(checkpoint: Path) -> None:
 
 async def test_readers_come_and_go_while_it_runs(checkpoint: Path) -> None:
     seed = 11
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = seeded(seed)
     async with serve(checkpoint) as stack:
         stack.worker.step_seconds = 0.002
         name = await submit(stack, PROMPT, max_tokens=150, n=2, seed=4)
@@ -505,8 +505,7 @@ def end_of(num_tokens: int, stop_token_id: int | None = None) -> SequenceEnd:
 @pytest.mark.parametrize("seed", range(20))
 def test_text_from_any_token_on_is_the_rest_of_the_whole(checkpoint: Path, seed: int) -> None:
     """Half characters, held back texts, a last token without text, ends that come late, deltas of any size."""
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = seeded(seed)
     tokenizer = ServedTokenizer(checkpoint / "tokenizer.json")
     token_ids = [rng.randrange(VOCAB_SIZE - 1) for _ in range(rng.randrange(1, 120))]
     stop = ["zzzz", "q"] if seed % 2 else []

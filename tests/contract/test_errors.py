@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import random
 from pathlib import Path
 
 import grpc
@@ -11,6 +10,7 @@ import pytest
 from pagewire.common.messages import RowStatus
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from testing.scheduler_stack import VOCAB_SIZE, details, expected_tokens, request, serve, status_of
+from testing.seeds import seeded
 from testing.serving.failures import failure_of
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -123,8 +123,7 @@ async def test_every_request_field_at_its_boundaries(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 async def test_random_requests_are_served_or_refused_as_invalid(checkpoint: Path, seed: int) -> None:
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = seeded(seed)
     async with serve(checkpoint) as stack:
         for _ in range(25):
             sampling = {"max_tokens": 3}
@@ -202,8 +201,7 @@ async def test_a_full_queue_refuses_with_a_delay(checkpoint: Path) -> None:
 
 async def test_cancels_at_random_moments_leave_no_block_held(checkpoint: Path) -> None:
     seed = 7
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = seeded(seed)
     async with serve(checkpoint, max_num_seqs=16) as stack:
         stack.worker.step_seconds = 0.001
 

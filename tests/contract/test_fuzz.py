@@ -18,6 +18,7 @@ from smg_grpc_proto.generated import common_pb2 as common
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.scheduler_stack import Stack, expected_tokens, make_checkpoint, request, serve
+from testing.seeds import seeded
 from testing.serving.front_end import FrontEnd, serve_front_end
 from tests.contract.bench_stack import SoundWorker
 
@@ -308,8 +309,7 @@ async def send_shared(stack: Stack | FrontEnd, data: bytes) -> grpc.StatusCode:
 
 @pytest.mark.parametrize("seed", [1])
 async def test_mutated_requests_are_served_or_refused_as_what_they_are(checkpoint: Path, seed: int) -> None:
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = seeded(seed)
     worker = SoundWorker(read_model_info(str(checkpoint)).digest, max_model_len=MAX_MODEL_LEN)
     await worker.start()
     codes: Counter[tuple[str, grpc.StatusCode]] = Counter()

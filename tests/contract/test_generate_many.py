@@ -1,7 +1,6 @@
 """GenerateMany over real gRPC: the same results and errors as Generate, one message a step for all streams."""
 
 import asyncio
-import random
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from scheduler_service.serving.checkpoint.model_info import read_model_info
 from scheduler_service.serving.refusal import Reason, RefusedError
 from scheduler_service.serving.tenants.caller import Call, Caller
 from testing.scheduler_stack import details, expected_tokens, request, serve
+from testing.seeds import seeded
 from tests.contract.shared_stream import SharedStream
 
 PROMPT = [1, 2, 3, 4, 5]
@@ -209,8 +209,7 @@ async def test_draining_refuses_new_requests_and_ends_the_call(checkpoint: Path)
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_random_requests_together(checkpoint: Path, seed: int) -> None:
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = seeded(seed)
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     async with serve(checkpoint) as stack:
         shared = SharedStream(stack)

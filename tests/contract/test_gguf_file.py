@@ -1,7 +1,6 @@
 """Headers of GGUF files: whole ones, and all that strangers can do to one."""
 
 import math
-import random
 import struct
 import tracemalloc
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from pagewire.common.gguf import (
 from pagewire.common.gguf import file as gguf_file
 from scheduler_service.serving.checkpoint.tokenizer import load_tokenizer
 from testing.checkpoints.gguf_files import write_gguf
+from testing.seeds import seeded
 
 BUNDLED = Path(__file__).parents[2] / "models" / "storyteller"
 
@@ -91,8 +91,7 @@ def test_numbers_of_every_type(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_float32_is_the_shortest_number_that_names_it(tmp_path: Path, seed: int) -> None:
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = seeded(seed)
     drawn = [struct.unpack("<f", rng.randbytes(4))[0] for _ in range(200)]
     drawn = [number for number in drawn if math.isfinite(number)]
     path = written(tmp_path / "x.gguf", **{f"k__{index}": ("float32", value) for index, value in enumerate(drawn)})
@@ -281,8 +280,7 @@ def test_what_is_a_gguf_file(bundled: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_no_broken_file_is_more_than_an_error(bundled: Path, tmp_path: Path, seed: int) -> None:
     """Cut anywhere, and with bytes of its header turned: read or refused, in little memory."""
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = seeded(seed)
     whole = bundled.read_bytes()
     header_bytes = min(info.offset for info in GgufFile.open(bundled).tensors.values())
     path = tmp_path / "model.gguf"

@@ -32,6 +32,7 @@ from testing.checkpoints.gguf_files import (
     byte_level_keys,
     write_gguf,
 )
+from testing.seeds import seeded
 
 BUNDLED = Path(__file__).parents[2] / "models" / "storyteller"
 DOCS = Path(__file__).parents[2] / "docs"
@@ -56,8 +57,7 @@ ALPHABET = [
 
 
 def texts(seed: int, number: int = 200) -> list[str]:
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = seeded(seed)
     return ["", " ", *("".join(rng.choices(ALPHABET, k=rng.randrange(1, 60))) for _ in range(number))]
 
 

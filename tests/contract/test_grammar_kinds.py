@@ -3,7 +3,6 @@
 import ctypes
 import json
 import os
-import random
 import re
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from pagewire.common.grammars import (
 from pagewire.common.grammars.structural_tag import _FIELDS, structural_tag_to_lark
 from pagewire.common.grammars.trial import TOO_MUCH, Trials
 from testing.grammars.hostile import HOSTILE
+from testing.seeds import seeded
 from testing.sources import ROOT
 
 TOKENIZER = ROOT / "models" / "storyteller" / "tokenizer.json"
@@ -387,8 +387,7 @@ def test_a_tokenizer_may_be_longer_than_the_vocabulary(
 @pytest.mark.parametrize("seed", range(4))
 def test_state_is_a_function_of_the_tokens(seed: int, compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     """Walks through masks: the state behind tokens is that of a matcher which takes them at once, and of a copy."""
-    print("seed", seed)
-    rng = random.Random(seed)
+    rng = seeded(seed)
     pattern = r"([a-f]{1,3}(, |;)){2,6}[0-9]{1,4}"
     matcher, taken = compiler.compile("regex", pattern, (END,)), list[int]()
     while matcher.end_token_id is None:

@@ -19,6 +19,7 @@ from pagewire.common.grammars.trial import Trials
 from scheduler_service.serving.checkpoint.tokenizer import IncrementalDecoder, Tokenizer
 from testing.grammars.spelled import NAMES, TEXTS, Speller, random_output
 from testing.grammars.tokenizer_shapes import CHARACTERS, END, SHAPES, SPECIAL, Shape, byte_level, unigram
+from testing.seeds import seeded
 
 SCHEMA = {
     "type": "object",
@@ -48,8 +49,7 @@ def word_piece() -> HuggingFaceTokenizer:
 @pytest.mark.parametrize("name", ["Llama 2", "ALBERT with bytes", "Unigram"])
 @pytest.mark.parametrize("seed", range(3))
 async def test_outputs_match_once_they_are_text(name: str, seed: int, tmp_path: Path) -> None:
-    print("seed", seed)
-    rng = random.Random(seed)
+    rng = seeded(seed)
     path = SHAPES[name].write(tmp_path)
     tokenizer = Tokenizer(path)
     vocab_size = HuggingFaceTokenizer.from_file(str(path)).get_vocab_size()

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import random
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from scheduler_service.serving.kv_events import KvEventBatch, KvEventLog
 from scheduler_service.serving.refusal import Reason, RefusedError
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import Stack, details, expected_tokens, request, serve
+from testing.seeds import seeded
 from testing.serving.failures import failure_of
 
 BLOCK_SIZE = 4
@@ -117,8 +117,7 @@ async def refusal_of(stack: Stack, **start: object) -> grpc.aio.AioRpcError:
 async def test_a_mirror_is_the_cache(checkpoint: Path) -> None:
     """Through evictions, host blocks and the loss of a worker."""
     seed = 3
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = seeded(seed)
     worker = await FakeWorker.started(checkpoint, num_device_blocks=60, num_host_blocks=60, swap_bandwidth=1e12)
     async with serve(checkpoint, worker=worker, preemption="swap") as stack:
         mirror = Mirror()

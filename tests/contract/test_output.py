@@ -15,6 +15,7 @@ from scheduler_service.doors.scheduler.generate_response import encode_delta, wh
 from scheduler_service.serving.checkpoint.tokenizer import DecodedText, Tokenizer
 from scheduler_service.serving.output import OutputReader, SampleRecord
 from testing.scheduler_stack import EOS, VOCAB_SIZE
+from testing.seeds import seeded
 
 
 def entries(rng: random.Random, token_ids: list[int]) -> list[TokenLogprobs]:
@@ -109,8 +110,7 @@ def test_what_nothing_reads_takes_a_few_bytes_a_token() -> None:
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize("reason", [EndReason.LENGTH, EndReason.NAN_LOGITS])
 def test_a_reader_gets_everything_once_and_in_order(checkpoint: Path, seed: int, reason: EndReason) -> None:
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = seeded(seed)
     tokenizer = Tokenizer(checkpoint / "tokenizer.json")
     buffers = [
         SampleRecord(

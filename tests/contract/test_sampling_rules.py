@@ -20,6 +20,7 @@ from scheduler_service.serving.checkpoint.model_info import ModelInfo, read_mode
 from scheduler_service.serving.refusal import RefusedError
 from scheduler_service.serving.tenants.caller import Call, Caller
 from testing.scheduler_stack import make_checkpoint
+from testing.seeds import seeded
 
 EARLY_STOPPING = {
     "heuristic": pb.EARLY_STOPPING_HEURISTIC, False: pb.EARLY_STOPPING_HEURISTIC, "first": pb.EARLY_STOPPING_FIRST,
@@ -104,9 +105,7 @@ def refusal_when_made(drawn: dict[str, Any]) -> tuple[str, str] | None:
 
 def test_parameters_are_refused_when_made_if_the_server_would(tmp_path: Path) -> None:
     model = read_model_info(str(make_checkpoint(tmp_path / "model")))
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = seeded()
     refused: Counter[str] = Counter()
     for _ in range(6000):
         drawn = draw(rng)

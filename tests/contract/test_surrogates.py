@@ -9,6 +9,7 @@ from pagewire.common.chat_output import Arguments, CallStart, format_of
 from pagewire.common.strict_json import from_json
 from pagewire.common.surrogates import HalfEscapes, without_half_escapes, without_halves
 from testing.chat_output.splitting import at_random, merged
+from testing.seeds import seeded
 
 PARTS = (
     *(r"\ud83d", r"\uDE00", r"\uDBFF", r"\udfff", r"\ud83d\ude00", r"\ud7ff", r"\ue000", r"\u0041"),
@@ -27,9 +28,7 @@ def in_pieces(text: str, drawn: random.Random) -> str:
 
 
 def test_escapes_of_halves_are_replaced() -> None:
-    seed = random.randrange(1 << 32)
-    print("seed", seed)
-    drawn = random.Random(seed)
+    drawn = seeded()
     for _ in range(3000):
         text = f'"{"".join(drawn.choices(PARTS, k=drawn.randrange(8)))}"'
         mended = without_half_escapes(text)
@@ -39,9 +38,7 @@ def test_escapes_of_halves_are_replaced() -> None:
 
 
 def test_no_text_is_lost_that_is_no_json() -> None:
-    seed = random.randrange(1 << 32)
-    print("seed", seed)
-    drawn = random.Random(seed)
+    drawn = seeded()
     for _ in range(3000):
         text = "".join(drawn.choices(BROKEN, k=drawn.randrange(14)))
         mended = without_half_escapes(text)

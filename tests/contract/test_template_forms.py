@@ -18,6 +18,7 @@ from scheduler_service.doors.vllm.tokenizer_archive import read_tokenizer_archiv
 from scheduler_service.serving.checkpoint.chat_template import _MAX_NAMED
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.scheduler_stack import make_checkpoint
+from testing.seeds import seeded
 
 LOOK = {"type": "function", "function": {"name": "look", "description": "ü <b>", "parameters": {"type": "object"}}}
 CALL = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {"at": ["a", 1, None]}}}
@@ -126,8 +127,7 @@ def draw_conversation(rng: random.Random, takes: str) -> tuple[list[dict[str, An
 def test_every_form_of_a_conversation_is_as_transformers_renders_it(oracle: Any, name: str) -> None:
     takes, template = TEMPLATES[name]
     seed = 7
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = seeded(seed)
     num_rendered = 0
     for _ in range(60):
         given, taken = draw_conversation(rng, takes)

@@ -11,6 +11,7 @@ import pytest
 
 from pagewire.common.chat_template import ChatTemplateError, render
 from pagewire.common.template_forms import QUESTION, AskedTemplate, as_taken
+from testing.seeds import seeded
 from tests.growth import check_growth
 
 _CALLS = "{% for c in m.tool_calls %}<call>{{ c.function.arguments | tojson }}#{{ c.id }}{% endfor %}"
@@ -124,9 +125,7 @@ def draw_history(rng: random.Random, *, is_interrupted: bool = False) -> tuple[l
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_history_stands_whole_in_the_prompt(name: str) -> None:
-    seed = random.randrange(1 << 32)
-    print("seed", seed)
-    rng = random.Random(seed)
+    rng = seeded()
     for _ in range(40):
         history, texts = draw_history(rng)
         prompt = render(TEMPLATES[name], history, special_tokens={})
@@ -142,9 +141,7 @@ def test_a_history_stands_whole_in_the_prompt(name: str) -> None:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_system_message_between_turns_stays_where_it_is(name: str) -> None:
-    seed = random.randrange(1 << 32)
-    print("seed", seed)
-    rng = random.Random(seed)
+    rng = seeded()
     for _ in range(40):
         history, texts = draw_history(rng, is_interrupted=True)
         prompt = render(TEMPLATES[name], history, special_tokens={})

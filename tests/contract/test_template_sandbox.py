@@ -1,7 +1,6 @@
 """What a chat template may do, and that whatever it does ends: counted in steps, not in seconds."""
 
 import contextlib
-import random
 import string
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from jinja2.filters import FILTERS
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from pagewire.common.template_sandbox import MAX_STEPS, Overspent, Template, TemplateFailure, _Budget
+from testing.seeds import seeded
 from tests.thorough import thorough
 
 MESSAGES = [
@@ -320,8 +320,7 @@ def test_a_failure_leaves_nothing_behind() -> None:
 @pytest.mark.filterwarnings("ignore:invalid escape sequence:DeprecationWarning")  # Jinja2's lexer, of odd texts
 @pytest.mark.parametrize("seed", [0, *thorough(1, 2, 3)])
 def test_any_text_is_a_template_or_a_clear_error(seed: int) -> None:
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = seeded(seed)
     pieces = [
         "{{",
         "}}",

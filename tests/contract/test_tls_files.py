@@ -1,7 +1,6 @@
 """The files for TLS as they are at the start, and as they are renewed, well or badly, on both sides of a connection."""
 
 import logging
-import random
 import subprocess
 import sys
 import textwrap
@@ -23,6 +22,7 @@ from cryptography.hazmat.primitives.serialization import (
 from pagewire.client import Client
 from pagewire.common.transport.tls import Life, TlsFiles, link_files, server_files
 from pagewire.common.watched_files import NamedFile
+from testing.seeds import seeded
 from testing.serving.certificates import DAY, Authority, Certificate
 
 AUTHORITY = Authority("pagewire")
@@ -309,9 +309,7 @@ def test_a_disk_that_hangs_holds_up_neither_links_nor_the_end_of_the_process(tmp
 
 def test_whatever_is_written_and_when_what_is_used_fits_together(watched: Watched) -> None:
     """Files that are replaced one by one in any order, with looks in between: an oracle knows what fits."""
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
-    draw = random.Random(seed)
+    draw = seeded()
     authorities = [AUTHORITY, Authority("next")]
     pairs = [GOOD, OTHER, authorities[1].issue("localhost"), ENDED]
     current = (AUTHORITY.cert, GOOD.cert, GOOD.key)

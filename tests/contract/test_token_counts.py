@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from testing.scheduler_stack import request, serve
+from testing.seeds import seeded
 from testing.serving.front_end import serve_front_end
 
 NUM_REQUESTS = 100
@@ -52,8 +53,7 @@ async def until(port: int, holds: Callable[[dict[str, float]], bool]) -> dict[st
 
 async def test_what_clients_got_and_what_was_computed_beyond_is_what_was_computed(checkpoint: Path) -> None:
     seed = 0
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = seeded(seed)
     port, front_port = free_port("127.0.0.1"), free_port("127.0.0.1")
     async with (
         serve(checkpoint, metrics_port=port) as stack,

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer as HuggingFaceTokenizer
 from tokenizers import decoders, models
 
 from scheduler_service.serving.checkpoint.tokenizer import IncrementalDecoder, TextDecoder, Tokenizer
+from testing.seeds import seeded
 
 PIECES = ["once ", "upon", " a", " time", "é", "ü", "😀", "👨‍👩‍👧", "日本語", "\n", "  ", "\u200d", "a", "ﬁ", "\ufffd"]
 
@@ -42,8 +43,7 @@ def pushed(decoder: IncrementalDecoder, token_ids: list[int], rng: random.Random
 
 @pytest.mark.parametrize("seed", range(5))
 async def test_random_texts(tokenizer: Tokenizer, seed: int) -> None:
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = seeded(seed)
     for _ in range(100):
         text = "".join(rng.choice(PIECES) for _ in range(rng.randrange(1, 40)))
         token_ids = await tokenizer.encode(text, 1000, list)
@@ -53,8 +53,7 @@ async def test_random_texts(tokenizer: Tokenizer, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_random_tokens_broken_characters_included(tokenizer: Tokenizer, seed: int) -> None:
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = seeded(seed)
     for _ in range(100):
         token_ids = [rng.randrange(300) for _ in range(rng.randrange(1, 200))]
         decoder = IncrementalDecoder(tokenizer, [], skip_special_tokens=True)
@@ -76,8 +75,7 @@ def lossy(run: list[int]) -> str:
 @pytest.mark.parametrize("seed", range(5))
 def test_random_bytes_among_words(metaspace_tokenizer: Tokenizer, seed: int) -> None:
     """Broken characters cost no whole one beside them, bit by bit as in one piece; special tokens are not there."""
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = seeded(seed)
     words = dict(enumerate([" ", " once", " upon", "a", "b", " a", "."], 258))
     for _ in range(200):
         token_ids, text, run = [261], "a", list[int]()
@@ -153,8 +151,7 @@ async def test_stop_texts_across_token_borders(tokenizer: Tokenizer, stop: str, 
 @pytest.mark.parametrize("seed", range(3))
 def test_stop_texts_among_broken_characters(tokenizer: Tokenizer, metaspace_tokenizer: Tokenizer, seed: int) -> None:
     """The output is the text of all tokens up to the first stop text in that, replacement characters included."""
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = seeded(seed)
     for _ in range(300):
         chosen = rng.choice([tokenizer, metaspace_tokenizer])
         num_tokens = rng.randrange(1, 12)
@@ -201,8 +198,7 @@ async def test_a_prompt_of_too_many_tokens_is_only_counted(tokenizer: Tokenizer)
 
 async def test_no_token_stands_for_more_bytes_than_the_longest(tokenizer: Tokenizer) -> None:
     seed = 5
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = seeded(seed)
     assert tokenizer.max_token_bytes is not None
     for _ in range(200):
         text = "".join(rng.choices("once upon a time\U0001f600<end>\u65e5\n", k=rng.randrange(1, 60)))

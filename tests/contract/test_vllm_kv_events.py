@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import random
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from scheduler_service.serving.kv_events import KvEventBatch, KvEventLog
 from testing import scheduler_stack
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import Stack, expected_tokens, serve
+from testing.seeds import seeded
 from testing.serving.failures import failure_of
 from tests.contract.vllm_client import generate, request, stub_of
 
@@ -144,8 +144,7 @@ async def test_a_new_subscriber_gets_what_is_there_and_then_what_happens(checkpo
 
 async def test_a_mirror_is_the_cache_through_evictions_host_blocks_and_a_lost_worker(checkpoint: Path) -> None:
     seed = 5
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = seeded(seed)
     async with serve(
         checkpoint,
         worker=await FakeWorker.started(checkpoint, num_device_blocks=60, num_host_blocks=60, swap_bandwidth=1e12),

@@ -8,6 +8,7 @@ from collections.abc import Sized
 import pytest
 
 from scheduler_service.core.cache import BlockPool, EvictionOrder, PrefixIndex, content_root
+from testing.seeds import seeded
 from tests.thorough import thorough
 
 KEY = content_root("tenant", "salt", b"model")
@@ -246,8 +247,7 @@ def assert_order(pool: BlockPool, model: ListModel) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_free_lists_against_plain_lists(seed, num_owners):
     """Random calls; the model is a plain list for each, and the priorities and owners of these."""
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = seeded(seed)
     model = ListModel(30, {free_list: f"owner {rng.randrange(num_owners)}" for free_list in range(6)})
     order = EvictionOrder(model.priorities.__getitem__, model.owners.__getitem__)
     pool = BlockPool(30, order)
@@ -341,8 +341,7 @@ def test_a_cursor_stays_where_one_tier_still_has_a_copy():
 @pytest.mark.parametrize("seed", [*range(3), *thorough(*range(3, 10))])
 def test_cursors_are_where_a_match_ends(seed):
     """Random prompts over few tokens are published, forgotten and followed."""
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = seeded(seed)
     index = PrefixIndex(2, 60, 20)
     cursors: dict = {}
     for _ in range(1500):

@@ -1,12 +1,11 @@
 """Who is served next under each policy."""
 
-import random
-
 import pytest
 
 from pagewire.common.messages import SamplingParams
 from scheduler_service.core.policy import POLICIES, FairPolicy, Standing, create_policy
 from scheduler_service.core.request import Request
+from testing.seeds import seeded
 
 FRESH = Standing(arrived_at=0.0, has_precedence=False, num_blocks=0, num_uncached_blocks=0)
 
@@ -143,8 +142,7 @@ def test_counters_of_absent_tenants_do_not_pile_up() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_tenants_that_wait_get_equal_service_up_to_the_bound(seed: int) -> None:
     """A server of `capacity` running tokens; tenants always have a request waiting, of any size."""
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = seeded(seed)
     policy = FairPolicy()
     sizes = {"a": rng.randint(1, 50), "b": rng.randint(50, 400), "c": rng.randint(1, 400)}
     tenants, capacity, outputs = list(sizes), 1000, rng.choice([1, 5, 20])

@@ -1,7 +1,6 @@
 """The policy `agent`: waiting by what is left to compute, prompts that give way, and what is kept of sessions."""
 
 import gc
-import random
 
 import pytest
 
@@ -10,6 +9,7 @@ from scheduler_service.core.cache import content_root
 from scheduler_service.core.request import EndReason
 from scheduler_service.core.retention import Expectation, ReturnTimes
 from scheduler_service.core.sequence import SequenceGroup, Session
+from testing.seeds import seeded
 from tests.core.system import System, prompt_of
 
 
@@ -479,8 +479,7 @@ def test_return_times_are_a_sessions_own_drawn_to_those_of_all():
 @pytest.mark.parametrize("seed", range(6))
 def test_sessions_that_share_a_small_pool_get_what_they_should(seed):
     """Random sessions, some named, with hints, a host tier and lost workers: every token is right, nothing is lost."""
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = seeded(seed)
     system = agent(
         max_wait_s=rng.choice([0.0, 3.0, 600.0]), num_blocks=40, num_host_blocks=rng.choice([0, 60]), budget=24
     )
@@ -583,8 +582,7 @@ def test_what_was_not_used_for_long_protects_no_tenant():
 @pytest.mark.parametrize("seed", range(20))
 def test_hoarders_of_any_kind_leave_a_tenant_its_share(seed):
     """Up to three tenants that send what they like; a fourth finds its prompt again, as long as it repeats it."""
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = seeded(seed)
     other, *hoarders = rng.sample(["", "a", "b", "c"], rng.randint(2, 4))
     system = agent(num_blocks=64, num_host_blocks=rng.choice([0, 60]), max_num_seqs=2, watermark=0.0)
     system.join()

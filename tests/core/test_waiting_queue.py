@@ -1,6 +1,5 @@
 """The queue of waiting groups, against a plain list that is sorted anew for every question."""
 
-import random
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ from scheduler_service.core.policy import POLICIES, Policy, Standing, create_pol
 from scheduler_service.core.request import BeamParams, Request
 from scheduler_service.core.sequence import SequenceGroup
 from scheduler_service.core.waiting import WaitingQueue
+from testing.seeds import seeded
 
 
 def item(policy: Policy, arrival: int, tenant: str = "", n: int = 1, **fields: Any) -> SequenceGroup:
@@ -95,8 +95,7 @@ def test_a_group_that_is_held_counts_and_is_not_next() -> None:
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("seed", range(10))
 def test_it_agrees_with_a_sorted_list(name: str, seed: int) -> None:
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = seeded(seed)
     policy = create_policy(name)
     queue: WaitingQueue = WaitingQueue(policy)
     tenants = [f"t{i}" for i in range(rng.choice([1, 2, 7]))]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from testing.seeds import seeded
 from tests.project.autoscaler import SYNC_PERIOD, Autoscaler, num_turns
 from tests.project.manifests import DEPLOY, Manifest, container_of, find, flags_of, overlays, pod_templates, rendered
 from worker_service.config import WorkerConfig
@@ -192,8 +193,7 @@ def test_without_windows_a_steady_load_would_flap() -> None:
 def test_a_day_of_load_gets_its_pairs_and_gives_them_back() -> None:
     """A quiet night, a busy day, and a rush that triples the load within two minutes."""
     seed = 3
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = seeded(seed)
     schedulers, workers = Autoscaler.of(scaled("scheduler")), Autoscaler.of(scaled("worker"))
     short_since, longest, rush, most = 0.0, 0.0, 13 * HOUR, 0
     for look in range(24 * HOUR // SYNC_PERIOD):

@@ -1,7 +1,6 @@
 """Tokens and log-probabilities are the same bits alone, in company, from the cache, preempted, and after a crash."""
 
 import asyncio
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from testing.checkpoints.packed import make_mxfp4, make_quantized
 from testing.checkpoints.quantized import BY_NAME
 from testing.forked import running
 from testing.kernels.compiler import skip_without_compiler
+from testing.seeds import seeded
 from testing.streams import Progress, Request, run_while_ending
 
 pytestmark = pytest.mark.thorough
@@ -81,8 +81,7 @@ CASES = {
 def requests_of(seed: int) -> list[Request]:
     """Half greedy, half seeded, with penalties and without; many share a prefix, two tell of their prompts. Some report
     listed tokens, and some the whole vocabulary."""
-    print("seed", seed)
-    rng = random.Random(seed)
+    rng = seeded(seed)
     shared = [rng.randrange(VOCAB_SIZE) for _ in range(128)]
     requests = []
     for i in range(NUM_REQUESTS):

@@ -1,7 +1,6 @@
 """Files that llama.cpp's own converter wrote of the bundled model and of another with its tokenizer."""
 
 import json
-import random
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from models.story_grammar import write_document
 from models.train_storyteller import RECIPES
 from pagewire.common.gguf import GgufFile, tokenizer_config_json, tokenizer_json
 from pagewire.common.network.source import load_config
+from testing.seeds import seeded
 
 BUNDLED = Path(__file__).parents[2] / "models" / "storyteller"
 FILES = sorted((Path(__file__).parent / "fixtures").glob("*.gguf"))
@@ -28,8 +28,7 @@ def test_the_tokenizer_is_the_checkpoints(path):
     file = GgufFile.open(path)
     ours = Tokenizer.from_str(json.dumps(tokenizer_json(file)))
     theirs = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
-    print("seed", SEED)
-    rng = random.Random(SEED)
+    rng = seeded(SEED)
     alphabet = [chr(code) for code in range(9, 0x3000)]
     texts = [write_document(rng) + "<|endoftext|>" for _ in range(10)]
     texts += ["".join(rng.choices(alphabet, k=40)) for _ in range(50)]

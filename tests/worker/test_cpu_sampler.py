@@ -15,6 +15,7 @@ from pagewire.kernels.cpu.library import VARIANTS
 from pagewire.kernels.cpu.sampler import CpuSampler, TokenHistory, TorchSampler, choose
 from pagewire.kernels.sampling import LARGEST, SampledTokens, SamplingColumns
 from testing.kernels.variants import load_variant
+from testing.seeds import seeded
 from worker_service.rows.sampling import SamplingTable
 
 pytestmark = pytest.mark.one_of_each
@@ -104,8 +105,7 @@ def assert_same(found: SampledTokens, expected: SampledTokens) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_tokens_equal_those_of_plain_torch(kernels: CpuKernels, seed: int) -> None:
-    print("seed", seed)
-    rng = random.Random(seed)
+    rng = seeded(seed)
     num_rows, vocab_size = rng.choice([1, 3, 24]), rng.choice([1, 2, 15, 17, 60, 1000, 4096])
     rows = [random_params(rng, vocab_size) for _ in range(num_rows)]
     if rng.random() < 0.5:

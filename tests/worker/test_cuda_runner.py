@@ -54,6 +54,7 @@ from scheduler_service.core.scheduler import Scheduler
 from testing.checkpoints.families import FAMILIES, make_checkpoint
 from testing.models import load_model
 from testing.plans import GREEDY, Row, plan_steps
+from testing.seeds import seeded
 from tests.worker.device_attention import DeviceAttention
 from tests.worker.device_sampler import SAMPLER
 from tests.worker.fake_device import CPU, FakeDevice, FakeGraph, Guard
@@ -349,8 +350,7 @@ def random_embedding(rng: random.Random, pooling: Pooling) -> Request:
 
 def run_history(path: Path, seed: int, *, depth: int, preemption: PreemptionMode | None = None, **options: Any) -> Pair:
     """Random requests that arrive as others run, in a cache so small that some are preempted."""
-    print("seed", seed)
-    rng = random.Random(seed)
+    rng = seeded(seed)
     pair = Pair(path, seed, **{"num_blocks": 40, **options})
     history = History(pair, depth, preemption=preemption or rng.choice(list(PreemptionMode)))
     arrivals = sorted((rng.choice([0.0, 0.2, 0.4]), index) for index in range(8))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from testing.checkpoints.families import make_checkpoint
 from testing.checkpoints.gguf_files import dequantized, write_dequantized, write_gguf
 from testing.kernels.compiler import skip_without_compiler
 from testing.models import load_model
+from testing.seeds import seeded
 from worker_service.host.operations import CpuProduct, create_host_operations
 from worker_service.models.checkpoint import Checkpoint, Piece
 from worker_service.models.gguf_checkpoint import GgufCheckpoint
@@ -376,8 +376,7 @@ def test_biases_of_llama_are_turned_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_bytes_that_turned_are_refused_or_read(tmp_path: Path, seed: int) -> None:
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = seeded(seed)
     path = write_gguf(tmp_path / "model.gguf", make_checkpoint(tmp_path / "model", "llama", seed=3), "Q8_0")
     whole = path.read_bytes()
     start = min(info.offset for info in open_gguf(path).tensors.values())

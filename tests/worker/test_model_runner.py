@@ -2,7 +2,6 @@
 
 import logging
 import os
-import random
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from pagewire.common.process import EXIT_WITH_PARENT, MEMORY_PREFIX
 from testing.checkpoints.families import FAMILIES, make_checkpoint
 from testing.kernels.compiler import skip_without_compiler
 from testing.plans import Row, num_blocks_needed, plan_steps
+from testing.seeds import seeded
 from testing.worker.host_blocks import host_block
 from tests.worker.runners import load
 from worker_service.config import WorkerConfig
@@ -72,8 +72,7 @@ def reference_tokens(path: Path, prompt: Sequence[int], num_tokens: int) -> list
 
 
 def random_prompts(seed: int, lengths: Sequence[int]) -> list[list[int]]:
-    print("seed", seed)
-    rng = random.Random(seed)
+    rng = seeded(seed)
     return [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
 
 

@@ -1,6 +1,5 @@
 """Embeddings of a runner: those that transformers' hidden states make, and the same bits however prompts are cut."""
 
-import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from scheduler_service.serving.checkpoint.pooling_config import read_gguf_poolin
 from testing.checkpoints.families import make_checkpoint
 from testing.checkpoints.gguf_files import write_gguf
 from testing.plans import Row, plan_steps
+from testing.seeds import seeded
 from tests.worker.runners import load
 from worker_service.engine import LoadedWorker
 from worker_service.rows.pooling import PooledChunk, Pooler
@@ -35,8 +35,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def random_prompts(seed: int, lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
-    print("seed", seed)
-    rng = random.Random(seed)
+    rng = seeded(seed)
     return [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
 
 

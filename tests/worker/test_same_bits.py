@@ -3,7 +3,6 @@
 In every dtype and format, and also where several ranks, threads here, share a model out and meet over gloo.
 """
 
-import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from testing.checkpoints.packed import make_mxfp4, make_quantized
 from testing.checkpoints.quantized import BY_NAME
 from testing.kernels.compiler import skip_without_compiler
 from testing.models import load_model
+from testing.seeds import seeded
 from testing.worker.model_logits import packed_products
 from testing.worker.shared_steps import CPU, VOCAB, alone, together
 from tests.thorough import thorough
@@ -61,8 +61,7 @@ def load(path, dtype, communicator):
 
 def assert_same_bits(model, dtype, cache_dtype, seed, *, num_rows=33) -> None:
     """Random prompts, each alone and all of them in steps at random."""
-    print("seed", seed)
-    rng = random.Random(seed)
+    rng = seeded(seed)
     lengths = [rng.choice([1, 2, 9, 40, 130]) for _ in range(num_rows)] + [rng.randint(500, 900)]
     generator = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(0, VOCAB, (length,), generator=generator) for length in lengths]

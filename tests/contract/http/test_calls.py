@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import random
 import ssl
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from pagewire.common import __version__
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.doors.http import body, routes
 from scheduler_service.doors.http.transport import connection, event_stream
+from testing.seeds import seeded
 from testing.serving.certificates import Authority
 from testing.serving.door import DONE, HttpServer, serve_http, server_of_the_module
 from testing.serving.tenants import KEYS, key_file, remove_tenant, write_tenants
@@ -398,9 +398,7 @@ async def test_requests_one_after_the_other_on_a_connection(server: HttpServer) 
 
 async def test_drawn_requests_are_never_a_failure(server: HttpServer) -> None:
     """Fields with values of any kind: each is answered, or refused as a client's fault."""
-    seed = random.randrange(1 << 32)
-    print("seed", seed)
-    draw = random.Random(seed)
+    draw = seeded()
     values: list[Any] = [
         None, True, False, 0, 1, -1, 2**31, 2**64, 0.5, -0.0, 1e300, "", "x", "é🐢", "x" * 500, [], [1], ["x"], [[1]],
         [None], {}, {"a": 1}, {"type": "json_object"}, {"type": "text"}, {"include_usage": True}, [{"role": "user"}],

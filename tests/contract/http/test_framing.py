@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from scheduler_service.doors.http.transport import connection
+from testing.seeds import seeded
 from testing.serving.door import DONE, HttpServer, serve_http, server_of_the_module
 from tests.contract.http.sockets import PATH, VERSION, Stream, answer_to, connected, posted, status_of
 
@@ -89,9 +90,7 @@ async def test_an_offered_upgrade_is_ignored(
     server: HttpServer, arrivals: Arrivals, offer: bytes, is_chunked: bool
 ) -> None:
     """The body is the body, wherever it is cut, and the following request is the next."""
-    seed = random.randrange(1 << 32)
-    print("seed", seed)
-    draw = random.Random(seed)
+    draw = seeded()
     framing = CHUNKED if is_chunked else b"content-length: %d\r\n" % len(CONTENT)
     head = POST + offer + framing + b"\r\n"
     sent = head + (chunked(CONTENT, draw) if is_chunked else CONTENT)

@@ -19,6 +19,7 @@ from pagewire import AsyncClient, SamplingParams, Session
 from pagewire.completion import Output
 from pagewire.errors import PagewireError
 from testing.scheduler_stack import VOCAB_SIZE
+from testing.seeds import seeded
 from testing.serving.door import HttpServer, joined, serve_http
 from testing.serving.over_http import COMPLETIONS, as_over_http, body_of, id_of, outputs_over_http
 from testing.serving.received import Received
@@ -137,8 +138,7 @@ async def receive(outputs: AsyncGenerator[Output, None]) -> Received:
 
 @pytest.mark.parametrize("seed", SEEDS)
 async def test_completions_are_equal(server: HttpServer, client: AsyncClient, seed: int) -> None:
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = seeded(seed)
     reasons = set()
     async with AsyncClient(f"grpc://{server.front.url}") as front:
         for _ in range(NUM_REQUESTS):

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from scheduler_service.doors.http.messages.answers import (
     ToolUsePart,
 )
 from scheduler_service.doors.http.messages.messages import folded
+from testing.seeds import seeded
 from testing.serving.door import HttpServer, server_of_the_module
 from tests.contract.http.scripted import make_tool_checkpoint
 
@@ -119,9 +119,7 @@ async def status(server: HttpServer, place: str, depth: int) -> int:
 
 @pytest.mark.parametrize("place", PLACES)
 async def test_a_request_is_served_or_refused_at_any_depth(server: HttpServer, place: str) -> None:
-    seed = random.randrange(1 << 32)
-    print("seed", seed)
-    draw = random.Random(seed)
+    draw = seeded()
     near_python_s = range(880, 1000, 3)  # what is read there fails in what reads on
     for depth in (MAX_DEPTH, DEEPEST, 100_000, *draw.sample(range(2, DEEPEST), 5), *draw.sample(near_python_s, 12)):
         assert await status(server, place, depth) in (200, 400), depth
