@@ -392,7 +392,7 @@ def test_a_request_of_too_many_bytes_is_not_read(model: ModelInfo, monkeypatch: 
         monkeypatch.setattr(resolved_request, name, never)
     message = encode_resolved(resolved(GOOD["sampled"], model), LIMIT)
     message.MergeFromString(b"\x98\x06\x01" * 5_000_000)
-    with pytest.raises(RefusedError, match=r"has 15000\d\d\d bytes, with 5 prompt tokens 65561 are allowed"):
+    with pytest.raises(RefusedError, match=r"has 15000\d\d\d bytes, at most 65561 are allowed with its prompt"):
         read(message, model)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 from pagewire.common.messages import Pooling, SamplingParams
 from pagewire.common.sampling_rules import (
     ALL_TOKENS,
-    LOGPROB_NUMBERS,
     MAX_GRAMMAR_BYTES,
     faults_in,
     faults_of_grammar_text,
@@ -70,12 +69,11 @@ def read_submitted(
 def decode_resolved(
     message: scheduler_pb2.ResolvedRequest, call: Call, model: ModelInfo, stop: tuple[str, ...] = ()
 ) -> ParsedRequest:
-    """Return a request whose prompt is still the message's, with texts that end its output. Raises RefusedError."""
-    num_tokens, size = len(message.prompt_token_ids), message.ByteSize()
-    limit = _TOKEN_BYTES * num_tokens + min(message.grammar.ByteSize(), MAX_GRAMMAR_BYTES) + _OTHER_BYTES
-    if size > limit:
-        told = f"the request has {size} bytes, with {num_tokens} prompt tokens {limit} are allowed; send less"
-        raise invalid("resolved", told)
+    """Return the request, checked, with its prompt still in the message. `stop` are the texts that end its output.
+    Raises RefusedError."""
+    other_bytes = min(message.grammar.ByteSize(), MAX_GRAMMAR_BYTES) + _OTHER_BYTES
+    if (size := message.ByteSize()) > (limit := _TOKEN_BYTES * len(message.prompt_token_ids) + other_bytes):
+        raise invalid("resolved", f"the request has {size} bytes, at most {limit} are allowed with its prompt")
     if reason := unknown_field(message):
         raise invalid("resolved", f"{reason}; install the same release for front end and scheduler")
     message.tenant = call.caller.tenant(message.tenant)
@@ -83,7 +81,7 @@ def decode_resolved(
         request = _decode(message)
         options = _options(request, model) | ({"stop": stop} if stop else {})
     except ValueError as error:
-        raise invalid("resolved", f"the request means nothing: {error}") from None
+        raise invalid("resolved", f"the request cannot be read: {error}") from None
     check_names(request)
     refuse(faults_in(options))
     if request.grammar is not None:
@@ -100,7 +98,8 @@ def decode_resolved(
 
 
 def _options(request: Request, model: ModelInfo) -> dict[str, Any]:
-    """Return the options that ask for this, without what the checkpoint adds. Raises ValueError if there are none."""
+    """Return the options that ask for a request, without those that the checkpoint adds. Raises ValueError for biases
+    and tokens of different numbers."""
     sampling = request.sampling
     if sampling.pooling is not Pooling.NONE:
         return {}
@@ -113,13 +112,11 @@ def _options(request: Request, model: ModelInfo) -> dict[str, Any]:
     }
     if request.beam is not None:
         options |= {"beam_width": request.beam.beam_width, "length_penalty": request.beam.length_penalty}
+    reported = {"prompt_logprobs": sampling.num_prompt_logprobs, "logprobs": sampling.num_logprobs}
     if sampling.logprob_token_ids:
-        options["logprob_token_ids"] = sampling.logprob_token_ids
-    for name in LOGPROB_NUMBERS:
-        number = getattr(sampling, f"num_{name}")
-        if number is not None and not (name == "logprobs" and sampling.logprob_token_ids):
-            options[name] = ALL_TOKENS if number == model.vocab_size else number
-    return options
+        reported["logprobs"], options["logprob_token_ids"] = None, sampling.logprob_token_ids
+    every = model.vocab_size
+    return options | {name: ALL_TOKENS if num == every else num for name, num in reported.items() if num is not None}
 
 
 def _agrees(request: Request, model: ModelInfo) -> bool:
