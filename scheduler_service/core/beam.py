@@ -113,8 +113,7 @@ class BeamSearch:
     ) -> Iterator[tuple[float, int, int]]:
         """Merge the candidates of all beams, best first: (negated cumulative log-probability, parent, token id)."""
         # A worker names stop tokens of a row with a grammar there only if that allows no others.
-        is_barring = num_tokens <= self._min_tokens and not self._end_token_ids
-        barred = self._stop_token_ids if is_barring else frozenset()
+        barred = self._stop_token_ids if num_tokens <= self._min_tokens and not self._end_token_ids else frozenset()
         columns = [
             [
                 (-(beam.cumulative_logprob + logprob), parent, token_id)

@@ -62,8 +62,7 @@ class CostModel:
         """
         if self.prefill_rate is None or not self._decode_seconds:
             return None
-        seconds = (slowdown - 1.0) * median_low(self._decode_seconds)
-        return max(_MIN_PROMPT_TOKENS, int(seconds * self.prefill_rate))
+        return max(_MIN_PROMPT_TOKENS, int((slowdown - 1.0) * median_low(self._decode_seconds) * self.prefill_rate))
 
     def prefers_swap(self, num_blocks: int, num_tokens: int) -> bool:
         """Whether to move a victim's blocks out and in again rather than compute its `num_tokens` anew.

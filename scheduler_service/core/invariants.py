@@ -86,8 +86,9 @@ def _check_grammars(state: Lifecycle, groups: LiveGroups) -> None:
     for group, _ in groups:
         grammar = group.request.grammar
         if grammar is not None:
-            is_preparing = group.state is GroupState.PREPARING
-            assert is_preparing != grammars.is_ready(grammar), "S8: a group and its grammar disagree"
+            assert (group.state is GroupState.PREPARING) != grammars.is_ready(grammar), (
+                "S8: a group and its grammar disagree"
+            )
 
 
 def _check_group(group: SequenceGroup, worker: WorkerState) -> None:

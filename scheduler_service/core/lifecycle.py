@@ -65,8 +65,6 @@ class Counters:
     def count_admission(self, sequence: Sequence) -> None:
         """Count what the first sequence of a request found of what its session had computed, and what it did not."""
         group = sequence.group
-        if sequence is not group.sequences[0]:
-            return
         self.num_admitted_requests += 1
         self.num_overdue_requests += group.is_overdue
         age = bisect_left(SESSION_AGES_S, group.session_age_s)
@@ -147,10 +145,13 @@ class Lifecycle:
         output_ids = [sequence.sequence_id for sequence in group.sequences[: request.n]]
         if request.beam is not None:
             stop_token_ids, end_token_ids = group.sequences[0].stop_token_ids, frozenset(group.end_token_ids)
-            search = BeamSearch(
-                request.beam, stop_token_ids, request.sampling.min_tokens, request.max_tokens, end_token_ids
+            group.beam = BeamGroup(
+                BeamSearch(
+                    request.beam, stop_token_ids, request.sampling.min_tokens, request.max_tokens, end_token_ids
+                ),
+                output_ids,
+                beams=group.sequences[:1],
             )
-            group.beam = BeamGroup(search, output_ids, beams=group.sequences[:1])
         else:
             self.samples.update((sequence.sequence_id, sequence) for sequence in group.sequences)
         group.num_unfinished = len(group.sequences)
@@ -218,7 +219,8 @@ class Lifecycle:
         self.counters.num_prompt_tokens += sequence.num_prompt_tokens
         self.counters.num_cached_prompt_tokens += sequence.num_cached_tokens
         self.counters.num_host_cached_prompt_tokens += num_host_tokens
-        self.counters.count_admission(sequence)
+        if sequence is sequence.group.sequences[0]:
+            self.counters.count_admission(sequence)
         self._policy.charge(sequence.group.request.tenant, sequence.num_prompt_tokens - sequence.num_cached_tokens, 0)
 
     def load(self, group: SequenceGroup, step: int) -> None:

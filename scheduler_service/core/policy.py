@@ -148,8 +148,7 @@ class FairPolicy(Policy):
             self._forget()
 
     def charge(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        service = self.PROMPT_WEIGHT * num_prompt_tokens + self.OUTPUT_WEIGHT * num_output_tokens
-        self._counters[tenant] += service
+        self._counters[tenant] += self.PROMPT_WEIGHT * num_prompt_tokens + self.OUTPUT_WEIGHT * num_output_tokens
 
     def _forget(self) -> None:
         """Drop the counters of absent tenants that the next lift would raise anyway."""

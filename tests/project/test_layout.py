@@ -283,10 +283,14 @@ def test_questions_go_from_the_servicer_to_the_core_at_once() -> None:
 
 def test_the_step_loop_has_one_kind_of_hook() -> None:
     """What wants to hear of its work is an observer, not a callback more."""
-    [made] = [node for node in functions(ROOT / "scheduler_service/serving/step_loop.py") if node.name == "__init__"]
-    arguments = [*made.args.args, *made.args.kwonlyargs]
-    assert not [each.arg for each in arguments if each.annotation and "Callable" in ast.unparse(each.annotation)]
-    assert len(arguments) <= 7  # with itself, and with the clock that a simulation passes
+    exchange, loop = [
+        [*node.args.args, *node.args.kwonlyargs]
+        for node in functions(ROOT / "scheduler_service/serving/step_loop.py")
+        if node.name == "__init__"
+    ]
+    annotations = [ast.unparse(each.annotation) for each in (*exchange, *loop) if each.annotation]
+    assert not [annotation for annotation in annotations if "Callable" in annotation]
+    assert len(loop) <= 7  # with itself, and with the clock that a simulation passes
 
 
 def parameters(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> list[str]:

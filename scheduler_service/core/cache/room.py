@@ -196,8 +196,7 @@ class Room:
     def can_allocate(self, num_blocks: int, *, alone: bool) -> bool:
         """Whether a group that takes `num_blocks` off the free list may have them now. The watermark does not bind one
         that is `alone`."""
-        num_reserved = 0 if alone else self._num_watermark_blocks
-        return num_blocks + num_reserved <= self.pool.num_free
+        return num_blocks + (0 if alone else self._num_watermark_blocks) <= self.pool.num_free
 
     def num_opening_entries(self, holding: Holding, num_passed: int) -> int:
         """Count the entries that a table has when its row opens: blocks for all its tokens. Where the window passes

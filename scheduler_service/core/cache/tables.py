@@ -28,8 +28,7 @@ class CacheManager:
         if cursor is not None:
             chain = cursor.chain()
         else:
-            max_blocks = (len(holding.token_ids) - 1) // self.block_size
-            chain = self.index.match(holding.root, holding.token_ids, max_blocks)
+            chain = self.index.match(holding.root, holding.token_ids, (len(holding.token_ids) - 1) // self.block_size)
         num_device = next((i for i, node in enumerate(chain) if not node.blocks), len(chain))
         num_host = next((i for i, node in enumerate(chain[num_device:]) if node.blocks), len(chain) - num_device)
         return Match(tuple(chain[:num_device]), tuple(chain[num_device : num_device + num_host]))
