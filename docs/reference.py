@@ -28,11 +28,11 @@ from prometheus_client.metrics_core import Metric
 from bench.gpu.results_page import tables
 from pagewire.common.gguf import SERVED_TYPES
 from pagewire.common.messages import WorkerCapacity
-from pagewire.common.network.families.reading import DTYPES
-from pagewire.common.network.quantization import METHODS
 from pagewire.common.transport.tls import Life
 from pagewire.compatibility import FOREIGN, MAPPED, SAMPLING_FIELDS, STRUCTURED_OUTPUTS_FIELDS, SYNONYMS, Foreign
 from pagewire.kernels.quantized import BITS
+from pagewire.network.families.reading import DTYPES
+from pagewire.network.quantization import METHODS
 from scheduler_service.core.request import SchedulerStats
 from scheduler_service.core.sequence import TRANSITIONS, GroupState
 from scheduler_service.doors.http.openapi import field_rows

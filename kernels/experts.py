@@ -8,7 +8,7 @@ A token goes to `num_chosen` experts (Shazeer et al., 2017, https://arxiv.org/ab
 import torch
 from torch import Tensor
 
-from pagewire.common.network.expert_routing import ExpertRouting
+from pagewire.network.expert_routing import ExpertRouting
 
 __all__ = ["MIN_SUM", "ExpertRouting", "multiply_routed", "route_tokens", "sum_slots"]
 

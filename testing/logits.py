@@ -12,8 +12,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from pagewire.common.network.source import load_config
 from pagewire.kernels.cpu import CpuKernels
+from pagewire.network.source import load_config
 from testing.checkpoints.gguf_files import dequantized
 from testing.models import load_model
 from worker_service.attention import AttentionBatch, create_backend

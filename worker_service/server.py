@@ -146,7 +146,7 @@ class _WorkerProcess:
             raise ValueError(
                 f"torch is installed, but cannot be imported: {error}{describe_address_space()}"
             ) from error
-        from pagewire.common.network.checkpoint_files import CheckpointError
+        from pagewire.network.checkpoint_files import CheckpointError
         from worker_service.startup.loader import load_worker
 
         # For people: HOST:PID:RANDOM. Process ids come back, so something in it is random.

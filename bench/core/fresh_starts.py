@@ -59,7 +59,7 @@ def _worker_start() -> Callable[[], bytes]:
     """What a worker does first, and the functions that its steps may call first."""
     import torch
 
-    from pagewire.common.network.rope import RopeConfig
+    from pagewire.network.rope import RopeConfig
     from worker_service.models.rope import RotaryEmbedding
     from worker_service.startup.warm_up import begin_vector_math
 

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagewire.common.network.expert_routing import ExpertRouting
-from pagewire.common.network.operations import AttendPaged, AttentionHeads, QkNormRopeStore
 from pagewire.kernels.arguments import LayerCache, Scoring
 from pagewire.kernels.cache_rows import head_dim_of
 from pagewire.kernels.cpu.abi import Structure, address_of, check, constants, element_of, ffi
 from pagewire.kernels.cpu.linear import PackedExperts, PackedLinear
 from pagewire.kernels.cpu.operations import CpuKernels
 from pagewire.kernels.cpu.paged import PagedRows, cache_step, put_rows
+from pagewire.network.expert_routing import ExpertRouting
+from pagewire.network.operations import AttendPaged, AttentionHeads, QkNormRopeStore
 
 # What a step's time goes to, but for what ranks take to sum up.
 PARTS = ("norms", "products", "rotary", "attention", "head")
@@ -40,7 +40,7 @@ class DecoderKernel:
     ) -> None:
         """
         Args:
-            operations: of `pagewire.common.network.operations`, and in place of each weight what it is computed with: a
+            operations: of `pagewire.network.operations`, and in place of each weight what it is computed with: a
                 tensor (float32, but of tables), a pair of them for a rope (cosines and sines of all positions), a
                 `PackedLinear`, or one of each expert. The last one is the head.
             all_reduce: gives the sum of what all ranks pass, [T, width] float32; for `AllReduce`.

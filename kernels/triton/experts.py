@@ -15,9 +15,9 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
-from pagewire.common.network.expert_routing import ExpertRouting
 from pagewire.kernels.experts import MIN_SUM
 from pagewire.kernels.triton.launching import FLOATS, INTEGERS, Strided, check_tensor, operand
+from pagewire.network.expert_routing import ExpertRouting
 
 _ROUTING_TILE = 512  # experts and padding, of all tokens that a program chooses for
 _SUM_TILE = 1024  # elements of a row that a program sums up

@@ -7,10 +7,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pagewire.common.network.expert_routing import ExpertRouting
 from pagewire.kernels import experts as specification
 from pagewire.kernels.triton import experts
 from pagewire.kernels.triton.launching import operand
+from pagewire.network.expert_routing import ExpertRouting
 from testing.kernel_checks.case import BenchCase, CompileCase, DeviceCase
 from testing.kernel_checks.decode_attention import strided
 

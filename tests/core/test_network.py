@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from pagewire.common.network.families import BY_ARCHITECTURE, parse_config
-from pagewire.common.network.operations import (
+from pagewire.network.families import BY_ARCHITECTURE, parse_config
+from pagewire.network.operations import (
     Activate,
     AllReduce,
     HeadRows,
@@ -19,7 +19,7 @@ from pagewire.common.network.operations import (
     num_elements,
     weights_of,
 )
-from pagewire.common.network.rewrites import cut, fuse_updates, gate_projections, renamed, tied
+from pagewire.network.rewrites import cut, fuse_updates, gate_projections, renamed, tied
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,

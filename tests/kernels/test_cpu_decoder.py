@@ -3,7 +3,10 @@
 import pytest
 import torch
 
-from pagewire.common.network.operations import (
+from pagewire.kernels.arguments import Scoring
+from pagewire.kernels.cpu import DecoderKernel, PagedRows
+from pagewire.kernels.weight import HeldWeight
+from pagewire.network.operations import (
     Activate,
     AttendPaged,
     AttentionHeads,
@@ -14,9 +17,6 @@ from pagewire.common.network.operations import (
     Normalize,
     QkNormRopeStore,
 )
-from pagewire.kernels.arguments import Scoring
-from pagewire.kernels.cpu import DecoderKernel, PagedRows
-from pagewire.kernels.weight import HeldWeight
 
 HIDDEN, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, VOCAB = 32, 4, 2, 8, 50
 

@@ -8,7 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagewire.common.network.operations import (
+from pagewire.kernels.arguments import Scoring
+from pagewire.kernels.cpu import CpuKernels, DecoderKernel, PackedExperts, PackedLinear, PagedRows
+from pagewire.kernels.cpu.library import VARIANTS
+from pagewire.kernels.experts import ExpertRouting, multiply_routed, route_tokens, sum_slots
+from pagewire.kernels.weight import HeldWeight
+from pagewire.network.operations import (
     Activate,
     CombineExperts,
     Embed,
@@ -18,11 +23,6 @@ from pagewire.common.network.operations import (
     MultiplyRouted,
     RouteTopK,
 )
-from pagewire.kernels.arguments import Scoring
-from pagewire.kernels.cpu import CpuKernels, DecoderKernel, PackedExperts, PackedLinear, PagedRows
-from pagewire.kernels.cpu.library import VARIANTS
-from pagewire.kernels.experts import ExpertRouting, multiply_routed, route_tokens, sum_slots
-from pagewire.kernels.weight import HeldWeight
 from testing.kernels.variants import load_variant
 from tests.kernels.random_products import compact, threads
 

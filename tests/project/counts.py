@@ -18,7 +18,7 @@ from testing.sources import PACKAGES, ROOT, module_name, parse, sources, walk
 # hostile clients send (110), less the gateway (140); prompts that begin alike in slowed steps (10).
 MAX_STATEMENTS = 35_460
 MAX_FUNCTION_LINES = 60
-MAX_NETWORK_LINES = 40  # of a function in `common/network`: what a model is reads from top to bottom
+MAX_NETWORK_LINES = 40  # of a function in `pagewire/network`: what a model is reads from top to bottom
 MAX_MODULES = 20  # of a folder
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -14,9 +14,6 @@ from pagewire.common.gguf import ARCHITECTURES, SERVED_TYPES, model_file
 from pagewire.common.gguf.tokenizer_files import classes
 from pagewire.common.grammars import trial
 from pagewire.common.messages import PROTOCOL_VERSION
-from pagewire.common.network.families import BY_ARCHITECTURE
-from pagewire.common.network.families.reading import MAX_EXPERTS
-from pagewire.common.network.quantization import METHODS
 from pagewire.common.process import EXIT_REFUSED
 from pagewire.common.sampling_rules import MAX_GRAMMAR_BYTES
 from pagewire.common.schema_budget import MAX_CHARS, MAX_VALUES
@@ -24,6 +21,9 @@ from pagewire.common.transport import addresses, health, link_secret, listening,
 from pagewire.hosting import logs
 from pagewire.hosting.logs import LogConfig
 from pagewire.kernels.cpu import VARIANTS
+from pagewire.network.families import BY_ARCHITECTURE
+from pagewire.network.families.reading import MAX_EXPERTS
+from pagewire.network.quantization import METHODS
 from scheduler_service import metrics_server
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
 from scheduler_service.core.policy import POLICIES

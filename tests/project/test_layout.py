@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.common.network.families import BY_ARCHITECTURE
+from pagewire.network.families import BY_ARCHITECTURE
 from testing.sources import PACKAGES, ROOT, imports, module_name, parse, sources, walk
 from tests.project.counts import is_kernel
 from worker_service.config import ATTENTION_BACKENDS
@@ -157,14 +157,14 @@ def test_every_attention_backend_has_a_name_and_a_module() -> None:
 
 def test_a_layout_of_weights_is_named_where_it_is_read_and_told() -> None:
     """Nothing else compares names of layouts: what it asks a layout for is a field of `Layout`."""
-    read, told = Path("pagewire/common/network/quantization.py"), Path("worker_service/models/layouts")
+    read, told = Path("pagewire/network/quantization.py"), Path("worker_service/models/layouts")
 
     def named(path: Path) -> set[str]:
         texts = {node.value for node in walk(parse(path)) if isinstance(node, ast.Constant)}
         return set() if path == read or told in path.parents else texts & (layouts.BY_NAME.keys() | BLOCKS.keys())
 
     assert {"awq", "gptq_v2", "fp8", "pack-quantized"} <= layouts.BY_NAME.keys()
-    assert offenders(["pagewire/common/network", "worker_service/models"], named) == []
+    assert offenders(["pagewire/network", "worker_service/models"], named) == []
 
 
 def rooms(service: str) -> dict[str, set[str]]:

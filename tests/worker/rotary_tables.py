@@ -1,6 +1,6 @@
 """Configurations of rotary positions, and their tables."""
 
-from pagewire.common.network.rope import RopeConfig
+from pagewire.network.rope import RopeConfig
 from worker_service.models.rope import RotaryEmbedding
 
 

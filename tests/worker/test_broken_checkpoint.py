@@ -6,10 +6,10 @@ import random
 import pytest
 import torch
 
-from pagewire.common.network.checkpoint_files import CheckpointError, read_headers
-from pagewire.common.network.families import parse_config
-from pagewire.common.network.families.reading import MAX_SIZE
-from pagewire.common.network.source import load_config
+from pagewire.network.checkpoint_files import CheckpointError, read_headers
+from pagewire.network.families import parse_config
+from pagewire.network.families.reading import MAX_SIZE
+from pagewire.network.source import load_config
 from testing.checkpoints.families import FAMILIES, make_checkpoint
 from tests.broken_json import refusal_of, spoil_safetensors, spoilt, spoilt_bytes
 from worker_service.models.loading import prepare_model

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pagewire.common.network.checkpoint_files import CheckpointError
+from pagewire.network.checkpoint_files import CheckpointError
 from testing.checkpoints.packed import E4M3, make_quantized, with_section
 from testing.checkpoints.quantized import BY_NAME
 from testing.models import load_model

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pagewire.common.network.checkpoint_files import CheckpointError, model_digest
+from pagewire.network.checkpoint_files import CheckpointError, model_digest
 from testing.checkpoints.families import make_checkpoint
 from testing.models import load_model
 from testing.worker.model_logits import edit_config

@@ -14,9 +14,9 @@ import pytest
 import torch
 import transformers
 
-from pagewire.common.network.checkpoint_files import CheckpointError
-from pagewire.common.network.families import parse_config
-from pagewire.common.network.network import Network
+from pagewire.network.checkpoint_files import CheckpointError
+from pagewire.network.families import parse_config
+from pagewire.network.network import Network
 from testing.checkpoints.families import DEFAULTS, FAMILIES, NO_SPECIAL_TOKENS, draw_weights
 from testing.models import load_model
 from testing.worker.model_logits import TOLERANCE, compute_logits

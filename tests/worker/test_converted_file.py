@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from models.story_grammar import write_document
 from models.train_storyteller import RECIPES
 from pagewire.common.gguf import GgufFile, tokenizer_config_json, tokenizer_json
-from pagewire.common.network.source import load_config
+from pagewire.network.source import load_config
 from testing.seeds import seeded
 
 BUNDLED = Path(__file__).parents[2] / "models" / "storyteller"

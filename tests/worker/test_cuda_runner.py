@@ -37,8 +37,8 @@ from pagewire.common.messages import (
     WorkerCapacity,
     WorkerProtocolError,
 )
-from pagewire.common.network.source import load_config
 from pagewire.common.worker_wire import decode_request, encode_request
+from pagewire.network.source import load_config
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.request import (

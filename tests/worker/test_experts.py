@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from pagewire.common.network.expert_routing import ExpertRouting
 from pagewire.kernels.experts import multiply_routed, route_tokens
+from pagewire.network.expert_routing import ExpertRouting
 from testing.checkpoints.families import make_checkpoint
 from worker_service.models.linear import ExpertLinear, stack
 from worker_service.models.loading import prepare_model

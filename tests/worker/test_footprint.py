@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from pagewire.common.network.operations import QkNormRopeStore, num_elements
-from pagewire.common.network.rewrites import cut, tied
-from pagewire.common.network.source import load_config
+from pagewire.network.operations import QkNormRopeStore, num_elements
+from pagewire.network.rewrites import cut, tied
+from pagewire.network.source import load_config
 from testing.checkpoints.families import FAMILIES, make_checkpoint
 from testing.checkpoints.gguf_files import write_gguf
 from testing.kernels.compiler import skip_without_compiler

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from pagewire.common.network.checkpoint_files import CheckpointError
-from pagewire.common.network.families.gpt_oss import FAMILY as GPT_OSS
-from pagewire.common.network.gguf_files import open_gguf
-from pagewire.common.network.rewrites import with_ropes
-from pagewire.common.network.rope import RopeConfig
-from pagewire.common.network.source import load_config, model_digest, read_headers
+from pagewire.network.checkpoint_files import CheckpointError
+from pagewire.network.families.gpt_oss import FAMILY as GPT_OSS
+from pagewire.network.gguf_files import open_gguf
+from pagewire.network.rewrites import with_ropes
+from pagewire.network.rope import RopeConfig
+from pagewire.network.source import load_config, model_digest, read_headers
 from testing.checkpoints.families import make_checkpoint
 from testing.checkpoints.gguf_files import dequantized, write_dequantized, write_gguf
 from testing.kernels.compiler import skip_without_compiler

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
-from pagewire.common.network.checkpoint_files import CheckpointError
-from pagewire.common.network.families import parse_config
-from pagewire.common.network.operations import Part, Projection, Share
-from pagewire.common.network.source import load_config
+from pagewire.network.checkpoint_files import CheckpointError
+from pagewire.network.families import parse_config
+from pagewire.network.operations import Part, Projection, Share
+from pagewire.network.source import load_config
 from testing import models
 from testing.checkpoints.families import (
     DEFAULTS,

@@ -11,7 +11,7 @@ from testing.kernels.device import choose_device
 
 choose_device()
 
-from pagewire.common.network.families import parse_config  # noqa: E402
+from pagewire.network.families import parse_config  # noqa: E402
 from worker_service.attention import AttentionShape, create_backend  # noqa: E402
 from worker_service.device.kernels import create_device_operations  # noqa: E402
 from worker_service.device.triton_operations import TritonOperations  # noqa: E402

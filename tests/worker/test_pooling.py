@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from pagewire.common.gguf import GgufFile
 from pagewire.common.messages import Pooling, RowOpening, RowStatus, SamplingParams, StepPlan, WorkerProtocolError
-from pagewire.common.network.checkpoint_files import CheckpointError
+from pagewire.network.checkpoint_files import CheckpointError
 from scheduler_service.serving.checkpoint.pooling_config import read_gguf_pooling
 from testing.checkpoints.families import make_checkpoint
 from testing.checkpoints.gguf_files import write_gguf

@@ -14,8 +14,8 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 
-from pagewire.common.network.checkpoint_files import CheckpointError
-from pagewire.common.network.source import weights_digest
+from pagewire.network.checkpoint_files import CheckpointError
+from pagewire.network.source import weights_digest
 from testing.checkpoints.families import make_checkpoint
 from testing.checkpoints.gguf_files import write_gguf
 from testing.checkpoints.packed import make_quantized

@@ -15,10 +15,10 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from pagewire.common.network.checkpoint_files import CheckpointError
-from pagewire.common.network.families import parse_config
-from pagewire.common.network.families.reading import MAX_SIZE
-from pagewire.common.network.rope import RopeConfig
+from pagewire.network.checkpoint_files import CheckpointError
+from pagewire.network.families import parse_config
+from pagewire.network.families.reading import MAX_SIZE
+from pagewire.network.rope import RopeConfig
 from testing.checkpoints.families import make_checkpoint
 from testing.checkpoints.gguf_files import write_gguf
 from testing.kernels.compiler import skip_without_compiler

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pagewire.common.network.checkpoint_files import CheckpointError
+from pagewire.network.checkpoint_files import CheckpointError
 from testing.checkpoints.families import make_checkpoint
 from testing.checkpoints.packed import make_mxfp4
 from testing.models import load_model

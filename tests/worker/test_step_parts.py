@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pagewire.common.messages import Pooling, RowOpening, RowStatus, SamplingParams, StepPlan, StepResult
-from pagewire.common.network.source import load_config
+from pagewire.network.source import load_config
 from testing.checkpoints.families import make_checkpoint
 from testing.models import load_model
 from tests.worker.device_attention import DeviceAttention

@@ -9,8 +9,8 @@ from testing.kernels.device import choose_device
 
 DEVICE = choose_device()
 
-from pagewire.common.network.expert_routing import ExpertRouting  # noqa: E402
 from pagewire.kernels.triton import experts  # noqa: E402
+from pagewire.network.expert_routing import ExpertRouting  # noqa: E402
 from testing.checkpoints.families import FAMILIES, FIRST_FAMILIES, make_checkpoint  # noqa: E402
 from tests.worker.attention_rows import PADDING, Rows  # noqa: E402
 from tests.worker.fake_device import FakeDevice  # noqa: E402

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from pagewire.common.network.source import load_config
+from pagewire.network.source import load_config
 from testing.models import load_model
 from tests.worker.fake_device import FakeDevice
 from tests.worker.runners import device_runner

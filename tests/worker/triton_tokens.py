@@ -9,7 +9,7 @@ from testing.kernels.device import choose_device
 
 DEVICE = choose_device()
 
-from pagewire.common.network.source import load_config  # noqa: E402
+from pagewire.network.source import load_config  # noqa: E402
 from testing.checkpoints.families import FAMILIES  # noqa: E402
 from testing.models import load_model  # noqa: E402
 from testing.plans import Row, plan_steps  # noqa: E402

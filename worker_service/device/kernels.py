@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pagewire.common.network.operations import Listing
 from pagewire.kernels import gathering, sampling
 from pagewire.kernels.gathering import GatheredTokens, RowTables
 from pagewire.kernels.sampling import SampledTokens, SamplingColumns, TokenTarget
+from pagewire.network.operations import Listing
 from worker_service.models.operations import Operations
 
 logger = logging.getLogger(__name__)

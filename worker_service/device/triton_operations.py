@@ -8,11 +8,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pagewire.common.network.operations import Listing, Normalize, QkNormRopeStore
 from pagewire.kernels.arguments import HeadPreparation
 from pagewire.kernels.triton import experts, fused, linear, scaled
 from pagewire.kernels.triton.cache import HEAD_DIMS
 from pagewire.kernels.weight import FLOAT8, HeldFormat, HeldWeight
+from pagewire.network.operations import Listing, Normalize, QkNormRopeStore
 from worker_service.attention.backends.triton import CachedAttend
 from worker_service.models.linear import stack
 from worker_service.models.operations import Attend, DenseProduct, ExpertProduct, Operations, Product

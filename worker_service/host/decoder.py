@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagewire.common.network.operations import NormalizeProjections, Projection, Table, Vector, replaced
-from pagewire.common.network.rewrites import gate_projections
-from pagewire.common.network.rope import QueryGrowth, RopeConfig
 from pagewire.kernels.cpu import CpuKernels, DecoderKernel, PackedLinear
+from pagewire.network.operations import NormalizeProjections, Projection, Table, Vector, replaced
+from pagewire.network.rewrites import gate_projections
+from pagewire.network.rope import QueryGrowth, RopeConfig
 from worker_service.attention import AttentionBackend, CpuAttend, CpuAttention
 from worker_service.host.operations import CpuProduct
 from worker_service.models.decoder import Decoder, Outputs

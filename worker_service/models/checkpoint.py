@@ -9,15 +9,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pagewire.common.network.checkpoint_files import (
+from pagewire.kernels.weight import HeldFormat, HeldWeight
+from pagewire.network.checkpoint_files import (
     CONFIG_FILE,
     FLOAT_BYTES,
     CheckpointError,
     TensorHeader,
     read_headers,
 )
-from pagewire.common.network.stacks import StackedPart, Stacks, find_part, unstacked_names
-from pagewire.kernels.weight import HeldFormat, HeldWeight
+from pagewire.network.stacks import StackedPart, Stacks, find_part, unstacked_names
 
 FLOATS = {"F32": HeldFormat(torch.float32), "F16": HeldFormat(torch.float16), "BF16": HeldFormat(torch.bfloat16)}
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pagewire.common.network.network import Network
-from pagewire.common.network.operations import (
+from pagewire.network.network import Network
+from pagewire.network.operations import (
     LmHead,
     Projection,
     QkNormRopeStore,
@@ -24,7 +24,7 @@ from pagewire.common.network.operations import (
     replaced,
     weights_of,
 )
-from pagewire.common.network.rope import QueryGrowth, RopeConfig
+from pagewire.network.rope import QueryGrowth, RopeConfig
 from worker_service.models.communicator import Communicator
 from worker_service.models.functions import Step
 from worker_service.models.linear import Embedding, ExpertLinear, Linear
@@ -45,7 +45,7 @@ class Place(NamedTuple):
     """What holds a weight; each expert's has its own."""
 
     name: str  # in the model
-    weight: Any  # of `pagewire.common.network.operations`
+    weight: Any  # of `pagewire.network.operations`
     holder: Any  # a `Linear` or an `Embedding`; None: a parameter
     experts: ExpertLinear | None = None  # to whose holders it belongs
 

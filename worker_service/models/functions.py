@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagewire.common.network.operations import (
+from pagewire.kernels.arguments import HeadPreparation
+from pagewire.network.operations import (
     Activate,
     Add,
     AllReduce,
@@ -29,7 +30,6 @@ from pagewire.common.network.operations import (
     QkNormRopeStore,
     RouteTopK,
 )
-from pagewire.kernels.arguments import HeadPreparation
 from worker_service.models.operations import Attend
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from pagewire.common.gguf import ARCHITECTURES, ROPE_FACTORS, ElementType, GgufError, config_json
-from pagewire.common.network.checkpoint_files import CheckpointError
-from pagewire.common.network.gguf_files import open_gguf
 from pagewire.kernels.weight import HeldFormat, HeldWeight
+from pagewire.network.checkpoint_files import CheckpointError
+from pagewire.network.gguf_files import open_gguf
 from worker_service.models.checkpoint import FLOATS, Piece, Tensors
 from worker_service.models.layouts.gguf import BLOCKS, decode_rows, is_finite
 

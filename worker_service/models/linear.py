@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pagewire.common.network.operations import Projection
 from pagewire.kernels.weight import HeldFormat, HeldWeight
+from pagewire.network.operations import Projection
 from worker_service.models.operations import ExpertProduct, Operations, Product
 
 # Makes a product, with its bias, of a weight that was quantised and packed at an earlier start.

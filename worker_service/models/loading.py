@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from pagewire.common.gguf import is_gguf
-from pagewire.common.network.checkpoint_files import CONFIG_FILE, CheckpointError
-from pagewire.common.network.families import BY_ARCHITECTURE
-from pagewire.common.network.families.family import Family
-from pagewire.common.network.operations import (
+from pagewire.kernels.quantized import BITS, GROUP_SIZE
+from pagewire.network.checkpoint_files import CONFIG_FILE, CheckpointError
+from pagewire.network.families import BY_ARCHITECTURE
+from pagewire.network.families.family import Family
+from pagewire.network.operations import (
     Listing,
     Part,
     Projection,
@@ -22,9 +23,8 @@ from pagewire.common.network.operations import (
     head_of,
     weights_of,
 )
-from pagewire.common.network.rewrites import cut, fuse_updates, renamed, rewrite, tied, with_rows_of
-from pagewire.common.network.source import load_config
-from pagewire.kernels.quantized import BITS, GROUP_SIZE
+from pagewire.network.rewrites import cut, fuse_updates, renamed, rewrite, tied, with_rows_of
+from pagewire.network.source import load_config
 from worker_service.models.checkpoint import Checkpoint, DummyTensors, Tensors
 from worker_service.models.communicator import Communicator, SingleRank
 from worker_service.models.decoder import Decoder

@@ -4,9 +4,9 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, NoReturn
 
-from pagewire.common.network.checkpoint_files import CONFIG_FILE, FLOAT_BYTES, CheckpointError
-from pagewire.common.network.quantization import SECTION, Quantization, QuantizationRule, WeightFormat, unserved
 from pagewire.kernels.weight import HeldFormat, HeldWeight
+from pagewire.network.checkpoint_files import CONFIG_FILE, FLOAT_BYTES, CheckpointError
+from pagewire.network.quantization import SECTION, Quantization, QuantizationRule, WeightFormat, unserved
 from worker_service.models.checkpoint import Checkpoint, Piece, Tensors
 from worker_service.models.layouts import layout_of
 from worker_service.models.layouts.layout import (

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from pagewire.common.network.checkpoint_files import CheckpointError
 from pagewire.kernels.quantized import GROUP_SIZE, quantized_format
 from pagewire.kernels.weight import HeldFormat, HeldWeight
+from pagewire.network.checkpoint_files import CheckpointError
 from worker_service.models.checkpoint import Piece, Tensors
 
 _CHUNK_ELEMENTS = 1 << 20  # that are read and quantised at once, and whole heads of rows at least

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pagewire.common.network.rope import QueryGrowth, RopeConfig
+from pagewire.network.rope import QueryGrowth, RopeConfig
 
 _NUM_CHUNK_POSITIONS = 1024  # of which tables are filled at a time
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pagewire.common.network.checkpoint_files import CheckpointError
-from pagewire.common.network.operations import Part, Projection, Share, Table, Vector
 from pagewire.kernels.weight import HeldFormat, HeldWeight
+from pagewire.network.checkpoint_files import CheckpointError
+from pagewire.network.operations import Part, Projection, Share, Table, Vector
 from worker_service.models.checkpoint import Piece, Tensors
 from worker_service.models.decoder import Decoder, Place
 from worker_service.models.linear import KeptProduct, Linear

@@ -8,12 +8,12 @@ import torch
 
 from pagewire.common.memory_size import describe_memory
 from pagewire.common.messages import WorkerCapacity
-from pagewire.common.network.network import Network
-from pagewire.common.network.rope import RopeConfig
-from pagewire.common.network.source import load_config, model_digest, weights_digest
 from pagewire.common.process import announce_memory
 from pagewire.kernels.cpu import CpuKernels
 from pagewire.kernels.quantized import BITS, quantized_format
+from pagewire.network.network import Network
+from pagewire.network.rope import RopeConfig
+from pagewire.network.source import load_config, model_digest, weights_digest
 from worker_service.attention import AttentionBackend, AttentionShape, create_backend
 from worker_service.cache import CacheEngine, CacheShape, num_staging_blocks
 from worker_service.config import WorkerConfig

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from pagewire.common.gguf import is_gguf
 from pagewire.common.memory_size import describe_memory
-from pagewire.common.network.checkpoint_files import FLOAT_BYTES, CheckpointError, TensorHeader
-from pagewire.common.network.network import Network
-from pagewire.common.network.operations import num_elements
-from pagewire.common.network.rewrites import cut, tied
-from pagewire.common.network.source import load_config, model_digest, read_headers
+from pagewire.network.checkpoint_files import FLOAT_BYTES, CheckpointError, TensorHeader
+from pagewire.network.network import Network
+from pagewire.network.operations import num_elements
+from pagewire.network.rewrites import cut, tied
+from pagewire.network.source import load_config, model_digest, read_headers
 from worker_service.config import WorkerConfig
 from worker_service.startup.resources import available_bytes
 

@@ -19,8 +19,8 @@ from pagewire.common.gguf import (
 )
 from pagewire.common.gguf.tokenizer_files import TokenizerFiles, directory_digest, settings_of
 from pagewire.common.messages import SamplingParams
-from pagewire.common.network.families import text_settings
-from pagewire.common.network.families.reading import HIDDEN_SIZE, MAX_SIZE
+from pagewire.network.families import text_settings
+from pagewire.network.families.reading import HIDDEN_SIZE, MAX_SIZE
 from scheduler_service.serving.checkpoint.chat_template import ChatTemplate, chat_template_of, read_chat_template
 from scheduler_service.serving.checkpoint.pooling_config import PoolingChoice, read_gguf_pooling, read_pooling
 from scheduler_service.serving.checkpoint.sampling_defaults import ignored_settings, sampling_defaults

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pagewire.common.network.expert_routing import ExpertRouting
 from pagewire.kernels.triton import experts
+from pagewire.network.expert_routing import ExpertRouting
 from testing.kernel_checks.experts import Layer, check_layer, check_product, check_routing
 
 GROUPED = ExpertRouting(4, "sigmoid", True, 2.5, num_groups=3, num_chosen_groups=2)

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pagewire.common.network.expert_routing import ExpertRouting
 from pagewire.kernels.triton import experts, linear
 from pagewire.kernels.weight import FLOAT8, HeldFormat, HeldWeight
+from pagewire.network.expert_routing import ExpertRouting
 from testing.kernel_checks.linear import PACKED, Layer, check_alone, check_experts, check_layer, held_bytes, make_weight
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -1,11 +1,11 @@
 """The layouts in which checkpoints store quantised weights, relatives in a file: all that a worker knows of one.
 
-One more is a `Layout` in a file here, and what reads its name from config.json in `common/network/quantization.py`.
+One more is a `Layout` in a file here, and what reads its name from config.json in `pagewire/network/quantization.py`.
 """
 
 from pkgutil import iter_modules, resolve_name
 
-from pagewire.common.network.quantization import WeightFormat, unserved
+from pagewire.network.quantization import WeightFormat, unserved
 from worker_service.models.layouts.layout import Layout
 
 BY_NAME = {

@@ -7,8 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pagewire.common.network.quantization import WeightFormat
 from pagewire.kernels.weight import HeldWeight
+from pagewire.network.quantization import WeightFormat
 from worker_service.models.layouts.layout import (
     SCALES,
     FaultyTensorError,

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from pagewire.common.network.quantization import WeightFormat
 from pagewire.kernels.weight import HeldWeight
+from pagewire.network.quantization import WeightFormat
 from worker_service.models.layouts.layout import (
     SCALES,
     FaultyTensorError,

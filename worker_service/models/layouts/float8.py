@@ -5,8 +5,8 @@ from functools import partial
 
 import torch
 
-from pagewire.common.network.quantization import WeightFormat
 from pagewire.kernels.weight import FLOAT8, HeldFormat, HeldWeight
+from pagewire.network.quantization import WeightFormat
 from worker_service.models.layouts.layout import (
     SCALES,
     FaultyTensorError,

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pagewire.common.network.quantization import WeightFormat
 from pagewire.kernels.weight import GROUP_UNIT, HeldFormat, HeldWeight, unit_size
+from pagewire.network.quantization import WeightFormat
 
 SCALES = ("F32", "BF16", "F16")
 _CODES = HeldFormat(torch.int8, GROUP_UNIT, has_half_scales=True)

@@ -1,8 +1,8 @@
 """MXFP4 as in gpt-oss' checkpoints: a power of two for each 32 floats of 4 bits."""
 
-from pagewire.common.network.quantization import WeightFormat
 from pagewire.kernels.quantized import MXFP4, mxfp4_codes, mxfp4_scales
 from pagewire.kernels.weight import HeldWeight
+from pagewire.network.quantization import WeightFormat
 from worker_service.models.layouts.layout import Layout, ReadTensors, StoredTensor, checked_scale, num_groups
 
 

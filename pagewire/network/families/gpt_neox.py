@@ -6,12 +6,12 @@ head.
 
 from collections.abc import Iterator
 
-from pagewire.common.network.blocks import activation, embed, layer, lm_head
-from pagewire.common.network.families.family import Family, TextConfig, head_dim_of, norms_of
-from pagewire.common.network.families.positions import read_rope, read_share, rope_settings
-from pagewire.common.network.families.reading import JsonObject, attention_biases, flag, unserved
-from pagewire.common.network.network import Network
-from pagewire.common.network.operations import Add, Operation
+from pagewire.network.blocks import activation, embed, layer, lm_head
+from pagewire.network.families.family import Family, TextConfig, head_dim_of, norms_of
+from pagewire.network.families.positions import read_rope, read_share, rope_settings
+from pagewire.network.families.reading import JsonObject, attention_biases, flag, unserved
+from pagewire.network.network import Network
+from pagewire.network.operations import Add, Operation
 
 
 def _read(config: JsonObject, architecture: str) -> Network:

@@ -7,10 +7,10 @@ logits; Gemma 3 normalizes heads instead, and its layers with a sliding window h
 import math
 from collections.abc import Iterator
 
-from pagewire.common.network.blocks import layer
-from pagewire.common.network.families.family import Family, TextConfig, inside
-from pagewire.common.network.families.positions import FULL, SLIDING, Ropes, read_ropes_by_kind, read_windows
-from pagewire.common.network.families.reading import (
+from pagewire.network.blocks import layer
+from pagewire.network.families.family import Family, TextConfig, inside
+from pagewire.network.families.positions import FULL, SLIDING, Ropes, read_ropes_by_kind, read_windows
+from pagewire.network.families.reading import (
     JsonObject,
     attention_biases,
     expect,
@@ -20,8 +20,8 @@ from pagewire.common.network.families.reading import (
     positive,
     unserved,
 )
-from pagewire.common.network.network import Network
-from pagewire.common.network.operations import Operation
+from pagewire.network.network import Network
+from pagewire.network.operations import Operation
 
 # What files may leave out.
 _DEFAULTS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True}

@@ -9,9 +9,9 @@ own, layer norms that have no bias, as nothing has, and queries, keys and values
 from collections.abc import Iterator
 from typing import Any
 
-from pagewire.common.network.blocks import activation, embed, layer, lm_head
-from pagewire.common.network.families.family import Family, TextConfig
-from pagewire.common.network.families.reading import (
+from pagewire.network.blocks import activation, embed, layer, lm_head
+from pagewire.network.families.family import Family, TextConfig
+from pagewire.network.families.reading import (
     GELUS,
     MAX_LAYERS,
     MAX_SIZE,
@@ -28,10 +28,10 @@ from pagewire.common.network.families.reading import (
     split_evenly,
     unserved,
 )
-from pagewire.common.network.network import Network
-from pagewire.common.network.operations import Embed, Operation, Table
-from pagewire.common.network.quantization import parse_quantization
-from pagewire.common.network.rewrites import Renaming
+from pagewire.network.network import Network
+from pagewire.network.operations import Embed, Operation, Table
+from pagewire.network.quantization import parse_quantization
+from pagewire.network.rewrites import Renaming
 
 _GPT2 = "GPT2LMHeadModel"
 _BLOOM_LENGTH = 2048  # where a file says null, or nothing

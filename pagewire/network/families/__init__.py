@@ -1,17 +1,17 @@
 """The families of models that are served, relatives in a file: how config.json becomes a list of operations.
 
-One more is a `Family` with a name in a file here, which composes its model of `pagewire.common.network.blocks`.
+One more is a `Family` with a name in a file here, which composes its model of `pagewire.network.blocks`.
 """
 
 from pkgutil import iter_modules, resolve_name
 from typing import Any
 
 from pagewire.common.gguf import shown
-from pagewire.common.network.checkpoint_files import CONFIG_FILE, CheckpointError
-from pagewire.common.network.families.family import Family
-from pagewire.common.network.families.llama import LLAMA
-from pagewire.common.network.families.reading import JsonObject, check_names, unserved
-from pagewire.common.network.network import Network
+from pagewire.network.checkpoint_files import CONFIG_FILE, CheckpointError
+from pagewire.network.families.family import Family
+from pagewire.network.families.llama import LLAMA
+from pagewire.network.families.reading import JsonObject, check_names, unserved
+from pagewire.network.network import Network
 
 _MODULES = [resolve_name(f"{__name__}.{found.name}") for found in iter_modules(__path__)]
 _FAMILIES = [value for module in _MODULES for value in vars(module).values() if isinstance(value, Family)]

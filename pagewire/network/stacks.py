@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from pagewire.common.network.checkpoint_files import CheckpointError, TensorHeader
+from pagewire.network.checkpoint_files import CheckpointError, TensorHeader
 
 
 @dataclass(frozen=True, slots=True)

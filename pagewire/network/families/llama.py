@@ -12,9 +12,9 @@ and ups another; Phi-4-mini turns a part of each head, and both stretch position
 
 from collections.abc import Iterator
 
-from pagewire.common.network.blocks import layer
-from pagewire.common.network.families.family import Family, TextConfig, head_dim_of, norms_of
-from pagewire.common.network.families.positions import (
+from pagewire.network.blocks import layer
+from pagewire.network.families.family import Family, TextConfig, head_dim_of, norms_of
+from pagewire.network.families.positions import (
     FULL,
     SLIDING,
     read_equal_windows,
@@ -24,7 +24,7 @@ from pagewire.common.network.families.positions import (
     rope_settings,
     sliding_window,
 )
-from pagewire.common.network.families.reading import (
+from pagewire.network.families.reading import (
     JsonObject,
     attention_biases,
     flag,
@@ -33,8 +33,8 @@ from pagewire.common.network.families.reading import (
     positive,
     unserved,
 )
-from pagewire.common.network.network import Network
-from pagewire.common.network.operations import Operation
+from pagewire.network.network import Network
+from pagewire.network.operations import Operation
 
 
 def _read_llama(config: JsonObject, architecture: str) -> Network:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
-from pagewire.common.network.expert_routing import ExpertRouting
-from pagewire.common.network.rope import QueryGrowth, RopeConfig
+from pagewire.network.expert_routing import ExpertRouting
+from pagewire.network.rope import QueryGrowth, RopeConfig
 
 Activation: TypeAlias = str  # a name of `_ACTIVATIONS` in `worker_service/models/functions.py`, and of C's FUNCTION_
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from pagewire.common.gguf import is_whole, shown
-from pagewire.common.network.checkpoint_files import CONFIG_FILE, CheckpointError
-from pagewire.common.network.operations import Activation
+from pagewire.network.checkpoint_files import CONFIG_FILE, CheckpointError
+from pagewire.network.operations import Activation
 
 # Far above any model there is: what lies beyond is a mistake, and would be built before memory says so.
 MAX_LAYERS = 1 << 12

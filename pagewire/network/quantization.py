@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pagewire.common.gguf import shown
-from pagewire.common.network.checkpoint_files import CONFIG_FILE, CheckpointError, read_json
+from pagewire.network.checkpoint_files import CONFIG_FILE, CheckpointError, read_json
 
 # The layouts of compressed-tensors by the names of its formats: the type of their numbers, how many bits these may
 # have, and whether inputs may be rounded.

@@ -4,12 +4,12 @@ https://arxiv.org/abs/2401.04088) has experts in all layers."""
 
 from collections.abc import Iterator
 
-from pagewire.common.network.families.family import WITHOUT_PREFIX, Family, TextConfig, inside
-from pagewire.common.network.families.positions import read_equal_windows, read_rope, rope_settings
-from pagewire.common.network.families.reading import JsonObject, number, positive
-from pagewire.common.network.network import Network
-from pagewire.common.network.operations import Operation
-from pagewire.common.network.rope import QueryGrowth
+from pagewire.network.families.family import WITHOUT_PREFIX, Family, TextConfig, inside
+from pagewire.network.families.positions import read_equal_windows, read_rope, rope_settings
+from pagewire.network.families.reading import JsonObject, number, positive
+from pagewire.network.network import Network
+from pagewire.network.operations import Operation
+from pagewire.network.rope import QueryGrowth
 
 
 def _read(config: JsonObject, architecture: str) -> Network:

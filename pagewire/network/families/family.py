@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pagewire.common.network.blocks import Attention, Experts, Mlp, Norm, activation, embed, layer, lm_head
-from pagewire.common.network.expert_routing import ExpertRouting
-from pagewire.common.network.families.positions import Ropes, read_no_windows, read_rope
-from pagewire.common.network.families.reading import (
+from pagewire.network.blocks import Attention, Experts, Mlp, Norm, activation, embed, layer, lm_head
+from pagewire.network.expert_routing import ExpertRouting
+from pagewire.network.families.positions import Ropes, read_no_windows, read_rope
+from pagewire.network.families.reading import (
     MAX_EXPERTS,
     NUM_EXPERTS,
     JsonObject,
@@ -27,12 +27,12 @@ from pagewire.common.network.families.reading import (
     split_evenly,
     unserved,
 )
-from pagewire.common.network.network import Network
-from pagewire.common.network.operations import Activate, Activation, AttentionHeads, Operation
-from pagewire.common.network.quantization import Quantization, parse_quantization
-from pagewire.common.network.rewrites import Renaming
-from pagewire.common.network.rope import RopeConfig
-from pagewire.common.network.stacks import STACKS, Stacks
+from pagewire.network.network import Network
+from pagewire.network.operations import Activate, Activation, AttentionHeads, Operation
+from pagewire.network.quantization import Quantization, parse_quantization
+from pagewire.network.rewrites import Renaming
+from pagewire.network.rope import RopeConfig
+from pagewire.network.stacks import STACKS, Stacks
 
 # Published files lack the first part of names where they hold no head.
 WITHOUT_PREFIX: Renaming = ((r"^model\.", ""),)

@@ -5,12 +5,12 @@ Rotary positions, layer norms, a plain MLP, biases everywhere, and a sliding win
 
 from collections.abc import Iterator
 
-from pagewire.common.network.blocks import activation, layer
-from pagewire.common.network.families.family import Family, TextConfig, norms_of
-from pagewire.common.network.families.positions import read_equal_windows
-from pagewire.common.network.families.reading import JsonObject, flag
-from pagewire.common.network.network import Network
-from pagewire.common.network.operations import Operation
+from pagewire.network.blocks import activation, layer
+from pagewire.network.families.family import Family, TextConfig, norms_of
+from pagewire.network.families.positions import read_equal_windows
+from pagewire.network.families.reading import JsonObject, flag
+from pagewire.network.network import Network
+from pagewire.network.operations import Operation
 
 
 def _read(config: JsonObject, architecture: str) -> Network:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from pagewire.common.gguf import shown
-from pagewire.common.network.families.reading import (
+from pagewire.network.families.reading import (
     MAX_SIZE,
     JsonObject,
     checked_number,
@@ -19,7 +19,7 @@ from pagewire.common.network.families.reading import (
     positive,
     unserved,
 )
-from pagewire.common.network.rope import RopeConfig
+from pagewire.network.rope import RopeConfig
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 FULL, SLIDING = "full_attention", "sliding_attention"

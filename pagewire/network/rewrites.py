@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pagewire.common.network.operations import (
+from pagewire.network.operations import (
     Activate,
     Add,
     AllReduce,
@@ -27,7 +27,7 @@ from pagewire.common.network.operations import (
     output_of,
     replaced,
 )
-from pagewire.common.network.rope import RopeConfig
+from pagewire.network.rope import RopeConfig
 
 # Patterns of names, and what stands in their place.
 Renaming = tuple[tuple[str, str], ...]

@@ -2,16 +2,16 @@
 
 from dataclasses import dataclass, replace
 
-from pagewire.common.network.operations import (
+from pagewire.network.operations import (
     AttendPaged,
     AttentionHeads,
     Listing,
     QkNormRopeStore,
     head_of,
 )
-from pagewire.common.network.quantization import Quantization
-from pagewire.common.network.rewrites import cut, with_ropes
-from pagewire.common.network.rope import RopeConfig
+from pagewire.network.quantization import Quantization
+from pagewire.network.rewrites import cut, with_ropes
+from pagewire.network.rope import RopeConfig
 
 
 @dataclass(frozen=True, slots=True)

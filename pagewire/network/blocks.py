@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pagewire.common.network.expert_routing import ExpertRouting
-from pagewire.common.network.operations import (
+from pagewire.network.expert_routing import ExpertRouting
+from pagewire.network.operations import (
     Activate,
     Activation,
     Add,
@@ -34,7 +34,7 @@ from pagewire.common.network.operations import (
     Table,
     Vector,
 )
-from pagewire.common.network.rope import QueryGrowth, RopeConfig
+from pagewire.network.rope import QueryGrowth, RopeConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,13 @@ sink in each head's softmax, and windows in every other layer. Experts are publi
 from collections.abc import Iterator
 from dataclasses import replace
 
-from pagewire.common.network.blocks import activation
-from pagewire.common.network.families.family import Family, TextConfig
-from pagewire.common.network.families.positions import FULL, SLIDING, read_rope, read_windows
-from pagewire.common.network.families.reading import JsonObject, attention_biases, num_layers_of, number
-from pagewire.common.network.network import Network
-from pagewire.common.network.operations import Operation
-from pagewire.common.network.stacks import STACKS
+from pagewire.network.blocks import activation
+from pagewire.network.families.family import Family, TextConfig
+from pagewire.network.families.positions import FULL, SLIDING, read_rope, read_windows
+from pagewire.network.families.reading import JsonObject, attention_biases, num_layers_of, number
+from pagewire.network.network import Network
+from pagewire.network.operations import Operation
+from pagewire.network.stacks import STACKS
 
 # What files may leave out.
 _DEFAULTS = {

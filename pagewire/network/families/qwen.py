@@ -5,10 +5,10 @@ whose layers, or some of them, have experts; of Qwen2's one is shared, and has a
 from collections.abc import Iterator
 
 from pagewire.common.gguf import is_whole
-from pagewire.common.network.blocks import shared_expert
-from pagewire.common.network.families.family import Family, TextConfig
-from pagewire.common.network.families.positions import FULL, SLIDING, read_chosen_windows, read_windows, sliding_window
-from pagewire.common.network.families.reading import (
+from pagewire.network.blocks import shared_expert
+from pagewire.network.families.family import Family, TextConfig
+from pagewire.network.families.positions import FULL, SLIDING, read_chosen_windows, read_windows, sliding_window
+from pagewire.network.families.reading import (
     JsonObject,
     attention_biases,
     flag,
@@ -17,8 +17,8 @@ from pagewire.common.network.families.reading import (
     positive,
     unserved,
 )
-from pagewire.common.network.network import Network
-from pagewire.common.network.operations import Operation
+from pagewire.network.network import Network
+from pagewire.network.operations import Operation
 
 
 def _read_qwen2(config: JsonObject, architecture: str) -> Network:

@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from pagewire.common.gguf import ROPE_FACTORS, GgufError, GgufFile, config_json
-from pagewire.common.network.checkpoint_files import CheckpointError, TensorHeader
-from pagewire.common.network.families import parse_config
-from pagewire.common.network.network import Network
-from pagewire.common.network.rewrites import with_ropes
+from pagewire.network.checkpoint_files import CheckpointError, TensorHeader
+from pagewire.network.families import parse_config
+from pagewire.network.network import Network
+from pagewire.network.rewrites import with_ropes
 
 _FREQUENCIES = "rope_freqs.weight"
 

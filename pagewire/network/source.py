@@ -5,12 +5,12 @@ import os
 from pathlib import Path
 
 from pagewire.common.gguf import is_gguf
-from pagewire.common.network import checkpoint_files
-from pagewire.common.network.checkpoint_files import CONFIG_FILE, TensorHeader, read_json
-from pagewire.common.network.families import parse_config
-from pagewire.common.network.gguf_files import load_gguf_config, open_gguf, read_gguf_headers
-from pagewire.common.network.network import Network
-from pagewire.common.network.quantization import with_quantization_file
+from pagewire.network import checkpoint_files
+from pagewire.network.checkpoint_files import CONFIG_FILE, TensorHeader, read_json
+from pagewire.network.families import parse_config
+from pagewire.network.gguf_files import load_gguf_config, open_gguf, read_gguf_headers
+from pagewire.network.network import Network
+from pagewire.network.quantization import with_quantization_file
 
 # Of what `weights_digest` looks at.
 _SAMPLE_BYTES = 1 << 12

@@ -8,12 +8,12 @@ OLMoE (2024, https://arxiv.org/abs/2409.02060) has norms before them, those over
 
 from collections.abc import Iterator
 
-from pagewire.common.network.blocks import added
-from pagewire.common.network.families.family import Family, TextConfig
-from pagewire.common.network.families.positions import FULL, SLIDING, Ropes, read_ropes_by_kind, read_windows
-from pagewire.common.network.families.reading import JsonObject, attention_biases, flag, num_layers_of, number
-from pagewire.common.network.network import Network
-from pagewire.common.network.operations import Operation
+from pagewire.network.blocks import added
+from pagewire.network.families.family import Family, TextConfig
+from pagewire.network.families.positions import FULL, SLIDING, Ropes, read_ropes_by_kind, read_windows
+from pagewire.network.families.reading import JsonObject, attention_biases, flag, num_layers_of, number
+from pagewire.network.network import Network
+from pagewire.network.operations import Operation
 
 
 def _read_olmo2(

@@ -10,10 +10,10 @@ and experts behind its first layers, as DeepSeek-V3 has them. What it has for pr
 from collections.abc import Iterator
 
 from pagewire.common.gguf import is_whole
-from pagewire.common.network.blocks import layer, shared_expert
-from pagewire.common.network.families.family import Family, TextConfig, norms_of
-from pagewire.common.network.families.positions import read_rope
-from pagewire.common.network.families.reading import (
+from pagewire.network.blocks import layer, shared_expert
+from pagewire.network.families.family import Family, TextConfig, norms_of
+from pagewire.network.families.positions import read_rope
+from pagewire.network.families.reading import (
     MAX_EXPERTS,
     MAX_LAYERS,
     JsonObject,
@@ -25,8 +25,8 @@ from pagewire.common.network.families.reading import (
     positive,
     unserved,
 )
-from pagewire.common.network.network import Network
-from pagewire.common.network.operations import Operation
+from pagewire.network.network import Network
+from pagewire.network.operations import Operation
 
 
 def _read(config: JsonObject, architecture: str) -> Network:
