@@ -102,7 +102,7 @@ lint: $(READY)  ## ruff, mypy, import-linter, buf lint, buf breaking
 	cd protos && ../$(BIN)/buf lint && ../$(BIN)/buf breaking --against descriptors.binpb
 
 # Stubs are generated with the oldest grpcio-tools they must load beside, in an environment of its own.
-protos: .venv-protos/.ready  ## generate the stubs under protos/gen
+protos: .venv-protos/.ready  ## generate the stubs under pagewire/protos/gen
 	.venv-protos/bin/python -m grpc_tools.protoc -Ipagewire/protos/gen=protos --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
 
 .venv-protos/.ready:

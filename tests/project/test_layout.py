@@ -199,7 +199,7 @@ def test_folders_linked_into_the_package_are_imported_from_there() -> None:
     def by_their_own_names(path: Path) -> list[str]:
         return [name for name in imports(parse(path)) if name.split(".")[0] in {"common", "kernels", "protos"}]
 
-    assert offenders((*EVERY_SOURCE, "protos/gen", "tests"), by_their_own_names) == []
+    assert offenders((*EVERY_SOURCE, "pagewire/protos/gen", "tests"), by_their_own_names) == []
 
 
 def test_the_scheduler_names_no_family() -> None:
