@@ -27,8 +27,8 @@ from prometheus_client.metrics_core import Metric
 
 from bench.gpu.results_page import tables
 from pagewire.common.gguf import SERVED_TYPES
-from pagewire.common.messages import WorkerCapacity
-from pagewire.common.transport.tls import Life
+from pagewire.common.wire.messages import WorkerCapacity
+from pagewire.common.wire.transport.tls import Life
 from pagewire.compatibility import FOREIGN, MAPPED, SAMPLING_FIELDS, STRUCTURED_OUTPUTS_FIELDS, SYNONYMS, Foreign
 from pagewire.kernels.quantized import BITS
 from pagewire.network.families.reading import DTYPES

@@ -25,11 +25,11 @@ import grpc.aio
 
 from pagewire import background_loop, wire
 from pagewire.arguments import check_text, refuse_unknown, require
-from pagewire.common.generate_many import GenerateManyClient, is_broken
-from pagewire.common.transport.dialling import open_channel
-from pagewire.common.transport.http_proxy import http_proxy_of
-from pagewire.common.transport.tls import TlsFiles
-from pagewire.common.watched_files import NamedFile
+from pagewire.common.process.watched_files import NamedFile
+from pagewire.common.wire.generate_many import GenerateManyClient, is_broken
+from pagewire.common.wire.transport.dialling import open_channel
+from pagewire.common.wire.transport.http_proxy import http_proxy_of
+from pagewire.common.wire.transport.tls import TlsFiles
 from pagewire.errors import DeadlineExceeded, PagewireError, Unavailable
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc

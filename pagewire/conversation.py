@@ -63,7 +63,7 @@ def prompts_of(
     They are made by the served model's chat template, or the one of that name, or the given text; it gets `variables`
     too. Raises InvalidRequest.
     """
-    from pagewire.common import chat_template  # with Jinja2, which no other call needs
+    from pagewire.common.chat import chat_template  # with Jinja2, which no other call needs
 
     if continue_final_message and add_generation_prompt:
         raise _invalid(chat_template.GOES_TWO_WAYS)

@@ -7,7 +7,7 @@ from dataclasses import Field, InitVar, dataclass, field, fields, replace
 from typing import Any, TypedDict, TypeVar, Unpack
 
 from pagewire.arguments import is_integer, is_real, require
-from pagewire.common.sampling_rules import faults_in
+from pagewire.common.wire.sampling_rules import faults_in
 from pagewire.compatibility import SAMPLING_FIELDS, STRUCTURED_OUTPUTS_FIELDS, judge, suggestion
 from pagewire.errors import InvalidRequest
 

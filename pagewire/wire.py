@@ -10,11 +10,11 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from pagewire.arguments import are_token_ids, check_text, is_integer, is_real, require
-from pagewire.common.sampling_rules import ALL_TOKENS, LOGPROB_NUMBERS, UINT32, UINT64, Range
-from pagewire.common.transport.http_proxy import http_proxy_of
-from pagewire.common.transport.message_size import of_cut_off
-from pagewire.common.transport.translation import decoder, enum_names
-from pagewire.common.transport.wrong_port import RightPort
+from pagewire.common.wire.sampling_rules import ALL_TOKENS, LOGPROB_NUMBERS, UINT32, UINT64, Range
+from pagewire.common.wire.transport.http_proxy import http_proxy_of
+from pagewire.common.wire.transport.message_size import of_cut_off
+from pagewire.common.wire.transport.translation import decoder, enum_names
+from pagewire.common.wire.transport.wrong_port import RightPort
 from pagewire.completion import Output, Result, TokenLogprobs
 from pagewire.conversation import Session
 from pagewire.errors import (

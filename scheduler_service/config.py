@@ -4,10 +4,10 @@ those of the core among them."""
 import os
 from dataclasses import dataclass, field
 
-from pagewire.common.chat_output import REASONING_PARSERS, TOOL_CALL_PARSERS, ChatRules
+from pagewire.common.chat.chat_output import REASONING_PARSERS, TOOL_CALL_PARSERS, ChatRules
 from pagewire.common.option_limits import ORIGINS, PORT, URL, at_least, between, check_options, flag, option
-from pagewire.common.transport.addresses import MAX_SOCKET_PATH_BYTES, UNIX_SCHEME
-from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES
+from pagewire.common.wire.transport.addresses import MAX_SOCKET_PATH_BYTES, UNIX_SCHEME
+from pagewire.common.wire.transport.message_size import MAX_MESSAGE_BYTES
 from scheduler_service.core.options import SchedulerOptions
 
 # What the texts of prompts may take, at the scheduler as at a front end.

@@ -7,10 +7,10 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from pagewire.common.process import EXIT_ERROR
-from pagewire.common.transport.dialling import Dialler
-from pagewire.common.transport.tls import Life, link_files
-from pagewire.common.watched_files import NamedFile, WatchedFiles
+from pagewire.common.process.child_process import EXIT_ERROR
+from pagewire.common.process.watched_files import NamedFile, WatchedFiles
+from pagewire.common.wire.transport.dialling import Dialler
+from pagewire.common.wire.transport.tls import Life, link_files
 from scheduler_service.config import FrontEndConfig
 from scheduler_service.doors.entrance import Entrance
 from scheduler_service.doors.scheduler.report import decode_stats

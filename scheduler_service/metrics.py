@@ -21,8 +21,8 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from pagewire.common.messages import GrammarKind, RowStatus, StepParts, StepResult, WorkerCapacity
-from pagewire.common.transport.tls import Life
+from pagewire.common.wire.messages import GrammarKind, RowStatus, StepParts, StepResult, WorkerCapacity
+from pagewire.common.wire.transport.tls import Life
 from scheduler_service.core.request import (
     SESSION_AGES_S,
     BlockRemoved,

@@ -16,9 +16,9 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
-from pagewire.common.transport.addresses import join
-from pagewire.common.transport.host_names import HostNames
-from pagewire.common.transport.listening import check_port, passive_host, refusal
+from pagewire.common.wire.transport.addresses import join
+from pagewire.common.wire.transport.host_names import HostNames
+from pagewire.common.wire.transport.listening import check_port, passive_host, refusal
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
 
 logger = logging.getLogger(__name__)

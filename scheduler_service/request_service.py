@@ -6,19 +6,19 @@ from collections.abc import Callable, Coroutine
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from pagewire.common.process import EXIT_ERROR, EXIT_REFUSED
-from pagewire.common.stopping import cancel, drain
-from pagewire.common.transport.addresses import join
-from pagewire.common.transport.health import Health
-from pagewire.common.transport.listening import (
+from pagewire.common.process.child_process import EXIT_ERROR, EXIT_REFUSED
+from pagewire.common.process.shutdown import cancel, drain
+from pagewire.common.process.watched_files import WatchedFiles
+from pagewire.common.wire.transport.addresses import join
+from pagewire.common.wire.transport.health import Health
+from pagewire.common.wire.transport.listening import (
     create_server,
     give_way,
     listen,
     listen_on_socket,
     max_open_connections,
 )
-from pagewire.common.transport.tls import Life, TlsFiles, server_files
-from pagewire.common.watched_files import WatchedFiles
+from pagewire.common.wire.transport.tls import Life, TlsFiles, server_files
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
 from scheduler_service.doors.entrance import Entrance, ending
 from scheduler_service.doors.scheduler.request_servicer import SERVICE_NAME, RequestServicer

@@ -10,11 +10,12 @@ from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from pagewire.common import __version__, garbage_collection, grammars
-from pagewire.common.process import EXIT_ERROR, EXIT_REFUSED
-from pagewire.common.transport.dialling import Dialler
-from pagewire.common.transport.link_secret import LinkSecret
-from pagewire.common.transport.tls import TlsFiles, link_files
+from pagewire.common import __version__, grammars
+from pagewire.common.process import garbage_collection
+from pagewire.common.process.child_process import EXIT_ERROR, EXIT_REFUSED
+from pagewire.common.wire.transport.dialling import Dialler
+from pagewire.common.wire.transport.link_secret import LinkSecret
+from pagewire.common.wire.transport.tls import TlsFiles, link_files
 from scheduler_service.config import SchedulerConfig
 from scheduler_service.core import explain
 from scheduler_service.core.options import SchedulerOptions

@@ -16,9 +16,9 @@ from opentelemetry import trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-from pagewire.common.messages import Pooling
-from pagewire.common.sampling_rules import COMMON_FILTERS, FILTERS_OFF
-from pagewire.common.transport.otlp import tracer_provider
+from pagewire.common.wire.messages import Pooling
+from pagewire.common.wire.sampling_rules import COMMON_FILTERS, FILTERS_OFF
+from pagewire.common.wire.transport.otlp import tracer_provider
 from scheduler_service.core.request import Request, SequenceEnd
 from scheduler_service.serving.observer import ENDED_WELL, Observer
 

@@ -13,8 +13,8 @@ from typing import Self
 import grpc.aio
 
 from pagewire.common.grammars import version
-from pagewire.common.messages import AddedGrammar, GrammarReport, Logprobs, RowStatus, StepPlan, StepResult
-from pagewire.common.worker_wire import decode_request, encode_response
+from pagewire.common.wire.messages import AddedGrammar, GrammarReport, Logprobs, RowStatus, StepPlan, StepResult
+from pagewire.common.wire.worker_wire import decode_request, encode_response
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.core.simulated_worker import SimulatedWorker

@@ -31,7 +31,13 @@ _ENTRIES: dict[str, tuple[str, ...]] = {
     "bench.gpu.products": ("pagewire.kernels.triton.linear", "pagewire.kernels.triton.scaled"),
 }
 # Source that no measurement on a GPU depends on.
-_OTHERS = ("worker_service/host/", "kernels/cpu/", "testing/checkpoints/", "common/gguf/", "common/grammars/")
+_OTHERS = (
+    "worker_service/host/",
+    "kernels/cpu/",
+    "testing/checkpoints/",
+    "pagewire/common/gguf/",
+    "pagewire/common/grammars/",
+)
 Part = Mapping[str, Any]
 
 

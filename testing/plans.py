@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pagewire.common.messages import RowOpening, SamplingParams, StepPlan
+from pagewire.common.wire.messages import RowOpening, SamplingParams, StepPlan
 
 GREEDY = SamplingParams()
 

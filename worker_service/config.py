@@ -3,9 +3,9 @@
 import os
 from dataclasses import dataclass
 
-from pagewire.common.memory_size import parse_memory
 from pagewire.common.option_limits import PORT, URL, Limit, between, check_options, option
-from pagewire.common.transport.addresses import MAX_SOCKET_PATH_BYTES
+from pagewire.common.process.memory_size import parse_memory
+from pagewire.common.wire.transport.addresses import MAX_SOCKET_PATH_BYTES
 
 _MAX_BLOCKS = (1 << 31) - 2
 _MUST_BE = "; it must be"

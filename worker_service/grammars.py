@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from pagewire.common.grammars import GrammarError, MaskQueue, Matcher
-from pagewire.common.messages import AddedGrammar, GrammarReport, StepPlan, WorkerProtocolError
+from pagewire.common.wire.messages import AddedGrammar, GrammarReport, StepPlan, WorkerProtocolError
 
 logger = logging.getLogger(__name__)
 

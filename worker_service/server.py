@@ -19,15 +19,15 @@ import grpc
 import grpc.aio
 
 from pagewire.common import __version__
-from pagewire.common.limits import describe_address_space
-from pagewire.common.messages import CertificateLife
-from pagewire.common.process import announce_ready, exit_with_parent
-from pagewire.common.stopping import cancel, run_out, stop_at_signals
-from pagewire.common.transport.addresses import join
-from pagewire.common.transport.health import Health
-from pagewire.common.transport.link_secret import LinkSecret
-from pagewire.common.transport.listening import create_server, listen, listen_on_socket
-from pagewire.common.transport.tls import TlsFiles, server_files
+from pagewire.common.process.child_process import announce_ready, exit_with_parent
+from pagewire.common.process.limits import describe_address_space
+from pagewire.common.process.shutdown import cancel, run_out, stop_at_signals
+from pagewire.common.wire.messages import CertificateLife
+from pagewire.common.wire.transport.addresses import join
+from pagewire.common.wire.transport.health import Health
+from pagewire.common.wire.transport.link_secret import LinkSecret
+from pagewire.common.wire.transport.listening import create_server, listen, listen_on_socket
+from pagewire.common.wire.transport.tls import TlsFiles, server_files
 from worker_service.config import WorkerConfig
 from worker_service.engine import Engine, LoadedWorker, end_at_once, exit_process
 from worker_service.rpc.servicer import SERVICE_NAME, WorkerServicer

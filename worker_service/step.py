@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from pagewire.common.messages import StepResult
+from pagewire.common.wire.messages import StepResult
 
 
 class LaunchedStep(Protocol):

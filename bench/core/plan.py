@@ -3,8 +3,8 @@
 import statistics
 import time
 
-from pagewire.common.messages import SamplingParams, StepPlan, StepResult, WorkerCapacity
-from pagewire.common.worker_wire import decode_request, encode_request
+from pagewire.common.wire.messages import SamplingParams, StepPlan, StepResult, WorkerCapacity
+from pagewire.common.wire.worker_wire import decode_request, encode_request
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
 from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.request import Request

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from bench.core import plan as plan_costs
 from bench.goals import verdict
-from pagewire.common.messages import SamplingParams, StepPlan, StepResult, WorkerCapacity
+from pagewire.common.wire.messages import SamplingParams, StepPlan, StepResult, WorkerCapacity
 from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.policy import POLICIES
 from scheduler_service.core.request import Request, TokenOutputs

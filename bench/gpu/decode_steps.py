@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pagewire.common.messages import StepPlan, StepResult
+from pagewire.common.wire.messages import StepPlan, StepResult
 from testing.plans import PlannedStep, Row, num_blocks_needed, plan_steps
 from worker_service.config import WorkerConfig
 from worker_service.engine import LoadedWorker

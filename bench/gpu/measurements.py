@@ -25,7 +25,7 @@ from bench.peers.arms import PROGRAMS, Batch, child_environ, conversation
 from pagewire import AsyncClient, SamplingParams
 from pagewire.bench.run import run
 from pagewire.bench.workload import LengthRange, PlannedRequest, Workload
-from pagewire.common.messages import StepPlan
+from pagewire.common.wire.messages import StepPlan
 from pagewire.progress import Progress
 from testing import services
 from testing.part import Case, UnavailableError

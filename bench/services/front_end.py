@@ -171,8 +171,8 @@ class Arm:
 
 async def run_steps(worker: str) -> None:
     """Runs a step loop, whose requests come by lines of "streams tokens"."""
-    from pagewire.common.messages import SamplingParams
-    from pagewire.common.transport.dialling import Dialler
+    from pagewire.common.wire.messages import SamplingParams
+    from pagewire.common.wire.transport.dialling import Dialler
     from scheduler_service.core.options import SchedulerOptions
     from scheduler_service.core.request import Request
     from scheduler_service.core.scheduler import Scheduler

@@ -29,7 +29,7 @@ from bench.goals import verdict
 from bench.services.heartbeat.sitecustomize import FORM
 from bench.services.hostile import KEYS, MAX_DECODE_SLOWDOWN, QUOTA, TOKENIZER, random_prompt, tenants
 from bench.services.http_attacks import ATTACKS, CHAT, COMPLETIONS, SMUGGLED, TEMPLATES, Attacker, Connection, posted
-from pagewire.common.limits import raise_descriptor_limit
+from pagewire.common.process.limits import raise_descriptor_limit
 from pagewire.hosting.supervisor import free_port
 from testing.services import ENVIRON, HOST, Process, Service, running
 

@@ -34,7 +34,7 @@ from bench.services.front_end import Child
 from bench.services.http_attacks import posted
 from bench.tokenizer import trained_tokenizer
 from models.story_grammar import write_story
-from pagewire.common.limits import raise_descriptor_limit
+from pagewire.common.process.limits import raise_descriptor_limit
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc

@@ -132,7 +132,7 @@ async def service_process(*command: str) -> AsyncIterator[tuple[str, int]]:
 @asynccontextmanager
 async def two_processes(arguments, step_loop) -> AsyncIterator[asyncio.Future]:
     """Yields what ends where the link to the worker fails."""
-    from pagewire.common.transport.dialling import Dialler
+    from pagewire.common.wire.transport.dialling import Dialler
     from scheduler_service.links.worker.worker_link import CHANNEL_OPTIONS, WorkerLink
     from scheduler_service.serving.checkpoint.model_info import read_model_info
 
@@ -152,7 +152,7 @@ async def two_processes(arguments, step_loop) -> AsyncIterator[asyncio.Future]:
 
 
 async def run_injected(arguments, arm) -> None:
-    from pagewire.common.messages import SamplingParams
+    from pagewire.common.wire.messages import SamplingParams
     from scheduler_service.core.options import SchedulerOptions
     from scheduler_service.core.request import Request
     from scheduler_service.core.scheduler import Scheduler

@@ -64,7 +64,7 @@ class Conversation:
     def _prompt(self, messages: list[dict[str, str]]) -> str:
         if self._template is None:
             return "".join(message["content"] for message in messages)
-        from pagewire.common import chat_template  # with Jinja2, which --help need not load
+        from pagewire.common.chat import chat_template  # with Jinja2, which --help need not load
 
         try:
             return chat_template.render(self._template, messages, special_tokens=self._special_tokens)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from pagewire.common import __version__
-from pagewire.common.limits import describe_address_space, obstacle, raise_descriptor_limit
+from pagewire.common.process.limits import describe_address_space, obstacle, raise_descriptor_limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ def run(verb: Verb, arguments: Sequence[str]) -> int:
         tell(f"pagewire: error: out of memory{f': {error}' if str(error) else ''}{limit}")
         return FAILURE
     except Exception as error:
-        from pagewire.common.process import EXIT_REFUSED, announce_refusal, is_child
+        from pagewire.common.process.child_process import EXIT_REFUSED, announce_refusal, is_child
         from pagewire.installation import advice
 
         line = advice(error, verb.extra)

@@ -15,9 +15,8 @@ from typing import Any
 
 from pagewire import installation, options
 from pagewire.cli.command import VERBS
-from pagewire.common import garbage_collection
-from pagewire.common.event_loop import few_events_loop
-from pagewire.common.process import (
+from pagewire.common.process import garbage_collection
+from pagewire.common.process.child_process import (
     EXIT_REFUSED,
     announce_ready,
     announce_refusal,
@@ -25,9 +24,10 @@ from pagewire.common.process import (
     is_child,
     python_command,
 )
-from pagewire.common.stopping import run_out, stops
-from pagewire.common.transport.addresses import UNIX_SCHEME, join
-from pagewire.common.transport.listening import check_port
+from pagewire.common.process.event_loop import few_events_loop
+from pagewire.common.process.shutdown import run_out, stops
+from pagewire.common.wire.transport.addresses import UNIX_SCHEME, join
+from pagewire.common.wire.transport.listening import check_port
 from pagewire.hosting import freed_memory, logs
 from pagewire.hosting.model_source import (
     MISSING,

@@ -15,7 +15,7 @@ import grpc
 from pagewire.cli import connection
 from pagewire.cli.block_view import BlockView
 from pagewire.client import Client
-from pagewire.common.memory_size import describe_memory
+from pagewire.common.process.memory_size import describe_memory
 from pagewire.common.strict_json import to_json
 from pagewire.errors import PagewireError, Unavailable
 from pagewire.hosting.printable import printable

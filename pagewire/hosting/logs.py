@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from pagewire.common.process.queued_writer import QueuedWriter, descriptor_writer
 from pagewire.common.strict_json import StrictEncoder
-from pagewire.common.transport.queued_writer import QueuedWriter, descriptor_writer
 from pagewire.hosting.printable import printable, printable_json, printable_lines, shortened
 
 LEVELS = ("debug", "info", "warning", "error")

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from pagewire import installation
 from pagewire.common.gguf import MAX_LISTING_BYTES, ModelFileError, is_gguf, read_text
-from pagewire.common.memory_size import describe_memory
+from pagewire.common.process.memory_size import describe_memory
 from pagewire.compatibility import suggestion
 from pagewire.errors import CommandError
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from pagewire.common.process import (
+from pagewire.common.process.child_process import (
     ANNOUNCING_WORD,
     EXIT_REFUSED,
     EXIT_WITH_PARENT,

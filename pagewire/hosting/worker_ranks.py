@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from pagewire.common.process import announce_ready, exit_with_parent, python_command
-from pagewire.common.stopping import stop_at_signals
-from pagewire.common.transport.addresses import join
+from pagewire.common.process.child_process import announce_ready, exit_with_parent, python_command
+from pagewire.common.process.shutdown import stop_at_signals
+from pagewire.common.wire.transport.addresses import join
 from pagewire.hosting.supervisor import Exit, RestartPolicy, Restarts, Supervisor, child_environ, free_port
 from worker_service.config import WorkerConfig
 from worker_service.startup.resources import num_usable_cpus

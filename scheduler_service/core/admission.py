@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from pagewire.common.messages import WorkerCapacity
+from pagewire.common.wire.messages import WorkerCapacity
 from scheduler_service.core.cache import CacheManager
 from scheduler_service.core.lifecycle import Lifecycle
 from scheduler_service.core.options import SchedulerOptions

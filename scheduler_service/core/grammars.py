@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pagewire.common.messages import AddedGrammar
+from pagewire.common.wire.messages import AddedGrammar
 from scheduler_service.core.request import Grammar
 
 # Bytes of grammars that one plan may carry.

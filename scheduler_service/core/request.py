@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
-from pagewire.common.messages import GrammarKind, SamplingParams
+from pagewire.common.wire.messages import GrammarKind, SamplingParams
 
 
 class EarlyStopping(Enum):

@@ -1,6 +1,6 @@
 """Processes a step's result: tokens that continue their samples, candidates of beams, rows that failed."""
 
-from pagewire.common.messages import RowStatus
+from pagewire.common.wire.messages import RowStatus
 from scheduler_service.core.lifecycle import Lifecycle
 from scheduler_service.core.plans import Dispatch, PlannedRow, ResolvedResult, SampledRow
 from scheduler_service.core.request import EndReason, TokenLogprobs, TokenOutputs

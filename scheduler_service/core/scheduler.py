@@ -18,7 +18,7 @@ worker.
 from collections import Counter
 from collections.abc import Callable
 
-from pagewire.common.messages import StepPlan, StepResult, WorkerCapacity, WorkerProtocolError
+from pagewire.common.wire.messages import StepPlan, StepResult, WorkerCapacity, WorkerProtocolError
 from scheduler_service.core import invariants
 from scheduler_service.core.admission import Admission
 from scheduler_service.core.cache import CacheManager

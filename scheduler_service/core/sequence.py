@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from pagewire.common.messages import Pooling
+from pagewire.common.wire.messages import Pooling
 from scheduler_service.core.beam import BeamSearch, BeamState, BeamStep
 from scheduler_service.core.cache import Cursor, Holding, StepCount
 from scheduler_service.core.request import OutputMode, Request

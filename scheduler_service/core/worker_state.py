@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from pagewire.common.messages import RowOpening, StepPlan, WorkerCapacity
+from pagewire.common.wire.messages import RowOpening, StepPlan, WorkerCapacity
 from scheduler_service.core.beam import Child
 from scheduler_service.core.cache import CacheManager, Match, StepCount
 from scheduler_service.core.cost import CostModel, PreemptionMode

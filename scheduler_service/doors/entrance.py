@@ -8,8 +8,8 @@ import grpc
 import grpc.aio
 from google.protobuf.duration_pb2 import Duration
 
-from pagewire.common.transport.interception import Unreadable
-from pagewire.common.transport.listening import is_marked
+from pagewire.common.wire.transport.interception import Unreadable
+from pagewire.common.wire.transport.listening import is_marked
 from scheduler_service.serving.refusal import REASONS, Reason, RefusedError
 from scheduler_service.serving.tenants.caller import Call, Caller
 from scheduler_service.serving.tenants.tenant_file import TenantFile

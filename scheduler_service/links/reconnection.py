@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import grpc.aio
 
-from pagewire.common.messages import WorkerStarting
-from pagewire.common.repetition import Repetition
-from pagewire.common.stopping import cancel
-from pagewire.common.transport.dialling import Dialler
-from pagewire.common.transport.wrong_port import RightPort
+from pagewire.common.process.log_repetition import Repetition
+from pagewire.common.process.shutdown import cancel
+from pagewire.common.wire.messages import WorkerStarting
+from pagewire.common.wire.transport.dialling import Dialler
+from pagewire.common.wire.transport.wrong_port import RightPort
 
 # Of the channel to the other side.
 LINK_OPTIONS: tuple[tuple[str, int | str], ...] = (

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from pagewire.common.messages import WorkerCapacity, WorkerStarting
+from pagewire.common.wire.messages import WorkerCapacity, WorkerStarting
 from scheduler_service.core.request import OutputMode
 from scheduler_service.serving.clock import Clock
 

@@ -19,7 +19,7 @@ from hashlib import sha256
 from pagewire.common.gguf.tokenizer_files import read_tokenizer
 from pagewire.common.grammars import GrammarError, version
 from pagewire.common.grammars.trial import Trials
-from pagewire.common.messages import GrammarKind, WorkerCapacity
+from pagewire.common.wire.messages import GrammarKind, WorkerCapacity
 from scheduler_service.core.request import Grammar
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
 from scheduler_service.serving.observer import Observer

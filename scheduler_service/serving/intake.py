@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from pagewire.common.chat_output import ChatRules
+from pagewire.common.chat.chat_output import ChatRules
 from scheduler_service.core.request import AdmissionError, OutputMode, Request, SequenceEnd
 from scheduler_service.serving.active_request import ActiveRequest, RequestEngine
 from scheduler_service.serving.checkpoint.model_info import ModelInfo

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
-from pagewire.common.messages import StepResult, WorkerCapacity
+from pagewire.common.wire.messages import StepResult, WorkerCapacity
 from scheduler_service.core.request import EndReason, KvEventCounts, Request, SchedulerStats, SequenceEnd
 
 # Ends that are no failure of the request: a client that left, or an operator that stops, is none.

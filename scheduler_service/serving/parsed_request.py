@@ -1,15 +1,15 @@
 """A request as its door has read it, before its prompt is tokens: each of its fields is checked and resolved once,
 whatever door it came by, and nothing is left to choose but lengths.
 
-What is legal whatever the model stands in `common/sampling_rules.py`.
+What is legal whatever the model stands in `pagewire/common/wire/sampling_rules.py`.
 """
 
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from pagewire.common.messages import Pooling, SamplingParams
-from pagewire.common.sampling_rules import (
+from pagewire.common.wire.messages import Pooling, SamplingParams
+from pagewire.common.wire.sampling_rules import (
     ALL_TOKENS,
     FILTERS_OFF,
     LOGPROBS,

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from pagewire.common.messages import StepPlan, StepResult, WorkerCapacity, WorkerProtocolError
+from pagewire.common.wire.messages import StepPlan, StepResult, WorkerCapacity, WorkerProtocolError
 from scheduler_service.core import explain
 from scheduler_service.core.request import TokenOutputs
 from scheduler_service.core.scheduler import Scheduler

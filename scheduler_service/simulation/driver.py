@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pagewire.common.messages import SamplingParams, StepResult, WorkerCapacity
+from pagewire.common.wire.messages import SamplingParams, StepResult, WorkerCapacity
 from scheduler_service.core.explain import stats
 from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.policy import Policy

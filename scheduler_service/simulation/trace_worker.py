@@ -6,7 +6,7 @@ Rates are in tokens of the trace; steps and blocks in tokens of the core, of whi
 import math
 from dataclasses import dataclass
 
-from pagewire.common.messages import StepPlan, StepResult
+from pagewire.common.wire.messages import StepPlan, StepResult
 from scheduler_service.serving.step_loop import StepLoop
 from scheduler_service.simulation.timeline import Timeline
 

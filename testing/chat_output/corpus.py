@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pagewire.common.chat_output import Arguments, CallStart, ChatFormat, Content, OutputPart, Reasoning, format_of
-from pagewire.common.chat_template import ChatTemplateError, render
-from pagewire.common.template_forms import as_taken
+from pagewire.common.chat.chat_output import Arguments, CallStart, ChatFormat, Content, OutputPart, Reasoning, format_of
+from pagewire.common.chat.chat_template import ChatTemplateError, render
+from pagewire.common.chat.template_forms import as_taken
 from testing.chat_output.splitting import Functions, in_two, parts_of
 
 _CITY = {

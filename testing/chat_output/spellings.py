@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from pagewire.common.chat_output import Arguments, CallStart, ChatFormat, Content, OutputPart, Reasoning, format_of
+from pagewire.common.chat.chat_output import Arguments, CallStart, ChatFormat, Content, OutputPart, Reasoning, format_of
 from testing.chat_output.splitting import Functions, merged
 
 _PROPERTIES = {

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterable, Iterator
 
-from pagewire.common.chat_output import CallStart, ChatFormat, OutputPart
+from pagewire.common.chat.chat_output import CallStart, ChatFormat, OutputPart
 
 NUM_RANDOM_SPLITS = 20
 Functions = dict[str, dict[str, object]]

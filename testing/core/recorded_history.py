@@ -3,7 +3,7 @@
 import random
 from pathlib import Path
 
-from pagewire.common.messages import GrammarKind, SamplingParams, StepPlan, WorkerCapacity, WorkerProtocolError
+from pagewire.common.wire.messages import GrammarKind, SamplingParams, StepPlan, WorkerCapacity, WorkerProtocolError
 from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.policy import POLICIES
 from scheduler_service.core.request import (

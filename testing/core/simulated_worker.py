@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import gcd
 
-from pagewire.common.messages import (
+from pagewire.common.wire.messages import (
     AddedGrammar,
     Candidates,
     Logprobs,

@@ -8,7 +8,7 @@ output has a token at `step`.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from pagewire.common.messages import RowStatus, SamplingParams
+from pagewire.common.wire.messages import RowStatus, SamplingParams
 
 _FAULTS = {
     "failed": RowStatus.GRAMMAR_FAILED,

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pagewire.common.messages import Candidates, Logprobs, RowOpening, RowStatus, SamplingParams
+from pagewire.common.wire.messages import Candidates, Logprobs, RowOpening, RowStatus, SamplingParams
 from pagewire.kernels.cpu.sampler import CpuSampler, TokenHistory, TorchSampler
 from worker_service.rows.reading import ValueReader
 from worker_service.rows.sampling import SamplingTable

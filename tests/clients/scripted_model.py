@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from pagewire.common.grammars import GrammarCompiler, Matcher
-from pagewire.common.messages import StepPlan, StepResult
+from pagewire.common.wire.messages import StepPlan, StepResult
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.core.simulated_worker import Row, SimulatedWorker
 from testing.core.toy_grammar import ToyMatcher

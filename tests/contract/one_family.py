@@ -13,7 +13,7 @@ import urllib.request
 from pathlib import Path
 
 from pagewire import AsyncClient
-from pagewire.common.transport.addresses import join
+from pagewire.common.wire.transport.addresses import join
 from scheduler_service import front_end
 from scheduler_service.config import FrontEndConfig
 from testing.scheduler_stack import expected_tokens, make_checkpoint, serve

@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from pagewire.common.chat_template import ChatTemplateError, render
+from pagewire.common.chat.chat_template import ChatTemplateError, render
 from testing.chat_output.corpus import SPECIAL_TOKENS, TOOLS
 
 CALLS = [

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 
-from pagewire.common.sampling_rules import MAX_SAMPLES
+from pagewire.common.wire.sampling_rules import MAX_SAMPLES
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from testing.scheduler_stack import Stack
 

@@ -13,7 +13,7 @@ import grpc
 import pytest
 from prometheus_client.registry import Collector
 
-from pagewire.common.transport.listening import check_port, create_server, listen
+from pagewire.common.wire.transport.listening import check_port, create_server, listen
 from scheduler_service.metrics_server import MetricsServer
 
 NAMESPACE = ["unshare", "--map-root-user", "--net"]

@@ -8,7 +8,7 @@ import grpc
 import pytest
 from tokenizers import Tokenizer
 
-from pagewire.common.messages import SamplingParams
+from pagewire.common.wire.messages import SamplingParams
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import BeamParams, EarlyStopping, Request
 from testing.core.beam_oracle import Hypotheses, search

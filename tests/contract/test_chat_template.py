@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 import pagewire
 from pagewire import AsyncClient, Client, SamplingParams
 from pagewire.cli.status import table
-from pagewire.common.chat_template import ChatTemplateError, render
-from pagewire.common.template_sandbox import MAX_STEPS
+from pagewire.common.chat.chat_template import ChatTemplateError, render
+from pagewire.common.chat.template_sandbox import MAX_STEPS
 from testing.scheduler_stack import VOCAB_SIZE, make_checkpoint, serve
 
 HELLO = {"role": "user", "content": "hello"}

@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 
 import pagewire
 from pagewire import AsyncClient, Client, Output, SamplingParams, Session, StructuredOutputs, wire
-from pagewire.common.sampling_rules import RANGES
+from pagewire.common.wire.sampling_rules import RANGES
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.sampling_params import INTEGER_FIELDS, STRUCTURES, UNSET
 from testing.serving import scripted_scheduler

@@ -11,8 +11,8 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from pagewire.common.limits import raise_descriptor_limit
-from pagewire.common.transport import listening
+from pagewire.common.process.limits import raise_descriptor_limit
+from pagewire.common.wire.transport import listening
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc

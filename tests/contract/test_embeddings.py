@@ -12,7 +12,7 @@ from smg_grpc_proto import vllm_engine_pb2
 from tokenizers import Tokenizer
 
 from pagewire import AsyncClient, Cancelled, Client, InvalidRequest
-from pagewire.common.messages import Pooling
+from pagewire.common.wire.messages import Pooling
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.core.simulated_worker import reference_embedding

@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from pagewire.common.messages import RowStatus
+from pagewire.common.wire.messages import RowStatus
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from testing.scheduler_stack import VOCAB_SIZE, details, expected_tokens, request, serve, status_of
 from testing.seeds import seeded

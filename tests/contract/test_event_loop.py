@@ -4,7 +4,7 @@ import asyncio
 import socket
 import time
 
-from pagewire.common.event_loop import MAX_EVENTS, few_events_loop
+from pagewire.common.process.event_loop import MAX_EVENTS, few_events_loop
 
 
 async def _count_while_all_are_ready(num: int) -> tuple[list[int], list[bytes]]:

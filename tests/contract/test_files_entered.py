@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pagewire import AsyncClient, SamplingParams
-from pagewire.common.messages import StepPlan
+from pagewire.common.wire.messages import StepPlan
 from scheduler_service import front_end, server
 from testing import fake_worker
 from testing.scheduler_stack import serve

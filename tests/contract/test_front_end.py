@@ -11,8 +11,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tokenizers import Tokenizer
 
 from pagewire import AsyncClient, SamplingParams, Unavailable
-from pagewire.common.messages import RowStatus
-from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES
+from pagewire.common.wire.messages import RowStatus
+from pagewire.common.wire.transport.message_size import MAX_MESSAGE_BYTES
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc

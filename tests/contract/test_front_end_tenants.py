@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from pagewire.common.process import EXIT_REFUSED
+from pagewire.common.process.child_process import EXIT_REFUSED
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 from scheduler_service import front_end

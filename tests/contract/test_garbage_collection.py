@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.common.transport.otlp import tracer_provider
+from pagewire.common.wire.transport.otlp import tracer_provider
 from pagewire.hosting.supervisor import free_port
 from scheduler_service.metrics import Metrics
 from testing.scheduler_stack import Stack, serve
@@ -65,7 +65,7 @@ def test_survivors_are_hidden_from_the_next_collection() -> None:
     does one where as many are freed as are made, which Python does not count as more."""
     program = """
 import collections, gc
-from pagewire.common import garbage_collection
+from pagewire.common.process import garbage_collection
 garbage_collection.keep_short()
 most = 0
 def count(phase, info):
@@ -88,7 +88,7 @@ assert most < 10_000, most
 def test_a_service_looks_at_nothing_that_was_imported_as_it_starts() -> None:
     program = """
 import gc
-from pagewire.common import garbage_collection
+from pagewire.common.process import garbage_collection
 sizes = []
 def count(phase, info):
     if phase == "start":
@@ -104,7 +104,7 @@ def run_in_service(program: str) -> None:
     """In a process of its own, with calls as a library leaves them: cycles, the last of which are in use."""
     calls = """
 import collections, gc
-from pagewire.common import garbage_collection
+from pagewire.common.process import garbage_collection
 
 class Call:
     num_alive = 0

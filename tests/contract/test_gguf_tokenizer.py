@@ -16,7 +16,7 @@ import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers.tokenization_utils_base import generate_merges
 
-from pagewire.common.chat_template import render
+from pagewire.common.chat.chat_template import render
 from pagewire.common.gguf import GgufError, GgufFile, tokenizer_json
 from scheduler_service.doors.vllm.tokenizer_archive import read_tokenizer_archive
 from scheduler_service.serving.checkpoint.model_info import ModelInfo, read_model_info

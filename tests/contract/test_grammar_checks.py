@@ -12,7 +12,7 @@ import pytest
 
 from pagewire.common.grammars import version
 from pagewire.common.grammars.trial import Trials
-from pagewire.common.messages import GrammarKind, WorkerCapacity
+from pagewire.common.wire.messages import GrammarKind, WorkerCapacity
 from scheduler_service.core.request import Grammar
 from scheduler_service.serving import grammars
 from scheduler_service.serving.checkpoint.model_info import read_model_info

@@ -11,7 +11,7 @@ import pytest
 
 import pagewire
 from pagewire import AsyncClient, Client, SamplingParams
-from pagewire.common.transport.http_proxy import http_proxy_of
+from pagewire.common.wire.transport.http_proxy import http_proxy_of
 from scheduler_service import front_end
 from scheduler_service.config import FrontEndConfig
 from testing.scheduler_stack import expected_tokens, serve

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pagewire.cli import command
-from pagewire.common import limits
+from pagewire.common.process import limits
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,11 +12,11 @@ import grpc
 import grpc.aio
 import pytest
 
-from pagewire.common.messages import PROTOCOL_VERSION, WorkerStarting
-from pagewire.common.stopping import cancel
-from pagewire.common.transport.dialling import Dialler
-from pagewire.common.transport.link_secret import LinkSecret
-from pagewire.common.transport.tls import server_files
+from pagewire.common.process.shutdown import cancel
+from pagewire.common.wire.messages import PROTOCOL_VERSION, WorkerStarting
+from pagewire.common.wire.transport.dialling import Dialler
+from pagewire.common.wire.transport.link_secret import LinkSecret
+from pagewire.common.wire.transport.tls import server_files
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
 from scheduler_service.links.worker.worker_link import WorkerLink
 from testing.serving.certificates import Authority

@@ -18,10 +18,10 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pagewire.common.transport import health
-from pagewire.common.transport.addresses import join
-from pagewire.common.transport.listening import check_port, create_server, give_way, listen, refusal
-from pagewire.common.transport.tls import TlsFiles
+from pagewire.common.wire.transport import health
+from pagewire.common.wire.transport.addresses import join
+from pagewire.common.wire.transport.listening import check_port, create_server, give_way, listen, refusal
+from pagewire.common.wire.transport.tls import TlsFiles
 from pagewire.hosting.supervisor import free_port
 from testing.serving.certificates import Authority
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.common.transport.queued_writer import QueuedWriter
+from pagewire.common.process.queued_writer import QueuedWriter
 from pagewire.errors import CommandError, StartError, Unavailable
 from pagewire.hosting import local_server
 from pagewire.hosting.local_server import LocalServer

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from pagewire.common.memory_size import describe_memory
+from pagewire.common.process.memory_size import describe_memory
 from testing.sources import PACKAGES, ROOT, sources
 
 

@@ -9,8 +9,8 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 import pagewire
-from pagewire.common.transport.listening import create_server
-from pagewire.common.transport.message_size import MARGIN_BYTES, MAX_MESSAGE_BYTES, too_large
+from pagewire.common.wire.transport.listening import create_server
+from pagewire.common.wire.transport.message_size import MARGIN_BYTES, MAX_MESSAGE_BYTES, too_large
 from testing.scheduler_stack import expected_tokens, request, serve
 from testing.serving.failures import code_at_end
 from tests.contract.shared_stream import SharedStream

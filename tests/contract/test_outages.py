@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.common.messages import WorkerCapacity
+from pagewire.common.wire.messages import WorkerCapacity
 from pagewire.hosting.supervisor import free_port
 from scheduler_service import front_end, server
 from scheduler_service.config import FrontEndConfig

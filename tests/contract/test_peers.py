@@ -11,8 +11,8 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pagewire.common.transport.tls import Credentials, server_files
-from pagewire.common.watched_files import WatchedFiles
+from pagewire.common.process.watched_files import WatchedFiles
+from pagewire.common.wire.transport.tls import Credentials, server_files
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc

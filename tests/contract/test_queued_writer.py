@@ -14,8 +14,8 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from pagewire.common.transport import queued_writer
-from pagewire.common.transport.queued_writer import QueuedWriter, descriptor_writer
+from pagewire.common.process import queued_writer
+from pagewire.common.process.queued_writer import QueuedWriter, descriptor_writer
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc

@@ -8,8 +8,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from pagewire.common.messages import AddedGrammar, GrammarKind, StepPlan
-from pagewire.common.transport.dialling import Dialler
+from pagewire.common.wire.messages import AddedGrammar, GrammarKind, StepPlan
+from pagewire.common.wire.transport.dialling import Dialler
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
 from scheduler_service.config import SchedulerConfig
 from scheduler_service.links.worker.worker_link import FencedError, WorkerLink

@@ -14,8 +14,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from pagewire.common.process import EXIT_REFUSED
-from pagewire.common.transport.tls import server_files
+from pagewire.common.process.child_process import EXIT_REFUSED
+from pagewire.common.wire.transport.tls import server_files
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
@@ -170,8 +170,10 @@ async def test_a_worker_and_a_scheduler_are_renewed_under_streams(
         shares = await asyncio.to_thread(certificates, "share")
     assert days == [("--worker-tls-cert", 1.0), ("--worker-tls-ca", 1.0), ("worker 0 --tls-cert", 1.0)]
     assert dict(shares)["worker 0 --tls-cert"] == 0.1
-    renewals = [line for line in lines_of(caplog, "pagewire.common.watched_files") if line[1].startswith("read --")]
-    assert [level for level, _ in lines_of(caplog, "pagewire.common.watched_files")] == ["INFO"] * 2
+    renewals = [
+        line for line in lines_of(caplog, "pagewire.common.process.watched_files") if line[1].startswith("read --")
+    ]
+    assert [level for level, _ in lines_of(caplog, "pagewire.common.process.watched_files")] == ["INFO"] * 2
     assert {line[1].split(": ")[1].split()[0] for line in renewals} == {"--tls-cert", "--worker-tls-cert"}
     assert len(worker.epochs) == 2
 
@@ -235,7 +237,11 @@ async def test_a_scheduler_and_a_front_end_are_renewed_under_streams(
             async with streams(stub):
                 pass
     # The first scheduler has ended before or after it looked at its files.
-    told = [line for line in lines_of(caplog, "pagewire.common.watched_files") if "--tls-cert is good" not in line[1]]
+    told = [
+        line
+        for line in lines_of(caplog, "pagewire.common.process.watched_files")
+        if "--tls-cert is good" not in line[1]
+    ]
     ((level, line),) = told
     assert level == "INFO"
     flags = ", ".join(f"--scheduler-tls-{name}" for name in ("ca", "cert", "key"))

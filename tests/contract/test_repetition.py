@@ -2,7 +2,7 @@
 
 import itertools
 
-from pagewire.common.repetition import Repetition
+from pagewire.common.process.log_repetition import Repetition
 
 NOW = [0.0]
 

@@ -4,7 +4,7 @@ import random
 from dataclasses import fields
 from typing import get_args
 
-from pagewire.common.messages import WorkerCapacity
+from pagewire.common.wire.messages import WorkerCapacity
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.core.request import BlockHolder, RequestReport, SchedulerStats
 from scheduler_service.doors.scheduler.report import decode_stats, encode_loads, encode_report, encode_worker

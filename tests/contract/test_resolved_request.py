@@ -16,8 +16,8 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from pagewire.common.messages import Pooling, SamplingParams, illegal_values
-from pagewire.common.sampling_rules import ALL_TOKENS, FILTERS_OFF, MAX_GRAMMAR_BYTES
+from pagewire.common.wire.messages import Pooling, SamplingParams, illegal_values
+from pagewire.common.wire.sampling_rules import ALL_TOKENS, FILTERS_OFF, MAX_GRAMMAR_BYTES
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 from scheduler_service.core.request import Request

@@ -12,7 +12,13 @@ import pytest
 
 import pagewire
 from pagewire import SamplingParams
-from pagewire.common.sampling_rules import LOGPROB_NUMBERS, MAX_ENTRIES, MAX_GRAMMAR_BYTES, MAX_STOP_TEXT_CHARS, RANGES
+from pagewire.common.wire.sampling_rules import (
+    LOGPROB_NUMBERS,
+    MAX_ENTRIES,
+    MAX_GRAMMAR_BYTES,
+    MAX_STOP_TEXT_CHARS,
+    RANGES,
+)
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.sampling_params import INTEGER_FIELDS
 from scheduler_service.doors.scheduler.generate_request import read_request

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from pagewire.common.messages import WorkerCapacity, WorkerStarting
-from pagewire.common.transport.dialling import Dialler
+from pagewire.common.wire.messages import WorkerCapacity, WorkerStarting
+from pagewire.common.wire.transport.dialling import Dialler
 from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.links.worker.worker_link import WorkerLink

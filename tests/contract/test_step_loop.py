@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from pagewire.common.messages import RowOpening, SamplingParams, StepPlan, WorkerCapacity, WorkerStarting
+from pagewire.common.wire.messages import RowOpening, SamplingParams, StepPlan, WorkerCapacity, WorkerStarting
 from scheduler_service.core import explain
 from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.request import EndReason, Request, SequenceEnd, TokenLogprobs

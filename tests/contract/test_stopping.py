@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from pagewire.common import stopping
+from pagewire.common.process import shutdown
 
 
 async def test_every_signal_after_the_first_is_another_one() -> None:
     later: asyncio.Queue[int] = asyncio.Queue()
-    stop = stopping.stop_at_signals(later.put_nowait)
+    stop = shutdown.stop_at_signals(later.put_nowait)
     async with asyncio.timeout(20):
         os.kill(os.getpid(), signal.SIGTERM)
         await stop.wait()
@@ -34,9 +34,9 @@ async def test_only_a_service_that_has_time_promises_some(
         if arguments:
             stop_now.set()
 
-    monkeypatch.setattr(stopping.logger, "info", tell)
+    monkeypatch.setattr(shutdown.logger, "info", tell)
     async with asyncio.timeout(20):
-        await stopping.drain(asyncio.Event().wait(), stop_now, limit)
+        await shutdown.drain(asyncio.Event().wait(), stop_now, limit)
     running = "requests are running: they have {} to end; a second signal ends them at once"
     assert told == ["stopping", *map(running.format, promises)]
 
@@ -44,7 +44,7 @@ async def test_only_a_service_that_has_time_promises_some(
 # The handler ends in the very step of the loop in which that ends, long after its server.
 _LAST_CALL = """
 import asyncio, grpc.aio
-from pagewire.common.stopping import run_out
+from pagewire.common.process.shutdown import run_out
 
 class Handler(grpc.GenericRpcHandler):
     def service(self, details):

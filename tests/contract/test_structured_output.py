@@ -11,8 +11,8 @@ import grpc.aio
 import pytest
 
 from pagewire.common.grammars import version
-from pagewire.common.messages import GrammarKind, RowStatus
-from pagewire.common.sampling_rules import MAX_GRAMMAR_BYTES
+from pagewire.common.wire.messages import GrammarKind, RowStatus
+from pagewire.common.wire.sampling_rules import MAX_GRAMMAR_BYTES
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.serving import grammars
 from testing.fake_worker import FakeWorker

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.common.process import ANNOUNCING_WORD, EXIT_REFUSED
+from pagewire.common.process.child_process import ANNOUNCING_WORD, EXIT_REFUSED
 from pagewire.hosting import supervisor
 from pagewire.hosting.child_output import MAX_LINE_CHARS, ChildOutput
 from pagewire.hosting.supervisor import (

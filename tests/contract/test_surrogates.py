@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from pagewire.common.chat_output import Arguments, CallStart, format_of
+from pagewire.common.chat.chat_output import Arguments, CallStart, format_of
 from pagewire.common.strict_json import from_json
 from pagewire.common.surrogates import HalfEscapes, without_half_escapes, without_halves
 from testing.chat_output.splitting import at_random, merged

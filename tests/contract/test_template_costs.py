@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pagewire.common.chat_template import ChatTemplateError, render, up_to_last
+from pagewire.common.chat.chat_template import ChatTemplateError, render, up_to_last
 from tests.growth import check_costs, check_growth
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pagewire.common.chat_template import ChatTemplateError, render
-from pagewire.common.template_forms import QUESTION, AskedTemplate, as_taken
+from pagewire.common.chat.chat_template import ChatTemplateError, render
+from pagewire.common.chat.template_forms import QUESTION, AskedTemplate, as_taken
 from testing.seeds import seeded
 from tests.growth import check_growth
 

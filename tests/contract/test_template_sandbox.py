@@ -11,7 +11,7 @@ import pytest
 from jinja2.filters import FILTERS
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from pagewire.common.template_sandbox import MAX_STEPS, Overspent, Template, TemplateFailure, _Budget
+from pagewire.common.chat.template_sandbox import MAX_STEPS, Overspent, Template, TemplateFailure, _Budget
 from testing.seeds import seeded
 from tests.thorough import thorough
 
@@ -179,7 +179,7 @@ COSTLY = [
 # Renders a template whose text it is given, in so much time of a processor and so much memory; says what came of it.
 CHILD = """
 import resource, sys
-from pagewire.common.template_sandbox import Template, TemplateFailure, _Budget
+from pagewire.common.chat.template_sandbox import Template, TemplateFailure, _Budget
 resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
 resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
 for template in sys.stdin.read().split(chr(0)):

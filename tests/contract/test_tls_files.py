@@ -20,8 +20,8 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from pagewire.client import Client
-from pagewire.common.transport.tls import Life, TlsFiles, link_files, server_files
-from pagewire.common.watched_files import NamedFile
+from pagewire.common.process.watched_files import NamedFile
+from pagewire.common.wire.transport.tls import Life, TlsFiles, link_files, server_files
 from testing.seeds import seeded
 from testing.serving.certificates import DAY, Authority, Certificate
 
@@ -279,8 +279,8 @@ def test_an_end_is_told_in_time_once_a_day_and_once_when_it_has_come(
 
 HUNG = """
 import asyncio, os, sys
-from pagewire.common.transport.dialling import Dialler
-from pagewire.common.transport.tls import link_files
+from pagewire.common.wire.transport.dialling import Dialler
+from pagewire.common.wire.transport.tls import link_files
 
 
 async def main():

@@ -14,7 +14,7 @@ import transformers
 from tokenizers import Tokenizer
 from transformers.models.auto import tokenization_auto
 
-from pagewire.common.chat_template import render
+from pagewire.common.chat.chat_template import render
 from pagewire.common.gguf.tokenizer_files import TokenizerFiles, classes, settings
 from pagewire.network.checkpoint_files import CheckpointError, model_digest
 from scheduler_service.doors.vllm.tokenizer_archive import read_tokenizer_archive

@@ -15,7 +15,7 @@ import pytest
 from opentelemetry.proto.trace.v1 import trace_pb2
 from opentelemetry.sdk import trace as sdk
 
-from pagewire.common.transport.otlp import tracer_provider
+from pagewire.common.wire.transport.otlp import tracer_provider
 from scheduler_service.config import SchedulerConfig
 from testing.scheduler_stack import make_checkpoint, request, serve
 from testing.serving.failures import failure_of

@@ -10,7 +10,7 @@ import pytest
 from google.protobuf.message import Message
 
 from pagewire import wire
-from pagewire.common.transport.translation import decoder, encoder, enum_names, unknown_field
+from pagewire.common.wire.transport.translation import decoder, encoder, enum_names, unknown_field
 from pagewire.completion import Output, Result
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2

@@ -18,7 +18,7 @@ from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
 from pagewire import AsyncClient
-from pagewire.common.messages import WorkerCapacity
+from pagewire.common.wire.messages import WorkerCapacity
 from pagewire.hosting.supervisor import free_port
 from scheduler_service import doors, server
 from scheduler_service.config import SchedulerConfig

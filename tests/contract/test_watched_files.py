@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from pagewire.common.watched_files import NamedFile, WatchedFiles
+from pagewire.common.process.watched_files import NamedFile, WatchedFiles
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from testing.scheduler_stack import Result, Stack, expected_tokens, request, serve
 from testing.serving.front_end import FrontEnd, serve_front_end

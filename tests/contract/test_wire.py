@@ -7,8 +7,8 @@ from typing import Any, get_args
 
 import pytest
 
-from pagewire.common.messages import PHASES, StepPlan, StepResult, WorkerCapacity, WorkerProtocolError
-from pagewire.common.worker_wire import (
+from pagewire.common.wire.messages import PHASES, StepPlan, StepResult, WorkerCapacity, WorkerProtocolError
+from pagewire.common.wire.worker_wire import (
     FromScheduler,
     Response,
     decode_request,

@@ -12,8 +12,15 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pagewire.common.messages import PROTOCOL_VERSION, AddedGrammar, GrammarKind, StepPlan, StepResult, WorkerCapacity
-from pagewire.common.transport.dialling import Dialler
+from pagewire.common.wire.messages import (
+    PROTOCOL_VERSION,
+    AddedGrammar,
+    GrammarKind,
+    StepPlan,
+    StepResult,
+    WorkerCapacity,
+)
+from pagewire.common.wire.transport.dialling import Dialler
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
 from scheduler_service import server

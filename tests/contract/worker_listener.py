@@ -2,7 +2,7 @@
 
 import asyncio
 
-from pagewire.common.messages import RowOpening, SamplingParams, StepResult, WorkerCapacity, WorkerStarting
+from pagewire.common.wire.messages import RowOpening, SamplingParams, StepResult, WorkerCapacity, WorkerStarting
 from scheduler_service.links.worker.worker_session import Session
 
 

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 
-from pagewire.common.messages import GrammarKind, RowStatus, SamplingParams, StepPlan, StepResult, WorkerCapacity
+from pagewire.common.wire.messages import GrammarKind, RowStatus, SamplingParams, StepPlan, StepResult, WorkerCapacity
 from scheduler_service.core import explain
 from scheduler_service.core.request import (
     AdmissionError,

@@ -4,7 +4,7 @@ import random
 from collections import deque
 from dataclasses import replace
 
-from pagewire.common.messages import SamplingParams, StepResult, WorkerCapacity
+from pagewire.common.wire.messages import SamplingParams, StepResult, WorkerCapacity
 from scheduler_service.core import explain
 from scheduler_service.core.beam import BeamSearch, BeamState, FinishedHypothesis
 from scheduler_service.core.options import SchedulerOptions

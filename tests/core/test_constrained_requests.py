@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from pagewire.common.messages import (
+from pagewire.common.wire.messages import (
     GrammarKind,
     Logprobs,
     RowStatus,

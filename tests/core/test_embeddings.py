@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pagewire.common.messages import Pooling, WorkerProtocolError
+from pagewire.common.wire.messages import Pooling, WorkerProtocolError
 from scheduler_service.core import explain
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.request import AdmissionError, EndReason

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.common.messages import SamplingParams
+from pagewire.common.wire.messages import SamplingParams
 from scheduler_service.core.cache import Holding
 from scheduler_service.core.lifecycle import Lifecycle
 from scheduler_service.core.policy import create_policy

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pagewire.common.messages import SamplingParams
+from pagewire.common.wire.messages import SamplingParams
 from scheduler_service.core.policy import POLICIES, FairPolicy, Standing, create_policy
 from scheduler_service.core.request import Request
 from testing.seeds import seeded

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pagewire.cli.replay import main
-from pagewire.common.messages import Logprobs, PromptLogprobs, SamplingParams, StepResult
+from pagewire.common.wire.messages import Logprobs, PromptLogprobs, SamplingParams, StepResult
 from pagewire.options import options_of
 from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.request import Request

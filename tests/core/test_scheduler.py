@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pagewire.common.messages import Pooling, RowStatus, SamplingParams, StepResult, WorkerProtocolError
+from pagewire.common.wire.messages import Pooling, RowStatus, SamplingParams, StepResult, WorkerProtocolError
 from scheduler_service.core import explain
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.request import (

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pagewire.common.messages import SamplingParams
+from pagewire.common.wire.messages import SamplingParams
 from scheduler_service.core.policy import POLICIES, Policy, Standing, create_policy
 from scheduler_service.core.request import BeamParams, Request
 from scheduler_service.core.sequence import SequenceGroup

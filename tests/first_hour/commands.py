@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pagewire.common.limits import LEAST_ADDRESS_SPACE
+from pagewire.common.process.limits import LEAST_ADDRESS_SPACE
 from testing.services import Service
 from tests.first_hour.newcomer import Newcomer, Outcome
 from tests.first_hour.state import command_state, state

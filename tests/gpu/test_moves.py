@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from pagewire.common.messages import StepPlan
+from pagewire.common.wire.messages import StepPlan
 from testing.worker.host_blocks import host_block
 from worker_service.cache.cache_engine import CacheEngine, CacheShape
 from worker_service.device.cuda import CudaDevice

@@ -3,8 +3,8 @@
 import re
 from dataclasses import MISSING, fields
 
-from pagewire.common.messages import WorkerCapacity
-from pagewire.common.transport.tls import Life
+from pagewire.common.wire.messages import WorkerCapacity
+from pagewire.common.wire.transport.tls import Life
 from scheduler_service.core.request import SchedulerStats
 from scheduler_service.metrics import FrontEndCollector, FrontEndStats, Metrics, MetricsCollector, ServiceStats
 

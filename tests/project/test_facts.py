@@ -9,15 +9,17 @@ from pathlib import Path
 import pytest
 
 from pagewire import installation, options
-from pagewire.common import strict_json, template_sandbox
+from pagewire.common import strict_json
+from pagewire.common.chat import template_sandbox
+from pagewire.common.chat.schema_budget import MAX_CHARS, MAX_VALUES
 from pagewire.common.gguf import ARCHITECTURES, SERVED_TYPES, model_file
 from pagewire.common.gguf.tokenizer_files import classes
 from pagewire.common.grammars import trial
-from pagewire.common.messages import PROTOCOL_VERSION
-from pagewire.common.process import EXIT_REFUSED
-from pagewire.common.sampling_rules import MAX_GRAMMAR_BYTES
-from pagewire.common.schema_budget import MAX_CHARS, MAX_VALUES
-from pagewire.common.transport import addresses, health, link_secret, listening, queued_writer
+from pagewire.common.process import queued_writer
+from pagewire.common.process.child_process import EXIT_REFUSED
+from pagewire.common.wire.messages import PROTOCOL_VERSION
+from pagewire.common.wire.sampling_rules import MAX_GRAMMAR_BYTES
+from pagewire.common.wire.transport import addresses, health, link_secret, listening
 from pagewire.hosting import logs
 from pagewire.hosting.logs import LogConfig
 from pagewire.kernels.cpu import VARIANTS

@@ -17,7 +17,7 @@ import pytest
 
 from deploy.platform_wheel import PLACE, platform_wheel, variants_of
 from pagewire import LLM, installation
-from pagewire.common.process import EXIT_REFUSED
+from pagewire.common.process.child_process import EXIT_REFUSED
 from testing.kernels.compiler import skip_without_compiler
 from testing.sources import imports, parse, sources
 from tests.environments import files_of_the_build, forgetting, hide, project, requirements_of

@@ -218,7 +218,7 @@ def test_the_scheduler_names_no_family() -> None:
 
 def test_core_needs_one_package() -> None:
     """Of the floor it needs the messages and what an option is, which need nothing."""
-    floor = ("pagewire.common.messages", "pagewire.common.option_limits")
+    floor = ("pagewire.common.wire.messages", "pagewire.common.option_limits")
 
     def outside(path: Path) -> set[str]:
         others = [name for name in imports(parse(path)) if not any(is_under(name, part) for part in floor)]
@@ -240,7 +240,7 @@ def test_every_port_is_bounded() -> None:
         return [call for call in calls if call in {"grpc.server", "grpc.aio.server"}]
 
     [found] = offenders(PACKAGES, made)
-    assert found.endswith("common/transport/listening.py: grpc.aio.server")
+    assert found.endswith("pagewire/common/wire/transport/listening.py: grpc.aio.server")
 
 
 def test_every_channel_is_made_in_one_place() -> None:
@@ -370,7 +370,7 @@ def test_nothing_runs_what_it_reads() -> None:
 
 
 def test_one_place_makes_the_command_of_a_child() -> None:
-    """It runs no files of the working directory, see `pagewire.common.process.python_command`."""
+    """It runs no files of the working directory, see `pagewire.common.process.child_process.python_command`."""
 
     def commands(path: Path) -> list[str]:
         sequences = [node for node in walk(parse(path)) if isinstance(node, ast.List | ast.Tuple)]
@@ -378,7 +378,7 @@ def test_one_place_makes_the_command_of_a_child() -> None:
         return [text for text in texts if "sys.executable" in text]
 
     (line,) = offenders(PACKAGES, commands)
-    assert "common/process.py" in line
+    assert "pagewire/common/process/child_process.py" in line
 
 
 def loaded_after(code: str) -> set[str]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pagewire.common.transport.tls import DAYS_LEFT, SHARE_LEFT
+from pagewire.common.wire.transport.tls import DAYS_LEFT, SHARE_LEFT
 from tests.project.exported_metrics import NAME, exported
 from tests.project.manifests import DEPLOY, documents
 

@@ -6,7 +6,7 @@ an undisturbed run is, every end with the reason it claims, and nothing may come
 
 from collections.abc import Callable, Sequence
 
-from pagewire.common.messages import Pooling, RowStatus
+from pagewire.common.wire.messages import Pooling, RowStatus
 from scheduler_service.core.request import EndReason, OutputMode, SequenceEnd, TokenLogprobs
 from scheduler_service.serving.active_request import ActiveRequest, RequestEngine
 from scheduler_service.serving.output import Delta, OutputReader, ReadyList, SampleRecord

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 _PACKAGES = ("scheduler_service/core", "tests/sim")
 _MODULES = (
     "pagewire/common/__init__.py",
-    "pagewire/common/messages.py",
+    "pagewire/common/wire/messages.py",
     "pagewire/common/option_limits.py",
     "scheduler_service/__init__.py",
     "scheduler_service/serving/__init__.py",

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from pagewire.common.messages import StepPlan
+from pagewire.common.wire.messages import StepPlan
 
 NEVER = float("inf")
 

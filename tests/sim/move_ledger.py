@@ -3,7 +3,7 @@
 It knows less than the worker: a move counts as under way until the scheduler has heard that it is done.
 """
 
-from pagewire.common.messages import RowOpening, StepPlan
+from pagewire.common.wire.messages import RowOpening, StepPlan
 
 
 def first_needed_block(opening: RowOpening, block_size: int, window: int) -> int:

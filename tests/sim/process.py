@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pagewire.common.messages import (
+from pagewire.common.wire.messages import (
     PROTOCOL_VERSION,
     Hello,
     Refusal,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagewire.common.messages import Pooling, RowStatus, StepPlan, StepResult
+from pagewire.common.wire.messages import Pooling, RowStatus, StepPlan, StepResult
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.request import BlockRemoved, KvEvent, OutputMode, Tier
 from scheduler_service.core.sequence import GroupState, Sequence, SequenceGroup

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pagewire.common.messages import StepPlan
+from pagewire.common.wire.messages import StepPlan
 from tests.sim.client import Client
 from tests.sim.move_ledger import first_needed_block
 

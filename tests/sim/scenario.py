@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from random import Random
 
-from pagewire.common.messages import GrammarKind, Pooling, SamplingParams, WorkerCapacity
+from pagewire.common.wire.messages import GrammarKind, Pooling, SamplingParams, WorkerCapacity
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.policy import POLICIES

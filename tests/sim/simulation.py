@@ -13,7 +13,7 @@ from dataclasses import fields, is_dataclass, replace
 from random import Random
 from typing import Any
 
-from pagewire.common.messages import RowStatus, StepPlan, StepResult, WorkerProtocolError
+from pagewire.common.wire.messages import RowStatus, StepPlan, StepResult, WorkerProtocolError
 from scheduler_service.core import explain
 from scheduler_service.core.plans import Dispatch
 from scheduler_service.core.request import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagewire.common.messages import StepPlan
+from pagewire.common.wire.messages import StepPlan
 from scheduler_service.core.request import Request, SequenceEnd
 from scheduler_service.serving.observer import Observer
 from tests.sim.connection import Connection

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagewire.common.messages import StepPlan, StepResult, WorkerCapacity
+from pagewire.common.wire.messages import StepPlan, StepResult, WorkerCapacity
 from scheduler_service.core.request import EndReason, Request, TokenOutputs
 from scheduler_service.core.scheduler import Scheduler
 from tests.sim.client import Client

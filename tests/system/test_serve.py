@@ -20,7 +20,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagewire import Client, SamplingParams
-from pagewire.common.messages import PROTOCOL_VERSION
+from pagewire.common.wire.messages import PROTOCOL_VERSION
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
 from testing.checkpoints.families import make_checkpoint
 from testing.services import Service

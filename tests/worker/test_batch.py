@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagewire.common.messages import RowOpening, SamplingParams, StepPlan
+from pagewire.common.wire.messages import RowOpening, SamplingParams, StepPlan
 from pagewire.kernels.cpu import FlatRows
 from worker_service.host.computation import BatchBuilder
 from worker_service.rows.table import SequenceTable, TableLimits, WorkingRows

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagewire.common.messages import StepPlan, WorkerProtocolError
+from pagewire.common.wire.messages import StepPlan, WorkerProtocolError
 from pagewire.kernels.cache_rows import read_rows, write_rows
 from testing.worker.host_blocks import host_block
 from worker_service.cache.cache_engine import CacheEngine, CacheShape

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagewire.common.memory_size import parse_memory
+from pagewire.common.process.memory_size import parse_memory
 from worker_service.config import WorkerConfig
 from worker_service.startup.cpu_kernels import load_cpu_kernels
 from worker_service.startup.loader import choose_dtype

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from pagewire.common.grammars import GrammarCompiler
-from pagewire.common.messages import (
+from pagewire.common.wire.messages import (
     AddedGrammar,
     GrammarKind,
     GrammarReport,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagewire.common.messages import RowOpening, SamplingParams
+from pagewire.common.wire.messages import RowOpening, SamplingParams
 from pagewire.kernels.cpu import CpuKernels
 from pagewire.kernels.cpu.library import VARIANTS
 from pagewire.kernels.cpu.sampler import CpuSampler, TokenHistory, TorchSampler, choose

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pagewire.common.grammars import GrammarCompiler
 from pagewire.common.grammars.matcher import MaskPace
-from pagewire.common.messages import (
+from pagewire.common.wire.messages import (
     Candidates,
     GrammarKind,
     GrammarReport,
@@ -37,7 +37,7 @@ from pagewire.common.messages import (
     WorkerCapacity,
     WorkerProtocolError,
 )
-from pagewire.common.worker_wire import decode_request, encode_request
+from pagewire.common.wire.worker_wire import decode_request, encode_request
 from pagewire.network.source import load_config
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.options import SchedulerOptions

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from pagewire.common.messages import GrammarReport, StepPlan, StepResult, WorkerCapacity, WorkerProtocolError
+from pagewire.common.wire.messages import GrammarReport, StepPlan, StepResult, WorkerCapacity, WorkerProtocolError
 from worker_service.engine import Engine, EngineSession, LoadedWorker, Outcome
 from worker_service.engine import engine as engine_module
 

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from pagewire.common.grammars import GrammarCompiler, Matcher, version
-from pagewire.common.messages import AddedGrammar, GrammarKind, GrammarReport, StepPlan, WorkerProtocolError
+from pagewire.common.wire.messages import AddedGrammar, GrammarKind, GrammarReport, StepPlan, WorkerProtocolError
 from testing.checkpoints.gguf_files import write_gguf
 from worker_service import grammars
 from worker_service.grammars import CompileThread, EpochGrammars

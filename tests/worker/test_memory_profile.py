@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from pagewire.common.messages import StepPlan, StepResult
+from pagewire.common.wire.messages import StepPlan, StepResult
 from worker_service.startup.device_memory import DeviceMemory, StepSize
 from worker_service.startup.memory_profile import measure_memory
 

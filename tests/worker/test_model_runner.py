@@ -11,8 +11,9 @@ import pytest
 import torch
 import transformers
 
-from pagewire.common.memory_size import describe_memory
-from pagewire.common.messages import (
+from pagewire.common.process.child_process import EXIT_WITH_PARENT, MEMORY_PREFIX
+from pagewire.common.process.memory_size import describe_memory
+from pagewire.common.wire.messages import (
     Candidates,
     Logprobs,
     PromptLogprobs,
@@ -24,7 +25,6 @@ from pagewire.common.messages import (
     StepResult,
     WorkerProtocolError,
 )
-from pagewire.common.process import EXIT_WITH_PARENT, MEMORY_PREFIX
 from testing.checkpoints.families import FAMILIES, make_checkpoint
 from testing.kernels.compiler import skip_without_compiler
 from testing.plans import Row, num_blocks_needed, plan_steps

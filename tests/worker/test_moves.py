@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagewire.common.messages import StepPlan
+from pagewire.common.wire.messages import StepPlan
 from testing.worker.host_blocks import host_block
 from tests.worker.fake_device import FakeDevice, Guard
 from worker_service.cache.cache_engine import CacheEngine, CacheShape

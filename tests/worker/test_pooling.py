@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from pagewire.common.gguf import GgufFile
-from pagewire.common.messages import Pooling, RowOpening, RowStatus, SamplingParams, StepPlan, WorkerProtocolError
+from pagewire.common.wire.messages import Pooling, RowOpening, RowStatus, SamplingParams, StepPlan, WorkerProtocolError
 from pagewire.network.checkpoint_files import CheckpointError
 from scheduler_service.serving.checkpoint.pooling_config import read_gguf_pooling
 from testing.checkpoints.families import make_checkpoint

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagewire.common.messages import Pooling, RowOpening, SamplingParams
+from pagewire.common.wire.messages import Pooling, RowOpening, SamplingParams
 from pagewire.kernels.sampling import FLOATS, INTEGERS
 from worker_service.rows.sampling import SamplingTable
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagewire.common.messages import Candidates, Logprobs, SamplingParams
+from pagewire.common.wire.messages import Candidates, Logprobs, SamplingParams
 from pagewire.kernels.cpu import NATIVE
 from pagewire.kernels.cpu.sampler import CpuSampler, TorchSampler
 from pagewire.kernels.sampling import _in_order, _lowest_of_equals, logprob_columns, most_likely

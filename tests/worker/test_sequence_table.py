@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagewire.common.messages import RowOpening, SamplingParams, StepPlan, WorkerProtocolError
+from pagewire.common.wire.messages import RowOpening, SamplingParams, StepPlan, WorkerProtocolError
 from testing.plans import Row, plan_steps
 from worker_service.rows.table import SequenceTable, TableLimits, WorkingRows
 

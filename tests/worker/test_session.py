@@ -1,6 +1,6 @@
 import pytest
 
-from pagewire.common.messages import PROTOCOL_VERSION, Hello, Refusal, RefusalReason, WorkerProtocolError
+from pagewire.common.wire.messages import PROTOCOL_VERSION, Hello, Refusal, RefusalReason, WorkerProtocolError
 from worker_service.rpc.session import Session, SessionRegister
 
 NOW = 1.8e9  # seconds of Unix time

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagewire.common.messages import Pooling, RowOpening, RowStatus, SamplingParams, StepPlan, StepResult
+from pagewire.common.wire.messages import Pooling, RowOpening, RowStatus, SamplingParams, StepPlan, StepResult
 from pagewire.network.source import load_config
 from testing.checkpoints.families import make_checkpoint
 from testing.models import load_model

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pagewire.common.messages import StepPlan
+from pagewire.common.wire.messages import StepPlan
 from testing.plans import Row, plan_steps
 from testing.trace_collector import attributes, collecting
 from worker_service.config import WorkerConfig

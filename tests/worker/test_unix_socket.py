@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from pagewire.common.transport.listening import listen_on_socket
+from pagewire.common.wire.transport.listening import listen_on_socket
 
 
 @pytest.fixture

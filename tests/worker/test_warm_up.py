@@ -11,7 +11,7 @@ from testing.kernels.device import choose_device
 DEVICE = choose_device()
 
 from pagewire.common.grammars import GrammarCompiler  # noqa: E402
-from pagewire.common.messages import SamplingParams  # noqa: E402
+from pagewire.common.wire.messages import SamplingParams  # noqa: E402
 from testing.plans import Row, plan_steps  # noqa: E402
 from tests.worker.fake_device import FakeDevice  # noqa: E402
 from tests.worker.float32_products import float32_products  # noqa: E402

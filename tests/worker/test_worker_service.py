@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from pagewire.common.grammars import version
-from pagewire.common.messages import (
+from pagewire.common.wire.messages import (
     PROTOCOL_VERSION,
     AddedGrammar,
     GrammarKind,
@@ -29,9 +29,9 @@ from pagewire.common.messages import (
     StepResult,
     WorkerCapacity,
 )
-from pagewire.common.transport.link_secret import LinkSecret
-from pagewire.common.transport.listening import create_server
-from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES
+from pagewire.common.wire.transport.link_secret import LinkSecret
+from pagewire.common.wire.transport.listening import create_server
+from pagewire.common.wire.transport.message_size import MAX_MESSAGE_BYTES
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2 as pb
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
 from scheduler_service.config import SchedulerConfig

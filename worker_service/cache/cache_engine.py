@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from pagewire.common.messages import StepPlan, WorkerProtocolError
+from pagewire.common.wire.messages import StepPlan, WorkerProtocolError
 from pagewire.kernels.cache_rows import row_size
 from worker_service.attention import LayerCache
 from worker_service.cache.host_moves import HostMoves

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from pagewire.common.messages import StepPlan
+from pagewire.common.wire.messages import StepPlan
 
 
 class HostMoves:

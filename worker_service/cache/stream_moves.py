@@ -25,7 +25,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pagewire.common.messages import StepPlan
+from pagewire.common.wire.messages import StepPlan
 from worker_service.streams import Device, Stream
 
 _MAX_STAGING_BYTES = 32 << 20

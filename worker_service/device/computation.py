@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagewire.common.messages import StepParts, StepResult
+from pagewire.common.wire.messages import StepParts, StepResult
 from worker_service.attention import AttentionBackend, LayerCache
 from worker_service.device.graphs import DecodeBuffers, DecodeGraphs, graph_sizes
 from worker_service.device.inputs import OrderedRows, StepInputs

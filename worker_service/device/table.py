@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagewire.common.messages import RowOpening, StepPlan
+from pagewire.common.wire.messages import RowOpening, StepPlan
 from pagewire.kernels.gathering import GatheredTokens, RowTables
 from pagewire.kernels.sampling import FLOATS, INTEGERS, SampledTokens, SamplingColumns, TokenTarget
 from worker_service.device.kernels import Sampler

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from queue import Empty, Queue, SimpleQueue
 from typing import NoReturn, Protocol
 
-from pagewire.common.messages import GrammarReport, StepPlan, StepResult, WorkerCapacity, WorkerProtocolError
+from pagewire.common.wire.messages import GrammarReport, StepPlan, StepResult, WorkerCapacity, WorkerProtocolError
 from worker_service.step import LaunchedStep
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from opentelemetry import context, trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from pagewire.common.messages import RowOpening, StepPlan
-from pagewire.common.transport.otlp import tracer_provider
+from pagewire.common.wire.messages import RowOpening, StepPlan
+from pagewire.common.wire.transport.otlp import tracer_provider
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagewire.common.messages import PromptLogprobs, RowStatus
+from pagewire.common.wire.messages import PromptLogprobs, RowStatus
 from pagewire.kernels.cpu import CpuKernels, FlatRows, PagedRows, TableFlattener
 from pagewire.kernels.cpu.sampler import CpuSampler, TableSampler, TokenHistory, TorchSampler, highest_logits
 from worker_service.attention import AttentionBackend, AttentionBatch, CpuAttention, LayerCache

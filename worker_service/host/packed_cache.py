@@ -22,7 +22,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from pagewire.common.memory_size import describe_memory
+from pagewire.common.process.memory_size import describe_memory
 from pagewire.kernels.cpu import CpuKernels, PackedLinear, PanelFormat
 from worker_service.host.operations import CpuExpertProduct, CpuProduct, floats
 from worker_service.models.linear import ExpertLinear, KeptProduct, Linear

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagewire.common.grammars import GrammarDeadEndError, GrammarLimitError, MaskJob, MaskQueue, Matcher
-from pagewire.common.messages import RowStatus, WorkerProtocolError
+from pagewire.common.wire.messages import RowStatus, WorkerProtocolError
 
 IntArray = NDArray[np.int64]
 

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagewire.common.messages import Pooling, RowStatus
+from pagewire.common.wire.messages import Pooling, RowStatus
 from worker_service.rows.reading import ValueReader
 from worker_service.rows.sampling import Samples
 from worker_service.rows.table import SequenceTable, WorkingRows

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagewire.common.messages import Logprobs, PromptLogprobs
+from pagewire.common.wire.messages import Logprobs, PromptLogprobs
 from pagewire.kernels.sampling import logprob_columns
 from worker_service.rows.reading import ValueReader
 from worker_service.rows.table import SequenceTable, WorkingRows

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Any
 
-from pagewire.common.messages import (
+from pagewire.common.wire.messages import (
     Candidates,
     Logprobs,
     Pooling,

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagewire.common.messages import Candidates, Logprobs, Pooling, RowOpening, RowStatus, SamplingParams
+from pagewire.common.wire.messages import Candidates, Logprobs, Pooling, RowOpening, RowStatus, SamplingParams
 from pagewire.kernels.sampling import FLOATS, INTEGERS, SampledTokens, SamplingColumns, logprob_columns
 from worker_service.rows.masks import IntArray, StepMasks
 from worker_service.rows.reading import ValueReader

@@ -15,7 +15,7 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pagewire.common.messages import (
+from pagewire.common.wire.messages import (
     PHASES,
     Pooling,
     RowOpening,

@@ -11,7 +11,9 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
-from pagewire.common.messages import (
+from pagewire.common.process.log_repetition import Repetition
+from pagewire.common.process.shutdown import cancel
+from pagewire.common.wire.messages import (
     CertificateLife,
     GrammarReport,
     Heartbeat,
@@ -22,10 +24,8 @@ from pagewire.common.messages import (
     WorkerProtocolError,
     WorkerStarting,
 )
-from pagewire.common.repetition import Repetition
-from pagewire.common.stopping import cancel
-from pagewire.common.transport.link_secret import LinkSecret, shows_one
-from pagewire.common.worker_wire import Response, decode_request, encode_response
+from pagewire.common.wire.transport.link_secret import LinkSecret, shows_one
+from pagewire.common.wire.worker_wire import Response, decode_request, encode_response
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2 as pb
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
 from worker_service.engine import Engine, EngineSession, Outcome, exit_process

@@ -7,7 +7,7 @@ scheduler needs one of the future, and a worker that takes none cannot be told t
 
 from dataclasses import dataclass
 
-from pagewire.common.messages import PROTOCOL_VERSION, Hello, Refusal, RefusalReason, WorkerProtocolError
+from pagewire.common.wire.messages import PROTOCOL_VERSION, Hello, Refusal, RefusalReason, WorkerProtocolError
 
 _EPOCH_SHIFT = 20
 _MAX_LEAD_S = 24 * 3600.0  # that a scheduler's clock may have

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pagewire.common.messages import GrammarReport, StepPlan, StepResult, WorkerProtocolError
+from pagewire.common.wire.messages import GrammarReport, StepPlan, StepResult, WorkerProtocolError
 from worker_service.cache import CacheEngine
 from worker_service.device import is_fatal, is_out_of_memory
 from worker_service.grammars import EpochGrammars

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from pagewire.common.messages import StepPlan
+from pagewire.common.wire.messages import StepPlan
 
 logger = logging.getLogger(__name__)
 

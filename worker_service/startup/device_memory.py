@@ -11,7 +11,7 @@ meet when an epoch begins, and each may be started again alone.
 
 from dataclasses import dataclass
 
-from pagewire.common.memory_size import describe_memory
+from pagewire.common.process.memory_size import describe_memory
 
 GIB = 1 << 30
 _DRIVER_BYTES_PER_GRAPH = 4 << 20  # an allowance

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from pagewire.common.memory_size import describe_memory
-from pagewire.common.messages import WorkerCapacity
-from pagewire.common.process import announce_memory
+from pagewire.common.process.child_process import announce_memory
+from pagewire.common.process.memory_size import describe_memory
+from pagewire.common.wire.messages import WorkerCapacity
 from pagewire.kernels.cpu import CpuKernels
 from pagewire.kernels.quantized import BITS, quantized_format
 from pagewire.network.network import Network

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from pagewire.common.messages import StepPlan
-from pagewire.common.sampling_rules import MAX_ENTRIES, RANGES
+from pagewire.common.wire.messages import StepPlan
+from pagewire.common.wire.sampling_rules import MAX_ENTRIES, RANGES
 from worker_service.device import is_out_of_memory
 from worker_service.runner import ModelRunner
 from worker_service.startup.device_memory import DeviceMemory, StepSize, graph_bytes, step_refusal

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pagewire.common.memory_size import describe_memory, parse_memory
+from pagewire.common.process.memory_size import describe_memory, parse_memory
 from worker_service.config import WorkerConfig
 from worker_service.startup.device_memory import GIB, DeviceMemory, StepSize, check_pool, size_pool
 

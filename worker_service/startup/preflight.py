@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pagewire.common.gguf import is_gguf
-from pagewire.common.memory_size import describe_memory
+from pagewire.common.process.memory_size import describe_memory
 from pagewire.network.checkpoint_files import FLOAT_BYTES, CheckpointError, TensorHeader
 from pagewire.network.network import Network
 from pagewire.network.operations import num_elements

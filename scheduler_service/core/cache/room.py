@@ -12,7 +12,7 @@ The positions of a sequence, of which the cache knows no more than its tokens, i
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pagewire.common.messages import WorkerCapacity
+from pagewire.common.wire.messages import WorkerCapacity
 from scheduler_service.core.cache.block_pool import BlockPool
 from scheduler_service.core.cache.prefix_index import Node, Root
 from scheduler_service.core.request import Request

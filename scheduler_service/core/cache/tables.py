@@ -1,6 +1,6 @@
 """Block tables: what holdings get of the tiers' blocks and of the prefix index, for one worker's life."""
 
-from pagewire.common.messages import WorkerCapacity
+from pagewire.common.wire.messages import WorkerCapacity
 from scheduler_service.core.cache.prefix_index import Cursor
 from scheduler_service.core.cache.room import Holding, Match, Room
 from scheduler_service.core.cache.tiers import Move, Tiers

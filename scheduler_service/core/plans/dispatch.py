@@ -11,7 +11,7 @@ from math import inf
 from operator import attrgetter, gt, itemgetter
 from typing import NamedTuple
 
-from pagewire.common.messages import Candidates, Logprobs, Pooling, RowStatus, StepResult, WorkerProtocolError
+from pagewire.common.wire.messages import Candidates, Logprobs, Pooling, RowStatus, StepResult, WorkerProtocolError
 from scheduler_service.core.plans.decode_batch import DecodeColumns
 from scheduler_service.core.request import TokenLogprobs
 from scheduler_service.core.sequence import Row, SequenceGroup

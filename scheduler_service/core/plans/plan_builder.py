@@ -8,7 +8,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-from pagewire.common.messages import PHASES, AddedGrammar, RowOpening, StepPlan, WorkerCapacity
+from pagewire.common.wire.messages import PHASES, AddedGrammar, RowOpening, StepPlan, WorkerCapacity
 from scheduler_service.core.cache import CacheManager, StepCount
 from scheduler_service.core.plans.decode_batch import DecodeBatch
 from scheduler_service.core.plans.dispatch import PlannedRow

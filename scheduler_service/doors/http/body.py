@@ -15,10 +15,10 @@ import msgspec
 from msgspec import Meta, Struct, defstruct, field, structs
 from starlette.types import Receive, Scope
 
+from pagewire.common.chat.template_forms import refused_medium
 from pagewire.common.strict_json import MAX_VALUES, count_values
 from pagewire.common.surrogates import without_halves
-from pagewire.common.template_forms import refused_medium
-from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES
+from pagewire.common.wire.transport.message_size import MAX_MESSAGE_BYTES
 from scheduler_service.doors.http.refusals import HttpRefusal
 from scheduler_service.doors.http.requests import INERT
 from scheduler_service.serving.refusal import RefusedError, invalid

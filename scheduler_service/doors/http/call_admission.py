@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 
 from starlette.types import Message, Receive, Scope
 
-from pagewire.common.transport.host_names import HostNames
+from pagewire.common.wire.transport.host_names import HostNames
 from scheduler_service.doors.http.body import MAX_BODY_BYTES, read_body
 from scheduler_service.doors.http.refusals import HttpRefusal
 from scheduler_service.serving.intake import Intake

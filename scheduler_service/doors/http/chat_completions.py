@@ -6,8 +6,8 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType, structs
 
-from pagewire.common.chat_output.parameters import Parameters
-from pagewire.common.chat_template import text_of
+from pagewire.common.chat.chat_output.parameters import Parameters
+from pagewire.common.chat.chat_template import text_of
 from scheduler_service.doors.http.answering import (
     PromptProgress,
     answer_call,

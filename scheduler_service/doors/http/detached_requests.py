@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import UNSET, Raw
 
-from pagewire.common.transport.translation import enum_names
+from pagewire.common.wire.transport.translation import enum_names
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import OutputMode
 from scheduler_service.doors.http.answering import counts

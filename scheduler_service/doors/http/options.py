@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import UNSET, Raw
 
-from pagewire.common.sampling_rules import Options
+from pagewire.common.wire.sampling_rules import Options
 from scheduler_service.doors.http.requests import (
     READINGS,
     GenerationRequest,

@@ -2,7 +2,7 @@
 
 from typing import Any, cast
 
-from pagewire.common.chat_template import GOES_TWO_WAYS, ChatTemplateError, render, up_to_last
+from pagewire.common.chat.chat_template import GOES_TWO_WAYS, ChatTemplateError, render, up_to_last
 from pagewire.common.grammars.json_schema import without_unset
 from scheduler_service.doors.http.requests import (
     MAX_INPUTS,

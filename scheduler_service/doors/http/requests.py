@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from pagewire.common.sampling_rules import LOGIT_BIAS, MAX_ENTRIES, MAX_SAMPLES, RANGES, UINT32, Range
+from pagewire.common.wire.sampling_rules import LOGIT_BIAS, MAX_ENTRIES, MAX_SAMPLES, RANGES, UINT32, Range
 
 MAX_PROMPTS = 1024  # of one request
 MAX_INPUTS = 2048  # of one request for embeddings

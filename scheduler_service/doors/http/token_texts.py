@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec import Raw
 
-from pagewire.common.chat_output import OutputParser
+from pagewire.common.chat.chat_output import OutputParser
 from scheduler_service.core.request import TokenLogprobs
 from scheduler_service.doors.http.answers import (
     ChatLogprob,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from msgspec import UNSET
 
-from pagewire.common.chat_output import (
+from pagewire.common.chat.chat_output import (
     Arguments,
     CallStart,
     ChatFormat,
@@ -19,11 +19,11 @@ from pagewire.common.chat_output import (
     Parameters,
     Reasoning,
 )
+from pagewire.common.chat.schema_budget import SchemaBudget, SchemaBudgetError
+from pagewire.common.chat.template_forms import NOT_AN_OBJECT
 from pagewire.common.grammars.json_schema import enforceable
 from pagewire.common.grammars.structural_tag import format_in
-from pagewire.common.schema_budget import SchemaBudget, SchemaBudgetError
 from pagewire.common.strict_json import from_json
-from pagewire.common.template_forms import NOT_AN_OBJECT
 from scheduler_service.doors.http.answers import CalledFunction, ToolCall
 from scheduler_service.doors.http.options import FoundGrammar, structured
 from scheduler_service.doors.http.requests import (

@@ -4,7 +4,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from pagewire.common.sampling_rules import ALL_TOKENS, LOGPROB_NUMBERS, UINT32
+from pagewire.common.wire.sampling_rules import ALL_TOKENS, LOGPROB_NUMBERS, UINT32
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import EarlyStopping
 from scheduler_service.serving.checkpoint.model_info import ModelInfo

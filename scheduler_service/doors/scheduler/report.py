@@ -6,7 +6,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from pagewire.common.messages import WorkerCapacity
+from pagewire.common.wire.messages import WorkerCapacity
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.request import RequestReport, SchedulerStats

@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from pagewire.common.chat_output import ChatRules
+from pagewire.common.chat.chat_output import ChatRules
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_service.doors.entrance import Entrance
 from scheduler_service.doors.scheduler.generate_request import read_request, value_or

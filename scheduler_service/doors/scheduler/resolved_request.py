@@ -8,14 +8,14 @@ same.
 from dataclasses import replace
 from typing import Any
 
-from pagewire.common.messages import Pooling, SamplingParams
-from pagewire.common.sampling_rules import (
+from pagewire.common.wire.messages import Pooling, SamplingParams
+from pagewire.common.wire.sampling_rules import (
     ALL_TOKENS,
     MAX_GRAMMAR_BYTES,
     faults_in,
     faults_of_grammar_text,
 )
-from pagewire.common.transport.translation import decoder, encoder, unknown_field
+from pagewire.common.wire.transport.translation import decoder, encoder, unknown_field
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import Request
 from scheduler_service.doors.scheduler.generate_request import read_request

@@ -14,7 +14,7 @@ from itertools import chain
 import grpc
 import grpc.aio
 
-from pagewire.common.sampling_rules import MAX_SAMPLES
+from pagewire.common.wire.sampling_rules import MAX_SAMPLES
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import OutputMode
 from scheduler_service.doors.scheduler.generate_response import encode_delta

@@ -12,9 +12,9 @@ from typing import Any
 
 from smg_grpc_proto import vllm_engine_pb2
 
-from pagewire.common.sampling_rules import RANGES
-from pagewire.common.schema_budget import SchemaBudget
+from pagewire.common.chat.schema_budget import SchemaBudget
 from pagewire.common.strict_json import from_json
+from pagewire.common.wire.sampling_rules import RANGES
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
 from scheduler_service.serving.parsed_request import ParsedRequest, parse_request
 from scheduler_service.serving.refusal import invalid

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from smg_grpc_proto import vllm_engine_pb2
 from smg_grpc_proto.generated import common_pb2
 
-from pagewire.common.sampling_rules import CHECKPOINTS_OPTIONS
+from pagewire.common.wire.sampling_rules import CHECKPOINTS_OPTIONS
 from scheduler_service.core.request import SchedulerStats
 from scheduler_service.serving.activity import share
 from scheduler_service.serving.availability import DescribedWorker

@@ -13,11 +13,11 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from pagewire.common.generate_many import GenerateManyClient, is_broken
-from pagewire.common.sampling_rules import MAX_SAMPLES
-from pagewire.common.transport.dialling import Dialler
-from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES, too_large
-from pagewire.common.transport.wrong_port import RightPort
+from pagewire.common.wire.generate_many import GenerateManyClient, is_broken
+from pagewire.common.wire.sampling_rules import MAX_SAMPLES
+from pagewire.common.wire.transport.dialling import Dialler
+from pagewire.common.wire.transport.message_size import MAX_MESSAGE_BYTES, too_large
+from pagewire.common.wire.transport.wrong_port import RightPort
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_service.core.request import EndReason, OutputMode
 from scheduler_service.doors.scheduler.generate_response import decode_end, decode_logprobs

@@ -12,7 +12,8 @@ from functools import partial
 import grpc
 import grpc.aio
 
-from pagewire.common.messages import (
+from pagewire.common.process.shutdown import cancel
+from pagewire.common.wire.messages import (
     PROTOCOL_VERSION,
     CertificateLife,
     Hello,
@@ -22,12 +23,11 @@ from pagewire.common.messages import (
     WorkerProtocolError,
     WorkerStarting,
 )
-from pagewire.common.stopping import cancel
-from pagewire.common.transport.dialling import Dialler
-from pagewire.common.transport.link_secret import LinkSecret
-from pagewire.common.transport.tls import Life
-from pagewire.common.transport.wrong_port import RightPort
-from pagewire.common.worker_wire import Response, encode_request
+from pagewire.common.wire.transport.dialling import Dialler
+from pagewire.common.wire.transport.link_secret import LinkSecret
+from pagewire.common.wire.transport.tls import Life
+from pagewire.common.wire.transport.wrong_port import RightPort
+from pagewire.common.wire.worker_wire import Response, encode_request
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
 from scheduler_service.links.reconnection import LINK_OPTIONS, Ended, Outage, Outdated, ends
 from scheduler_service.links.worker.worker_session import (

@@ -12,7 +12,8 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
-from pagewire.common.messages import (
+from pagewire.common.process.shutdown import cancel
+from pagewire.common.wire.messages import (
     CertificateLife,
     GrammarReport,
     Heartbeat,
@@ -21,8 +22,7 @@ from pagewire.common.messages import (
     WorkerCapacity,
     WorkerProtocolError,
 )
-from pagewire.common.stopping import cancel
-from pagewire.common.worker_wire import Response, decode_response, encode_request
+from pagewire.common.wire.worker_wire import Response, decode_response, encode_request
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
 from scheduler_service.links.worker.liveness import Liveness
 from scheduler_service.serving.step_loop import PlanExchange

@@ -6,9 +6,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from pagewire.common.chat_template import refusals
+from pagewire.common.chat.chat_template import refusals
+from pagewire.common.chat.template_sandbox import MAX_TEMPLATE_CHARS, Overspent
 from pagewire.common.gguf import read_settings, read_text
-from pagewire.common.template_sandbox import MAX_TEMPLATE_CHARS, Overspent
 
 _DEFAULT, _FOR_TOOLS = "default", "tool_use"  # names that transformers chooses by; it takes others only from callers
 _MAX_NAMED = 64

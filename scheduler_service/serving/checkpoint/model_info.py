@@ -18,7 +18,7 @@ from pagewire.common.gguf import (
     unserved,
 )
 from pagewire.common.gguf.tokenizer_files import TokenizerFiles, directory_digest, settings_of
-from pagewire.common.messages import SamplingParams
+from pagewire.common.wire.messages import SamplingParams
 from pagewire.network.families import text_settings
 from pagewire.network.families.reading import HIDDEN_SIZE, MAX_SIZE
 from scheduler_service.serving.checkpoint.chat_template import ChatTemplate, chat_template_of, read_chat_template

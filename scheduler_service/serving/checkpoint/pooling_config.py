@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pagewire.common.gguf import GgufFile, read_json_value, read_settings
-from pagewire.common.messages import Pooling
+from pagewire.common.wire.messages import Pooling
 
 _MODULES_FILE = "modules.json"
 _MODES = {"pooling_mode_lasttoken": Pooling.LAST, "pooling_mode_mean_tokens": Pooling.MEAN}

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from pagewire.common.gguf import is_whole, shown, token_ids_of, unserved
-from pagewire.common.messages import SamplingParams
-from pagewire.common.sampling_rules import CHECKPOINTS_OPTIONS, RANGES
+from pagewire.common.wire.messages import SamplingParams
+from pagewire.common.wire.sampling_rules import CHECKPOINTS_OPTIONS, RANGES
 
 # Used where generation_config.json sets no value.
 API_DEFAULTS = SamplingParams(temperature=1.0)

@@ -25,8 +25,8 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
+from pagewire.common.process.watched_files import NamedFile, WatchedFiles
 from pagewire.common.strict_yaml import parse_yaml
-from pagewire.common.watched_files import NamedFile, WatchedFiles
 
 # Seconds between two looks at the file. What is in it for less is missed.
 _WATCH_INTERVAL = 0.1

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pagewire.common.sampling_rules import faults_in
+from pagewire.common.wire.sampling_rules import faults_in
 from scheduler_service.core.request import TokenLogprobs
 from scheduler_service.doors.http import answering
 from scheduler_service.serving import parsed_request

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from pagewire.common.grammars import GrammarCompiler, Matcher
-from pagewire.common.messages import GrammarKind
+from pagewire.common.wire.messages import GrammarKind
 from pagewire.wire import TIMEOUT_PASSED
 from scheduler_service.serving.refusal import Reason
 from testing.grammars.spelled import allowed_tokens

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pagewire.common.chat_output import OutputParser
+from pagewire.common.chat.chat_output import OutputParser
 from scheduler_service.doors.http import answering, call_admission, prompts
 from scheduler_service.doors.http.responses import response_teller
 from scheduler_service.doors.http.transport import http_server

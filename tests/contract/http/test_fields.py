@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer, processors
 
-from pagewire.common.messages import GrammarKind
+from pagewire.common.wire.messages import GrammarKind
 from scheduler_service.core.request import Request
 from scheduler_service.doors.http.openapi import FieldRow, field_rows
 from scheduler_service.doors.http.requests import INERT

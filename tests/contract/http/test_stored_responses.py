@@ -13,8 +13,8 @@ import openai
 import pytest
 from openai.types.responses import Response, ResponseItemList
 
-from pagewire.common.messages import RowStatus
-from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES
+from pagewire.common.wire.messages import RowStatus
+from pagewire.common.wire.transport.message_size import MAX_MESSAGE_BYTES
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.doors.http.responses import stored_responses

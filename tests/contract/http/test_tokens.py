@@ -9,7 +9,7 @@ import pytest
 from openai.types import CreateEmbeddingResponse
 from tokenizers import Tokenizer
 
-from pagewire.common.messages import Pooling
+from pagewire.common.wire.messages import Pooling
 from testing.core.simulated_worker import reference_embedding
 from testing.scheduler_stack import VOCAB_SIZE
 from testing.serving.door import HttpServer, make_chat_checkpoint, server_of_the_module

@@ -9,7 +9,7 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizers import Tokenizer
 
-from pagewire.common.schema_budget import MAX_VALUES
+from pagewire.common.chat.schema_budget import MAX_VALUES
 from scheduler_service.config import FrontEndConfig, HttpOptions
 from testing.serving.door import HttpServer, serve_http, server_of_the_module
 from tests.contract.http.scripted import CALL, SECOND, WEATHER, Say, make_tool_checkpoint

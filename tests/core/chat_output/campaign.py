@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterable
 
-from pagewire.common.chat_output import CallStart, Content, OutputPart, Reasoning
+from pagewire.common.chat.chat_output import CallStart, Content, OutputPart, Reasoning
 from testing.chat_output.spellings import FUNCTIONS, SPELLINGS, Segment, Spelling, expected
 from testing.chat_output.splitting import in_two, parts_of, some_splits
 

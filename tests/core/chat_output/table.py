@@ -2,7 +2,7 @@
 
 import random
 
-from pagewire.common.chat_output import ChatFormat, OutputPart
+from pagewire.common.chat.chat_output import ChatFormat, OutputPart
 from testing.chat_output.spellings import FUNCTIONS
 from testing.chat_output.splitting import in_two, parts_of, some_splits
 

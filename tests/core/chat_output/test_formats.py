@@ -2,7 +2,7 @@
 
 import pytest
 
-from pagewire.common.chat_output import (
+from pagewire.common.chat.chat_output import (
     REASONING_PARSERS,
     TOOL_CALL_PARSERS,
     Arguments,

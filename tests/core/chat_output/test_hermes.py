@@ -2,7 +2,7 @@
 
 import pytest
 
-from pagewire.common.chat_output import Arguments, CallStart, Content, OutputPart, Reasoning, format_of
+from pagewire.common.chat.chat_output import Arguments, CallStart, Content, OutputPart, Reasoning, format_of
 from testing.chat_output.spellings import FUNCTIONS, SPELLINGS
 from testing.chat_output.splitting import merged, parts_of
 from tests.core.chat_output.table import Row, hold

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from pagewire.common.chat_output import Parameters
+from pagewire.common.chat.chat_output import Parameters
+from pagewire.common.chat.schema_budget import MAX_CHARS, MAX_VALUES, SchemaBudget, SchemaBudgetError
 from pagewire.common.grammars.structural_tag import structural_tag_to_lark
-from pagewire.common.schema_budget import MAX_CHARS, MAX_VALUES, SchemaBudget, SchemaBudgetError
 from testing.chat_output.spellings import SPELLINGS, Call
 from testing.chat_output.splitting import Functions, parts_of
 from tests.growth import check_costs, check_growth

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from pagewire.common.chat_output import Arguments, CallStart
+from pagewire.common.chat.chat_output import Arguments, CallStart
 from pagewire.common.grammars import GrammarCompiler, GrammarError
 from testing.chat_output.spellings import SPELLINGS, Call
 from testing.chat_output.splitting import Functions, parts_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton.language as tl
 
-from pagewire.common.messages import SamplingParams
+from pagewire.common.wire.messages import SamplingParams
 from pagewire.kernels import sampling
 from pagewire.kernels.cpu.sampler import TorchSampler
 from pagewire.kernels.triton import sampler

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from pagewire.common.messages import SamplingParams
+from pagewire.common.wire.messages import SamplingParams
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.core.request import BeamParams, EarlyStopping, EndReason, Request
 from testing.core import beam_oracle

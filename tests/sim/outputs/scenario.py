@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from random import Random
 
-from pagewire.common.messages import WorkerCapacity
+from pagewire.common.wire.messages import WorkerCapacity
 from scheduler_service.core.options import SchedulerOptions
 from tests.sim.outputs.network import Weather
 from tests.sim.outputs.request import SimulatedRequest

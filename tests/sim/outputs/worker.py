@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from random import Random
 
-from pagewire.common.messages import RowStatus, StepPlan, WorkerCapacity
+from pagewire.common.wire.messages import RowStatus, StepPlan, WorkerCapacity
 from scheduler_service.serving.step_loop import StepLoop
 from testing.core.simulated_worker import SimulatedWorker
 from tests.sim.scenario import BAD_TOKEN

@@ -7,8 +7,8 @@ from random import Random
 from typing import Any
 from weakref import WeakValueDictionary
 
-from pagewire.common.chat_output import ChatRules
-from pagewire.common.messages import Pooling, SamplingParams
+from pagewire.common.chat.chat_output import ChatRules
+from pagewire.common.wire.messages import Pooling, SamplingParams
 from scheduler_service.core.request import EndReason, Request, SequenceEnd
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.doors.entrance import Entrance

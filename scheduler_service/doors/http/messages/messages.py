@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pagewire.common.chat_output import Arguments, CallStart, Content, OutputParser, OutputPart, Reasoning
+from pagewire.common.chat.chat_output import Arguments, CallStart, Content, OutputParser, OutputPart, Reasoning
 from scheduler_service.core.request import EndReason
 from scheduler_service.doors.http.answering import PromptProgress, begin_requests, told_output
 from scheduler_service.doors.http.answers import encode

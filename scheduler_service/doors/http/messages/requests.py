@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw, Struct
 
-from pagewire.common.sampling_rules import RANGES, UINT32
+from pagewire.common.wire.sampling_rules import RANGES, UINT32
 from scheduler_service.doors.http.prompts import FILE_LEFT_OUT
 from scheduler_service.doors.http.requests import (
     INERT,

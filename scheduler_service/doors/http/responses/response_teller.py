@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from pagewire.common.chat_output import Arguments, CallStart, Content, OutputParser, OutputPart, Reasoning
+from pagewire.common.chat.chat_output import Arguments, CallStart, Content, OutputParser, OutputPart, Reasoning
 from scheduler_service.core.request import EndReason, SequenceEnd
 from scheduler_service.doors.http.answering import CHAR_VALUES, now
 from scheduler_service.doors.http.answers import ChatLogprob, OutputTokensDetails

@@ -5,7 +5,7 @@ import secrets
 
 import msgspec
 
-from pagewire.common.messages import SamplingParams
+from pagewire.common.wire.messages import SamplingParams
 from scheduler_service.doors.http.answering import begin_requests, now, tell_events, told_output
 from scheduler_service.doors.http.answers import encode
 from scheduler_service.doors.http.chat_completions import read_chat

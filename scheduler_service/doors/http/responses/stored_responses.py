@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from pagewire.common.strict_json import MAX_VALUES, count_values
-from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES
+from pagewire.common.wire.transport.message_size import MAX_MESSAGE_BYTES
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.doors.http.answering import tell_events
 from scheduler_service.doors.http.answers import encode

@@ -14,8 +14,8 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pagewire.common.transport.listening import check_port, max_open_connections, passive_host, refusal
-from pagewire.common.transport.tls import TlsFiles
+from pagewire.common.wire.transport.listening import check_port, max_open_connections, passive_host, refusal
+from pagewire.common.wire.transport.tls import TlsFiles
 from scheduler_service.doors.http.answers import encode
 from scheduler_service.doors.http.call_admission import CallAdmission
 from scheduler_service.doors.http.refusals import HttpRefusal, error_answer, error_response

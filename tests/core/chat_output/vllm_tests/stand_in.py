@@ -16,7 +16,7 @@ from typing import Any
 
 import transformers
 
-from pagewire.common.chat_output import Arguments, CallStart, Content, OutputPart, Reasoning, format_of
+from pagewire.common.chat.chat_output import Arguments, CallStart, Content, OutputPart, Reasoning, format_of
 
 # Of vLLM's classes, the names under which its servers know them.
 TOOL_CLASSES = {

@@ -1,0 +1,1 @@
+"""Chats: rendering a conversation by its template, and reading tool calls and reasoning in the output."""

@@ -1,0 +1,76 @@
+"""What outputs with calls match, as formats of structural tags."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from pagewire.common.chat.chat_output.parameters import Parameters
+
+Form = dict[str, Any]
+# Of a call of a function, by its parameters.
+CallTag = Callable[[str, Parameters], Form]
+ANY_TEXT = "any_text"
+FREE_TEXTS = (ANY_TEXT, "regex", "triggered_tags")  # formats with `excludes`
+
+
+class Asked(NamedTuple):
+    """What a request asks of an output."""
+
+    functions: Mapping[str, Parameters]  # by name
+    text: Form  # what is no call
+    thought: Form  # what reasoning is
+    is_required: bool  # a call is
+    is_parallel: bool
+
+
+def json_between(begin: str, parameters: Parameters, end: str | list[str]) -> Form:
+    """Return the form of arguments in JSON between two texts."""
+    content = {"type": "json_schema", "json_schema": parameters.schema}
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+class TaggedCalls(NamedTuple):
+    """Calls between tags, anywhere in text; instead of one that must match something."""
+
+    tag: CallTag
+    trigger: str  # what no text but a call has
+    separator: str
+
+    def form(self, asked: Asked) -> Form:
+        ends = _tags(self.tag, asked)
+        if _is_free(asked.text) and not asked.is_required:
+            excludes = asked.text.get("excludes", [])
+            return {"type": "triggered_tags", "triggers": [self.trigger], "excludes": excludes, **ends}
+        calls = {"type": "tags_with_separator", "separator": self.separator, "at_least_one": True, **ends}
+        return calls if asked.is_required else {"type": "or", "elements": [calls, asked.text]}
+
+
+class LeadingCalls(NamedTuple):
+    """Calls that are all of an output, which shows by its first character."""
+
+    tag: CallTag
+    opener: str
+    separator: str
+    closer: str
+    first: str  # what no other output begins with
+
+    def form(self, asked: Asked) -> Form:
+        ends = _tags(self.tag, asked)
+        calls = {"type": "tags_with_separator", "separator": self.separator, "at_least_one": True, **ends}
+        around = ({"type": "const_string", "value": text} for text in (self.opener, self.closer))
+        opener, closer = around
+        form = {"type": "sequence", "elements": [opener, calls, closer]}
+        text = asked.text
+        if _is_free(text):
+            pattern = rf"([^\s{re.escape(self.first)}](?s:.*))?"
+            text = {"type": "regex", "pattern": pattern, "excludes": text.get("excludes", [])}
+        return form if asked.is_required else {"type": "or", "elements": [form, text]}
+
+
+def _is_free(text: Form) -> bool:
+    return text["type"] == ANY_TEXT and text.get("max_tokens") is None
+
+
+def _tags(tag: CallTag, asked: Asked) -> Form:
+    tags = [tag(name, parameters) for name, parameters in asked.functions.items()]
+    return {"tags": tags, "stop_after_first": not asked.is_parallel}

@@ -1,0 +1,107 @@
+"""Calls as objects of JSON, {"name": NAME, "arguments": {...}}, in one format or another."""
+
+import json
+from collections.abc import Container, Generator
+from typing import Any
+
+from pagewire.common.chat.chat_output.lexemes import read_string, read_value
+from pagewire.common.chat.chat_output.parts import Arguments, CallStart, Content
+from pagewire.common.chat.chat_output.unread import Reading, Unread, held, told
+
+# Llama's models say parameters.
+_ARGUMENTS = ("arguments", "parameters")
+NO_ARGUMENTS = "{}"
+
+
+# What the text right behind a call is part of, up to the tag that ends it: of broken arguments, or else of the content.
+# None: it is no call, nothing was told, and `Unread` keeps its text.
+Rest = type[Content | Arguments] | None
+
+
+def read_one_or_several(unread: Unread) -> Reading[Rest]:
+    """Tell a call, or those of a list."""
+    if not (yield from unread.accept("[")):
+        return (yield from read_call(unread))
+    rest = yield from read_call(unread)
+    while rest is Content:
+        unread.keep()
+        if (yield from unread.accept("]")):
+            break
+        if not (yield from unread.accept(",")) or (rest := (yield from read_call(unread))) is None:
+            yield Content(unread.kept())
+            return Content
+    return rest
+
+
+def read_call(unread: Unread, names: Container[str] | None = None, *, is_open: bool = False) -> Reading[Rest]:
+    """Tell a call, whose brace may have been read. Where names are given, no tag told of it: then it must be of one of
+    these functions, and have arguments, and nothing but these and a type."""
+    name: str | None = None
+    early: str | None = None  # arguments that came before the name
+    has_begun = False
+    is_member = is_open or (yield from unread.accept("{"))
+    while is_member:
+        key = yield from read_string(unread)
+        if key is None or not (yield from unread.accept(":")):
+            break
+        if key == "name" and name is None:
+            name = yield from read_string(unread)
+            if name is None or not (names is None or name in names):
+                break
+            if early is not None:
+                yield from _begin(unread, name)
+                yield Arguments(early)
+                has_begun = True
+        elif key in _ARGUMENTS and name is not None and not has_begun:
+            yield from _begin(unread, name)
+            has_begun = True
+            if not (yield from _tell_arguments(unread)):
+                return Arguments
+        elif key in _ARGUMENTS and early is None and not has_begun:
+            early = yield from _held_arguments(unread)
+            if early is None:
+                break
+        elif (names is not None and key != "type") or not (yield from held(read_value(unread)))[1]:
+            break
+        if (yield from unread.accept("}")):
+            if name is not None and not has_begun and names is None:
+                yield from _begin(unread, name)
+                yield Arguments(NO_ARGUMENTS)
+                has_begun = True
+            break
+        is_member = yield from unread.accept(",")
+    return Content if has_begun else None
+
+
+def _begin(unread: Unread, name: str) -> Reading[None]:
+    unread.forget()
+    yield CallStart(name)
+
+
+def _tell_arguments(unread: Unread) -> Reading[bool]:
+    """Return whether they are whole."""
+    if (yield from unread.next()) == "{":
+        return (yield from told(Arguments, read_value(unread)))
+    text, is_whole = yield from held(read_value(unread))
+    yield Arguments(_unwrapped(text))
+    return is_whole
+
+
+def _held_arguments(unread: Unread) -> Generator[None, None, str | None]:
+    text, is_whole = yield from held(read_value(unread))
+    return _unwrapped(text) if is_whole else None
+
+
+def _unwrapped(text: str) -> str:
+    """Return arguments, which some models write as a string that holds their JSON, or as null."""
+    value = _loaded(text)
+    if isinstance(value, str) and isinstance(_loaded(value), dict):
+        return value
+    return NO_ARGUMENTS if text == "null" else text
+
+
+def _loaded(text: str) -> Any:
+    try:
+        return json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,37 @@
+"""Calls between tags, anywhere in content."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from pagewire.common.chat.chat_output.call_object import Rest
+from pagewire.common.chat.chat_output.parts import Content
+from pagewire.common.chat.chat_output.unread import Reading, Unread
+
+
+class CallTags(NamedTuple):
+    begins: tuple[str, ...]
+    ends: tuple[str, ...]
+    is_ended: bool  # a text that ends within such an end is whole without it
+    may_lack: bool = False  # the first, at the beginning of an output
+
+    def read(self, unread: Unread, read_call: Callable[[str], Reading[Rest]]) -> Reading[None]:
+        """Tell content, and what `read_call` reads behind a tag, which it is given. The end may lack."""
+        if self.may_lack and not (yield from unread.ahead(*self.begins)):
+            unread.keep()
+            marker = self.begins[0]
+        else:
+            marker = yield from unread.until(self.begins, Content)
+        while marker:
+            rest = yield from read_call(marker)
+            if rest is None:
+                yield Content(unread.kept())
+                marker = yield from unread.until(self.begins, Content)
+                continue
+            marker = yield from unread.begins_with(*self.ends)
+            if not marker and self.is_ended and unread.ends_within(*self.ends):
+                return
+            # There may be something behind a call, as a brace too many.
+            marker = marker or (yield from unread.until((*self.ends, *self.begins), rest))
+            if marker in self.ends:
+                yield from unread.skip("\n")
+                marker = yield from unread.until(self.begins, Content)

@@ -1,0 +1,36 @@
+"""Calls as GLM-4.5 writes them: <tool_call>NAME, an <arg_key> beside an <arg_value> each, </tool_call>."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pagewire.common.chat.chat_output.lexemes import read_name
+from pagewire.common.chat.chat_output.parameters import Parameters
+from pagewire.common.chat.chat_output.parts import CallStart, Content
+from pagewire.common.chat.chat_output.tagged_arguments import ArgumentTags
+from pagewire.common.chat.chat_output.unread import Reading, Unread
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+_ARGUMENTS = ArgumentTags("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>", END)
+
+
+def read_calls(functions: Mapping[str, Parameters], unread: Unread) -> Reading[None]:
+    """Tell content, and the calls in it."""
+    marker = yield from unread.until((BEGIN,), Content)
+    while marker:
+        name = yield from read_name(unread)
+        if not name or not (yield from _ARGUMENTS.are_ahead(unread)):
+            yield Content(unread.kept())
+            marker = yield from unread.until((BEGIN,), Content)
+            continue
+        unread.forget()
+        yield CallStart(name)
+        is_ended = yield from _ARGUMENTS.tell(unread, functions.get(name))
+        marker = END if is_ended else (yield from unread.until((END, BEGIN), Content))
+        if marker == END:
+            yield from unread.skip("\n")
+            marker = yield from unread.until((BEGIN,), Content)
+
+
+def call_tag(name: str, parameters: Parameters) -> dict[str, Any]:
+    """Return a call of a function, whose arguments match a JSON Schema, as a structural tag's part."""
+    return {"type": "tag", "begin": f"{BEGIN}{name}\n", "content": _ARGUMENTS.form(parameters), "end": END}

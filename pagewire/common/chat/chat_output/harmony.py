@@ -1,0 +1,81 @@
+"""What gpt-oss writes, in the harmony format: messages in channels, of which some are calls.
+
+<|channel|>CHANNEL to=functions.NAME <|constrain|>json<|message|>TEXT<|end|><|start|>assistant, and the next. An output
+goes on behind <|start|>assistant, and its last message ends with <|return|> or <|call|>.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from pagewire.common.chat.chat_output.call_forms import ANY_TEXT, Asked, Form, json_between
+from pagewire.common.chat.chat_output.call_object import NO_ARGUMENTS
+from pagewire.common.chat.chat_output.lexemes import read_value
+from pagewire.common.chat.chat_output.parts import Arguments, CallStart, Content, Reasoning
+from pagewire.common.chat.chat_output.unread import Reading, Unread, held, told
+
+START, CHANNEL, CONSTRAIN, MESSAGE, END, RETURN, CALL = TAGS = (
+    *("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"),
+    *("<|end|>", "<|return|>", "<|call|>"),
+)
+_ENDS = (END, RETURN, CALL, START, CHANNEL)
+_RECIPIENT = re.compile(r"\bto=(functions\.)?([\w.:/-]+)")
+_ANALYSIS = "analysis"
+
+
+def read_messages(functions: Mapping[str, Any], unread: Unread) -> Reading[None]:
+    """Tell the messages of an output. What stands in none is content."""
+    told_kinds: set[type[Content | Reasoning]] = set()
+    header = [(yield from unread.begins_with("to="))]
+    marker = START if header[0] else (yield from told(Content, unread.pieces_until(TAGS)))
+    while marker:
+        if marker in (START, CHANNEL, CONSTRAIN, MESSAGE):
+            while marker and marker != MESSAGE:
+                text, marker = yield from held(unread.pieces_until((CHANNEL, CONSTRAIN, MESSAGE)))
+                header += (text, " ")
+            said, header = "".join(header), []
+            recipient, is_analysis = _RECIPIENT.search(said), _ANALYSIS in said.split()
+            if marker and recipient and functions and (recipient[1] or recipient[2] in functions):
+                marker = yield from _tell_call(unread, recipient[2])
+                continue
+            kind = Reasoning if is_analysis else Content
+            if marker and kind in told_kinds:
+                yield kind("\n")
+            told_kinds.add(kind)
+            reading = told(kind, unread.pieces_until(_ENDS))
+            marker = yield from unread.thoughts(reading) if kind is Reasoning else reading
+        else:
+            marker = yield from told(Content, unread.pieces_until(TAGS))
+
+
+def _tell_call(unread: Unread, name: str) -> Reading[str]:
+    yield CallStart(name)
+    if (yield from unread.ahead(*_ENDS)):
+        yield Arguments(NO_ARGUMENTS)
+        return (yield from unread.until(_ENDS, Content))
+    is_whole = yield from told(Arguments, read_value(unread))
+    yield from unread.skip()
+    return (yield from unread.until(_ENDS, Content if is_whole else Arguments))
+
+
+def form(asked: Asked) -> Form:
+    """Return what outputs match, as a format of a structural tag. A call ends an output, so there is one at most. Where
+    reasoning has a budget, one message at most goes before the last."""
+    calls = [
+        json_between(f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json{MESSAGE}", parameters, ["", CALL])
+        for name, parameters in asked.functions.items()
+    ]
+    before = {
+        "type": "tags_with_separator",
+        "separator": f"{START}assistant",
+        "tags": [
+            {"type": "tag", "begin": f"{CHANNEL}{channel}{MESSAGE}", "content": content, "end": END}
+            for channel, content in ((_ANALYSIS, asked.thought), ("commentary", {"type": ANY_TEXT}))
+        ],
+        "at_least_one": True,
+        "stop_after_first": "max_tokens" in asked.thought,
+    }
+    final = {"type": "tag", "begin": f"{CHANNEL}final{MESSAGE}", "content": asked.text, "end": ["", RETURN]}
+    last = {"type": "or", "elements": calls if asked.is_required else [*calls, final]}
+    goes_on = {"type": "const_string", "value": f"{START}assistant"}
+    return {"type": "or", "elements": [last, {"type": "sequence", "elements": [before, goes_on, last]}]}

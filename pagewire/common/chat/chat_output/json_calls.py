@@ -1,0 +1,40 @@
+"""Calls as the templates of Hermes and Qwen write them: <tool_call>, an object of JSON, </tool_call>; relatives too."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from pagewire.common.chat.chat_output.call_forms import json_between
+from pagewire.common.chat.chat_output.call_object import read_one_or_several
+from pagewire.common.chat.chat_output.call_tags import CallTags
+from pagewire.common.chat.chat_output.parameters import Parameters
+from pagewire.common.chat.chat_output.unread import Reading, Unread
+
+
+class JsonCalls(NamedTuple):
+    begins: tuple[str, ...]
+    end: str
+    is_list: bool = False  # of objects behind one tag
+    is_ended: bool = True  # by a tag
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        return (*self.begins, self.end)
+
+    def read_calls(self, _functions: Mapping[str, Any], unread: Unread) -> Reading[None]:
+        """Tell content, and the calls in it: an object or a list of some between tags, of which the last may lack."""
+        tags = CallTags(self.begins, (self.end,), is_ended=self.is_ended)
+        yield from tags.read(unread, lambda _: read_one_or_several(unread))
+
+    def call_tag(self, name: str, parameters: Parameters) -> dict[str, Any]:
+        """Return a call of a function, whose arguments match a JSON Schema, as a structural tag's part."""
+        opener, closer = "[]" if self.is_list else ("\n", "\n")
+        begin = f'{self.begins[0]}{opener}{{"name": {json.dumps(name)}, "arguments": '
+        return json_between(begin, parameters, f"}}{closer}{self.end if self.is_ended else ''}")
+
+
+HERMES = JsonCalls(("<tool_call>",), "</tool_call>")
+GRANITE = JsonCalls(
+    ("<|tool_call|>", "<tool_call>", "functools"), "<|/tool_call|>", is_list=True, is_ended=False
+)  # Phi-4 ends them
+NEMOTRON = JsonCalls(("<TOOLCALL>",), "</TOOLCALL>", is_list=True)

@@ -1,0 +1,48 @@
+"""Reads one output, piece by piece."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from pagewire.common.chat.chat_output.parts import Arguments, OutputPart
+from pagewire.common.chat.chat_output.unread import Reading, Unread
+from pagewire.common.surrogates import HalfEscapes, without_halves
+
+
+class OutputParser:
+    def __init__(self, read: Callable[[Unread], Reading[None]], *, has_reasoning: bool = False) -> None:
+        """`has_reasoning`: the format has tags or channels of reasoning."""
+        self.has_reasoning = has_reasoning
+        self._unread = Unread()
+        self._next = partial(next, read(self._unread), None)
+        self._escapes = HalfEscapes()  # of the arguments that are read
+
+    def feed(self, text: str, *, is_last: bool = False) -> list[OutputPart]:
+        """Return the parts that are known now, one after another. Nothing can follow what is last."""
+        self._unread.add(text, is_last=is_last)
+        parts = [whole for part in iter(self._next, None) for whole in self._whole(part)]
+        return [*parts, *self._end_arguments()] if is_last else parts
+
+    def is_reasoning(self, place: int) -> bool | None:
+        """Return whether a place of the text is between the tags of reasoning, or None while that depends on text to
+        come. Callers ask for places in order."""
+        if place >= self._unread.place:
+            return None
+        spans = self._unread.reasoning
+        while spans and spans[0][1] <= place:
+            del spans[0]
+        return bool(spans) and spans[0][0] <= place
+
+    def _whole(self, part: OutputPart) -> Iterator[OutputPart]:
+        """Yield a part with U+FFFD in place of half a surrogate pair: UTF-8 has no halves, and not every client reads
+        an escape of one."""
+        text = without_halves(part[0])
+        if isinstance(part, Arguments):
+            text = self._escapes.feed(text)
+        else:
+            yield from self._end_arguments()
+        if text or not part[0]:
+            yield type(part)(text)
+
+    def _end_arguments(self) -> Iterator[OutputPart]:
+        if held := self._escapes.feed("", is_last=True):
+            yield Arguments(held)

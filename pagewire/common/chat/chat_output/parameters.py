@@ -1,0 +1,98 @@
+"""The parameters of functions, as far as formats of calls read them from their JSON Schemas."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pagewire.common.chat.schema_budget import SchemaBudget
+
+_VALUES_EACH = 4  # that the form of a function, and of each property, costs beside the values of its schema
+_LISTED_PER_VALUE = 8  # types and values that are looked at as fast as one schema
+_JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+
+
+class Parameters:
+    """The parameters of one function.
+
+    Attributes:
+        schema: their JSON Schema.
+        properties: the schemas of the properties that it names.
+        required: the names that it requires.
+        types: the types of JSON that each property allows, as far as the schema says.
+    """
+
+    def __init__(self, schema: Any, budget: SchemaBudget) -> None:
+        """Raises SchemaBudgetError. The functions of a call share a budget."""
+        budget.take_tree(schema)
+        named: dict[str, Any] = schema if isinstance(schema, dict) else {}
+        properties = named.get("properties")
+        self.schema = schema
+        self.properties: dict[str, Any] = properties if isinstance(properties, dict) else {}
+        budget.take(_VALUES_EACH * (1 + len(self.properties)))
+        self.required = frozenset(name for name in _listed(named, "required") if isinstance(name, str))
+        self.types = {key: _types_of(value, schema, budget) for key, value in self.properties.items()}
+        self._definitions = {key: named[key] for key in ("$defs", "definitions") if key in named}
+        self._budget = budget
+
+    def json_form(self, key: str) -> dict[str, Any]:
+        """Return the form of a property's value in JSON, whose schema may refer to what the whole one defines. Raises
+        SchemaBudgetError: each such form has a copy of all definitions."""
+        value = self.properties[key]
+        if self._definitions and isinstance(value, dict):
+            self._budget.take_tree(self._definitions)
+            value = {**value, **self._definitions}
+        return {"type": "json_schema", "json_schema": value}
+
+
+def read_functions(functions: Mapping[str, Any]) -> dict[str, Parameters]:
+    """Return the parameters of functions by name, of which some may be JSON Schemas. Raises SchemaBudgetError."""
+    budget = SchemaBudget()
+    return {
+        name: given if isinstance(given, Parameters) else Parameters(given, budget) for name, given in functions.items()
+    }
+
+
+def values_in(schema: Any) -> list[Any]:
+    """Return the values that a schema allows, if it lists some."""
+    if not isinstance(schema, dict):
+        return []
+    return [*_listed(schema, "enum"), *([schema["const"]] if "const" in schema else ())]
+
+
+def json_type(value: Any) -> str:
+    """Return which type of JSON a value is of."""
+    return _JSON_TYPES.get(type(value), "null")
+
+
+def _types_of(schema: Any, root: Any, budget: SchemaBudget) -> frozenset[str]:
+    """Return which types of JSON a schema allows, as far as it says. Each schema that it is made of is visited once."""
+    types: set[str] = set()
+    waiting, visited = [schema], {id(schema)}
+    for each in waiting:
+        if not isinstance(each, dict):
+            continue
+        said = each.get("type")
+        names, values = said if isinstance(said, list) else [said], values_in(each)
+        others = [other for key in ("anyOf", "oneOf", "allOf") for other in _listed(each, key)]
+        budget.take(1 + len(others) + (len(names) + len(values)) // _LISTED_PER_VALUE)
+        types.update(name for name in names if isinstance(name, str))
+        types.update(map(json_type, values))
+        for other in (*others, *_referred(each, root, budget)):
+            if id(other) not in visited:
+                visited.add(id(other))
+                waiting.append(other)
+    return frozenset(types)
+
+
+def _listed(schema: dict[str, Any], key: str) -> list[Any]:
+    value = schema.get(key)
+    return value if isinstance(value, list) else []
+
+
+def _referred(schema: dict[str, Any], root: Any, budget: SchemaBudget) -> Iterator[Any]:
+    path = schema.get("$ref")
+    if isinstance(path, str) and path.startswith("#/"):
+        budget.take(path.count("/"), len(path))
+        found = root
+        for name in path[2:].split("/"):
+            found = found.get(name) if isinstance(found, dict) else None
+        yield found

@@ -1,0 +1,111 @@
+"""Arguments between tags, as Qwen3-Coder and GLM write them: texts, or JSON where a parameter's schema says so."""
+
+import json
+from collections.abc import Generator, Set
+from typing import Any, NamedTuple
+
+from pagewire.common.chat.chat_output.literals import json_of
+from pagewire.common.chat.chat_output.parameters import Parameters, json_type, values_in
+from pagewire.common.chat.chat_output.parts import Arguments
+from pagewire.common.chat.chat_output.unread import Reading, Unread, held, told
+
+_TEXT = {"string"}
+NOTHING = {"type": "const_string", "value": ""}
+
+
+class ArgumentTags(NamedTuple):
+    begin: str
+    middle: str  # between a key and its value
+    end: str
+    end_of_all: str
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """What ends a value: with its line, or without."""
+        return tuple(dict.fromkeys((self.end, self.end.lstrip("\n"))))
+
+    def are_ahead(self, unread: Unread) -> Generator[None, None, bool]:
+        return bool((yield from unread.ahead(self.begin, self.end_of_all)))
+
+    def tell(self, unread: Unread, parameters: Parameters | None) -> Reading[bool]:
+        """Tell the arguments of a call as JSON. Return whether their end was read; without it, what comes next is no
+        part of them. A value that nothing ends goes up to a line that begins with the next tag."""
+        types = parameters.types if parameters else {}
+        key_end, line_end, value = self.middle.partition("\n")
+        before = "{"
+        marker = yield from unread.begins_with(self.begin, self.end_of_all)
+        while marker.endswith(self.begin):
+            key, found = yield from held(unread.pieces_until((key_end,)))
+            if not found:
+                yield Arguments(f'{before}"{_escaped(key)}')
+                return False
+            yield Arguments(f"{before}{_quoted(key)}: ")
+            before = ", "
+            if value and not (yield from unread.begins_with(value)) and unread.ends_within(value):
+                return False
+            if line_end and not value:
+                yield from unread.newline()
+            marker = yield from self._tell_value(unread, types.get(key, frozenset()))
+            if not marker:
+                return False
+            if marker in self.ends:
+                marker = yield from unread.begins_with(self.begin, self.end_of_all)
+        if marker or not unread.ends_within(self.begin, self.end_of_all):
+            yield Arguments("}" if before == ", " else "{}")
+        return bool(marker)
+
+    def _tell_value(self, unread: Unread, types: Set[str]) -> Reading[str]:
+        """Return what ended it, or nothing."""
+        pieces = unread.pieces_until((*self.ends, f"\n{self.begin}", f"\n{self.end_of_all}"))
+        if types <= _TEXT:
+            yield Arguments('"')
+            marker = yield from told(lambda text: Arguments(_escaped(text)), pieces)
+            if marker:
+                yield Arguments('"')
+            return marker
+        text, marker = yield from held(pieces)
+        yield Arguments(_typed(text, types) if marker else text)
+        return marker
+
+    def form(self, parameters: Parameters) -> dict[str, Any]:
+        """Return a structural tag's format of the arguments that a JSON Schema describes, in its order; of any where
+        it names none."""
+        schema = parameters.schema
+        if not parameters.properties and isinstance(schema, dict) and schema.get("additionalProperties") is not False:
+            return {"type": "any_text"}
+        elements: list[dict[str, Any]] = []
+        for key in parameters.properties:
+            tag = {
+                "type": "tag",
+                "begin": f"{self.begin}{key}{self.middle}",
+                "content": _form_of_value(parameters, key),
+                "end": f"{self.end}\n",
+            }
+            elements.append(tag if key in parameters.required else {"type": "or", "elements": [tag, NOTHING]})
+        return {"type": "sequence", "elements": elements}
+
+
+def _typed(text: str, types: Set[str]) -> str:
+    """Return as JSON what a text says, or the text as a string of JSON."""
+    found = json_of(text)
+    if found is None:
+        return _quoted(text)
+    # What may be a text or something else is a text, unless it reads as the other.
+    kind = json_type(json.loads(found))
+    is_other = kind in types or (kind == "integer" and "number" in types)
+    return found if "string" not in types or (is_other and kind != "string") else _quoted(text)
+
+
+def _form_of_value(parameters: Parameters, key: str) -> dict[str, Any]:
+    if parameters.types[key] <= _TEXT:
+        forms = [{"type": "const_string", "value": text} for text in values_in(parameters.properties[key])]
+        return {"type": "or", "elements": forms} if forms else {"type": "any_text"}
+    return parameters.json_form(key)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _escaped(text: str) -> str:
+    return _quoted(text)[1:-1]

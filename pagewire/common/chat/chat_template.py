@@ -1,0 +1,124 @@
+"""Renders a conversation by a model's chat template, which makes the text of a prompt.
+
+The template is code of the model's author, and runs in the sandbox of `pagewire.common.chat.template_sandbox`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pagewire.common.chat.template_forms import (
+    QUESTION,
+    TOOLS,
+    UNSET,
+    Message,
+    as_taken,
+    compiled,
+    conversation_with_call,
+    tools_as_taken,
+)
+from pagewire.common.chat.template_forms import ChatTemplateError as ChatTemplateError
+from pagewire.common.chat.template_sandbox import Overspent, TemplateFailure
+
+# Said where both are asked for.
+GOES_TWO_WAYS = (
+    "continue_final_message goes on with the last message, and add_generation_prompt begins another; set one"
+)
+
+# What a template is tried with at the start: what it is called, conversations of which it takes one, and the tools.
+_KINDS: tuple[tuple[str, list[list[dict[str, Any]]], list[Any] | None], ...] = (
+    ("a plain question", [[QUESTION]], None),
+    ("a system message", [[{"role": "system", "content": "Be kind."}, QUESTION]], None),
+    ("an earlier answer", [[QUESTION, {"role": "assistant", "content": "Hi"}, QUESTION]], None),
+    ("tools", [[QUESTION]], TOOLS),
+    (
+        "the result of a tool",
+        [conversation_with_call("call00000", in_json=in_json) for in_json in (False, True)],
+        TOOLS,
+    ),
+)
+
+
+def render(
+    template: str,
+    messages: Sequence[Message],
+    *,
+    special_tokens: Mapping[str, str],
+    add_generation_prompt: bool = True,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
+    """Returns the text of the prompt that continues a conversation, special tokens included. Raises ChatTemplateError.
+
+    `variables` are further variables of the template, such as `enable_thinking` or `tools`. A message's content is a
+    text, or OpenAI's list of parts; the template gets it in the form that it takes.
+    """
+    given = {"add_generation_prompt": add_generation_prompt, **(variables or {})}
+    try:
+        return _rendered(template, messages, special_tokens, given)
+    except TemplateFailure as error:
+        raise ChatTemplateError(f"the model's chat template fails: {error}") from None
+
+
+def text_of(message: Message) -> str:
+    """Returns the text of a message's content, that of its last part if it has several."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    texts = [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    return texts[-1] if texts else ""
+
+
+def up_to_last(prompt: str, message: Message) -> str:
+    """Cuts off what a template writes behind the content of the last message, as transformers does. Raises
+    ChatTemplateError."""
+    content = text_of(message)
+    stripped = content.strip()
+    found = prompt[::-1].find(stripped[::-1])  # rfind takes the product of both lengths
+    place = len(prompt) - found - len(stripped)
+    if found < 0 or not stripped:
+        raise ChatTemplateError(
+            "the last message does not stand in the prompt as it was sent, or is empty; leave continue_final_message "
+            "unset"
+        )
+    kept = content.lstrip()
+    return prompt[: place + len(kept)] if prompt.startswith(kept, place) else prompt[: place + len(stripped)]
+
+
+def refusals(template: str, special_tokens: Mapping[str, str]) -> dict[str, str]:
+    """Returns the kinds of conversation that a template makes no prompt of, and its reasons; of equal ones the kinds
+    are one entry.
+
+    Raises Overspent for a template that does not end: what renders it, a router say, would be busy with it for
+    ever.
+    """
+    kinds: dict[str, list[str]] = {}
+    for kind, conversations, tools in _KINDS:
+        reasons = [_failure(template, messages, special_tokens, tools) for messages in conversations]
+        if all(reasons):
+            kinds.setdefault(reasons[0], []).append(kind)
+    return {
+        "any conversation" if len(names) == len(_KINDS) else ", ".join(names): reason for reason, names in kinds.items()
+    }
+
+
+def _failure(
+    template: str, messages: Sequence[Message], special_tokens: Mapping[str, str], tools: Sequence[Any] | None
+) -> str:
+    """Returns why a template makes no prompt of a conversation, or nothing. Raises Overspent."""
+    try:
+        _rendered(template, messages, special_tokens, {"add_generation_prompt": True, "tools": tools})
+    except Overspent:
+        raise
+    except TemplateFailure as error:
+        return str(error)
+    return ""
+
+
+def _rendered(
+    template: str, messages: Sequence[Message], special_tokens: Mapping[str, str], variables: Mapping[str, Any]
+) -> str:
+    """Raises ChatTemplateError for messages that are none, and TemplateFailure."""
+    asked = template, tuple(sorted(special_tokens.items()))
+    taken = as_taken(messages, asked)
+    given = {**special_tokens, **UNSET, **variables}
+    given["tools"] = tools_as_taken(given["tools"], asked)
+    return compiled(template).render({**given, "messages": taken})

@@ -1,0 +1,173 @@
+"""What stands in the small files of a checkpoint directory, told of a GGUF file: configuration and special tokens.
+
+The services read these as they read the files, so that there is one meaning of every setting. What a file asks for and
+what is not computed is refused by its key, never ignored.
+"""
+
+from typing import Any
+
+from pagewire.common.gguf.architectures import ARCHITECTURES, ROPE_FACTORS, Architecture, architecture_of
+from pagewire.common.gguf.file import GgufError, GgufFile, Metadata
+from pagewire.common.gguf.tokenizer import SpecialTokens
+from pagewire.common.wire.sampling_rules import CHECKPOINTS_OPTIONS
+
+# Settings that change what is computed, with the values that change nothing.
+_INERT: dict[str, tuple[object, ...]] = {
+    "expert_count": (0,),
+    "expert_shared_count": (0,),
+    "expert_group_count": (0, 1),
+    "expert_gating_func": (0, 1),  # none is named, or softmax
+    "expert_weights_scale": (0.0, 1.0),
+    "logit_scale": (0.0, 1.0),
+    "residual_scale": (0.0, 1.0),
+    "embedding_scale": (0.0, 1.0),
+    "attention.scale": (0.0,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attention.causal": (True,),
+    "attn_logit_softcapping": (0.0,),
+    "final_logit_softcapping": (0.0,),
+    "attention.sliding_window": (0,),
+    "pooling_type": (0, 1, 3),  # none, mean, last: of embeddings alone
+    "nextn_predict_layers": (0,),
+    "rope.scaling.alpha": (0.0,),
+}
+_EXACT = (".ffn_gate_inp.weight", ".bias")  # which are in float32 whatever the model computes in
+# GGUF's keys of the options that it names otherwise.
+_OTHER_NAMES = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
+_SAMPLING = {_OTHER_NAMES.get(name, name): name for name in CHECKPOINTS_OPTIONS}
+
+
+def config_json(file: GgufFile) -> dict[str, Any]:
+    """Return the model of a file as config.json would describe it. Raises GgufError."""
+    name = architecture_of(file)
+    architecture, keys = ARCHITECTURES[name], Metadata(file, f"{name}.")
+    _refuse_unsupported(keys, architecture.served)
+    hidden_size, num_heads = keys.whole("embedding_length"), keys.whole("attention.head_count")
+    head_dim = _head_dim(keys, hidden_size, num_heads, turns_a_part=architecture.turns_a_part)
+    return {
+        "architectures": [architecture.in_config],
+        "model_type": name,
+        "hidden_size": hidden_size,
+        "intermediate_size": keys.whole("feed_forward_length"),
+        "num_hidden_layers": keys.whole("block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": keys.whole("attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+        "vocab_size": _vocab_size(file),
+        "max_position_embeddings": keys.whole("context_length"),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "hidden_act": "silu",
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+        "use_sliding_window": False,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "dtype": _dtype(file),
+        **_rope(keys, architecture, head_dim),
+        **SpecialTokens.of(file).ids(),
+        **architecture.settings(keys),
+    }
+
+
+def generation_config_json(file: GgufFile) -> dict[str, Any]:
+    """Return what requests mean that leave sampling unset, as generation_config.json would say it, and further keys of
+    sampling, which have no name there."""
+    sampling = Metadata(file, "general.sampling.")
+    found: dict[str, Any] = {name: sampling.number(key) for key, name in _SAMPLING.items() if sampling.has(key)}
+    if "top_k" in found:
+        found["top_k"] = file.metadata["general.sampling.top_k"]  # which may be -1
+    read = {sampling.prefix + key for key in _SAMPLING}
+    found |= {key: value for key, value in file.metadata.items() if key.startswith(sampling.prefix) and key not in read}
+    tokenizer = Metadata(file, "tokenizer.ggml.")
+    suppressed = tokenizer.numbers("suppress_tokens")
+    # As in llama.cpp, ids that no token can have are left out.
+    return found if suppressed is None else {**found, "suppress_tokens": [id for id in suppressed if id >= 0]}
+
+
+def tokenizer_config_json(file: GgufFile) -> dict[str, Any]:
+    """Return the chat template, and the special tokens that it uses, as tokenizer_config.json would have them."""
+    found: dict[str, Any] = dict(SpecialTokens.of(file).texts())
+    keys = Metadata(file, "tokenizer.")
+    if keys.has("chat_template"):
+        found["chat_template"] = keys.text("chat_template")
+    more = [key.removeprefix(keys.prefix) for key in file.metadata if key.startswith(f"{keys.prefix}chat_template.")]
+    if more:
+        named = {"default": keys.text("chat_template", "")}
+        named |= {key.removeprefix("chat_template."): keys.text(key) for key in more}
+        found["chat_template"] = [{"name": name, "template": text} for name, text in named.items() if text]
+    return found
+
+
+def _refuse_unsupported(keys: Metadata, served: frozenset[str]) -> None:
+    for key, inert in _INERT.items():
+        value = keys.file.metadata.get(keys.prefix + key)
+        if value is not None and key not in served and value not in inert:
+            raise keys.error(key, f"{inert[-1]!r}: nothing else is served")
+
+
+def _head_dim(keys: Metadata, hidden_size: int, num_heads: int, *, turns_a_part: bool) -> int:
+    if not num_heads:
+        raise keys.error("attention.head_count", "a whole number from 1")
+    if not keys.has("attention.key_length") and hidden_size % num_heads:
+        raise keys.error("embedding_length", f"a multiple of {num_heads} attention heads")
+    head_dim = keys.whole("attention.key_length", hidden_size // num_heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        may_be_less = turns_a_part and key == "rope.dimension_count"
+        if keys.whole(key, head_dim) != head_dim and not (may_be_less and keys.whole(key) < head_dim):
+            raise keys.error(key, f"{head_dim}, the length of a key")
+    return head_dim
+
+
+def _vocab_size(file: GgufFile) -> int:
+    if "token_embd.weight" not in file.tensors:
+        raise GgufError(f"{file.path} has no tensor token_embd.weight")
+    return file.tensors["token_embd.weight"].shape[0]
+
+
+def _dtype(file: GgufFile) -> str:
+    """Return what the model computes in where no option says it: weights of fewer bits than 16 are widened to
+    bfloat16."""
+    tensors = {name: info for name, info in file.tensors.items() if not name.endswith(_EXACT)}
+    names = {info.type_name for info in tensors.values() if len(info.shape) > 1}
+    return {frozenset({"F32"}): "float32", frozenset({"F16"}): "float16"}.get(frozenset(names), "bfloat16")
+
+
+def _rope(keys: Metadata, architecture: Architecture, head_dim: int) -> dict[str, Any]:
+    """Frequencies that a file scales one by one, in its tensor rope_freqs.weight, are read with the weights."""
+    scaling = Metadata(keys.file, f"{keys.prefix}rope.scaling.")
+    kind = scaling.text("type", "linear" if scaling.has("factor") else "none")
+    rope: dict[str, Any] = {"rope_theta": keys.number("rope.freq_base", 10_000.0)}
+    if architecture.turns_a_part:
+        rope["partial_rotary_factor"] = keys.whole("rope.dimension_count", head_dim) / head_dim
+    if architecture.has_rope_factors and not keys.file.tensors.keys().isdisjoint(ROPE_FACTORS.values()):
+        rope |= {"rope_type": "longrope", "attention_factor": scaling.number("attn_factor", 1.0)}
+        original = scaling.whole("original_context_length", keys.whole("context_length"))
+        return {"original_max_position_embeddings": original, "rope_parameters": rope}
+    if kind not in ("none", "linear", "yarn"):
+        raise scaling.error("type", "none, linear or yarn")
+    factor = scaling.number("factor", keys.number("rope.scale_linear", 1.0))
+    if kind != "yarn" and scaling.number("attn_factor", 1.0) != 1.0:
+        raise scaling.error("attn_factor", "1.0: nothing else is served")
+    if kind == "linear" and factor not in (0.0, 1.0):
+        rope |= {"rope_type": "linear", "factor": factor}
+    elif kind == "yarn":
+        rope |= {"rope_type": "yarn", "factor": factor, "truncate": architecture.rounds_yarn, **_yarn(scaling)}
+    return {"rope_theta": rope["rope_theta"], "rope_parameters": rope}
+
+
+def _yarn(scaling: Metadata) -> dict[str, Any]:
+    for key, inert in (("yarn_ext_factor", 1.0), ("yarn_log_multiplier", 0.0), ("attn_factor", 1.0)):
+        if scaling.number(key, inert) != inert:
+            raise scaling.error(key, f"{inert}: nothing else is served")
+    found: dict[str, Any] = {
+        name: scaling.number(key)
+        for key, name in (
+            ("yarn_attn_factor", "attention_factor"),
+            ("yarn_beta_fast", "beta_fast"),
+            ("yarn_beta_slow", "beta_slow"),
+        )
+        if scaling.has(key)
+    }
+    if scaling.has("original_context_length"):
+        found["original_max_position_embeddings"] = scaling.whole("original_context_length")
+    return found

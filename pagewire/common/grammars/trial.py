@@ -1,0 +1,212 @@
+"""A grammar is first read where it can do no harm: in a process of its own, which ends when it takes too much.
+
+The library counts its work in most places, but not in all: some grammars make it compute for minutes, or take
+gigabytes, before it counts. So a service that takes grammars from strangers tries each one here. The process that has
+read the tokenizer makes a copy of itself for each trial, whose CPU time and memory the system limits; it ends the copy
+that passes them.
+"""
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from ctypes import addressof, create_string_buffer
+from typing import IO
+
+from pagewire.common.grammars.matcher import (
+    GrammarCompiler,
+    GrammarDeadEndError,
+    GrammarError,
+    GrammarLimitError,
+    Matcher,
+)
+from pagewire.common.process.child_process import python_command
+
+MAX_CPU_SECONDS = 0.1
+MAX_BYTES = 64 * 1024 * 1024
+MAX_MASK_SECONDS = 0.005  # that masks may take, on average
+TOO_MUCH = (
+    f"it takes more than {MAX_CPU_SECONDS * 1000:.0f} ms of CPU time or {MAX_BYTES // 1024**2} MiB of memory to read; "
+    "make it simpler"
+)
+_LONG_MASKS = (
+    f"to tell what it allows next takes {{:.1f}} ms of CPU time a token, the limit is {1000 * MAX_MASK_SECONDS:.0f}; "
+    "make it simpler"
+)
+_MAX_WALK_TOKENS, _WALK_SECONDS = 64, 0.03
+_MAX_ERROR_CHARS = 4096
+_MAX_ANSWER_CHARS = 16 * _MAX_ERROR_CHARS  # as JSON
+_ENDED = "the process that reads grammars has ended"
+_NICENESS = 10
+_COPY_SECONDS = 0.015  # of those, what making and ending the copy of a process takes
+
+
+class Trials:
+    """A process that reads grammars. Its methods may be called on one thread at a time, and wait for it."""
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, end_token_ids: tuple[int, ...]) -> None:
+        """Start the process. Raises GrammarError if it cannot read the tokenizer."""
+        self._first = {"tokenizer": tokenizer_json, "vocab_size": vocab_size, "end_token_ids": end_token_ids}
+        self._process: subprocess.Popen[str] | None = None
+        self._is_closed = False
+        self._start()
+
+    def run(self, kind: str, text: str, end_token_ids: tuple[int, ...]) -> str:
+        """Return why a grammar cannot be used, in the library's words, or nothing. Raises GrammarError if the process
+        ends, and its successor too."""
+        for _ in range(2):
+            if self._process is None:
+                self._start()
+            answer = self._ask({"kind": kind, "text": text, "end_token_ids": end_token_ids})
+            if answer is not None:
+                return answer
+        raise GrammarError(_ENDED)
+
+    def close(self) -> None:
+        """End the process, and start none any more. May be called on any thread."""
+        self._is_closed = True
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def _start(self) -> None:
+        if self._is_closed:
+            raise GrammarError(_ENDED)
+        command, pipe = python_command("pagewire.common.grammars.trial"), subprocess.PIPE
+        # A terminal's Ctrl-C, which its group would hear too, is for the service: this one ends with its input.
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, encoding="utf-8", process_group=0)
+        if error := self._ask(self._first):
+            self.close()
+            raise GrammarError(error)
+
+    def _ask(self, question: dict[str, object]) -> str | None:
+        """Return the answer; None if there is none, and the process has ended."""
+        process = self._process
+        if process is None:  # it has not survived the tokenizer
+            return None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(question) + "\n")
+            process.stdin.flush()
+            answer = json.loads(process.stdout.readline(_MAX_ANSWER_CHARS))
+        except (OSError, ValueError):
+            answer = None
+        if isinstance(answer, str):
+            return answer
+        process.kill()
+        process.communicate()
+        self._process = None
+        return None
+
+
+def _serve(questions: IO[str], answers: IO[str]) -> None:
+    """Answer each line of questions with one of answers, until there are no more."""
+    first = json.loads(questions.readline())
+    ends = tuple(first["end_token_ids"])
+    try:
+        compiler = GrammarCompiler(first["tokenizer"], first["vocab_size"])
+        compiler.compile("json_object", "", ends)
+    except Exception as error:  # whatever a tokenizer makes of the library
+        _answer(answers, str(error) or type(error).__name__)
+        return
+    _answer(answers, "")
+    for line in questions:
+        child = os.fork()
+        if child == 0:
+            _limit()
+            _answer(answers, _try(compiler, first["vocab_size"], **json.loads(line)))
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if status:
+            _answer(answers, TOO_MUCH)
+
+
+def _limit() -> None:
+    """Let the system end this process when it takes too much. On systems other than Linux memory is not limited."""
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, MAX_CPU_SECONDS - _COPY_SECONDS)
+    if sys.platform == "linux":
+        with open("/proc/self/statm") as file:
+            size = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + MAX_BYTES, size + MAX_BYTES))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _try(compiler: GrammarCompiler, vocab_size: int, kind: str, text: str, end_token_ids: list[int]) -> str:
+    """Return why a grammar cannot be used, or nothing. The masks along an output are a part of the trial."""
+    try:
+        return _Walk(compiler.compile(kind, text, tuple(end_token_ids)), vocab_size).take(text)
+    except GrammarError as error:
+        return str(error).strip() or "it cannot be read"
+    except MemoryError:
+        return TOO_MUCH
+
+
+class _Walk:
+    """An output as a search for what takes long would make it: a token again and again, and any other."""
+
+    def __init__(self, matcher: Matcher, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._start = matcher.copy()
+        self._token_ids: list[int] = []
+        self._mask = create_string_buffer(4 * -(-vocab_size // 32))
+
+    def take(self, seed: str) -> str:
+        """Return why what the grammar allows takes too much, or is nothing, or nothing. Every process finds the same,
+        unless masks take long. Raises GrammarError."""
+        rng, token_id = random.Random(seed), -1
+        began = time.process_time()
+        until = min(began + _WALK_SECONDS, MAX_CPU_SECONDS - 2 * _COPY_SECONDS)
+        self._fill()
+        for num_tokens in range(1, _MAX_WALK_TOKENS + 1):
+            if token_id < 0 or not self._mask.raw[token_id // 8] >> token_id % 8 & 1 or rng.random() < 0.25:
+                token_id = self._draw(rng)
+            try:
+                self._matcher.consume((token_id,))
+                if self._matcher.end_token_id is not None:
+                    return ""
+                self._token_ids.append(token_id)
+                self._fill()
+            except GrammarLimitError as error:
+                return f"behind {num_tokens} tokens of an output: {error}"
+            now = time.process_time()
+            if now > until:
+                mean = (now - began) / num_tokens
+                return _LONG_MASKS.format(1000 * mean) if mean > MAX_MASK_SECONDS else ""
+        return ""
+
+    def _fill(self) -> None:
+        try:
+            self._matcher.fill_mask(addressof(self._mask), len(self._mask))
+        except GrammarDeadEndError as error:
+            self._start.consume(self._token_ids)
+            forced = self._start.forced_text()
+            where = f"behind {len(self._token_ids)} tokens of an output: " if self._token_ids else ""
+            raise GrammarDeadEndError(f"{where}{error}" + (f", {forced[:80]!r}" if forced else "")) from None
+
+    def _draw(self, rng: random.Random) -> int:
+        """A token that is allowed; there is one."""
+        mask = self._mask.raw
+        start = rng.randrange(len(mask))
+        rest = mask[start:].lstrip(b"\0") or mask.lstrip(b"\0")  # from the next byte that has one, or the first
+        bits = [bit for bit in range(8) if rest[0] >> bit & 1]
+        return 8 * (len(mask) - len(rest)) + rng.choice(bits)
+
+
+def _answer(answers: IO[str], error: str) -> None:
+    answers.write(json.dumps(error[:_MAX_ERROR_CHARS]) + "\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    os.nice(_NICENESS)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)  # what the library says when it panics is no line of our log
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(null, 1)  # nor is anything that it prints an answer
+    _serve(sys.stdin, answers)

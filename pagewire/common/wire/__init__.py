@@ -1,0 +1,1 @@
+"""The wire: the messages between services, their translation, and transport."""

@@ -1,0 +1,172 @@
+"""What requests may ask for of how their tokens are sampled, by the names in the public proto: the range of each
+number, and what hangs on several options.
+
+`SamplingParams`, requests on the wire and generation_config.json are checked against this one table. What hangs on the
+model or the prompt the server checks.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from pagewire.common.wire.messages import GrammarKind, SamplingParams
+
+# Options of a request: those that are set.
+Options = Mapping[str, Any]
+
+
+class Fault(NamedTuple):
+    """An option that cannot be taken, such as `stop[3]`, and why."""
+
+    field: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Which values are legal, from `low` to `high`."""
+
+    low: int
+    high: float = math.inf
+    excludes_low: bool = False
+
+    def holds(self, value: float) -> bool:
+        """Whether a value is legal, which NaN never is."""
+        return self.low <= value <= self.high and not (self.excludes_low and value == self.low)
+
+    def faults(self, field: str, value: float) -> Iterator[Fault]:
+        """Yield what is wrong with the value of a field."""
+        if not self.holds(value):
+            # Of 0.1 the wire makes 0.10000000149.
+            is_short = isinstance(value, float) and not self.holds(float(f"{value:g}"))
+            yield Fault(field, f"{field} is {f'{value:g}' if is_short else value}, but must be {self}")
+
+    def __str__(self) -> str:
+        if self.high == math.inf:
+            return f"at least {self.low}"
+        return f"above {self.low} and at most {self.high}" if self.excludes_low else f"{self.low} to {self.high}"
+
+
+MAX_SAMPLES = 16
+UINT32, UINT64 = Range(0, 2**32 - 1), Range(0, 2**64 - 1)
+# Options that are a number of log-probabilities, and the number that stands for all tokens of the vocabulary.
+LOGPROB_NUMBERS, ALL_TOKENS = ("logprobs", "prompt_logprobs"), -1
+LOGPROBS = Range(ALL_TOKENS, 20)
+LOGIT_BIAS = Range(-100, 100)
+# The options that filter a random choice: those that other APIs and traces have under these names, then all.
+COMMON_FILTERS = {"temperature": Range(0, 100), "top_k": UINT32, "top_p": Range(0, 1, excludes_low=True)}
+_FILTERS = {**COMMON_FILTERS, "min_p": Range(0, 1)}
+RANGES = {
+    "beam_width": Range(1, 16),
+    "n": Range(1, MAX_SAMPLES),
+    **_FILTERS,
+    "presence_penalty": Range(-2, 2),
+    "frequency_penalty": Range(-2, 2),
+    "repetition_penalty": Range(0, 100, excludes_low=True),
+    "max_tokens": Range(1),
+    "min_tokens": UINT32,
+    "seed": UINT64,
+    **dict.fromkeys(LOGPROB_NUMBERS, LOGPROBS),
+}
+MAX_STOP_TEXT_CHARS = 256
+MAX_GRAMMAR_BYTES = 512 * 1024  # of UTF-8
+# A text of a choice has at least one character, two quotes, and what parts it from the next.
+MAX_ENTRIES = {
+    "stop": 16,
+    "stop_token_ids": 64,
+    "logit_bias": 1024,
+    "logprob_token_ids": 128,
+    "choice": MAX_GRAMMAR_BYTES // 4,
+}
+# The values that turn filters off, which a beam search uses: it makes no random choice.
+FILTERS_OFF = {name: getattr(SamplingParams(), name) for name in _FILTERS}
+# Options whose defaults a checkpoint may set, by their names in generation_config.json.
+CHECKPOINTS_OPTIONS = (*FILTERS_OFF, "repetition_penalty")
+
+
+def faults_in(options: Options) -> Iterator[Fault]:
+    """Yield what cannot be asked for, whatever the model and the prompt. Types have been checked before."""
+    for field, legal in RANGES.items():
+        if field in options:
+            yield from legal.faults(field, options[field])
+    for field, limit in MAX_ENTRIES.items():
+        if (count := len(options.get(field, ()))) > limit:
+            yield Fault(field, f"{field} has {count} entries, at most {limit} are allowed; send fewer")
+    yield from faults_of_min_tokens(options)
+    yield from _faults_of_beams(options)
+    yield from _faults_of_grammar(options)
+    for token_id, bias in options.get("logit_bias", {}).items():
+        yield from LOGIT_BIAS.faults(f"logit_bias[{token_id}]", bias)
+    for position, text in enumerate(options.get("stop", ())):
+        if not 1 <= len(text) <= MAX_STOP_TEXT_CHARS:
+            told = f"a stop text has {len(text)} characters, but must have 1 to {MAX_STOP_TEXT_CHARS}"
+            yield Fault(f"stop[{position}]", told)
+
+
+def faults_of_min_tokens(options: Options) -> Iterator[Fault]:
+    min_tokens, max_tokens = options.get("min_tokens", 0), options.get("max_tokens", math.inf)
+    if min_tokens > max_tokens:
+        yield Fault(
+            "min_tokens",
+            f"min_tokens is {min_tokens}, but the output has at most {max_tokens} tokens; lower min_tokens",
+        )
+
+
+def _faults_of_beams(options: Options) -> Iterator[Fault]:
+    if "beam_width" not in options:
+        for field in ("length_penalty", "early_stopping"):
+            if field in options:
+                told = "but without beam_width there is no beam search; set beam_width too"
+                yield Fault(field, f"{field} is set, {told}")
+        return
+    n, beam_width, length_penalty = options.get("n", 1), options["beam_width"], options.get("length_penalty", 1.0)
+    if n > beam_width:
+        yield Fault(
+            "n", f"n is {n}, but {beam_width} beams find at most as many hypotheses; lower n or raise beam_width"
+        )
+    if not abs(length_penalty) < math.inf:
+        yield Fault("length_penalty", f"length_penalty is {length_penalty:g}, but must be a finite number")
+    for field, off in FILTERS_OFF.items():
+        if (value := options.get(field, off)) != off:
+            told = "but beam search chooses nothing at random"
+            yield Fault(field, f"{field} is {float(value):g}, {told}; leave {field} or beam_width unset")
+    for field in (*LOGPROB_NUMBERS, "logprob_token_ids"):
+        if field in options:
+            told = f"leave {field} unset, or sample without beam_width"
+            yield Fault(field, f"beam search reports no {field}; {told}")
+    if options.get("stop"):
+        yield Fault("stop", "beam search watches for no stop texts; use stop_token_ids, or sample without beam_width")
+
+
+def grammar_kind(options: Options) -> GrammarKind | None:
+    """Return the kind of what the output must match, which is an option's name in capitals."""
+    return next((kind for kind in GrammarKind if kind.name.lower() in options), None)
+
+
+def grammar_text(options: Options, kind: GrammarKind) -> str:
+    """Return what the output must match as a text, which is empty for any JSON object."""
+    value: Any = options[kind.name.lower()]
+    return json.dumps(value, ensure_ascii=False) if kind is GrammarKind.CHOICE else "" if value is True else value
+
+
+def _faults_of_grammar(options: Options) -> Iterator[Fault]:
+    kind = grammar_kind(options)
+    if kind is None:
+        return
+    name = kind.name.lower()
+    value = options[name]
+    if value is False:
+        yield Fault(name, "json_object is false, but only true says something; leave it unset")
+    elif not value:
+        yield Fault(name, f"{name} is empty; say what the output must match, or leave it unset")
+    else:
+        yield from faults_of_grammar_text(name, grammar_text(options, kind))
+
+
+def faults_of_grammar_text(name: str, text: str) -> Iterator[Fault]:
+    """Yield what is wrong with the length of what the output must match."""
+    # Half a character, which cannot be sent, is told of where messages are made.
+    if (size := len(text.encode(errors="surrogatepass"))) > MAX_GRAMMAR_BYTES:
+        yield Fault(name, f"{name} has {size} bytes, at most {MAX_GRAMMAR_BYTES} are allowed; shorten it")

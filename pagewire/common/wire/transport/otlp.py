@@ -1,0 +1,79 @@
+"""Spans of OpenTelemetry on their way to a collector, over OTLP. This module needs the extra `tracing`."""
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
+
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
+
+from pagewire.common.wire.transport.http_proxy import http_proxy_of
+
+logger = logging.getLogger(__name__)
+
+# Where OpenTelemetry tells every 20 s that a collector takes no spans, and that the queue of them is full.
+_EXPORTING = logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter")
+_QUEUEING = logging.getLogger("opentelemetry.sdk._shared_internal")
+_EXPORT_TIMEOUT = 1.0  # seconds: a collector that is not there must not delay the end of the process
+
+
+class _Operations:
+    """Stands where OpenTelemetry 1.45 counts an exporter's failures, which it keeps in a cycle with all their spans."""
+
+    @contextmanager
+    def export_operation(self, num_spans: int) -> Iterator[SimpleNamespace]:
+        result = SimpleNamespace(error=None, error_attrs=None)
+        yield result
+        result.error = None  # its frames refer to the result: a cycle that only a full collection would free
+
+
+class _Exporter(OTLPSpanExporter):
+    """Tells once that a collector takes no spans, and once that it takes them again."""
+
+    def __init__(self, endpoint: str, **options: Any) -> None:
+        super().__init__(endpoint, **options)
+        self._is_out = False
+        self._metrics = _Operations()  # type: ignore[assignment]
+        _EXPORTING.setLevel(logging.ERROR)  # each try of a batch is a warning
+        _QUEUEING.setLevel(logging.NOTSET)
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        result = super().export(spans)
+        if self._is_out == (result is SpanExportResult.SUCCESS):
+            self._is_out = not self._is_out
+            _EXPORTING.setLevel(logging.CRITICAL if self._is_out else logging.ERROR)
+            _QUEUEING.setLevel(logging.CRITICAL if self._is_out else logging.NOTSET)
+            if not self._is_out:
+                logger.info("the collector of spans takes them again")
+        return result
+
+
+def tracer_provider(endpoint: str, service_name: str, version: str) -> TracerProvider:
+    """Make a provider of tracers, which sends a service's spans to the collector at `endpoint`, http://HOST:PORT.
+
+    Raises ValueError for variables of OpenTelemetry that it cannot be made with, of which each has errors of its own.
+    """
+    try:
+        return _provider(endpoint, service_name, version)
+    except Exception as error:
+        variables = ", ".join(sorted(name for name in os.environ if name.startswith("OTEL_")))
+        cause = f" with {variables}" if variables else ""
+        raise ValueError(f"OpenTelemetry cannot be set up{cause}: {error}") from error
+
+
+def _provider(endpoint: str, service_name: str, version: str) -> TracerProvider:
+    provider = TracerProvider(resource=Resource.create({"service.name": service_name, "service.version": version}))
+    # Its annotation knows options with texts alone; gRPC takes numbers.
+    options: Any = (("grpc.enable_http_proxy", int(http_proxy_of(urlsplit(endpoint).netloc) is not None)),)
+    exporter = _Exporter(
+        endpoint, insecure=endpoint.startswith("http://"), timeout=_EXPORT_TIMEOUT, channel_options=options
+    )
+    # Half of OpenTelemetry's own numbers: a span that waits is a dozen objects, which every full collection looks at.
+    provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=1024, max_export_batch_size=256))
+    return provider

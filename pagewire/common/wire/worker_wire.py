@@ -1,0 +1,79 @@
+"""The messages between scheduler and worker to and from `pagewire.worker.v1`, in both directions."""
+
+import math
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, get_args
+
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
+from pagewire.common.wire.messages import (
+    GrammarReport,
+    Heartbeat,
+    Hello,
+    Refusal,
+    StepPlan,
+    StepResult,
+    WorkerCapacity,
+    WorkerProtocolError,
+    WorkerStarting,
+    illegal_values,
+)
+from pagewire.common.wire.transport.translation import decoder, encoder, unknown_field
+from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
+
+FromScheduler = Hello | StepPlan
+Response = WorkerStarting | WorkerCapacity | Refusal | StepResult | Heartbeat | GrammarReport
+Data = TypeVar("Data")
+Envelope = TypeVar("Envelope", bound=Message)
+
+
+class _Translation(Generic[Data, Envelope]):
+    """Both directions of an envelope, whose body is one of several messages; each has the name of its dataclass."""
+
+    def __init__(self, kinds: tuple[type, ...], envelope: type[Envelope]) -> None:
+        self._envelope = envelope
+        self._encoders: dict[type, tuple[str, Callable[[Any], Message]]] = {}
+        self._decoders: dict[str, Callable[[Message], Data]] = {}
+        by_name = {kind.__name__: kind for kind in kinds}
+        for body in envelope.DESCRIPTOR.fields:
+            kind, message_type = by_name[body.message_type.name], GetMessageClass(body.message_type)
+            self._encoders[kind] = body.name, encoder(kind, message_type)
+            self._decoders[body.name] = decoder(kind, message_type)
+
+    def encode(self, data: Data) -> Envelope:
+        body, encode = self._encoders[type(data)]
+        return self._envelope(**{body: encode(data)})
+
+    def decode(self, message: Envelope) -> Data:
+        """Raises WorkerProtocolError for a field or a value that this version does not know, or no body at all."""
+        if reason := unknown_field(message):
+            raise WorkerProtocolError(reason)
+        body = message.WhichOneof("body")
+        if body is None:
+            raise WorkerProtocolError(f"{message.DESCRIPTOR.full_name} has no body")
+        try:
+            return self._decoders[body](getattr(message, body))
+        except ValueError as error:
+            raise WorkerProtocolError(f"a {body} means nothing: {error}") from None
+
+
+_requests: _Translation[FromScheduler, worker_pb2.ExecuteRequest] = _Translation(
+    get_args(FromScheduler), worker_pb2.ExecuteRequest
+)
+_responses: _Translation[Response, worker_pb2.ExecuteResponse] = _Translation(
+    get_args(Response), worker_pb2.ExecuteResponse
+)
+encode_request, decode_request, encode_response = _requests.encode, _requests.decode, _responses.encode
+
+
+def decode_response(message: worker_pb2.ExecuteResponse) -> Response:
+    """Raises WorkerProtocolError for anything that a worker should not send."""
+    response = _responses.decode(message)
+    if not isinstance(response, WorkerCapacity):
+        return response
+    for name, value in illegal_values(response):
+        raise WorkerProtocolError(f"the worker is ready with {name} {value}")
+    if response.num_host_blocks and not 0 < response.swap_bandwidth < math.inf:
+        raise WorkerProtocolError(f"the worker is ready with host blocks and swap_bandwidth {response.swap_bandwidth}")
+    return response
