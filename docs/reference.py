@@ -58,7 +58,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs"
 SCHEDULER = "pagewire/scheduler/v1/scheduler.proto"
 WORKER = "pagewire/worker/v1/worker.proto"
-SAMPLING = "pagewire/sampling_params.py"
+SAMPLING = "pagewire/client/sampling_params.py"
 FIELDS = '    """The fields of `SamplingParams` as keyword arguments. Made by `make docs`; do not edit."""\n'
 MADE = "<!-- Made by `make docs`; do not edit. -->"
 

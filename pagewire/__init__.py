@@ -6,7 +6,7 @@ import os
 from pagewire.common import __version__
 
 # gRPC reads it when it is imported. Its own handling of forks restarts threads in a child whose parent had a call under
-# way, and crashes there; `pagewire.channels` does what is needed.
+# way, and crashes there; `pagewire.client.channels` does what is needed.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
 
 # Type checkers know the name. The module of that name is not imported: `python -m pagewire` would take a file of the
@@ -16,10 +16,18 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from pagewire.client import AsyncClient, Client
-    from pagewire.completion import Completion, CompletionOutput, Output, PromptEmbedding, Result, TokenLogprobs, Usage
-    from pagewire.conversation import Session
-    from pagewire.errors import (
+    from pagewire.client.client import AsyncClient, Client
+    from pagewire.client.completion import (
+        Completion,
+        CompletionOutput,
+        Output,
+        PromptEmbedding,
+        Result,
+        TokenLogprobs,
+        Usage,
+    )
+    from pagewire.client.conversation import Session
+    from pagewire.client.errors import (
         AlreadyExists,
         Cancelled,
         DeadlineExceeded,
@@ -34,6 +42,13 @@ if TYPE_CHECKING:
         StartError,
         Unavailable,
     )
+    from pagewire.client.sampling_params import (
+        BeamSearchParams,
+        SamplingParams,
+        StructuredOutputs,
+        StructuredOutputsParams,
+    )
+    from pagewire.client.server_info import BlockHolder, BlockMap, Loads, RequestReport, ServerInfo, WorkerInfo
     from pagewire.llm import (
         LLM,
         BeamSearchOutput,
@@ -48,8 +63,6 @@ if TYPE_CHECKING:
         TextPrompt,
         TokensPrompt,
     )
-    from pagewire.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputs, StructuredOutputsParams
-    from pagewire.server import BlockHolder, BlockMap, Loads, RequestReport, ServerInfo, WorkerInfo
 
 __all__ = [
     "LLM",

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 COMMIT_VARIABLE = "PAGEWIRE_COMMIT"  # for a copy of the tree without its history
 # The modules whose imports, directly or not, are the source of what a part measures.
 _RUNNER = ("worker_service.startup.loader",)
-_SERVICES = ("scheduler_service.server", "worker_service.server", "pagewire.client")
+_SERVICES = ("scheduler_service.server", "worker_service.server", "pagewire.client.client")
 _ENTRIES: dict[str, tuple[str, ...]] = {
     "device": (),
     **dict.fromkeys(("decode_small", "decode_large", "swap", "step_tables_small", "step_tables_large"), _RUNNER),

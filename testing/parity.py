@@ -10,8 +10,8 @@ import torch
 import transformers
 
 from pagewire import AsyncClient, SamplingParams
-from pagewire.completion import Completion
-from pagewire.server import Loads
+from pagewire.client.completion import Completion
+from pagewire.client.server_info import Loads
 from testing import oracle
 
 STORYTELLER = Path(__file__).parents[1] / "models" / "storyteller"

@@ -25,7 +25,7 @@ from pagewire import AsyncClient, SamplingParams
 from pagewire.bench.run import run
 from pagewire.bench.workload import LengthRange, PlannedRequest, Workload
 from pagewire.cli.services import DOOR_OPTIONS
-from pagewire.errors import CommandError
+from pagewire.client.errors import CommandError
 from pagewire.hosting import local_server
 from pagewire.progress import Progress
 

@@ -30,7 +30,7 @@ from bench.goals import verdict
 from bench.measure import medians
 from bench.services.interference import gap_quantiles, random_prompt, stream
 from pagewire import AsyncClient, SamplingParams, Session, StructuredOutputs
-from pagewire.errors import PagewireError
+from pagewire.client.errors import PagewireError
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 from testing import rapid_resets

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from bench.goals import verdict
 from pagewire import AsyncClient, SamplingParams
-from pagewire.errors import PagewireError, ResourceExhausted
+from pagewire.client.errors import PagewireError, ResourceExhausted
 from testing.services import System, running
 
 MODEL = Path("models/storyteller")

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from pagewire.bench import result, target
 from pagewire.cli import client_flags
+from pagewire.client.sampling_params import BENCH_FIELDS, BOOLEAN_FIELDS, FLAGS, SamplingParams
 from pagewire.compatibility import FOREIGN_BENCH_FLAGS
 from pagewire.options import Parser
-from pagewire.sampling_params import BENCH_FIELDS, BOOLEAN_FIELDS, FLAGS, SamplingParams
 
 # By the names of a flag: what parses its value, its default and its help.
 Integers = Mapping[str, tuple[Callable[[str], int], int, str]]

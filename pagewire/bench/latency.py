@@ -15,12 +15,12 @@ from pagewire.bench.run import Run, check_fits, exit_code, run
 from pagewire.bench.statistics import Summary, summarize
 from pagewire.bench.workload import LengthRange, Workload
 from pagewire.cli import client_flags
-from pagewire.client import AsyncClient
+from pagewire.client.client import AsyncClient
+from pagewire.client.server_info import ServerInfo
 from pagewire.hosting import local_server
 from pagewire.hosting.supervisor import free_port
 from pagewire.options import Parser
 from pagewire.progress import Progress
-from pagewire.server import ServerInfo
 
 PERCENTS = (10.0, 25.0, 50.0, 75.0, 90.0, 99.0)
 _INTEGERS: flags.Integers = {

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from prometheus_client.parser import text_string_to_metric_families
 
 from pagewire.bench.run import RequestRecord
-from pagewire.errors import CommandError
+from pagewire.client.errors import CommandError
 
 COLUMN = 46
 TIMEOUT_S = 10.0

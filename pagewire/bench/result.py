@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pagewire.bench.run import Run
+from pagewire.client.server_info import ServerInfo
 from pagewire.options import Parser
-from pagewire.server import ServerInfo
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

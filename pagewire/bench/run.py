@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 
 from pagewire.bench.workload import PlannedRequest, Workload
 from pagewire.cli import FAILURE, INTERRUPTED, SUCCESS
-from pagewire.client import AsyncClient
-from pagewire.errors import CommandError, PagewireError
+from pagewire.client.client import AsyncClient
+from pagewire.client.errors import CommandError, PagewireError
+from pagewire.client.sampling_params import SamplingParams
+from pagewire.client.server_info import ServerInfo
 from pagewire.progress import Progress
-from pagewire.sampling_params import SamplingParams
-from pagewire.server import ServerInfo
 
 MAX_SHOWN_ERRORS = 10
 

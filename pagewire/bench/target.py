@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from pagewire.cli import connection, services
-from pagewire.client import AsyncClient
+from pagewire.client.client import AsyncClient
 from pagewire.hosting import local_server
 from pagewire.options import Parser
 

@@ -12,10 +12,10 @@ from pagewire.bench import flags, result, target
 from pagewire.bench.run import Run, check_fits, exit_code, run
 from pagewire.bench.workload import LengthRange, PlannedRequest, Workload
 from pagewire.cli import client_flags
-from pagewire.client import AsyncClient
+from pagewire.client.client import AsyncClient
+from pagewire.client.server_info import ServerInfo
 from pagewire.hosting import local_server
 from pagewire.progress import Progress
-from pagewire.server import ServerInfo
 
 _INTEGERS: flags.Integers = {
     "--num-prompts": (client_flags.count, 1000, "number of requests"),

@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Sequence
 from string import ascii_letters
 
+from pagewire.client.server_info import CACHED, FREE, HELD, MOVING, SHARED, BlockMap
 from pagewire.hosting.printable import printable
-from pagewire.server import CACHED, FREE, HELD, MOVING, SHARED, BlockMap
 
 PLAIN = "\033[0m"
 # What a cell shows, and how it is coloured, where no one request holds it.

@@ -7,20 +7,20 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from pagewire import options
-from pagewire.arguments import check_text
 from pagewire.cli import client_flags, connection, request
 from pagewire.cli.chat_terminal import ChatTerminal, history_path, read_input
 from pagewire.cli.command import tell
-from pagewire.client import Client
+from pagewire.client.arguments import check_text
+from pagewire.client.client import Client
+from pagewire.client.completion import Completion
+from pagewire.client.conversation import Session, template_of
+from pagewire.client.errors import CommandError, InvalidRequest, PagewireError, Unavailable
+from pagewire.client.sampling_params import SamplingParams
+from pagewire.client.server_info import ServerInfo
 from pagewire.compatibility import suggestion
-from pagewire.completion import Completion
-from pagewire.conversation import Session, template_of
-from pagewire.errors import CommandError, InvalidRequest, PagewireError, Unavailable
 from pagewire.hosting.local_server import END_TIMEOUT_S, LocalServer, serving
 from pagewire.hosting.model_source import MISSING
 from pagewire.options import DESCRIBE, Parser
-from pagewire.sampling_params import SamplingParams
-from pagewire.server import ServerInfo
 
 COMMANDS = ("/help", "/clear", "/system", "/exit")
 HELP = """\

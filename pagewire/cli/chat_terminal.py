@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pagewire.errors import CommandError
+from pagewire.client.errors import CommandError
 
 PROMPT, CONTINUATION = "> ", ". "
 BLOCK = '"""'

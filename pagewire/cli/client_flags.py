@@ -10,10 +10,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from pagewire.common.option_limits import flag
-from pagewire.compatibility import suggestion
-from pagewire.errors import InvalidRequest
-from pagewire.sampling_params import (
+from pagewire.client.errors import InvalidRequest
+from pagewire.client.sampling_params import (
     BOOLEAN_FIELDS,
     EARLY_STOPPING,
     FLAGS,
@@ -23,6 +21,8 @@ from pagewire.sampling_params import (
     SamplingParams,
     StructuredOutputs,
 )
+from pagewire.common.option_limits import flag
+from pagewire.compatibility import suggestion
 
 
 def count(text: str) -> int:

@@ -163,7 +163,7 @@ def run(verb: Verb, arguments: Sequence[str]) -> int:
 
 
 def _run(verb: Verb, arguments: Sequence[str]) -> int:
-    from pagewire.errors import CommandError, PagewireError
+    from pagewire.client.errors import CommandError, PagewireError
     from pagewire.hosting.printable import printable_lines
 
     try:

@@ -4,7 +4,7 @@ import argparse
 import os
 from typing import TypeVar
 
-from pagewire.client import AsyncClient, Client
+from pagewire.client.client import AsyncClient, Client
 from pagewire.options import Parser
 
 AnyClient = TypeVar("AnyClient", AsyncClient, Client)

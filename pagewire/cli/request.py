@@ -11,13 +11,13 @@ from typing import Any, TextIO
 from pagewire.cli import client_flags, connection
 from pagewire.cli.chat_terminal import read_input
 from pagewire.cli.command import tell
-from pagewire.client import Client
+from pagewire.client.client import Client
+from pagewire.client.completion import Completion, CompletionBuilder, CompletionOutput, Output, Result
+from pagewire.client.conversation import Session
+from pagewire.client.errors import PagewireError
+from pagewire.client.sampling_params import SamplingParams
 from pagewire.common.strict_json import to_json
-from pagewire.completion import Completion, CompletionBuilder, CompletionOutput, Output, Result
-from pagewire.conversation import Session
-from pagewire.errors import PagewireError
 from pagewire.options import Parser
-from pagewire.sampling_params import SamplingParams
 
 
 def complete(arguments: Sequence[str]) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pagewire.cli.client_flags import count, count_or_zero, names_among, number, positive
-from pagewire.errors import CommandError
+from pagewire.client.errors import CommandError
 from pagewire.installation import shortage
 from pagewire.options import Parser
 from scheduler_service.core.policy import DEFAULT_MAX_WAIT_S, POLICIES, create_policy

@@ -14,13 +14,13 @@ import grpc
 
 from pagewire.cli import connection
 from pagewire.cli.block_view import BlockView
-from pagewire.client import Client
+from pagewire.client.client import Client
+from pagewire.client.errors import PagewireError, Unavailable
+from pagewire.client.server_info import Loads, RequestReport, ServerInfo
 from pagewire.common.process.memory_size import describe_memory
 from pagewire.common.strict_json import to_json
-from pagewire.errors import PagewireError, Unavailable
 from pagewire.hosting.printable import printable
 from pagewire.options import Parser
-from pagewire.server import Loads, RequestReport, ServerInfo
 
 # The other screen of the terminal, without a cursor; and back to how it was.
 ENTER_SCREEN, LEAVE_SCREEN = "\033[?1049h\033[?25l", "\033[?25h\033[?1049l"

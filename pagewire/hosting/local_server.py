@@ -13,9 +13,9 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from types import FrameType
 
+from pagewire.client.errors import CommandError, StartError, Unavailable
 from pagewire.common.process.child_process import EXIT_WITH_PARENT, READY_PREFIX, REFUSAL_PREFIX, python_command
 from pagewire.common.process.queued_writer import QueuedWriter, stream_writer
-from pagewire.errors import CommandError, StartError, Unavailable
 from pagewire.hosting.child_output import READ_BYTES, ChildOutput
 from pagewire.options import FLAGS_ONLY_VARIABLE
 

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pagewire import installation
+from pagewire.client.errors import CommandError
 from pagewire.common.gguf import MAX_LISTING_BYTES, ModelFileError, is_gguf, read_text
 from pagewire.common.process.memory_size import describe_memory
 from pagewire.compatibility import suggestion
-from pagewire.errors import CommandError
 
 log = logging.getLogger(__name__)
 

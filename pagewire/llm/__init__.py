@@ -1,5 +1,6 @@
 """`LLM`: a model for a program on the same machine, with both services in the background, in the style of vLLM."""
 
+from pagewire.client.server_info import Counter, Gauge, Metric
 from pagewire.llm.llm import LLM, TextPrompt, TokensPrompt
 from pagewire.llm.request_output import (
     BeamSearchOutput,
@@ -12,7 +13,6 @@ from pagewire.llm.request_output import (
     RequestOutput,
     SampleOutput,
 )
-from pagewire.server import Counter, Gauge, Metric
 
 __all__ = [
     "LLM",

@@ -12,16 +12,20 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any, NotRequired, TypedDict
 
-from pagewire import background_loop, conversation, installation, wire
-from pagewire.arguments import are_token_ids, as_list, check_text, is_integer, is_real, require, split_prompt
-from pagewire.batch import RequestBatch
-from pagewire.channels import Channels
+from pagewire import installation
 from pagewire.cli.services import DOOR_OPTIONS, serve_options
-from pagewire.client import UNARY_TIMEOUT_S, Client, one_each
+from pagewire.client import background_loop, conversation, wire
+from pagewire.client.arguments import are_token_ids, as_list, check_text, is_integer, is_real, require, split_prompt
+from pagewire.client.batch import RequestBatch
+from pagewire.client.channels import Channels
+from pagewire.client.client import UNARY_TIMEOUT_S, Client, one_each
+from pagewire.client.completion import Completion
+from pagewire.client.conversation import Message
+from pagewire.client.errors import Cancelled, StartError, Unavailable
+from pagewire.client.retry import Attempts
+from pagewire.client.sampling_params import UNSET, BeamSearchParams, SamplingParams
+from pagewire.client.server_info import Metric, metrics_of
 from pagewire.compatibility import FOREIGN, IN_PYTHON, MAPPED, suggestion, translate
-from pagewire.completion import Completion
-from pagewire.conversation import Message
-from pagewire.errors import Cancelled, StartError, Unavailable
 from pagewire.hosting.local_server import END_TIMEOUT_S, LocalServer
 from pagewire.llm.request_output import (
     BeamSearchOutput,
@@ -35,9 +39,6 @@ from pagewire.llm.request_output import (
 )
 from pagewire.options import spelled
 from pagewire.progress import ForeignProgress, Progress
-from pagewire.retry import Attempts
-from pagewire.sampling_params import UNSET, BeamSearchParams, SamplingParams
-from pagewire.server import Metric, metrics_of
 
 # Where `generate` is given no sampling parameters, vLLM's number of tokens and the checkpoint's own choices.
 DEFAULT_SAMPLING = replace(UNSET, max_tokens=16)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from pagewire.completion import Completion, CompletionOutput, PromptEmbedding, TokenLogprobs
+from pagewire.client.completion import Completion, CompletionOutput, PromptEmbedding, TokenLogprobs
 
 # The keys by which nano-vllm's users read a result.
 KEYS = ("text", "token_ids")

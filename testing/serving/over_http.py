@@ -8,8 +8,8 @@ from typing import Any
 import httpx2 as httpx
 
 from pagewire import SamplingParams, Session
-from pagewire.completion import Output, TokenLogprobs
-from pagewire.errors import DeadlineExceeded, InternalError, InvalidRequest, NotFound, PagewireError, Unavailable
+from pagewire.client.completion import Output, TokenLogprobs
+from pagewire.client.errors import DeadlineExceeded, InternalError, InvalidRequest, NotFound, PagewireError, Unavailable
 from testing.serving.received import Received, Sample
 
 COMPLETIONS, EMBEDDINGS = "/v1/completions", "/v1/embeddings"

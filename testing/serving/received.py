@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from pagewire.completion import Output
-from pagewire.errors import PagewireError
+from pagewire.client.completion import Output
+from pagewire.client.errors import PagewireError
 
 
 @dataclass(slots=True)

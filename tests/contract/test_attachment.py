@@ -7,8 +7,8 @@ import pytest
 
 import pagewire
 from pagewire import AsyncClient, Output, SamplingParams
-from pagewire import client as client_module
-from pagewire.completion import Attachment, TokenLogprobs, Usage
+from pagewire.client import client as client_module
+from pagewire.client.completion import Attachment, TokenLogprobs, Usage
 from testing.scheduler_stack import VOCAB_SIZE, expected_tokens, serve
 from tests.contract.cut_proxy import proxied
 

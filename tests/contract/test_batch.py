@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 import pagewire
-from pagewire import AsyncClient, Client, SamplingParams, wire
-from pagewire.batch import RequestBatch
-from pagewire.retry import Attempts
+from pagewire import AsyncClient, Client, SamplingParams
+from pagewire.client import wire
+from pagewire.client.batch import RequestBatch
+from pagewire.client.retry import Attempts
 from testing.scheduler_stack import VOCAB_SIZE, expected_tokens, serve
 from testing.seeds import seeded
 from tests.contract.cut_proxy import proxied

@@ -21,10 +21,10 @@ from pagewire.bench.statistics import percentile, summarize
 from pagewire.bench.throughput import Totals, total
 from pagewire.bench.workload import LengthRange, PlannedRequest, Workload
 from pagewire.cli.command import main
-from pagewire.errors import CommandError, ResourceExhausted
+from pagewire.client.errors import CommandError, ResourceExhausted
+from pagewire.client.sampling_params import SamplingParams
 from pagewire.hosting.supervisor import free_port
 from pagewire.progress import Progress
-from pagewire.sampling_params import SamplingParams
 from tests.contract.bench_stack import bench, stack_of
 
 # Sent at 0, 1, 2 and 3 s. The first gets tokens at 0.5, 1.0, 2.0 (two) s, the second one at 1.5 s, the third fails and

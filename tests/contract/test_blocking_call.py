@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from pagewire import Client, SamplingParams
-from pagewire.errors import Unavailable
+from pagewire.client.errors import Unavailable
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from testing.seeds import seeded
 from testing.serving import scripted_scheduler

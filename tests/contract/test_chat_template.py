@@ -64,8 +64,8 @@ async def test_a_chat_is_its_rendered_prompt_with_special_tokens_once(chatty: Pa
 
 
 async def test_tokens_of_texts_and_texts_of_tokens(chatty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagewire.client.MAX_TOKENIZED_CHARS", 30)
-    monkeypatch.setattr("pagewire.client.MAX_DETOKENIZED_TOKENS", 30)
+    monkeypatch.setattr("pagewire.client.client.MAX_TOKENIZED_CHARS", 30)
+    monkeypatch.setattr("pagewire.client.client.MAX_DETOKENIZED_TOKENS", 30)
     tokenizer = Tokenizer.from_file(str(chatty / "tokenizer.json"))
     texts = [f"hello {'world ' * (i % 7)}é" for i in range(20)]
     async with serve(chatty) as stack, AsyncClient(stack.url) as client:

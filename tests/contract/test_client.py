@@ -17,10 +17,11 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 import pagewire
-from pagewire import AsyncClient, Client, Output, SamplingParams, Session, StructuredOutputs, wire
+from pagewire import AsyncClient, Client, Output, SamplingParams, Session, StructuredOutputs
+from pagewire.client import wire
+from pagewire.client.sampling_params import INTEGER_FIELDS, STRUCTURES, UNSET
 from pagewire.common.wire.sampling_rules import RANGES
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from pagewire.sampling_params import INTEGER_FIELDS, STRUCTURES, UNSET
 from testing.serving import scripted_scheduler
 from testing.serving.certificates import self_signed
 from testing.serving.scripted_scheduler import ScriptedScheduler, delta, serving

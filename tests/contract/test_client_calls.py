@@ -15,7 +15,8 @@ import numpy
 import pytest
 
 import pagewire
-from pagewire import AsyncClient, Client, SamplingParams, Session, background_loop, channels, client
+from pagewire import AsyncClient, Client, SamplingParams, Session
+from pagewire.client import background_loop, channels, client
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from testing.serving import scripted_scheduler
 from testing.serving.scripted_scheduler import ScriptedScheduler, delta, serving
@@ -324,7 +325,7 @@ async def test_closing_ends_what_waits_for_its_next_attempt(
         waits.set()
         await wait(self, 3600)
 
-    monkeypatch.setattr("pagewire.channels.Connection.wait", observed)
+    monkeypatch.setattr("pagewire.client.channels.Connection.wait", observed)
     client = AsyncClient(NO_SERVER, retry=3600)
     call = asyncio.create_task(client.complete(*arguments))
     await waits.wait()
@@ -342,7 +343,7 @@ async def test_closing_ends_a_chat_whose_prompt_is_being_made(monkeypatch: pytes
             asyncio.run_coroutine_threadsafe(client.aclose(), loop).result()
             return ["Once"]
 
-        monkeypatch.setattr("pagewire.conversation.prompts_of", make_prompts)
+        monkeypatch.setattr("pagewire.client.conversation.prompts_of", make_prompts)
         with closed():
             await client.chat([HELLO])
 

@@ -18,11 +18,11 @@ from pagewire.cli.chat import Conversation
 from pagewire.cli.chat_terminal import read_input
 from pagewire.cli.command import BENCHES, VERBS, main, tell
 from pagewire.cli.request import SamplePrinter
-from pagewire.errors import CommandError
+from pagewire.client.errors import CommandError
+from pagewire.client.wire import decode_output
 from pagewire.hosting import local_server
 from pagewire.hosting.local_server import LocalServer
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from pagewire.wire import decode_output
 from testing.serving import scripted_scheduler
 from testing.serving.scripted_scheduler import ScriptedScheduler, delta, serving
 

@@ -20,8 +20,8 @@ import pagewire
 from pagewire import AsyncClient, SamplingParams
 from pagewire.cli.block_view import BlockView
 from pagewire.cli.status import report_table
+from pagewire.client.server_info import CACHED, FREE, HELD, MOVING, SHARED, BlockHolder, BlockMap, RequestReport
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from pagewire.server import CACHED, FREE, HELD, MOVING, SHARED, BlockHolder, BlockMap, RequestReport
 from scheduler_service.core.request import BlockUse
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import Stack, request, serve

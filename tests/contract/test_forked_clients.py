@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pagewire import channels
+from pagewire.client import channels
 from testing.serving import scripted_scheduler
 from testing.serving.scripted_scheduler import ScriptedScheduler, serving
 

@@ -155,7 +155,7 @@ def test_structured_outputs_have_the_fields_of_vllms_class() -> None:
 
 
 def test_the_module_that_vllms_users_import_from_has_its_names() -> None:
-    from pagewire.sampling_params import SamplingParams, StructuredOutputsParams
+    from pagewire.client.sampling_params import SamplingParams, StructuredOutputsParams
 
     given = StructuredOutputsParams(json={"type": "object"})
     assert SamplingParams(structured_outputs=given).structured_outputs == StructuredOutputs(json={"type": "object"})

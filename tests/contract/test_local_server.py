@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from pagewire.client.errors import CommandError, StartError, Unavailable
 from pagewire.common.process.queued_writer import QueuedWriter
-from pagewire.errors import CommandError, StartError, Unavailable
 from pagewire.hosting import local_server
 from pagewire.hosting.local_server import LocalServer
 

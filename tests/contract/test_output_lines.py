@@ -11,9 +11,9 @@ import pytest
 from pagewire.cli import connection
 from pagewire.cli.chat_terminal import ChatTerminal
 from pagewire.cli.request import SamplePrinter, attach, stream
-from pagewire.completion import Output, Usage
-from pagewire.errors import CommandError, PagewireError
-from pagewire.sampling_params import SamplingParams
+from pagewire.client.completion import Output, Usage
+from pagewire.client.errors import CommandError, PagewireError
+from pagewire.client.sampling_params import SamplingParams
 
 
 class BrokenOff:

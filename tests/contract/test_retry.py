@@ -10,9 +10,9 @@ import pytest
 
 import pagewire
 from pagewire import AsyncClient, Client
+from pagewire.client.retry import Attempts
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from pagewire.retry import Attempts
 from testing.serving import scripted_scheduler
 from testing.serving.scripted_scheduler import ScriptedScheduler, serving
 

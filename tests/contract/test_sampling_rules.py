@@ -12,6 +12,7 @@ import pytest
 
 import pagewire
 from pagewire import SamplingParams
+from pagewire.client.sampling_params import INTEGER_FIELDS
 from pagewire.common.wire.sampling_rules import (
     LOGPROB_NUMBERS,
     MAX_ENTRIES,
@@ -20,7 +21,6 @@ from pagewire.common.wire.sampling_rules import (
     RANGES,
 )
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from pagewire.sampling_params import INTEGER_FIELDS
 from scheduler_service.doors.scheduler.generate_request import read_request
 from scheduler_service.serving.checkpoint.model_info import ModelInfo, read_model_info
 from scheduler_service.serving.refusal import RefusedError

@@ -13,8 +13,9 @@ import grpc
 import pytest
 
 import pagewire
-from pagewire import AsyncClient, SamplingParams, channels
-from pagewire.channels import Connection
+from pagewire import AsyncClient, SamplingParams
+from pagewire.client import channels
+from pagewire.client.channels import Connection
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from testing.scheduler_stack import VOCAB_SIZE, expected_tokens, serve
 from testing.serving import scripted_scheduler
@@ -27,13 +28,13 @@ DEADLINE = 30
 
 @pytest.fixture(autouse=True)
 def _shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagewire.client.MIN_SHARED", 1)
+    monkeypatch.setattr("pagewire.client.client.MIN_SHARED", 1)
 
 
 @contextlib.contextmanager
 def calls_of_their_own() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pagewire.client.MIN_SHARED", math.inf)
+        patch.setattr("pagewire.client.client.MIN_SHARED", math.inf)
         yield
 
 
@@ -130,7 +131,7 @@ async def test_leaving_early_aborts(checkpoint: Path) -> None:
 @pytest.mark.parametrize("seed", [0, *thorough(1, 2)])
 async def test_many_at_once(checkpoint: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     print(f"seed {seed}")
-    monkeypatch.setattr("pagewire.client.MIN_SHARED", 4)
+    monkeypatch.setattr("pagewire.client.client.MIN_SHARED", 4)
     rng = random.Random(seed)
     cases = [(rng.randrange(1, 40), rng.randrange(1, 3), i) for i in range(80)]
     async with serve(checkpoint) as stack, AsyncClient(stack.url) as client:

@@ -16,7 +16,7 @@ from cryptography import x509
 
 from pagewire import AsyncClient, Client, SamplingParams
 from pagewire.cli import command
-from pagewire.errors import PagewireError
+from pagewire.client.errors import PagewireError
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig

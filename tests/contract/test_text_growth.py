@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pagewire.cli.request import SamplePrinter
+from pagewire.client.wire import decode_output
 from pagewire.common.chat.chat_output import Arguments, CallStart, format_of
 from pagewire.common.chat.chat_output.literals import json_of
 from pagewire.common.chat.chat_template import ChatTemplateError, up_to_last
@@ -18,7 +19,6 @@ from pagewire.common.chat.template_sandbox import TemplateFailure
 from pagewire.common.grammars.literals import literals_of
 from pagewire.common.wire.transport.wrong_port import RightPort
 from pagewire.protos.gen.pagewire.scheduler.v1.scheduler_pb2 import GenerateResponse
-from pagewire.wire import decode_output
 from scheduler_service.doors.http.body import decode_body, decode_query
 from scheduler_service.doors.http.requests import ChatCompletionRequest, DetachedQuery
 from scheduler_service.doors.http.tool_calls import SampleReader

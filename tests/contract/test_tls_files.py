@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from pagewire.client import Client
+from pagewire.client.client import Client
 from pagewire.common.process.watched_files import NamedFile
 from pagewire.common.wire.transport.tls import Life, TlsFiles, link_files, server_files
 from testing.seeds import seeded

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 
-from pagewire import wire
+from pagewire.client import wire
+from pagewire.client.completion import Output, Result
+from pagewire.client.server_info import BlockMap, Loads, RequestReport, ServerInfo
 from pagewire.common.wire.transport.translation import decoder, encoder, enum_names, unknown_field
-from pagewire.completion import Output, Result
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
-from pagewire.server import BlockMap, Loads, RequestReport, ServerInfo
 from tests.contract.drawn_data import drawn_message
 
 

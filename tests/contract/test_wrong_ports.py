@@ -13,7 +13,8 @@ import pytest
 from prometheus_client import Metric
 
 import pagewire
-from pagewire import AsyncClient, Client, wire
+from pagewire import AsyncClient, Client
+from pagewire.client import wire
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
 from scheduler_service import front_end, server
 from scheduler_service.config import FrontEndConfig, SchedulerConfig

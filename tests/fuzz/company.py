@@ -8,8 +8,8 @@ from typing import Any
 import httpx2 as httpx
 
 from pagewire import AsyncClient
-from pagewire.completion import Output
-from pagewire.errors import DeadlineExceeded, NotFound, PagewireError
+from pagewire.client.completion import Output
+from pagewire.client.errors import DeadlineExceeded, NotFound, PagewireError
 from testing.serving.over_http import outputs_over_http
 from testing.serving.received import Received
 from testing.streams import Progress

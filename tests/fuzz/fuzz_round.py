@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pagewire import AsyncClient
-from pagewire.errors import PagewireError
+from pagewire.client.errors import PagewireError
 from pagewire.hosting.supervisor import free_port
 from testing.forked import LoggingStart
 from testing.services import HOST, Service, Start, System, running

@@ -21,7 +21,7 @@ import transformers
 from tokenizers import Tokenizer
 
 from pagewire import AsyncClient, SamplingParams
-from pagewire.server import Loads
+from pagewire.client.server_info import Loads
 from testing import oracle, services
 from testing.checkpoints import packed
 from testing.checkpoints.families import FAMILIES, make_checkpoint

@@ -269,7 +269,7 @@ def test_what_users_give_enters_a_message_in_one_place() -> None:
         }
 
     clients = [path for path in sources("pagewire") if path.parent == Path("pagewire")]
-    assert {Path("pagewire/client.py"), Path("pagewire/wire.py")} <= set(clients)
+    assert {Path("pagewire/client/client.py"), Path("pagewire/client/wire.py")} <= set(clients)
     assert {path: words for path in clients if (words := set_directly(path))} == {}
 
 
@@ -402,9 +402,9 @@ def test_the_scheduler_and_the_client_load_neither_torch_nor_numpy() -> None:
 
 def test_importing_the_package_loads_the_client_alone() -> None:
     others = {"scheduler_service", "worker_service", *(f"pagewire.{name}" for name in BESIDE_THE_CLIENT)}
-    assert not loaded_after("import pagewire") & {*HEAVY, *others, "pagewire.client"}
+    assert not loaded_after("import pagewire") & {*HEAVY, *others, "pagewire.client.client"}
     loaded = loaded_after("import pagewire; pagewire.Client, pagewire.SamplingParams, pagewire.ServerInfo")
-    assert "pagewire.client" in loaded
+    assert "pagewire.client.client" in loaded
     assert not loaded & {*HEAVY, *others}
 
 

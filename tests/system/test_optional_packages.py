@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pagewire import AsyncClient, SamplingParams
-from pagewire.errors import InvalidRequest
+from pagewire.client.errors import InvalidRequest
 from testing.checkpoints.families import make_checkpoint
 from testing.services import Process, running
 from tests.environments import forgetting

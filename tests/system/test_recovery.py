@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from pagewire import AsyncClient, SamplingParams
-from pagewire.errors import Unavailable
+from pagewire.client.errors import Unavailable
 from testing import oracle
 from testing.checkpoints.families import make_checkpoint
 from testing.forked import running

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pagewire import AsyncClient, SamplingParams
-from pagewire.completion import TokenLogprobs
+from pagewire.client.completion import TokenLogprobs
 from testing.checkpoints.families import make_checkpoint
 from testing.checkpoints.gguf_files import write_gguf
 from testing.checkpoints.packed import make_mxfp4, make_quantized

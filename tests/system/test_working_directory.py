@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.errors import StartError
+from pagewire.client.errors import StartError
 from pagewire.hosting.local_server import LocalServer
 from pagewire.hosting.supervisor import free_port
 from testing.services import ENVIRON, HOST

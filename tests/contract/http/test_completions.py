@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from pagewire.client.wire import TIMEOUT_PASSED
 from pagewire.common.grammars import GrammarCompiler, Matcher
 from pagewire.common.wire.messages import GrammarKind
-from pagewire.wire import TIMEOUT_PASSED
 from scheduler_service.serving.refusal import Reason
 from testing.grammars.spelled import allowed_tokens
 from testing.scheduler_stack import VOCAB_SIZE, expected_tokens, request

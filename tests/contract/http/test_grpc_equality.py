@@ -16,8 +16,8 @@ import pytest
 import pytest_asyncio
 
 from pagewire import AsyncClient, SamplingParams, Session
-from pagewire.completion import Output
-from pagewire.errors import PagewireError
+from pagewire.client.completion import Output
+from pagewire.client.errors import PagewireError
 from testing.scheduler_stack import VOCAB_SIZE
 from testing.seeds import seeded
 from testing.serving.door import HttpServer, joined, serve_http

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import grpc.aio
 
-from pagewire.errors import PagewireError
+from pagewire.client.errors import PagewireError
+from pagewire.client.wire import decode_error, decode_failure
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from pagewire.wire import decode_error, decode_failure
 from scheduler_service.core.request import EndReason
 from tests.sim.outputs.http_network import read_over_http
 from tests.sim.outputs.request import SimulatedRequest

@@ -11,8 +11,8 @@ from random import Random
 from typing import Any
 from unittest import mock
 
+from pagewire.client.wire import decode_failure
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from pagewire.wire import decode_failure
 from scheduler_service.doors.http.call_admission import CallAdmission
 from scheduler_service.doors.http.routes import Routes
 from scheduler_service.doors.http.transport.http_server import HttpServer

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pagewire.channels import Connection
+from pagewire.client.channels import Connection
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 from tests.sim.outputs.network import Channel, Network
 

@@ -15,8 +15,8 @@ from unittest import mock
 
 import grpc
 
-from pagewire import channels
-from pagewire.errors import PagewireError
+from pagewire.client import channels
+from pagewire.client.errors import PagewireError
 from scheduler_service.core import explain
 from scheduler_service.core.request import EndReason
 from scheduler_service.doors.scheduler import shared_call

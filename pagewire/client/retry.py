@@ -5,8 +5,8 @@ import time
 
 import grpc
 
-from pagewire.arguments import as_seconds
-from pagewire.errors import DeadlineExceeded, PagewireError, ResourceExhausted, Unavailable
+from pagewire.client.arguments import as_seconds
+from pagewire.client.errors import DeadlineExceeded, PagewireError, ResourceExhausted, Unavailable
 
 # Before the second, third ... attempt in a row, where the server suggests nothing; the last goes on. Each is spread by
 # JITTER in both directions, so that clients which failed together do not come back together.

@@ -23,14 +23,14 @@ from weakref import WeakSet
 import grpc
 import grpc.aio
 
-from pagewire import background_loop, wire
-from pagewire.arguments import check_text, refuse_unknown, require
+from pagewire.client import background_loop, wire
+from pagewire.client.arguments import check_text, refuse_unknown, require
+from pagewire.client.errors import DeadlineExceeded, PagewireError, Unavailable
 from pagewire.common.process.watched_files import NamedFile
 from pagewire.common.wire.generate_many import GenerateManyClient, is_broken
 from pagewire.common.wire.transport.dialling import open_channel
 from pagewire.common.wire.transport.http_proxy import http_proxy_of
 from pagewire.common.wire.transport.tls import TlsFiles
-from pagewire.errors import DeadlineExceeded, PagewireError, Unavailable
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 

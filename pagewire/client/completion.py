@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import grpc
 
-from pagewire.errors import Cancelled, InternalError, PagewireError
+from pagewire.client.errors import Cancelled, InternalError, PagewireError
 
 
 @dataclass(frozen=True, slots=True)

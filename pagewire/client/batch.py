@@ -11,12 +11,12 @@ from functools import partial
 
 import grpc
 
-from pagewire import wire
-from pagewire.channels import Channels, Connection, NotShared
-from pagewire.completion import Completion, CompletionBuilder
-from pagewire.errors import PagewireError, ResourceExhausted
+from pagewire.client import wire
+from pagewire.client.channels import Channels, Connection, NotShared
+from pagewire.client.completion import Completion, CompletionBuilder
+from pagewire.client.errors import PagewireError, ResourceExhausted
+from pagewire.client.retry import Attempts
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from pagewire.retry import Attempts
 
 # Samples in flight at most: enough for the server to have some waiting, few enough to leave room in its queue.
 MAX_IN_FLIGHT = 1024

@@ -6,9 +6,9 @@ from typing import Any
 
 import grpc
 
-from pagewire.arguments import check_text, is_listed, require
-from pagewire.errors import InvalidRequest
-from pagewire.server import ServerInfo
+from pagewire.client.arguments import check_text, is_listed, require
+from pagewire.client.errors import InvalidRequest
+from pagewire.client.server_info import ServerInfo
 
 # A message is a mapping with a role and a content, as a model's chat template takes it.
 Message = Mapping[str, Any]

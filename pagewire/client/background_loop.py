@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from pagewire.errors import PagewireError
+from pagewire.client.errors import PagewireError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

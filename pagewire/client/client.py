@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypedDi
 
 import grpc
 
-from pagewire import background_loop, conversation, wire
-from pagewire.arguments import (
+from pagewire.client import background_loop, conversation, wire
+from pagewire.client.arguments import (
     as_list,
     as_prompts,
     as_seconds,
@@ -22,15 +22,15 @@ from pagewire.arguments import (
     require,
     split_prompt,
 )
-from pagewire.batch import RequestBatch
-from pagewire.channels import MAX_SHARED_BYTES, Channels, ConnectionOptions, NotShared
-from pagewire.completion import Attachment, Completion, CompletionBuilder, Output, PromptEmbedding, Result
-from pagewire.conversation import Message, Session
-from pagewire.errors import AlreadyExists, NotFound, PagewireError, Unavailable
+from pagewire.client.batch import RequestBatch
+from pagewire.client.channels import MAX_SHARED_BYTES, Channels, ConnectionOptions, NotShared
+from pagewire.client.completion import Attachment, Completion, CompletionBuilder, Output, PromptEmbedding, Result
+from pagewire.client.conversation import Message, Session
+from pagewire.client.errors import AlreadyExists, NotFound, PagewireError, Unavailable
+from pagewire.client.retry import DELAYS_S, Attempts
+from pagewire.client.sampling_params import UNSET, SamplingFields, SamplingParams
+from pagewire.client.server_info import BlockMap, Loads, RequestReport, ServerInfo
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from pagewire.retry import DELAYS_S, Attempts
-from pagewire.sampling_params import UNSET, SamplingFields, SamplingParams
-from pagewire.server import BlockMap, Loads, RequestReport, ServerInfo
 
 # Of each attempt of a call that answers at once, where the caller sets no other time.
 UNARY_TIMEOUT_S = 10.0

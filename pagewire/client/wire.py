@@ -9,15 +9,10 @@ import grpc
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from pagewire.arguments import are_token_ids, check_text, is_integer, is_real, require
-from pagewire.common.wire.sampling_rules import ALL_TOKENS, LOGPROB_NUMBERS, UINT32, UINT64, Range
-from pagewire.common.wire.transport.http_proxy import http_proxy_of
-from pagewire.common.wire.transport.message_size import of_cut_off
-from pagewire.common.wire.transport.translation import decoder, enum_names
-from pagewire.common.wire.transport.wrong_port import RightPort
-from pagewire.completion import Output, Result, TokenLogprobs
-from pagewire.conversation import Session
-from pagewire.errors import (
+from pagewire.client.arguments import are_token_ids, check_text, is_integer, is_real, require
+from pagewire.client.completion import Output, Result, TokenLogprobs
+from pagewire.client.conversation import Session
+from pagewire.client.errors import (
     AlreadyExists,
     Cancelled,
     DeadlineExceeded,
@@ -30,9 +25,14 @@ from pagewire.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from pagewire.client.sampling_params import SamplingParams
+from pagewire.client.server_info import BlockMap, Loads, RequestReport, ServerInfo
+from pagewire.common.wire.sampling_rules import ALL_TOKENS, LOGPROB_NUMBERS, UINT32, UINT64, Range
+from pagewire.common.wire.transport.http_proxy import http_proxy_of
+from pagewire.common.wire.transport.message_size import of_cut_off
+from pagewire.common.wire.transport.translation import decoder, enum_names
+from pagewire.common.wire.transport.wrong_port import RightPort
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from pagewire.sampling_params import SamplingParams
-from pagewire.server import BlockMap, Loads, RequestReport, ServerInfo
 
 try:
     from google.rpc import error_details_pb2, status_pb2

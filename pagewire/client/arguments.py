@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from numbers import Integral, Real
 from typing import Any, TypeGuard
 
-from pagewire.errors import InvalidText
+from pagewire.client.errors import InvalidText
 
 # What has elements, but is no list of them.
 _TEXTS = str | bytes | bytearray | memoryview

@@ -1,0 +1,1 @@
+"""The client library. `pagewire` exports all of its public names."""
