@@ -51,8 +51,8 @@ from scheduler_service.doors.http.requests import (
 from scheduler_service.doors.http.routes import NAMED, POSTED
 from scheduler_service.metrics import FrontEndCollector, FrontEndStats, Metrics, MetricsCollector, ServiceStats
 from worker_service.device.triton_operations import TritonOperations
-from worker_service.host.operations import CpuProducts
-from worker_service.models.operations import Operations
+from worker_service.host.cpu_operations import CpuProducts
+from worker_service.models.torch_operations import Operations
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs"

@@ -8,7 +8,7 @@ from pagewire.common.chat.chat_output import REASONING_PARSERS, TOOL_CALL_PARSER
 from pagewire.common.option_limits import ORIGINS, PORT, URL, at_least, between, check_options, flag, option
 from pagewire.common.wire.transport.addresses import MAX_SOCKET_PATH_BYTES, UNIX_SCHEME
 from pagewire.common.wire.transport.message_size import MAX_MESSAGE_BYTES
-from scheduler_service.core.options import SchedulerOptions
+from scheduler_service.core.scheduler_options import SchedulerOptions
 
 # What the texts of prompts may take, at the scheduler as at a front end.
 _HTTP_PROXY = "through the HTTP proxy that the variable http_proxy names, which is ignored without this"

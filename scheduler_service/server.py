@@ -18,9 +18,9 @@ from pagewire.common.wire.transport.link_secret import LinkSecret
 from pagewire.common.wire.transport.tls import TlsFiles, link_files
 from scheduler_service.config import SchedulerConfig
 from scheduler_service.core import explain
-from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.request import SchedulerStats
 from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.core.scheduler_options import SchedulerOptions
 from scheduler_service.doors.scheduler.report import WORKERS_LIMITS, encode_server
 from scheduler_service.doors.scheduler.scheduler_servicer import SchedulerServicer
 from scheduler_service.links.worker.worker_link import CHANNEL_OPTIONS, EpochsExhausted, FencedError, WorkerLink
@@ -30,7 +30,7 @@ from scheduler_service.request_service import RequestService, refused
 from scheduler_service.serving.activity import Activity
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
 from scheduler_service.serving.detached import DetachedRequests
-from scheduler_service.serving.grammars import GrammarChecks
+from scheduler_service.serving.grammar_checks import GrammarChecks
 from scheduler_service.serving.kv_events import KvEventLog
 from scheduler_service.serving.recording import Recorder, record
 from scheduler_service.serving.request_log import RequestLog

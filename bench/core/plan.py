@@ -6,9 +6,9 @@ import time
 from pagewire.common.wire.messages import SamplingParams, StepPlan, StepResult, WorkerCapacity
 from pagewire.common.wire.worker_wire import decode_request, encode_request
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
-from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.request import Request
 from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.core.scheduler_options import SchedulerOptions
 
 NUM_STEPS = 1000
 VOCAB_SIZE = 32000

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from bench.core import plan as plan_costs
 from bench.goals import verdict
 from pagewire.common.wire.messages import SamplingParams, StepPlan, StepResult, WorkerCapacity
-from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.policy import POLICIES
 from scheduler_service.core.request import Request, TokenOutputs
 from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.core.scheduler_options import SchedulerOptions
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 32000

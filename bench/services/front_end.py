@@ -173,9 +173,9 @@ async def run_steps(worker: str) -> None:
     """Runs a step loop, whose requests come by lines of "streams tokens"."""
     from pagewire.common.wire.messages import SamplingParams
     from pagewire.common.wire.transport.dialling import Dialler
-    from scheduler_service.core.options import SchedulerOptions
     from scheduler_service.core.request import Request
     from scheduler_service.core.scheduler import Scheduler
+    from scheduler_service.core.scheduler_options import SchedulerOptions
     from scheduler_service.links.worker.worker_link import CHANNEL_OPTIONS, WorkerLink
     from scheduler_service.metrics import Metrics
     from scheduler_service.serving.checkpoint.model_info import read_model_info

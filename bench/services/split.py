@@ -153,9 +153,9 @@ async def two_processes(arguments, step_loop) -> AsyncIterator[asyncio.Future]:
 
 async def run_injected(arguments, arm) -> None:
     from pagewire.common.wire.messages import SamplingParams
-    from scheduler_service.core.options import SchedulerOptions
     from scheduler_service.core.request import Request
     from scheduler_service.core.scheduler import Scheduler
+    from scheduler_service.core.scheduler_options import SchedulerOptions
     from scheduler_service.serving.step_loop import StepLoop
 
     scheduler = Scheduler(SchedulerOptions(max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=4096))

@@ -4,12 +4,12 @@ import functools
 import logging
 
 from pagewire.kernels.cpu.compiler import BuildError
-from pagewire.kernels.cpu.decoder import (
+from pagewire.kernels.cpu.decoder_kernel import (
     DecoderKernel,
 )
+from pagewire.kernels.cpu.kernel_calls import CpuKernels
 from pagewire.kernels.cpu.library import NATIVE, VARIANTS, Build, load_library
 from pagewire.kernels.cpu.linear import PackedExperts, PackedLinear, PanelFormat
-from pagewire.kernels.cpu.operations import CpuKernels
 from pagewire.kernels.cpu.paged import MAX_HEAD_DIM, FlatRows, PagedRows, TableFlattener
 
 __all__ = [

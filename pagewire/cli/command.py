@@ -46,7 +46,9 @@ VERBS = {
     "simulate": Verb(
         "pagewire.cli.simulate", "main", "drive the scheduler through a trace of requests, and compare policies"
     ),
-    "completion": Verb("pagewire.cli.completion", "completion", "print what lets a shell complete verbs and flags"),
+    "completion": Verb(
+        "pagewire.cli.shell_completion", "completion", "print what lets a shell complete verbs and flags"
+    ),
 }
 BENCHES = {
     "throughput": Verb("pagewire.bench.throughput", "main", "many requests at once: tokens per second"),

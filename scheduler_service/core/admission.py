@@ -8,8 +8,8 @@ from functools import partial
 from pagewire.common.wire.messages import WorkerCapacity
 from scheduler_service.core.cache import CacheManager
 from scheduler_service.core.lifecycle import Lifecycle
-from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.request import AdmissionError, AdmissionReason, Request
+from scheduler_service.core.scheduler_options import SchedulerOptions
 from scheduler_service.core.worker_state import WorkerState
 
 

@@ -9,7 +9,7 @@ from scheduler_service.core.lifecycle import QUEUED, SWAPPED, Lifecycle
 from scheduler_service.core.plans import num_missing_blocks
 from scheduler_service.core.request import BlockHolder, BlockMap, BlockUse, RequestReport, SchedulerStats
 from scheduler_service.core.sequence import GroupState, Sequence, SequenceGroup
-from scheduler_service.core.waiting import num_uncached_tokens
+from scheduler_service.core.waiting_queue import num_uncached_tokens
 from scheduler_service.core.worker_state import WorkerState
 
 

@@ -30,7 +30,7 @@ from scheduler_service.core.request import (
 )
 from scheduler_service.core.retention import Expectation
 from scheduler_service.core.sequence import TRANSITIONS, BeamGroup, GroupState, Row, Sequence, SequenceGroup
-from scheduler_service.core.waiting import Standings, WaitingQueue
+from scheduler_service.core.waiting_queue import Standings, WaitingQueue
 from scheduler_service.core.worker_state import WorkerState
 
 # Groups in the waiting queue; and those of them that have blocks on the host, or on their way there.

@@ -5,7 +5,7 @@ from scheduler_service.core.cache import Match
 from scheduler_service.core.lifecycle import Lifecycle
 from scheduler_service.core.plans import PlanBuilder
 from scheduler_service.core.sequence import GroupState, Row, Sequence, SequenceGroup
-from scheduler_service.core.waiting import num_uncached_tokens
+from scheduler_service.core.waiting_queue import num_uncached_tokens
 from scheduler_service.core.worker_state import WorkerState
 
 _MAX_SLOWED_PROMPTS = 8  # that have begun, while steps are too short for them

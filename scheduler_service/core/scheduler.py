@@ -25,7 +25,6 @@ from scheduler_service.core.cache import CacheManager
 from scheduler_service.core.cost import CostModel, PreemptionMode
 from scheduler_service.core.lifecycle import Lifecycle
 from scheduler_service.core.openings import Openings
-from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.plans import PlanBuilder, Work, num_missing_blocks, read_result
 from scheduler_service.core.policy import Policy, create_policy
 from scheduler_service.core.request import (
@@ -40,6 +39,7 @@ from scheduler_service.core.request import (
 )
 from scheduler_service.core.results import Results
 from scheduler_service.core.retention import EXPECTATIONS, Expectation
+from scheduler_service.core.scheduler_options import SchedulerOptions
 from scheduler_service.core.sequence import GroupState, SequenceGroup
 from scheduler_service.core.worker_state import WorkerState
 

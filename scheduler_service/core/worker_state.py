@@ -6,7 +6,7 @@ from pagewire.common.wire.messages import RowOpening, StepPlan, WorkerCapacity
 from scheduler_service.core.beam import Child
 from scheduler_service.core.cache import CacheManager, Match, StepCount
 from scheduler_service.core.cost import CostModel, PreemptionMode
-from scheduler_service.core.grammars import NeededGrammars
+from scheduler_service.core.needed_grammars import NeededGrammars
 from scheduler_service.core.plans import Dispatch, PlanBuilder, WorkerRows, num_missing_blocks
 from scheduler_service.core.sequence import BeamGroup, Row, Sequence, SequenceGroup
 

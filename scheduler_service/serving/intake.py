@@ -11,7 +11,7 @@ from scheduler_service.serving.active_request import ActiveRequest, RequestEngin
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
 from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
 from scheduler_service.serving.detached import DetachedRequests
-from scheduler_service.serving.grammars import GrammarChecks
+from scheduler_service.serving.grammar_checks import GrammarChecks
 from scheduler_service.serving.output import ReadyList, SampleRecord
 from scheduler_service.serving.parsed_request import ParsedRequest, all_logprobs_bytes
 from scheduler_service.serving.prompt_text import ANY_NUMBER, PromptTexts, TextLimits

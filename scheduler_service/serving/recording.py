@@ -31,9 +31,9 @@ from xxhash import xxh3_64_hexdigest
 from pagewire.common.process.queued_writer import QueuedWriter, descriptor_writer
 from pagewire.common.strict_json import StrictEncoder
 from pagewire.common.wire.messages import StepPlan, StepResult, WorkerCapacity
-from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.request import Request, TokenOutputs
 from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.core.scheduler_options import SchedulerOptions
 
 logger = logging.getLogger(__name__)
 

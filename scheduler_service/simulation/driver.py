@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from pagewire.common.wire.messages import SamplingParams, StepResult, WorkerCapacity
 from scheduler_service.core.explain import stats
-from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.policy import Policy
 from scheduler_service.core.request import (
     AdmissionError,
@@ -22,6 +21,7 @@ from scheduler_service.core.request import (
 )
 from scheduler_service.core.retention import EXPECTATIONS, Expectation
 from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.core.scheduler_options import SchedulerOptions
 from scheduler_service.core.sequence import Session
 from scheduler_service.serving.active_request import ActiveRequest
 from scheduler_service.serving.observer import Observer

@@ -4,7 +4,6 @@ import random
 from pathlib import Path
 
 from pagewire.common.wire.messages import GrammarKind, SamplingParams, StepPlan, WorkerCapacity, WorkerProtocolError
-from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.policy import POLICIES
 from scheduler_service.core.request import (
     AdmissionError,
@@ -16,6 +15,7 @@ from scheduler_service.core.request import (
     TokenOutputs,
 )
 from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.core.scheduler_options import SchedulerOptions
 from scheduler_service.serving.recording import Recorder, record
 from testing.core.simulated_worker import SimulatedWorker
 

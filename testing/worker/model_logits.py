@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from testing.kernels.compiler import skip_without_compiler
 from testing.models import load_model
 from worker_service.attention import AttentionBatch, create_backend
-from worker_service.host.decoder import host_model
-from worker_service.host.operations import create_host_operations
+from worker_service.host.cpu_decoder import host_model
+from worker_service.host.cpu_operations import create_host_operations
 from worker_service.models.decoder import Decoder
 from worker_service.models.linear import ExpertLinear, Linear
 from worker_service.startup.cpu_kernels import load_cpu_kernels

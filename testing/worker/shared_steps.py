@@ -9,7 +9,7 @@ from torch import Tensor
 from pagewire.kernels.cache_rows import row_size
 from worker_service.attention import AttentionBatch, create_backend
 from worker_service.host import host_model
-from worker_service.host.decoder import CpuDecoder
+from worker_service.host.cpu_decoder import CpuDecoder
 from worker_service.startup.cpu_kernels import load_cpu_kernels
 from worker_service.startup.loader import attention_shape
 

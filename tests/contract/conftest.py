@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, processors
 from pagewire.common.grammars import GrammarError
 from pagewire.common.grammars.trial import Trials
 from scheduler_service.doors.scheduler import scheduler_servicer
-from scheduler_service.serving import grammars
+from scheduler_service.serving import grammar_checks
 from testing.scheduler_stack import make_checkpoint
 from testing.serving.tenants import write_tenants
 
@@ -106,7 +106,7 @@ def _shared_trials() -> Iterator[Callable[..., _Shared]]:
 def trials_are_shared(_shared_trials: Callable[..., _Shared], monkeypatch: pytest.MonkeyPatch) -> None:
     """A service in this process starts no process for its grammars, which would cost more than most tests: those of
     one tokenizer share one. A file whose tests are about that process has a fixture of this name that does nothing."""
-    monkeypatch.setattr(grammars, "Trials", _shared_trials)
+    monkeypatch.setattr(grammar_checks, "Trials", _shared_trials)
 
 
 @pytest.fixture

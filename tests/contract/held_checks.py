@@ -6,7 +6,7 @@ from threading import Event
 
 import pytest
 
-from scheduler_service.serving.grammars import GrammarChecks
+from scheduler_service.serving.grammar_checks import GrammarChecks
 
 
 @contextmanager

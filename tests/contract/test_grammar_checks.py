@@ -14,9 +14,9 @@ from pagewire.common.grammars import version
 from pagewire.common.grammars.trial import Trials
 from pagewire.common.wire.messages import GrammarKind, WorkerCapacity
 from scheduler_service.core.request import Grammar
-from scheduler_service.serving import grammars
+from scheduler_service.serving import grammar_checks
 from scheduler_service.serving.checkpoint.model_info import read_model_info
-from scheduler_service.serving.grammars import GrammarChecks
+from scheduler_service.serving.grammar_checks import GrammarChecks
 from scheduler_service.serving.refusal import RefusedError
 from testing.checkpoints.gguf_files import write_gguf
 from testing.scheduler_stack import make_checkpoint
@@ -103,7 +103,7 @@ async def test_those_that_wait_for_the_same_grammar_are_one_check(
     model_path: Path, num_tenants: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """300 people open the same form, beside as many new grammars as a tenant may have waiting."""
-    monkeypatch.setattr(grammars, "MAX_TENANT_WAITING", 5)
+    monkeypatch.setattr(grammar_checks, "MAX_TENANT_WAITING", 5)
     async with checking(model_path) as checked:
         others = [asyncio.create_task(checked.checks.check(regex(f"g{number}"), "0")) for number in range(4)]
         same = [
@@ -134,7 +134,7 @@ async def test_who_waits_for_the_same_grammar_waits_for_no_other(model_path: Pat
 
 
 async def test_the_oldest_verdicts_are_forgotten(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "_MAX_VERDICTS", 3)
+    monkeypatch.setattr(grammar_checks, "_MAX_VERDICTS", 3)
     async with checking(model_path) as checked:
         for text in ("a", "b", "c", "a", "d", "a", "b"):
             await checked.checks.check(regex(text), "t")
@@ -163,7 +163,7 @@ async def test_tenants_are_served_in_turn(model_path: Path) -> None:
 async def test_only_so_many_of_a_tenant_wait(
     model_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int, most: int
 ) -> None:
-    monkeypatch.setattr(grammars, limit, value)
+    monkeypatch.setattr(grammar_checks, limit, value)
     async with checking(model_path) as checked:
         many = [asyncio.create_task(checked.checks.check(regex(f"g{number}"), "t")) for number in range(5)]
         await asyncio.sleep(0)  # each has begun
@@ -176,7 +176,7 @@ async def test_only_so_many_of_a_tenant_wait(
 
 
 async def test_only_so_many_wait(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "MAX_WAITING_BYTES", 10)
+    monkeypatch.setattr(grammar_checks, "MAX_WAITING_BYTES", 10)
     async with checking(model_path) as checked:
         many = [asyncio.create_task(checked.checks.check(regex(f"g{number}"), f"t{number}")) for number in range(5)]
         await asyncio.sleep(0)  # each has begun
@@ -195,7 +195,7 @@ async def test_who_goes_away_leaves_nothing_behind(model_path: Path, monkeypatch
             compiled.append(text)
             return super().run(kind, text, end_token_ids)
 
-    monkeypatch.setattr(grammars, "Trials", CountingTrials)
+    monkeypatch.setattr(grammar_checks, "Trials", CountingTrials)
     async with checking(model_path) as checked:
         tasks = [asyncio.create_task(checked.checks.check(regex(f"g{number}"), "t")) for number in range(20)]
         await asyncio.sleep(0)  # each has begun
@@ -215,7 +215,7 @@ async def test_errors_fit_into_a_status(model_path: Path) -> None:
             await checked.checks.check(regex(text), "t")
     verdict = str(refusal.value).removeprefix("regex cannot be used: ")
     assert verdict.endswith("...")
-    assert len(verdict.encode()) <= grammars._MAX_ERROR_BYTES + 3
+    assert len(verdict.encode()) <= grammar_checks._MAX_ERROR_BYTES + 3
 
 
 async def test_a_tokenizer_that_the_library_cannot_read(checkpoint: Path) -> None:

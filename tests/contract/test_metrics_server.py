@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from scheduler_service import metrics_server
 from scheduler_service.core import explain
-from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.core.scheduler_options import SchedulerOptions
 from scheduler_service.metrics import Metrics, MetricsCollector, ServiceStats
 from scheduler_service.metrics_server import MAX_CONNECTIONS, MetricsServer
 

@@ -16,7 +16,7 @@ from pagewire.hosting.model_source import ModelSourceConfig
 from pagewire.options import OptionError, Parser, Resolved
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.config import FrontEndConfig, HttpOptions, SchedulerConfig
-from scheduler_service.core.options import SchedulerOptions
+from scheduler_service.core.scheduler_options import SchedulerOptions
 from worker_service.config import WorkerConfig
 
 

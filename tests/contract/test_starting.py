@@ -6,8 +6,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from pagewire.common.wire.messages import WorkerCapacity, WorkerStarting
 from pagewire.common.wire.transport.dialling import Dialler
-from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.core.scheduler_options import SchedulerOptions
 from scheduler_service.links.worker.worker_link import WorkerLink
 from scheduler_service.metrics import Metrics
 from scheduler_service.serving.availability import WorkerAvailability

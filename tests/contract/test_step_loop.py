@@ -10,9 +10,9 @@ import pytest
 
 from pagewire.common.wire.messages import RowOpening, SamplingParams, StepPlan, WorkerCapacity, WorkerStarting
 from scheduler_service.core import explain
-from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.request import EndReason, Request, SequenceEnd, TokenLogprobs
 from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.core.scheduler_options import SchedulerOptions
 from scheduler_service.metrics import Metrics
 from scheduler_service.serving.active_request import ActiveRequest, Publisher
 from scheduler_service.serving.availability import WorkerAvailability

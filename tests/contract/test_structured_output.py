@@ -14,7 +14,7 @@ from pagewire.common.grammars import version
 from pagewire.common.wire.messages import GrammarKind, RowStatus
 from pagewire.common.wire.sampling_rules import MAX_GRAMMAR_BYTES
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from scheduler_service.serving import grammars
+from scheduler_service.serving import grammar_checks
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import Stack, details, expected_tokens, make_checkpoint, request, serve, status_of
 from testing.serving.failures import failure_of
@@ -263,7 +263,7 @@ async def test_quotas_and_limits_are_free_again_after_a_check(
 
 
 async def test_a_flood_of_grammars_is_told_to_come_back(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "MAX_TENANT_WAITING", 3)
+    monkeypatch.setattr(grammar_checks, "MAX_TENANT_WAITING", 3)
     with held_checks(monkeypatch) as (begun, go_on):
         async with serve(model_path) as stack:
             shared = SharedStream(stack)

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pagewire.common.wire.messages import SamplingParams, StepResult, WorkerCapacity
 from scheduler_service.core import explain
 from scheduler_service.core.beam import BeamSearch, BeamState, FinishedHypothesis
-from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.request import BeamParams, EarlyStopping, EndReason, Request, TokenOutputs
 from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.core.scheduler_options import SchedulerOptions
 from testing.core.simulated_worker import SimulatedWorker, candidates, digest_all, reference
 
 VOCAB = 97

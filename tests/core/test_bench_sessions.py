@@ -9,8 +9,8 @@ import pytest
 from bench.services.recorded_steps import RecordedStep, fit, read_steps
 from bench.services.sessions import SessionText, token_of
 from bench.services.small_sessions import Reduction, random_session, reduce_session, reduce_sessions, write_sessions
-from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.policy import create_policy
+from scheduler_service.core.scheduler_options import SchedulerOptions
 from scheduler_service.serving.recording import Recorder, record
 from scheduler_service.simulation.driver import Simulation, SimulationSettings
 from scheduler_service.simulation.trace import common_blocks, num_blocks, read_trace

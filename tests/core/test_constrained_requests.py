@@ -19,10 +19,10 @@ from pagewire.common.wire.messages import (
 )
 from scheduler_service.core import explain
 from scheduler_service.core.cost import PreemptionMode
-from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.plans.dispatch import _read_logprobs
 from scheduler_service.core.request import AdmissionError, EndReason, Grammar, Request
 from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.core.scheduler_options import SchedulerOptions
 from testing.core.simulated_worker import SimulatedWorker
 
 GRAMMAR = Grammar(GrammarKind.REGEX, "a+", (2,))

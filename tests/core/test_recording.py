@@ -11,9 +11,9 @@ import pytest
 from pagewire.cli.replay import main
 from pagewire.common.wire.messages import Logprobs, PromptLogprobs, SamplingParams, StepResult
 from pagewire.options import options_of
-from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.request import Request
 from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.core.scheduler_options import SchedulerOptions
 from scheduler_service.serving import recording
 from scheduler_service.serving.recording import (
     EVENTS,

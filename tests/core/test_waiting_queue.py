@@ -8,7 +8,7 @@ from pagewire.common.wire.messages import SamplingParams
 from scheduler_service.core.policy import POLICIES, Policy, Standing, create_policy
 from scheduler_service.core.request import BeamParams, Request
 from scheduler_service.core.sequence import SequenceGroup
-from scheduler_service.core.waiting import WaitingQueue
+from scheduler_service.core.waiting_queue import WaitingQueue
 from testing.seeds import seeded
 
 

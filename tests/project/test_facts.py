@@ -35,7 +35,7 @@ from scheduler_service.doors.scheduler import shared_call
 from scheduler_service.doors.scheduler.resolved_request import FRONT_END_PROTOCOL
 from scheduler_service.links.worker import liveness
 from scheduler_service.server import EXIT_FENCED
-from scheduler_service.serving import grammars, intake, parsed_request, recording, turns
+from scheduler_service.serving import grammar_checks, intake, parsed_request, recording, turns
 from scheduler_service.serving.checkpoint import chat_template
 from tests.environments import constraints
 from tests.project.documents import DOCUMENTS, ROOT, read
@@ -89,9 +89,9 @@ FACTS = [
     ("docs/structured_output.md", f"| {MAX_VALUES} values and {MAX_CHARS >> 10} Ki characters"),
     ("docs/structured_output.md", f"at most {round(1000 * trial.MAX_CPU_SECONDS)} ms of CPU time"),
     ("docs/structured_output.md", f"of CPU time and {trial.MAX_BYTES // MIB} MiB of memory"),
-    ("docs/structured_output.md", f"more than {grammars.MAX_TENANT_WAITING} different ones of one tenant"),
-    ("docs/structured_output.md", f"or {grammars.MAX_WAITING_BYTES // MIB} MiB"),
-    ("docs/metrics.md", f"the next by {grammars.MAX_WAITING_BYTES // MIB} MiB, the last by"),
+    ("docs/structured_output.md", f"more than {grammar_checks.MAX_TENANT_WAITING} different ones of one tenant"),
+    ("docs/structured_output.md", f"or {grammar_checks.MAX_WAITING_BYTES // MIB} MiB"),
+    ("docs/metrics.md", f"the next by {grammar_checks.MAX_WAITING_BYTES // MIB} MiB, the last by"),
     ("docs/metrics.md", f"the last by {shared_call._MAX_UNREAD_FAILURES:,} for"),
     ("docs/sizing.md", f"up to {listening._MAX_CONNECTIONS:,}, and a port keeps"),
     ("docs/sizing.md", f"has at most {listening._MAX_CALLS_OF_CONNECTION:,} calls at once"),

@@ -6,9 +6,9 @@ from random import Random
 
 from pagewire.common.wire.messages import GrammarKind, Pooling, SamplingParams, WorkerCapacity
 from scheduler_service.core.cost import PreemptionMode
-from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.policy import POLICIES
 from scheduler_service.core.request import BeamParams, EarlyStopping, Grammar, OutputMode, Request
+from scheduler_service.core.scheduler_options import SchedulerOptions
 
 VOCAB_SIZE = 97
 BAD_TOKEN = VOCAB_SIZE - 1  # in a prompt: no good logits ever come of it

@@ -10,7 +10,7 @@ from pagewire.kernels.arguments import Scoring
 from pagewire.kernels.reference import paged_attention, reshape_and_cache
 from tests.worker.fake_device import as_kernel
 from worker_service.attention import AttentionBatch, LayerCache
-from worker_service.models.operations import Attend
+from worker_service.models.torch_operations import Attend
 
 
 class DeviceAttention:

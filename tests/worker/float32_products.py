@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from worker_service.models import operations
+from worker_service.models import torch_operations
 
 
 @contextmanager
@@ -23,8 +23,8 @@ def float32_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any
         calls.append((x, other, out_dtype, out))
         return torch.mm(x.float(), other.float(), out=out)
 
-    monkeypatch.setattr(operations, "FLOAT32_PRODUCT_DEVICES", ("cuda", "cpu"))
-    monkeypatch.setattr(operations.Operations, "packs", lambda *_: False)  # as on a GPU
+    monkeypatch.setattr(torch_operations, "FLOAT32_PRODUCT_DEVICES", ("cuda", "cpu"))
+    monkeypatch.setattr(torch_operations.Operations, "packs", lambda *_: False)  # as on a GPU
     library = torch.library.Library("aten", "IMPL")
     try:
         library.impl("mm.dtype_out", multiply, "CPU")

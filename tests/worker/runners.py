@@ -9,7 +9,7 @@ from worker_service.config import WorkerConfig
 from worker_service.device.computation import DeviceComputation
 from worker_service.device.kernels import Sampler
 from worker_service.engine import LoadedWorker
-from worker_service.grammars import EpochGrammars
+from worker_service.epoch_grammars import EpochGrammars
 from worker_service.host.computation import HostComputation
 from worker_service.models.communicator import SingleRank
 from worker_service.models.decoder import Decoder

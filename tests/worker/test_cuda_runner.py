@@ -40,7 +40,6 @@ from pagewire.common.wire.messages import (
 from pagewire.common.wire.worker_wire import decode_request, encode_request
 from pagewire.network.source import load_config
 from scheduler_service.core.cost import PreemptionMode
-from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.request import (
     AdmissionError,
     BeamParams,
@@ -51,6 +50,7 @@ from scheduler_service.core.request import (
     TokenOutputs,
 )
 from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.core.scheduler_options import SchedulerOptions
 from testing.checkpoints.families import FAMILIES, make_checkpoint
 from testing.models import load_model
 from testing.plans import GREEDY, Row, plan_steps
@@ -68,9 +68,9 @@ from worker_service.device.computation import StepTimer
 from worker_service.device.graphs import graph_sizes
 from worker_service.device.mixed_graphs import token_counts
 from worker_service.engine import Engine, EngineSession, LoadedWorker, Outcome
-from worker_service.grammars import CompileThread, EpochGrammars
+from worker_service.epoch_grammars import CompileThread, EpochGrammars
 from worker_service.models.communicator import SingleRank
-from worker_service.models.operations import ExpertProduct, Operations, multiply_all
+from worker_service.models.torch_operations import ExpertProduct, Operations, multiply_all
 from worker_service.rows.table import TableLimits, WorkingRows
 from worker_service.runner import ModelRunner
 from worker_service.startup import loader

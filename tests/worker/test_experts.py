@@ -8,7 +8,7 @@ from pagewire.network.expert_routing import ExpertRouting
 from testing.checkpoints.families import make_checkpoint
 from worker_service.models.linear import ExpertLinear, stack
 from worker_service.models.loading import prepare_model
-from worker_service.models.operations import Operations, multiply_all
+from worker_service.models.torch_operations import Operations, multiply_all
 
 CPU = torch.device("cpu")
 

@@ -17,8 +17,8 @@ from testing.checkpoints.families import FAMILIES, make_checkpoint
 from testing.checkpoints.gguf_files import write_gguf
 from testing.kernels.compiler import skip_without_compiler
 from testing.models import load_model
-from worker_service.host.decoder import CpuDecoder
-from worker_service.host.operations import CpuProduct, create_host_operations
+from worker_service.host.cpu_decoder import CpuDecoder
+from worker_service.host.cpu_operations import CpuProduct, create_host_operations
 from worker_service.models.decoder import Decoder
 from worker_service.models.linear import Linear
 from worker_service.models.loading import prepare_model
@@ -132,7 +132,7 @@ MEASURE = """
 import ctypes, json, os, sys, torch
 from pathlib import Path
 from worker_service.models.loading import prepare_model
-from worker_service.host.operations import create_host_operations
+from worker_service.host.cpu_operations import create_host_operations
 from worker_service.startup.cpu_kernels import load_cpu_kernels
 
 def peak():

@@ -20,7 +20,7 @@ from testing.checkpoints.gguf_files import dequantized, write_dequantized, write
 from testing.kernels.compiler import skip_without_compiler
 from testing.models import load_model
 from testing.seeds import seeded
-from worker_service.host.operations import CpuProduct, create_host_operations
+from worker_service.host.cpu_operations import CpuProduct, create_host_operations
 from worker_service.models.checkpoint import Checkpoint, Piece
 from worker_service.models.gguf_checkpoint import GgufCheckpoint
 from worker_service.models.linear import Embedding, Linear

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer
 from pagewire.common.grammars import GrammarCompiler, Matcher, version
 from pagewire.common.wire.messages import AddedGrammar, GrammarKind, GrammarReport, StepPlan, WorkerProtocolError
 from testing.checkpoints.gguf_files import write_gguf
-from worker_service import grammars
-from worker_service.grammars import CompileThread, EpochGrammars
-from worker_service.startup.grammars import GrammarStart
+from worker_service import epoch_grammars as grammars
+from worker_service.epoch_grammars import CompileThread, EpochGrammars
+from worker_service.startup.grammar_tokenizer import GrammarStart
 
 STORYTELLER = Path("models/storyteller")
 TOKENIZER = Tokenizer.from_file(str(STORYTELLER / "tokenizer.json"))

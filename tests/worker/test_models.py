@@ -39,8 +39,8 @@ from testing.worker.model_logits import (
     use_kernels,
 )
 from worker_service.attention import AttentionBatch
-from worker_service.host.decoder import CpuDecoder, host_model
-from worker_service.host.operations import create_host_operations
+from worker_service.host.cpu_decoder import CpuDecoder, host_model
+from worker_service.host.cpu_operations import create_host_operations
 from worker_service.models.linear import Linear
 from worker_service.startup.cpu_kernels import load_cpu_kernels
 

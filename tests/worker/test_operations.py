@@ -15,7 +15,7 @@ from pagewire.network.families import parse_config  # noqa: E402
 from worker_service.attention import AttentionShape, create_backend  # noqa: E402
 from worker_service.device.kernels import create_device_operations  # noqa: E402
 from worker_service.device.triton_operations import TritonOperations  # noqa: E402
-from worker_service.models.operations import Operations  # noqa: E402
+from worker_service.models.torch_operations import Operations  # noqa: E402
 
 CUDA = torch.device("cuda")
 

@@ -27,7 +27,7 @@ from worker_service.device.triton_operations import (  # noqa: E402
 from worker_service.models.decoder import Decoder  # noqa: E402
 from worker_service.models.linear import ExpertLinear, Linear  # noqa: E402
 from worker_service.models.loading import prepare_model  # noqa: E402
-from worker_service.models.operations import DenseProduct, Operations  # noqa: E402
+from worker_service.models.torch_operations import DenseProduct, Operations  # noqa: E402
 
 pytestmark = pytest.mark.thorough
 

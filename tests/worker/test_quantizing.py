@@ -24,13 +24,13 @@ from testing.kernels.compiler import skip_without_compiler
 from testing.worker.model_logits import CPU, compute_logits, load, random_tokens
 from worker_service.config import WorkerConfig
 from worker_service.host import PackedCache
-from worker_service.host.operations import CpuProduct, create_host_operations
+from worker_service.host.cpu_operations import CpuProduct, create_host_operations
 from worker_service.models import quantizing
 from worker_service.models.decoder import Decoder
 from worker_service.models.linear import ExpertLinear, Linear
 from worker_service.models.loading import prepare_model
-from worker_service.models.operations import Operations
 from worker_service.models.quantizing import QuantizingTensors
+from worker_service.models.torch_operations import Operations
 from worker_service.startup.cpu_kernels import cache_folder, load_cpu_kernels
 from worker_service.startup.loader import check_products, load_worker
 from worker_service.startup.preflight import check_worker

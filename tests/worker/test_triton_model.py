@@ -19,7 +19,7 @@ from tests.worker.triton_tokens import SHAPES, check_tokens, make_runner  # noqa
 from worker_service.attention.backends.triton import TritonAttention  # noqa: E402
 from worker_service.device.cuda import CudaDevice  # noqa: E402
 from worker_service.device.triton_operations import TritonOperations  # noqa: E402
-from worker_service.models.operations import HeadPreparation, Operations  # noqa: E402
+from worker_service.models.torch_operations import HeadPreparation, Operations  # noqa: E402
 
 pytestmark = pytest.mark.thorough
 

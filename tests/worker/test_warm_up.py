@@ -18,7 +18,7 @@ from tests.worker.float32_products import float32_products  # noqa: E402
 from tests.worker.interpreted_launches import record_launches  # noqa: E402
 from tests.worker.letters import letters_tokenizer  # noqa: E402
 from tests.worker.triton_runner import BLOCK_SIZE, CONFIG, make_runner  # noqa: E402
-from worker_service.grammars import CompileThread, EpochGrammars  # noqa: E402
+from worker_service.epoch_grammars import CompileThread, EpochGrammars  # noqa: E402
 from worker_service.startup.warm_up import warm_up  # noqa: E402
 
 pytestmark = [

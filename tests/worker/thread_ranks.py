@@ -8,7 +8,7 @@ import torch
 from testing.models import load_model
 from testing.worker.model_logits import CPU
 from worker_service.models.linear import Linear
-from worker_service.models.operations import Operations, Product
+from worker_service.models.torch_operations import Operations, Product
 
 
 class Meeting:

@@ -16,7 +16,7 @@ from worker_service.attention.backends.triton import TritonAttention
 from worker_service.cache.cache_engine import CacheEngine, CacheShape
 from worker_service.device.kernels import create_sampler
 from worker_service.device.triton_operations import TritonOperations
-from worker_service.grammars import EpochGrammars
+from worker_service.epoch_grammars import EpochGrammars
 from worker_service.rows.table import TableLimits
 from worker_service.runner import ModelRunner
 from worker_service.startup.loader import attention_shape

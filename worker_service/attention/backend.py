@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.arguments import LayerCache, Scoring
-from worker_service.models.operations import Attend
+from worker_service.models.torch_operations import Attend
 
 ANY = range(1, 1 << 16)
 

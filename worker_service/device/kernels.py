@@ -14,7 +14,7 @@ from pagewire.kernels import gathering, sampling
 from pagewire.kernels.gathering import GatheredTokens, RowTables
 from pagewire.kernels.sampling import SampledTokens, SamplingColumns, TokenTarget
 from pagewire.network.operations import Listing
-from worker_service.models.operations import Operations
+from worker_service.models.torch_operations import Operations
 
 logger = logging.getLogger(__name__)
 

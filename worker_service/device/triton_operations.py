@@ -15,7 +15,7 @@ from pagewire.kernels.weight import FLOAT8, HeldFormat, HeldWeight
 from pagewire.network.operations import Listing, Normalize, QkNormRopeStore
 from worker_service.attention.backends.triton import CachedAttend
 from worker_service.models.linear import stack
-from worker_service.models.operations import Attend, DenseProduct, ExpertProduct, Operations, Product
+from worker_service.models.torch_operations import Attend, DenseProduct, ExpertProduct, Operations, Product
 
 _MIN_CAPABILITY = {torch.int8: (0, 0), FLOAT8: (8, 9)}  # of a GPU that converts values of an element
 

@@ -1,8 +1,8 @@
 """Computes rows on the CPU. A step is done when it has been launched."""
 
 from worker_service.host.computation import HostComputation
-from worker_service.host.decoder import host_model
-from worker_service.host.operations import create_host_operations
+from worker_service.host.cpu_decoder import host_model
+from worker_service.host.cpu_operations import create_host_operations
 from worker_service.host.packed_cache import PackedCache
 
 __all__ = [

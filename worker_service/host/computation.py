@@ -12,9 +12,9 @@ from pagewire.common.wire.messages import PromptLogprobs, RowStatus
 from pagewire.kernels.cpu import CpuKernels, FlatRows, PagedRows, TableFlattener
 from pagewire.kernels.cpu.sampler import CpuSampler, TableSampler, TokenHistory, TorchSampler, highest_logits
 from worker_service.attention import AttentionBackend, AttentionBatch, CpuAttention, LayerCache
-from worker_service.host.decoder import CpuDecoder
+from worker_service.host.cpu_decoder import CpuDecoder
 from worker_service.models.decoder import Decoder
-from worker_service.models.operations import Attend
+from worker_service.models.torch_operations import Attend
 from worker_service.rows import (
     BegunStep,
     Pooler,

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from pagewire.common.process.memory_size import describe_memory
 from pagewire.kernels.cpu import CpuKernels, PackedLinear, PanelFormat
-from worker_service.host.operations import CpuExpertProduct, CpuProduct, floats
+from worker_service.host.cpu_operations import CpuExpertProduct, CpuProduct, floats
 from worker_service.models.linear import ExpertLinear, KeptProduct, Linear
 
 logger = logging.getLogger(__name__)

@@ -28,8 +28,8 @@ from pagewire.network.rope import QueryGrowth, RopeConfig
 from worker_service.models.communicator import Communicator
 from worker_service.models.functions import Step
 from worker_service.models.linear import Embedding, ExpertLinear, Linear
-from worker_service.models.operations import Attend, Operations
 from worker_service.models.rope import RotaryEmbedding, query_scales
+from worker_service.models.torch_operations import Attend, Operations
 
 
 class Outputs(NamedTuple):

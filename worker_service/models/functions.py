@@ -30,7 +30,7 @@ from pagewire.network.operations import (
     QkNormRopeStore,
     RouteTopK,
 )
-from worker_service.models.operations import Attend
+from worker_service.models.torch_operations import Attend
 
 if TYPE_CHECKING:
     from worker_service.models.decoder import Decoder

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from pagewire.kernels.weight import HeldFormat, HeldWeight
 from pagewire.network.operations import Projection
-from worker_service.models.operations import ExpertProduct, Operations, Product
+from worker_service.models.torch_operations import ExpertProduct, Operations, Product
 
 # Makes a product, with its bias, of a weight that was quantised and packed at an earlier start.
 KeptProduct = Callable[[Tensor | None], Product]

@@ -30,9 +30,9 @@ from worker_service.models.communicator import Communicator, SingleRank
 from worker_service.models.decoder import Decoder
 from worker_service.models.gguf_checkpoint import GgufCheckpoint
 from worker_service.models.linear import ExpertLinear, KeptProduct, Linear
-from worker_service.models.operations import Operations
 from worker_service.models.quantized_checkpoint import QuantizedCheckpoint, formats_of
 from worker_service.models.quantizing import QuantizingTensors
+from worker_service.models.torch_operations import Operations
 from worker_service.models.weights import (
     TensorProgress,
     check_weights,

@@ -17,7 +17,7 @@ from torch import Tensor
 from pagewire.common.wire.messages import GrammarReport, StepPlan, StepResult, WorkerProtocolError
 from worker_service.cache import CacheEngine
 from worker_service.device import is_fatal, is_out_of_memory
-from worker_service.grammars import EpochGrammars
+from worker_service.epoch_grammars import EpochGrammars
 from worker_service.models.communicator import Communicator
 from worker_service.rows import (
     BegunStep,

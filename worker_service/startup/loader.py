@@ -25,12 +25,12 @@ from worker_service.device import (
     is_out_of_memory,
 )
 from worker_service.engine import LoadedWorker
-from worker_service.grammars import EpochGrammars
+from worker_service.epoch_grammars import EpochGrammars
 from worker_service.host import HostComputation, PackedCache, create_host_operations, host_model
 from worker_service.models.communicator import Communicator, RankGroup, SingleRank
 from worker_service.models.decoder import Decoder
 from worker_service.models.loading import UnloadedModel, prepare_model
-from worker_service.models.operations import Operations
+from worker_service.models.torch_operations import Operations
 from worker_service.rows import SequenceTable, TableLimits
 from worker_service.runner import Computation, ModelRunner
 from worker_service.startup.cpu_kernels import load_cpu_kernels, quantized_folder
@@ -41,7 +41,7 @@ from worker_service.startup.device_memory import (
     check_cpu_weights,
     weights_refusal,
 )
-from worker_service.startup.grammars import GrammarStart
+from worker_service.startup.grammar_tokenizer import GrammarStart
 from worker_service.startup.memory_profile import CudaMeter, measure_memory
 from worker_service.startup.pool_size import PoolSize, default_swap_bytes
 from worker_service.startup.preflight import choose_max_model_len

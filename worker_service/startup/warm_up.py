@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from pagewire.common.wire.messages import AddedGrammar, GrammarKind, RowOpening, SamplingParams, StepPlan
-from worker_service.grammars import EpochGrammars
+from worker_service.epoch_grammars import EpochGrammars
 from worker_service.rows import MAX_LOGITS_POSITIONS, TableLimits
 from worker_service.runner import ModelRunner
 

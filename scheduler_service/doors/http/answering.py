@@ -14,7 +14,7 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 from pagewire.common import __version__
 from scheduler_service.core.request import EndReason, OutputMode, Request, SequenceEnd
 from scheduler_service.doors.http.answers import OutputTokensDetails, PromptTokensDetails, UsageCounts, encode
-from scheduler_service.doors.http.options import ReadCall
+from scheduler_service.doors.http.request_options import ReadCall
 from scheduler_service.doors.http.requests import GenerationRequest, StreamOptions
 from scheduler_service.doors.http.transport.event_stream import EventStream
 from scheduler_service.serving.active_request import ActiveRequest

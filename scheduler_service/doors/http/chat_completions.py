@@ -24,7 +24,6 @@ from scheduler_service.doors.http.answers import (
     PromptLogprobsField,
     UsageCounts,
 )
-from scheduler_service.doors.http.options import ReadCall, RequestNames, parsed, sampling_options
 from scheduler_service.doors.http.prompts import (
     FILE_LEFT_OUT,
     FILES_WARNING,
@@ -33,6 +32,7 @@ from scheduler_service.doors.http.prompts import (
     chosen_template,
     render_messages,
 )
+from scheduler_service.doors.http.request_options import ReadCall, RequestNames, parsed, sampling_options
 from scheduler_service.doors.http.requests import ChatCompletionRequest
 from scheduler_service.doors.http.token_texts import ReasoningTokens, TokenTexts
 from scheduler_service.doors.http.tool_calls import (

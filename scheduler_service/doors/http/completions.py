@@ -17,8 +17,8 @@ from scheduler_service.doors.http.answering import (
     stop_reason,
 )
 from scheduler_service.doors.http.answers import CompletionAnswer, CompletionChoice, CompletionLogprobs, UsageCounts
-from scheduler_service.doors.http.options import ReadCall, RequestNames, parsed, sampling_options, structured
 from scheduler_service.doors.http.prompts import reading_size, separate_prompts
+from scheduler_service.doors.http.request_options import ReadCall, RequestNames, parsed, sampling_options, structured
 from scheduler_service.doors.http.requests import CompletionRequest
 from scheduler_service.doors.http.token_texts import CompletionTokens, TokenTexts
 from scheduler_service.doors.http.transport.event_stream import EventStream

@@ -13,7 +13,7 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import OutputMode
 from scheduler_service.doors.http.answering import counts
 from scheduler_service.doors.http.answers import DetachedAnswer, DetachedOutput, PromptTokensDetails, encode
-from scheduler_service.doors.http.options import ReadCall
+from scheduler_service.doors.http.request_options import ReadCall
 from scheduler_service.doors.http.requests import DetachedQuery, GenerationRequest, NamedRequest
 from scheduler_service.doors.http.token_texts import TokenTexts
 from scheduler_service.doors.http.transport.event_stream import EventStream

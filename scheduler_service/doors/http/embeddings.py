@@ -12,8 +12,8 @@ from msgspec import Raw, structs
 from scheduler_service.core.request import SequenceEnd
 from scheduler_service.doors.http.answering import begin_requests, now, numbered
 from scheduler_service.doors.http.answers import EmbeddingAnswer, EmbeddingItem, UsageCounts, encode
-from scheduler_service.doors.http.options import ReadCall, RequestNames, parsed
 from scheduler_service.doors.http.prompts import reading_size, render_messages, separate_prompts
+from scheduler_service.doors.http.request_options import ReadCall, RequestNames, parsed
 from scheduler_service.doors.http.requests import MAX_INPUTS, EmbeddingRequest, PromptField
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
 from scheduler_service.serving.intake import Intake, embedding_end

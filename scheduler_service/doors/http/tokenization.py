@@ -7,8 +7,8 @@ from msgspec import Raw
 
 from scheduler_service.doors.http.answering import longest_sequence
 from scheduler_service.doors.http.answers import DecodedPrompt, RenderedPrompt, Tokens, encode, encode_list
-from scheduler_service.doors.http.options import ReadCall
 from scheduler_service.doors.http.prompts import render_messages
+from scheduler_service.doors.http.request_options import ReadCall
 from scheduler_service.doors.http.requests import DetokenizeRequest, TokenizeRequest
 from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
 from scheduler_service.serving.intake import Intake

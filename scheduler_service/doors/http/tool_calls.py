@@ -25,7 +25,7 @@ from pagewire.common.grammars.json_schema import enforceable
 from pagewire.common.grammars.structural_tag import format_in
 from pagewire.common.strict_json import from_json
 from scheduler_service.doors.http.answers import CalledFunction, ToolCall
-from scheduler_service.doors.http.options import FoundGrammar, structured
+from scheduler_service.doors.http.request_options import FoundGrammar, structured
 from scheduler_service.doors.http.requests import (
     AllowedToolsChoice,
     AutoMode,

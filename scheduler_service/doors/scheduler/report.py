@@ -8,8 +8,8 @@ from google.protobuf.message import Message
 
 from pagewire.common.wire.messages import WorkerCapacity
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.request import RequestReport, SchedulerStats
+from scheduler_service.core.scheduler_options import SchedulerOptions
 from scheduler_service.doors.scheduler.resolved_request import FRONT_END_PROTOCOL
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
 

@@ -18,7 +18,7 @@ from scheduler_service.serving.active_request import ActiveRequest
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
 from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
 from scheduler_service.serving.detached import DetachedRequests
-from scheduler_service.serving.grammars import GrammarChecks
+from scheduler_service.serving.grammar_checks import GrammarChecks
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.parsed_request import check_request_id
 from scheduler_service.serving.prompt_text import TextLimits

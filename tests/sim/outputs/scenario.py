@@ -5,7 +5,7 @@ from enum import Enum
 from random import Random
 
 from pagewire.common.wire.messages import WorkerCapacity
-from scheduler_service.core.options import SchedulerOptions
+from scheduler_service.core.scheduler_options import SchedulerOptions
 from tests.sim.outputs.network import Weather
 from tests.sim.outputs.request import SimulatedRequest
 from tests.sim.scenario import BAD_TOKEN, VOCAB_SIZE

@@ -21,7 +21,7 @@ from scheduler_service.serving.availability import Availability
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
 from scheduler_service.serving.checkpoint.pooling_config import PoolingChoice
 from scheduler_service.serving.detached import DetachedRequests
-from scheduler_service.serving.grammars import GrammarChecks
+from scheduler_service.serving.grammar_checks import GrammarChecks
 from scheduler_service.serving.observer import Observer
 from scheduler_service.serving.prompt_text import TextLimits
 from scheduler_service.serving.step_loop import StepLoop

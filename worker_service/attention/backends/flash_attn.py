@@ -21,7 +21,7 @@ from pagewire.kernels.triton.cache import HEAD_DIMS
 from pagewire.kernels.triton.fused import HeadCaching
 from worker_service.attention.backend import AttentionBatch, AttentionShape, Capability, DeviceRows
 from worker_service.attention.backends.triton import CachedAttend
-from worker_service.models.operations import Attend
+from worker_service.models.torch_operations import Attend
 
 _CAPABILITY = Capability(
     backend="flash_attn",

@@ -25,7 +25,7 @@ from pagewire.kernels.arguments import LayerCache, Scoring
 from pagewire.kernels.cache_rows import EIGHT_BITS, TokenRows
 from pagewire.kernels.cpu import CpuKernels
 from worker_service.attention.backend import AttentionBatch, AttentionShape, Capability
-from worker_service.models.operations import Attend
+from worker_service.models.torch_operations import Attend
 
 # Queries of a chunk that attend together: bounds the mask's memory, and skips most scores of the future.
 MAX_CHUNK_QUERIES = 256

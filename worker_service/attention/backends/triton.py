@@ -21,7 +21,7 @@ from pagewire.kernels.triton.launching import Strided
 from pagewire.kernels.triton.paged_attention import PagedAttention
 from pagewire.kernels.triton.tiles import MAX_GROUPS
 from worker_service.attention.backend import AttentionBatch, AttentionShape, Capability, DeviceRows
-from worker_service.models.operations import Attend
+from worker_service.models.torch_operations import Attend
 
 _CAPABILITY = Capability(
     backend="triton",

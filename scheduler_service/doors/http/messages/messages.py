@@ -35,8 +35,8 @@ from scheduler_service.doors.http.messages.answers import (
 from scheduler_service.doors.http.messages.conversation import chat_of, message_warnings
 from scheduler_service.doors.http.messages.edits import check_edits
 from scheduler_service.doors.http.messages.requests import CountTokensRequest, MessagesRequest
-from scheduler_service.doors.http.options import ReadCall, RequestNames
 from scheduler_service.doors.http.prompts import chosen_template
+from scheduler_service.doors.http.request_options import ReadCall, RequestNames
 from scheduler_service.doors.http.tool_calls import ParserMaker, object_of
 from scheduler_service.doors.http.transport.event_stream import EventStream
 from scheduler_service.serving.intake import Intake

@@ -9,8 +9,8 @@ from pagewire.common.wire.messages import SamplingParams
 from scheduler_service.doors.http.answering import begin_requests, now, tell_events, told_output
 from scheduler_service.doors.http.answers import encode
 from scheduler_service.doors.http.chat_completions import read_chat
-from scheduler_service.doors.http.options import ReadCall, RequestNames
 from scheduler_service.doors.http.refusals import error_answer
+from scheduler_service.doors.http.request_options import ReadCall, RequestNames
 from scheduler_service.doors.http.requests import TextFormat
 from scheduler_service.doors.http.responses.answers import (
     CompactedConversation,

@@ -17,7 +17,7 @@ from scheduler_service.doors.http.answering import tell_events
 from scheduler_service.doors.http.answers import encode
 from scheduler_service.doors.http.chat_completions import parser_maker
 from scheduler_service.doors.http.detached_requests import encoded_request
-from scheduler_service.doors.http.options import ReadCall
+from scheduler_service.doors.http.request_options import ReadCall
 from scheduler_service.doors.http.responses.answers import DeletedResponse, InputItemList, ResponseAnswer
 from scheduler_service.doors.http.responses.called_tools import called_tools, found_tools
 from scheduler_service.doors.http.responses.conversation import chat_meant

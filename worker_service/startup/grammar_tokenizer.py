@@ -8,7 +8,7 @@ from typing import Any
 from pagewire.common.gguf import GgufError, GgufFile, config_json, is_gguf, read_text
 from pagewire.common.gguf.tokenizer_files import read_tokenizer
 from pagewire.common.grammars import GrammarCache, GrammarCompiler, GrammarError, version
-from worker_service.grammars import Compile, CompileThread, EpochGrammars
+from worker_service.epoch_grammars import Compile, CompileThread, EpochGrammars
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from pagewire.network.operations import NormalizeProjections, Projection, Table,
 from pagewire.network.rewrites import gate_projections
 from pagewire.network.rope import QueryGrowth, RopeConfig
 from worker_service.attention import AttentionBackend, CpuAttend, CpuAttention
-from worker_service.host.operations import CpuProduct
+from worker_service.host.cpu_operations import CpuProduct
 from worker_service.models.decoder import Decoder, Outputs
-from worker_service.models.operations import Attend
+from worker_service.models.torch_operations import Attend
 
 
 def host_model(model: Decoder, backend: AttentionBackend) -> "CpuDecoder | Decoder":

@@ -8,7 +8,7 @@ from torch import Tensor
 from pagewire.kernels.arguments import HeadPreparation
 from pagewire.kernels.cpu import CpuKernels, PackedExperts, PackedLinear
 from pagewire.kernels.weight import FLOAT8, HeldWeight
-from worker_service.models.operations import ExpertProduct, Operations, Product
+from worker_service.models.torch_operations import ExpertProduct, Operations, Product
 
 
 def create_host_operations(kernels: CpuKernels | None, *, uses_onednn: bool = False) -> Operations:

@@ -1,7 +1,7 @@
 """A model in one call: the list of operations that `source/decoder.h` carries out, on tensors.
 
 Operations name the buffers that they read and write: [T, width] of float32 for a step of T tokens. The list is made of
-a model by `worker_service/host/decoder.py`.
+a model by `worker_service/host/cpu_decoder.py`.
 """
 
 import re
@@ -15,8 +15,8 @@ from torch import Tensor
 from pagewire.kernels.arguments import LayerCache, Scoring
 from pagewire.kernels.cache_rows import head_dim_of
 from pagewire.kernels.cpu.abi import Structure, address_of, check, constants, element_of, ffi
+from pagewire.kernels.cpu.kernel_calls import CpuKernels
 from pagewire.kernels.cpu.linear import PackedExperts, PackedLinear
-from pagewire.kernels.cpu.operations import CpuKernels
 from pagewire.kernels.cpu.paged import PagedRows, cache_step, put_rows
 from pagewire.network.expert_routing import ExpertRouting
 from pagewire.network.operations import AttendPaged, AttentionHeads, QkNormRopeStore
