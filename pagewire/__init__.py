@@ -114,7 +114,15 @@ __all__ = [
 ]
 
 # Where each name is. Looking for one in a module loads it, so the lightest ones come first.
-_MODULES = ("errors", "sampling_params", "server", "completion", "conversation", "client", "llm")
+_MODULES = (
+    "client.errors",
+    "client.sampling_params",
+    "client.server_info",
+    "client.completion",
+    "client.conversation",
+    "client.client",
+    "llm",
+)
 
 
 def _load(name: str) -> "Any":

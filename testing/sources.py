@@ -6,13 +6,26 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# What is installed, and counted. Links of `pagewire` to folders of the top level are not followed.
-PACKAGES = ("scheduler_service", "worker_service", "pagewire/kernels", "pagewire/common", "pagewire")
+# What is installed, and counted. The link `pagewire/kernels` is followed where it is named alone.
+PACKAGES = (
+    "scheduler_service",
+    "worker_service",
+    "pagewire/kernels",
+    "pagewire/network",
+    "pagewire/common",
+    "pagewire",
+)
+_NO_SOURCES = {"__pycache__", "gen"}  # generated code is read by its own path
 
 
 def sources(*folders: str, root: Path = ROOT) -> list[Path]:
     """Returns the modules in these folders and below, relative to the root."""
-    found = [path for folder in folders for path in (root / folder).rglob("*.py") if "__pycache__" not in path.parts]
+    found = {
+        path
+        for folder in folders
+        for path in (root / folder).rglob("*.py")
+        if _NO_SOURCES.isdisjoint(path.relative_to(root / folder).parts)
+    }
     return sorted(path.relative_to(root) for path in found)
 
 

@@ -20,7 +20,7 @@ from testing.scheduler_stack import serve
 from testing.serving.door import make_chat_checkpoint, serve_http
 from testing.sources import ROOT
 
-PRODUCT = tuple(f"{ROOT}/{folder}/" for folder in ("pagewire", "common", "scheduler_service"))
+PRODUCT = tuple(f"{ROOT}/{folder}/" for folder in ("pagewire", "scheduler_service"))
 MAX_FILES_OF_A_TOKEN = 42
 MAX_FILES_OF_A_REQUEST = 59  # of which `turns.py` is what all work on texts waits in
 # Of a chat over HTTP in front end and scheduler together: until the worker has its plan, of a token, and in all.

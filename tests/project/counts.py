@@ -35,7 +35,11 @@ def statements(tree: ast.AST) -> int:
 
 @cache
 def statements_by_package(root: Path = ROOT) -> dict[str, int]:
-    return {package: sum(statements(parse(path, root)) for path in sources(package, root=root)) for package in PACKAGES}
+    found = dict.fromkeys(PACKAGES, 0)
+    for path in sources(*PACKAGES, root=root):
+        package = next(package for package in PACKAGES if path.is_relative_to(package))
+        found[package] += statements(parse(path, root))
+    return found
 
 
 def classes(root: Path = ROOT, folders: tuple[str, ...] = PACKAGES) -> Iterator[tuple[str, ast.ClassDef]]:

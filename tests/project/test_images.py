@@ -181,9 +181,8 @@ def test_images_see_everything_that_the_package_needs() -> None:
     packages = project()["tool"]["setuptools"]["packages"]["find"]["include"]
     seen = {path.parts[0] for path in files_of_the_build()}
     linked = {path.name for path in (ROOT / "pagewire").iterdir() if path.is_symlink()}
-    assert linked == {"common", "kernels", "protos", "storyteller"}
+    assert linked == {"kernels", "storyteller"}
     assert seen == {"pyproject.toml", "README.md", "LICENSE"} | {name.strip("*") for name in packages} | {
-        "common",
         "kernels",
         "protos",
         "models",
@@ -217,7 +216,7 @@ def image_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_files_of_the_image_install(image_python: Path) -> None:
     (site_packages,) = image_python.parents[1].glob("lib/python*/site-packages")
     code = {path for path in files_of_the_build() if path.suffix in (".py", ".c", ".h", ".proto", ".typed")}
-    linked = ("common", "kernels", "protos")
+    linked = ("kernels", "protos")
     installed = {Path("pagewire", path) if path.parts[0] in linked else path for path in code}
     missing = {path for path in installed if not (site_packages / path).exists()}
     assert not missing

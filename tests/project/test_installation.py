@@ -192,7 +192,7 @@ def test_source_tree_on_the_path_leaves_the_name_to_others(other_wheel: Path, en
 
 def test_least_versions_are_those_of_the_stubs() -> None:
     least = {package.name: package.least for package in installation.NEEDED[""] if package.least}
-    stubs = list((ROOT / "protos" / "gen").rglob("*_pb2*.py"))
+    stubs = list((ROOT / "pagewire" / "protos" / "gen").rglob("*_pb2*.py"))
     grpcio = {found for path in stubs for found in re.findall(r"GRPC_GENERATED_VERSION = '(.*)'", path.read_text())}
     protobuf = {found for path in stubs for found in re.findall(r"# Protobuf Python Version: (.*)", path.read_text())}
     assert (grpcio, protobuf) == ({least["grpcio"]}, {least["protobuf"]})
@@ -227,8 +227,8 @@ def brought_by(*extras: str) -> set[str]:
     ("packages", "extras"),
     [
         (("pagewire",), ("serve", "bench", "transformers", "tracing")),
-        (("scheduler_service", "common"), ("scheduler", "router", "tracing")),
-        (("worker_service", "kernels", "common"), ("worker", "tracing", "flash")),
+        (("scheduler_service", "pagewire/common", "pagewire/network"), ("scheduler", "router", "tracing")),
+        (("worker_service", "kernels", "pagewire/common", "pagewire/network"), ("worker", "tracing", "flash")),
     ],
 )
 def test_what_a_part_imports_comes_with_its_extras(packages: tuple[str, ...], extras: tuple[str, ...]) -> None:
@@ -239,7 +239,7 @@ def test_what_a_part_imports_comes_with_its_extras(packages: tuple[str, ...], ex
 
 def test_an_extra_brings_nothing_that_is_not_imported() -> None:
     imported = set(chain.from_iterable(map(third_party, sources("pagewire", "scheduler_service", "worker_service"))))
-    imported |= set(chain.from_iterable(map(third_party, sources("common", "kernels"))))
+    imported |= set(chain.from_iterable(map(third_party, sources("kernels"))))
     assert brought_by(*set(OPTIONAL) - {"test", "dev"}) <= imported
 
 

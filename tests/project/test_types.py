@@ -16,7 +16,9 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 USES = {
     "client.complete('a').outputs[0].text": "str",
     "client.complete(prompt_token_ids=[1, 2], max_tokens=4).usage.prompt_tokens": "int",
-    "client.complete(['a', [1, 2]], [params, None])[0].outputs": "tuple[pagewire.client.completion.CompletionOutput, ...]",
+    "client.complete(['a', [1, 2]], [params, None])[0].outputs": (
+        "tuple[pagewire.client.completion.CompletionOutput, ...]"
+    ),
     "client.chat([{'role': 'user', 'content': 'a'}], temperature=0).outputs[0].text": "str",
     "client.chat([[{'role': 'user', 'content': 'a'}]])[0].outputs[0].text": "str",
     "client.tokenize('a')": "list[int]",

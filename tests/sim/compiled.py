@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 _PACKAGES = ("scheduler_service/core", "tests/sim")
 _MODULES = (
     "pagewire/common/__init__.py",
+    "pagewire/common/wire/__init__.py",
     "pagewire/common/wire/messages.py",
     "pagewire/common/option_limits.py",
     "scheduler_service/__init__.py",
@@ -53,8 +54,8 @@ _INTERPRETED = (
     "campaign.py",
     "compiled.py",
     "option_limits.py",
-    "options.py",
     "refusal.py",
+    "scheduler_options.py",
     "seeds.py",
 )
 _NUM_COMPARED_SEEDS = 50

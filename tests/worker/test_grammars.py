@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from pagewire.common.grammars import GrammarCompiler, Matcher, version
 from pagewire.common.wire.messages import AddedGrammar, GrammarKind, GrammarReport, StepPlan, WorkerProtocolError
 from testing.checkpoints.gguf_files import write_gguf
-from worker_service import epoch_grammars as grammars
+from worker_service import epoch_grammars
 from worker_service.epoch_grammars import CompileThread, EpochGrammars
 from worker_service.startup.grammar_tokenizer import GrammarStart
 
@@ -175,10 +175,10 @@ def test_a_defect_fails_the_one_grammar_and_the_thread_goes_on(
 def test_a_grammar_that_takes_long_is_told_of_in_the_log(
     epochs: Epochs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(grammars, "_LONG_S", math.inf)
+    monkeypatch.setattr(epoch_grammars, "_LONG_S", math.inf)
     epochs.ready(regex(1))
     assert caplog.messages == []
-    monkeypatch.setattr(grammars, "_LONG_S", 0)
+    monkeypatch.setattr(epoch_grammars, "_LONG_S", 0)
     epochs.ready(regex(2))
     (said,) = caplog.messages
     assert said.startswith("grammar 2 of epoch 1 (regex, 2 characters) took ")

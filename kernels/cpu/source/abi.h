@@ -80,7 +80,7 @@ typedef enum {
 
 typedef enum { FUNCTION_SILU, FUNCTION_GELU, FUNCTION_GELU_TANH, FUNCTION_RELU, FUNCTION_CLAMPED_SWIGLU } activation_function;
 
-// What decoder.py says of an operation, by the names that it has there. Each kind uses some of it.
+// What decoder_kernel.py says of an operation, by the names that it has there. Each kind uses some of it.
 typedef struct {
   operation_kind kind;
   int64_t input, output, update, routes, gate;  // buffers; 0: none

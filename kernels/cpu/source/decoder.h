@@ -1,5 +1,5 @@
-// A model over one step, from token ids to logits, in one region of threads: a list of operations, which `decoder.py` makes
-// of the model, carried out one after the other. Nothing here knows what model it is. Activations are float32, products
+// A model over one step, from token ids to logits, in one region of threads: a list of operations, which
+// `decoder_kernel.py` makes of the model, carried out one after the other. Nothing here knows what model it is. Activations are float32, products
 // round what they read as their layers say, weights and cache are of any element type.
 //
 // An operation reads and writes *buffers*: float32, [num_tokens, width]. Some operations work token by token (embed, add,

@@ -183,7 +183,6 @@ PLANTING = Planting(
     copied=("pagewire", "scheduler_service", "worker_service", "testing", "tests/sim"),
     planted_in=(
         "pagewire",
-        "pagewire/common",  # a link, which is looked into where it is named
         "scheduler_service/doors",
         "scheduler_service/links",
         "scheduler_service/serving",
