@@ -15,8 +15,16 @@ from testing.sources import PACKAGES, ROOT, module_name, parse, sources, walk
 
 # Of the product, by ast; docstrings, comments and formatting do not count. An issue raises it by what it says it costs.
 # Last: what clients of other servers send and read (650), log-probabilities of all and of listed tokens (110), and what
-# hostile clients send (110), less the gateway (140); prompts that begin alike in slowed steps (10).
-MAX_STATEMENTS = 35_460
+# hostile clients send (110), less the gateway (140); prompts that begin alike in slowed steps (10); what a scheduler
+# checks of the requests that front ends have resolved (40).
+MAX_STATEMENTS = 35_500
+# A class with more has two things in it, but for these, each of which is one thing for its callers.
+MAX_METHODS = 20
+LARGE_CLASSES = {
+    "AsyncClient": "the client's calls",
+    "Scheduler": "the core's events",
+    "Lifecycle": "what may happen to a group",
+}
 MAX_FUNCTION_LINES = 60
 MAX_NETWORK_LINES = 40  # of a function in `pagewire/network`: what a model is reads from top to bottom
 MAX_MODULES = 20  # of a folder

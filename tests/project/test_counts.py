@@ -40,6 +40,15 @@ def test_functions_are_short() -> None:
     assert counts.long_functions() == []
 
 
+def test_classes_have_few_methods() -> None:
+    large = {
+        node.name
+        for _, node in counts.classes()
+        if sum(isinstance(each, counts.Function) for each in node.body) > counts.MAX_METHODS
+    }
+    assert large == counts.LARGE_CLASSES.keys()
+
+
 def test_folders_are_small() -> None:
     """A reader gets lost among many files of one level."""
     sizes = Counter(path.parent for path in sources(*PACKAGES) if path.stem not in ("__init__", "__main__"))
