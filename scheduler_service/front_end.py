@@ -98,7 +98,7 @@ def _stats(
     num_log_lines_dropped: Callable[[], int],
 ) -> FrontEndStats:
     return FrontEndStats(
-        model_name=link.availability.served_model_names[0],
+        model_name=link.availability.served_model_names()[0],
         is_connected=link.availability.is_connected,
         num_running=link.num_running,
         num_ended=dict(link.num_ended),
@@ -140,7 +140,7 @@ def _make_http(
         origins,
         service.tenants,
         intake,
-        lambda: link.availability.served_model_names,
+        link.availability.served_model_names,
         takes_any_model_name=http.any_model_name,
     )
     routes = Routes(intake, link.forwarder.forward, admission, partial(exposition, collector), is_lenient=http.lenient)

@@ -1,8 +1,10 @@
 """Files of a model that are not what they are called: a pointer of Git LFS, in a clone whose large files were not
 fetched, and what is larger than it can be are named, with the remedy, whichever file it is."""
 
+import hashlib
 import json
 import os
+import random
 import shutil
 from fnmatch import fnmatch
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 
 from pagewire.common.gguf import MAX_LISTING_BYTES, MAX_SETTINGS_BYTES, ModelFileError
 from pagewire.hosting.model_source import SMALL_FILES
-from scheduler_service.doors.vllm.tokenizer_archive import read_tokenizer_archive
+from scheduler_service.doors.vllm.tokenizer_archive import archive_chunks, read_tokenizer_archive
 from scheduler_service.serving.checkpoint.chat_template import _MAX_FILE_BYTES
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from scheduler_service.serving.checkpoint.tokenizer import load_tokenizer
@@ -117,6 +119,16 @@ def test_routers_are_given_no_file_that_is_larger_than_it_can_be(model: Path) ->
     os.truncate(file, MAX_LISTING_BYTES + 1)
     with pytest.raises(ModelFileError, match=r"special_tokens_map\.json has"):
         read_tokenizer_archive(model)
+
+
+@pytest.mark.parametrize("size", [1, 65_535, 65_536, 65_537, 131_072])
+def test_the_last_chunk_of_an_archive_alone_has_its_digest(size: int) -> None:
+    archive = random.Random(size).randbytes(size)
+    *chunks, last = archive_chunks(archive)
+    assert b"".join(chunk.data for chunk in (*chunks, last)) == archive
+    assert last.data
+    assert [chunk.sha256 for chunk in chunks] == [""] * len(chunks)
+    assert last.sha256 == hashlib.sha256(archive).hexdigest()
 
 
 def test_a_single_file_of_weights_and_a_gguf_file(tmp_path: Path) -> None:

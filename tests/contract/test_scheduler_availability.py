@@ -31,7 +31,7 @@ async def test_it_follows_the_scheduler() -> None:
     availability.reported(info)
     await first
     assert state(availability) == (True, True, True, "", "")
-    assert (availability.served_model_names, availability.max_sequence_tokens) == (("a", "b"), 9)
+    assert (availability.served_model_names(), availability.max_sequence_tokens) == (("a", "b"), 9)
     assert availability.server_info() == info
     availability.reported(pb.GetServerInfoResponse(unavailable_reason="no worker", **NAMES))
     assert state(availability) == (True, True, False, "no worker", "")

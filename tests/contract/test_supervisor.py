@@ -32,6 +32,13 @@ from pagewire.hosting.supervisor import (
 QUICK = RestartPolicy(first_delay_s=0.01, max_delay_s=0.05, stop_timeout_s=0.5)
 
 
+@pytest.mark.parametrize(
+    ("code", "text"), [(0, "exit code 0"), (1, "exit code 1"), (-1, "signal SIGHUP"), (-9, "signal SIGKILL")]
+)
+def test_an_exit_is_told_by_its_code_or_its_signal(code: int, text: str) -> None:
+    assert str(Exit(code, was_ready=True, ran_s=1.0)) == text
+
+
 def test_the_delay_doubles_until_a_run_was_steady() -> None:
     restarts = Restarts(RestartPolicy())
     crash = Exit(-signal.SIGKILL, was_ready=True, ran_s=1.0)

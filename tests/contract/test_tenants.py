@@ -201,9 +201,9 @@ async def test_only_operators_are_told_what_the_server_is_doing(
             await shared.done_writing()
 
             async def loads_in(call: grpc.aio.StreamStreamCall = shared) -> bool:
-                while not (message := await call.read()).HasField("loads"):
-                    pass
-                return message.loads.worker_connected
+                told = [message.loads.worker_connected async for message in call if message.HasField("loads")]
+                assert len(told) == 1, "they are told when they are asked for"
+                return told[0]
 
             assert await code_of(loads_in()) is code
             monkeypatch.setenv("PAGEWIRE_API_KEY", KEYS[tenant])

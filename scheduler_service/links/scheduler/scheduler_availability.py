@@ -52,7 +52,6 @@ class SchedulerAvailability:
     def max_sequence_tokens(self) -> int:
         return self._server_info.max_sequence_tokens
 
-    @property
     def served_model_names(self) -> tuple[str, ...]:
         """The names by which requests may ask for the model, first the one in answers; that one is empty before the
         scheduler has answered."""

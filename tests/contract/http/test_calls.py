@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import ssl
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,27 @@ async def test_a_model_has_several_names(model: Path) -> None:
         assert 'model_name="first"' in (await server.client.get("/metrics")).text
         info = await server.stack.stub.GetServerInfo(scheduler_pb2.GetServerInfoRequest())
         assert (info.served_model_name, list(info.served_model_aliases)) == ("first", NAMES[1:])
+
+
+async def test_metrics_count_the_tokens_that_clients_got(model: Path) -> None:
+    """All of an output, or those before a stop text: the worker may have computed more."""
+    async with serve_http(model) as server:
+
+        async def counted() -> float:
+            found = re.search(
+                r"^pagewire:frontend_generation_tokens_total(?:{.*})? (.+)$",
+                (await server.client.get("/metrics")).text,
+                re.MULTILINE,
+            )
+            assert found is not None
+            return float(found[1])
+
+        whole = (await server.post(PATH, prompt=[5, 6], max_tokens=20, ignore_eos=True)).json()
+        assert await counted() == whole["usage"]["completion_tokens"] == 20
+        stop = whole["choices"][0]["text"][8:10]
+        cut = (await server.post(PATH, prompt=[5, 6], max_tokens=20, ignore_eos=True, stop=[stop])).json()
+        assert cut["usage"]["completion_tokens"] < 20
+        assert await counted() == 20 + cut["usage"]["completion_tokens"]
 
 
 async def test_the_api_describes_itself(server: HttpServer) -> None:
