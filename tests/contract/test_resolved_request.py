@@ -391,8 +391,9 @@ def test_a_request_of_too_many_bytes_is_not_read(model: ModelInfo, monkeypatch: 
     for name in ("unknown_field", "_decode"):
         monkeypatch.setattr(resolved_request, name, never)
     message = encode_resolved(resolved(GOOD["sampled"], model), LIMIT)
-    message.MergeFromString(b"\x98\x06\x01" * 5_000_000)
-    with pytest.raises(RefusedError, match=r"has 15000\d\d\d bytes, at most 65561 are allowed with its prompt"):
+    message.prompt_token_ids[:] = [1] * 3_000_000  # which may take up to 5 bytes each, and leave no room for others
+    message.MergeFromString(b"\x98\x06\x01" * 4_000_000)
+    with pytest.raises(RefusedError, match=r"has 12000\d\d\d bytes beside its prompt, at most 65536 are allowed"):
         read(message, model)
 
 

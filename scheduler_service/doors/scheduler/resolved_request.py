@@ -35,12 +35,11 @@ from scheduler_service.serving.tenants.caller import Call
 
 # Rises with every change of ResolvedRequest. Front end and scheduler must speak the same one.
 FRONT_END_PROTOCOL = 1
-# A token of a prompt takes up to 5 bytes. The rest is small, so that it is read at once.
-_TOKEN_BYTES, _OTHER_BYTES = 5, 64 << 10
+# What a request has beside its prompt and its grammar is small, so that it is read at once.
+_OTHER_BYTES = 64 << 10
 _SCHEDULERS_OWN = ("deadline", "traceparent", "output_mode")
 _encode = encoder(Request, scheduler_pb2.ResolvedRequest, _SCHEDULERS_OWN)
-# The prompt stays in the message until it is known to fit.
-_decode = decoder(Request, scheduler_pb2.ResolvedRequest, {"prompt_token_ids": lambda _: ()}, _SCHEDULERS_OWN)
+_decode = decoder(Request, scheduler_pb2.ResolvedRequest, apart=_SCHEDULERS_OWN)
 
 
 def encode_resolved(request: Request, max_sequence_tokens: int) -> scheduler_pb2.ResolvedRequest:
@@ -71,14 +70,16 @@ def decode_resolved(
 ) -> ParsedRequest:
     """Return the request, checked, with its prompt still in the message. `stop` are the texts that end its output.
     Raises RefusedError."""
-    other_bytes = min(message.grammar.ByteSize(), MAX_GRAMMAR_BYTES) + _OTHER_BYTES
-    if (size := message.ByteSize()) > (limit := _TOKEN_BYTES * len(message.prompt_token_ids) + other_bytes):
-        raise invalid("resolved", f"the request has {size} bytes, at most {limit} are allowed with its prompt")
-    if reason := unknown_field(message):
+    rest = scheduler_pb2.ResolvedRequest()
+    rest.CopyFrom(message)
+    rest.ClearField("prompt_token_ids")
+    if (size := rest.ByteSize()) > (limit := min(rest.grammar.ByteSize(), MAX_GRAMMAR_BYTES) + _OTHER_BYTES):
+        raise invalid("resolved", f"the request has {size} bytes beside its prompt, at most {limit} are allowed")
+    if reason := unknown_field(rest):
         raise invalid("resolved", f"{reason}; install the same release for front end and scheduler")
-    message.tenant = call.caller.tenant(message.tenant)
+    rest.tenant = call.caller.tenant(rest.tenant)
     try:
-        request = _decode(message)
+        request = _decode(rest)
         options = _options(request, model) | ({"stop": stop} if stop else {})
     except ValueError as error:
         raise invalid("resolved", f"the request cannot be read: {error}") from None
