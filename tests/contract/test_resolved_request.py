@@ -4,7 +4,7 @@ import asyncio
 import math
 import random
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from scheduler_service.doors.scheduler.resolved_request import (
     read_submitted,
 )
 from scheduler_service.serving.checkpoint.model_info import ModelInfo, read_model_info
+from scheduler_service.serving.checkpoint.sampling_defaults import SUPPRESSING_BIAS
 from scheduler_service.serving.parsed_request import SAME_NUMBERS, parse_request
 from scheduler_service.serving.refusal import Reason, RefusedError
 from scheduler_service.serving.tenants.caller import Call, Caller
@@ -169,6 +170,11 @@ def widened(message: pb.ResolvedRequest, number: int) -> None:
     message.sampling.logit_bias_token_ids[:], message.sampling.logit_bias_values[:] = ids, [1.0] * number
 
 
+def suppressing(message: pb.ResolvedRequest, token_ids: Sequence[int]) -> None:
+    message.sampling.logit_bias_token_ids[:] = token_ids
+    message.sampling.logit_bias_values[:] = [SUPPRESSING_BIAS] * len(token_ids)
+
+
 # Of which good one each is made, how, and the field that is named.
 FORGED: list[tuple[str, Forge, str]] = [
     *(
@@ -197,6 +203,11 @@ FORGED: list[tuple[str, Forge, str]] = [
     ("sampled", setting("sampling.logit_bias_token_ids", [3, 1, 5, 9]), "resolved"),
     ("sampled", setting("sampling.logit_bias_token_ids", [1, 1, 5, 9]), "resolved"),
     ("sampled", setting("sampling.logit_bias_token_ids", [1, 3, 5, VOCAB_SIZE]), "resolved"),
+    # The checkpoint suppresses tokens 3 and 9: none other, and none less.
+    ("sampled", partial(suppressing, token_ids=[]), "resolved"),
+    ("sampled", partial(suppressing, token_ids=[3]), "resolved"),
+    ("sampled", partial(suppressing, token_ids=[3, 9, 10]), "resolved"),
+    ("sampled", partial(suppressing, token_ids=range(VOCAB_SIZE)), "resolved"),
     ("sampled", setting("sampling.logit_bias_values", [101, 1, 1, 1]), r"sampling\.logit_bias\[1\]"),
     ("sampled", setting("sampling.logit_bias_values", [math.nan, 1, 1, 1]), r"sampling\.logit_bias\[1\]"),
     ("sampled", setting("sampling.logit_bias_values", [-1e30, 1, 1, 1]), r"sampling\.logit_bias\[1\]"),
@@ -376,10 +387,9 @@ def could_be_asked_for(found: Request, model: ModelInfo) -> bool:
         will_return=found.will_return, retention_seconds=found.retention_seconds,
     )  # fmt: skip
     asked = parsed.fit(found.prompt_token_ids, model, LIMIT, None)
-    # The grammar's text is read elsewhere. What a checkpoint suppresses may differ between front end and scheduler.
-    same = ("num_candidates", "logit_bias_token_ids", "logit_bias_values")
-    kept = {name: getattr(sampling, name) for name in same}
-    return replace(asked, grammar=grammar, sampling=replace(asked.sampling, **kept)) == found
+    # The grammar's text is read elsewhere.
+    kept = replace(asked.sampling, num_candidates=sampling.num_candidates)
+    return replace(asked, grammar=grammar, sampling=kept) == found
 
 
 def test_a_request_of_too_many_bytes_is_not_read(model: ModelInfo, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,9 +126,10 @@ def _agrees(request: Request, model: ModelInfo) -> bool:
     if sampling.pooling is not Pooling.NONE:
         pooled = SamplingParams(pooling=model.embedding.pooling)
         return request == replace(request, sampling=pooled, max_tokens=0, seed=0, n=1, beam=None, grammar=None)
+    biases = zip(sampling.logit_bias_token_ids, sampling.logit_bias_values, strict=True)
     return (
         all(ids == tuple(sorted({*ids})) for ids in (sampling.stop_token_ids, sampling.logit_bias_token_ids))
-        and max(sampling.logit_bias_token_ids, default=0) < model.vocab_size
+        and tuple(id for id, bias in biases if bias == SUPPRESSING_BIAS) == model.sampling_defaults.logit_bias_token_ids
         and len({*listed}) == len(listed)
         and (not listed or sampling.num_logprobs == len(listed))
         and sampling.num_candidates == num_candidates(sampling, request.beam, grammar, model)
