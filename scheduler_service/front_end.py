@@ -58,7 +58,7 @@ async def run(
         link = SchedulerLink(
             dialler,
             config.scheduler,
-            model_digest=service.model.digest,
+            model=service.model,
             read_metadata=(lambda: key.current) if key is not None else tuple,
             tenants_revision=(lambda: tenants.revision) if tenants is not None else str,
         )

@@ -1,6 +1,7 @@
 """A front end between clients and a scheduler, over real gRPC: what it serves is what the scheduler itself serves."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -277,13 +278,18 @@ async def test_a_lost_worker_is_no_error(checkpoint: Path) -> None:
         assert (await asyncio.wait_for(running, DEADLINE)).token_ids[0] == expected_tokens(PROMPT, 60)
 
 
-async def test_another_model_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    other = make_checkpoint(tmp_path / "other", with_tokenizer=False)
+@pytest.mark.parametrize("differs", ["it serves another model", "its end tokens are [7], here [299]"])
+async def test_another_model_is_refused(checkpoint: Path, tmp_path: Path, differs: str) -> None:
+    """The end tokens of generation_config.json are not in the model's digest."""
+    other = make_checkpoint(tmp_path / "other", with_tokenizer="end" in differs)
+    if "end" in differs:
+        checkpoint = shutil.copytree(other, tmp_path / "model")
+        (checkpoint / "generation_config.json").write_text('{"eos_token_id": [7]}')
     async with serve(checkpoint) as stack, serve_front_end(other, stack.url, waits=False) as front:
         async with asyncio.timeout(DEADLINE):
             while True:  # until it has heard of the scheduler
                 refused = await failure_of(front.generate(request(PROMPT), timeout=5), grpc.StatusCode.UNAVAILABLE)
-                if "it serves another model" in refused.details():
+                if differs in refused.details():
                     break
                 await asyncio.sleep(0.02)
         await front.until_ready(False)

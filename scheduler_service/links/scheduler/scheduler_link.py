@@ -26,6 +26,7 @@ from scheduler_service.links.reconnection import LINK_OPTIONS, Ended, Outage, Ou
 from scheduler_service.links.scheduler.forwarder import Forwarder
 from scheduler_service.links.scheduler.scheduler_availability import SchedulerAvailability
 from scheduler_service.serving.active_request import ActiveRequest
+from scheduler_service.serving.checkpoint.model_info import ModelInfo
 from scheduler_service.serving.clock import Clock
 from scheduler_service.serving.output import SampleRecord, TokenCounts
 from scheduler_service.serving.refusal import REASONS, Reason, RefusedError, invalid
@@ -52,7 +53,7 @@ class SchedulerLink:
         dialler: Dialler,
         address: str,
         *,
-        model_digest: bytes,
+        model: ModelInfo,
         read_metadata: Callable[[], Sequence[tuple[str, str]]] = tuple,
         tenants_revision: Callable[[], str] = str,
         clock: Clock | None = None,
@@ -63,7 +64,7 @@ class SchedulerLink:
         self.clock = clock or Clock()
         self._dialler = dialler
         self._address = address
-        self._model_digest = model_digest
+        self._model = model
         self._read_metadata = read_metadata
         self._tenants_revision = tenants_revision
         self._client: GenerateManyClient | None = None  # None: not connected
@@ -188,7 +189,7 @@ class SchedulerLink:
             await self._outage.connect(connecting, self._dialler, stub.GenerateMany)
             async for message in call:
                 if message.HasField("server_info"):
-                    if mismatch := _mismatch(message.server_info, self._model_digest, self._tenants_revision()):
+                    if mismatch := _mismatch(message.server_info, self._model, self._tenants_revision()):
                         return Ended(mismatch, is_held)
                     if not is_held:
                         is_held, self._client, self.forwarder.stub = True, client, stub
@@ -283,14 +284,17 @@ class SchedulerLink:
             request.fail(RefusedError(Reason.UNAVAILABLE, message))
 
 
-def _mismatch(info: scheduler_pb2.GetServerInfoResponse, model_digest: bytes, tenants_revision: str) -> str:
+def _mismatch(info: scheduler_pb2.GetServerInfoResponse, model: ModelInfo, tenants_revision: str) -> str:
     """Return why a front end with this model and these tenants cannot serve for that scheduler, or nothing."""
     if info.front_end_protocol != FRONT_END_PROTOCOL:
         versions = f"version {info.front_end_protocol} of the protocol between them, this one {FRONT_END_PROTOCOL}"
         return f"it speaks {versions}; install the same release for both"
-    if info.model_digest != model_digest:
-        digests = f"digest {info.model_digest.hex()[:16]}, here {model_digest.hex()[:16]}"
+    if info.model_digest != model.digest:
+        digests = f"digest {info.model_digest.hex()[:16]}, here {model.digest.hex()[:16]}"
         return f"it serves another model ({digests}); start both with the same --model"
+    if tuple(info.eos_token_ids) != model.eos_token_ids:
+        tokens = f"{list(info.eos_token_ids)}, here {list(model.eos_token_ids)}"
+        return f"its end tokens are {tokens}; start both with the same generation_config.json"
     if info.has_tenants and not tenants_revision:
         # With the front end's own credentials any caller could name any tenant.
         return "it knows tenants; start this front end with the same --tenants"

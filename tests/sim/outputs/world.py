@@ -170,7 +170,7 @@ class World:
         self.direct = Network(self.server.port, scenario.client_weather, f"direct {seed}")
         self.between = Network(self.server.port, scenario.link_weather, f"link {seed}")
         dialler: Any = Dialler(self.between)
-        self.link = SchedulerLink(dialler, "scheduler", model_digest=b"m", clock=clock)
+        self.link = SchedulerLink(dialler, "scheduler", model=MODEL, clock=clock)
         entrance = Entrance(None)
         front_end = FrontEndServicer(
             self.link,
