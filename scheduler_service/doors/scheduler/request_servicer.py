@@ -25,6 +25,7 @@ from scheduler_service.doors.scheduler.generate_response import (
     write_all,
     write_deltas,
 )
+from scheduler_service.doors.scheduler.resolved_request import submitted
 from scheduler_service.doors.scheduler.shared_call import SharedCall
 from scheduler_service.serving.active_request import RequestEngine
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
@@ -212,9 +213,8 @@ class FrontEndServicer(RequestServicer):
 
     def _passed_on(self, method: str, request: Any, context: grpc.aio.ServicerContext) -> AsyncGenerator[Any, None]:
         """Yield what the scheduler answers to a call about a request, which is of the caller's tenant."""
-        call, named = self._entrance.call(context), request
-        if isinstance(request, scheduler_pb2.SubmitRequest):
-            named = request.resolved if request.HasField("resolved") else request.request
+        call = self._entrance.call(context)
+        named = submitted(request) if isinstance(request, scheduler_pb2.SubmitRequest) else request
         named.tenant = call.caller.tenant(named.tenant)
         return self._forward(method, request, call)
 

@@ -50,6 +50,13 @@ def encode_resolved(request: Request, max_sequence_tokens: int) -> scheduler_pb2
     return message
 
 
+def submitted(
+    message: scheduler_pb2.Submission | scheduler_pb2.SubmitRequest,
+) -> scheduler_pb2.ResolvedRequest | scheduler_pb2.GenerateRequest:
+    """Return the request that a message submits, in the form that counts if it has both."""
+    return message.resolved if message.HasField("resolved") else message.request
+
+
 def read_submitted(
     message: scheduler_pb2.Submission | scheduler_pb2.SubmitRequest, call: Call, model: ModelInfo
 ) -> ParsedRequest:

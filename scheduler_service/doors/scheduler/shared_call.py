@@ -18,7 +18,7 @@ from pagewire.common.wire.sampling_rules import MAX_SAMPLES
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import OutputMode
 from scheduler_service.doors.scheduler.generate_response import encode_delta
-from scheduler_service.doors.scheduler.resolved_request import read_submitted
+from scheduler_service.doors.scheduler.resolved_request import read_submitted, submitted
 from scheduler_service.serving.active_request import ActiveRequest, News
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.output import OutputReader, ReadyList, SampleRecord
@@ -186,10 +186,9 @@ class SharedCall:
     async def _take_in(self, submission: scheduler_pb2.Submission, request: _Submitted) -> None:
         """Check what comes with a request in this kind of call, and begin it. Raises RefusedError."""
         message, token_only = submission.request, submission.token_only
-        is_resolved = submission.HasField("resolved")
+        has_text = not (token_only or submission.HasField("resolved"))
         if submission.tenants_revision:
-            tenant = submission.resolved.tenant if is_resolved else message.tenant
-            self._call.caller.check_forwarded(tenant, submission.tenants_revision)
+            self._call.caller.check_forwarded(submitted(submission).tenant, submission.tenants_revision)
         if token_only and message.WhichOneof("prompt") == "text":
             raise invalid("text", "a token-only request has no text; send the prompt as token_ids")
         if token_only and message.sampling.stop:
@@ -204,8 +203,8 @@ class SharedCall:
             read_submitted(submission, call, self._intake.model),
             call,
             output_mode,
-            with_text=not (token_only or is_resolved),
-            ready_list=self._ready_list if token_only or is_resolved else None,
+            with_text=has_text,
+            ready_list=None if has_text else self._ready_list,
             label=request.stream_id,
             is_relayed=submission.tells_kept,
         )
