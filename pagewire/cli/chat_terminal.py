@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -38,6 +39,7 @@ class ChatTerminal:
         self._history = history
         self._readline: Any = None
         if self.is_interactive:
+            signal.signal(signal.SIGALRM, lambda number, frame: None)
             self._start_readline()
 
     def read_message(self) -> str:
@@ -61,7 +63,7 @@ class ChatTerminal:
         if not self.is_interactive:
             return True
         try:
-            answer = read_input(lambda: input(f"{question} [Y/n] "))
+            answer = self._ask(f"{question} [Y/n] ")
         except EOFError:
             print()
             return False
@@ -77,9 +79,19 @@ class ChatTerminal:
         return "\n".join(lines).strip("\n")
 
     def _read_line(self, prompt: str) -> str:
-        line = read_input(lambda: input(prompt if self.is_interactive else ""))
+        line = self._ask(prompt) if self.is_interactive else read_input(input)
         self._keep_history()
         return line
+
+    def _ask(self, prompt: str) -> str:
+        """Returns the line that is typed at this prompt. This is for the main thread."""
+        # Python's line editing runs signal handlers only if a signal interrupts its wait for a key. A SIGTERM or Ctrl-C
+        # that arrives before the wait would stay unnoticed until the next key; the timer interrupts the wait again.
+        signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+        try:
+            return read_input(lambda: input(prompt))
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _start_readline(self) -> None:
         try:

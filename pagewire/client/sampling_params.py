@@ -25,8 +25,7 @@ def _flag(default: Value, help_text: str, *, is_benched: bool = False) -> Value:
 
     The flag of a truth value turns the default into its opposite.
     """
-    metadata = {"help": help_text, "is_benched": is_benched}
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata={"help": help_text, "is_benched": is_benched})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

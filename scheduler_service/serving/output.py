@@ -383,8 +383,7 @@ class OutputReader:
         """Make the deltas that are due, none if there is nothing new. Each is made when it is taken: those that are
         left are due the next time."""
         output = self._output
-        if self._next_token < output.first_token:  # those before have passed
-            self._next_token = output.first_token
+        self._next_token = max(self._next_token, output.first_token)  # those before have passed
         num_tokens = output.num_tokens - self._next_token
         if num_tokens > self._max_tokens or self._next_prompt_logprob < output.num_prompt_logprobs:
             return self._deltas()

@@ -63,19 +63,6 @@ class Terminal:
         self.ask(text)
         return self.wait_for(STORY)
 
-    def interrupt(self) -> None:
-        """Types Ctrl-C once the program waits for a key.
-
-        Python's line editing looks for signals only where one ends its wait: while it still draws the last key, a
-        Ctrl-C stays unnoticed until the next.
-        """
-        deadline = time.monotonic() + TIMEOUT_S
-        main_thread = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/stat")
-        while main_thread.read_text().rpartition(")")[2].split()[0] != "S":
-            assert time.monotonic() < deadline, "the program never waits"
-            os.sched_yield()
-        self.type(CTRL_C)
-
     def end(self) -> int:
         self.wait_for("> ")
         self.type(CTRL_D)

@@ -1,6 +1,7 @@
 """`pagewire chat` on a terminal: a real pseudo-terminal, a real process, a scripted server."""
 
 import os
+import pty
 import re
 import signal
 import stat
@@ -144,11 +145,34 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(url: str, scheduler: ScriptedSc
         terminal.wait_for("> ")
         terminal.type("half a line")
         terminal.wait_for("half a line")
-        terminal.interrupt()
+        terminal.type(CTRL_C)
         terminal.wait_for("(Ctrl-D or /exit ends the chat)")
         terminal.say("two")
         assert terminal.end() == 0
     assert re.fullmatch(r"<user>one\n<assistant>( so){3,}\n<user>two\n<assistant>", texts(scheduler)[1])
+
+
+SIGNALLED_BEFORE_ITS_WAIT = """
+import ctypes, functools, readline, signal, sys
+from pagewire.cli.chat_terminal import ChatTerminal
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+terminal = ChatTerminal(None)
+# In C alone: a hook in Python would run the handler.
+readline.set_startup_hook(functools.partial(ctypes.CDLL(None)["raise"], signal.SIGTERM))
+terminal.read_message()
+"""
+
+
+def test_a_signal_before_the_wait_for_a_key_is_noticed() -> None:
+    leader, follower = pty.openpty()
+    command = [sys.executable, "-c", SIGNALLED_BEFORE_ITS_WAIT]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=follower, stdout=follower, stderr=follower)
+    try:
+        assert process.wait(TIMEOUT_S) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+        os.close(leader)
+        os.close(follower)
 
 
 def refuse_long(scheduler: ScriptedScheduler, max_chars: int) -> None:
@@ -179,7 +203,7 @@ def test_a_full_context_offers_to_go_on(url: str, scheduler: ScriptedScheduler, 
         terminal.wait_for("> ")
         terminal.type(UP)
         terminal.wait_for("5")  # and not the answer to the question
-        terminal.interrupt()
+        terminal.type(CTRL_C)
         terminal.wait_for("(Ctrl-D")
         terminal.wait_for("> ")
         terminal.type("x" * 1000 + "\r")  # too long by itself

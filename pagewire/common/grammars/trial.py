@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from ctypes import addressof, create_string_buffer
+from pathlib import Path
 from typing import IO
 
 from pagewire.common.grammars.matcher import (
@@ -131,8 +132,7 @@ def _limit() -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, MAX_CPU_SECONDS - _COPY_SECONDS)
     if sys.platform == "linux":
-        with open("/proc/self/statm") as file:
-            size = int(file.read().split()[0]) * resource.getpagesize()
+        size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (size + MAX_BYTES, size + MAX_BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 

@@ -137,8 +137,7 @@ class StoredResponses:
 
     async def read(self, response_id: str) -> bytes:
         """Return a response as it is now. Raises RefusedError."""
-        response = await self._response(*await self._find(response_id))
-        return encode(response)
+        return encode(await self._response(*await self._find(response_id)))
 
     async def show(self, query: ResponseQuery, stream: EventStream) -> bytes | None:
         """Return a response as it is now, or tell its events from the beginning if they are asked for. Raises
