@@ -1,4 +1,4 @@
-"""Which requests are taken at all: those that can run on what is there, while the queue has room."""
+"""Admission control: rejects requests that can never run, and requests that exceed the limits of the waiting queue."""
 
 import sys
 from collections.abc import Callable
@@ -15,19 +15,22 @@ from scheduler_service.core.worker_state import WorkerState
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What bounds a request and a step: the scheduler's own limits, or a worker's tighter ones."""
+    """The limits for one request and for one step.
 
-    max_sequence_tokens: int  # prompt and output that one sequence may have
+    They are the scheduler's own limits, or a worker's tighter limits.
+    """
+
+    max_sequence_tokens: int  # prompt and output of one sequence
     num_step_tokens: int  # the token budget of a step
     max_rows: int
-    grammar_version: str  # of the library that reads them on the worker
-    pool: str = ""  # which bounds the length of sequences, in words
-    # Why a request can never have its blocks, if it cannot: the field at fault and the message.
+    grammar_version: str  # version of the grammar library on the worker
+    pool: str = ""  # a description of the block pool, if the pool limits the length of sequences
+    # Returns the invalid field and an error message if the pool can never hold the request; empty strings otherwise.
     lacks_blocks: Callable[[Request], tuple[str, str]] = lambda request: ("", "")
 
 
 class Admission:
-    """Checks requests against the scheduler's own limits, and a worker's tighter ones while it is there."""
+    """The check of new requests against the scheduler's own limits, and against a connected worker's tighter limits."""
 
     def __init__(self, state: Lifecycle, options: SchedulerOptions) -> None:
         self._state = state
@@ -40,13 +43,20 @@ class Admission:
         )
 
     def num_slots(self, capacity: WorkerCapacity) -> int:
-        """Rows that a worker may have. A decoding row takes a token of every step: with more rows than a step has
-        tokens, some would never have their turn."""
+        """Return the number of rows that a worker may have.
+
+        It never exceeds the token budget of a step. A decoding row uses one token of every step. With more rows than
+        tokens, some rows would never be scheduled.
+        """
         own = self._own
         return min(own.max_rows, capacity.max_num_seqs, own.num_step_tokens, capacity.max_num_batched_tokens)
 
     def join(self, worker: WorkerState) -> None:
-        """A worker is there. The model's length bounds a sequence, and the whole pool unless a window fits into it."""
+        """Apply the limits of a worker that has connected.
+
+        The model's length limits a sequence. The size of the block pool limits it too, unless the pool can hold a
+        sliding window.
+        """
         own, capacity, cache = self._own, worker.capacity, worker.cache
         max_tokens = min(own.max_sequence_tokens, capacity.max_model_len)
         if not cache.window or cache.room.num_chunk_blocks(1) > capacity.num_device_blocks:
@@ -61,11 +71,14 @@ class Admission:
         )
 
     def lose(self) -> None:
-        """The worker is gone."""
+        """Restore the scheduler's own limits after the worker is lost."""
         self.limits = self._own
 
     def check(self, request: Request) -> None:
-        """Raise AdmissionError for a request that is not taken."""
+        """Raise AdmissionError if the request cannot be admitted.
+
+        The reason is DUPLICATE, INVALID or QUEUE_FULL.
+        """
         if (request.tenant, request.request_id) in self._state.groups:
             raise AdmissionError(
                 AdmissionReason.DUPLICATE, "request_id", f"request {request.request_id!r} is running already"
@@ -96,7 +109,7 @@ class Admission:
             )
 
     def _grammar_fault(self) -> str:
-        """Why no request may have a grammar. Empty if they may."""
+        """Return the reason why requests with grammars are rejected, or an empty string if they are accepted."""
         ours, theirs = self._own.grammar_version, self.limits.grammar_version
         if ours and theirs == ours:
             return ""
@@ -106,11 +119,14 @@ class Admission:
         )
 
     def misfit(self, request: Request) -> tuple[str, str]:
-        """Why the request can never run: the field at fault and the message. Empty if it can."""
+        """Return the invalid field and an error message for a request that can never run.
+
+        Both are empty strings if the request can run.
+        """
         if request.grammar is not None and (fault := self._grammar_fault()):
             return "sampling.structured_output", fault
         limits, num_prompt_tokens = self.limits, len(request.prompt_token_ids)
-        num_tokens = num_prompt_tokens + max(1, request.max_tokens)  # a prompt that is embedded leaves room for one too
+        num_tokens = num_prompt_tokens + max(1, request.max_tokens)  # embeddings need one too
         if num_tokens > limits.max_sequence_tokens:
             return (
                 "prompt" if num_prompt_tokens >= limits.max_sequence_tokens else "sampling.max_tokens",
@@ -128,7 +144,10 @@ class Admission:
 
 
 def _lacks_blocks(cache: CacheManager, request: Request) -> tuple[str, str]:
-    """Why a worker's blocks can never suffice for a request: the field at fault and the message. Empty if they do."""
+    """Return the invalid field and an error message for a request that needs more blocks than the worker has.
+
+    Both are empty strings if the blocks suffice.
+    """
     num_blocks = cache.room.num_most_blocks(request)
     if num_blocks <= cache.pool.num_blocks:
         return "", ""
@@ -141,7 +160,7 @@ def _lacks_blocks(cache: CacheManager, request: Request) -> tuple[str, str]:
 
 
 def _describe_pool(cache: CacheManager) -> str:
-    """Say how many blocks there are, and how many a window needs where it does not fit into them."""
+    """Describe the size of the block pool, and the number of blocks for one sliding window if the pool is smaller."""
     text = f"the worker has {cache.pool.num_blocks} blocks of {cache.block_size} tokens"
     if not cache.window or cache.room.num_chunk_blocks(1) <= cache.pool.num_blocks:
         return text

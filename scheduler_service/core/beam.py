@@ -1,13 +1,13 @@
-"""The choice among the continuations of a beam search.
+"""Beam search: selects the continuations that a search keeps at each step.
 
-It equals `_beam_search` of transformers 5.23 (`generation/utils.py`) for one prompt, with the beams that transformers
-keeps at -1e9 left out. Two lists are kept apart. *Running* beams are the best continuations that go on: among the
-candidates in order of their cumulative log-probability, the first `beam_width` that do not finish. *Finished*
-hypotheses are the candidates among the first `beam_width` that finish, by a stop token or at the last token allowed;
-the `beam_width` of the best score are kept. Score: cumulative log-probability / number of tokens ** length penalty,
-the stop token counted.
+The result equals `_beam_search` of transformers 5.23 (`generation/utils.py`) for one prompt. Beams that transformers
+keeps with a score of -1e9 are left out here. The search keeps two separate lists. *Running* beams are the best
+unfinished continuations. The candidates are ordered by cumulative log-probability, and the first `beam_width` of them
+that do not finish become the running beams. *Finished* hypotheses are the candidates among the first `beam_width` that
+finish, by a stop token or at the last token allowed. The `beam_width` finished hypotheses with the best score are kept.
+Score: cumulative log-probability / number of tokens ** length penalty. The stop token counts as a token.
 
-It knows tokens and numbers only, no blocks and no sequences.
+This module works on tokens and numbers only. It does not depend on blocks or on the scheduler's sequences.
 """
 
 import math
@@ -22,7 +22,7 @@ _MAX_EXPONENT = 700.0  # exp overflows at 709.8
 
 @dataclass(frozen=True, slots=True)
 class BeamState:
-    """A beam that runs: its output so far, and how likely that is."""
+    """A running beam: its output tokens and their cumulative log-probability."""
 
     cumulative_logprob: float
     output_token_ids: Sequence[int]
@@ -30,7 +30,7 @@ class BeamState:
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A beam of the next step: the beam at `parent`, and one more token."""
+    """A beam of the next step: the beam at index `parent`, extended by one token."""
 
     parent: int
     token_id: int
@@ -39,8 +39,10 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class BeamStep:
-    """The outcome of one step of a beam search: the next beams, best first. None of them is needed once the search is
-    done."""
+    """The result of one step of a beam search: the next running beams, best first.
+
+    If `is_done` is true, the search has ended and the children are not needed.
+    """
 
     children: list[Child]
     is_done: bool
@@ -48,17 +50,19 @@ class BeamStep:
 
 @dataclass(frozen=True, slots=True)
 class FinishedHypothesis:
-    """An output that a search may return."""
+    """A finished output that the search may return."""
 
-    token_ids: tuple[int, ...]  # with the stop token
+    token_ids: tuple[int, ...]  # includes the stop token
     cumulative_logprob: float
     score: float
-    stop_token_id: int | None  # None: it ended at the last token allowed
+    stop_token_id: int | None  # None: the output ended at the token limit
 
 
 class BeamSearch:
-    """A search from its prompt to its hypotheses. Give every step's candidates to `advance` until it is done, then take
-    `best`."""
+    """A beam search over one prompt.
+
+    Call `advance` with the candidates of every step until the search is done. Then call `best`.
+    """
 
     def __init__(
         self,
@@ -68,9 +72,13 @@ class BeamSearch:
         max_output_tokens: int,
         end_token_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """Below `min_tokens` no output ends: stop tokens are no candidates there, whatever the worker says. With a
-        grammar, whose `end_token_ids` are among the stop tokens, these end an output there too, and other stop tokens
-        go on."""
+        """Create a search with at most `max_output_tokens` output tokens.
+
+        An output of fewer than `min_tokens` tokens cannot end: stop tokens are ignored as candidates there, even if the
+        worker reports them. `end_token_ids` are the end tokens of a grammar, and they are a subset of the stop tokens.
+        With a grammar, its end tokens end an output at any length. The other stop tokens then do not end an output
+        below `min_tokens`, but continue it.
+        """
         self._params = params
         self._stop_token_ids = stop_token_ids
         self._end_token_ids = end_token_ids
@@ -79,12 +87,12 @@ class BeamSearch:
         self._finished: list[FinishedHypothesis] = []  # best first, at most beam_width
 
     def advance(self, beams: Sequence[BeamState], candidates: Sequence[Sequence[tuple[int, float]]]) -> BeamStep:
-        """Choose the next beams.
+        """Choose the next running beams.
 
-        `beams` are those of the last step's children, in their order; the first step has one, with no output.
-        `candidates[i]` are the most likely (token id, log-probability) after beam i, best first. Any
-        `beam_width + len(stop_token_ids)` of them are enough, or the whole vocabulary where that is smaller.
-        Candidates of equal cumulative log-probability rank by beam, then as given.
+        `beams` are the children of the last step, in the same order. The first step has one beam with no output.
+        `candidates[i]` are the most likely (token id, log-probability) pairs after beam i, best first. A list of
+        `beam_width + len(stop_token_ids)` candidates is enough, or the whole vocabulary if it is smaller. Candidates of
+        equal cumulative log-probability rank by beam, then in the given order.
         """
         width = self._params.beam_width
         num_tokens = len(beams[0].output_token_ids) + 1
@@ -101,10 +109,10 @@ class BeamSearch:
         return BeamStep(children, not children or self._cannot_improve(children[0].cumulative_logprob, num_tokens))
 
     def best(self, n: int) -> list[FinishedHypothesis]:
-        """The n hypotheses of the best score, best first.
+        """Return the `n` hypotheses with the best score, best first.
 
-        A search that is done has `beam_width` of them, unless the vocabulary (less the stop tokens) is smaller than
-        the beam: then fewer may exist, and fewer are returned.
+        A search that is done has `beam_width` hypotheses, with one exception. If the vocabulary (less the stop tokens)
+        is smaller than the beam, fewer hypotheses may exist, and fewer are returned.
         """
         return self._finished[:n]
 
@@ -112,7 +120,7 @@ class BeamSearch:
         self, beams: Sequence[BeamState], candidates: Sequence[Sequence[tuple[int, float]]], num_tokens: int
     ) -> Iterator[tuple[float, int, int]]:
         """Merge the candidates of all beams, best first: (negated cumulative log-probability, parent, token id)."""
-        # A worker names stop tokens of a row with a grammar there only if that allows no others.
+        # For a row with a grammar, the worker reports stop tokens here only if the grammar allows no other token.
         barred = self._stop_token_ids if num_tokens <= self._min_tokens and not self._end_token_ids else frozenset()
         columns = [
             [
@@ -128,11 +136,14 @@ class BeamSearch:
         token_ids = (*beam.output_token_ids, token_id)
         score = self._score(cumulative_logprob, len(token_ids))
         self._finished.append(FinishedHypothesis(token_ids, cumulative_logprob, score, token_id if stops else None))
-        self._finished.sort(key=lambda hypothesis: -hypothesis.score)  # stable: the older of two equals stays first
+        self._finished.sort(key=lambda hypothesis: -hypothesis.score)  # stable: of two equals the older stays first
         del self._finished[self._params.beam_width :]
 
     def _cannot_improve(self, best_running: float, num_tokens: int) -> bool:
-        """Whether the search ends though beams still run; `best_running` is their best cumulative log-probability."""
+        """Return whether the search ends although beams still run.
+
+        `best_running` is the best cumulative log-probability of the running beams.
+        """
         params = self._params
         if len(self._finished) < params.beam_width:
             return False
@@ -143,6 +154,9 @@ class BeamSearch:
         return self._score(best_running, length) <= self._finished[-1].score
 
     def _score(self, cumulative_logprob: float, num_tokens: int) -> float:
-        """Divide by num_tokens ** length_penalty, for any finite penalty: the power itself may overflow."""
+        """Divide by num_tokens ** length_penalty, for any finite penalty.
+
+        The power itself may overflow, so the exponent is limited.
+        """
         exponent = -self._params.length_penalty * math.log(num_tokens)
         return cumulative_logprob * math.exp(min(exponent, _MAX_EXPONENT))

@@ -1,5 +1,7 @@
-"""Measured costs in seconds: a swap's bytes against a recomputation's tokens, and a prompt's tokens to those who decode
-beside it."""
+"""Estimates of costs in seconds, from measured steps.
+
+The scheduler uses them to choose between a swap and a recomputation, and to limit how much prefill slows decoding.
+"""
 
 from collections import deque
 from enum import StrEnum
@@ -8,40 +10,47 @@ from statistics import median_low
 
 
 class PreemptionMode(StrEnum):
-    """How the blocks of a victim come back."""
+    """The method by which a preempted request gets its KV cache back."""
 
-    AUTO = "auto"  # whichever is cheaper
+    AUTO = "auto"  # the cheaper of the two
     SWAP = "swap"
     RECOMPUTE = "recompute"
 
 
-# Steps that tell the prefill rate: most of their tokens are of prompts.
+# A step counts for the prefill rate only if at least this share of its tokens are prompt tokens.
 _MIN_PROMPT_SHARE = 0.75
-_NUM_STEPS = 31  # the estimates look back on so many
-# Tokens of prompts that any step may compute: with less, prompts would never end.
+_NUM_STEPS = 31  # number of recent steps that the estimates use
+# Prompt tokens that any step may compute. With no lower bound, a prefill might never end.
 _MIN_PROMPT_TOKENS = 4
 
 
 class CostModel:
-    """The measured costs of one worker. Sizes are in bytes, rates per second; it knows no time but that of the steps it
-    is told of."""
+    """The measured costs of one worker.
+
+    Sizes are in bytes, rates are per second. The model reads no clock. It knows only the step durations that are
+    reported to it.
+    """
 
     def __init__(self, mode: PreemptionMode, block_bytes: int, swap_bandwidth: float) -> None:
-        """`swap_bandwidth`: bytes per second each way, 0 where there is nowhere to swap to."""
+        """Create a model without measurements.
+
+        `swap_bandwidth` is in bytes per second for each direction. 0 means that there is no host memory to swap to.
+        """
         self._mode = mode
         self._block_bytes = block_bytes
         self._swap_bandwidth = swap_bandwidth
         self._has_warmed_up = False
         self._steps: deque[tuple[float, int]] = deque(maxlen=_NUM_STEPS)  # (tokens per second, tokens)
-        self.prefill_rate: float | None = None  # tokens per second; None until it is known
-        self._decode_seconds: deque[float] = deque(maxlen=_NUM_STEPS)  # of steps that only decoded
+        self.prefill_rate: float | None = None  # tokens per second; None until measured
+        self._decode_seconds: deque[float] = deque(maxlen=_NUM_STEPS)  # of steps without prompt tokens
 
     def observe_step(self, num_tokens: int, num_prompt_tokens: int, duration_seconds: float) -> None:
-        """A step took `duration_seconds` for `num_tokens`, of them `num_prompt_tokens` of prompts.
+        """Record that a step computed `num_tokens` tokens in `duration_seconds`.
 
-        The rate is the median of the last steps' rates, weighted by their tokens: a few outliers do not move it, and
-        small prompts, whose steps cost about as much as larger ones, hardly count. The first step, in which a worker
-        compiles and allocates, is left out.
+        `num_prompt_tokens` of these tokens belong to prompts. The prefill rate is the median of the recent steps'
+        rates, weighted by their tokens. So a few outliers do not change the rate. Small prompts hardly count: their
+        steps take about as long as steps with larger prompts. The first step is left out, because a worker compiles
+        kernels and allocates memory in it.
         """
         if duration_seconds <= 0 or not num_tokens:
             return
@@ -56,25 +65,30 @@ class CostModel:
         self.prefill_rate = _weighted_median(sorted(self._steps))
 
     def max_prompt_tokens(self, slowdown: float) -> int | None:
-        """Count the tokens of prompts that make a step take at most `slowdown` times as long as one that only decodes.
+        """Return how many prompt tokens a step may compute without taking longer than `slowdown` times a decode step.
 
-        They are at least 4. None while that is not known.
+        The result is at least 4. It is None until both rates have been measured.
         """
         if self.prefill_rate is None or not self._decode_seconds:
             return None
         return max(_MIN_PROMPT_TOKENS, int((slowdown - 1.0) * median_low(self._decode_seconds) * self.prefill_rate))
 
     def prefers_swap(self, num_blocks: int, num_tokens: int) -> bool:
-        """Whether to move a victim's blocks out and in again rather than compute its `num_tokens` anew.
+        """Return whether to swap a preempted request's blocks out and in again, rather than recompute its `num_tokens`
+        tokens.
 
-        Never where there is nowhere to swap to. While the prefill rate is unknown, "auto" swaps.
+        The result is False if there is no host memory to swap to. In mode "auto" it is True until the prefill rate has
+        been measured.
         """
         if not self._swap_bandwidth or self._mode is PreemptionMode.RECOMPUTE:
             return False
         return self._mode is PreemptionMode.SWAP or self._move_is_cheaper(2 * num_blocks, num_tokens)
 
     def prefers_load(self, num_blocks: int, num_tokens: int) -> bool:
-        """Whether to move cached blocks in rather than compute their `num_tokens`. The mode binds preemption only."""
+        """Return whether to load cached blocks from the host, rather than recompute their `num_tokens` tokens.
+
+        The preemption mode does not affect this choice.
+        """
         return self._swap_bandwidth > 0 and self._move_is_cheaper(num_blocks, num_tokens)
 
     def _move_is_cheaper(self, num_moves: int, num_tokens: int) -> bool:
@@ -84,7 +98,10 @@ class CostModel:
 
 
 def _weighted_median(values: list[tuple[float, int]]) -> float:
-    """Find the first value at which half of the weight is reached, in a sorted list of (value, weight)."""
+    """Return the first value at which the cumulative weight reaches half of the total.
+
+    `values` is a sorted list of (value, weight).
+    """
     total = sum(weight for _, weight in values)
     reached = accumulate(weight for _, weight in values)
     return next(value for (value, _), weight in zip(values, reached, strict=True) if 2 * weight >= total)

@@ -1,6 +1,6 @@
-"""Questions about a scheduler's state: figures, what a request is doing and why it waits, who holds which block.
+"""Read-only questions about a scheduler's state.
 
-Nothing changes by them.
+They report metrics, the state of one request and the reason why it waits, and the owner of each block.
 """
 
 from collections import Counter
@@ -14,13 +14,13 @@ from scheduler_service.core.worker_state import WorkerState
 
 
 def stats(state: Lifecycle) -> SchedulerStats:
-    """Read the gauges of now and the counters since start."""
+    """Return the current gauges and the counters since start."""
     worker, waiting, counters = state.worker, state.waiting, state.counters
     cache = worker.cache
     num_copying, num_host_copying = cache.moves.num_copying()
     return SchedulerStats(
         num_running=worker.rows.num_open,
-        # Those that are swapped stand in the queue too.
+        # Swapped requests are in the queue too, so they are subtracted.
         num_waiting=waiting.num_sequences - sum(group.num_waiting_sequences for group in state.swapped),
         num_swapped=sum(group.num_unfinished for group in [*state.swapped, *state.loading]),
         num_waiting_tokens=waiting.num_prompt_tokens
@@ -48,7 +48,7 @@ def stats(state: Lifecycle) -> SchedulerStats:
 
 
 def report(state: Lifecycle, tenant: str, request_id: str) -> RequestReport:
-    """Say what a request does and why it waits. Raises KeyError if there is none."""
+    """Report the state of one request and the reason why it waits. Raises KeyError if the request does not exist."""
     group, worker = state.groups[tenant, request_id], state.worker
     has_place = group.state in QUEUED and group not in state.waiting.held
     position = state.waiting.position(group) if has_place else None
@@ -76,7 +76,7 @@ def report(state: Lifecycle, tenant: str, request_id: str) -> RequestReport:
 
 
 def block_map(state: Lifecycle) -> BlockMap:
-    """Say who holds which block of the worker that is there."""
+    """Return the owner of every block of the connected worker."""
     cache = state.worker.cache
     device, host = (
         [BlockUse.FREE.value if node is None else BlockUse.CACHED.value for node in contents[1:]]
@@ -101,7 +101,7 @@ def block_map(state: Lifecycle) -> BlockMap:
 
 
 def _num_wanted_blocks(group: SequenceGroup, worker: WorkerState) -> int:
-    """Count the blocks that a group lacks to run, or to run on."""
+    """Return the number of blocks that a group must still get in order to start or to continue."""
     cache = worker.cache
     if group.state is GroupState.RUNNING:
         lacking = [row for row in group.open_rows if row in worker.rows.active]
@@ -140,7 +140,10 @@ def _reason(group: SequenceGroup, worker: WorkerState, position: int | None, num
 
 
 def _cost(group: SequenceGroup) -> str:
-    """Say what decides on the turn of a group that waits, where its policy goes by that."""
+    """Describe the reason for the position of a waiting group in the queue.
+
+    Empty unless the policy depends on the cache.
+    """
     if group.is_overdue:
         return "; it has waited as long as a request may, so only those before it that have too are served first"
     if group.cursor is None:
@@ -149,7 +152,10 @@ def _cost(group: SequenceGroup) -> str:
 
 
 def _holders(group: SequenceGroup, others: list[SequenceGroup]) -> tuple[BlockHolder, ...]:
-    """List who holds the device's blocks, most first. Requests of other tenants stand together, without a name."""
+    """List the requests that hold device blocks, largest first.
+
+    All requests of other tenants are one entry without a name.
+    """
     counts: Counter[str | None] = Counter()
     for other in others:
         blocks = {block for sequence in other.sequences for block in sequence.holding.blocks}

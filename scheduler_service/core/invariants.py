@@ -1,4 +1,4 @@
-"""The invariants of the design that are the core's, as one check over all its state.
+"""The invariants of the core's design, as one check over all its state.
 
 S6 is kept by the streams, S9 by `Scheduler.complete` itself, and S4 follows from S3: a group is swapped in only when it
 is SWAPPED, and then no move names its host blocks.
@@ -13,11 +13,11 @@ from scheduler_service.core.lifecycle import QUEUED, SWAPPED, Lifecycle
 from scheduler_service.core.sequence import GroupState, Row, Sequence, SequenceGroup
 from scheduler_service.core.worker_state import WorkerState
 
-LiveGroups = list[tuple[SequenceGroup, list[Sequence]]]  # each with its live sequences
+LiveGroups = list[tuple[SequenceGroup, list[Sequence]]]  # each group with its live sequences
 
 
 def check(state: Lifecycle, pipeline_depth: int, num_step_tokens: int) -> None:
-    """Assert S1 to S5, S7, S8 and S10 to S12. Written to be called after every event of a simulation."""
+    """Assert S1 to S5, S7, S8 and S10 to S12. A simulation calls this function after every event."""
     worker = state.worker
     groups = [(group, group.live_sequences) for group in state.groups.values()]
     _check_queues(state, groups)
@@ -78,7 +78,10 @@ def _check_queues(state: Lifecycle, groups: LiveGroups) -> None:
 
 
 def _check_grammars(state: Lifecycle, groups: LiveGroups) -> None:
-    """A group that is anywhere but among those whose grammar is prepared has one that is ready, or none."""
+    """Assert that a group with a grammar is PREPARING if and only if the grammar is not ready.
+
+    Assert also that the number of requests of each grammar is right.
+    """
     grammars = state.worker.grammars
     num_needing = Counter(group.request.grammar for group, _ in groups if group.request.grammar is not None)
     counted = {grammar: need.num_requests for grammar, need in grammars._needs.items()}
@@ -124,7 +127,7 @@ def _check_rows(worker: WorkerState, groups: LiveGroups, in_flight: dict[Row, in
                 continue
             num_expected = len(sequence.token_ids) + num_in_flight
             assert num_computed <= row.holding.num_granted_blocks * block_size, f"S5: {row}"
-            max_expected = max(sequence.max_num_tokens, sequence.num_prompt_tokens + 1)  # an embedding is expected too
+            max_expected = max(sequence.max_num_tokens, sequence.num_prompt_tokens + 1)  # an embedding counts too
             assert num_computed <= num_expected <= max_expected, f"S5, planned too far: {row}"
             assert (row in worker.rows.active) == (not row.is_decoding and row.num_uncomputed_tokens > 0)
             assert row.is_decoding == (worker.rows.decoding._rows.get(row.slot) is row)
@@ -141,7 +144,10 @@ def _check_rows(worker: WorkerState, groups: LiveGroups, in_flight: dict[Row, in
 
 
 def _check_dispatches(worker: WorkerState, pipeline_depth: int, num_step_tokens: int) -> dict[Row, int]:
-    """Assert S11 of the plans under way. Returns how many samples on their way will count, by row."""
+    """Assert S11 for the plans in flight.
+
+    Returns the number of samples in flight that will count, by row.
+    """
     dispatches = worker.unacknowledged
     assert len(dispatches) <= pipeline_depth, "S11"
     in_flight: Counter[Row] = Counter()
@@ -188,7 +194,7 @@ def _check_writable(cache: CacheManager, row: Row, holders: list[int]) -> None:
 
 
 def _check_pool(pool: BlockPool, holders: list[int]) -> None:
-    holders[0] = 0  # holes of a window
+    holders[0] = 0  # block 0: holes that a sliding window leaves in a table
     if pool._ref_counts.tolist() != holders:
         wrong = [block for block, num_holders in enumerate(holders) if pool.ref_count(block) != num_holders]
         raise AssertionError(f"S2: the reference counts of blocks {wrong}")
@@ -227,7 +233,7 @@ def _check_content(cache: CacheManager) -> None:
 
 
 def _check_cursors(state: Lifecycle, cache: CacheManager) -> None:
-    """Assert that a group with a cursor knows what is cached of it, and stands where the policy says by that."""
+    """Assert that the cursors are where the prefix index says, and that their groups are ordered as the policy says."""
     state.standings.update(state.now)
     followed = {group.cursor: group for group in state.groups.values() if group.cursor is not None}
     standing = [cursor for node in cache.index.nodes() for same in (node.cursors or {}).values() for cursor in same]
@@ -250,7 +256,7 @@ def _check_idle(pool: BlockPool, nodes: list[Node | None]) -> None:
 
 
 def _check_published(block_size: int, holding: Holding) -> None:
-    """Assert S7: what a row has published or matched is what its tokens say."""
+    """Assert S7: the content that a row has published or matched is the content of its tokens."""
     node, num_published = holding.last_node, holding.num_published_blocks
     token_bytes = []
     for i in range(num_published - 1, -1, -1):

@@ -1,8 +1,9 @@
-"""The life of every request, from its arrival to its end: the one place that changes the state of a group.
+"""The life of every request, from its arrival to its end.
 
-Where a group stands follows from its state, and both change in one function, `_enter`, by the table of `sequence.py`.
-Questions about the scheduler are asked of a `Lifecycle` (`explain.py`); only `scheduler.py` and the parts that it is
-made of have it do something.
+Only this module changes the state of a group. The state of a group determines the queue or set that contains the group.
+Both change in one function, `_enter`, which checks the change against `TRANSITIONS` in `sequence.py`. `explain.py`
+reads a `Lifecycle` to answer questions about the scheduler. Only `scheduler.py` and its parts call methods that change
+it.
 """
 
 from bisect import bisect_left, insort
@@ -33,12 +34,13 @@ from scheduler_service.core.sequence import TRANSITIONS, BeamGroup, GroupState, 
 from scheduler_service.core.waiting_queue import Standings, WaitingQueue
 from scheduler_service.core.worker_state import WorkerState
 
-# Groups in the waiting queue; and those of them that have blocks on the host, or on their way there.
+# States of the groups in the waiting queue. SWAPPED: the states of groups that have blocks on the host, or moving
+# there.
 QUEUED = (GroupState.WAITING, GroupState.PREPARING, GroupState.SWAPPING_OUT, GroupState.SWAPPED)
 SWAPPED = (GroupState.SWAPPING_OUT, GroupState.SWAPPED)
-# Ends of samples whose content may serve others.
+# End reasons of samples whose blocks are published for other requests.
 _COMPLETE = (EndReason.STOP, EndReason.LENGTH)
-# Different roots, and stop sets, that are remembered to be shared.
+# The number of roots, and of stop sets, that are cached for sharing.
 _MAX_SHARED = 1024
 _order = attrgetter("order")
 _tenant = attrgetter("group.request.tenant")
@@ -46,7 +48,7 @@ _tenant = attrgetter("group.request.tenant")
 
 @dataclass(slots=True)
 class Counters:
-    """How often things have happened since start, in the words of `SchedulerStats`."""
+    """Counts of events since start, with the names of `SchedulerStats`."""
 
     num_preemptions: int = 0
     num_swap_preemptions: int = 0
@@ -54,8 +56,8 @@ class Counters:
     num_cached_prompt_tokens: int = 0
     num_host_cached_prompt_tokens: int = 0
     num_generation_tokens: int = 0  # computed
-    num_discarded_tokens: int = 0  # of these, by searches, such as no hypothesis has that was returned
-    num_moved_blocks_out: int = 0  # of earlier epochs
+    num_discarded_tokens: int = 0  # of these, tokens of beam searches that no returned hypothesis contains
+    num_moved_blocks_out: int = 0  # in earlier epochs
     num_moved_blocks_in: int = 0
     num_admitted_requests: int = 0
     num_overdue_requests: int = 0
@@ -63,7 +65,10 @@ class Counters:
     num_lost_session_tokens: list[int] = field(default_factory=lambda: [0] * NUM_SESSION_AGES)
 
     def count_admission(self, sequence: Sequence) -> None:
-        """Count what the first sequence of a request found of what its session had computed, and what it did not."""
+        """Count the admission of a request, and how many of its session's tokens were still cached.
+
+        `sequence` is the first sequence of the request.
+        """
         group = sequence.group
         self.num_admitted_requests += 1
         self.num_overdue_requests += group.is_overdue
@@ -74,20 +79,23 @@ class Counters:
         self.num_lost_session_tokens[age] += num_tokens - num_kept
 
     def count_search(self, beam: BeamGroup, num_returned: int) -> None:
-        """Count the tokens of a search that ends which its hypotheses do not have. Their own last ones no beam has gone
-        on with: the search is taken to have computed as many tokens, at least, as it returns."""
+        """Count the tokens of a finished beam search that its returned hypotheses do not contain.
+
+        No beam continues with the last token of a hypothesis. So the search is assumed to have computed at least as
+        many tokens as it returns.
+        """
         self.num_generation_tokens += max(0, num_returned - beam.num_tokens)
         self.num_discarded_tokens += max(0, beam.num_tokens - num_returned)
 
 
-# More than 20 methods: one for each event of a group's life, since nothing else may change a group's state.
+# More than 20 methods, one for each event in a group's life: no other class may change a group's state.
 class Lifecycle:
-    """All groups, the places where they stand, and the epoch they run in."""
+    """All groups, the queues and sets that contain them, and the current epoch."""
 
     def __init__(self, policy: Policy, new_expectation: Callable[[], Expectation]) -> None:
         self._policy = policy
-        self.now = 0.0  # of the event that is being handled, in seconds of the caller's clock
-        # Every sequence has a root and a stop set, and most have equal ones, which are one object.
+        self.now = 0.0  # time of the current event, in seconds of the caller's clock
+        # Every sequence has a root and a stop set. Most are equal, so equal ones share one object.
         self._shared_root = lru_cache(_MAX_SHARED)(content_root)
         self._stop_set = lru_cache(_MAX_SHARED)(frozenset[int])
         self._arrivals = count(1)
@@ -98,15 +106,15 @@ class Lifecycle:
         self.worker = WorkerState.without_worker()
         self.waiting = WaitingQueue(policy)
         self.standings = Standings(policy, self.waiting, new_expectation)
-        self.running: list[SequenceGroup] = []  # in the order in which they are served
-        self.unopened: dict[SequenceGroup, None] = {}  # those that run, and have sequences without a row
-        self.swapped: dict[SequenceGroup, None] = {}  # out, or on their way out; these wait too
-        self.loading: dict[SequenceGroup, None] = {}  # blocks of theirs are on their way in
+        self.running: list[SequenceGroup] = []  # in scheduling order
+        self.unopened: dict[SequenceGroup, None] = {}  # running groups that have sequences without a row
+        self.swapped: dict[SequenceGroup, None] = {}  # swapped out, or being swapped out; also in `waiting`
+        self.loading: dict[SequenceGroup, None] = {}  # groups whose blocks are being loaded
         self.quarantine = Quarantine()
         self.counters = Counters()
 
     def _enter(self, group: SequenceGroup, state: GroupState) -> None:
-        """Change a group's state, and where it stands by it."""
+        """Change a group's state, and move the group to the queue or set of that state."""
         before, group.state = group.state, state
         assert (before, state) in TRANSITIONS, f"a request that was {before.value} is {state.value}"
         if before in QUEUED and state not in QUEUED:
@@ -138,7 +146,7 @@ class Lifecycle:
     # Arrival
 
     def add(self, request: Request, now: float) -> list[int]:
-        """Queue a request; the ids of its outputs, one per sample or hypothesis."""
+        """Queue a request, and return the ids of its outputs, one per sample or hypothesis."""
         arrival = next(self._arrivals)
         group = SequenceGroup(request, arrival, self._policy.running_key(request, arrival), now)
         group.sequences = [self._new_sequence(group, index) for index in range(request.num_rows)]
@@ -165,7 +173,7 @@ class Lifecycle:
         return output_ids
 
     def _new_holding(self, request: Request, token_ids: list[int]) -> Holding:
-        """Hold nothing, of the worker that is there."""
+        """Return an empty allocation on the connected worker."""
         root = self._shared_root(request.tenant, request.cache_salt, self.worker.capacity.model_digest)
         return Holding(request, root, token_ids)
 
@@ -187,13 +195,16 @@ class Lifecycle:
     # Grammars
 
     def _ask_for_grammar(self, group: SequenceGroup) -> None:
-        """Let a group that waits have its grammar prepared, if it has one that is not."""
+        """Move a waiting group to PREPARING if its grammar is not ready on the worker."""
         grammar = group.request.grammar
         if grammar is not None and not self.worker.grammars.need(grammar):
             self._enter(group, GroupState.PREPARING)
 
     def prepared(self, grammar: Grammar, outputs: TokenOutputs, error: str) -> None:
-        """The worker has prepared a grammar, or says why it cannot: then those that need it end."""
+        """Let the groups that need a prepared grammar wait for admission.
+
+        If `error` is not empty, the worker could not prepare the grammar, and these groups end.
+        """
         for group in [group for group in self.waiting.held if group.request.grammar == grammar]:
             if error:
                 message = f"the worker cannot read the grammar: {error}"
@@ -204,14 +215,17 @@ class Lifecycle:
     # On the worker
 
     def next_waiting(self, now: float) -> SequenceGroup | None:
-        """Choose the group that is next to run, for the first time or again."""
+        """Return the group that is next to run, for the first time or again, or None."""
         self.standings.update(now)
         if not self.quarantine.suspects:
             return self.waiting.next()
         return next((group for group in self.waiting if self.quarantine.admits(group)), None)
 
     def first_scheduled(self, sequence: Sequence, num_host_tokens: int, now: float) -> None:
-        """A sequence has got its blocks. Only the first time counts."""
+        """Record that a sequence has got its blocks for the first time, and charge its uncached prompt tokens.
+
+        The plan loads `num_host_tokens` of its tokens from the host. Later calls for the same sequence do nothing.
+        """
         if sequence.first_scheduled_at is not None:
             return
         sequence.first_scheduled_at = now
@@ -224,12 +238,12 @@ class Lifecycle:
         self._policy.charge(sequence.group.request.tenant, sequence.num_prompt_tokens - sequence.num_cached_tokens, 0)
 
     def load(self, group: SequenceGroup, step: int) -> None:
-        """The plan of `step` orders moves to the device that a waiting group must await."""
+        """Let a waiting group wait for the moves to the device that the plan of `step` orders."""
         self._enter(group, GroupState.SWAPPING_IN)
         group.moved_step = step
 
     def run(self, group: SequenceGroup, sequences: list[Sequence], worker: WorkerState, builder: PlanBuilder) -> None:
-        """Open the rows of these sequences, whose blocks are there."""
+        """Start a group, and allocate rows for `sequences`, whose blocks are on the device."""
         self._enter(group, GroupState.RUNNING)
         group.resume(builder.now)
         for sequence in sequences:
@@ -240,17 +254,17 @@ class Lifecycle:
             self.unopened[group] = None
 
     def opened(self, group: SequenceGroup) -> None:
-        """Every sequence of a running group has its row."""
+        """Record that every sequence of a running group has a row."""
         del self.unopened[group]
 
     def moved(self, step: int) -> None:
-        """The moves of all plans up to `step` are done."""
+        """Mark the groups whose swap-out has finished. The moves of all plans up to `step` are done."""
         for group in [group for group in self.swapped if group.state is GroupState.SWAPPING_OUT]:
             if group.moved_step <= step:
                 self._enter(group, GroupState.SWAPPED)
 
     def preempt(self, group: SequenceGroup, worker: WorkerState, builder: PlanBuilder) -> None:
-        """Take the blocks of a running group: it will be swapped in, or computed again, whichever is cheaper."""
+        """Preempt a running group: swap it out, or discard it for recomputation, whichever is cheaper."""
         builder.has_preempted = True
         worker.slide_wholly(group)
         holdings = [row.holding for row in group.open_rows]
@@ -269,19 +283,19 @@ class Lifecycle:
         is_moving = worker.cache.tiers.swap_out(holdings, builder.step)
         worker.rows.vacate_group(group)
         for holding in holdings:
-            if not holding.host_blocks:  # the window has passed over all that it had: it is computed again
+            if not holding.host_blocks:  # the window has passed all its blocks: it is recomputed
                 worker.cache.release(holding)
         group.moved_step = builder.step if is_moving else 0
         self._enter(group, GroupState.SWAPPING_OUT if is_moving else GroupState.SWAPPED)
 
     def discard(self, group: SequenceGroup, worker: WorkerState, now: float) -> None:
-        """Take everything that a group has on the worker, in whatever state: it will be computed again."""
+        """Release everything that a group has on the worker, in any state, and queue the group for recomputation."""
         self._interrupt(group, now)
         worker.forget(group)
         self._enter(group, GroupState.WAITING)
 
     def redo(self, group: SequenceGroup, worker: WorkerState, now: float) -> None:
-        """Have a group computed again: what it has computed is bad, and so are its samples on their way."""
+        """Recompute a group whose computed content is bad. The group's samples in flight are dropped."""
         if group.state is not GroupState.WAITING:
             self.discard(group, worker, now)
         for row in group.rows:
@@ -292,22 +306,22 @@ class Lifecycle:
         group.num_preemptions += 1
         group.pause(now)
         for row in group.open_rows:
-            if row.is_gated:  # what it has reported, or is about to, is forgotten
+            if row.is_gated:  # results that were reported or are in flight are forgotten
                 row.rewind()
 
     def lost_its_swap(self, group: SequenceGroup) -> None:
-        """Let the rest of a group wait as if it were new, because what was swapped of it has ended meanwhile."""
+        """Queue the rest of a group like a new group, after its swapped sequences have ended."""
         self._enter(group, GroupState.WAITING)
 
     # The worker
 
     def join_worker(self, worker: WorkerState) -> None:
-        """A worker is there, with nothing in its cache."""
+        """Begin an epoch with a connected worker, whose cache is empty."""
         self._begin(worker)
         self.standings.join(worker.cache, list(self.groups.values()), self.now)
 
     def _begin(self, worker: WorkerState) -> None:
-        """Let all groups, which wait, do so for what is there from now on."""
+        """Prepare all groups, which are waiting, for a new worker state."""
         self.worker = worker
         for group in self.groups.values():
             for sequence in group.sequences:
@@ -315,8 +329,10 @@ class Lifecycle:
             self._ask_for_grammar(group)
 
     def lose_worker(self, now: float) -> list[SequenceGroup]:
-        """Everything that was on the worker is gone, and waits again in order of arrival. Returns the groups that seem
-        to have crashed it, and must end."""
+        """End the epoch: everything on the worker is lost, and all groups wait again in order of arrival.
+
+        Returns the groups that seem to have crashed the worker. The caller must end them.
+        """
         worker = self.worker
         preparing = {group for group in self.waiting.held if worker.grammars.is_preparing(group.request.grammar)}
         self.standings.lose(self.groups.values())
@@ -345,8 +361,11 @@ class Lifecycle:
         message: str = "",
         embedding: bytes = b"",
     ) -> None:
-        """A sample ends with its first so many tokens, by default all, and its request with the last sample. What is on
-        its way no longer counts."""
+        """End a sample, and end its request after the request's last sample.
+
+        The sample keeps its first `num_output_tokens` output tokens, by default all. Its results in flight no longer
+        count.
+        """
         group, worker = sequence.group, self.worker
         row = sequence.open_row
         if row is not None:
@@ -375,7 +394,7 @@ class Lifecycle:
             self._leave(group)
 
     def end_search(self, group: SequenceGroup, beam: BeamGroup, outputs: TokenOutputs) -> None:
-        """A beam search is done: its best hypotheses are its outputs."""
+        """End a beam search that is done, and output its best hypotheses."""
         first = group.sequences[0]
         best = beam.search.best(len(beam.output_ids))
         for sequence_id, found in zip(beam.output_ids, best, strict=False):
@@ -383,12 +402,12 @@ class Lifecycle:
             reason = EndReason.LENGTH if found.stop_token_id is None else EndReason.STOP
             outputs.ended.append(_sequence_end(first, sequence_id, reason, len(found.token_ids), found.stop_token_id))
         self.counters.count_search(beam, sum(len(found.token_ids) for found in best))
-        for sequence_id in beam.output_ids[len(best) :]:  # a vocabulary smaller than the beam
+        for sequence_id in beam.output_ids[len(best) :]:  # the vocabulary is smaller than the beam
             outputs.ended.append(_sequence_end(first, sequence_id, EndReason.LENGTH, 0))
         self._leave(group)
 
     def end_group(self, group: SequenceGroup, reason: EndReason, outputs: TokenOutputs, *, message: str = "") -> None:
-        """Every sequence of a group ends, whatever it does."""
+        """End every sequence of a group, in any state."""
         if group.beam is None:
             for sequence in group.live_sequences:
                 self.end(sequence, reason, outputs, message=message)
@@ -399,14 +418,14 @@ class Lifecycle:
         self._leave(group)
 
     def _leave(self, group: SequenceGroup) -> None:
-        """The group's last sequence has ended: nothing remembers it."""
+        """Remove a group whose last sequence has ended."""
         tenant = group.request.tenant
         self.worker.forget(group)
         if group.request.grammar is not None:
             self.worker.grammars.give_up(group.request.grammar)
         self._enter(group, GroupState.FINISHED)
         ran = [sequence for sequence in group.sequences if sequence.first_scheduled_at is not None]
-        num_tokens = max((sequence.num_tokens - 1 for sequence in ran), default=0)  # the last is not computed
+        num_tokens = max((sequence.num_tokens - 1 for sequence in ran), default=0)  # the last token is not computed
         self.standings.end(group, num_tokens, self.now)
         group.dissolve()
         del self.groups[tenant, group.request.request_id]
@@ -417,10 +436,13 @@ class Lifecycle:
             self._policy.left(tenant)
 
     def charge(self, sequences: Iterable[Sequence]) -> None:
-        """Tell the policy of the output of samples since the last time."""
+        """Charge tenants for the output tokens that samples have produced since the last charge.
+
+        `sequences` are the samples. Nothing is charged if the policy does not rank tenants.
+        """
         if not self._policy.ranks_tenants:
             return
-        for tenant, served in groupby(sequences, _tenant):  # those of one often stand next to each other
+        for tenant, served in groupby(sequences, _tenant):  # sequences of one tenant are often adjacent
             num_tokens = 0
             for sequence in served:
                 num_new_tokens = len(sequence.token_ids) - sequence.num_charged_tokens
@@ -430,8 +452,12 @@ class Lifecycle:
             self._policy.charge(tenant, 0, num_tokens)
 
     def charge_masks(self, times: Iterable[tuple[Row, int]], prefill_rate: float | None) -> None:
-        """Tell the policy of the microseconds that masks have taken, as of the prompt tokens that the worker computes
-        in that time, as far as that is known. What is less than a token is kept for the next time."""
+        """Charge tenants for the time that grammar masks have used.
+
+        `times` has the microseconds for each row. They are charged as the prompt tokens that the worker computes in
+        that time, at `prefill_rate` tokens per second. Nothing is charged if the rate is unknown. A fraction of a token
+        is kept for the next charge.
+        """
         if prefill_rate is None or not self._policy.ranks_tenants:
             return
         for row, us in times:
@@ -443,7 +469,7 @@ class Lifecycle:
                 self._policy.charge(group.request.tenant, int(num_tokens), 0)
 
     def charge_search(self, group: SequenceGroup, beam: BeamGroup, num_tokens: int) -> None:
-        """Count the tokens that the beams of a search go on with, and tell the policy of them."""
+        """Count the tokens with which the beams of a search continue, and charge the tenant for them."""
         beam.num_tokens += num_tokens
         self.counters.num_generation_tokens += num_tokens
         self._policy.charge(group.request.tenant, 0, num_tokens)

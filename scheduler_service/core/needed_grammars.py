@@ -1,4 +1,4 @@
-"""The grammars of an epoch: which the worker must prepare, which it has, and which are needed no more."""
+"""The grammars of one epoch: those that the worker must prepare, has prepared, or may release."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,32 +6,35 @@ from dataclasses import dataclass
 from pagewire.common.wire.messages import AddedGrammar
 from scheduler_service.core.request import Grammar
 
-# Bytes of grammars that one plan may carry.
+# The limit on the bytes of grammars in one plan. The first grammar of a plan may exceed it.
 _MAX_PLAN_BYTES = 4 * 1024 * 1024
 
 
 @dataclass(slots=True)
 class _Need:
-    """A grammar that requests need."""
+    """A grammar that at least one request needs."""
 
     num_requests: int = 0
-    grammar_id: int = 0  # from the plan on that names it
-    is_ready: bool = False  # a worker that cannot prepare it ends those that need it
+    grammar_id: int = 0  # 0 until a plan contains the grammar
+    is_ready: bool = False  # if the worker cannot prepare it, its requests end
 
 
 class NeededGrammars:
-    """Every grammar that a plan names has a number in the epoch, from 1, rising, which is never given again. Where
-    nothing `prepares` grammars, nobody waits for one."""
+    """The grammars that requests need, with the id of each on the worker.
+
+    Every grammar in a plan gets an id. Ids start at 1, rise, and are never reused within the epoch. If `prepares` is
+    false, every grammar counts as ready at once.
+    """
 
     def __init__(self, *, prepares: bool) -> None:
         self._prepares = prepares
         self._needs: dict[Grammar, _Need] = {}
-        self._released: list[int] = []  # which no plan has said
+        self._released: list[int] = []  # not yet in a plan
         self._num_untold = 0
         self.last_id = 0
 
     def need(self, grammar: Grammar) -> bool:
-        """Count a request that needs a grammar. Returns whether that is ready."""
+        """Count a request that needs a grammar. Returns whether the grammar is ready."""
         need = self._needs.get(grammar)
         if need is None:
             need = self._needs[grammar] = _Need(is_ready=not self._prepares)
@@ -40,7 +43,7 @@ class NeededGrammars:
         return need.is_ready
 
     def give_up(self, grammar: Grammar) -> None:
-        """A request that needed a grammar is gone. The worker forgets what is not needed."""
+        """Stop counting a request that needed a grammar. The worker releases a grammar that no request needs."""
         need = self._needs[grammar]
         need.num_requests -= 1
         if not need.num_requests:
@@ -51,19 +54,22 @@ class NeededGrammars:
                 self._num_untold -= 1
 
     def id_of(self, grammar: Grammar) -> int:
-        """The number of a grammar that is needed; 0: no plan has named it."""
+        """Return the id of a grammar that is needed; 0 if no plan has contained it."""
         return self._needs[grammar].grammar_id
 
     def is_ready(self, grammar: Grammar) -> bool:
         return self._needs[grammar].is_ready
 
     def is_preparing(self, grammar: Grammar | None) -> bool:
-        """Whether the worker has been told of a grammar that is needed, and has not told what came of it."""
+        """Return whether a plan has sent a needed grammar to the worker, and the worker has not yet reported that it is
+        ready."""
         return grammar is not None and self.id_of(grammar) > 0 and not self.is_ready(grammar)
 
     def report(self, grammar_id: int, *, is_ready: bool) -> Grammar | None:
-        """The worker has prepared a grammar, or cannot. Returns it, or None if it is not needed any more or the worker
-        has told of it before."""
+        """Record that the worker has prepared a grammar, or has failed to prepare it.
+
+        Returns the grammar, or None if no request needs the grammar any more or the grammar is ready already.
+        """
         for grammar, need in self._needs.items():
             if need.grammar_id == grammar_id and not need.is_ready:
                 need.is_ready = is_ready
@@ -71,8 +77,10 @@ class NeededGrammars:
         return None
 
     def take_added(self, admits: Callable[[Grammar], bool]) -> list[AddedGrammar]:
-        """Return the grammars that the next plan names, as many as fit into it; that plan must be sent. `admits`:
-        whether one may be named now."""
+        """Return the grammars for the next plan, up to the byte limit.
+
+        The caller must send that plan. `admits` returns whether a grammar may be sent now.
+        """
         added: list[AddedGrammar] = []
         num_bytes = 0
         if self._num_untold:
@@ -89,6 +97,6 @@ class NeededGrammars:
         return added
 
     def take_released(self) -> list[int]:
-        """Return the numbers that the next plan releases; that plan must be sent."""
+        """Return the ids of the grammars that the next plan releases. The caller must send that plan."""
         released, self._released = self._released, []
         return released

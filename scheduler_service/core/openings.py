@@ -1,5 +1,7 @@
-"""Chooses who gets rows on the worker in a plan: groups whose blocks have come in, samples beside the first, waiting
-groups."""
+"""Row allocation: chooses the sequences that get rows on the worker in a plan.
+
+These are groups whose blocks have been loaded, further samples of running groups, and waiting groups.
+"""
 
 from scheduler_service.core.cache import Match
 from scheduler_service.core.lifecycle import Lifecycle
@@ -8,42 +10,45 @@ from scheduler_service.core.sequence import GroupState, Row, Sequence, SequenceG
 from scheduler_service.core.waiting_queue import num_uncached_tokens
 from scheduler_service.core.worker_state import WorkerState
 
-_MAX_SLOWED_PROMPTS = 8  # that have begun, while steps are too short for them
+_MAX_SLOWED_PROMPTS = 8  # started prompts that do not decode yet, in slowed steps
 
 
 class Openings:
-    """For one epoch."""
+    """The allocation of rows during one epoch."""
 
     def __init__(self, state: Lifecycle, worker: WorkerState) -> None:
         self._state = state
         self._worker = worker
-        # The waiting group that last lacked blocks, and how many were free: until more are, it need not be looked at
-        # again.
+        # The waiting group that last lacked blocks, and the number of free blocks then. The group is not examined again
+        # until more blocks are free.
         self._lacking: tuple[SequenceGroup | None, int] = (None, 0)
 
     def open_loaded(self, builder: PlanBuilder) -> None:
-        """Open the rows of the groups whose blocks have come in."""
+        """Allocate rows for the groups whose blocks have arrived on the device."""
         worker = self._worker
         loaded = [group for group in self._state.loading if group.moved_step <= worker.last_moved_step]
         for group in sorted(loaded, key=lambda group: group.order):
             rows = [sequence for sequence in group.live_sequences if sequence.holding.num_granted_blocks]
             self._state.run(group, rows, worker, builder)
 
-    # Samples beside the first
+    # Further samples of running groups
 
     def open_siblings(self, builder: PlanBuilder) -> bool:
-        """Open the other sequences of groups whose prompt is computed. False if one had no room: no group is admitted
-        before it."""
+        """Allocate rows for the other sequences of groups whose prompt is computed.
+
+        Returns False if a sequence had no room. No waiting group may then be admitted before it.
+        """
         state, worker = self._state, self._worker
         for group in sorted(state.unopened, key=lambda group: group.order):
-            if group not in state.unopened:  # it has just given way
+            if group not in state.unopened:  # it has just been preempted
                 continue
             for sequence in group.unopened_sequences:
                 relatives = [row for row in group.open_rows if row.holding.forkable_from]
                 if group.open_rows and not any(row.holding.forkable_from <= builder.step for row in relatives):
                     break
                 while not self._open_sibling(sequence, relatives, builder):
-                    # Groups that wait for siblings hold on to blocks: when nothing else happens, the last gives way.
+                    # Groups that wait for rows keep their blocks. If the worker is idle and the plan is empty, the last
+                    # group is preempted.
                     if not (builder.is_empty and worker.is_idle) or state.running[-1] is group:
                         return False
                     state.preempt(state.running[-1], worker, builder)
@@ -52,7 +57,10 @@ class Openings:
         return True
 
     def _open_sibling(self, sequence: Sequence, relatives: list[Row], builder: PlanBuilder) -> bool:
-        """Open a sample from the prompt of a relative, or from what is cached, whichever is more."""
+        """Allocate a row for a further sample, or return False if there is no room.
+
+        The sample starts from a relative's computed prompt or from a prefix cache hit, whichever has more tokens.
+        """
         worker, cache, group = self._worker, self._worker.cache, sequence.group
         has_slot = bool(group.reserved_slots) or worker.rows.slots.num_free > 0
         if not has_slot or not self._may_open(builder) or not builder.can_open(sequence):
@@ -79,11 +87,11 @@ class Openings:
     # Waiting groups
 
     def admit(self, builder: PlanBuilder) -> bool:
-        """Start the next waiting group, or bring it back, if that is possible now."""
+        """Start or resume the next waiting group. Returns False if that is not possible now."""
         state, group = self._state, self._next(builder)
         if group is None or self._worker.last_acknowledged_step < group.planned_step:
             return False
-        # Where nothing more can be computed, blocks may come in meanwhile, for one group ahead of its turn.
+        # If the step has no tokens left, the blocks of one group may be loaded ahead of its turn.
         if not self._may_open(builder) and (state.loading or not state.standings.awaits_load(group)):
             return False
         if group.state is GroupState.SWAPPED and group.swapped_holdings:
@@ -93,14 +101,20 @@ class Openings:
         return group.state is GroupState.WAITING and self._start(group, builder)
 
     def _may_open(self, builder: PlanBuilder) -> bool:
-        """Whether a row may open. In a slowed step some open without tokens: the next step shares its own among all
-        rows, so that a short prompt need not wait for the long ones before it to be computed."""
+        """Return whether a row may be allocated in this plan.
+
+        In a slowed step, some rows are allocated without tokens. The next step then shares its tokens among all rows,
+        so a short prompt need not wait until the preceding long prompts are computed.
+        """
         can_wait = builder.is_slowed and len(self._worker.rows.active) < _MAX_SLOWED_PROMPTS
         return builder.num_free_tokens > 0 or can_wait
 
     def _next(self, builder: PlanBuilder) -> SequenceGroup | None:
-        """Choose the waiting group that is next. Without tokens it had better find what others are about to compute:
-        meanwhile those behind it go first."""
+        """Return the next waiting group, or None.
+
+        If the step has no tokens left, skip a group whose next block another row is about to compute. The group can
+        match that block later, and the groups after it go first.
+        """
         state, group = self._state, self._state.next_waiting(builder.now)
         is_early = builder.num_free_tokens <= 0 and self._may_open(builder)
         if group is None or not is_early or not self._is_under_way(group):
@@ -109,8 +123,11 @@ class Openings:
         return next((each for each in groups if not self._is_under_way(each)), None)
 
     def _is_under_way(self, group: SequenceGroup) -> bool:
-        """Whether a row that is open is about to compute the block that a waiting group would go on with. What a row
-        matches is settled when it opens: from then on it computes such a block itself."""
+        """Return whether an existing row is about to compute the block that a waiting group would compute first.
+
+        The matched prefix of a row is fixed when the row is allocated. After that the group would compute the block
+        itself.
+        """
         sequence, cache = group.unopened_sequences[0], self._worker.cache
         own, may_match = sequence.holding, cache.enable_prefix_caching and sequence.may_match
         others = [row.holding for row in self._worker.rows.active if row.holding.root == own.root]
@@ -128,8 +145,10 @@ class Openings:
         )
 
     def num_next_tokens(self, builder: PlanBuilder, at_most: int) -> int:
-        """Count the tokens that the next group would compute, if these are `at_most` so many, it has never run, and
-        could begin now; else 0."""
+        """Return the number of tokens that the next group would compute.
+
+        Returns 0 if the number exceeds `at_most`, if the group has run before, or if it could not start now.
+        """
         group = self._state.next_waiting(builder.now)
         if group is None or group.cursor is None or builder.num_free_tokens <= 0:
             return 0
@@ -137,7 +156,10 @@ class Openings:
         return num_tokens if num_tokens <= at_most and self._startable(group, builder) is not None else 0
 
     def _start(self, group: SequenceGroup, builder: PlanBuilder) -> bool:
-        """Give the first sequence of a group its blocks, and all the slots it needs at once."""
+        """Start a waiting group: allocate the blocks of its first sequence, and all slots that it needs at once.
+
+        Returns False if the group cannot start now.
+        """
         state, worker, cache, sequence = self._state, self._worker, self._worker.cache, group.unopened_sequences[0]
         match = self._startable(group, builder)
         if match is None:
@@ -152,7 +174,7 @@ class Openings:
         return True
 
     def _startable(self, group: SequenceGroup, builder: PlanBuilder) -> Match | None:
-        """Return what the first sequence of a group would start from. None: it cannot start now."""
+        """Return the cached content that a group's first sequence would start from, or None if it cannot start now."""
         state, worker, cache, sequence = self._state, self._worker, self._worker.cache, group.unopened_sequences[0]
         if worker.rows.slots.num_free < group.num_first_slots or not builder.can_open(sequence):
             return None
@@ -169,7 +191,10 @@ class Openings:
         return match
 
     def _swap_in(self, group: SequenceGroup, builder: PlanBuilder) -> bool:
-        """Order a swapped group's blocks back, if there is room for it to run on."""
+        """Order the loads of a swapped group's blocks.
+
+        Returns False if there is no room for the group to continue.
+        """
         state, worker, cache = self._state, self._worker, self._worker.cache
         num_slots = max(len(group.swapped_holdings), group.num_first_slots)
         if worker.rows.slots.num_free < num_slots:

@@ -1,8 +1,9 @@
-"""Small named policies, chosen by `--policy`, that say who is served next.
+"""Scheduling policies, chosen by `--policy`.
 
-A policy gives each request keys and each tenant a rank that may change. Of all waiting requests the next is the one of
-the least (rank of its tenant, key); among running ones the running key, which never changes, alone decides who is
-served first and who is preempted last.
+A policy decides which request is scheduled next. A policy gives each request keys, and each tenant a rank that may
+change. The next waiting request is the request with the least (rank of its tenant, key). Among running requests only
+the running key matters, and it never changes. It decides which request is scheduled first, and which request is
+preempted last.
 """
 
 import math
@@ -12,78 +13,90 @@ from typing import Any, NamedTuple
 from scheduler_service.core.request import Request
 
 DEFAULT_MAX_WAIT_S = 600.0
-_FEW_BLOCKS = 16  # so many more or less to compute hardly matter
-_HALVING_SHARE = 2 / 3  # of the bound on waiting: what half of a prompt being cached is worth
-_NUM_ABSENT = 64  # counters of tenants without requests that a fair policy keeps before it looks which it needs
+_FEW_BLOCKS = 16  # a difference of this many blocks to compute hardly matters
+_HALVING_SHARE = 2 / 3  # the head start for a prompt that is half cached, as a share of the longest wait
+_NUM_ABSENT = 64  # counters of absent tenants that a fair policy adds before it drops unneeded ones
 
 
 class Standing(NamedTuple):
-    """What is known of a waiting request beside what it asks for. It changes while the request waits."""
+    """The state of a waiting request that its policy may use. The state changes while the request waits."""
 
     arrived_at: float  # seconds of the caller's clock
-    has_precedence: bool  # it has run before, or has waited as long as the policy lets a request wait
-    num_blocks: int  # of its prompt
-    num_uncached_blocks: int  # of these, those that it would compute if it began now
+    has_precedence: bool  # it has run before, or has waited longer than the policy's longest wait
+    num_blocks: int  # of the whole prompt
+    num_uncached_blocks: int  # of these, the blocks to compute if the request started now
 
 
 class Policy:
-    """Orders by a key of the request; tenants do not matter. What ranks tenants overrides that.
+    """A policy that orders requests by a key and ignores tenants.
 
-    All keys of a policy have one shape and end in `arrival`, which makes them unique.
+    Subclasses that rank tenants override its methods. All keys of a policy have one shape. They end in `arrival`, which
+    makes them unique.
 
-    Limit: nothing keeps a tenant from filling the queue. The first request in order is always served next, so every
-    request is served whose key only finitely many later ones can undercut: all of them under "fcfs", under "priority"
-    those that no endless stream of a higher priority precedes, under "deadline" those that have a deadline.
+    Limit: nothing keeps a tenant from filling the queue. The first request in order is always scheduled next. So a
+    request is certain to run if only finitely many later requests can have a smaller key. This holds for all requests
+    under "fcfs". Under "priority" it holds for a request unless an endless stream of requests has a higher priority.
+    Under "deadline" it holds for requests with a deadline.
     """
 
     ranks_tenants = False  # False: every rank is 0 at all times
     moves_keys = False  # False: `key` does not look at the standing
-    max_wait_s = math.inf  # after which a request has precedence; infinite where none ever has
+    max_wait_s = math.inf  # seconds after which a request has precedence; infinite if it never does
 
     def __init__(self, name: str, running_key: Callable[[Request, int], tuple[Any, ...]]) -> None:
-        """`running_key` orders a request among all that run: the lowest is served first, and preempted last."""
+        """Create a policy of the given name.
+
+        `running_key` orders the running requests. The lowest key is scheduled first and preempted last.
+        """
         self.name = name
         self.running_key = running_key
 
     def key(self, request: Request, arrival: int, standing: Standing) -> tuple[Any, ...]:
-        """Order a request among those of its tenant that wait: the lowest is next. `arrival` counts the requests."""
+        """Return the key that orders a request among its tenant's waiting requests: the lowest is next.
+
+        `arrival` is the sequence number of the request's arrival.
+        """
         return self.running_key(request, arrival)
 
     def rank(self, tenant: str) -> float:
-        """Order the tenants: one of the lowest rank is next."""
+        """Return the rank of a tenant. A tenant of the lowest rank is next."""
         return 0.0
 
     def arrived(self, tenant: str) -> None:
-        """A tenant has a request, and had none before, waiting or running."""
+        """Record that a tenant has a request, and had no waiting or running request before."""
 
     def queued(self, tenant: str) -> None:
-        """A request of the tenant waits, and none did before. It arrived earlier."""
+        """Record that a request of the tenant waits, and that no other request of the tenant did.
+
+        `arrived` was called before.
+        """
 
     def unqueued(self, tenant: str) -> None:
-        """The tenant has no request that waits any more."""
+        """Record that the tenant has no waiting request any more."""
 
     def left(self, tenant: str) -> None:
-        """The tenant's last request ended."""
+        """Record that the tenant's last request has ended."""
 
     def charge(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """The tenant, which has a request, was served."""
+        """Charge a tenant with requests for prompt and output tokens."""
 
 
 class FairPolicy(Policy):
-    """A fair share for every tenant: the virtual token counters of Sheng et al., "Fairness in Serving Large Language
+    """A fair share for every tenant, by the virtual token counters of Sheng et al., "Fairness in Serving Large Language
     Models", OSDI 2024.
 
-    A tenant's counter is the service it got: prompt tokens with weight 1, output tokens with weight 2. The waiting
-    tenant with the lowest counter is next; within a tenant, priority and arrival decide. A tenant that begins to wait
-    is lifted to the lowest counter of those that wait (where none waits: of the last that did), so none saves up
-    service by staying away.
+    A tenant's counter is the service that the tenant has received: prompt tokens with weight 1, output tokens with
+    weight 2. The waiting tenant with the lowest counter is next. Within a tenant, priority and arrival decide. When a
+    tenant begins to wait, its counter is raised to the lowest counter among the waiting tenants. If no tenant waits, it
+    is raised to the counter of the tenant that waited last. So no tenant saves up service by staying away.
 
-    Bound (their theorem 4.4): while two tenants both have requests waiting, the service that they get differs by at
-    most 2 * max(prompt tokens of one request, 2 * tokens that run at once). It holds where a tenant is passed over only
-    because another's counter is lower: not while the first request of a tenant is refused for reasons of its own, and
-    not for tenants that one client makes up at will. Running requests are not preempted for the sake of fairness.
+    Bound (theorem 4.4 of the paper): while two tenants both have requests waiting, the service that they receive
+    differs by at most 2 * max(prompt tokens of one request, 2 * tokens that run at once). The bound holds only while a
+    tenant is passed over because another tenant's counter is lower. It does not hold while a tenant's first request is
+    refused for reasons of its own. It does not hold for tenants that one client invents at will. Running requests are
+    not preempted for fairness.
 
-    Counters are kept while any tenant has a request; then all begin anew.
+    Counters are kept while any tenant has a request. Afterwards all start again at 0.
     """
 
     ranks_tenants = True
@@ -91,26 +104,32 @@ class FairPolicy(Policy):
     OUTPUT_WEIGHT = 2
 
     def __init__(self, name: str = "fair", *, moves_keys: bool = False, max_wait_s: float = math.inf) -> None:
-        """`moves_keys`: order a tenant's requests by how much of them they would compute if they began now."""
+        """Create a fair policy without counters.
+
+        `moves_keys`: order a tenant's requests by the number of tokens that they would compute if they started now.
+        `max_wait_s`: the seconds after which a waiting request has precedence.
+        """
         super().__init__(name, _by_priority_of_operators)
         self.moves_keys = moves_keys
         self.max_wait_s = max_wait_s
         self._counters: dict[str, int] = {}
         self._present: set[str] = set()  # tenants with requests, waiting or running
         self._waiting: set[str] = set()
-        self._last_waiting = ""  # the tenant that waited last
-        self._floor = 0  # what a tenant that begins to wait has at least; never falls while any is present
+        self._last_waiting = ""  # the last tenant that stopped waiting
+        self._floor = 0  # the least counter of a tenant that begins to wait; never falls while a tenant is present
         self._num_absent_kept = 0
 
     def key(self, request: Request, arrival: int, standing: Standing) -> tuple[Any, ...]:
-        """Order a tenant's requests by priority and arrival or, where keys move, those of one priority by how much of
-        their prompts they would compute: half as much is as good as having come two thirds of the bound earlier. Of one
-        priority, those with precedence go first.
+        """Order a tenant's requests by priority and arrival or, if keys move, by priority and the uncached part of
+        their prompts.
 
-        What is cached now is lost if it is evicted before its turn. By serving those first that find most of their
-        prompt, sessions whose contexts do not fit together are served a few at a time, and keep their caches. Requests
-        that find nothing stay in the order of arrival, however long they are. All age alike, so the order changes only
-        with the cache.
+        If keys move, a request that computes half as much is treated as if it had arrived two thirds of `max_wait_s`
+        earlier. Within a priority, requests with precedence go first.
+
+        Cached content is lost if it is evicted before its request runs. Requests that find most of their prompt in the
+        cache go first. So sessions whose contexts do not fit together are served a few at a time, and keep their
+        caches. Requests that find nothing stay in the order of arrival, however long their prompts are. All requests
+        age alike, so the order changes only with the cache.
         """
         if not self.moves_keys:
             return request.priority, arrival
@@ -151,19 +170,23 @@ class FairPolicy(Policy):
         self._counters[tenant] += self.PROMPT_WEIGHT * num_prompt_tokens + self.OUTPUT_WEIGHT * num_output_tokens
 
     def _forget(self) -> None:
-        """Drop the counters of absent tenants that the next lift would raise anyway."""
+        """Drop the counters of absent tenants that would be raised anyway when the tenant waits again."""
         kept = {name: count for name, count in self._counters.items() if name in self._present or count > self._floor}
         self._counters = kept
         self._num_absent_kept = len(kept) - len(self._present)
 
 
 def _by_priority_of_operators(request: Request, arrival: int) -> tuple[Any, ...]:
-    """A tenant's priorities say nothing about others: by them, it could have everybody else preempted. Those of
-    requests that belong to no tenant count."""
+    """Return a running key that ignores the priorities of tenants.
+
+    A tenant could otherwise use its priorities to preempt every other tenant's requests. The priorities of requests
+    without a tenant count.
+    """
     return 0 if request.tenant else request.priority, arrival
 
 
-# Of those that go by the request alone. Apart from below, since mypyc takes no lambda inside another.
+# The keys of policies that use only the request. They are defined separately, since mypyc does not support nested
+# lambdas.
 _KEYS: dict[str, Callable[[Request, int], tuple[Any, ...]]] = {
     "priority": lambda request, arrival: (request.priority, arrival),
     "fcfs": lambda request, arrival: (arrival,),
@@ -184,8 +207,10 @@ POLICIES = tuple(_POLICIES)  # the first is the default
 
 
 def create_policy(name: str, max_wait_s: float = DEFAULT_MAX_WAIT_S) -> Policy:
-    """Make a policy of that name; `max_wait_s` bounds the waiting where the policy has such a bound. Raises ValueError
-    for another name."""
+    """Return a new policy by name.
+
+    `max_wait_s` is the longest wait in seconds, if the policy has such a bound. Raises ValueError for an unknown name.
+    """
     if name not in _POLICIES:
         raise ValueError(f"policy is {name!r}, choose one of {', '.join(POLICIES)}")
     return _POLICIES[name](max_wait_s)

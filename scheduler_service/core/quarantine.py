@@ -1,10 +1,13 @@
-"""Which request crashes the worker? Found by running suspects in halves.
+"""The quarantine: finds the request that crashes the worker, by running the suspects in halves.
 
-A request is charged for a crash of the worker when it was dispatched and no token of it has been confirmed since. The
-first crash means nothing: workers die. Requests that were there twice are suspects: they run half by half and no other
-beside them, until each has had a token confirmed. One that crashes the worker alone, twice, fails. Thus one poison
-request among n costs at most 3 + log2(n) crashes, and no other fails for it (S10). A grammar that the worker
-prepares may be what crashes it: that is charged to all requests that need it, as to one.
+A request is charged for a crash of the worker if it was dispatched and no token of it has been confirmed since. A first
+crash has no consequence, because a worker may die for other reasons. Requests charged twice are suspects. They run half
+by half, with no other request beside them, until each has had a token confirmed. A request that crashes the worker
+alone, twice, fails. So one bad request among n costs at most 3 + log2(n) crashes, and no other request fails because of
+it (S10).
+
+A grammar that the worker prepares may also cause the crash. Such a crash is charged to all requests that need the
+grammar, as if they were one request.
 """
 
 from collections.abc import Iterable, Set
@@ -15,20 +18,22 @@ _MAX_LONE_CRASHES = 2
 
 
 class Quarantine:
-    """Which groups are suspects, and which of them are tried now."""
+    """The suspected groups, and the suspects of the current trial."""
 
     def __init__(self) -> None:
         self.suspects: list[SequenceGroup] = []  # in order of arrival
         self._trial: set[SequenceGroup] = set()
-        self.charged: set[SequenceGroup] = set()  # a confirmed token clears them
+        self.charged: set[SequenceGroup] = set()  # charged until a token is confirmed
 
     def admits(self, request: SequenceGroup) -> bool:
-        """Whether the request may run beside what runs now."""
+        """Return whether the request may run while the current trial runs."""
         return not self._trial or request in self._trial
 
     def crashed(self, computed: Iterable[SequenceGroup], preparing: Set[SequenceGroup]) -> list[SequenceGroup]:
-        """Charge the requests that were computed, and those whose grammars were prepared, when the worker was lost.
-        Returns those that must fail."""
+        """Charge the requests that were computed or whose grammars were prepared when the worker was lost.
+
+        Returns the requests that must fail.
+        """
         charged = sorted({*computed, *preparing}, key=lambda request: request.order)
         causes = {request.request.grammar if request in preparing else request for request in charged}
         self.charged.update(charged)
@@ -36,14 +41,14 @@ class Quarantine:
             request.num_crashes += 1
             request.num_lone_crashes += len(causes) == 1
         failed = [request for request in charged if request.num_lone_crashes >= _MAX_LONE_CRASHES]
-        # The culprit is among those that were there: one that was not is no suspect for now.
+        # The cause is among the charged requests. A request that was not charged is no suspect for now.
         suspects = [request for request in charged if request.num_crashes >= 2 and request not in failed]
         self.suspects = suspects or [request for request in self.suspects if request not in failed]
         self._start_trial()
         return failed
 
     def cleared(self, request: SequenceGroup) -> None:
-        """Take back the charges: a token of the request was confirmed, or it ended."""
+        """Clear the charges of a request, because one of its tokens was confirmed or because it ended."""
         if request not in self.charged:
             return
         self.charged.remove(request)

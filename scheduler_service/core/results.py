@@ -1,4 +1,4 @@
-"""Processes a step's result: tokens that continue their samples, candidates of beams, rows that failed."""
+"""The processing of a step's result: tokens of samples, candidates of beams, and failed rows."""
 
 from pagewire.common.wire.messages import RowStatus
 from scheduler_service.core.lifecycle import Lifecycle
@@ -7,7 +7,7 @@ from scheduler_service.core.request import EndReason, TokenLogprobs, TokenOutput
 from scheduler_service.core.sequence import Row, Sequence
 from scheduler_service.core.worker_state import WorkerState
 
-# How a request ends of which the worker could not compute a row.
+# The end of a request if the worker could not compute one of its rows.
 _FAILURES = {
     RowStatus.NAN_LOGITS: (EndReason.NAN_LOGITS, "the model's logits, or hidden states, are not numbers"),
     RowStatus.OUT_OF_MEMORY: (
@@ -18,7 +18,7 @@ _FAILURES = {
 }
 
 
-# How a request ends whose grammar went wrong. What its row computed is good.
+# The end of a request if its grammar failed. The blocks that its row computed are still valid.
 _GRAMMAR_FAILURES = {
     RowStatus.GRAMMAR_FAILED: (
         EndReason.GRAMMAR_FAILED,
@@ -36,14 +36,17 @@ _GRAMMAR_FAILURES = {
 
 
 class Results:
-    """Turns what the rows of a plan yielded into outputs and ends."""
+    """The conversion of results into outputs and ends of sequences."""
 
     def __init__(self, state: Lifecycle) -> None:
         self._state = state
 
     def take(self, worker: WorkerState, dispatch: Dispatch, resolved: ResolvedResult, now: float) -> TokenOutputs:
-        """Say what comes of a plan. Each row is asked whether it counts when its turn comes: what went before may have
-        ended its sequence, or have it computed again."""
+        """Process a result, and return its outputs.
+
+        Each row is checked in its turn, because an earlier row may have ended its sequence or caused it to be
+        recomputed.
+        """
         outputs = TokenOutputs()
         self._take_failures(worker, dispatch, resolved.samples, outputs, now)
         for planned, entries in resolved.prompt_logprobs:
@@ -61,7 +64,7 @@ class Results:
         return outputs
 
     def _take_prompt_logprobs(self, planned: PlannedRow, entries: list[TokenLogprobs], outputs: TokenOutputs) -> None:
-        """Hand on those entries of a row that were not handed on yet."""
+        """Add the entries of a row that have not been sent yet."""
         sequence = planned.row.sequence
         new = entries[max(0, sequence.num_prompt_logprobs_sent - planned.start) :]
         if new:
@@ -71,8 +74,11 @@ class Results:
     def _take_failures(
         self, worker: WorkerState, dispatch: Dispatch, samples: list[SampledRow], outputs: TokenOutputs, now: float
     ) -> None:
-        """End the requests whose rows were not computed, or whose logits are not numbers, and have whatever was
-        computed on top of their blocks redone. Blocks are no better if the sequence has ended by itself meanwhile."""
+        """End the requests whose rows failed, and recompute every request that used their blocks.
+
+        A row fails if it was not computed or if its logits are not numbers. Its blocks are bad even if the sequence has
+        ended in the meantime.
+        """
         for sample in samples:
             if sample.status in _GRAMMAR_FAILURES and not sample.row.is_dropped:
                 reason, message = _GRAMMAR_FAILURES[sample.status]
@@ -80,17 +86,19 @@ class Results:
         failed = {sample.row: sample.status for sample in samples if sample.status in _FAILURES}
         if not failed:
             return
-        # Who wrote a shared block was planned before those who matched it: the cause is found before its consequences.
+        # The writer of a shared block was planned before the rows that matched the block. So the cause is handled
+        # before its consequences.
         places = {planned.row: i for i, planned in enumerate(dispatch.rows)}
         for row in sorted(failed, key=lambda row: places.get(row, -1)):
             sequence = row.sequence
             if sequence.has_failed:
                 continue
-            # One that was preempted, and computes this row again, may do better; what it wrote is bad all the same.
+            # A preempted request recomputes this row, which may then succeed. The blocks that it wrote are bad in any
+            # case.
             group, ends = sequence.group, not row.is_dropped
             written = group.sequences if ends else [sequence]
             for bad in written:
-                # Others may write the same content before its next row comes back.
+                # Other sequences may write the same content before its next result.
                 bad.has_failed = ends or bad.is_finished
                 worker.cache.unpublish(bad.holding)
             for other in list(self._state.groups.values()):
@@ -105,7 +113,7 @@ class Results:
                 self._state.end_group(group, reason, outputs, message=message)
 
     def _take_sample(self, worker: WorkerState, sample: SampledRow, outputs: TokenOutputs, now: float) -> None:
-        """Take the token, the candidates for one, or the embedding of a row that was planned by itself."""
+        """Process the token, the candidates or the embedding of an individually planned row."""
         row, sequence, token_id = sample.row, sample.row.sequence, sample.token_id
         self._state.quarantine.cleared(sequence.group)
         if sequence.first_token_at is None:
@@ -134,7 +142,10 @@ class Results:
     def _take_candidates(
         self, worker: WorkerState, row: Row, candidates: list[tuple[int, float]], outputs: TokenOutputs
     ) -> None:
-        """Take what a beam's row has reported. Once all have, the search goes on with the best, or is done."""
+        """Store the candidates of a beam's row.
+
+        After the last row, the search continues with the best beams or ends.
+        """
         group, beam = row.sequence.group, row.sequence.group.beam
         assert beam is not None
         row.reported()
@@ -150,15 +161,18 @@ class Results:
     def _take_decoded(
         self, worker: WorkerState, dispatch: Dispatch, token_ids: list[int], outputs: TokenOutputs
     ) -> None:
-        """Take one token for each decoding row. This is the hot loop of the scheduler: it looks at nothing but the
-        token and its stop set, unless any sample was dropped, or a first one late, since the plan was sent."""
+        """Append one token to each decoding row.
+
+        This is the scheduler's hot loop. It examines only the tokens and their stop sets. The exception is if a sample
+        was dropped, or a row's first token was late, since the plan was sent.
+        """
         columns, quarantine = dispatch.columns, self._state.quarantine
         if dispatch.num_drops != worker.rows.drops.num_drops or quarantine.charged:
             kept = [i for i, row in enumerate(columns.rows) if not row.is_dropped]
             columns, token_ids = columns.take(kept), [token_ids[i] for i in kept]
             for sequence in [row.sequence for row in columns.rows]:
                 quarantine.cleared(sequence.group)
-                if sequence.first_token_at is None:  # it was late before
+                if sequence.first_token_at is None:  # its first token was late
                     sequence.first_token_at = self._state.now
         for output, token_id in zip(columns.token_lists, token_ids, strict=True):
             output.append(token_id)

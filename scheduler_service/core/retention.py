@@ -1,11 +1,12 @@
-"""Which idle blocks are kept longest: those of sessions that are about to need them.
+"""Retention: keeps the idle blocks of sessions that are likely to need them soon.
 
-A session is a conversation, an agent's work, or whatever else sends requests of which each begins with the one before.
-Its idle blocks stand in a free list of their own, in both tiers, and the list of the lowest priority is emptied first.
-Blocks with which nothing is lost, because the host has them too, are not in such lists: they go before all others.
+A session is a conversation, an agent's work, or any other series of requests in which each starts with the one before.
+The idle blocks of a session have a free list of their own in both tiers. Blocks of the list with the lowest priority
+are evicted first. Blocks whose content the host has too are not in these lists: they are evicted before all others.
 
-Tenants share the cache: what one has used lately, or hinted to keep, is lost to others only while it has as many idle
-blocks as any of them. So hints and waiting requests order a tenant's own sessions, and empty no other tenant's cache.
+Tenants share the cache. A tenant may have used blocks recently, or hinted to keep them. Other tenants evict such blocks
+only while no tenant has more idle blocks. So hints and waiting requests order a tenant's own sessions, and never empty
+another tenant's cache.
 """
 
 import math
@@ -13,39 +14,46 @@ import math
 from scheduler_service.core.cache import CacheManager, RetentionPriority
 from scheduler_service.core.sequence import SequenceGroup, Session
 
-# The priority of a free list begins with one of these: no request is expected to use its blocks, one may, the session
-# has a request, one waits and will use them.
+# The first element of a free list's priority. GIVEN_UP: no request is expected to use its blocks. IDLE: a request may
+# use them. PRESENT: the session has a request. AWAITED: a waiting request will use them.
 GIVEN_UP, IDLE, PRESENT, AWAITED = 0.0, 1.0, 2.0, 3.0
-# A request that names no session goes on with one if it begins with at least this part of what that has computed.
+# A request without a session id continues a session if it matches at least this share of the session's computed blocks.
 _CONTINUED_SHARE = 0.5
-_SHARED_S = 300.0  # after its last use, or the end of its hinted retention, a session's tenant has no share for it
-_NUM_LOST = 64  # sessions without blocks that are kept before it is looked up which these are
+_SHARED_S = 300.0  # seconds of protection from other tenants after a session's last use or hinted retention
+_NUM_LOST = 64  # number of new sessions before sessions without blocks are removed
 _MIN_GAP_S = 0.1
-_PRIOR_GAPS = 3  # the gaps of everybody count as many as these of a session's own
-_NUM_GAPS = 10  # a session's own gaps that its mean looks back on, and everybody's
+_PRIOR_GAPS = 3  # weight of the mean over all sessions, in gaps of one session
+_NUM_GAPS = 10  # number of recent gaps in the mean of one session, and of all sessions
 _NUM_ALL_GAPS = 1000
 
 
 class Expectation:
-    """What is expected of the return of sessions: those are back first who were there last, so the least recently used
-    is lost first."""
+    """An estimate of when absent sessions return.
+
+    This one expects the most recently used session first. So the least recently used session loses its blocks first.
+    """
 
     def returned(self, session: Session, gap_s: float) -> None:
-        """A session that had no requests has one, `gap_s` seconds after its last one ended."""
+        """Record that a session without requests has a new request, `gap_s` seconds after its last request ended."""
 
     def last_needed_at(self, session: Session) -> float:
-        """Order the sessions that have no requests: the blocks of the lowest are lost first. In seconds of the caller's
-        clock, as though the session had been there last at that time. Asked for when its last request has ended."""
+        """Return the time that orders sessions without requests: the session with the lowest time loses its blocks
+        first.
+
+        The time is in seconds of the caller's clock, as if the session had been used last at that time. It is called
+        after the session's last request has ended.
+        """
         return session.last_used_at
 
 
 class ReturnTimes(Expectation):
-    """Learns how long sessions stay away, and expects those back first whose chance to return now is best.
+    """An estimate that learns how long sessions stay away.
 
-    Gaps between requests have long tails. If they are Lomax distributed with a session's own scale g, the chance that
-    it returns in the next moment, having been away for a, is in proportion to 1 / (a + g): the session with the least
-    `last_used_at` - g is the least likely to be back. g is the geometric mean of a session's gaps, drawn towards that
-    of all sessions while it has had few.
+    The session most likely to return now is expected first. Gaps between requests have long tails. Assume that they are
+    Lomax distributed, with a scale g for each session. If a session has been away for a time a, the chance that it
+    returns in the next moment is proportional to 1 / (a + g). So the session with the least `last_used_at` - g is the
+    least likely to return. g is the geometric mean of the session's gaps. For a session with few gaps, it is shifted
+    towards the mean of all sessions.
     """
 
     def __init__(self) -> None:
@@ -66,12 +74,12 @@ class ReturnTimes(Expectation):
         return session.last_used_at - math.exp((own + prior) / (session.num_gaps + _PRIOR_GAPS))
 
 
-# The default first.
+# The first is the default.
 EXPECTATIONS = {"lru": Expectation, "learned": ReturnTimes}
 
 
 class Retention:
-    """The sessions of one worker's cache, and the priority of their blocks."""
+    """The sessions of one worker's cache, and the priorities of their blocks."""
 
     def __init__(self, cache: CacheManager, expectation: Expectation) -> None:
         self.cache = cache
@@ -83,11 +91,18 @@ class Retention:
         cache.tiers.set_priorities(self._priority_of, self._tenant_of, self._is_expected)
 
     def update(self, now: float) -> None:
-        """Let sessions that were not used for long go before those that are used: no tenant's share protects them."""
+        """Set the horizon of the eviction order.
+
+        Sessions that were not used recently are then evicted before other sessions. Their tenant's share no longer
+        protects them.
+        """
         self.cache.pool.order.horizon = self.cache.host_pool.order.horizon = (IDLE, now - _SHARED_S)
 
     def arrived(self, group: SequenceGroup, now: float) -> None:
-        """A group is there that this worker has not seen. Its cursor, if it may have one, has its place."""
+        """Assign a group to a session.
+
+        The group is new to this worker's cache. The group's cursor, if it has one, must be in place.
+        """
         session = self._find(group) or self._begin(group, now)
         if session.num_blocks and not session.num_groups:
             session.has_returned = True
@@ -100,19 +115,22 @@ class Retention:
             sequence.holding.free_list = session.free_list
 
     def waits(self, group: SequenceGroup) -> None:
-        """A group that has arrived waits, or what is cached of it has changed."""
+        """Update the session of a group that waits, or whose cached prefix has changed."""
         if group.session is not None:
             group.session.waiting[group] = None
             self.cache.tiers.priority_changed(group.session.free_list)
 
     def runs(self, group: SequenceGroup) -> None:
-        """A group no longer waits."""
+        """Update the session of a group that no longer waits."""
         if group.session is not None and group in group.session.waiting:
             del group.session.waiting[group]
             self.cache.tiers.priority_changed(group.session.free_list)
 
     def ended(self, group: SequenceGroup, num_tokens: int, now: float) -> None:
-        """A group that has arrived is over. It had computed so many tokens, or none if it never ran."""
+        """Record that a group has ended.
+
+        It had computed `num_tokens` tokens, or 0 if it never ran.
+        """
         session = group.session
         if session is None:
             return
@@ -127,12 +145,15 @@ class Retention:
             self._forget_lost()
 
     def lose(self, group: SequenceGroup) -> None:
-        """A group is no part of a session any more."""
+        """Detach a group from its session."""
         group.session = None
 
     def _is_expected(self, free_list: int) -> bool:
-        """Whether a session is away that has come back before, or says that it will. Who is there has its own loads
-        ordered, and need not wait for others."""
+        """Return whether a session is absent and expected to return.
+
+        It is expected if it has returned before, or if its last request set `will_return` or a retention time. A
+        session with requests is not absent: its requests order their own loads.
+        """
         session = self._sessions.get(free_list)
         if session is None or session.num_groups or session.will_return is False:
             return False
@@ -143,7 +164,11 @@ class Retention:
         return "" if session is None else session.tenant
 
     def _priority_of(self, free_list: int) -> RetentionPriority:
-        """Whatever waits will use its blocks for certain, and sooner if it computes less."""
+        """Return the priority of a free list.
+
+        A session with a waiting request is certain to need its blocks. It needs them sooner if the request has fewer
+        blocks to compute.
+        """
         session = self._sessions.get(free_list)
         if session is None:
             return (GIVEN_UP,)
@@ -159,7 +184,10 @@ class Retention:
         return IDLE, self._expectation.last_needed_at(session) + session.retention_s
 
     def _find(self, group: SequenceGroup) -> Session | None:
-        """Find the session that a request goes on with: the one that it names, or whose blocks it begins with."""
+        """Return the session that a request continues, or None.
+
+        It is the session that the request names, or the session whose blocks its prompt starts with.
+        """
         request, cursor = group.request, group.cursor
         if request.session_id:
             return self._named.get((request.tenant, request.session_id))
@@ -170,7 +198,7 @@ class Retention:
             cache.pool.free_list_of(node.blocks[0]) if node.blocks else cache.host_pool.free_list_of(node.host_block)
         )
         session = self._sessions.get(free_list)
-        # The list may be another session's by now, if the block has not stood in one for long.
+        # The list may belong to another session by now, if the block has not been idle for long.
         if session is None or session.name or session.tenant != request.tenant:
             return None
         return session if cursor.num_blocks >= _CONTINUED_SHARE * session.num_blocks else None
@@ -184,7 +212,7 @@ class Retention:
         return session
 
     def _forget_lost(self) -> None:
-        """Forget sessions that have neither requests nor blocks."""
+        """Remove the sessions that have neither requests nor blocks."""
         pools = self.cache.pool, self.cache.host_pool
         moving = {move.free_list for move in self.cache.moves}
         for session in list(self._sessions.values()):

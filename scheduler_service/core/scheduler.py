@@ -1,18 +1,20 @@
-"""The scheduler: a state machine over requests, blocks and one worker. Events go in, plans and tokens come out.
+"""The scheduler: a state machine over requests, blocks and one worker.
 
-It does no I/O and knows no clock: every event brings its own `now`, in seconds of any monotonic clock.
+Its input is events, and its output is plans and tokens. The scheduler does no I/O and reads no clock. Every event
+carries its own `now`, in seconds of any monotonic clock.
 
-Each sequence has one counter, `num_computed_tokens`, that chases its tokens known and in flight. Prefill, chunks of it,
-prefix hits, resumption and decode are one code path under one token budget (after vLLM V1). Plans are made up to
-`pipeline_depth` ahead of their results: a row that reaches its end samples on the worker, so the next plan needs no
-token. Compute is in order, so a block that is free when a plan is made may be written by that plan.
+Each sequence has one counter, `num_computed_tokens`, which advances towards the number of its tokens known and in
+flight. Prefill, chunked prefill, prefix cache hits, resumption and decode share one code path and one token budget
+(after vLLM V1). Up to `pipeline_depth` plans are in flight before their results arrive. A row that reaches its end
+samples on the worker, so the next plan needs no token. The worker computes plans in order. So a block that is free when
+a plan is built may be written by that plan.
 
-A request is a group of sequences, admitted and preempted as a whole. Rows that decode are not visited from plan to
-plan (`plans/decode_batch.py`); all others are planned one by one, in order.
+A request is a group of sequences, admitted and preempted as a whole. Decoding rows are not visited in each plan
+(`plans/decode_batch.py`). All other rows are planned individually, in order.
 
-Here is what happens at each event. `lifecycle.py` knows the groups and changes their states, `admission.py` which
-requests are taken, `openings.py` who gets rows, `results.py` what comes of a result, `worker_state.py` what is on the
-worker.
+This module handles the events. `lifecycle.py` stores the groups and changes their states. `admission.py` decides which
+requests are admitted. `openings.py` allocates rows, `results.py` processes results, and `worker_state.py` is the state
+of the worker.
 """
 
 from collections import Counter
@@ -43,14 +45,18 @@ from scheduler_service.core.scheduler_options import SchedulerOptions
 from scheduler_service.core.sequence import GroupState, SequenceGroup
 from scheduler_service.core.worker_state import WorkerState
 
-# Times that a step takes as long as one that decodes, while none decodes: what steps cost besides their tokens is less
-# than a step that decodes, so shorter ones compute prompts about as fast.
+# The slowdown limit for a step without decoding rows. The fixed cost of a step is less than the time of a decode step.
+# So steps of this length compute prompts about as fast as longer steps.
 _MAX_SLOWDOWN_OF_NONE = 16.0
 
 
-# More than 20 methods: it is the only entrance to the core, with one for each event and for each answer.
+# More than 20 methods: this class is the core's only interface, with one method for each event and each question.
 class Scheduler:
-    """Takes events and makes plans. Limits are its own; a worker's tighter ones bind while it is there."""
+    """The scheduler of one worker.
+
+    It handles events and builds plans. Its own limits apply to all requests. While a worker is connected, the worker's
+    tighter limits apply too.
+    """
 
     def __init__(
         self,
@@ -59,9 +65,12 @@ class Scheduler:
         policy: Policy | None = None,
         new_expectation: Callable[[], Expectation] | None = None,
     ) -> None:
-        """A trace may be driven by a policy of its own, or by what it knows of the return of sessions, in place of what
-        the options name: `new_expectation` makes that for each worker's cache. Raises ValueError for what they name and
-        there is not."""
+        """Create a scheduler without a worker.
+
+        `policy` replaces the policy that the options name. `new_expectation` creates the estimate of session returns
+        for each worker's cache, instead of the retention that the options name. The simulator passes both. Raises
+        ValueError if the options name an unknown policy or retention.
+        """
         if options.retention not in EXPECTATIONS:
             raise ValueError(f"retention is {options.retention!r}, choose one of {', '.join(EXPECTATIONS)}")
         self._options = options
@@ -69,27 +78,33 @@ class Scheduler:
         self._state = Lifecycle(self._policy, new_expectation or EXPECTATIONS[options.retention])
         self._admission = Admission(self._state, options)
         self._results = Results(self._state)
-        self._openings: Openings | None = None  # of the epoch; None: there is no worker
+        self._openings: Openings | None = None  # of the current epoch; None: no worker is connected
         self._last_epoch = 0
-        self._events: list[KvEvent] = []  # of earlier epochs
+        self._events: list[KvEvent] = []  # from earlier epochs
 
     # Requests
 
     def add(self, request: Request, now: float) -> list[int]:
-        """Queue a request; the ids of its outputs, one per sample or hypothesis. Raises AdmissionError."""
+        """Queue a request, and return the ids of its outputs, one per sample or hypothesis.
+
+        Raises AdmissionError if the request is rejected.
+        """
         self._state.now = now
         self._admission.check(request)
         return self._state.add(request, now)
 
     def abort(self, tenant: str, request_id: str, now: float) -> TokenOutputs:
-        """End every sequence of a request that has not ended. Raises KeyError if there is none."""
+        """End every unfinished sequence of a request. Raises KeyError if the request does not exist."""
         self._state.now = now
         outputs = TokenOutputs()
         self._state.end_group(self._state.groups[tenant, request_id], EndReason.ABORT, outputs)
         return outputs
 
     def stop(self, sequence_id: int, num_output_tokens: int, now: float) -> TokenOutputs:
-        """A stop text was seen: tokens past `num_output_tokens` are dropped. Nothing happens if it has ended."""
+        """End a sequence at a stop text, and drop its tokens after the first `num_output_tokens` output tokens.
+
+        Does nothing if the sequence has ended.
+        """
         self._state.now = now
         outputs = TokenOutputs()
         sequence = self._state.samples.get(sequence_id)
@@ -100,7 +115,7 @@ class Scheduler:
     # Steps
 
     def schedule(self, now: float) -> StepPlan | None:
-        """Make the next plan, or none while there is nothing to do or the pipeline is full."""
+        """Return the next plan, or None if the worker has nothing to do or the pipeline is full."""
         self._state.now = now
         state, worker, openings = self._state, self._state.worker, self._openings
         if openings is None or len(worker.unacknowledged) >= self._options.pipeline_depth:
@@ -123,8 +138,8 @@ class Scheduler:
             if group.beam is not None:
                 builder.tell_branches(group.beam)
             builder.compute(work)
-        openings.open_loaded(builder)  # only now: what a plan opens is never its victim
-        # What was preempted makes room for what runs, unless nothing does.
+        openings.open_loaded(builder)  # only now: a plan never preempts a group that it has started
+        # Blocks of preempted groups are for running groups. Admit no other group, unless the plan is empty.
         if (builder.is_empty or not builder.has_preempted) and openings.open_siblings(builder):
             while openings.admit(builder):
                 pass
@@ -134,7 +149,10 @@ class Scheduler:
         return worker.dispatch(builder)
 
     def complete(self, result: StepResult, now: float) -> TokenOutputs:
-        """Take the result of the oldest unacknowledged plan. Raises WorkerProtocolError for any other (S9)."""
+        """Process the result of the oldest unacknowledged plan, and return its outputs.
+
+        Raises WorkerProtocolError for any other result (S9).
+        """
         self._state.now = now
         state, worker = self._state, self._state.worker
         if not worker.unacknowledged:
@@ -147,7 +165,7 @@ class Scheduler:
             )
         resolved = read_result(dispatch, result, worker.capacity.vocab_size)
         del worker.unacknowledged[0]
-        if not dispatch.has_moves:  # a worker may do them in the time of the step
+        if not dispatch.has_moves:  # a worker may do the moves during the step, which distorts its duration
             worker.cost.observe_step(dispatch.num_tokens, dispatch.num_prompt_tokens, result.duration_us / 1e6)
         outputs = self._results.take(worker, dispatch, resolved, now)
         began_block = [row for row in dispatch.began_block if row.slot >= 0]
@@ -158,7 +176,10 @@ class Scheduler:
         return outputs
 
     def moved(self, step: int, now: float) -> None:
-        """The moves of all plans up to `step` are done. Raises WorkerProtocolError if there is no such plan."""
+        """Record that the moves of all plans up to `step` are done.
+
+        Raises WorkerProtocolError if no such step was planned.
+        """
         self._state.now = now
         worker = self._state.worker
         if step > worker.steps.num_steps:
@@ -169,8 +190,11 @@ class Scheduler:
             self._state.moved(step)
 
     def grammar_ready(self, grammar_id: int, error: str, now: float) -> TokenOutputs:
-        """The worker has prepared a grammar of the epoch, or says why it cannot: then those that need it end. Raises
-        WorkerProtocolError if there is no such grammar."""
+        """Record that the worker has prepared a grammar, or has failed with `error`.
+
+        If it has failed, the requests that need the grammar end. Raises WorkerProtocolError if the epoch has no such
+        grammar.
+        """
         self._state.now = now
         outputs, worker = TokenOutputs(), self._state.worker
         if not 1 <= grammar_id <= worker.grammars.last_id:
@@ -183,8 +207,11 @@ class Scheduler:
     # Planning
 
     def _token_budget(self, worker: WorkerState) -> int:
-        """Choose the token budget of the next step: where rows decode, prompts slow them down by no more than they
-        may, and where none does, by no more than what comes next can wait for."""
+        """Return the token budget of the next step.
+
+        If rows decode, prompts may slow them down up to the configured limit. If no row decodes, the step may be
+        longer, up to a bound on the delay of the next request.
+        """
         num_step_tokens, max_slowdown = self._admission.limits.num_step_tokens, self._options.max_decode_slowdown
         if max_slowdown is None:
             return num_step_tokens
@@ -196,10 +223,11 @@ class Scheduler:
         return min(num_step_tokens, len(worker.rows.decoding) + max_prompt_tokens)
 
     def _make_room(self, worker: WorkerState, builder: PlanBuilder, group: SequenceGroup, work: Work) -> bool:
-        """Have the blocks for a group's work free, if need be by preempting the last groups, which first give what
-        their windows have passed. False: it waits.
+        """Free the blocks for a group's work, if necessary by preempting the last groups.
 
-        Groups are planned in order, so the last one has no work in this plan unless it is this one.
+        Returns False if the group must wait. A group is preempted only after it has freed the blocks that its sliding
+        window has passed. Groups are planned in order. So the last group has no work in this plan, unless it is `group`
+        itself.
         """
         state, pool, moves = self._state, worker.cache.pool, worker.cache.moves
         num_missing = num_missing_blocks(worker.cache, work)
@@ -209,7 +237,7 @@ class Scheduler:
             if num_missing <= pool.num_free + moves.num_returning:
                 break
             if worker.cache.window and state.loading and state.running[-1] is group:
-                break  # who is being loaded will run, and gives way if it comes later in order
+                break  # the loading group will run, and is preempted if it is later in order
             if not worker.slide_wholly(state.running[-1]):
                 state.preempt(state.running[-1], worker, builder)
         if num_missing <= pool.num_free and group.state is GroupState.RUNNING:
@@ -220,14 +248,17 @@ class Scheduler:
         return False
 
     def _may_prepare(self, grammar: Grammar) -> bool:
-        """Whether a request that may run needs the grammar."""
+        """Return whether a request that may run needs the grammar."""
         quarantine = self._state.quarantine
         return not quarantine.suspects or any(
             group.request.grammar == grammar and quarantine.admits(group) for group in self._state.waiting.held
         )
 
     def _isolate_trial(self, worker: WorkerState, now: float) -> bool:
-        """Let no other group run beside a trial. False while others are still on the worker."""
+        """Discard all groups that are not in the current trial.
+
+        Returns False while a plan in flight has such a group.
+        """
         state, admits = self._state, self._state.quarantine.admits
         for group in [*state.running, *state.loading]:
             if not admits(group):
@@ -237,7 +268,11 @@ class Scheduler:
     # The worker
 
     def worker_joined(self, capacity: WorkerCapacity, epoch: int, now: float) -> TokenOutputs:
-        """A worker with an empty cache is ready. Requests that cannot fit it end."""
+        """Begin an epoch with a worker whose cache is empty.
+
+        Requests that cannot fit on this worker end. Raises RuntimeError if a worker is connected already. Raises
+        WorkerProtocolError unless the epoch is above all earlier epochs.
+        """
         self._state.now = now
         if self._state.worker.has_worker:
             raise RuntimeError("a worker joined while another is there")
@@ -263,7 +298,11 @@ class Scheduler:
         return outputs
 
     def worker_lost(self, now: float) -> TokenOutputs:
-        """The epoch is over: its cache and plans are gone, what ran goes back to waiting in order of arrival."""
+        """End the epoch.
+
+        The cache and the plans are lost, and all groups wait again in order of arrival. Does nothing if no worker is
+        connected.
+        """
         self._state.now = now
         outputs, worker = TokenOutputs(), self._state.worker
         if not worker.has_worker:
@@ -279,31 +318,31 @@ class Scheduler:
         return outputs
 
     def worker_grace_ended(self, now: float) -> TokenOutputs:
-        """There has been no worker for a while: requests end that another server could as well begin."""
+        """End the requests that another server could start equally well, after a grace period without a worker."""
         return self._end_without_worker(lambda group: not group.is_bound, now)
 
     def worker_timed_out(self, now: float) -> TokenOutputs:
-        """There has been no worker for too long: every request ends."""
+        """End every request, after the timeout for a missing worker."""
         return self._end_without_worker(lambda group: True, now)
 
     def _end_without_worker(self, ends: Callable[[SequenceGroup], bool], now: float) -> TokenOutputs:
         self._state.now = now
         outputs = TokenOutputs()
         if not self._state.worker.has_worker:
-            for group in filter(ends, list(self._state.waiting)):  # without a worker no grammar is being prepared
+            for group in filter(ends, list(self._state.waiting)):  # without a worker no group is PREPARING
                 self._state.end_group(group, EndReason.NO_WORKER, outputs, message="no worker is connected")
         return outputs
 
     def flush_cache(self, now: float) -> None:
-        """Forget all cached content. Nothing happens while there are requests: their caches are built on it."""
+        """Forget all cached content. Does nothing while there are requests, because their blocks depend on it."""
         if not self._state.groups:
             self._state.worker.cache.tiers.flush()
 
-    # What others may ask
+    # Queries
 
     @property
     def state(self) -> Lifecycle:
-        """The state about which `explain` answers questions. Only the scheduler changes it."""
+        """The state that `explain` reads. Only the scheduler changes it."""
         return self._state
 
     @property
@@ -312,28 +351,27 @@ class Scheduler:
 
     @property
     def max_sequence_tokens(self) -> int:
-        """Prompt and output that one sequence may have."""
+        """The largest number of prompt and output tokens of one sequence."""
         return self._admission.limits.max_sequence_tokens
 
     def take_kv_events(self) -> list[KvEvent]:
-        """Say what changed in the cache since the last call."""
+        """Return the changes in the cache since the last call, in order."""
         events, self._events = self._events, []
         return [*events, *self._state.worker.cache.index.take_events()]
 
     def drop_kv_events(self) -> KvEventCounts:
-        """Forget what `take_kv_events` would say, where there is no subscriber, and return how many events these
-        were."""
+        """Discard the pending cache events, and return their number by type. For schedulers without a subscriber."""
         events, self._events = self._events, []
         return Counter(map(type, events)) + self._state.worker.cache.index.drop_events()
 
     def kv_snapshot(self) -> list[BlockStored]:
-        """Say what is cached, parents first."""
+        """Return events that describe all cached content, parents first."""
         return self._state.worker.cache.index.snapshot()
 
     def check(self) -> None:
-        """Assert every invariant of the design that is the core's. Costs time in proportion to all state."""
+        """Assert every invariant of the core's design. The time is proportional to the size of the state."""
         invariants.check(self._state, self._options.pipeline_depth, self._admission.limits.num_step_tokens)
 
     def check_sample(self) -> None:
-        """Assert a few invariants, cheaply enough for production."""
+        """Assert a few invariants that are cheap enough for production."""
         invariants.check_sample(self._state, self._options.pipeline_depth, self._admission.limits.num_step_tokens)

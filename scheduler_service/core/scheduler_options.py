@@ -1,5 +1,4 @@
-"""The options of the core, one value: flags and a recording's header are made of it, and a scheduler is given the
-whole."""
+"""The options of the core in one value. Command-line flags and a recording's header are derived from it."""
 
 from dataclasses import dataclass
 
@@ -8,12 +7,12 @@ from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.policy import DEFAULT_MAX_WAIT_S, POLICIES
 from scheduler_service.core.retention import EXPECTATIONS
 
-_MAX_COUNT = 2**31 - 1  # of what GetServerInfo tells
+_MAX_COUNT = 2**31 - 1  # the largest count that GetServerInfo can report
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOptions:
-    """What makes one scheduler plan otherwise than another, each with its limits beside it."""
+    """The options that determine how a scheduler plans, each with its limits."""
 
     max_num_seqs: int = option(256, "how many sequences can run at the same time", between(1, _MAX_COUNT))
     max_num_batched_tokens: int = option(2048, "how many tokens one step can compute", between(1, _MAX_COUNT))
@@ -65,4 +64,4 @@ class SchedulerOptions:
         "that were used last, or that are learned to return soon",
         choices=tuple(EXPECTATIONS),
     )
-    grammar_version: str = ""  # no flag: of the library that checks grammars; a worker with another one gets none
+    grammar_version: str = ""  # no flag: version of the grammar library; workers with another version get no grammars

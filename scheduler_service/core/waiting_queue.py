@@ -1,4 +1,4 @@
-"""The requests that wait: their queue, and what each would compute if it began now."""
+"""The queue of waiting requests, and the number of tokens that each would compute if it started now."""
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
@@ -12,38 +12,38 @@ from scheduler_service.core.retention import Expectation, Retention
 from scheduler_service.core.sequence import SequenceGroup
 
 _order = attrgetter("waiting_order")
-_BLOCK_SIZE = 16  # until a worker's is known
-_UNKNOWN = Standing(arrived_at=0.0, has_precedence=False, num_blocks=0, num_uncached_blocks=0)  # where keys do not move
+_BLOCK_SIZE = 16  # until a worker's block size is known
+_UNKNOWN = Standing(arrived_at=0.0, has_precedence=False, num_blocks=0, num_uncached_blocks=0)  # if keys do not move
 
 
 class WaitingQueue:
-    """Groups in order of (rank of the tenant, order of the group). It tells the policy who begins and ends to wait.
+    """The waiting groups in order of (rank of the tenant, order of the group).
 
-    Each tenant has a sorted list, or all have one where tenants are not ranked. The first ones of the lists are
-    compared when they are asked for, since ranks change at any time. Groups that are held count as all others do, but
-    have no place: no group waits behind them.
+    The queue informs the policy when a tenant starts or stops waiting. Each tenant has a sorted list. If tenants are
+    not ranked, one list contains all groups. The first groups of the lists are compared at each query, since ranks may
+    change at any time. Held groups count like all others, but have no position: no group waits for them.
     """
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._groups: dict[str, list[SequenceGroup]] = {}  # in order, by tenant or all under ""; none is empty
+        self._groups: dict[str, list[SequenceGroup]] = {}  # sorted, by tenant, or all under ""; no list is empty
         self.held: dict[SequenceGroup, None] = {}
-        self._num_sequences: dict[str, int] = {}  # by tenant, where there are any
+        self._num_sequences: dict[str, int] = {}  # by tenant, if any
         self.num_sequences = 0
         self.num_prompt_tokens = 0
 
     def __len__(self) -> int:
-        """How many groups wait, also of those that are held."""
+        """Return the number of waiting groups, including held groups."""
         return len(self.held) + sum(map(len, self._groups.values()))
 
     def add(self, group: SequenceGroup) -> None:
-        """Let a group wait, for the first time or again: its order says where it belongs."""
+        """Add a group, for the first time or again. Its order determines its position."""
         group.num_waiting_sequences = 1 if group.request.beam else group.num_unfinished
         self._place(group)
         self._count(group, 1)
 
     def remove(self, group: SequenceGroup) -> None:
-        """Let a group wait no longer. Raises KeyError for one that is not queued."""
+        """Remove a group. Raises KeyError if the group is not queued."""
         if group in self.held:
             del self.held[group]
         else:
@@ -51,17 +51,17 @@ class WaitingQueue:
         self._count(group, -1)
 
     def hold(self, group: SequenceGroup) -> None:
-        """Let a group wait for something else than its turn. Raises KeyError for one that has no place."""
+        """Hold a group that waits for something other than its turn. Raises KeyError if the group has no position."""
         self._displace(group)
         self.held[group] = None
 
     def release(self, group: SequenceGroup) -> None:
-        """Let a group that was held wait for its turn: its order says where. Raises KeyError for one that is not."""
+        """Give a held group a position again, by its order. Raises KeyError if the group is not held."""
         del self.held[group]
         self._place(group)
 
     def reorder(self, group: SequenceGroup, order: tuple[Any, ...]) -> None:
-        """Give a group that is queued another order, and its place by it."""
+        """Give a queued group another order, and move it to the new position."""
         if order == group.waiting_order:
             return
         if group in self.held:
@@ -97,23 +97,25 @@ class WaitingQueue:
         return index
 
     def next(self) -> SequenceGroup | None:
-        """The first group that is not held, or None. O(tenants) where these are ranked, else O(1)."""
+        """Return the first group that is not held, or None. O(tenants) if tenants are ranked, else O(1)."""
         return min((groups[0] for groups in self._groups.values()), key=self._ranked_order, default=None)
 
     def first(self, number: int) -> list[SequenceGroup]:
-        """The first so many groups of each list that are not held, in order."""
+        """Return up to `number` first groups of each list, sorted, without held groups."""
         return sorted((each for groups in self._groups.values() for each in groups[:number]), key=self._ranked_order)
 
     def __iter__(self) -> Iterator[SequenceGroup]:
-        """Go through the groups that are not held, in the order in which they would be served if no rank changed."""
+        """Iterate over the groups that are not held, in the order in which they would run if no rank changed."""
         return iter(sorted((group for groups in self._groups.values() for group in groups), key=self._ranked_order))
 
     def _ranked_order(self, group: SequenceGroup) -> tuple[float, tuple[Any, ...]]:
         return self._policy.rank(group.request.tenant), group.waiting_order
 
     def position(self, group: SequenceGroup) -> int:
-        """The place of a queued group that is not held, from 1, in the order in which groups would be served if no rank
-        changed."""
+        """Return the position, from 1, of a queued group that is not held.
+
+        It is the position in the order in which groups would run if no rank changed.
+        """
         rank = self._policy.rank(group.request.tenant)
         num_before = 0
         for tenant, groups in self._groups.items():
@@ -137,30 +139,30 @@ class WaitingQueue:
 
 
 def num_uncached_tokens(group: SequenceGroup) -> int:
-    """Count the tokens of its prompt that a waiting group would compute if it began now, as far as that is known."""
+    """Return the number of prompt tokens that a waiting group would compute if it started now, as far as known."""
     cursor = group.cursor
     return len(group.request.prompt_token_ids) - (0 if cursor is None else cursor.num_blocks * cursor.block_size)
 
 
 class Standings:
-    """Keeps the orders of the groups in a queue what the policy says they are.
+    """The orders of the queued groups, kept up to date with the policy.
 
-    A group that has not run yet has a cursor in the worker's prefix index: only what changes on its own prefix moves
-    it, so keeping the order costs time in proportion to what has changed. Nothing is kept where the policy's keys do
-    not move.
+    A group that has not run yet has a cursor in the worker's prefix index. Only changes of its own prefix move the
+    cursor. So the time to keep the order is proportional to the number of changes. Nothing is tracked if the policy's
+    keys do not move.
     """
 
     def __init__(self, policy: Policy, waiting: WaitingQueue, new_expectation: Callable[[], Expectation]) -> None:
         self._policy = policy
         self._waiting = waiting
         self._new_expectation = new_expectation
-        self._retention: Retention | None = None  # of the worker that is there, where keys move
+        self._retention: Retention | None = None  # for the connected worker, if keys move
         self._followed: dict[Cursor, SequenceGroup] = {}
-        # Those that have neither run nor waited too long, in order of arrival.
+        # Groups that have neither run nor waited too long, in order of arrival.
         self._fresh: OrderedDict[SequenceGroup, None] = OrderedDict()
 
     def join(self, cache: CacheManager, groups: list[SequenceGroup], now: float) -> None:
-        """A worker is there, and these groups wait: they are ordered by what it has cached."""
+        """Reorder the waiting groups by the cache of a worker that has connected."""
         if not self._policy.moves_keys:
             return
         self._retention = Retention(cache, self._new_expectation())
@@ -169,7 +171,7 @@ class Standings:
             self._waiting.reorder(group, self.order(group))
 
     def lose(self, groups: Iterable[SequenceGroup]) -> None:
-        """The worker is gone, and its cache with it."""
+        """Drop the cursors and sessions of a lost worker's cache."""
         for group in groups:
             group.cursor = None
             if self._retention is not None:
@@ -178,7 +180,7 @@ class Standings:
         self._followed.clear()
 
     def add(self, group: SequenceGroup, now: float) -> None:
-        """A group is about to wait for the first time: its order becomes that of its place."""
+        """Set the order of a group that is about to wait for the first time."""
         if self._policy.moves_keys:
             self._fresh[group] = None
             if self._retention is not None:
@@ -186,14 +188,14 @@ class Standings:
         group.waiting_order = self.order(group)
 
     def enter(self, group: SequenceGroup) -> None:
-        """A group that ran is about to wait: its order becomes that of its place."""
+        """Set the order of a group that ran and is about to wait again."""
         if self._policy.moves_keys:
             group.waiting_order = self.order(group)
             if self._retention is not None:
                 self._retention.waits(group)
 
     def leave(self, group: SequenceGroup) -> None:
-        """A group waits no longer."""
+        """Stop tracking a group that no longer waits."""
         self._fresh.pop(group, None)
         if self._retention is not None:
             if group.cursor is not None:
@@ -203,12 +205,15 @@ class Standings:
             self._retention.runs(group)
 
     def end(self, group: SequenceGroup, num_tokens: int, now: float) -> None:
-        """A group that waits no longer is over. It had computed so many tokens, or none if it never ran."""
+        """Record that a group that no longer waits has ended.
+
+        It had computed `num_tokens` tokens, or 0 if it never ran.
+        """
         if self._retention is not None:
             self._retention.ended(group, num_tokens, now)
 
     def update(self, now: float) -> None:
-        """Put those in their places whose prefix has changed in the cache, and those that have waited too long."""
+        """Reorder the groups whose cached prefix has changed, and the groups that have waited too long."""
         if self._retention is not None:
             self._retention.update(now)
             for cursor in self._retention.cache.index.cursors.take_moved():
@@ -224,11 +229,11 @@ class Standings:
             self._waiting.reorder(group, self.order(group))
 
     def awaits_load(self, group: SequenceGroup) -> bool:
-        """Whether what is cached of a group that waits is, at its end, on the host alone."""
+        """Return whether the last cached block of a waiting group's prompt is on the host only."""
         return group.cursor is not None and group.cursor.num_blocks > 0 and not group.cursor.node.blocks
 
     def order(self, group: SequenceGroup) -> tuple[object, ...]:
-        """Ask the policy for the order of a group as things are now."""
+        """Return the group's current order according to the policy."""
         if not self._policy.moves_keys:
             return self._policy.key(group.request, group.arrival, _UNKNOWN)
         block_size = _BLOCK_SIZE if self._retention is None else self._retention.cache.block_size
@@ -238,7 +243,7 @@ class Standings:
         return self._policy.key(group.request, group.arrival, standing)
 
     def _arrive(self, group: SequenceGroup, retention: Retention, now: float) -> None:
-        """Tell a worker's cache of a group that waits."""
+        """Register a waiting group with a worker's cache: create its cursor, and assign it to a session."""
         sequence, cache = group.sequences[0], retention.cache
         if not group.has_precedence and cache.enable_prefix_caching and sequence.may_match:
             max_blocks = (sequence.num_tokens - 1) // cache.block_size

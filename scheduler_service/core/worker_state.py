@@ -1,4 +1,4 @@
-"""The state that lives and dies with an epoch: one worker's blocks, rows and plans."""
+"""The state of one epoch: one worker's blocks, rows and plans. It is discarded when the worker is lost."""
 
 from dataclasses import replace
 
@@ -10,13 +10,16 @@ from scheduler_service.core.needed_grammars import NeededGrammars
 from scheduler_service.core.plans import Dispatch, PlanBuilder, WorkerRows, num_missing_blocks
 from scheduler_service.core.sequence import BeamGroup, Row, Sequence, SequenceGroup
 
-# Of no worker: nothing fits on that.
+# The capacity while no worker is connected. No request fits.
 _NO_CAPACITY = WorkerCapacity("", b"", 0, 0, 1, 0, 0, 0, 0, "", "", "")
 
 
 class WorkerState:
-    """One worker as the scheduler knows it, from the moment it joins until it is lost. Between two workers there is
-    a state too, of epoch 0, so that none but `scheduler.py` needs to ask whether a worker is there."""
+    """The scheduler's view of one worker, from its connection until it is lost.
+
+    While no worker is connected, a state of epoch 0 takes its place. So only `scheduler.py` needs to check whether a
+    worker is connected.
+    """
 
     def __init__(
         self,
@@ -38,7 +41,7 @@ class WorkerState:
 
     @classmethod
     def without_worker(cls) -> "WorkerState":
-        """What there is instead of a worker: no row, no block."""
+        """Return a state without rows and blocks, for the time when no worker is connected."""
         cache = CacheManager(_NO_CAPACITY, num_step_tokens=0, enable_prefix_caching=False, watermark=0.0)
         return cls(0, _NO_CAPACITY, cache, 0, CostModel(PreemptionMode.RECOMPUTE, 0, 0.0))
 
@@ -52,16 +55,16 @@ class WorkerState:
 
     @property
     def is_idle(self) -> bool:
-        """The worker has nothing to answer: nothing changes unless a plan is made."""
+        """Return whether no plan and no move is in flight. Nothing then changes until a plan is sent."""
         return not self.unacknowledged and not len(self.cache.moves)
 
     # Rows
 
     def open_row(self, sequence: Sequence, builder: PlanBuilder) -> None:
-        """Have the worker open a row of a sequence that has its blocks, and let it compute what the budget allows."""
+        """Add a row opening for a sequence that has its blocks, and plan as many of its tokens as the budget allows."""
         row = self.rows.open(sequence)
         if row.holding.num_computed_tokens >= sequence.num_prompt_tokens:
-            row.holding.may_be_forked(builder.step + 1)  # it may have matched what this very plan computes
+            row.holding.may_be_forked(builder.step + 1)  # it may have matched blocks that this plan computes
         builder.open(self._opening(row))
         work = builder.share_tokens([row])
         if num_missing_blocks(self.cache, work) <= self.cache.pool.num_free:
@@ -87,7 +90,7 @@ class WorkerState:
         )
 
     def forget(self, group: SequenceGroup) -> None:
-        """The group holds nothing any more: no row, no block of either tier."""
+        """Release everything that the group has on the worker: its rows, and its blocks in both tiers."""
         self.rows.vacate_group(group)
         for sequence in group.sequences:
             self.cache.release(sequence.holding)
@@ -95,8 +98,10 @@ class WorkerState:
     # Beams
 
     def branch(self, group: SequenceGroup, beam_group: BeamGroup, children: list[Child]) -> None:
-        """Let the group's rows hold the children: the first child of a beam stays in its row, the others move to rows
-        whose beam has none."""
+        """Assign the children of a beam selection to the group's rows.
+
+        The first child of a beam keeps the beam's row. Further children move to rows whose beam has no child.
+        """
         parents, rows = beam_group.beams, {row.sequence: row for row in group.open_rows}
         used = {parents[child.parent] for child in children}
         spare = [sequence for sequence in group.sequences if sequence not in used]
@@ -125,12 +130,16 @@ class WorkerState:
     # Blocks
 
     def find(self, sequence: Sequence) -> Match:
-        """Find cached content that the sequence begins with."""
+        """Return the cached prefix of a sequence. It is empty if the sequence may not match cached content."""
         is_sought = self.cache.enable_prefix_caching and sequence.may_match
         return self.cache.match(sequence.holding, sequence.group.cursor) if is_sought else Match()
 
     def match(self, sequence: Sequence) -> Match | None:
-        """Choose what the sequence would start from. None: it waits for another group's load of the same content."""
+        """Return the cached content that the sequence should start from.
+
+        Returns None if the sequence must wait for another group's load of the same content. Content on the host is left
+        out if recomputing it is cheaper than loading it.
+        """
         match = self.find(sequence)
         if match.is_loading:
             return None
@@ -139,13 +148,17 @@ class WorkerState:
         return match.without_host()
 
     def num_forked_tokens(self, sequence: Sequence, relative: Row) -> int:
-        """Count the positions that the sequence can have from a relative whose prompt is computed, but none that this
-        one may write again: none at all if the window has passed over them there."""
+        """Return the number of positions that the sequence can fork from another row of its group, whose prompt is
+        computed.
+
+        Positions that the other row may write again are left out. The result is 0 if the sliding window has passed
+        blocks that the fork would read.
+        """
         num_tokens = min(sequence.num_prompt_tokens, sequence.num_tokens - 1, relative.next_position)
         return num_tokens if relative.holding.num_freed_blocks <= self.cache.room.first_needed_block(num_tokens) else 0
 
     def slide_wholly(self, group: SequenceGroup) -> bool:
-        """Let the group's rows hold no block more than they read. Whether that freed any."""
+        """Free the blocks that the group's rows no longer read. Returns whether this freed any block."""
         num_free = self.cache.pool.num_free
         if self.cache.window:
             for row in group.open_rows:
@@ -155,7 +168,7 @@ class WorkerState:
     # Plans
 
     def dispatch(self, builder: PlanBuilder) -> StepPlan | None:
-        """Make the plan final. None if there is nothing to do."""
+        """Finish the plan, record it as in flight, and return it. Returns None if the plan is empty."""
         if builder.is_empty:
             return None
         self.steps.num_steps += 1

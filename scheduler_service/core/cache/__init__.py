@@ -1,4 +1,4 @@
-"""Blocks and what they hold: who has which, which content can be found again, what is on its way between the tiers."""
+"""The block pools of both tiers, the prefix index, and the moves of blocks between the device and the host."""
 
 from scheduler_service.core.cache.block_pool import BlockPool, EvictionOrder, RetentionPriority
 from scheduler_service.core.cache.prefix_index import Cursor, Node, PrefixIndex, content_root

@@ -1,10 +1,12 @@
-"""The pool of KV cache blocks: reference counts and the free lists, over plain integers, and which of these lists the
-next block is evicted from. Each list is one owner's: a tenant's.
+"""The pool of KV cache blocks: reference counts, free lists and the eviction order.
 
-Blocks are 1..num_blocks; block 0 is never allocated and serves as the sentinel of the first free list. The lists are
-intrusive doubly linked rings over two flat arrays, so that a prefix hit takes an idle cached block back in O(1) (the
-structure of vLLM's FreeKVCacheBlockQueue). Blocks whose content nothing is lost with are in the first list. The others
-stand in further free lists, in the order in which they were freed; an eviction order says from which one is taken.
+Blocks are numbered 1..num_blocks. Block 0 is never allocated, and serves as the sentinel of the first free list. The
+free lists are intrusive doubly linked rings in two flat arrays, like vLLM's FreeKVCacheBlockQueue. So a prefix cache
+hit takes an idle cached block out of its list in O(1).
+
+The first free list contains the blocks whose content is not cached, or is cached elsewhere too. All other idle blocks
+are in further free lists, in the order in which they were freed. Each of these lists belongs to one owner, a tenant. An
+`EvictionOrder` chooses the list from which the next block is evicted.
 """
 
 from array import array
@@ -14,35 +16,38 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 RetentionPriority = tuple[float, ...]
-# The blocks of a free list, in the order in which they are taken.
+# Iterates over the blocks of a free list in allocation order.
 Ring = Callable[[int], Iterator[int]]
 
 
 def equal_priority(free_list: int) -> RetentionPriority:
-    """Give all free lists one priority."""
+    """Return the same priority for every free list."""
     return ()
 
 
 def no_owner(free_list: int) -> str:
-    """Let all free lists have one owner."""
+    """Return the same owner, an empty name, for every free list."""
     return ""
 
 
 @dataclass(slots=True, eq=False)
 class _Owner:
-    """The free lists with blocks of one owner."""
+    """The nonempty free lists of one owner."""
 
     name: str
     free_lists: list[tuple[RetentionPriority, int]] = field(default_factory=list)  # sorted
-    num_blocks: int = 0  # on all of them
+    num_blocks: int = 0  # in all of these lists
 
 
 class EvictionOrder:
-    """Evicts from free lists of a priority below the horizon first, of any owner: from that of the lowest priority.
-    Where none is below, it evicts from the owner who has most blocks, from the owner's list of the lowest priority. So
-    what an owner keeps takes nothing from one who has fewer blocks, if these are not below the horizon.
+    """The order in which free lists lose their blocks.
 
-    A pool says which lists have blocks; only of these the priority is known, and asked for when they get the first one.
+    A free list whose priority is below `horizon` is evicted first, regardless of its owner. Of several such lists, the
+    list with the lowest priority is evicted first. If no list is below the horizon, the owner with the most blocks
+    loses a block, from its list with the lowest priority. So an owner's blocks at or above the horizon never displace
+    blocks of an owner with fewer blocks, unless the latter are below the horizon.
+
+    The pool reports which lists contain blocks. `priority_of` is called for a list when the list gets its first block.
     """
 
     def __init__(
@@ -50,27 +55,30 @@ class EvictionOrder:
         priority_of: Callable[[int], RetentionPriority] = equal_priority,
         owner_of: Callable[[int], str] = no_owner,
     ) -> None:
-        """`priority_of` says which priority a list has now; what changes its answer calls `changed`. `owner_of` says
-        whose it is, which does not change while it has blocks."""
+        """Create an order of empty lists.
+
+        `priority_of` returns the current priority of a list. Code that changes this priority must call `changed`.
+        `owner_of` returns the owner of a list, which must not change while the list contains blocks.
+        """
         self.priority_of = priority_of
         self.owner_of = owner_of
         self.horizon: RetentionPriority = ()
         self._filled: list[tuple[RetentionPriority, int]] = []  # sorted
-        self._priorities: dict[int, RetentionPriority] = {}  # of the same
+        self._priorities: dict[int, RetentionPriority] = {}  # of the lists in _filled
         self._owners: dict[str, _Owner] = {}
         self._owner: dict[int, _Owner] = {}  # by free list
-        self._levels: dict[int, dict[_Owner, None]] = {}  # owners by their number of blocks
-        self._most_blocks = 0  # that an owner has
+        self._levels: dict[int, dict[_Owner, None]] = {}  # owners by number of blocks
+        self._most_blocks = 0  # the largest number of blocks of one owner
 
     def changed(self, free_list: int) -> None:
-        """The priority of a list may be another one, whether it has blocks or not."""
+        """Update the position of a list whose priority may have changed. Does nothing if the list is empty."""
         before = self._priorities.get(free_list)
         if before is not None and (priority := self.priority_of(free_list)) != before:
             self._remove(free_list, before)
             self._insert(free_list, priority)
 
     def added(self, free_list: int) -> None:
-        """A block is in a list."""
+        """Record that a block was added to a list."""
         owner = self._owner.get(free_list)
         if owner is None:
             name = self.owner_of(free_list)
@@ -79,7 +87,7 @@ class EvictionOrder:
         self._count(owner, owner.num_blocks + 1)
 
     def taken(self, free_list: int, *, is_last: bool) -> None:
-        """A block is in a list no longer. `is_last`: nor does any other."""
+        """Record that a block was removed from a list. `is_last` states that the list is now empty."""
         owner = self._owner[free_list]
         self._count(owner, owner.num_blocks - 1)
         if is_last:
@@ -89,25 +97,28 @@ class EvictionOrder:
                 del self._owners[owner.name]
 
     def first(self) -> int:
-        """The list to evict from. Raises IndexError if none has blocks."""
+        """Return the free list to evict from. Raises IndexError if all lists are empty."""
         priority, free_list = self._filled[0]
         if priority < self.horizon:
             return free_list
         return next(iter(self._levels[self._most_blocks])).free_lists[0][1]
 
     def yields(self, free_list: int, other: int) -> bool:
-        """Whether what is in a list may be lost to what is in another: its priority is lower, and another owner's
-        only if it is below the horizon."""
+        """Return whether a block in `free_list` may be evicted to make room for a block of list `other`.
+
+        The priority of `free_list` must be lower. If the lists have different owners, it must also be below the
+        horizon.
+        """
         priority = self.priority_of(free_list)
         is_exposed = priority < self.horizon or self.owner_of(free_list) == self.owner_of(other)
         return is_exposed and priority < self.priority_of(other)
 
     def best(self, max_lists: int) -> list[int]:
-        """Return the lists with blocks of the highest priorities, the best first."""
+        """Return up to `max_lists` nonempty lists with the highest priorities, best first."""
         return [free_list for _, free_list in self._filled[: -max_lists - 1 : -1]]
 
     def blocks(self, ring: Ring) -> Iterator[tuple[int, int]]:
-        """Go through the blocks of all lists, each behind its list, in the order in which they would be evicted."""
+        """Iterate over the blocks of all lists in eviction order, as (free list, block)."""
         num_exposed = bisect_left(self._filled, (self.horizon,))
         num_taken: dict[_Owner, int] = {}
         for _, free_list in islice(self._filled, num_exposed):
@@ -116,10 +127,10 @@ class EvictionOrder:
             for num, block in enumerate(ring(free_list), before + 1):
                 num_taken[owner] = num
                 yield free_list, block
-        lowered: dict[int, list[_Owner]] = {}  # owners from whom blocks were taken, by what they have left
+        lowered: dict[int, list[_Owner]] = {}  # owners of exposed blocks, by number of remaining blocks
         for owner, num in num_taken.items():
             lowered.setdefault(owner.num_blocks - num, []).append(owner)
-        remaining: list[Iterator[tuple[int, int]]] = []  # of the owners who have most
+        remaining: list[Iterator[tuple[int, int]]] = []  # of the owners with the most remaining blocks
         for level in range(self._most_blocks, 0, -1):
             untouched = [owner for owner in self._levels.get(level, ()) if owner not in num_taken]
             remaining[:0] = [self._remaining(owner, ring) for owner in (*untouched, *lowered.get(level, ()))]
@@ -127,7 +138,7 @@ class EvictionOrder:
                 yield next(blocks)
 
     def _remaining(self, owner: _Owner, ring: Ring) -> Iterator[tuple[int, int]]:
-        """Go through an owner's blocks that are not below the horizon."""
+        """Iterate over an owner's blocks at or above the horizon, as (free list, block)."""
         for _, free_list in islice(owner.free_lists, bisect_left(owner.free_lists, (self.horizon,)), None):
             for block in ring(free_list):
                 yield free_list, block
@@ -142,9 +153,9 @@ class EvictionOrder:
             del free_lists[bisect_left(free_lists, (priority, free_list))]
 
     def _count(self, owner: _Owner, num_blocks: int) -> None:
-        """Put an owner on the level above or below."""
+        """Change an owner's number of blocks by one, and move the owner to the level of that number."""
         level = self._levels.get(owner.num_blocks)
-        if level is not None:  # it is there
+        if level is not None:  # the owner has blocks
             del level[owner]
             if not level:
                 del self._levels[owner.num_blocks]
@@ -157,20 +168,20 @@ class EvictionOrder:
 
 
 class BlockPool:
-    """The blocks of one tier: how many hold each, and in which order free ones are taken."""
+    """The blocks of one tier: the reference count of each block, and the order in which free blocks are allocated."""
 
     def __init__(self, num_blocks: int, order: EvictionOrder | None = None) -> None:
         self.num_blocks = num_blocks
         self.num_free = num_blocks
-        self.num_idle_cached = 0  # free blocks whose content can be matched
-        self.num_spare = 0  # of these, such whose content can be had elsewhere
+        self.num_idle_cached = 0  # free blocks whose content can still be matched
+        self.num_spare = 0  # of these, backed-up blocks: the content is cached elsewhere too
         self.order = order or EvictionOrder()
-        # Arrays rather than lists: a garbage collection would stop for every one of their numbers.
+        # Arrays rather than lists: the garbage collector would visit every integer of a list.
         self._ref_counts = array("q", bytes(8 * (num_blocks + 1)))
         self._is_idle_cached = bytearray(num_blocks + 1)
         self._is_spare = bytearray(num_blocks + 1)
-        self._free_list_of = array("q", bytes(8 * (num_blocks + 1)))  # where each stood last
-        # The entries behind those of the blocks are the sentinels of free lists.
+        self._free_list_of = array("q", bytes(8 * (num_blocks + 1)))  # the list that last contained each block
+        # The entries after the blocks' entries are the sentinels of the further free lists.
         self._next = array("q", [*range(1, num_blocks + 1), 0])
         self._previous = array("q", [num_blocks, *range(num_blocks)])
 
@@ -178,7 +189,10 @@ class BlockPool:
         return self._ref_counts[block]
 
     def allocate(self) -> int:
-        """Take the next free block. Its content, if it was cached, is lost."""
+        """Allocate the next free block, and return its number.
+
+        If the block's content was cached, the content is lost. Raises RuntimeError if no block is free.
+        """
         block = self._next[0] or self.next_of(self.order.first()) if self.num_free else 0
         if block == 0:
             raise RuntimeError("the block pool is empty: allocation was not checked against num_free")
@@ -188,15 +202,19 @@ class BlockPool:
         return block
 
     def share(self, block: int) -> None:
-        """Count one more holder. An idle cached block comes back into use."""
+        """Add a reference to a block. An idle cached block is removed from its free list."""
         if self._ref_counts[block] == 0:
             self._unlink(block)
         self._ref_counts[block] += 1
 
     def free(self, block: int, *, cached: bool, spare: bool = False, free_list: int = 0) -> None:
-        """Count one holder less. A block without a holder then is free. If its content is cached, it stands behind all
-        others of its free list; if that can be had elsewhere too, the block is `spare`: behind those that hold nothing
-        and the other spare ones."""
+        """Drop a reference to a block.
+
+        A block without references becomes free. If its content is not cached, the block goes to the head of the first
+        free list. If its content is cached, the block goes to the end of free list `free_list`. A backed-up block
+        (`spare`), whose content is cached elsewhere too, goes to the end of the first free list instead. Raises
+        RuntimeError if the block has no reference.
+        """
         count = self._ref_counts[block] - 1
         if count < 0:
             raise RuntimeError(f"block {block} was freed by a caller that does not hold it")
@@ -214,42 +232,46 @@ class BlockPool:
             self.order.added(free_list)
 
     def spare(self, block: int) -> None:
-        """An idle block's content can be had elsewhere too."""
+        """Mark an idle block as backed-up: its content is now cached elsewhere too."""
         self._unlink(block)
         self._link_spare(block)
 
     def expose(self, block: int) -> None:
-        """An idle block's content is no longer cached: it goes to the head of the first list."""
+        """Mark a block's content as no longer cached. An idle block moves to the head of the first free list."""
         if self._ref_counts[block] == 0:
             self._unlink(block)
             self._link(block, before=self._next[0], cached=False)
 
     def free_list_of(self, block: int) -> int:
-        """The further list in which a block stands, or stood last since it has its content; 0 if in none."""
+        """Return the further free list that contains the block, or contained it last with its current content; 0 if
+        none did."""
         return self._free_list_of[block]
 
     def has_blocks(self, free_list: int) -> bool:
-        """Whether any block stands in a free list."""
+        """Return whether a free list contains any block."""
         sentinel = self._sentinel(free_list)
         return self._next[sentinel] != sentinel
 
     def next_without_loss(self) -> int:
-        """The free block that is taken next, if it holds nothing, or what can be had elsewhere; else 0."""
+        """Return the next free block whose allocation loses no cached content, or 0 if there is no such block.
+
+        Its content is either not cached, or is cached elsewhere too.
+        """
         return self._next[0]
 
     def next_of(self, free_list: int) -> int:
-        """The block that is taken next from a free list; 0 if it has none."""
+        """Return the block that is allocated next from a further free list, or 0 if the list is empty."""
         block = self._next[self._sentinel(free_list)]
         return block if block <= self.num_blocks else 0
 
     def free_blocks(self) -> Iterator[int]:
-        """Go through all free blocks in the order in which they are taken, if nothing changes that."""
+        """Iterate over all free blocks in the current allocation order."""
         yield from self._ring(0)
         for _, block in self.idle_blocks():
             yield block
 
     def idle_blocks(self) -> Iterator[tuple[int, int]]:
-        """Go through the idle blocks that are not spare, in the same order, each with its free list."""
+        """Iterate over the idle cached blocks that are not backed-up, in allocation order, as (free list, block)."""
         return self.order.blocks(lambda free_list: self._ring(self._sentinel(free_list)))
 
     def _ring(self, sentinel: int) -> Iterator[int]:
@@ -259,7 +281,7 @@ class BlockPool:
             block = self._next[block]
 
     def _sentinel(self, free_list: int) -> int:
-        """The entry of a free list, which is made where there is none."""
+        """Return the index of a further free list's sentinel, after creating the list if necessary."""
         sentinel = self.num_blocks + 1 + free_list
         if sentinel >= len(self._next):
             entries = range(len(self._next), sentinel + 1)

@@ -1,8 +1,9 @@
-"""Which full blocks of which content the cache holds, in which tier, found by exact comparison.
+"""The prefix index: finds cached full blocks by their tokens, with an exact comparison.
 
-A node is content: its parent and its token bytes. It has any number of device copies and at most one host copy, and
-lives while it or a descendant has one. A child is looked up under its parent by all its token bytes, so no hash
-collision can serve a wrong block. The chained xxh3_64 is only the block's public name, for events and routing.
+A node represents the content of one block. It is identified by its parent and its token bytes. A node has any number of
+copies on the device and at most one copy on the host. It exists while it or a descendant has a copy. A child is looked
+up in its parent by all its token bytes. So a hash collision can never return a wrong block. The chained xxh3_64 hash is
+only the block's public name, for events and routing.
 """
 
 from __future__ import annotations
@@ -20,15 +21,21 @@ from scheduler_service.core.request import BlockRemoved, BlockStored, KvEvent, K
 
 
 class Root(NamedTuple):
-    """The part of a content's identity beside its tokens: equal tokens under another root are another content."""
+    """The part of a content's identity other than its tokens.
+
+    Equal tokens under different roots are different content.
+    """
 
     digest: bytes
-    block_hash: int  # the public name of no tokens at all: the hashes of first blocks are chained to it
+    block_hash: int  # the public hash of the empty prefix: the hashes of first blocks are chained to it
 
 
 def content_root(tenant: str, cache_salt: str, model_digest: bytes) -> Root:
-    """Name what makes the K and V of equal tokens differ, and whose they are. How a worker computes is no part of it,
-    since no index outlives its worker."""
+    """Return the root for a tenant, a cache salt and a model.
+
+    The root contains everything that makes the K and V of equal tokens differ, and the tenant that owns them. It leaves
+    out how the worker computes, because an index never outlives its worker.
+    """
     named = repr((tenant, cache_salt, model_digest)).encode()
     return Root(sha256(named).digest(), xxhash.xxh3_64_intdigest(named))
 
@@ -40,30 +47,31 @@ def _token_bytes(token_ids: Sequence[int], block_index: int, block_size: int) ->
 
 @dataclass(slots=True, eq=False, repr=False)
 class Cursor:
-    """The place of a waiting prompt in the index: behind the blocks that it begins with and that are cached.
+    """The position of a waiting prompt in the prefix index: after the cached blocks with which the prompt starts.
 
-    It moves with what is published and forgotten, so the prompt need not be matched again to know what is left of it.
+    The index moves the cursor when blocks are published or forgotten. So the number of uncached blocks is known without
+    matching the prompt again.
     """
 
-    node: Node  # of the last block that is cached; to begin with the root
+    node: Node  # of the last cached block; the root if none is cached
     token_ids: Sequence[int]
     block_size: int
     max_blocks: int
-    num_blocks: int = 0  # that are cached, in either tier
+    num_blocks: int = 0  # cached blocks, in either tier
 
     @property
     def num_missing_blocks(self) -> int:
-        """Count the full blocks of the prompt that are not cached."""
+        """Return the number of the prompt's full blocks that are not cached."""
         return self.max_blocks - self.num_blocks
 
     @property
     def next_bytes(self) -> bytes:
-        """The tokens of the first block that is not cached; empty if all of them are."""
+        """Return the token bytes of the first block that is not cached, or empty bytes if all blocks are cached."""
         is_whole = self.num_blocks == self.max_blocks
         return b"" if is_whole else _token_bytes(self.token_ids, self.num_blocks, self.block_size)
 
     def chain(self) -> list[Node]:
-        """The nodes of the cached blocks, first ones first."""
+        """Return the nodes of the cached blocks, in the order of the prompt."""
         nodes = []
         node = self.node
         while node.parent is not None:
@@ -73,7 +81,10 @@ class Cursor:
         return nodes
 
     def advance(self) -> None:
-        """Move the cursor, which no node has, from its node on to the last cached block of its prompt."""
+        """Move the cursor from its node to the last cached block of its prompt, and attach it to that block's node.
+
+        The cursor must not be attached to a node.
+        """
         node, next_bytes = self.node, self.next_bytes
         while next_bytes:
             child = node.children.get(next_bytes)
@@ -89,7 +100,7 @@ class Cursor:
         node.cursors.setdefault(next_bytes, {})[self] = None
 
     def lift(self) -> None:
-        """Take the cursor from its node."""
+        """Detach the cursor from its node."""
         standing = self.node.cursors
         assert standing is not None
         next_bytes = self.next_bytes
@@ -100,27 +111,27 @@ class Cursor:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Node:
-    """One block's worth of content after a given prefix."""
+    """The content of one block after a given prefix."""
 
     root: Root
     parent: Node | None
     token_bytes: bytes
     block_hash: int
-    blocks: tuple[int, ...] = ()  # of numbers alone: the garbage collector need not look at it
-    host_block: int = 0  # 0: none
-    is_moving: bool = False  # a demotion or promotion of this content is under way
+    blocks: tuple[int, ...] = ()  # a tuple of integers, which the garbage collector does not track
+    host_block: int = 0  # 0: no copy on the host
+    is_moving: bool = False  # a demotion or promotion of this content is in progress
     children: dict[bytes, Node] = field(default_factory=dict)
-    # The cursors that stand here, by the tokens that they would go on with. None: there never were any.
+    # The cursors attached to this node, by the token bytes of their next block. None: no cursor was ever attached.
     cursors: dict[bytes, dict[Cursor, None]] | None = None
-    num_cursors: int = 0  # here and on what follows it; a root's are not counted
+    num_cursors: int = 0  # on this node and its descendants; not counted for a root
 
     @property
     def is_cached(self) -> bool:
-        """Whether either tier has a copy."""
+        """Return whether either tier has a copy."""
         return bool(self.blocks or self.host_block)
 
     def stored(self, tier: Tier) -> BlockStored:
-        """Say that a tier has a copy."""
+        """Return the event that a tier has stored this content."""
         assert self.parent is not None
         return BlockStored(
             self.block_hash,
@@ -133,19 +144,19 @@ class Node:
 
 
 class Cursors:
-    """The cursors of an index, which move as nodes get their first copy and lose their last one."""
+    """The cursors of an index. They move when a node gets its first copy or loses its last copy."""
 
     def __init__(self) -> None:
         self.number = 0
         self._moved: dict[Cursor, None] = {}
 
     def add(self, cursor: Cursor) -> None:
-        """Keep a cursor, which begins at its root."""
+        """Add a cursor, which starts at its root, and move it to the last cached block."""
         self.number += 1
         cursor.advance()
 
     def remove(self, cursor: Cursor) -> None:
-        """Keep a cursor no longer."""
+        """Stop tracking a cursor, and detach it from its node."""
         self.number -= 1
         self._moved.pop(cursor, None)
         cursor.lift()
@@ -158,7 +169,7 @@ class Cursors:
         return list(moved)
 
     def draw(self, node: Node) -> None:
-        """A node has got its first copy: cursors that wait for its content go on."""
+        """Advance the cursors that wait for the content of `node`, which has just got its first copy."""
         waiting = node.parent.cursors if node.parent is not None else None
         for cursor in list((waiting or {}).get(node.token_bytes, ())):
             cursor.lift()
@@ -166,7 +177,10 @@ class Cursors:
             self._moved[cursor] = None
 
     def repel(self, node: Node) -> None:
-        """A node has lost its last copy: cursors on it, and on what follows it, stand before it."""
+        """Move the cursors on `node` and its descendants back to the node's parent.
+
+        The node has just lost its last copy.
+        """
         assert node.parent is not None
         nodes = [node]
         for visited in nodes:
@@ -183,7 +197,7 @@ class Cursors:
 
 
 class PrefixIndex:
-    """All content of one worker's cache, as trees of nodes under their roots."""
+    """All cached content of one worker, as trees of nodes. Each tree has one root."""
 
     def __init__(self, block_size: int, num_blocks: int, num_host_blocks: int = 0) -> None:
         self._block_size = block_size
@@ -192,11 +206,14 @@ class PrefixIndex:
         self.host_contents: list[Node | None] = [None] * (num_host_blocks + 1)
         self.num_cached_blocks = 0
         self.num_cached_host_blocks = 0
-        self._changes: list[tuple[Node, Tier, bool]] = []  # what was stored (True) or removed, since take_events
+        self._changes: list[tuple[Node, Tier, bool]] = []  # content that was stored (True) or removed since take_events
         self.cursors = Cursors()
 
     def match(self, root: Root, token_ids: Sequence[int], max_blocks: int) -> list[Node]:
-        """The longest chain of cached nodes, in either tier, that `token_ids` begin with, at most `max_blocks` long."""
+        """Return the longest chain of cached nodes that is a prefix of `token_ids`.
+
+        Each node may be cached in either tier. The chain has at most `max_blocks` nodes.
+        """
         node = self.roots.get(root)
         chain: list[Node] = []
         while node is not None and len(chain) < max_blocks:
@@ -209,29 +226,35 @@ class PrefixIndex:
     # Cursors
 
     def follow(self, root: Root, token_ids: Sequence[int], max_blocks: int) -> Cursor:
-        """Keep a cursor at the end of the longest chain of cached nodes, in either tier, that `token_ids` begin with,
-        at most `max_blocks` long."""
+        """Create a cursor for a prompt and return it.
+
+        The cursor stays at the end of the longest chain of cached nodes, in either tier, that is a prefix of
+        `token_ids`. The chain has at most `max_blocks` nodes.
+        """
         cursor = Cursor(self._root_node(root), token_ids, self._block_size, max_blocks)
         self.cursors.add(cursor)
         return cursor
 
     def unfollow(self, cursor: Cursor) -> None:
-        """The cursor is needed no more."""
+        """Remove a cursor that is no longer needed."""
         self.cursors.remove(cursor)
         self._prune(cursor.node)
 
     # Copies
 
     def find(self, root: Root, token_ids: Sequence[int], block_index: int) -> Node | None:
-        """The node of a block of `token_ids`, cached or not, if there is one."""
+        """Return the node of block `block_index` of `token_ids`, cached or not, or None if the node does not exist."""
         node = self.roots.get(root)
         for i in range(block_index + 1):
             node = node.children.get(_token_bytes(token_ids, i, self._block_size)) if node else None
         return node
 
     def publish(self, root: Root, parent: Node | None, token_ids: Sequence[int], block_index: int, block: int) -> Node:
-        """`block` holds block `block_index` of `token_ids`; `parent` is the node of the block before, None for the
-        first. Returns the block's node."""
+        """Record that `block` contains block `block_index` of `token_ids`, and return the node of this content.
+
+        `parent` is the node of the preceding block, or None for the first block. Raises RuntimeError if the block is
+        published already.
+        """
         if parent is None:
             parent = self._root_node(root)
         token_bytes = _token_bytes(token_ids, block_index, self._block_size)
@@ -243,7 +266,10 @@ class PrefixIndex:
         return node
 
     def add_copy(self, node: Node, block: int) -> None:
-        """Device block `block` holds the node's content too."""
+        """Record that device block `block` contains a copy of the node's content.
+
+        Raises RuntimeError if the block is published already.
+        """
         if self.contents[block] is not None:
             raise RuntimeError(f"block {block} is published already")
         is_first = not node.blocks
@@ -256,7 +282,10 @@ class PrefixIndex:
                 self.cursors.draw(node)
 
     def add_host_copy(self, node: Node, host_block: int) -> None:
-        """Host block `host_block` holds the node's content too."""
+        """Record that host block `host_block` contains a copy of the node's content.
+
+        The node must have no host copy yet.
+        """
         assert not node.host_block
         assert self.host_contents[host_block] is None
         node.host_block = host_block
@@ -267,7 +296,7 @@ class PrefixIndex:
             self.cursors.draw(node)
 
     def forget(self, block: int) -> None:
-        """`block` no longer holds what it was published for. Nothing happens if it was not published."""
+        """Remove the record of a device block's content. Does nothing if the block is not published."""
         node = self.contents[block]
         if node is None:
             return
@@ -278,7 +307,7 @@ class PrefixIndex:
             self._lose(node, Tier.DEVICE)
 
     def forget_host(self, host_block: int) -> None:
-        """`host_block` no longer holds a content's copy. Nothing happens if it held none."""
+        """Remove the record of a host block's content. Does nothing if the block contains no copy."""
         node = self.host_contents[host_block]
         if node is None:
             return
@@ -288,26 +317,32 @@ class PrefixIndex:
         self._lose(node, Tier.HOST)
 
     def forget_subtree(self, node: Node) -> tuple[list[int], list[int]]:
-        """Forget every copy of this content and of all that follows it; the device and host blocks they were in."""
+        """Forget every copy of a node's content and of its descendants.
+
+        Returns the device blocks and the host blocks that contained the copies.
+        """
         nodes = _with_descendants([node])
         blocks = [block for visited in nodes for block in visited.blocks]
         host_blocks = [visited.host_block for visited in nodes if visited.host_block]
-        for block in reversed(blocks):  # leaves first, so that a cursor moves a step at a time
+        for block in reversed(blocks):  # leaves first, so that a cursor moves one node at a time
             self.forget(block)
         for host_block in reversed(host_blocks):
             self.forget_host(host_block)
         return blocks, host_blocks
 
     def dissolve(self) -> None:
-        """The index is needed no more, nor are cursors. Parents and children no longer hold each other, nor nodes and
-        cursors, so that all are freed without a garbage collection."""
+        """Break the reference cycles of an index that is no longer needed.
+
+        Parents and children no longer refer to each other, nor do nodes and cursors. So they are all freed without a
+        garbage collection.
+        """
         for node in self.nodes():
             node.children.clear()
             node.cursors = None
         self.roots.clear()
 
     def take_events(self) -> list[KvEvent]:
-        """Say what can be matched now and could not at the last call, and the other way round, in order."""
+        """Return the changes of cached content since the last call, in order."""
         changes, self._changes = self._changes, []
         return [
             node.stored(tier) if is_stored else BlockRemoved(node.block_hash, tier, node.root.digest)
@@ -315,16 +350,16 @@ class PrefixIndex:
         ]
 
     def drop_events(self) -> KvEventCounts:
-        """Forget what `take_events` would say, and return how many events these were."""
+        """Discard the pending events, and return their number by type."""
         changes, self._changes = self._changes, []
         return Counter(BlockStored if is_stored else BlockRemoved for _, _, is_stored in changes)
 
     def nodes(self) -> list[Node]:
-        """Every node, parents before children, roots included."""
+        """Return all nodes, parents before children, including the roots."""
         return _with_descendants(self.roots.values())
 
     def snapshot(self) -> list[BlockStored]:
-        """Say what is cached to a new subscriber, parents first."""
+        """Return the events that describe all cached content to a new subscriber, parents first."""
         return [
             node.stored(tier)
             for node in self.nodes()
@@ -339,14 +374,14 @@ class PrefixIndex:
         return node
 
     def _lose(self, node: Node, tier: Tier) -> None:
-        """A node has lost its last copy in a tier."""
+        """Handle the loss of a node's last copy in a tier."""
         self._changes.append((node, tier, False))
         if node.num_cursors and not node.is_cached:
             self.cursors.repel(node)
         self._prune(node)
 
     def _prune(self, node: Node) -> None:
-        """Drop a node without copies, children and cursors, and its ancestors that only lived for it."""
+        """Delete a node that has no copies, children or cursors, and its ancestors that then have none either."""
         while not node.blocks and not node.host_block and not node.children and not node.cursors:
             if node.parent is None:
                 del self.roots[node.root]
@@ -356,7 +391,7 @@ class PrefixIndex:
 
 
 def _with_descendants(nodes: Iterable[Node]) -> list[Node]:
-    """The nodes and all that follows them, parents before children."""
+    """Return the nodes and all their descendants, parents before children."""
     found = list(nodes)
     for node in found:
         found.extend(node.children.values())

@@ -1,12 +1,13 @@
-"""What a sequence holds of a worker's cache, and room for its tokens: how many blocks they need, and may have.
+"""The blocks allocated to one sequence, and the number of blocks that a sequence needs and may have.
 
-The positions of a sequence, of which the cache knows no more than its tokens, its request and what it holds:
+The cache knows only three things about a sequence: its tokens, its request and its allocation. The ranges of its
+positions are:
 
-    freed      ├────┤                           the window has passed over these blocks
-    matched    ├──────────┤                     these it found in the cache, or shares with a relative
-    published  ├───────────────┤                and these others find
-    computed   ├──────────────────┤             the K and V of these are there, or in a plan
-    granted    ├────────────────────────┤       for these it has blocks, on the device or on the host
+    freed      ├────┤                           the sliding window has passed these blocks
+    matched    ├──────────┤                     prefix cache hits, or blocks shared with a relative
+    published  ├───────────────┤                other sequences can match these blocks
+    computed   ├──────────────────┤             K and V exist, or a plan in flight computes them
+    granted    ├────────────────────────┤       blocks are allocated, on the device or on the host
 """
 
 from collections.abc import Iterable
@@ -20,30 +21,33 @@ from scheduler_service.core.request import Request
 
 @dataclass(slots=True)
 class StepCount:
-    """How many plans an epoch has had. What decodes is advanced by it, all at once."""
+    """The number of plans that an epoch has had. Incrementing it advances all decoding rows at once."""
 
     num_steps: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class Holding:
-    """What a sequence holds of a worker's cache: from its opening to its release, through swaps."""
+    """The KV cache blocks allocated to one sequence on a worker, and the state of their positions.
+
+    An allocation survives swaps between the device and the host. It ends when the blocks are released.
+    """
 
     request: Request
     root: Root
-    token_ids: list[int]  # the sequence's own, of which there will be more
-    free_list: int = 0  # where its blocks stand when they are idle
-    block_table: list[int] = field(default_factory=list)  # device blocks; 0 where one fell out of the window
-    host_table: list[int] = field(default_factory=list)  # host blocks, while it is swapped
-    last_node: Node | None = None  # of the last block of the table that is published or was matched
+    token_ids: list[int]  # the sequence's own list, which grows
+    free_list: int = 0  # the free list for its blocks when they are idle
+    block_table: list[int] = field(default_factory=list)  # device blocks; 0 for a block that the window has passed
+    host_table: list[int] = field(default_factory=list)  # host blocks while the sequence is swapped
+    last_node: Node | None = None  # of the last block in the table that was published or matched
     num_published_blocks: int = 0
-    num_matched_blocks: int = 0  # still known when it is released: results of the row may be on their way
-    num_freed_blocks: int = 0  # at the beginning of the table: holes of the window
-    forkable_from: int = 0  # the first step that may copy its prompt; 0: its prompt is not computed
-    # A row that decodes computes one position in every plan, and is not visited: the count is then that of when it
-    # began to, and the plans since.
+    num_matched_blocks: int = 0  # kept after the release: results of the row may be in flight
+    num_freed_blocks: int = 0  # at the start of the table: blocks that the window has passed
+    forkable_from: int = 0  # the first step that may fork its prompt; 0: the prompt is not computed
+    # A decoding row computes one position in every plan and is not visited. Its count is then the count at which it
+    # began to decode, plus the number of plans since.
     _num_computed: int = 0
-    _steps: StepCount | None = None  # while its row decodes
+    _steps: StepCount | None = None  # set while the row decodes
     _joined_step: int = 0
 
     def __str__(self) -> str:
@@ -55,17 +59,17 @@ class Holding:
 
     @property
     def num_granted_blocks(self) -> int:
-        """Count the blocks that it was given on the device, those too that are freed."""
+        """Return the number of device blocks allocated so far, including freed blocks."""
         return len(self.block_table)
 
     @property
     def blocks(self) -> set[int]:
-        """The device blocks that it holds."""
+        """Return the device blocks that the sequence holds."""
         return set(self.block_table) - {0}
 
     @property
     def host_blocks(self) -> set[int]:
-        """The host blocks that it holds, while it is swapped."""
+        """Return the host blocks that the sequence holds while it is swapped."""
         return set(self.host_table) - {0}
 
     @property
@@ -74,16 +78,19 @@ class Holding:
 
     @property
     def publishes(self) -> bool:
-        """Whether its blocks can be published: not if a swap forgot what was published, and the window has passed over
-        it."""
+        """Return whether further blocks can be published.
+
+        They cannot if a swap has reset the published blocks and the window has passed some of the blocks. No content is
+        then available to publish on top of.
+        """
         return self.num_freed_blocks <= self.num_published_blocks
 
     def computed_blocks(self, block_size: int) -> list[int]:
-        """Its blocks that hold anything; 0 where one is freed."""
+        """Return the blocks with computed positions; 0 for a freed block."""
         return self.block_table[: -(-self.num_computed_tokens // block_size)]
 
     def depends_on(self, other: "Holding", block_size: int) -> bool:
-        """Whether this sequence matched, or has published, the first block that `other` wrote."""
+        """Return whether this sequence matched or published the first block that `other` wrote."""
         num_tokens = (other.num_matched_blocks + 1) * block_size
         return (
             max(self.num_matched_blocks, self.num_published_blocks) > other.num_matched_blocks
@@ -92,66 +99,71 @@ class Holding:
         )
 
     def compute(self, num_tokens: int) -> None:
-        """So many more positions are computed."""
+        """Count `num_tokens` more positions as computed."""
         self._num_computed += num_tokens
 
     def compute_again(self, position: int) -> None:
-        """Positions are computed again from this one on, if they were."""
+        """Mark the positions from `position` on as not computed."""
         self._num_computed = min(self._num_computed, position)
 
     def join_decoding(self, steps: StepCount) -> None:
-        """Count one position for every plan from the next one on."""
+        """Count one computed position for every plan from the next plan on."""
         self._steps, self._joined_step = steps, steps.num_steps
 
     def leave_decoding(self) -> None:
-        """Count what plans compute one by one again."""
+        """Stop counting a position for every plan. `compute` counts positions again."""
         self._num_computed, self._steps = self.num_computed_tokens, None
 
     def may_be_forked(self, step: int) -> None:
-        """Its prompt is computed before the plan of `step`."""
+        """Record that the prompt is computed before the plan of `step`."""
         self.forkable_from = step
 
     def matched(self, num_blocks: int) -> None:
-        """It begins behind so many blocks that others wrote."""
+        """Record that the sequence starts after `num_blocks` blocks that other sequences wrote."""
         self.num_matched_blocks = num_blocks
 
     def freed(self, num_blocks: int) -> None:
-        """The window has passed over so many blocks."""
+        """Record that the sliding window has passed `num_blocks` blocks."""
         self.num_freed_blocks = max(self.num_freed_blocks, num_blocks)
 
     def published(self, node: Node | None, num_blocks: int) -> None:
-        """So many blocks are published or matched, the last as this content; none, and nothing is published any more
-        on top of what was."""
+        """Record how many blocks are published or matched, and the index node of the last such block.
+
+        `None` as the node stops publishing on top of the earlier blocks.
+        """
         self.last_node, self.num_published_blocks = node, num_blocks
 
     def released(self) -> None:
-        """Nothing is left of what it held."""
+        """Reset the counts after all blocks were released."""
         self.published(None, 0)
         self.num_freed_blocks = self.forkable_from = self._num_computed = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Cached content that a sequence could start from: first what is on the device, then what must be loaded."""
+    """Cached content that a sequence can start from: first nodes on the device, then nodes to load from the host."""
 
     device: tuple[Node, ...] = ()
     host: tuple[Node, ...] = ()
 
     @property
     def is_loading(self) -> bool:
-        """Another group's load of this content is under way."""
+        """Return whether another group's load of this content is in progress."""
         return any(node.is_moving for node in self.host)
 
     def without_host(self) -> "Match":
-        """The part of it that needs no load."""
+        """Return the part that needs no load from the host."""
         return Match(self.device)
 
 
 class Room:
-    """Counts blocks of one worker's device: no question changes anything."""
+    """The block counts of one worker's device. Its methods change nothing."""
 
     def __init__(self, capacity: WorkerCapacity, pool: BlockPool, *, num_step_tokens: int, watermark: float) -> None:
-        """`watermark` is the share of blocks an admission leaves free."""
+        """Create the counts for a block pool.
+
+        `watermark` is the share of the blocks that an admission leaves free.
+        """
         self.block_size, self.window = capacity.block_size, capacity.sliding_window
         self.pool = pool
         self._num_step_tokens = num_step_tokens
@@ -161,27 +173,35 @@ class Room:
         return -(-num_positions // self.block_size)
 
     def num_most_blocks(self, request: Request) -> int:
-        """Count the blocks without which the request cannot end: full blocks of its prompt are shared, and each beam
-        may need a copy of a block that another one goes on with. Or those of a window for each row, if these are
-        fewer."""
+        """Return the number of blocks that a request may need at once before it can finish.
+
+        All rows share the full blocks of the prompt. Each beam may need a copy of a block that another beam continues.
+        With a sliding window, the blocks of one window per row are enough if they are fewer.
+        """
         num_blocks = self._num_blocks_of_all(request)
         num_rows, num_copies = request.num_rows, _num_copies(request)
         num_shared = (len(request.prompt_token_ids) - 1) // self.block_size
         if self.window and request.beam:
-            num_shared = 0  # a beam whose row is opened late may find that the window has passed over the prompt
+            num_shared = 0  # the window may have passed the prompt before a late beam gets its row
         num_most = num_shared + num_rows * (num_blocks - num_shared) + num_copies
         if not self.window:
             return num_most
         return min(num_most, num_rows * min(num_blocks, self.num_chunk_blocks(1)) + num_copies)
 
     def num_chunk_blocks(self, num_tokens: int) -> int:
-        """Count the blocks, at most, that a row reads and writes while it computes so many positions. There is a
-        window."""
+        """Return the largest number of blocks that a row reads and writes while it computes `num_tokens` positions.
+
+        The model must have a sliding window.
+        """
         return (self.window + num_tokens + self.block_size - 3) // self.block_size + 1
 
     def max_row_blocks(self, request: Request) -> int:
-        """Count the blocks that each row of a request may hold: its part of the pool, if a window fits into that, but
-        no more than it can use in a step. Rows for which that is not enough have blocks for all their positions."""
+        """Return the largest number of blocks that each row of a request may hold.
+
+        With a sliding window, each row may hold an equal part of the pool, but no more blocks than it can use in one
+        step. If an equal part cannot hold a window, or if the model has no window, the limit is the number of blocks
+        for all positions.
+        """
         num_blocks = self._num_blocks_of_all(request)
         if not self.window:
             return num_blocks
@@ -194,14 +214,18 @@ class Room:
         return self.num_blocks_for(len(request.prompt_token_ids) + max(0, request.max_tokens - 1))
 
     def can_allocate(self, num_blocks: int, *, alone: bool) -> bool:
-        """Whether a group that takes `num_blocks` off the free list may have them now. The watermark does not bind one
-        that is `alone`."""
+        """Return whether a group may allocate `num_blocks` blocks from the free list now.
+
+        The watermark must remain free, unless the group runs `alone`.
+        """
         return num_blocks + (0 if alone else self._num_watermark_blocks) <= self.pool.num_free
 
     def num_opening_entries(self, holding: Holding, num_passed: int) -> int:
-        """Count the entries that a table has when its row opens: blocks for all its tokens. Where the window passes
-        over some of these before the last is computed, those of a chunk as long as the window; `num_passed` are passed
-        already."""
+        """Return the number of block table entries with which a row starts: the blocks for all tokens of the sequence.
+
+        The sliding window may pass some of these blocks before the last token is computed. The table then starts with
+        the blocks for a chunk as long as the window, after `num_passed` blocks that the window has passed already.
+        """
         num_blocks = self.num_blocks_for(len(holding.token_ids))
         if not self.window:
             return num_blocks
@@ -209,35 +233,41 @@ class Room:
         return min(num_blocks, num_passed + num_chunk_blocks)
 
     def num_opening_blocks(self, holding: Holding, match: Match) -> int:
-        """Count the blocks that opening a row takes off the free list. Idle blocks that it matches itself are not free
-        twice."""
+        """Return the number of blocks that a new row takes from the free list.
+
+        Idle blocks that the row matches are included, because they stop being free.
+        """
         num_passed = self.num_passed_blocks(match)
         num_idle = sum(self.pool.ref_count(node.blocks[0]) == 0 for node in match.device[num_passed:])
         return self.num_opening_entries(holding, num_passed) - max(len(match.device), num_passed) + num_idle
 
     def num_passed_blocks(self, match: Match) -> int:
-        """Count the blocks of a match that a sequence which goes on after it need not hold: the window has passed over
-        them. The last is held, since content is published on top of it."""
+        """Return the number of matched blocks that the sequence need not hold, because the window has passed them.
+
+        The last matched block is always held, because new content is published on top of it.
+        """
         num_blocks = len(match.device) + len(match.host)
         return max(0, min(self.first_needed_block(num_blocks * self.block_size), num_blocks - 1))
 
     def num_fork_blocks(self, holding: Holding, relative: Holding, num_tokens: int) -> int:
-        """Count the blocks that a fork of `num_tokens` positions takes off the free list."""
+        """Return the number of free blocks needed to fork `num_tokens` positions from another sequence of the group."""
         num_full = num_tokens // self.block_size
         return max(1, self.num_opening_entries(holding, min(relative.num_freed_blocks, num_full)) - num_full)
 
     def num_missing_blocks(self, holding: Holding, num_tokens: int) -> int:
-        """Count the blocks that a row must get before it can compute `num_tokens` more."""
+        """Return the number of blocks that a row must get before it can compute `num_tokens` more positions."""
         return self.num_blocks_for(holding.num_computed_tokens + num_tokens) - holding.num_granted_blocks
 
     def first_needed_block(self, position: int) -> int:
-        """Return the index of the first block that is read by a row that computes from this position on."""
+        """Return the index of the first block that a row reads when it computes from `position` on."""
         return max(0, position - self.window + 1) // self.block_size if self.window else 0
 
     def num_computable_tokens(self, holding: Holding, num_tokens: int) -> int:
-        """Count the tokens, of so many behind those computed, for which there are blocks that a row may have: always
-        one, if it has any. Under a window the watermark binds chunks too, since what they take beside the window they
-        need not have."""
+        """Return how many of the next `num_tokens` tokens a row may compute with the blocks that it has or may get.
+
+        The result is at least 1 if `num_tokens` is. With a sliding window, chunks also leave the watermark free. The
+        blocks of a chunk beyond the window are not essential.
+        """
         if not self.window or num_tokens <= 1:
             return num_tokens
         table = holding.block_table
@@ -247,12 +277,14 @@ class Room:
         return min(num_tokens, max(1, num_positions))
 
     def num_swapped_blocks(self, holdings: Iterable[Holding]) -> int:
-        """Count the device blocks that swapped rows need to be back where they were."""
+        """Return the number of device blocks that swapped rows need to get their content back."""
         return len({block for holding in holdings for block in holding.host_blocks})
 
     def num_swap_in_blocks(self, holdings: list[Holding]) -> int:
-        """Count the device blocks that swapped rows need to run on: those they had, and as many more as if they
-        opened."""
+        """Return the number of device blocks that swapped rows need to continue.
+
+        These are their former blocks, and the further blocks that a new row would get.
+        """
         return self.num_swapped_blocks(holdings) + sum(
             max(0, self.num_opening_entries(holding, holding.num_freed_blocks) - len(holding.host_table))
             for holding in holdings
@@ -260,5 +292,5 @@ class Room:
 
 
 def _num_copies(request: Request) -> int:
-    """Count the blocks that a request's beams may copy at once."""
+    """Return the number of blocks that a request's beams may copy at once."""
     return request.num_rows if request.beam and request.num_rows > 1 else 0

@@ -1,7 +1,7 @@
-"""The two tiers of one worker's cache, and the blocks that are on their way between device and host.
+"""The two tiers of one worker's cache, and the moves of blocks between the device and the host.
 
-A move holds both its ends with references of its own, from the plan that orders it until the worker acknowledges it,
-whatever else lets go of them meanwhile (S3). So nothing else needs to remember what must not be used yet.
+A move holds a reference to both its blocks, from the plan that orders the move until the worker acknowledges it. Other
+holders may release the blocks in the meantime (S3). So no other code needs to track which blocks must not be used yet.
 """
 
 from collections import deque
@@ -19,50 +19,53 @@ from scheduler_service.core.cache.block_pool import (
 from scheduler_service.core.cache.prefix_index import Node, PrefixIndex
 from scheduler_service.core.cache.room import Holding
 
-# Demotion keeps this part of the device's blocks free without loss, holding nothing or what the host holds too: an
-# admission takes many blocks at once, and what has no copy then is lost.
+# Demotion keeps 1/_DEMOTION_SHARE of the device blocks free without loss: they have no cached content, or the host has
+# a copy too. An admission allocates many blocks at once, and cached content without a copy is then lost.
 _DEMOTION_SHARE = 2
 _MIN_DEMOTION_RESERVE = 4
-# Blocks a plan may order to be copied to the host beyond twice those that it computes, and the entries of the free list
-# it may look at in vain.
+# A plan may demote up to twice the blocks that it computes, and _MAX_DEMOTIONS more. It may skip up to _DEMOTION_WINDOW
+# entries of the free lists.
 _MAX_DEMOTIONS = 16
 _DEMOTION_WINDOW = 64
-# Blocks a plan may order to be copied back before a request asks for them, and the free lists it looks at for such.
+# The number of blocks that a plan may promote before a request needs them, and the number of free lists it searches.
 _MAX_PROMOTIONS = 64
 _PROMOTION_WINDOW = 16
 
 
 class Move(NamedTuple):
-    """A block's bytes on their way, ordered by the plan of `step`."""
+    """A transfer of one block between the device and the host, ordered by the plan of `step`."""
 
     step: int
     device_block: int
     host_block: int
     is_out: bool  # device to host
-    node: Node | None  # whose content gets a copy in the other tier; None: a swap
-    free_list: int = 0  # where the blocks stand that are not held when it is done
+    node: Node | None  # the content that gets a copy in the other tier; None: a swap
+    free_list: int = 0  # the free list for the move's blocks if no sequence holds them afterwards
 
 
 class TierAllocator:
-    """Gives blocks of one tier and takes them back, by what they hold."""
+    """The allocator of one tier's blocks. It knows which blocks have cached content."""
 
     def __init__(self, num_blocks: int, contents: list[Node | None], forget: Callable[[int], None]) -> None:
-        """`contents` are those by block, and `forget` has one of them forgotten."""
+        """Create an allocator of free blocks.
+
+        `contents` maps each block to its index node or None. `forget` removes a block's content from the index.
+        """
         self.pool = BlockPool(num_blocks)
         self._contents, self._forget = contents, forget
 
     def allocate(self) -> int:
-        """Take the next free block. What it held is lost."""
+        """Allocate the next free block, and return it. The block's cached content is forgotten."""
         block = self.pool.allocate()
         self._forget(block)
         return block
 
     def free(self, block: int, *, spare: bool = False, free_list: int = 0) -> None:
-        """Let go of a block: see `BlockPool.free`."""
+        """Release a block: see `BlockPool.free`."""
         self.pool.free(block, cached=self._contents[block] is not None, spare=spare, free_list=free_list)
 
     def free_table(self, table: list[int], free_list: int) -> None:
-        """Let go of all blocks of a table, leaves first, so that a prefix outlives what follows it."""
+        """Release all blocks of a table, the last first, so that a prefix is evicted after its continuations."""
         free, contents = self.pool.free, self._contents
         for block in reversed(table):
             if block:
@@ -71,7 +74,7 @@ class TierAllocator:
 
 
 class MoveLedger:
-    """The moves that no worker has acknowledged yet, and how many it has."""
+    """The moves that the worker has not acknowledged yet, and the number of finished moves."""
 
     def __init__(self, device: TierAllocator, host: TierAllocator, index: PrefixIndex) -> None:
         self._device, self._host = device, host
@@ -88,21 +91,21 @@ class MoveLedger:
 
     @property
     def num_returning(self) -> int:
-        """Count the device blocks that will be free when the moves under way are done."""
+        """Return the number of device blocks that become free when the pending moves are done."""
         return sum(self._device.pool.ref_count(move.device_block) == 1 for move in self._pending)
 
     def num_copying(self) -> tuple[int, int]:
-        """Count the blocks of the device and of the host that only the copying of cached content holds."""
+        """Return the numbers of device and host blocks that only a copy of cached content still holds."""
         copies = [move for move in self._pending if move.node is not None]
         num_device = sum(self._device.pool.ref_count(move.device_block) == 1 for move in copies)
         return num_device, sum(self._host.pool.ref_count(move.host_block) == 1 for move in copies)
 
     def ordered_by(self, step: int) -> list[Move]:
-        """The moves that the plan of `step`, the last, orders, in this order."""
+        """Return the moves that the plan of `step` orders, in order. `step` must be the last step."""
         return list(takewhile(lambda move: move.step == step, reversed(self._pending)))[::-1]
 
     def add(self, move: Move) -> None:
-        """Hold both ends of a move that a plan orders."""
+        """Add a move that a plan orders, and hold a reference to both its blocks."""
         self._device.pool.share(move.device_block)
         self._host.pool.share(move.host_block)
         if move.node is not None:
@@ -110,7 +113,7 @@ class MoveLedger:
         self._pending.append(move)
 
     def acknowledge(self, step: int) -> None:
-        """Let go of the moves of all plans up to `step`: they are done."""
+        """Finish the moves of all plans up to `step`, and release their blocks."""
         while self._pending and self._pending[0].step <= step:
             move = self._pending.popleft()
             if move.node is not None:
@@ -121,7 +124,8 @@ class MoveLedger:
             self.num_moved_in += not move.is_out
 
     def _copied(self, move: Move, node: Node) -> None:
-        """Make the second copy of a content available, unless it was found to be bad and forgotten meanwhile."""
+        """Make the second copy of a content available, unless the content was found to be bad and forgotten in the
+        meantime."""
         node.is_moving = False
         if move.is_out and self._index.contents[move.device_block] is node and not node.host_block:
             self._index.add_host_copy(node, move.host_block)
@@ -130,7 +134,7 @@ class MoveLedger:
 
 
 class Tiers:
-    """The blocks of both, and the content by which they are found."""
+    """The blocks of both tiers, and the index that finds their content."""
 
     def __init__(self, capacity: WorkerCapacity) -> None:
         self._block_size = capacity.block_size
@@ -147,51 +151,62 @@ class Tiers:
         owner_of: Callable[[int], str],
         is_expected: Callable[[int], bool],
     ) -> None:
-        """Set what says which priority a free list has, whose it is, and whether that session is away and expected
-        back."""
+        """Set the functions that describe a free list.
+
+        `priority_of` returns its priority, and `owner_of` returns its owner. `is_expected` returns whether its session
+        is absent and expected to return.
+        """
         for pool in (self.pool, self.host_pool):
             pool.order.priority_of, pool.order.owner_of = priority_of, owner_of
         self._is_expected = is_expected
 
     def dissolve(self) -> None:
-        """The cache is needed no more: see `PrefixIndex.dissolve`. Nor does it hold what gave its lists priorities."""
+        """Break the reference cycles of a cache that is no longer needed: see `PrefixIndex.dissolve`.
+
+        The functions of `set_priorities` are dropped too.
+        """
         self.index.dissolve()
         self.set_priorities(equal_priority, no_owner, lambda free_list: False)
 
     def priority_changed(self, free_list: int) -> None:
-        """A free list may have another priority."""
+        """Update the eviction order after a free list's priority may have changed."""
         self.pool.order.changed(free_list)
         self.host_pool.order.changed(free_list)
 
     # Bad content
 
     def unpublish(self, node: Node) -> None:
-        """Forget this content and all that follows it."""
+        """Forget a node's content and the content of all its descendants."""
         blocks, host_blocks = self.index.forget_subtree(node)
         for pool, exposed in ((self.pool, blocks), (self.host_pool, host_blocks)):
             for block in exposed:
                 pool.expose(block)
 
     def flush(self) -> None:
-        """Forget all that was computed until now."""
+        """Forget all cached content."""
         for root in list(self.index.roots.values()):
             self.unpublish(root)
 
-    # Swapping: what all rows of a request hold, at once
+    # Swaps: all rows of a request at once
 
     def num_swap_blocks(self, holdings: list[Holding]) -> tuple[int, int]:
-        """Count the device blocks that swapping the rows out saves, and the blocks that it takes off the host's free
-        list. Copies that are there already may be idle."""
+        """Return the number of device blocks that must be saved to swap the rows out, and the number of free host
+        blocks needed.
+
+        The second number includes existing host copies that are idle, because they stop being free.
+        """
         copies = [self._host_copy(block) for block in self._computed_blocks(holdings)]
         return len(copies), sum(copy == 0 or self.host_pool.ref_count(copy) == 0 for copy in copies)
 
     def swap_out(self, holdings: list[Holding], step: int) -> bool:
-        """Have the plan of `step` put what the rows have computed into host blocks, a shared block once.
+        """Make the plan of `step` copy the rows' computed blocks to the host.
 
-        Returns False if nothing moves, as the host has all of it."""
+        A shared block is copied once. Returns False if no block must be moved, because the host has copies of all of
+        them.
+        """
         blocks = self._computed_blocks(holdings)
         host_blocks = {block: self._host_copy(block) for block in blocks if self._host_copy(block)}
-        for host_block in host_blocks.values():  # before an allocation can take one that is idle
+        for host_block in host_blocks.values():  # before an allocation can evict an idle copy
             self.host_pool.share(host_block)
         missing = [block for block in blocks if block not in host_blocks]
         for block in missing:
@@ -204,12 +219,12 @@ class Tiers:
                     self.host_pool.share(host_blocks[block])
             self.device.free_table(holding.block_table, holding.free_list)
             holding.published(None, 0)
-        for host_block in host_blocks.values():  # the tables hold them now
+        for host_block in host_blocks.values():  # the host tables hold references now
             self.host.free(host_block, free_list=holdings[0].free_list)
         return bool(missing)
 
     def swap_in(self, holdings: list[Holding], step: int) -> None:
-        """Give the rows the blocks again that they had before `swap_out`, which the plan of `step` loads."""
+        """Allocate device blocks for swapped rows again. The plan of `step` loads their content."""
         blocks: dict[int, int] = {}
         for holding in holdings:
             for host_block in holding.host_table:
@@ -222,12 +237,15 @@ class Tiers:
             self.host.free_table(holding.host_table, holding.free_list)
 
     def num_lost_tokens(self, holdings: list[Holding]) -> int:
-        """Count the tokens to compute again if the rows' blocks are lost, those that the window has passed too."""
+        """Return the number of tokens to recompute if the rows' blocks are lost.
+
+        The count includes the blocks that the window has passed.
+        """
         most_freed = max((holding.num_freed_blocks for holding in holdings), default=0)
         return (len(self._computed_blocks(holdings)) + most_freed) * self._block_size
 
     def _computed_blocks(self, holdings: list[Holding]) -> list[int]:
-        """The rows' blocks that hold anything, each once."""
+        """Return the rows' blocks with computed positions, each once."""
         return list(
             {block: None for holding in holdings for block in holding.computed_blocks(self._block_size) if block}
         )
@@ -235,19 +253,22 @@ class Tiers:
     def _host_copy(self, block: int) -> int:
         return 0 if (node := self.index.contents[block]) is None else node.host_block
 
-    # What nobody holds
+    # Idle blocks
 
     def demote(self, step: int, num_tokens: int) -> None:
-        """Have the plan of `step`, which computes `num_tokens`, copy the oldest idle cached blocks to the host before
-        they are needed for something else. Every block there is to demote was computed once, so plans that copy more
-        than they compute keep ahead of any load."""
+        """Make the plan of `step` copy the oldest idle cached blocks to the host, before the blocks are needed for
+        other content.
+
+        The plan computes `num_tokens` tokens. Every block to demote was computed once. So plans that demote more blocks
+        than they compute keep up with any load.
+        """
         pool = self.pool
         num_lossless = pool.num_free - pool.num_idle_cached + pool.num_spare + len(self.moves)
         num_wanted = max(_MIN_DEMOTION_RESERVE, pool.num_blocks // _DEMOTION_SHARE) - num_lossless
         max_chosen = min(num_wanted, _MAX_DEMOTIONS + 2 * -(-num_tokens // self._block_size), self.host_pool.num_free)
         if max_chosen <= 0 or not pool.num_idle_cached:
             return
-        chosen: list[tuple[Node, int]] = []  # with its free list
+        chosen: list[tuple[Node, int]] = []  # with the free list of the block
         spare: list[int] = []
         for free_list, block in islice(pool.idle_blocks(), max_chosen + _DEMOTION_WINDOW):
             node = self.index.contents[block]
@@ -264,11 +285,14 @@ class Tiers:
         for node, free_list in chosen:
             host_block = self.host.allocate()
             self.moves.add(Move(step, node.blocks[0], host_block, True, node, free_list))
-            self.host.free(host_block)  # the move holds it
+            self.host.free(host_block)  # the move holds a reference
 
     def promote(self, step: int) -> None:
-        """Have the plan of `step` copy what sessions will come back for from the host while nothing else moves, over
-        device blocks of lower priority with which nothing is lost."""
+        """Make the plan of `step` load content from the host that absent sessions are expected to need.
+
+        It does so only if no other move is pending. It overwrites only device blocks of lower priority whose content is
+        not lost.
+        """
         if len(self.moves):
             return
         for free_list in self.host_pool.order.best(_PROMOTION_WINDOW):
@@ -281,19 +305,24 @@ class Tiers:
                     break
                 host_block, block = node.host_block, self.device.allocate()
                 self.moves.add(Move(step, block, host_block, False, node, free_list))
-                self.device.free(block)  # the move holds it
+                self.device.free(block)  # the move holds a reference
 
     def _has_room(self, free_list: int) -> bool:
-        """Whether a block of a free list may come to the device: over what has a lower priority there, and is not
-        lost."""
+        """Return whether a block of a free list may be loaded onto the device.
+
+        The next block to be allocated must lose no content. If it has cached content, that content must have a lower
+        priority.
+        """
         target = self.pool.next_without_loss()
         return target > 0 and (
             self.index.contents[target] is None or self.pool.order.yields(self.pool.free_list_of(target), free_list)
         )
 
     def _missing_nodes(self, host_block: int) -> list[Node]:
-        """Go from a host block's content back to what the device has; what the host alone has, first ones first. None
-        if a part of it is nowhere."""
+        """Return the nodes of a host block and its ancestors that are missing on the device, ancestors first.
+
+        Returns an empty list if a missing node is in neither tier, or is being moved.
+        """
         nodes = []
         node = self.index.host_contents[host_block]
         while node is not None and node.parent is not None and not node.blocks:

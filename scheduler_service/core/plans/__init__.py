@@ -1,4 +1,4 @@
-"""A step's plan while it is made, and what is remembered of it until its result is there."""
+"""The plan of a step while it is built, and its record until the result arrives."""
 
 from scheduler_service.core.plans.dispatch import Dispatch, PlannedRow, ResolvedResult, SampledRow, read_result
 from scheduler_service.core.plans.plan_builder import PlanBuilder, Work, WorkerRows, num_missing_blocks

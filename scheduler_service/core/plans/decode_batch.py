@@ -1,8 +1,8 @@
-"""The rows that decode: each computes one token and samples in every plan, until something changes.
+"""The decoding rows.
 
-They are the many, so nothing here is done per row and step. A row's counters follow the clock of plans; the step at
-which it needs a block, or samples its last token, is known when it joins; and their columns are made again only when a
-row joins or leaves.
+Each computes one token and samples in every plan, until something changes. Most rows decode, so no work is done per row
+and step. The counters of a row follow the number of plans. The step at which a row needs a block, or samples its last
+token, is known when the row joins. The columns are rebuilt only when a row joins or leaves.
 """
 
 from collections import defaultdict
@@ -14,18 +14,21 @@ from scheduler_service.core.sequence import Row
 
 @dataclass(frozen=True, slots=True)
 class DecodeColumns:
-    """The decoding rows in slot order, a column for each thing that a result needs to know of them."""
+    """The decoding rows in slot order, with one column for each property that reading a result needs."""
 
     slots: list[int]
     rows: list[Row]
     sequence_ids: list[int]
-    token_lists: list[list[int]]  # each sequence's own
+    token_lists: list[list[int]]  # the sequences' own lists
     stop_sets: list[frozenset[int]]
-    any_stop: frozenset[int]  # in one of them
+    any_stop: frozenset[int]  # the union of stop_sets
     has_logprobs: bool
 
     def take(self, kept: list[int]) -> "DecodeColumns":
-        """Make the same columns of these rows alone."""
+        """Return the columns of the rows at the indices `kept`.
+
+        `any_stop` and `has_logprobs` stay the same.
+        """
         return DecodeColumns(
             slots=[self.slots[i] for i in kept],
             rows=[self.rows[i] for i in kept],
@@ -44,7 +47,7 @@ class DecodeBatch:
         self._steps = steps
         self._block_size = block_size
         self._rows: dict[int, Row] = {}  # by slot
-        # By step. An entry counts if it is still the row's due_step.
+        # By step. An entry is valid if the step is still the row's due_step.
         self._due: defaultdict[int, list[Row]] = defaultdict(list)
         self._columns: DecodeColumns | None = None
 
@@ -52,7 +55,7 @@ class DecodeBatch:
         return len(self._rows)
 
     def join(self, row: Row) -> None:
-        """Let a row that samples in the last plan made go on by itself."""
+        """Add a row that samples in the last plan. The row then decodes one token in every plan."""
         num_in_table = row.holding.num_granted_blocks * self._block_size - row.holding.num_computed_tokens
         row.join_decoding(self._steps)
         self._rows[row.slot] = row
@@ -60,21 +63,24 @@ class DecodeBatch:
         self._due[row.due_by(self._steps.num_steps + num_in_table + 1)].append(row)
 
     def got_block(self, row: Row, step: int) -> None:
-        """The plan of `step` gave a due row the block that it needs in it."""
+        """Record that the plan of `step` gave a due row its next block."""
         self._due[row.due_by(step + self._block_size)].append(row)
 
     def leave(self, row: Row) -> None:
-        """Let a row no longer go on by itself."""
+        """Remove a row. It no longer decodes."""
         del self._rows[row.slot]
         row.leave_decoding(self._steps)
         self._columns = None
 
     def take_due(self, step: int) -> list[Row]:
-        """Take the rows that the plan of `step` must look at. One that left and joined again may have two entries."""
+        """Remove and return the rows that the plan of `step` must examine.
+
+        A row that left and joined again may have two entries, and is returned once.
+        """
         return [row for row in dict.fromkeys(self._due.pop(step, ())) if row.due_step == step]
 
     def columns(self) -> DecodeColumns:
-        """The columns of all rows, made anew only if a row has joined or left."""
+        """Return the columns of all rows. They are rebuilt only after a row has joined or left."""
         if self._columns is None:
             slots = sorted(self._rows)
             rows = [self._rows[slot] for slot in slots]

@@ -1,6 +1,7 @@
-"""The scheduler's record of a plan it sent, and how a result is read through it.
+"""The scheduler's record of a plan in flight, and the reading of its result.
 
-A result's rows are resolved here and never by slot alone: by the time it arrives, a slot may have a new owner.
+The rows of a result are resolved by this record and never by slot alone. When a result arrives, its slots may have new
+owners.
 """
 
 from bisect import bisect_left
@@ -18,15 +19,15 @@ from scheduler_service.core.sequence import Row, SequenceGroup
 
 
 class PlannedRow(NamedTuple):
-    """A row that was planned by itself: it computes positions [start, start + num_tokens) in `slot`."""
+    """A row that was planned individually: it computes positions [start, start + num_tokens) in `slot`."""
 
     slot: int
     row: Row
     start: int
     num_tokens: int
     samples: bool
-    num_tokens_next: int  # what the worker does with it in the next step unless told otherwise
-    num_prompt_logprobs: int  # positions whose prompt log-probabilities the result brings
+    num_tokens_next: int  # tokens that the worker computes in the next step by default
+    num_prompt_logprobs: int  # positions whose prompt log-probabilities the result contains
 
 
 _slot = attrgetter("slot")
@@ -34,28 +35,28 @@ _slot = attrgetter("slot")
 
 @dataclass(slots=True)
 class Dispatch:
-    """A plan whose result is not here yet. Which of its rows still count, they say."""
+    """A plan whose result has not arrived. The rows themselves record whether their results still count."""
 
     step: int
-    rows: tuple[PlannedRow, ...]  # in the order they were planned: producers of shared blocks before consumers
+    rows: tuple[PlannedRow, ...]  # in planning order: producers of shared blocks before consumers
     columns: DecodeColumns
-    began_block: tuple[Row, ...]  # decoding rows whose block before is full when the result is here
-    num_drops: int  # of any row's samples, until it was sent
+    began_block: tuple[Row, ...]  # decoding rows whose previous block is full once the result arrives
+    num_drops: int  # the count of dropped samples of all rows when the plan was sent
     num_tokens: int
     num_prompt_tokens: int
     has_moves: bool
 
     def sampling_rows(self) -> list[PlannedRow]:
-        """The rows that were planned one by one and sample, in slot order."""
+        """Return the individually planned rows that sample, in slot order."""
         return sorted([row for row in self.rows if row.samples], key=_slot)
 
     def groups(self) -> set[SequenceGroup]:
-        """The groups that compute something in it."""
+        """Return the groups that compute something in the plan."""
         return {row.sequence.group for row in [*self.columns.rows, *(planned.row for planned in self.rows)]}
 
 
 class SampledRow(NamedTuple):
-    """The result of a row that samples. A row that is OK has a token, candidates for one, or an embedding."""
+    """The result of a row that samples. A row with status OK has a token, candidates or an embedding."""
 
     row: Row
     status: RowStatus
@@ -66,17 +67,19 @@ class SampledRow(NamedTuple):
 
 
 class ResolvedResult(NamedTuple):
-    """A result whose rows are known. Decoding rows stand in `decoded` where nothing is to be said of them but their
-    token."""
+    """A result whose rows are resolved.
+
+    Decoding rows are in `decoded` if the result has only their tokens. Otherwise they are in `samples`.
+    """
 
     samples: list[SampledRow]
-    decoded: list[int]  # token ids of the columns' rows; empty if these stand in samples
+    decoded: list[int]  # token ids of the columns' rows; empty if these rows are in samples
     prompt_logprobs: list[tuple[PlannedRow, list[TokenLogprobs]]]
-    mask_times: list[tuple[Row, int]]  # microseconds that masks of rows took
+    mask_times: list[tuple[Row, int]]  # microseconds used by the rows' grammar masks
 
 
 def read_result(dispatch: Dispatch, result: StepResult, vocab_size: int) -> ResolvedResult:
-    """Resolve every row. Raises WorkerProtocolError if the columns do not fit the plan."""
+    """Resolve every row of a result. Raises WorkerProtocolError if the columns do not fit the plan."""
     prompt_logprobs = list(_read_prompt_logprobs(dispatch, result, vocab_size))
     rows = dispatch.sampling_rows()
     mask_times = _read_mask_times(dispatch.step, result, _merge(rows, dispatch.columns)) if result.mask_slots else []
@@ -102,7 +105,7 @@ def read_result(dispatch: Dispatch, result: StepResult, vocab_size: int) -> Reso
 
 
 def _merge(rows: list[PlannedRow], columns: DecodeColumns) -> list[tuple[int, Row]]:
-    """Put both kinds of rows in slot order."""
+    """Return the individually planned rows and the decoding rows in slot order, as (slot, row)."""
     pairs = [(planned.slot, planned.row) for planned in rows]
     pairs.extend(zip(columns.slots, columns.rows, strict=True))
     return sorted(pairs, key=itemgetter(0))
@@ -127,7 +130,11 @@ def _check_count(step: int, num_expected: int, num_tokens: int) -> None:
 def _read_samples(
     dispatch: Dispatch, rows: list[Row], token_ids: tuple[int, ...], result: StepResult, vocab_size: int
 ) -> list[SampledRow]:
-    """Cut the columns into `rows`, in slot order: `token_ids` and the other columns of the result are theirs."""
+    """Split the columns of a result among `rows`, which are in slot order.
+
+    `token_ids` and the result's other columns contain the entries of these rows only. Raises WorkerProtocolError if the
+    number of entries is wrong.
+    """
     statuses = result.statuses or (RowStatus.OK,) * len(rows)
     pairs = list(zip(rows, statuses, strict=True))
     wanted = [row.sequence.group.request.sampling for row, status in pairs if status is RowStatus.OK]
@@ -162,8 +169,11 @@ def _read_samples(
 def _read_prompt_logprobs(
     dispatch: Dispatch, result: StepResult, vocab_size: int
 ) -> Iterator[tuple[PlannedRow, list[TokenLogprobs]]]:
-    """Find the rows whose step computed prompt log-probabilities, each with one entry per position from its start
-    on."""
+    """Yield the rows whose step computed prompt log-probabilities, each with one entry per position.
+
+    The first entry is for the position after the row's start. Raises WorkerProtocolError if the entries do not fit the
+    plan.
+    """
     expected = sorted((planned for planned in dispatch.rows if planned.num_prompt_logprobs > 0), key=_slot)
     if len(expected) != len(result.prompt_logprobs):
         raise WorkerProtocolError(
@@ -184,9 +194,12 @@ def _read_prompt_logprobs(
 
 
 def _read_logprobs(columns: Logprobs, tokens: list[tuple[int, int, bool]], vocab_size: int) -> list[TokenLogprobs]:
-    """Cut the columns into entries of `tokens`: (token id, number of tokens that were asked for beside it, whether the
-    request listed them). The entry's own token comes before listed ones. Most likely tokens that cannot come at all, as
-    where a grammar allows fewer, are left out."""
+    """Split the columns into one entry for each of `tokens`.
+
+    `tokens` are (token id, number of other tokens requested, whether the request listed these). An entry's own token
+    precedes listed tokens. Tokens of probability 0 are left out of the most likely tokens, for example if a grammar
+    allows fewer tokens than requested. Raises WorkerProtocolError if the number of entries is wrong.
+    """
     num_tops = [min(num_top, vocab_size) for _, num_top, _ in tokens]
     num_top_tokens = sum(num_tops)
     if not (
@@ -208,7 +221,11 @@ def _read_logprobs(columns: Logprobs, tokens: list[tuple[int, int, bool]], vocab
 
 
 def _read_candidates(columns: Candidates, asked: list[int], vocab_size: int) -> list[list[tuple[int, float]]]:
-    """Cut the columns into rows, of which each was asked for so many candidates and has no more."""
+    """Split the columns into rows.
+
+    `asked` has the number of candidates requested for each row, and no row may have more. Raises WorkerProtocolError if
+    the columns do not fit, or if a token is outside the vocabulary.
+    """
     if len(columns.counts) != len(asked) or any(map(gt, columns.counts, asked)):
         raise WorkerProtocolError(f"rows asked for {asked} candidates, and have {list(columns.counts)}")
     num_candidates = sum(columns.counts)

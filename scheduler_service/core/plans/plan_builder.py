@@ -1,5 +1,7 @@
-"""A plan while it is being made, and the worker's rows as the scheduler knows them: who may open which, and what each
-will do unless a plan tells it otherwise."""
+"""The plan of a step while it is built, and the scheduler's view of the worker's rows.
+
+The view tracks the free slots, and the number of tokens that each row computes unless a plan changes it.
+"""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -14,65 +16,71 @@ from scheduler_service.core.plans.decode_batch import DecodeBatch
 from scheduler_service.core.plans.dispatch import PlannedRow
 from scheduler_service.core.sequence import BeamGroup, DropCount, Row, Sequence, SequenceGroup
 
-# Tokens and block ids that the openings of one plan may carry: at most 4 bytes each, 8 MiB together.
+# The limit on token and block ids in one plan's row openings: at most 4 bytes each, 8 MiB together.
 _MAX_OPENING_VALUES = 2 * 1024 * 1024
 
-Work = list[tuple[Row, int]]  # rows of a group, each with the number of tokens that it computes
+Work = list[tuple[Row, int]]  # rows of one group, each with the number of tokens that it computes
 
 
 class RowSlots:
-    """Slots 0..num_slots-1, the lowest free one first, and a mirror of the worker's working set."""
+    """The slots 0..num_slots-1, and a mirror of the worker's table of tokens per row and step.
+
+    The lowest free slot is allocated first.
+    """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self._free = list(range(num_slots))
         self._released: list[int] = []  # rows to end, since the last plan
         self._work = [0] * num_slots
-        self._moving: set[int] = set()  # slots that would compute, but are not of the decoding rows
+        self._moving: set[int] = set()  # slots that compute in the next step by default, without the decoding rows
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
     def take(self) -> int:
-        """Take the lowest free slot."""
+        """Allocate the lowest free slot, and return it."""
         return heappop(self._free)
 
     def reserve(self, group: SequenceGroup, num_slots: int) -> None:
-        """Keep slots for rows that the group will open."""
+        """Reserve slots for rows that the group will get later."""
         group.reserved_slots = [self.take() for _ in range(num_slots)]
 
     def give_back_reserved(self, group: SequenceGroup) -> None:
-        """Let any group have the slots that were kept for this one."""
+        """Release the slots that were reserved for the group."""
         for slot in group.reserved_slots:
             self.give_back(slot)
         group.reserved_slots.clear()
 
     def end_row(self, slot: int) -> None:
-        """The slot's row ends with the next plan, which may open the slot again."""
+        """End the slot's row with the next plan. That plan may allocate a new row in the slot."""
         self._released.append(slot)
         self._work[slot] = 0
         self._moving.discard(slot)
 
     def give_back(self, slot: int) -> None:
-        """The slot, without a row, may be any sequence's."""
+        """Release a slot that has no row."""
         heappush(self._free, slot)
 
     def take_released(self) -> list[int]:
-        """Take the slots whose rows the plan that is made now must end."""
+        """Return the slots whose rows the current plan must end."""
         released, self._released = self._released, []
         return released
 
     def decodes(self, slot: int) -> None:
-        """The slot's row goes on with one token a plan, and is not among those planned one by one."""
+        """Record that the slot's row decodes one token in every plan."""
         self._moving.discard(slot)
 
     def stops_decoding(self, slot: int) -> None:
-        """The slot's row is planned one by one again."""
+        """Record that the slot's row is planned individually again."""
         self._moving.add(slot)
 
     def patch(self, rows: Iterable[PlannedRow]) -> list[tuple[int, int]]:
-        """Find the (slot, num_tokens) that differ from what the worker would do by itself."""
+        """Return the (slot, num_tokens) pairs that differ from the worker's defaults for this step.
+
+        `rows` are the individually planned rows. A row that is not among them rests, and gets 0 tokens.
+        """
         patches = []
         resting = self._moving
         self._moving = set()
@@ -91,38 +99,38 @@ class RowSlots:
 
 
 class WorkerRows:
-    """The rows of one worker: those that decode, and those that are planned one by one."""
+    """The rows of one worker: decoding rows, and rows that are planned individually."""
 
     def __init__(self, capacity: WorkerCapacity, num_slots: int, steps: StepCount) -> None:
         self._gates_grammars = capacity.gates_grammars
         self.slots = RowSlots(num_slots)
         self.decoding = DecodeBatch(steps, capacity.block_size)
-        self.active: dict[Row, None] = {}  # rows with tokens to compute that do not decode
+        self.active: dict[Row, None] = {}  # rows that have tokens to compute and do not decode
         self.num_open = 0
         self.drops = DropCount()
 
     def take_slot(self, sequence: Sequence) -> Row:
-        """Give a sequence a row, if it can be in a slot that is kept for its group."""
+        """Give a sequence a row, in a slot reserved for its group if there is a reserved slot."""
         request, reserved = sequence.group.request, sequence.group.reserved_slots
         slot = reserved.pop(0) if reserved else self.slots.take()
         gates = request.grammar is not None and self._gates_grammars
         return sequence.take_slot(slot, self.drops, is_gated=gates or not request.sampling.chooses_tokens)
 
     def open(self, sequence: Sequence) -> Row:
-        """Give a sequence a row that is planned by itself."""
+        """Give a sequence a row that is planned individually."""
         row = self.take_slot(sequence)
         self.active[row] = None
         self.num_open += 1
         return row
 
     def pause(self, row: Row) -> None:
-        """A decoding row goes back to those that are planned one by one."""
+        """Move a decoding row to the individually planned rows."""
         self.decoding.leave(row)
         self.slots.stops_decoding(row.slot)
         self.active[row] = None
 
     def vacate(self, row: Row) -> None:
-        """The row ends."""
+        """End a row and release its slot."""
         if row.is_decoding:
             self.decoding.leave(row)
         self.active.pop(row, None)
@@ -134,7 +142,7 @@ class WorkerRows:
         row.vacate()
 
     def vacate_group(self, group: SequenceGroup) -> None:
-        """End all rows of the group, and give back every slot it has."""
+        """End all rows of the group, and release all its slots."""
         for row in group.open_rows:
             self.vacate(row)
         self.slots.give_back_reserved(group)
@@ -142,9 +150,11 @@ class WorkerRows:
             group.beam.forget_step()
 
     def repeat(self, row: Row) -> None:
-        """A row was late in the oldest plan: the worker has it compute its last position again in the plans that are
-        under way, each of which thus does what the plan before it was to do. One without a token is planned by itself
-        until it has one: that is looked at."""
+        """Handle a row that was late in the oldest plan: the worker computes its last position again in the next plan.
+
+        Each plan in flight then does the work that the preceding plan was to do. A decoding row without a first token
+        is planned individually until it has a token, because its result needs individual handling.
+        """
         decodes = row.is_decoding and row.sequence.first_token_at is not None
         if decodes:
             self.decoding.leave(row)
@@ -160,19 +170,22 @@ class WorkerRows:
 
 @dataclass(slots=True)
 class PlanBuilder:
-    """The plan of `step` while it is made. The decoding rows are in it without being named, and so are the moves of
-    this step in the ledger."""
+    """The plan of `step` while it is built.
+
+    Decoding rows are part of the plan implicitly. The moves of this step are in the move ledger.
+    """
 
     step: int
     max_tokens: int
     worker_rows: WorkerRows
     cache: CacheManager
     now: float
-    num_row_tokens: int = 0  # of the rows that are planned one by one
+    num_row_tokens: int = 0  # of the individually planned rows
     num_opening_values: int = 0
-    # Tokens that rows which do not decode may compute; None: each takes what those before it leave.
+    # The tokens that each row that does not decode may compute; None: each row may use all tokens that earlier rows
+    # leave.
     shares: dict[Row, int] | None = None
-    is_slowed: bool = False  # `max_tokens` are fewer than a step may have, and `shares` will be given
+    is_slowed: bool = False  # `max_tokens` is below the step limit, and `shares` will be set
     has_preempted: bool = False
     copies: list[tuple[int, int]] = field(default_factory=list)  # source, target
     added_grammars: list[AddedGrammar] = field(default_factory=list)
@@ -182,7 +195,7 @@ class PlanBuilder:
     set_blocks: list[tuple[int, int, int]] = field(default_factory=list)  # slot, index, block
     appended_tokens: list[tuple[int, int]] = field(default_factory=list)  # slot, token id
     rows: list[PlannedRow] = field(default_factory=list)
-    began_block: list[Row] = field(default_factory=list)  # decoding rows that got one
+    began_block: list[Row] = field(default_factory=list)  # decoding rows that got a block
 
     @property
     def num_tokens(self) -> int:
@@ -194,22 +207,24 @@ class PlanBuilder:
 
     @property
     def is_empty(self) -> bool:
-        """There is nothing that the worker must do. Rows that end can wait for another plan."""
+        """Return whether the worker has nothing to do in this plan. Ended rows alone can wait for another plan."""
         return not (self.num_tokens or self.openings or self.added_grammars or self.cache.moves.ordered_by(self.step))
 
     def can_open(self, sequence: Sequence) -> bool:
-        """Whether the plan may become as large as a row's opening makes it. It always may have one opening."""
+        """Return whether the plan has room for another row opening. A first row opening always fits."""
         num_values = self.num_opening_values
         return not num_values or num_values + 2 * sequence.num_tokens <= _MAX_OPENING_VALUES
 
     def open(self, opening: RowOpening) -> None:
-        """Have the worker open a row."""
+        """Add a row opening to the plan."""
         self.openings.append(opening)
         self.num_opening_values += len(opening.token_ids) + len(opening.block_ids)
 
     def rows_to_plan(self) -> Iterator[tuple[SequenceGroup, list[Row]]]:
-        """Go through the rows that need a decision, by group, in order: those with tokens to compute, and decoding ones
-        that need a block or come to their last token."""
+        """Iterate over the rows that need a decision, by group, in order.
+
+        These are rows with tokens to compute, and decoding rows that need a block or reach their last token.
+        """
         due = self.worker_rows.decoding.take_due(self.step)
         for row in due:
             if row.last_step == self.step:
@@ -227,19 +242,24 @@ class PlanBuilder:
             yield group, list(group_rows)
 
     def _has_ample_blocks(self, num_due: int) -> bool:
-        """Whether no running group can lack a block in this plan, so that the order in which they get theirs, and who
-        would be preempted for whom, does not matter."""
+        """Return whether the pool has enough blocks for all running groups in this plan.
+
+        The order of allocation and of preemption then does not matter.
+        """
         num_missing = (
             self.cache.room.num_missing_blocks(row.holding, min(row.num_uncomputed_tokens, self.max_tokens))
             for row in self.worker_rows.active
         )
-        num_blocks = num_due + sum(max(0, num) + 1 for num in num_missing)  # 1: a beam's copy
+        num_blocks = num_due + sum(max(0, num) + 1 for num in num_missing)  # 1: copy-on-write by a beam
         return num_blocks <= self.cache.pool.num_free
 
     def share_prompts(self, num_next_tokens: int, precedes: Callable[[SequenceGroup], bool]) -> None:
-        """Have long prompts give way to short ones: rows that do not decode get tokens in order of what they have left,
-        and behind those that have less left than `num_next_tokens` up to so many are kept for the request that is next.
-        Those that `precede` give way to none."""
+        """Divide the step's tokens among the rows that do not decode, so that short prompts precede long prompts.
+
+        Rows get tokens in order of their remaining tokens, fewest first. Up to `num_next_tokens` tokens are reserved
+        for the next waiting request. Rows with at most that many remaining tokens get their tokens before this
+        reservation, and so do the groups for which `precedes` is true. Those groups also precede all other groups.
+        """
         active = self.worker_rows.active
         rows = [(not precedes(row.sequence.group), row.num_uncomputed_tokens, row.order, row) for row in active]
         self.shares = {}
@@ -252,7 +272,7 @@ class PlanBuilder:
             num_free -= num_tokens
 
     def share_tokens(self, rows: Iterable[Row]) -> Work:
-        """Say how many tokens of the budget each row computes. A decoding row has its one already."""
+        """Return how many tokens of the budget each row computes. A decoding row has one token already."""
         num_free = self.num_free_tokens
         work = []
         for row in rows:
@@ -268,8 +288,7 @@ class PlanBuilder:
         return work
 
     def compute(self, work: Work) -> None:
-        """Give the rows the blocks that `num_missing_blocks` counted, and let them compute. Those without tokens
-        rest."""
+        """Allocate the missing blocks of the rows, and add their computation to the plan. Rows with 0 tokens rest."""
         for row in _tails_to_copy(self.cache, work):
             index, source, target = self.cache.replace_tail(row.holding)
             self.copies.append((source, target))
@@ -285,11 +304,11 @@ class PlanBuilder:
                 self._plan_row(row, num_tokens)
 
     def _plan_row(self, row: Row, num_tokens: int) -> None:
-        """Let a row compute `num_tokens` positions for which it has blocks."""
+        """Plan `num_tokens` positions of a row. The row has the blocks for them."""
         sequence, start = row.sequence, row.holding.num_computed_tokens
         samples = num_tokens == row.num_uncomputed_tokens
         num_owed = max(0, min(start + num_tokens, sequence.num_prompt_tokens - 1) - start)
-        # It wants them as when its row was opened, which has reported no position from `start` on.
+        # This is still the value from when the row was allocated: no position from `start` on has been reported.
         num_prompt_logprobs = num_owed if sequence.wants_prompt_logprobs else 0
         num_tokens_next = int(not row.is_gated) if samples else num_tokens
         self.rows.append(PlannedRow(row.slot, row, start, num_tokens, samples, num_tokens_next, num_prompt_logprobs))
@@ -302,20 +321,23 @@ class PlanBuilder:
         self.cache.publish(row.holding, row.num_settled_tokens)
 
     def tell_branches(self, beam_group: BeamGroup) -> None:
-        """Put what the last selection changed into the plan, which opens rows that had none."""
+        """Add the changes of the last beam selection to the plan. They create rows in slots that had none."""
         self.forks.extend(beam_group.forks)
         self.appended_tokens.extend(beam_group.appended)
         self.worker_rows.num_open += len(beam_group.unborn_slots)
         beam_group.forget_changes()
 
     def _slide(self, row: Row) -> None:
-        """Free the blocks that fell out of a row's window, if there is one."""
+        """Free the blocks that the row's sliding window has passed, if the model has a window."""
         if self.cache.window:
             self.cache.slide(row.holding, row.next_position)
 
     def freeze(self, epoch: int, **others: Collection[Any]) -> StepPlan:
-        """Make the plan of it. `others` are the phases that are known last: moves between device and host, the slots of
-        rows that end, the grammars that no request needs, and the (slot, number of tokens) that change."""
+        """Return the finished plan.
+
+        `others` are the columns that are known last: the moves between device and host, the slots of ended rows, the
+        grammars to release, and the changed (slot, number of tokens) pairs.
+        """
         columns: dict[str, tuple[Any, ...]] = {}
         for phase, names in PHASES.items():
             entries = others[phase] if phase in others else getattr(self, phase)
@@ -327,14 +349,14 @@ class PlanBuilder:
 
 
 def num_missing_blocks(cache: CacheManager, work: Work) -> int:
-    """Count the blocks that a group must get before its rows can compute so many tokens each."""
+    """Return the number of blocks that a group must get before its rows can compute the tokens of `work`."""
     num_missing = sum(cache.room.num_missing_blocks(row.holding, num_tokens) for row, num_tokens in work)
     return num_missing + len(_tails_to_copy(cache, work))
 
 
 def _tails_to_copy(cache: CacheManager, work: Work) -> list[Row]:
-    """Find the beams that must have a copy of the block they write to next, because another one writes there
-    too."""
+    """Return the beams that must copy the block of their next position, because another sequence holds it too
+    (copy-on-write)."""
     sharing: dict[int, list[Row]] = {}
     for row, num_tokens in work:
         writes = num_tokens and row.sequence.group.beam is not None
