@@ -1,4 +1,4 @@
-"""The step loop driven by a trace of requests and a worker that costs modelled time, for `pagewire simulate`.
+"""A simulator of the step loop, for `pagewire simulate`: a trace of requests, and a worker with modelled step times.
 
-Nothing here is real but the step loop, its core and the trace: time is a number that jumps from event to event.
+Only the step loop, its core and the trace are real. Time is a number that jumps from event to event.
 """

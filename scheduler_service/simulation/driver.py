@@ -1,7 +1,8 @@
-"""Drives the step loop through a trace in simulated time.
+"""The driver of a simulation: runs the step loop through a trace in simulated time.
 
-A step begins when the one before has ended: as it stands for `scale` steps of a real worker, planning ahead of results
-would delay requests by far more than it does there. What happens during a step enters the core at its own time.
+A step starts when the step before has ended. One simulated step represents `scale` steps of a real worker. So planning
+ahead of results would delay requests far more here than on a real worker. An event during a step enters the core at its
+own time.
 """
 
 import math
@@ -32,26 +33,26 @@ from scheduler_service.simulation.trace import Trace, TraceContent, TraceRequest
 from scheduler_service.simulation.trace_worker import TraceWorker, WorkerSpeed
 
 NO_LIMIT = 2**62
-RETENTIONS = (*EXPECTATIONS, "belady")  # whose idle blocks are kept; the last knows the trace
+RETENTIONS = (*EXPECTATIONS, "belady")  # which sessions' idle blocks are kept longest; "belady" reads the trace
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationSettings:
-    """What a trace is driven through. Sizes are in tokens of the trace."""
+    """The settings of a simulation. Sizes are in tokens of the trace."""
 
     pool_tokens: int
     speed: WorkerSpeed
     host_tokens: int = 0
     block_size: int = 64
-    max_sessions: int | None = None  # at once; the next begins when one ends
+    max_sessions: int | None = None  # concurrent sessions; the next starts when one ends
     max_think_s: float | None = None
     max_num_seqs: int = 256
     has_session_tenants: bool = False  # each session is a tenant of its own
-    tenant_shares: tuple[int, ...] = ()  # or they are dealt to so many tenants, this many to each in turn
+    tenant_shares: tuple[int, ...] = ()  # if set: the number of sessions that each tenant gets in turn
     retention: str = "lru"  # one of RETENTIONS
 
     def check(self, trace: Trace) -> None:
-        """Raise ValueError where the sizes do not go with one another, or with the trace."""
+        """Raise ValueError if the settings do not fit together, or do not fit the trace."""
         scale = self.speed.scale
         for what, size in (("the block size", self.block_size), ("the trace's block size", trace.block_size)):
             if size % scale:
@@ -69,11 +70,11 @@ class SimulationSettings:
             )
 
     def think_s(self, request: TraceRequest) -> float:
-        """The seconds between the answer before and a request."""
+        """Return the seconds between the previous answer and a request, at most `max_think_s`."""
         return min(request.think_s, math.inf if self.max_think_s is None else self.max_think_s)
 
     def tenant(self, session: int, name: str) -> str:
-        """The tenant of a session, by its index and name."""
+        """Return the tenant of a session, by the session's index and name."""
         if not self.tenant_shares:
             return name if self.has_session_tenants else ""
         owners = [tenant for tenant, share in enumerate(self.tenant_shares) for _ in range(share)]
@@ -82,7 +83,7 @@ class SimulationSettings:
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """The times of a request that was served, in seconds of simulated time."""
+    """The times of a finished request, in seconds of simulated time."""
 
     session: int
     index: int
@@ -94,7 +95,10 @@ class ServedRequest:
 
 @dataclass(frozen=True, slots=True)
 class ServedSession:
-    """The times of a session, and the seconds that it would take alone with a cache that forgets nothing."""
+    """The times of a session in simulated seconds.
+
+    `alone_s` is the time that the session would need alone, with a cache that never evicts.
+    """
 
     session: int
     started_at: float
@@ -104,14 +108,17 @@ class ServedSession:
 
 @dataclass(slots=True)
 class SimulatedRun:
-    """What a run yielded. `gaps` counts the seconds between tokens of the core, each of which stands for `scale`."""
+    """The results of a run.
+
+    `gaps` counts the seconds between tokens of the core. Each of these tokens represents `scale` tokens of the trace.
+    """
 
     requests: list[ServedRequest] = field(default_factory=list)
     sessions: list[ServedSession] = field(default_factory=list)
     gaps: Counter[float] = field(default_factory=Counter)
-    num_rejected: int = 0  # requests that the pool can never hold
-    num_needed_tokens: int = 0  # of the trace, of the requests that were served
-    num_computed_tokens: int = 0  # of the core, as all counts of `stats`
+    num_rejected: int = 0  # requests larger than the pool
+    num_needed_tokens: int = 0  # of the trace, over the finished requests
+    num_computed_tokens: int = 0  # of the core, like all counts in `stats`
     num_steps: int = 0
     stats: SchedulerStats | None = None
 
@@ -121,16 +128,17 @@ class SimulatedRun:
 
 
 class Belady(Expectation):
-    """Loses those sessions' blocks first that return last, after Belady, "A Study of Replacement Algorithms for a
-    Virtual-Storage Computer", 1966. Sessions are named as in the trace.
+    """An estimate that knows the trace: the session whose next request comes last loses its blocks first.
 
-    It knows when a session's next request comes, not how long that will wait.
+    After Belady, "A Study of Replacement Algorithms for a Virtual-Storage Computer", 1966. Sessions have the same names
+    as in the trace. The estimate knows when a session's next request arrives, but not how long the request will then
+    wait.
     """
 
     def __init__(self, trace: Trace, think_s: Callable[[TraceRequest], float]) -> None:
         self._sessions = {session.name: session for session in trace.sessions}
         self._think_s = think_s
-        self.last_index: dict[str, int] = {}  # of the requests that each session has sent
+        self.last_index: dict[str, int] = {}  # index of each session's latest request
 
     def last_needed_at(self, session: Session) -> float:
         requests, index = self._sessions[session.name].requests, self.last_index[session.name]
@@ -141,19 +149,22 @@ class Belady(Expectation):
 
 @dataclass(slots=True)
 class _SessionUnderWay:
-    """A session under way, with one request after another, which is to arrive or has arrived."""
+    """A session in progress. It sends one request after another."""
 
     session: int
     started_at: float
     alone_s: float = 0.0
-    index: int = 0  # of the request
+    index: int = 0  # of the next or current request
 
 
 class Simulation(Observer):
-    """One policy, one trace. `run` may be called once. It is all clients, and who takes note."""
+    """A simulation of one policy on one trace.
+
+    It acts as all clients, and observes the step loop. `run` may be called once.
+    """
 
     def __init__(self, trace: Trace, policy: Policy, settings: SimulationSettings) -> None:
-        """Raises ValueError for settings that do not go with the trace."""
+        """Create a simulation. Raises ValueError if the settings do not fit the trace."""
         settings.check(trace)
         self._trace = trace
         self._settings = settings
@@ -175,7 +186,7 @@ class Simulation(Observer):
         block_size = settings.block_size // settings.speed.scale
         self._worker = TraceWorker(settings.speed, block_size, self._timeline, self._loop)
         self._unstarted = deque(range(len(trace.sessions)))
-        self._open: dict[int, _SessionUnderWay] = {}  # by sequence
+        self._open: dict[int, _SessionUnderWay] = {}  # by sequence id
         self._run = SimulatedRun()
         self._loop.exchange.worker_ready(
             WorkerCapacity(
@@ -185,7 +196,7 @@ class Simulation(Observer):
                 max_model_len=NO_LIMIT,
                 block_size=block_size,
                 num_device_blocks=settings.pool_tokens // settings.block_size,
-                block_bytes=settings.block_size,  # a byte for each token: bytes per second are tokens per second
+                block_bytes=settings.block_size,  # one byte per token: bytes per second are tokens per second
                 max_num_seqs=settings.max_num_seqs,
                 max_num_batched_tokens=settings.speed.max_step_tokens,
                 device="",
@@ -199,7 +210,11 @@ class Simulation(Observer):
         )
 
     def run(self, progress: Callable[[SimulatedRun, float], None] | None = None) -> SimulatedRun:
-        """Serve the whole trace. `progress` is told after each step what there is and what time it is."""
+        """Run the whole trace, and return the results.
+
+        `progress` is called after each step with the results so far and the simulated time. Raises RuntimeError if
+        requests remain that the scheduler does not run.
+        """
         self._progress = progress or (lambda run, now: None)
         for _ in range(min(len(self._unstarted), self._settings.max_sessions or NO_LIMIT)):
             self._start_session()
@@ -231,7 +246,7 @@ class Simulation(Observer):
         if self._belady is not None:
             self._belady.last_index[source.name] = session.index
         try:
-            sample = SampleRecord(0)  # which nobody reads
+            sample = SampleRecord(0)  # which no client reads
             self._loop.submit(ActiveRequest(request, [sample], self._loop))
         except AdmissionError as error:
             if error.reason is not AdmissionReason.INVALID:
@@ -246,7 +261,7 @@ class Simulation(Observer):
         self._open[sample.sequence_id] = session
 
     def _go_on(self, session: _SessionUnderWay) -> None:
-        """A request of a session is over: the next one comes when the thinking is, or the next session begins."""
+        """Continue a session after a request has ended: schedule its next request, or start the next session."""
         session.index += 1
         requests = self._trace.sessions[session.session].requests
         if session.index < len(requests):
@@ -260,15 +275,15 @@ class Simulation(Observer):
         if self._unstarted:
             self._start_session()
 
-    # What comes of it
+    # Observer
 
     def tokens_after(self, seconds: float, num_tokens: int) -> None:
-        self._run.gaps[round(seconds, 6)] += num_tokens  # told apart to the microsecond
+        self._run.gaps[round(seconds, 6)] += num_tokens  # distinguished to the microsecond
 
     def step_finished(self, result: StepResult, stats: SchedulerStats) -> None:
         self._run.num_steps += 1
         self._progress(self._run, self._timeline.time)
-        self._timeline.catch_up()  # the next plan knows what comes at once of what has ended
+        self._timeline.catch_up()  # the next plan includes requests that arrive when others end
 
     def sequence_ended(self, request: Request, end: SequenceEnd, now: float) -> None:
         session = self._open.pop(end.sequence_id)

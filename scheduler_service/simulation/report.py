@@ -1,4 +1,4 @@
-"""Computes the figures of a simulated run, and a table of several runs. Times are in seconds, tokens the trace's."""
+"""The metrics of a simulated run, and a table that compares runs. Times are in seconds, tokens are the trace's."""
 
 import math
 from bisect import bisect_left
@@ -9,7 +9,7 @@ from typing import Any
 from scheduler_service.simulation.driver import SimulatedRun, SimulationSettings
 
 _PERCENTS = (50, 95, 99)
-# Rows of the table: a title, the path of the figure, and how it is written.
+# Rows of the table: the title, the path of the figure, and its format.
 _ROWS = (
     ("requests", ("num_requests",), ",d"),
     ("rejected: longer than the pool", ("num_rejected",), ",d"),
@@ -32,7 +32,11 @@ _ROWS = (
 
 
 def figures(run: SimulatedRun, settings: SimulationSettings, ttft_goal_s: float | None = None) -> dict[str, Any]:
-    """Compute the figures of a run as plain data for JSON. What was not measured is None."""
+    """Return the figures of a run as plain data for JSON.
+
+    A figure that was not measured is None. `ttft_goal_s` is the time to first token, in seconds, that counts as good
+    for the goodput.
+    """
     assert run.stats is not None
     scale, stats = settings.speed.scale, run.stats
     ttfts = [request.first_token_at - request.arrived_at for request in run.requests]
@@ -62,7 +66,7 @@ def figures(run: SimulatedRun, settings: SimulationSettings, ttft_goal_s: float 
 
 
 def table(by_policy: Mapping[str, Mapping[str, Any]]) -> str:
-    """Write a row for each figure, with the policies beside each other. What no policy has is left out."""
+    """Return a table with one row per figure and one column per policy. A row without any value is left out."""
     lines = [["", *by_policy]]
     for title, path, form in _ROWS:
         values = [_at(found, path) for found in by_policy.values()]
@@ -76,15 +80,15 @@ def table(by_policy: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def mean(values: Iterable[float]) -> float | None:
-    """The mean of some values, or None if there are none."""
+    """Return the mean of the values, or None if there are no values."""
     found = list(values)
     return math.fsum(found) / len(found) if found else None
 
 
 def summary(weighted: Iterable[tuple[float, int]]) -> dict[str, float] | None:
-    """Mean, percentiles and maximum of (value, how often it is there), or None without a value.
+    """Return the mean, percentiles and maximum of (value, count) pairs, or None if there are no values.
 
-    A percentile is the least value that so many per cent of the values do not exceed.
+    The p-th percentile is the least value such that at least p per cent of the values are no larger.
     """
     ordered = sorted(weighted)
     if not ordered:
@@ -99,8 +103,11 @@ def summary(weighted: Iterable[tuple[float, int]]) -> dict[str, float] | None:
 
 
 def fairness(run: SimulatedRun) -> float | None:
-    """Jain's index over the slowdowns of the sessions, against each alone with a cache that forgets nothing: 1 where
-    all are slowed down alike, 1/n where one of n has all the delay."""
+    """Return Jain's index over the slowdowns of the sessions, or None without sessions.
+
+    A slowdown is relative to the session's time alone, with a cache that never evicts. The index is 1 if all sessions
+    are slowed equally, and 1/n if one of n has the whole delay.
+    """
     slowdowns = [
         (session.ended_at - session.started_at) / session.alone_s for session in run.sessions if session.alone_s
     ]
@@ -109,8 +116,11 @@ def fairness(run: SimulatedRun) -> float | None:
 
 
 def _token_gaps(run: SimulatedRun, settings: SimulationSettings) -> Iterable[tuple[float, int]]:
-    """The gaps between tokens of the trace. Of those that one token of the core stands for, all but one come at the
-    decode rate; that one has whatever was waited for."""
+    """Yield the gaps between tokens of the trace, as (seconds, count).
+
+    One token of the core represents `scale` tokens of the trace. All but one of these follow at the decode rate. The
+    remaining token has the rest of the gap, including any wait.
+    """
     scale, usual_s = settings.speed.scale, 1 / settings.speed.decode_rate
     for gap, count in run.gaps.items():
         yield usual_s, count * (scale - 1)

@@ -1,4 +1,4 @@
-"""Simulated time: all that is to happen, in order, and the turns of the step loop in between."""
+"""Simulated time: a queue of future events, and the runs of the step loop between them."""
 
 from collections.abc import Callable
 from heapq import heappop, heappush
@@ -9,11 +9,14 @@ from scheduler_service.serving.step_loop import StepLoop
 
 
 class Timeline(Clock):
-    """One heap of (time, number) orders all events: those of one time happen in the order in which they were set."""
+    """A clock of simulated time.
+
+    One heap of (time, number) orders all events. Events at the same time happen in the order in which they were added.
+    """
 
     def __init__(self) -> None:
         self.time = 0.0
-        self.num_events = 0  # that were ever set
+        self.num_events = 0  # events added so far
         self._heap: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._turn_is_due = False
 
@@ -36,7 +39,10 @@ class Timeline(Clock):
         self.at(self.time + delay, action, *args)
 
     def drive(self, loop: StepLoop, wake_seconds: Callable[[], float]) -> None:
-        """Let everything happen, until nothing is left. A turn of the step loop comes so long after it was due."""
+        """Run all events until no event is left.
+
+        The step loop runs `wake_seconds()` after it becomes due.
+        """
         while self._heap:
             self.time, _, action, args = heappop(self._heap)
             action(*args)
@@ -45,7 +51,7 @@ class Timeline(Clock):
                 self.after(wake_seconds(), self._take_turn, loop)
 
     def catch_up(self) -> None:
-        """Let everything happen that is to happen now, before the step loop goes on with its turn."""
+        """Run all events that are due now, before the step loop continues."""
         while self._heap and self._heap[0][0] <= self.time:
             _, _, action, args = heappop(self._heap)
             action(*args)

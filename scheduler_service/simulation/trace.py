@@ -1,6 +1,6 @@
-"""Traces of requests, read from the three forms in which they are published, and the tokens of their prompts.
+"""Traces of requests, read from three published formats, and the token ids of their prompts and outputs.
 
-Whatever the form, a trace is a list of sessions. Content is known by block ids alone: equal ids are equal content.
+In every format, a trace is a list of sessions. Content is known only by block ids: equal ids are equal content.
 """
 
 import csv
@@ -21,23 +21,26 @@ BlockRuns = tuple[tuple[int, int], ...]
 
 
 class TraceError(ValueError):
-    """A file is no trace, or a line of it has not what it should. The text names both."""
+    """A file that is not a trace, or a line with missing or invalid fields. The message names the file and the line."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """A request of a trace, whose lengths are in tokens."""
+    """A request of a trace. Lengths are in tokens."""
 
-    think_s: float  # from the answer before; 0 where it is the first of its session
+    think_s: float  # seconds after the previous answer; 0 for the first request of a session
     num_prompt_tokens: int
     num_output_tokens: int  # at least 1
-    block_runs: BlockRuns  # (first id, count) of the blocks that the prompt begins with
-    num_needed_tokens: int  # of the prompt, that no earlier request has shown
+    block_runs: BlockRuns  # (first id, count) of the blocks that the prompt starts with
+    num_needed_tokens: int  # prompt tokens that no earlier request has contained
 
 
 @dataclass(frozen=True, slots=True)
 class TraceSession:
-    """Requests of which each is sent when the one before is answered. The first is sent at `start_s`."""
+    """A series of requests.
+
+    The first is sent at `start_s`, and each later request after the answer to the one before.
+    """
 
     name: str
     start_s: float
@@ -46,11 +49,11 @@ class TraceSession:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A trace: its sessions in the order of the file. `block_size` is 0 where no content is known."""
+    """A trace: its sessions in the order of the file. `block_size` is 0 if the format does not describe content."""
 
     form: str
     block_size: int
-    shares_blocks: bool  # an id is the same content in all sessions, not in its own alone
+    shares_blocks: bool  # a block id means the same content in all sessions, not only within one
     sessions: tuple[TraceSession, ...]
 
     @property
@@ -59,9 +62,10 @@ class Trace:
 
 
 def read_trace(path: Path, max_requests: int | None = None) -> Trace:
-    """Read a trace of any form, plain or compressed by gzip, up to a number of requests.
+    """Read a trace of any format, plain or compressed by gzip.
 
-    Raises TraceError for a file that is no trace, and OSError for one that cannot be read.
+    At most `max_requests` requests are read. Raises TraceError for a file that is not a trace, and OSError for a file
+    that cannot be read.
     """
     with path.open("rb") as file:
         opener: Any = gzip.open if file.read(2) == _GZIP_MAGIC else open
@@ -76,14 +80,18 @@ def read_trace(path: Path, max_requests: int | None = None) -> Trace:
 
 
 class TraceContent:
-    """Makes prompts and outputs of a trace's block ids.
+    """The token ids of a trace's prompts and outputs, generated from its block ids.
 
-    Every content has a number, and all tokens of a block are that number. Whatever no block id names is the request's
-    own: one number for each request.
+    Every content has a number, and all tokens of a block are this number. Tokens that no block id describes belong to
+    one request alone. Each request has a number of its own for them.
     """
 
     def __init__(self, trace: Trace, scale: int) -> None:
-        """`scale`: tokens of the trace that one token stands for. It divides the trace's block size."""
+        """Create the contents of a trace.
+
+        `scale` is the number of the trace's tokens that one generated token represents. It divides the trace's block
+        size.
+        """
         self._trace = trace
         self._scale = scale
         self._num_block_tokens = trace.block_size // scale
@@ -95,11 +103,12 @@ class TraceContent:
             *self._bases, self._num_contents = accumulate(num_ids, initial=0)
 
     def tokens(self, session: int, index: int) -> tuple[list[int], list[int]]:
-        """Make the prompt and the output of a request of a session, both by index. Neither is empty."""
+        """Return the prompt and the output of a request. `session` and `index` are indexes. Neither result is empty."""
         requests = self._trace.sessions[session].requests
         request, base = requests[index], self._bases[session]
         num_prompt = max(1, round(request.num_prompt_tokens / self._scale))
-        # The first token comes with the prompt; the others are as many as take the time of the trace's.
+        # The first token comes with the prompt. The number of further tokens gives them the duration of the trace's
+        # tokens.
         num_output = 1 + round((request.num_output_tokens - 1) / self._scale)
         goes_on = index + 1 < len(requests) and _goes_on(request, requests[index + 1])
         tokens = self._tokens_of(base, requests[index + 1 if goes_on else index].block_runs)
@@ -117,17 +126,20 @@ class TraceContent:
 
 
 def _num_ids(prompts: Iterable[BlockRuns]) -> int:
-    """Count the ids from 0 to the greatest."""
+    """Return the number of ids from 0 to the greatest id."""
     return max((first + count for runs in prompts for first, count in runs), default=0)
 
 
 def _goes_on(request: TraceRequest, following: TraceRequest) -> bool:
-    """Whether the next prompt begins with all blocks of this one: then it shows what came behind them."""
+    """Return whether the next prompt starts with all blocks of this prompt.
+
+    The next prompt's further blocks then describe the output of this request.
+    """
     return common_blocks(request.block_runs, following.block_runs) == num_blocks(request.block_runs)
 
 
 def common_blocks(runs: BlockRuns, others: BlockRuns) -> int:
-    """Count the blocks that two prompts have in common from their beginning on."""
+    """Return the number of blocks in the common prefix of two prompts."""
     num_common = 0
     for block, other in zip(_blocks(runs), _blocks(others), strict=False):
         if block != other:
@@ -137,7 +149,7 @@ def common_blocks(runs: BlockRuns, others: BlockRuns) -> int:
 
 
 def num_blocks(runs: BlockRuns) -> int:
-    """Count the blocks of a prompt."""
+    """Return the number of blocks of a prompt."""
     return sum(count for _, count in runs)
 
 
@@ -170,7 +182,7 @@ def _read(path: Path, lines: IO[str], max_requests: int | None) -> Trace:
 
 
 def _limited(sessions: Iterable[TraceSession], max_requests: int | None) -> Iterator[TraceSession]:
-    """Cut a trace off after so many requests, if need be within a session."""
+    """Yield the sessions up to `max_requests` requests. The last session is cut off if necessary."""
     num_requests = 0
     for session in sessions:
         if max_requests is not None and num_requests + len(session.requests) >= max_requests:
@@ -204,7 +216,10 @@ def _agent_sessions(path: Path, lines: Iterable[str], block_sizes: set[int]) -> 
 
 
 def _requests_of(entries: list[dict[str, Any]], block_size: int) -> tuple[TraceRequest, ...]:
-    """Make the requests of a session: each needs what is not in the longest common prefix with the one before."""
+    """Return the requests of a session.
+
+    Each needs the tokens that are not in the longest common prefix with the previous request.
+    """
     requests: list[TraceRequest] = []
     for entry in entries:
         runs = tuple((int(first), int(count)) for first, count in entry["blocks"])
@@ -216,7 +231,7 @@ def _requests_of(entries: list[dict[str, Any]], block_size: int) -> tuple[TraceR
 
 
 def _mooncake(path: Path, lines: Iterable[str]) -> Iterator[TraceSession]:
-    """Read requests of which each is a session. Ids stand for a block and all before it."""
+    """Read a trace in which each request is a session. A block id identifies a block and all blocks before it."""
     seen: set[int] = set()
     for where, entry in _json_lines(path, lines):
         try:
@@ -232,7 +247,7 @@ def _mooncake(path: Path, lines: Iterable[str]) -> Iterator[TraceSession]:
 
 
 def _azure(path: Path, lines: Iterable[str]) -> Iterator[TraceSession]:
-    """Read requests of which each is a session, and nothing is known but the lengths."""
+    """Read a trace in which each request is a session, and only the lengths are known."""
     first_at: datetime | None = None
     for number, row in enumerate(csv.DictReader(lines), start=2):
         try:
@@ -247,7 +262,10 @@ def _azure(path: Path, lines: Iterable[str]) -> Iterator[TraceSession]:
 def _request(
     think_s: float, num_prompt_tokens: int, num_output_tokens: int, runs: BlockRuns, num_known: int
 ) -> TraceRequest:
-    """Make a request. An output of no token is made one token long: a request ends with a token."""
+    """Return a request, in which an empty output becomes one token long: a request ends with a token.
+
+    Raises ValueError if a number is negative or a run of blocks is empty.
+    """
     if min(num_prompt_tokens, num_output_tokens, think_s) < 0 or any(first < 0 or count < 1 for first, count in runs):
         raise ValueError("a number is negative, or a run of blocks is empty")
     num_needed = max(0, num_prompt_tokens - num_known)
@@ -255,7 +273,7 @@ def _request(
 
 
 def _runs(blocks: list[int]) -> Iterator[tuple[int, int]]:
-    """Join ids that follow one another."""
+    """Yield runs of consecutive ids, as (first id, count)."""
     start = 0
     for i in range(1, len(blocks) + 1):
         if i == len(blocks) or blocks[i] != blocks[i - 1] + 1:

@@ -1,6 +1,7 @@
-"""A worker that computes nothing: it answers plans with the tokens of a trace, and says how long they would take.
+"""A worker that computes nothing, but answers plans with the tokens of a trace after a modelled time.
 
-Rates are in tokens of the trace; steps and blocks in tokens of the core, of which each stands for `scale` of the trace.
+Rates are in tokens of the trace. Steps and blocks are in tokens of the core, each of which represents `scale` tokens of
+the trace.
 """
 
 import math
@@ -13,68 +14,84 @@ from scheduler_service.simulation.timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpeed:
-    """The rates of a worker that computes prompts one after another, and beside them decodes any number of rows at one
-    rate. Moves between device and host go beside both."""
+    """The rates of a simulated worker.
+
+    The worker computes prompts one after another, and decodes any number of rows beside them at one rate. Moves between
+    device and host overlap with both.
+    """
 
     prefill_rate: float  # prompt tokens per second
     decode_rate: float  # tokens per second of each row
     transfer_rate: float  # tokens per second, each way
     scale: int
-    step_overhead_s: float = 0.0  # of a step that computes prompts, beside what their tokens take
-    max_num_batched_tokens: int | None = None  # of a step; None: as many as keep it as short as one that decodes
+    step_overhead_s: float = 0.0  # of a step that computes prompts, in addition to the time of their tokens
+    max_num_batched_tokens: int | None = None  # of a step; None: the prompt tokens that fit into one decode step
 
     @property
     def max_step_tokens(self) -> int:
-        """The token budget of a step. Decoding rows take theirs from it too. Unless it is given: the prompt tokens that
-        can be computed in the time in which every row decodes one token."""
+        """The token budget of a step, including the tokens of decoding rows.
+
+        The default is the number of prompt tokens that the worker can compute while every row decodes one token.
+        """
         if self.max_num_batched_tokens is not None:
             return self.max_num_batched_tokens
         return max(1, round((1 / self.decode_rate - self.step_overhead_s) * self.prefill_rate))
 
     def prompt_s(self, num_tokens: float) -> float:
-        """The seconds that prompts take of so many tokens of the trace, in steps that are as full as can be."""
+        """Return the seconds to compute `num_tokens` prompt tokens of the trace, in the fullest steps possible."""
         return num_tokens / self.prefill_rate + math.ceil(num_tokens / self.max_step_tokens) * self.step_overhead_s
 
     def step_s(self, num_prompt_tokens: int, num_decoding_rows: int) -> float:
-        """The seconds of a step: those of its prompts, but where rows decode at least those of a token."""
+        """Return the seconds of a step: the time of its prompts.
+
+        If rows decode, it is at least the time of one token of the core.
+        """
         prompt_s = self.prompt_s(num_prompt_tokens * self.scale)
         return max(prompt_s, self.scale / self.decode_rate) if num_decoding_rows else prompt_s
 
     def transfer_s(self, num_tokens: int) -> float:
-        """The seconds that so many tokens of the core take between device and host, one way."""
+        """Return the seconds to move `num_tokens` tokens of the core between device and host, one way."""
         return num_tokens * self.scale / self.transfer_rate
 
     def alone_s(self, num_prompt_tokens: int, num_output_tokens: int) -> float:
-        """The seconds of a request that has the worker for itself, in tokens of the trace. The first token comes with
-        the last of the prompt."""
+        """Return the seconds of a request that has the worker to itself.
+
+        The lengths are in tokens of the trace. The first output token comes with the last prompt token.
+        """
         return self.prompt_s(num_prompt_tokens) + (num_output_tokens - 1) / self.decode_rate
 
 
 @dataclass(slots=True)
 class TraceRow:
-    """A row of the worker: how far it is from its next sample, and what it samples."""
+    """A row of the simulated worker: the tokens before its next sample, and its output."""
 
     output: list[int]
     num_sampled: int
     num_left: int  # tokens to compute before it samples
-    work: int = 0  # tokens that it computes in each step, until a plan says otherwise
+    work: int = 0  # tokens that it computes in each step, until a plan changes it
 
 
 class TraceWorker:
-    """Carries out plans for requests of one sample. Moves go beside the computing, one plan's after another's."""
+    """A worker that carries out plans for requests with one sample.
+
+    Moves overlap with computation. The moves of one plan follow the moves of the plan before.
+    """
 
     def __init__(self, speed: WorkerSpeed, block_size: int, timeline: Timeline, loop: StepLoop) -> None:
         self._speed = speed
         self._block_size = block_size
         self._timeline = timeline
         self._loop = loop
-        self.num_prompt_tokens = 0  # that it computed, also such as were computed before
+        self.num_prompt_tokens = 0  # computed so far, including recomputed tokens
         self._rows: dict[int, TraceRow] = {}  # by slot
-        self.outputs: dict[int, list[int]] = {}  # what each sequence will sample
+        self.outputs: dict[int, list[int]] = {}  # the output of each sequence
         self._moves_end_at = 0.0
 
     def send(self, plan: StepPlan) -> None:
-        """Carry out a plan from now on. Raises NotImplementedError for what requests of one sample have not."""
+        """Start a plan.
+
+        Raises NotImplementedError for forks and beams, which requests with one sample do not have.
+        """
         if plan.fork_target_slots or plan.copy_source_blocks or plan.append_token_slots:
             raise NotImplementedError("requests of a trace have neither forks nor beams")
         self._patch(plan)
@@ -100,7 +117,7 @@ class TraceWorker:
         self._timeline.after(duration_s, self._loop.exchange.result, result)
 
     def close(self, reason: str) -> None:
-        """Raises RuntimeError: it keeps to the protocol."""
+        """Raise RuntimeError: the scheduler closes a worker only if it violates the protocol."""
         raise RuntimeError(reason)
 
     def _patch(self, plan: StepPlan) -> None:
@@ -117,7 +134,7 @@ class TraceWorker:
             self._rows[slot].work = num_tokens
 
     def _move(self, plan: StepPlan) -> None:
-        """Move blocks both ways at once, behind the moves of earlier plans."""
+        """Move blocks in both directions at once, after the moves of earlier plans."""
         num_blocks = max(len(plan.swap_out_device_blocks), len(plan.swap_in_device_blocks))
         if num_blocks:
             self._moves_end_at = max(self._moves_end_at, self._timeline.time)
