@@ -1,1 +1,1 @@
-"""A worker in plain Python, the grammars it understands, oracles and histories, for tests of the core."""
+"""A worker in plain Python, the grammars that it supports, oracles and recorded histories, for tests of the core."""

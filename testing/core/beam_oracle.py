@@ -1,6 +1,7 @@
-"""A beam search without cache, blocks or steps: what the engine's must equal.
+"""An oracle for beam search, without cache, blocks or steps.
 
-Written from transformers' `_beam_search` over whole lists of candidates, apart from `core/beam.py`.
+The engine's hypotheses must equal its results. It is written after transformers' `_beam_search`, over whole lists of
+candidates, and independently of `core/beam.py`.
 """
 
 from scheduler_service.core.request import EarlyStopping, Request
@@ -11,7 +12,7 @@ Hypotheses = list[tuple[tuple[int, ...], float, int | None]]  # tokens, cumulati
 
 
 def search(request: Request, vocab_size: int) -> Hypotheses:
-    """The request's hypotheses."""
+    """Return the hypotheses of a request, best first."""
     assert request.beam is not None
     params, width, stops = request.beam, request.beam.beam_width, set(request.sampling.stop_token_ids)
     grammar_ends = set(request.grammar.end_token_ids if request.grammar is not None else ())

@@ -1,4 +1,4 @@
-"""A recording of a random history: all kinds of requests, a worker that holds moves back and is lost now and then."""
+"""A recording of a random history, with all kinds of requests and a worker that delays moves and is sometimes lost."""
 
 import random
 from pathlib import Path
@@ -37,7 +37,10 @@ DEFAULTS = SchedulerOptions(
 
 
 class RecordedHistory:
-    """`run` makes the events; `outputs` are what came of them."""
+    """A random history of events and its recording.
+
+    `run` generates the events. `num_plans`, `num_tokens` and `num_refused` count their results.
+    """
 
     def __init__(self, path: Path, seed: int) -> None:
         rng = self.rng = random.Random(seed)
@@ -72,6 +75,7 @@ class RecordedHistory:
         self.requests: list[Request] = []
 
     def run(self, num_events: int) -> None:
+        """Generate `num_events` random events, run all remaining requests to their end, and close the recording."""
         for _ in range(num_events):
             self.now += self.rng.random() * 0.01
             if self.worker is None:
@@ -162,7 +166,7 @@ class RecordedHistory:
             self.scheduler.moved(self.worker.last_moved_step, self.now)
 
     def prepare(self) -> None:
-        """Read the grammars that have come, one of which in five cannot be."""
+        """Prepare the grammars that the worker has received. One in five cannot be read."""
         while self.preparing and self.preparing[0] <= self.worker.last_grammar_id:
             grammar_id = self.preparing.pop(0)
             if self.worker.prepare(grammar_id) is not None:

@@ -1,11 +1,11 @@
-"""A worker in plain Python that obeys plans to the letter, for tests of the core.
+"""A worker in plain Python that follows plans exactly, for tests of the core.
 
-Its KV cache is content-addressed: the entry of a position is a digest of all tokens up to it. Before a row computes,
-all that it will read through its block table must hold exactly the digests of its own tokens, and the next token is a
-function of the last digest. Any wrong, stale or early block is an error at the read, and `reference` and `candidates`
-are oracles for everything the scheduler does.
+Its KV cache is content-addressed: the entry of a position is a digest of all tokens up to that position. Before a row
+computes, the worker checks the positions that the row reads through its block table. They must contain exactly the
+digests of the row's own tokens. The next token is a function of the last digest. So any wrong, stale or early block is
+an error when it is read. `reference` and `candidates` are oracles for everything that the scheduler does.
 
-Moves are done at once, or held back until `finish_moves`: what touches a block of a move before it is done is an error.
+Moves are done at once, or delayed until `finish_moves`. Any use of a moving block before its move is done is an error.
 """
 
 from collections import deque
@@ -27,12 +27,15 @@ from pagewire.common.wire.messages import (
 )
 from testing.core.toy_grammar import ToyMatcher, constrained_candidates, constrained_token, is_readable, read
 
-BAD = -1  # the digest of a position that has no good values; no hash of a tuple is -1
-NOISE = 12345  # what a block holds before it is written
+BAD = -1  # the digest of a position with invalid values; the hash of a tuple is never -1
+NOISE = 12345  # the content of a block before it is written
 
 
 def digest(previous: int, token_id: int) -> int:
-    """Of a position, from the digest of the one before: 64 bits. A tuple of integers hashes alike in every process."""
+    """Return the 64-bit digest of a position, from the digest of the position before.
+
+    A tuple of integers has the same hash in every process.
+    """
     return hash((previous, token_id))
 
 
@@ -44,15 +47,18 @@ def digest_all(token_ids: Iterable[int]) -> int:
 
 
 def next_token(prefix: int, seed: int, sample_index: int, vocab_size: int) -> int:
-    """The last id of the vocabulary is never generated: tests put it into prompts as poison."""
+    """Return the token that an unconstrained row samples after a prefix.
+
+    The last id of the vocabulary is never generated. Tests put it into prompts as poison.
+    """
     return hash((prefix, seed, sample_index)) % (vocab_size - 1)
 
 
 def candidates(prefix: int, num: int, vocab_size: int) -> list[tuple[int, float]]:
-    """The `num` most likely (token id, logprob) after a prefix: distinct tokens, logprobs falling strictly.
+    """Return the `num` most likely (token id, logprob) pairs after a prefix.
 
-    Logprobs are multiples of 2**-30, so that sums of thousands are exact in any order, and all but never equal. The
-    last id of the vocabulary comes last.
+    The tokens are distinct, and the logprobs fall strictly. Logprobs are multiples of 2**-30. So sums of thousands are
+    exact in any order, and are almost never equal. The last id of the vocabulary comes last.
     """
     num_usual = vocab_size - 1
     noise = hash((prefix, 1))
@@ -69,19 +75,22 @@ def candidates(prefix: int, num: int, vocab_size: int) -> list[tuple[int, float]
 
 
 def embedding(pooled: Sequence[int], last: int, pooling: Pooling) -> bytes:
-    """Eight bytes that hang on the last digest, or on all those that a row has computed and on how many these are."""
+    """Return an embedding of eight bytes.
+
+    It depends on the last digest or, for a mean, on all digests that a row has computed and on their number.
+    """
     value = last if pooling is Pooling.LAST else hash(tuple(pooled))
     return value.to_bytes(8, "little", signed=True)
 
 
 def reference_embedding(prompt: Iterable[int], pooling: Pooling) -> bytes:
-    """The embedding that an undisturbed run makes."""
+    """Return the embedding of a run without disturbances."""
     digests = list(accumulate(prompt, digest, initial=0))[1:]
     return embedding(digests, digests[-1], pooling)
 
 
 def reference(prompt: Iterable[int], num_tokens: int, *, seed: int, sample_index: int, vocab_size: int) -> list[int]:
-    """The tokens that an undisturbed run generates."""
+    """Return the tokens that a run without disturbances generates."""
     prefix = digest_all(prompt)
     output: list[int] = []
     for _ in range(num_tokens):
@@ -97,7 +106,7 @@ class Row:
     block_ids: list[int]
     num_computed: int
     work: int = 0
-    digests: list[int] = field(default_factory=list)  # of the first of token_ids, as far as they were needed
+    digests: list[int] = field(default_factory=list)  # digests of the first token_ids, as far as needed
     pooled: list[int] = field(default_factory=list)  # digests of the positions that this row has computed
     matcher: ToyMatcher | None = None
 
@@ -126,25 +135,28 @@ class Move:
 
 @dataclass(slots=True)
 class SimulatedWorker:
+    """A worker that checks every plan, and computes digests instead of K and V."""
+
     num_blocks: int
     block_size: int
     vocab_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
     num_host_blocks: int = 0
-    sliding_window: int = 0  # tokens that a query may read, itself included; 0 is all
+    sliding_window: int = 0  # tokens that a query may read, including itself; 0: all
     rows: dict[int, Row] = field(default_factory=dict)
     last_step: int = 0
     kv: dict[int, list[int]] = field(default_factory=dict)  # digests by device block
     host_kv: dict[int, list[int]] = field(default_factory=dict)
-    poisoned: frozenset[int] = frozenset()  # a row whose input holds one of these tokens has no good logits
-    # Sequences whose next sampling row fails though its input is good, and how: its logits, and what it writes.
+    poisoned: frozenset[int] = frozenset()  # a row whose input contains one of these tokens has invalid logits
+    # Sequences whose next sampling row fails although its input is valid, with the status. Its logits and its written
+    # values are invalid.
     bad_sequences: Mapping[int, RowStatus] = field(default_factory=dict)
     pending: deque[Move] = field(default_factory=deque)
     gates_grammars: bool = False
-    # Whether what a row's grammar allows is not known in time, of the number of its tokens and the step.
+    # Returns whether a row's grammar mask is late, from the row's number of tokens and the step.
     is_late: Callable[[int, int], bool] = lambda num_tokens, step: False
-    reads_grammars: bool = True  # those of `toy_grammar`; False: rows may take any token, whatever their grammar
+    reads_grammars: bool = True  # grammars of `toy_grammar`; False: grammars do not constrain rows
     grammars: dict[int, AddedGrammar] = field(default_factory=dict)
     ready_grammars: set[int] = field(default_factory=set)
     last_grammar_id: int = 0
@@ -154,7 +166,10 @@ class SimulatedWorker:
         return self.pending[0].step - 1 if self.pending else self.last_step
 
     def finish_moves(self, num: int) -> int:
-        """Do the first `num` moves that were held back; the last step whose moves, and those before, are all done."""
+        """Do the first `num` delayed moves.
+
+        Returns the last step up to which all moves are done.
+        """
         for _ in range(num):
             move = self.pending.popleft()
             source, target = (self.kv, self.host_kv) if move.is_out else (self.host_kv, self.kv)
@@ -163,6 +178,7 @@ class SimulatedWorker:
         return self.last_moved_step
 
     def execute(self, plan: StepPlan, apply_moves: bool = True) -> StepResult:
+        """Carry out a plan, and return its result. If `apply_moves` is false, the moves wait for `finish_moves`."""
         assert plan.step == self.last_step + 1
         self.last_step = plan.step
         for slot in plan.released_slots:
@@ -203,7 +219,11 @@ class SimulatedWorker:
             self.grammars[added.grammar_id] = added
 
     def prepare(self, grammar_id: int) -> str | None:
-        """Read a grammar that was added: why that cannot be done, or nothing. None: it was released meanwhile."""
+        """Prepare a grammar that was added.
+
+        Returns an empty string, or the reason why the grammar cannot be read. Returns None if the grammar was released
+        in the meantime.
+        """
         added = self.grammars.get(grammar_id)
         if added is None:
             return None
@@ -223,7 +243,7 @@ class SimulatedWorker:
             assert 1 <= device <= self.num_blocks, f"{move}: no such device block"
             assert 1 <= host <= self.num_host_blocks, f"{move}: no such host block"
             for other in self.pending:
-                # A source may be read twice; nothing else may be named twice.
+                # Two moves may have the same source. No other block may be part of two moves.
                 same_way = other.is_out == move.is_out
                 touched = other.target if same_way else other.source
                 read = other.source if same_way else other.target
@@ -298,8 +318,11 @@ class SimulatedWorker:
         self.rows[opening.slot] = row
 
     def _compute(self, working: list[Row]) -> None:
-        """A real worker writes a layer's K and V of all rows before any attends; here rows go in an order that reads
-        what is written: a row that starts at a position comes after all that write before it."""
+        """Compute the rows in an order in which every read finds written values.
+
+        A real worker writes a layer's K and V of all rows before any row attends. Here a row that starts at a position
+        comes after all rows that write earlier positions.
+        """
         written: set[int] = set()
         for row in sorted(working, key=lambda row: row.num_computed):
             end = row.num_computed + row.work
@@ -321,7 +344,7 @@ class SimulatedWorker:
             digests.append(prefix)
 
     def _read(self, row: Row) -> None:
-        """The row's queries read all computed positions, or those in the window of the first query."""
+        """Check the values that the row's queries read: all computed positions, or the window of the first query."""
         size, start = self.block_size, row.num_computed
         first = max(0, start - self.sliding_window + 1) if self.sliding_window else 0
         while first < start:
@@ -332,8 +355,8 @@ class SimulatedWorker:
                 self._assert_readable(block)
             content = self.kv.get(block, ())[first - index * size : last - index * size]
             if row.digests[first] == BAD:
-                break  # its values are no numbers any more, whatever it reads
-            if BAD in content:  # those of others are not: its own will not be either
+                break  # its values are invalid already, regardless of what it reads
+            if BAD in content:  # it reads invalid values of other rows, so its own become invalid
                 bad = first + content.index(BAD)
                 row.digests[bad:] = [BAD] * (len(row.digests) - bad)
             assert content == row.digests[first:last], (
@@ -422,7 +445,7 @@ class SimulatedWorker:
         )
 
     def _status_of(self, row: Row, prefix: int, step: int) -> RowStatus:
-        """Say how a row fares that has computed all of its tokens, whose digest is `prefix`."""
+        """Return the status of a row that has computed all its tokens. `prefix` is the digest of these tokens."""
         if prefix == BAD:
             return self.bad_sequences.get(row.opening.sequence_id, RowStatus.NAN_LOGITS)
         if row.matcher is None:

@@ -1,8 +1,9 @@
-"""Grammars that are a few numbers: what they allow is a function of these and of the tokens so far.
+"""Grammars defined by a few numbers.
 
-The text is "seed length fault step". Outputs have at most `length` tokens before the end token; with the fault
-"unreadable" nothing can be made of it, with "deadly" what tries it ends, and with "failed", "dead_end" or "limit" no
-output has a token at `step`.
+The tokens that they allow are a function of these numbers and of the tokens so far. The text of a grammar is "seed
+length fault step". Outputs have at most `length` tokens before the end token. With the fault "unreadable" the grammar
+cannot be read. With "deadly" the process that reads the grammar must crash. With "failed", "dead_end" or "limit" an
+output gets no token from position `step` on.
 """
 
 from collections.abc import Iterable
@@ -19,7 +20,7 @@ _FAULTS = {
 
 @dataclass(slots=True)
 class ToyMatcher:
-    """The state of a grammar behind the tokens of one output."""
+    """The state of a grammar after the tokens of one output."""
 
     state: int
     length: int
@@ -34,7 +35,7 @@ class ToyMatcher:
         return replace(self)
 
     def consume(self, token_ids: Iterable[int]) -> None:
-        """Tokens behind the first end token are not looked at."""
+        """Advance the state by the tokens. Tokens after the first end token are ignored."""
         for token_id in token_ids:
             if self.end_token_id is not None:
                 return
@@ -45,7 +46,10 @@ class ToyMatcher:
                 self.end_token_id = token_id
 
     def allowed(self) -> list[int]:
-        """The tokens that may come next, rising: sometimes one alone, sometimes only the end tokens."""
+        """Return the tokens that may come next, in rising order.
+
+        Sometimes it is only one token, and sometimes only the end tokens.
+        """
         if self.end_token_id is not None:
             return [self.end_token_id]
         kind = hash((self.state, 3)) % 12
@@ -59,19 +63,19 @@ class ToyMatcher:
 
     @property
     def status(self) -> RowStatus:
-        """What comes of a row that samples now."""
+        """The status of a row that samples now."""
         fails = self.end_token_id is None and self.num_tokens >= self.fault_step
         return _FAULTS.get(self.fault, RowStatus.OK) if fails else RowStatus.OK
 
 
 def read(text: str, end_token_ids: tuple[int, ...], vocab_size: int) -> ToyMatcher:
-    """The grammar at its beginning."""
+    """Return the matcher of a grammar before any token."""
     seed, length, fault, step = text.split()
     return ToyMatcher(hash((int(seed), 7)), int(length), fault, int(step), end_token_ids, vocab_size)
 
 
 def is_deadly(text: str) -> bool:
-    """Whether it ends what reads it."""
+    """Return whether the process that reads the grammar must crash."""
     return text.split()[2] == "deadly"
 
 
@@ -80,7 +84,10 @@ def is_readable(text: str) -> bool:
 
 
 def constrained_token(matcher: ToyMatcher, sampling: SamplingParams, prefix: int, seed: int, index: int) -> int:
-    """The token that a row samples: an allowed one, and while it has too few, no stop token if there are others."""
+    """Return the token that a row samples, one of the allowed tokens.
+
+    Below `min_tokens` it is not a stop token, unless only stop tokens are allowed.
+    """
     allowed = matcher.allowed()
     if matcher.num_tokens < sampling.min_tokens:
         allowed = [token_id for token_id in allowed if token_id not in sampling.stop_token_ids] or allowed
@@ -90,7 +97,7 @@ def constrained_token(matcher: ToyMatcher, sampling: SamplingParams, prefix: int
 def constrained_candidates(
     matcher: ToyMatcher, sampling: SamplingParams, entries: list[tuple[int, float]], num: int
 ) -> list[tuple[int, float]]:
-    """The `num` most likely of those entries that are allowed, or fewer."""
+    """Return the `num` most likely entries that the grammar allows, or fewer if fewer are allowed."""
     allowed = matcher.allowed()
     if matcher.num_tokens < sampling.min_tokens:
         allowed = [token_id for token_id in allowed if token_id not in sampling.stop_token_ids] or allowed
