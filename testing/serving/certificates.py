@@ -1,4 +1,4 @@
-"""Certificates for tests: authorities, and leaves that are good, expired or of no authority."""
+"""Certificates for tests: certificate authorities, and certificates that are valid, expired or self-signed."""
 
 import datetime
 import ipaddress
@@ -17,13 +17,13 @@ DAY = datetime.timedelta(days=1)
 
 @dataclass(frozen=True)
 class Certificate:
-    """A certificate and its key, PEM."""
+    """A certificate and its private key, in PEM."""
 
     cert: bytes
     key: bytes
 
     def write(self, folder: Path, name: str) -> tuple[str, str]:
-        """The paths of the two files."""
+        """Write the certificate and the key to files in a folder, and return the paths of the two files."""
         paths = folder / f"{name}.crt", folder / f"{name}.key"
         for path, content in zip(paths, (self.cert, self.key), strict=True):
             path.write_bytes(content)
@@ -31,7 +31,7 @@ class Certificate:
 
 
 class Authority:
-    """Signs certificates. `cert` is its own, PEM."""
+    """A certificate authority. `cert` is its own certificate, in PEM."""
 
     def __init__(self, name: str, *, ends_in: datetime.timedelta = DAY) -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
@@ -41,7 +41,7 @@ class Authority:
         self.cert = _pem(builder.sign(self._key, hashes.SHA256()))
 
     def write(self, folder: Path) -> str:
-        """The path of its own certificate."""
+        """Write the authority's own certificate to a file in a folder, and return its path."""
         path = folder / "ca.crt"
         path.write_bytes(self.cert)
         return str(path)
@@ -55,7 +55,10 @@ class Authority:
         other_names: Sequence[x509.GeneralName] = (),
         key: CertificateIssuerPrivateKeyTypes | None = None,
     ) -> Certificate:
-        """For a server or client of this DNS name or IP address. It began so long ago."""
+        """Issue a certificate for a server or client of this DNS name or IP address.
+
+        It became valid `began` ago, and expires after `ends_in`.
+        """
         key = key or ec.generate_private_key(ec.SECP256R1())
         names = _alternative_names(name, other_names)
         builder = _builder(self._name, _name(name), key, began=began, ends_in=ends_in)
@@ -64,7 +67,10 @@ class Authority:
 
 
 def self_signed(name: str) -> Certificate:
-    """For a server or client of this DNS name or IP address. It began two days ago."""
+    """Return a self-signed certificate for a server or client of this DNS name or IP address.
+
+    It became valid two days ago.
+    """
     key = ec.generate_private_key(ec.SECP256R1())
     names = _alternative_names(name)
     builder = _builder(_name(name), _name(name), key, ends_in=DAY).add_extension(names, critical=False)

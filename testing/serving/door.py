@@ -1,4 +1,4 @@
-"""The HTTP door of a front end before the scheduler of a stack, in this process."""
+"""The HTTP server of a front end that is connected to the scheduler of a stack, all in this process."""
 
 import itertools
 import json
@@ -35,7 +35,10 @@ _CHANGING = (
 
 
 def make_chat_checkpoint(path: Path, *, max_model_len: int = 256, **named: str) -> Path:
-    """One with a chat template, and with others by name; its end token can be read by grammars."""
+    """Write a checkpoint with a chat template and further named templates, and return its path.
+
+    Grammars can use its end token.
+    """
     make_checkpoint(path)
     config = json.loads((path / "config.json").read_text())
     config |= {"eos_token_id": 0, "max_position_embeddings": max_model_len}
@@ -48,18 +51,20 @@ def make_chat_checkpoint(path: Path, *, max_model_len: int = 256, **named: str) 
 
 
 def joined(columns: Iterable[list[Any]]) -> list[Any]:
-    """What several events hold of one list."""
+    """Return the concatenation of a list that several events contain in parts."""
     return list(itertools.chain.from_iterable(columns))
 
 
 def steady(value: dict[str, Any]) -> dict[str, Any]:
-    """Return an object of an answer without what differs from call to call."""
-    drawn = ("id",) if "type" in value else ()  # of an item of a response
+    """Return a copy of an object of an answer, without the fields that differ from call to call."""
+    drawn = ("id",) if "type" in value else ()  # the id of an item of a response
     return {name: each for name, each in value.items() if name not in (*_CHANGING, *drawn)}
 
 
 @dataclass
 class HttpServer:
+    """A running front end with an HTTP API, its scheduler's stack, and clients that are connected to the API."""
+
     stack: Stack
     front: FrontEnd
     url: str
@@ -67,7 +72,10 @@ class HttpServer:
     openai: openai.AsyncOpenAI
 
     async def post(self, path: str, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
-        """A completion has a seed, or its output may be at its end before the test is."""
+        """Send a POST request.
+
+        A completion gets a seed, because its random output might otherwise end too early for the test.
+        """
         seed = {"seed": 0} if path.endswith("/completions") else {}
         return await self.client.post(path, json=seed | body, headers=headers)
 
@@ -84,7 +92,7 @@ class HttpServer:
         return response.json()["error"]
 
     async def events(self, path: str, **body: Any) -> list[dict[str, Any]]:
-        """The events of a stream, which ends as it must."""
+        """Return the events of a streamed answer, and check that the stream ends correctly."""
         return self.events_of(await self.post(path, **body | {"stream": True}))
 
     @staticmethod
@@ -116,13 +124,13 @@ async def serve_http(
         yield HttpServer(stack, front_end, url, client, openai_client)
 
 
-# Of a request that a front end has begun: its call, as it was read, and as it was queued.
+# A request that a front end has started: its call, the parsed request, and the queued request.
 Begun = tuple[Call, ParsedRequest, Request]
 
 
 @contextmanager
 def noting_requests() -> Iterator[list[Begun]]:
-    """Note the requests that front ends begin inside the block."""
+    """Record the requests that front ends start inside the block."""
     begun: list[Begun] = []
     start = Intake.start
 
@@ -138,7 +146,10 @@ def noting_requests() -> Iterator[list[Begun]]:
 
 
 def server_of_the_module(name: str = "server") -> Any:
-    """Return the fixture of a server that tests of a module share; these tests run on the module's event loop."""
+    """Return a fixture of a server that the tests of a module share.
+
+    These tests must run on the module's event loop.
+    """
 
     @pytest_asyncio.fixture(loop_scope="module", scope="module", name=name)
     async def start(model: Path) -> AsyncIterator[HttpServer]:

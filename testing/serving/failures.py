@@ -1,4 +1,4 @@
-"""The failures of calls over gRPC."""
+"""Errors of RPCs, for tests."""
 
 import contextlib
 from collections.abc import Awaitable
@@ -8,7 +8,7 @@ import pytest
 
 
 async def failure_of(call: Awaitable[object], code: grpc.StatusCode | None = None, *texts: str) -> grpc.aio.AioRpcError:
-    """Return the error of a call that must fail, with this code and with these texts in its details."""
+    """Return the error of an RPC that must fail with this status code, and with these texts in its details."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     assert code is None or caught.value.code() is code, caught.value
@@ -17,7 +17,7 @@ async def failure_of(call: Awaitable[object], code: grpc.StatusCode | None = Non
 
 
 async def code_at_end(call: grpc.aio.UnaryStreamCall | grpc.aio.StreamStreamCall) -> grpc.StatusCode:
-    """Return the code of a stream after its messages are read: gRPC has none earlier."""
+    """Return the status code of a stream after reading all its messages. gRPC has no status code earlier."""
     with contextlib.suppress(grpc.aio.AioRpcError):
         while await call.read() is not grpc.aio.EOF:
             pass

@@ -1,4 +1,4 @@
-"""A front end before the scheduler of a stack, in this process."""
+"""A front end that is connected to the scheduler of a stack, in this process."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -25,6 +25,8 @@ DEADLINE = 30
 
 @dataclass
 class FrontEnd:
+    """A running front end with a gRPC channel to it."""
+
     url: str
     stub: pb_grpc.SchedulerServiceStub
     channel: grpc.aio.Channel

@@ -1,4 +1,4 @@
-"""A Hugging Face hub on loopback: as much of its HTTP API as huggingface_hub needs to download a model."""
+"""A Hugging Face hub on loopback, with the part of its HTTP API that huggingface_hub needs to download a model."""
 
 import hashlib
 import json
@@ -15,7 +15,10 @@ COMMIT = "a" * 40
 
 @dataclass
 class Repository:
-    """`gated` lets everybody see the list of files, but not the files, as the hub does."""
+    """A repository of the hub.
+
+    If `gated` is true, clients can list the files but cannot download them, as on the real hub.
+    """
 
     files: Mapping[str, bytes]
     revisions: Mapping[str, str] = field(default_factory=lambda: {"main": COMMIT})
@@ -23,14 +26,17 @@ class Repository:
 
 
 class Hub:
-    """Notes what is asked for. While `stalls` is set, answers stop after the first half of a file."""
+    """A hub that records the requests it receives.
+
+    While `stalls` is set, answers stop after the first half of a file.
+    """
 
     def __init__(self, repositories: Mapping[str, Repository]) -> None:
         self.repositories = repositories
         self.requests: list[tuple[str, str]] = []
         self.downloaded: list[str] = []
         self.is_broken = False
-        self.sent: dict[str, bytes] = {}  # in place of files of these paths
+        self.sent: dict[str, bytes] = {}  # content to send instead of the files at these paths
         self.stalls = threading.Event()
         self.has_stalled = threading.Event()
         self.goes_on = threading.Event()
@@ -38,7 +44,7 @@ class Hub:
 
 @contextmanager
 def serving(hub: Hub) -> Iterator[str]:
-    """The hub's address while it runs."""
+    """Run the hub, and yield its address."""
 
     class Handler(_Handler):
         pass
@@ -46,7 +52,7 @@ def serving(hub: Hub) -> Iterator[str]:
     Handler.hub = hub
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
-    # A shutdown waits until it looks next, half a second by default.
+    # A shutdown waits for the next poll, by default up to half a second.
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
@@ -156,9 +162,9 @@ def _git_digest(content: bytes) -> str:
 
 
 def _lfs(path: str, content: bytes) -> dict[str, Any]:
-    """What the hub tells of a file that it keeps in Git LFS."""
+    """Return the hub's description of a file in Git LFS, or an empty dict for other files."""
     if not path.endswith(".safetensors"):
         return {}
     digest = hashlib.sha256(content).hexdigest()
     lfs = {"oid": digest, "size": len(content), "pointerSize": 130}
-    return {"lfs": lfs, "oid": _git_digest(digest.encode())}  # of the pointer
+    return {"lfs": lfs, "oid": _git_digest(digest.encode())}  # of the pointer file

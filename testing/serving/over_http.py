@@ -1,4 +1,4 @@
-"""Requests of the client library sent over HTTP instead, and their answers as the library's outputs."""
+"""Requests of the client library, sent over HTTP, with the answers converted to the library's outputs."""
 
 import contextlib
 import json
@@ -21,21 +21,24 @@ _ERRORS: dict[int, type[PagewireError]] = {
     503: Unavailable,
     504: DeadlineExceeded,
 }
-# What an output must match: the names of the proto, and those of HTTP.
+# Grammar options: the names in the proto, and the names in HTTP.
 _GRAMMARS = {"json_schema": "json"} | {
     name: name for name in ("json_object", "regex", "choice", "grammar", "structural_tag")
 }
-_LOWEST = -9999.0  # as log-probabilities of minus infinity are written
+_LOWEST = -9999.0  # the value that HTTP uses for a log-probability of minus infinity
 
 
 def is_expressible(arguments: Mapping[str, Any]) -> bool:
-    """Return whether HTTP has all that these arguments of `AsyncClient.stream` say."""
+    """Return whether the HTTP API supports all these arguments of `AsyncClient.stream`."""
     sampling = arguments.get("sampling")
     return sampling is None or sampling.early_stopping in (None, False, "heuristic")
 
 
 def body_of(arguments: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
-    """Return the body of a completion, or of embeddings where there is no `sampling`; `fields` are more of its own."""
+    """Return the body of a completion request, or of an embeddings request if there is no `sampling`.
+
+    `fields` are added to the body.
+    """
     prompt = arguments.get("prompt", arguments.get("prompt_token_ids"))
     sampling: SamplingParams | None = arguments.get("sampling")
     body = {name: arguments[name] for name in ("priority", "cache_salt", "tenant") if name in arguments}
@@ -53,7 +56,7 @@ def _options_of(sampling: SamplingParams) -> dict[str, Any]:
     options = dict(sampling.options)
     options.pop("early_stopping", None)
     if options.get("seed", 0) >= 1 << 63:
-        options["seed"] -= 1 << 64  # HTTP has it signed
+        options["seed"] -= 1 << 64  # the HTTP API has a signed seed
     structured = {kind: options.pop(name) for name, kind in _GRAMMARS.items() if name in options}
     return options | ({"structured_outputs": structured} if structured else {})
 
@@ -61,7 +64,10 @@ def _options_of(sampling: SamplingParams) -> dict[str, Any]:
 async def outputs_over_http(
     client: httpx.AsyncClient, arguments: Mapping[str, Any], *, is_streamed: bool, **fields: Any
 ) -> AsyncGenerator[Output, None]:
-    """Yield what comes of a request: what each event of a stream adds, or whole samples. Raises PagewireError."""
+    """Send a request, and yield its outputs: the content of each event of a stream, or whole samples.
+
+    Raises PagewireError if the request fails.
+    """
     body = body_of(arguments, **fields)
     if "input" in body:
         answer = _content(await client.post(EMBEDDINGS, json=body))
@@ -78,7 +84,7 @@ async def outputs_over_http(
 
 
 async def _answers(client: httpx.AsyncClient, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-    """Yield the events of a stream, which must end as it should, or the whole answer."""
+    """Yield the events of a stream, which must end correctly, or the whole answer."""
     if not body["stream"]:
         yield _content(await client.post(COMPLETIONS, json=body))
         return
@@ -107,7 +113,10 @@ def _content(response: httpx.Response) -> dict[str, Any]:
 
 
 def _error(error: Mapping[str, Any]) -> PagewireError:
-    """Return the failure that a stream has told of. It has no status, but its text is that of gRPC."""
+    """Return the error that an event of a stream reports.
+
+    It has no status code, but its text equals the text over gRPC.
+    """
     kind = DeadlineExceeded if "timeout" in error["message"] else InternalError
     return kind(error["message"])
 
@@ -123,7 +132,7 @@ def _output(
         choice["finish_reason"],
         _logprobs_of(choice.get("logprobs")),
         None,
-        _prompt_logprobs_of(choice.get("prompt_logprobs")) if choice["index"] == 0 else None,  # all have them
+        _prompt_logprobs_of(choice.get("prompt_logprobs")) if choice["index"] == 0 else None,  # in all choices
         None,
         first_token,
         choice.get("stop_reason"),
@@ -145,7 +154,7 @@ def id_of(token: str) -> int:
 
 
 def _prompt_logprobs_of(entries: list[Any] | None) -> tuple[Any, ...] | None:
-    """Return the log-probabilities from the second token on: of the first there is none."""
+    """Return the log-probabilities from the second token on. The first token has no log-probability."""
     if entries is None:
         return None
     assert entries[0] is None
@@ -155,7 +164,7 @@ def _prompt_logprobs_of(entries: list[Any] | None) -> tuple[Any, ...] | None:
 
 
 def as_over_http(received: Received, arguments: Mapping[str, Any]) -> Received:
-    """Return what HTTP would say of what has come over gRPC."""
+    """Return an output that was received over gRPC in the form that HTTP would give it."""
     sampling: SamplingParams | None = arguments.get("sampling")
     shown = Received(error=received.error and (received.error[0], ""))
     stops = set(sampling.stop_token_ids or ()) if sampling is not None else set()
@@ -163,7 +172,7 @@ def as_over_http(received: Received, arguments: Mapping[str, Any]) -> Received:
         end = None
         if sample.end is not None:
             reason, stop, _, embedding = sample.end
-            is_own = not isinstance(stop, int) or stop in stops  # an end token is not told
+            is_own = not isinstance(stop, int) or stop in stops  # HTTP does not report an end token
             end = (reason, stop if is_own else None, None, embedding)
         shown.samples[index] = Sample(
             sample.token_ids, list(map(_logprob_over_http, sample.logprobs)), sample.text, end

@@ -1,4 +1,4 @@
-"""What a client has received of a request: whole, the beginning of it, or an error."""
+"""The output that a client has received for a request: all of it, the beginning of it, or an error."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +9,7 @@ from pagewire.client.errors import PagewireError
 
 @dataclass(slots=True)
 class Sample:
-    """A sample's deltas, put together."""
+    """The deltas of one sample, put together."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
@@ -19,11 +19,11 @@ class Sample:
 
 @dataclass(slots=True)
 class Received:
-    """What has come of a request so far."""
+    """The output received for a request so far."""
 
     samples: dict[int, Sample] = field(default_factory=dict)
     prompt_logprobs: list[Any] = field(default_factory=list)
-    error: tuple[str, str] | None = None  # its kind, and what it says
+    error: tuple[str, str] | None = None  # its type, and its message
 
     def add(self, output: Output) -> None:
         sample = self.samples.setdefault(output.index, Sample())
@@ -45,7 +45,7 @@ class Received:
         return sum(len(sample.token_ids) for sample in self.samples.values())
 
     def begins(self, whole: "Received") -> bool:
-        """Whether this may have become that, had nothing ended it before."""
+        """Return whether this output is a beginning of the output `whole`."""
         return (
             all(
                 index in whole.samples and _begins(sample, whole.samples[index])

@@ -1,4 +1,4 @@
-"""A real gRPC server of the public proto that answers as a test has written down."""
+"""A real gRPC server of the public proto that answers with responses written by the test."""
 
 import threading
 import time
@@ -20,7 +20,10 @@ WORDS = (" there", " was", " a", " fox", ".")
 
 
 class ScriptedScheduler(pb_grpc.SchedulerServiceServicer):
-    """Remembers what came in. `script` answers Generate; `ended` is set when a Generate call is over."""
+    """A scheduler that records its requests.
+
+    `script` answers Generate. `ended` is set when a Generate RPC has ended.
+    """
 
     def __init__(self) -> None:
         self.script: Script = tell_story
@@ -55,7 +58,7 @@ class ScriptedScheduler(pb_grpc.SchedulerServiceServicer):
 def serving(
     scheduler: ScriptedScheduler, credentials: grpc.ServerCredentials | None = None, *, port: int = 0
 ) -> Iterator[str]:
-    """The address of the server while it runs."""
+    """Run the server, and yield its address."""
     server = grpc.server(ThreadPoolExecutor(max_workers=8), options=[("grpc.so_reuseport", 0)])
     pb_grpc.add_SchedulerServiceServicer_to_server(scheduler, server)
     if credentials is None:
@@ -70,7 +73,7 @@ def serving(
 
 
 def tell_story(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
-    """Every sample tells WORDS, one token each, the samples in turn."""
+    """Yield WORDS for every sample, one token each, with the samples in turn."""
     num_samples = request.sampling.n or 1
     for i, word in enumerate(WORDS):
         for index in range(num_samples):
@@ -90,7 +93,7 @@ def delta(index: int, first_token: int, token_ids: list[int], text: str = "", *,
 
 
 def never_end(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
-    """Goes on until the call is over."""
+    """Yield tokens until the RPC ends."""
     i = 0
     while context.is_active():
         yield delta(0, i, [i % 50], " so")
@@ -99,7 +102,7 @@ def never_end(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Ite
 
 
 def abort(context: grpc.ServicerContext, code: grpc.StatusCode, text: str, *details: Any) -> None:
-    """Ends a call with google.rpc details, as the scheduler does."""
+    """End an RPC with google.rpc details, as the scheduler does."""
     packed = []
     for detail in details:
         packed.append(any_pb2.Any())

@@ -1,4 +1,4 @@
-"""Tenants in files, and the keys of their requests."""
+"""Tenants in configuration files, and the API keys of their requests."""
 
 import hashlib
 from collections.abc import AsyncIterator
@@ -41,7 +41,7 @@ def credentials(tenant: str) -> tuple[tuple[str, str], ...]:
 
 @asynccontextmanager
 async def slow_stack(checkpoint: Path, tenants: Path) -> AsyncIterator[Stack]:
-    """A worker that takes its time, so that requests are there to be looked at."""
+    """Yield a stack whose worker is slow, so that requests are still running when a test examines them."""
     async with serve(checkpoint, tenants=str(tenants)) as stack:
         stack.worker.step_seconds = 0.02
         yield stack
@@ -77,7 +77,11 @@ async def read_to_end(stream: grpc.aio.UnaryStreamCall) -> None:
 async def serve_tenants(
     checkpoint: Path, folder: Path, tenants: Path, own: Path | None = None, operator: str = "root"
 ) -> AsyncIterator[tuple[Stack, FrontEnd]]:
-    """A scheduler and its front end. `own`: the file of the front end, if it is another."""
+    """Yield a scheduler with tenants and its front end.
+
+    `own` is the tenants file of the front end, if it differs from the scheduler's. `operator` is the tenant whose API
+    key the front end uses.
+    """
     options = {"tenants": str(own or tenants), "scheduler_api_key_file": key_file(folder, operator)}
     async with (
         serve(checkpoint, tenants=str(tenants)) as stack,

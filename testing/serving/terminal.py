@@ -1,4 +1,4 @@
-"""A user at a pseudo-terminal, before a real process of the command."""
+"""A user at a pseudo-terminal that runs a real process of the command."""
 
 import os
 import pty
@@ -16,7 +16,8 @@ from testing.serving import scripted_scheduler
 
 ROOT = Path(__file__).parents[2]
 STORY = "".join(scripted_scheduler.WORDS)
-# The new session's first terminal becomes the one whose Ctrl-C reaches it. Tests that run under nohup ignore SIGHUP.
+# The first terminal that the new session opens becomes its controlling terminal, so Ctrl-C reaches the process. Tests
+# that run under nohup ignore SIGHUP.
 PROGRAM = """
 import os, signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -26,11 +27,11 @@ for number in range(3):
 os.execv(sys.executable, [sys.executable, "-m", "pagewire", *sys.argv[2:]])
 """
 CTRL_A, CTRL_C, CTRL_D, UP = "\x01", "\x03", "\x04", "\x1b[A"
-TIMEOUT_S = 280.0  # less than a test may take: both services start in it, beside three other tests
+TIMEOUT_S = 280.0  # seconds; below the time limit of a test: both services start in it, beside three other tests
 
 
 class Terminal:
-    """What a user at a terminal does and sees."""
+    """The input and output of a user at a terminal."""
 
     def __init__(self, leader: int, process: "subprocess.Popen[bytes]") -> None:
         self.process = process
@@ -41,7 +42,7 @@ class Terminal:
         os.write(self._leader, text.encode())
 
     def wait_for(self, text: str) -> str:
-        """What is shown up to this text, which later calls do not see again."""
+        """Wait until `text` is shown, and return the output before it. Later calls do not see this output again."""
         deadline = time.monotonic() + TIMEOUT_S
         while text not in self._shown:
             ready, _, _ = select.select([self._leader], [], [], max(0.0, deadline - time.monotonic()))
@@ -54,12 +55,12 @@ class Terminal:
         return before
 
     def ask(self, message: str) -> None:
-        """Types a message once it is asked for one."""
+        """Type a message at the next prompt."""
         self.wait_for("> ")
         self.type(message + "\r")
 
     def say(self, text: str) -> str:
-        """Types a message; the answer of a server that tells the story, up to the next prompt."""
+        """Type a message, wait for the answer of `tell_story`, and return the output before this answer."""
         self.ask(text)
         return self.wait_for(STORY)
 
@@ -71,7 +72,7 @@ class Terminal:
 
 @contextmanager
 def on_terminal(state: Path, *arguments: str) -> Iterator[Terminal]:
-    """`pagewire` with these arguments, which keeps what it keeps in this folder."""
+    """Run `pagewire` with these arguments on a new terminal. It stores its state in the folder `state`."""
     leader, follower = pty.openpty()
     termios.tcsetwinsize(follower, (24, 120))
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(state), "TERM": "xterm"}
