@@ -114,8 +114,8 @@ class Admission:
         if ours and theirs == ours:
             return ""
         return (
-            f"this server takes no structured output: the scheduler reads grammars by version "
-            f"{ours or 'none'} of llguidance, the worker by {theirs or 'none'}"
+            f"this server does not support structured output: the scheduler has llguidance version "
+            f"{ours or 'none'}, the worker has {theirs or 'none'}"
         )
 
     def misfit(self, request: Request) -> tuple[str, str]:

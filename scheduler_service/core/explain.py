@@ -121,16 +121,16 @@ def _reason(group: SequenceGroup, worker: WorkerState, position: int | None, num
         return "its grammar is being prepared by the worker"
     num_free = worker.cache.pool.num_free
     if group.state is GroupState.RUNNING:
-        return f"it lacks {num_wanted} blocks to go on, {num_free} are free" if num_wanted > num_free else ""
+        return f"it lacks {num_wanted} blocks to continue, {num_free} are free" if num_wanted > num_free else ""
     if group.state is GroupState.SWAPPING_OUT:
-        return "it was preempted: its blocks are on their way to the host"
+        return "it was preempted: its blocks are being moved to the host"
     if group.state is GroupState.SWAPPING_IN:
-        return "its blocks are on their way from the host"
+        return "its blocks are being loaded from the host"
     was = "it was preempted and " if group.num_preemptions else "it "
     if position is not None and position > 1:
         return f"{was}waits behind {position - 1} other requests{_cost(group)}"
     if worker.last_acknowledged_step < group.planned_step:
-        return f"{was}waits for a token that is on its way"
+        return f"{was}waits for a token in flight"
     if worker.rows.slots.num_free < group.num_first_slots:
         of_all = f"{group.num_first_slots} of {worker.rows.slots.num_slots}"
         return f"{was}waits for {of_all} rows, {worker.rows.slots.num_free} are free{_cost(group)}"
@@ -145,7 +145,7 @@ def _cost(group: SequenceGroup) -> str:
     Empty unless the policy depends on the cache.
     """
     if group.is_overdue:
-        return "; it has waited as long as a request may, so only those before it that have too are served first"
+        return "; it has waited longer than the limit, so only earlier requests that have too are served first"
     if group.cursor is None:
         return ""
     return f"; it would compute {num_uncached_tokens(group)} of its {len(group.request.prompt_token_ids)} prompt tokens"

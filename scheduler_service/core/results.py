@@ -12,7 +12,7 @@ _FAILURES = {
     RowStatus.NAN_LOGITS: (EndReason.NAN_LOGITS, "the model's logits, or hidden states, are not numbers"),
     RowStatus.OUT_OF_MEMORY: (
         EndReason.OUT_OF_MEMORY,
-        "the worker's memory does not suffice to compute this request, even alone and a token at a time: shorten it, "
+        "the worker ran out of memory while it computed this request alone, one token at a time: shorten the request, "
         "or lower the worker's --gpu-memory-utilization",
     ),
 }
@@ -22,15 +22,15 @@ _FAILURES = {
 _GRAMMAR_FAILURES = {
     RowStatus.GRAMMAR_FAILED: (
         EndReason.GRAMMAR_FAILED,
-        "the request's grammar refuses a token of the output: this is a defect of the server",
+        "the request's grammar rejects a token that the server generated: this is a bug in the server",
     ),
     RowStatus.GRAMMAR_DEAD_END: (
         EndReason.GRAMMAR_DEAD_END,
-        "the request's grammar has led to where the tokenizer has no tokens for what it allows: leave that out",
+        "the request's grammar requires text for which the tokenizer has no tokens: remove that text from the grammar",
     ),
     RowStatus.GRAMMAR_LIMIT: (
         EndReason.GRAMMAR_LIMIT,
-        "what the request's grammar allows next cannot be told within the limits of one step: simplify the grammar",
+        "the next tokens of the request's grammar cannot be computed within one step's limits: simplify the grammar",
     ),
 }
 

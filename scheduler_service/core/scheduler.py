@@ -156,12 +156,12 @@ class Scheduler:
         self._state.now = now
         state, worker = self._state, self._state.worker
         if not worker.unacknowledged:
-            raise WorkerProtocolError(f"a result of step {result.step}, but no plan is unacknowledged")
+            raise WorkerProtocolError(f"received a result of step {result.step}, but no plan is in flight")
         dispatch = worker.unacknowledged[0]
         if (result.epoch, result.step) != (worker.epoch, dispatch.step):
             raise WorkerProtocolError(
-                f"a result of epoch {result.epoch} step {result.step}, "
-                f"but epoch {worker.epoch} step {dispatch.step} is the oldest unacknowledged"
+                f"received a result of epoch {result.epoch} step {result.step}, "
+                f"but epoch {worker.epoch} step {dispatch.step} is the oldest plan in flight"
             )
         resolved = read_result(dispatch, result, worker.capacity.vocab_size)
         del worker.unacknowledged[0]
@@ -183,7 +183,7 @@ class Scheduler:
         self._state.now = now
         worker = self._state.worker
         if step > worker.steps.num_steps:
-            raise WorkerProtocolError(f"moves of step {step} are done, but no such step was planned")
+            raise WorkerProtocolError(f"the worker reported the moves of step {step}, but no such step was planned")
         if step > worker.last_moved_step:
             worker.last_moved_step = step
             worker.cache.moves.acknowledge(step)
@@ -198,7 +198,7 @@ class Scheduler:
         self._state.now = now
         outputs, worker = TokenOutputs(), self._state.worker
         if not 1 <= grammar_id <= worker.grammars.last_id:
-            raise WorkerProtocolError(f"grammar {grammar_id} is reported, but none was added by this number")
+            raise WorkerProtocolError(f"grammar {grammar_id} is reported, but no plan added a grammar with this id")
         grammar = worker.grammars.report(grammar_id, is_ready=not error)
         if grammar is not None:
             self._state.prepared(grammar, outputs, error)
@@ -275,9 +275,9 @@ class Scheduler:
         """
         self._state.now = now
         if self._state.worker.has_worker:
-            raise RuntimeError("a worker joined while another is there")
+            raise RuntimeError("a worker joined while another worker is connected")
         if epoch <= self._last_epoch:
-            raise WorkerProtocolError(f"epoch {epoch} is not above {self._last_epoch}")
+            raise WorkerProtocolError(f"epoch {epoch} is not above the last epoch, {self._last_epoch}")
         self._last_epoch = epoch
         cache = CacheManager(
             capacity,

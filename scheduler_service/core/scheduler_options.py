@@ -29,7 +29,7 @@ class SchedulerOptions:
     max_tenant_waiting_requests: int | None = option(
         None, "how many sequences of one tenant can wait (default: no limit)", at_least(1)
     )
-    enable_prefix_caching: bool = option(True, "reuse the KV cache of prompts that begin alike")
+    enable_prefix_caching: bool = option(True, "reuse the KV cache of common prompt prefixes")
     watermark: float = option(
         0.01,
         "share of the device blocks to keep free when a request is admitted, below 1",
@@ -38,7 +38,7 @@ class SchedulerOptions:
     )
     policy: str = option(
         POLICIES[0],
-        "which waiting request runs next; agent is fair between tenants, goes by priority, and prefers what is cached",
+        "which waiting request runs next; agent is fair to tenants, follows priorities, and prefers cached prompts",
         choices=POLICIES,
     )
     preemption: str = option(
@@ -48,20 +48,20 @@ class SchedulerOptions:
     )
     max_decode_slowdown: float | None = option(
         None,
-        "how many times longer a decoding step may take because prompts are computed in it; where none decodes, "
-        "16 times (default: no limit)",
+        "how many times longer a decode step may take when it also computes prompts; without decoding sequences "
+        "at least 16 times (default: no limit)",
         at_least(1),
     )
     max_wait: float = option(
         DEFAULT_MAX_WAIT_S,
-        "after how many seconds a waiting request goes before all of its tenant and priority that came later, under "
-        "the policy agent",
+        "seconds after which a waiting request precedes all later requests of its tenant and priority, under the "
+        "policy agent",
         at_least(0),
     )
     retention: str = option(
         "lru",
-        "whose cached blocks the policy agent keeps longest, beside those that waiting requests will use: of sessions "
-        "that were used last, or that are learned to return soon",
+        "which sessions' cached blocks the policy agent keeps longest, apart from blocks for waiting requests: the "
+        "most recently used (lru), or those expected to return soonest (learned)",
         choices=tuple(EXPECTATIONS),
     )
     grammar_version: str = ""  # no flag: version of the grammar library; workers with another version get no grammars

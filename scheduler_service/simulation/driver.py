@@ -65,8 +65,8 @@ class SimulationSettings:
             raise ValueError(f"the retention is {self.retention!r}, but must be one of {', '.join(RETENTIONS)}")
         if self.speed.max_num_batched_tokens is None and self.speed.step_overhead_s * self.speed.decode_rate >= 1:
             raise ValueError(
-                f"the step overhead, {self.speed.step_overhead_s:g} s, leaves no time for prompts beside a token at "
-                f"{self.speed.decode_rate:g} per second: give the tokens of a step, --max-num-batched-tokens"
+                f"the step overhead of {self.speed.step_overhead_s:g} s leaves no time for prompts at a decode rate of "
+                f"{self.speed.decode_rate:g} tokens per second: set --max-num-batched-tokens"
             )
 
     def think_s(self, request: TraceRequest) -> float:
@@ -220,7 +220,9 @@ class Simulation(Observer):
             self._start_session()
         self._timeline.drive(self._loop, lambda: 0.0)
         if self._open:
-            raise RuntimeError(f"the scheduler serves no request at {self._timeline.time:.3f} s, though there are some")
+            raise RuntimeError(
+                f"the scheduler runs no request at {self._timeline.time:.3f} s, although unfinished requests remain"
+            )
         self._run.num_computed_tokens = self._worker.num_prompt_tokens
         self._run.stats = stats(self._loop.state)
         return self._run

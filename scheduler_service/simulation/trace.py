@@ -73,7 +73,7 @@ def read_trace(path: Path, max_requests: int | None = None) -> Trace:
         with opener(path, "rt", encoding="utf-8") as lines:
             trace = _read(path, lines, max_requests)
     except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
-        raise TraceError(f"{path} is no trace: {error}") from None
+        raise TraceError(f"{path} is not a trace: {error}") from None
     if not trace.sessions:
         raise TraceError(f"{path} has no requests")
     return trace
@@ -171,13 +171,13 @@ def _read(path: Path, lines: IO[str], max_requests: int | None) -> Trace:
         block_sizes: set[int] = set()
         sessions = tuple(_limited(_agent_sessions(path, lines, block_sizes), max_requests))
         if len(block_sizes) > 1:
-            raise TraceError(f"{path} has blocks of {sorted(block_sizes)} tokens; one size is read")
+            raise TraceError(f"{path} has blocks of {sorted(block_sizes)} tokens, but must have one block size")
         return Trace("agent sessions", next(iter(block_sizes), 0), False, sessions)
     if {"timestamp", "hash_ids"} <= keys:
         return Trace("mooncake", MOONCAKE_BLOCK_SIZE, True, tuple(_limited(_mooncake(path, lines), max_requests)))
     raise TraceError(
-        f"{path} is no trace: its first line is neither a session nor a request with hash_ids in JSON, nor the header "
-        f"{','.join(AZURE_COLUMNS)}"
+        f"{path} is not a trace: its first line is neither a session nor a request with hash_ids in JSON, nor the "
+        f"header {','.join(AZURE_COLUMNS)}"
     )
 
 
@@ -200,7 +200,7 @@ def _json_lines(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, Any]]:
         try:
             yield where, json.loads(line)
         except ValueError as error:
-            raise TraceError(f"{where} is no JSON: {error}") from None
+            raise TraceError(f"{where} is not JSON: {error}") from None
 
 
 def _agent_sessions(path: Path, lines: Iterable[str], block_sizes: set[int]) -> Iterator[TraceSession]:
@@ -210,7 +210,7 @@ def _agent_sessions(path: Path, lines: Iterable[str], block_sizes: set[int]) -> 
             block_sizes.add(block_size)
             session = TraceSession(str(entry["session"]), 0.0, _requests_of(entry["requests"], block_size))
         except (KeyError, TypeError, ValueError) as error:
-            raise TraceError(f"{where} is no session: {_fault(error)}") from None
+            raise TraceError(f"{where} is not a session: {_fault(error)}") from None
         if session.requests:
             yield session
 
@@ -243,7 +243,7 @@ def _mooncake(path: Path, lines: Iterable[str]) -> Iterator[TraceSession]:
             request = _request(0.0, int(entry["input_length"]), int(entry["output_length"]), runs, num_known)
             yield TraceSession(where.rpartition(" ")[2], float(entry["timestamp"]) / 1000, (request,))
         except (KeyError, TypeError, ValueError) as error:
-            raise TraceError(f"{where} is no request: {_fault(error)}") from None
+            raise TraceError(f"{where} is not a request: {_fault(error)}") from None
 
 
 def _azure(path: Path, lines: Iterable[str]) -> Iterator[TraceSession]:
@@ -256,7 +256,7 @@ def _azure(path: Path, lines: Iterable[str]) -> Iterator[TraceSession]:
             request = _request(0.0, int(row["ContextTokens"]), int(row["GeneratedTokens"]), (), 0)
             yield TraceSession(str(number), (arrived_at - first_at).total_seconds(), (request,))
         except (KeyError, TypeError, ValueError) as error:
-            raise TraceError(f"{path}, line {number} is no request: {_fault(error)}") from None
+            raise TraceError(f"{path}, line {number} is not a request: {_fault(error)}") from None
 
 
 def _request(

@@ -93,7 +93,7 @@ class TraceWorker:
         Raises NotImplementedError for forks and beams, which requests with one sample do not have.
         """
         if plan.fork_target_slots or plan.copy_source_blocks or plan.append_token_slots:
-            raise NotImplementedError("requests of a trace have neither forks nor beams")
+            raise NotImplementedError("the simulated worker supports neither forks nor beams")
         self._patch(plan)
         num_prompt_tokens = num_decoding_rows = 0
         token_ids = []

@@ -355,7 +355,7 @@ class SimulatedWorker:
                 self._assert_readable(block)
             content = self.kv.get(block, ())[first - index * size : last - index * size]
             if row.digests[first] == BAD:
-                break  # its values are invalid already, regardless of what it reads
+                break  # its values are invalid already, so the content does not matter
             if BAD in content:  # it reads invalid values of other rows, so its own become invalid
                 bad = first + content.index(BAD)
                 row.digests[bad:] = [BAD] * (len(row.digests) - bad)

@@ -94,7 +94,7 @@ async def _answers(client: httpx.AsyncClient, body: Mapping[str, Any]) -> AsyncG
             _content(response)
         is_done = False
         async for line in response.aiter_lines():
-            assert not (is_done and line), "something comes behind the end of a stream"
+            assert not (is_done and line), "data follows the end of a stream"
             if not line.startswith("data: "):
                 continue
             if is_done := line == f"data: {DONE}":
@@ -103,7 +103,7 @@ async def _answers(client: httpx.AsyncClient, body: Mapping[str, Any]) -> AsyncG
             if "error" in event:
                 raise _error(event["error"])
             yield event
-        assert is_done, "a stream has no end"
+        assert is_done, "a stream ended without [DONE]"
 
 
 def _content(response: httpx.Response) -> dict[str, Any]:

@@ -28,7 +28,7 @@ class Received:
     def add(self, output: Output) -> None:
         sample = self.samples.setdefault(output.index, Sample())
         assert output.first_token == len(sample.token_ids), "tokens are lost or come twice"
-        assert sample.end is None, "something comes behind the end of a sample"
+        assert sample.end is None, "data follows the end of a sample"
         sample.token_ids += output.token_ids
         sample.logprobs += output.logprobs or ()
         sample.text += output.text

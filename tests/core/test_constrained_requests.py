@@ -224,7 +224,7 @@ def test_the_time_of_masks_is_charged_as_prompt_tokens_are():
 @pytest.mark.parametrize(("slots", "us"), [((0,), ()), ((0, 0), (1, 1)), ((3,), (1,))])
 def test_times_of_masks_that_no_row_has_break_the_protocol(slots: tuple[int, ...], us: tuple[int, ...]):
     scheduler = running()
-    with pytest.raises(WorkerProtocolError, match="times of masks"):
+    with pytest.raises(WorkerProtocolError, match="mask times"):
         scheduler.complete(StepResult(1, 2, token_ids=(5,), mask_slots=slots, mask_us=us), 0.0)
 
 

@@ -158,5 +158,5 @@ def test_a_result_without_the_embedding_that_was_planned_breaks_the_protocol(emb
     system.join()
     system.plan()
     result = replace(system.results.popleft(), embeddings=embeddings)
-    with pytest.raises(WorkerProtocolError, match="owes 1 embeddings"):
+    with pytest.raises(WorkerProtocolError, match="must yield 1 embeddings"):
         system.scheduler.complete(result, system.now)

@@ -153,7 +153,7 @@ def test_a_report_says_what_a_request_would_compute():
     assert explain.report(system.scheduler.state, "", "back").reason.endswith(said)
     system.now = 10.0
     system.plan()
-    assert "it has waited as long as a request may" in explain.report(system.scheduler.state, "", "back").reason
+    assert "it has waited longer than the limit" in explain.report(system.scheduler.state, "", "back").reason
     system.run()
 
 

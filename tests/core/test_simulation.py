@@ -315,13 +315,13 @@ def test_the_command_draws_a_chart(tmp_path: Path) -> None:
         (
             ["--step-overhead", "0.025"],
             2,
-            "the step overhead, 0.025 s, leaves no time for prompts beside a token at 40",
+            "the step overhead of 0.025 s leaves no time for prompts at a decode rate of 40",
         ),
         (["--max-num-batched-tokens", "0"], 2, "0 is below 1"),
         (["--max-think", "nan"], 2, "'nan' is not a number"),
         (["--json", "no/such/folder/x.json"], 2, "cannot write no/such/folder/x.json"),
         (["--trace", "no-such-file"], 1, "cannot read no-such-file: No such file"),
-        (["--trace", "pyproject.toml"], 1, "pyproject.toml is no trace"),
+        (["--trace", "pyproject.toml"], 1, "pyproject.toml is not a trace"),
     ],
 )
 def test_bad_input_is_refused(

@@ -93,13 +93,13 @@ def test_a_limit_cuts_within_a_session(tmp_path: Path) -> None:
         ('{"session": "a", "block_size": 64, "requests": []}\n', "has no requests"),
         (
             '{"session": "a", "block_size": 64, "requests": [{"think_s": 0}]}\n',
-            "line 1 is no session: it has no 'blocks'",
+            "line 1 is not a session: it has no 'blocks'",
         ),
-        ('{"session": "a", "requests": []}\n', "line 1 is no session: it has no 'block_size'"),
+        ('{"session": "a", "requests": []}\n', "line 1 is not a session: it has no 'block_size'"),
         ('{"timestamp": 0, "hash_ids": [1], "input_length": -3, "output_length": 1}\n', "a number is negative"),
-        ('{"timestamp": 0, "hash_ids": [1], "input_length": 3, "output_length": 1}\n{\n', "line 2 is no JSON"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.0,x,1\n", "line 2 is no request"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.0\n", "line 2 is no request"),
+        ('{"timestamp": 0, "hash_ids": [1], "input_length": 3, "output_length": 1}\n{\n', "line 2 is not JSON"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.0,x,1\n", "line 2 is not a request"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.0\n", "line 2 is not a request"),
     ],
 )
 def test_what_is_no_trace_is_refused_with_its_place(tmp_path: Path, text: str, fault: str) -> None:
@@ -114,7 +114,7 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     for content in (b"\xff\xfe\x00", gzip.compress(b"{}" * 1000)[:20]):
         path.write_bytes(content)
-        with pytest.raises(TraceError, match="is no trace"):
+        with pytest.raises(TraceError, match="is not a trace"):
             read_trace(path)
 
 

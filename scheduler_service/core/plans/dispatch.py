@@ -116,7 +116,7 @@ def _read_mask_times(step: int, result: StepResult, rows: list[tuple[int, Row]])
     slots = result.mask_slots
     if len(slots) != len(result.mask_us) or len(set(slots)) != len(slots) or not by_slot.keys() >= set(slots):
         raise WorkerProtocolError(
-            f"step {step} tells {len(result.mask_us)} times of masks of slots {list(slots)}, but samples slots "
+            f"step {step} reports {len(result.mask_us)} mask times for slots {list(slots)}, but samples slots "
             f"{list(by_slot)}"
         )
     return [(by_slot[slot], us) for slot, us in zip(slots, result.mask_us, strict=True)]
@@ -124,7 +124,7 @@ def _read_mask_times(step: int, result: StepResult, rows: list[tuple[int, Row]])
 
 def _check_count(step: int, num_expected: int, num_tokens: int) -> None:
     if num_expected != num_tokens:
-        raise WorkerProtocolError(f"step {step} chooses {num_expected} tokens, its result has {num_tokens}")
+        raise WorkerProtocolError(f"step {step} must yield {num_expected} tokens, but its result has {num_tokens}")
 
 
 def _read_samples(
@@ -177,14 +177,14 @@ def _read_prompt_logprobs(
     expected = sorted((planned for planned in dispatch.rows if planned.num_prompt_logprobs > 0), key=_slot)
     if len(expected) != len(result.prompt_logprobs):
         raise WorkerProtocolError(
-            f"step {dispatch.step} owes prompt log-probabilities of {len(expected)} rows, not "
-            f"{len(result.prompt_logprobs)}"
+            f"step {dispatch.step} must yield prompt log-probabilities of {len(expected)} rows, but its result "
+            f"has {len(result.prompt_logprobs)}"
         )
     for planned, chunk in zip(expected, result.prompt_logprobs, strict=True):
         if (chunk.slot, chunk.first_position) != (planned.slot, planned.start + 1):
             raise WorkerProtocolError(
-                f"prompt log-probabilities are of slot {chunk.slot} from {chunk.first_position}, not of slot "
-                f"{planned.slot} from {planned.start + 1}"
+                f"the result has prompt log-probabilities of slot {chunk.slot} from position {chunk.first_position}, "
+                f"but slot {planned.slot} from position {planned.start + 1} was expected"
             )
         num_top = planned.row.sequence.num_prompt_logprobs
         assert num_top is not None
@@ -206,7 +206,7 @@ def _read_logprobs(columns: Logprobs, tokens: list[tuple[int, int, bool]], vocab
         len(columns.chosen) == len(columns.ranks) == len(tokens)
         and len(columns.top_token_ids) == len(columns.top_logprobs) == num_top_tokens
     ):
-        raise WorkerProtocolError(f"the columns of log-probabilities are not those of {len(tokens)} tokens")
+        raise WorkerProtocolError(f"the log-probability columns do not fit the {len(tokens)} tokens of the rows")
     pairs = zip(columns.top_token_ids, columns.top_logprobs, strict=True)
     entries = []
     for token, num_top, logprob, rank in zip(tokens, num_tops, columns.chosen, columns.ranks, strict=True):
@@ -227,10 +227,10 @@ def _read_candidates(columns: Candidates, asked: list[int], vocab_size: int) -> 
     the columns do not fit, or if a token is outside the vocabulary.
     """
     if len(columns.counts) != len(asked) or any(map(gt, columns.counts, asked)):
-        raise WorkerProtocolError(f"rows asked for {asked} candidates, and have {list(columns.counts)}")
+        raise WorkerProtocolError(f"rows requested {asked} candidates, but the result has {list(columns.counts)}")
     num_candidates = sum(columns.counts)
     if not len(columns.token_ids) == len(columns.logprobs) == num_candidates:
-        raise WorkerProtocolError(f"the columns of candidates have not the {num_candidates} entries that they should")
+        raise WorkerProtocolError(f"the candidate columns do not have {num_candidates} entries each")
     if num_candidates and not 0 <= min(columns.token_ids) <= max(columns.token_ids) < vocab_size:
         raise WorkerProtocolError(f"a candidate is outside the vocabulary of {vocab_size}")
     pairs = zip(columns.token_ids, columns.logprobs, strict=True)
@@ -240,5 +240,7 @@ def _read_candidates(columns: Candidates, asked: list[int], vocab_size: int) -> 
 def _read_embeddings(step: int, embeddings: tuple[bytes, ...], num_pooled: int) -> tuple[bytes, ...]:
     sizes = {len(embedding) for embedding in embeddings}
     if len(embeddings) != num_pooled or len(sizes) > 1 or any(not size or size % 4 for size in sizes):
-        raise WorkerProtocolError(f"step {step} owes {num_pooled} embeddings, not {len(embeddings)} of {sizes} bytes")
+        raise WorkerProtocolError(
+            f"step {step} must yield {num_pooled} embeddings, but has {len(embeddings)} of {sizes} bytes"
+        )
     return embeddings
