@@ -120,7 +120,7 @@ class SchedulerServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Generates 1 to n samples of a prompt and streams their tokens. Cancelling the call aborts the request.
+        """Generates 1 to n samples of a prompt and streams their tokens. Cancelling the RPC aborts the request.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -128,44 +128,48 @@ class SchedulerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GenerateMany(self, request_iterator, context):
-        """Many requests on one call, for clients with many in flight and for front ends: submissions, aborts and stops go up;
-        what all streams got in a step comes down in one message. A client that reads slowly gets fewer and larger ones.
-        Errors of a request are messages, with the statuses and details that Generate would have ended with; a call that
-        breaks these rules itself ends with INVALID_ARGUMENT. When the client has half-closed, the call ends with its last
-        request; cancelling it, or losing the connection, aborts all of them.
+        """Serves many requests in one RPC, for clients with many requests in flight and for front ends. The client sends
+        submissions, aborts and stops. The server sends one message with everything that the streams produced in a step. A
+        client that reads slowly receives fewer and larger messages.
+
+        An error of one request is a message with the status and details that Generate would end with. If the client breaks
+        the rules of this RPC, the whole RPC ends with INVALID_ARGUMENT. After the client has half-closed, the RPC ends as
+        soon as its last request has ended. Cancelling the RPC or losing the connection aborts all its requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Makes the embedding of a prompt: the final hidden states of its tokens, pooled as the checkpoint says, scaled to
-        length 1. No token is generated. Errors are those of Generate. Cancelling the call aborts the request.
+        """Returns the embedding of a prompt: the final hidden states of its tokens, pooled as the checkpoint specifies and
+        normalized to length 1. No token is generated. The errors are the errors of Generate. Cancelling the RPC aborts the
+        request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a request of the same tenant. Its stream ends with FINISH_REASON_ABORT. NOT_FOUND if there is none.
+        """Ends a request of the same tenant. The stream of that request ends with FINISH_REASON_ABORT. Returns NOT_FOUND if
+        the request does not exist.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Submit(self, request, context):
-        """Queues a detached request and returns its id at once. It runs whether or not a client attaches, and whatever happens
-        to the connection. Errors are those of Generate; a deadline is that of this call alone.
+        """Queues a detached request and returns its id at once. The request runs whether or not a client is attached or
+        connected. The errors are the errors of Generate. The deadline of this RPC does not apply to the request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Attach(self, request, context):
-        """Streams what a detached request got and gets, of every sample, from an output token on. Any number of times, also
-        at the same time, also after its end until the retention limit. Cancelling the call leaves the request alone; Abort
-        ends it. A request that failed ends the stream with its status. NOT_FOUND for an id that is unknown, another
-        tenant's, or no longer kept.
+        """Streams the output of a detached request: every sample, from a given output token on. A client may attach any
+        number of times, several times at once, and after the end of the request until the retention limit. Cancelling this
+        RPC does not affect the request; Abort ends it. If the request failed, the stream ends with the status of the
+        request. Returns NOT_FOUND if the id is unknown, belongs to another tenant, or is no longer kept.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
         """
@@ -174,74 +178,77 @@ class SchedulerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetResult(self, request, context):
-        """The state of a detached request and all of its output so far, in one message; Attach sends long ones in pieces.
-        NOT_FOUND as in Attach.
+        """Returns the state of a detached request and all its output so far in one message. Attach sends a long output in
+        several messages. Returns NOT_FOUND under the conditions of Attach.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def KeepRecord(self, request, context):
-        """Keeps a record of what was answered otherwise, as long as the result of a detached request that ends now; GetResult
-        gives it back. ALREADY_EXISTS for an id of a detached request, or of a record that is kept.
+        """Stores a record of a response that was produced without a detached request. The record is kept as long as the
+        result of a detached request that ends now, and GetResult returns it. Returns ALREADY_EXISTS if the id belongs to a
+        detached request or to a stored record.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteResult(self, request, context):
-        """Forgets a detached request or a record before its time. What runs is aborted. NOT_FOUND as in Attach.
+        """Deletes a detached request or a record before its retention ends. A running request is aborted. Returns NOT_FOUND
+        under the conditions of Attach.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetRequest(self, request, context):
-        """What an unfinished request, detached or not, is doing and why it waits. NOT_FOUND if the tenant has none of this
-        id.
+        """Reports the state of an unfinished request, detached or not, and the reason why it waits. Returns NOT_FOUND if the
+        tenant has no such request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetBlocks(self, request, context):
-        """What every block of the KV cache is used for, for operators: it names the requests of all tenants.
+        """Reports the use of every block of the KV cache, for operators. The response names the requests of all tenants.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SubscribeKvEvents(self, request, context):
-        """What enters and leaves the prefix cache, for routers: it tells the tokens of all tenants. Endless.
+        """Streams the changes of the prefix cache, for routers. The events contain the tokens of all tenants. The stream has
+        no end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Token ids of texts, made by the served checkpoint's tokenizer as those of a prompt are. INVALID_ARGUMENT if the
-        checkpoint has none.
+        """Returns the token ids of texts. The tokenizer of the served checkpoint encodes them as it encodes a prompt. Returns
+        INVALID_ARGUMENT if the checkpoint has no tokenizer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Texts of token ids. INVALID_ARGUMENT if the checkpoint has no tokenizer.
+        """Returns the texts of token ids. Returns INVALID_ARGUMENT if the checkpoint has no tokenizer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetServerInfo(self, request, context):
-        """What is served, and its limits.
+        """Returns the served model, the server's limits and its worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLoads(self, request, context):
-        """What the server is doing now, for operators: it counts the requests of all tenants.
+        """Returns the current load of the server, for operators. The figures count the requests of all tenants.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

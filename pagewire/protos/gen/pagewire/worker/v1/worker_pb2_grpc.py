@@ -45,8 +45,8 @@ class WorkerServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Execute(self, request_iterator, context):
-        """The first message down is Hello. Up comes a refusal, which ends the stream with OK; or starting, once a second until
-        the worker has started, and then ready.
+        """Carries one epoch. The scheduler's first message is Hello. The worker answers with a refusal, which ends the stream
+        with OK; or with `starting` once a second until the worker has started, followed by `ready`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
