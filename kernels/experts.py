@@ -1,8 +1,8 @@
-"""Mixtures of experts: the routing of tokens, and products of tokens with the weights of theirs, in plain
-torch. These are the specifications of what `kernels/cpu` and `kernels/triton` compute.
+"""The specification of mixture-of-experts kernels in plain torch: routing, and matrix multiplication by expert.
 
-A token goes to `num_chosen` experts (Shazeer et al., 2017, https://arxiv.org/abs/1701.06538). What it is there is a
-*slot*: slots are [T * num_chosen, width], those of a token one behind the other in the order of the ids of its experts.
+`kernels/cpu` and `kernels/triton` implement these functions. A token is dispatched to `num_chosen` experts (Shazeer et
+al., 2017, https://arxiv.org/abs/1701.06538). The state of a token at one of its experts is a *slot*. Slots are [T *
+num_chosen, width]: the slots of a token are consecutive, in ascending order of expert ids.
 """
 
 import torch
@@ -12,22 +12,23 @@ from pagewire.network.expert_routing import ExpertRouting
 
 __all__ = ["MIN_SUM", "ExpertRouting", "multiply_routed", "route_tokens", "sum_slots"]
 
-MIN_SUM = 1e-20  # is added to the sum that weights are divided by, as DeepSeek-V3 does
+MIN_SUM = 1e-20  # added to the sum that divides the weights, as DeepSeek-V3 does
 
 
 def route_tokens(logits: Tensor, routing: ExpertRouting, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The experts of each token, and their weights.
+    """Choose the experts of each token and compute their weights.
 
     Args:
-        logits: [T, num_experts] float32, of the router.
-        correction: [num_experts] float32, added to the scores for the routing alone, not for the weights.
+        logits: [T, num_experts] float32, the output of the router.
+        routing: how logits become experts and weights.
+        correction: [num_experts] float32, added to the scores that choose the experts. The weights do not include it.
 
     Returns:
-        Ids, [T, num_chosen] int64, rising; and weights, [T, num_chosen] float32. Of equal scores the lower id is
-        chosen.
+        Ids, [T, num_chosen] int64 in ascending order; and weights, [T, num_chosen] float32. Among equal scores the
+            lower id is chosen.
     """
     scores = logits.softmax(-1) if routing.scoring == "softmax" else logits.sigmoid()
-    # The softmax is monotonic, and rounds: logits that differ would be equal.
+    # Ranking by logits gives the same order as the softmax, whose rounding could make different logits equal.
     ranked = logits if routing.scoring == "softmax" and correction is None else scores
     if correction is not None:
         ranked = ranked + correction
@@ -41,7 +42,7 @@ def route_tokens(logits: Tensor, routing: ExpertRouting, correction: Tensor | No
 
 
 def _of_top_groups(ranked: Tensor, routing: ExpertRouting) -> Tensor:
-    """[T, num_experts]: -inf for experts of groups that are not chosen."""
+    """Return the scores [T, num_experts] with -inf for the experts of groups that are not chosen."""
     groups = ranked.unflatten(1, (routing.num_groups, -1))  # [T, num_groups, experts of a group]
     best = groups.sort(descending=True).values[..., :2].sum(2)
     chosen = best.sort(descending=True, stable=True).indices[:, : routing.num_chosen_groups]
@@ -50,13 +51,13 @@ def _of_top_groups(ranked: Tensor, routing: ExpertRouting) -> Tensor:
 
 
 def multiply_routed(x: Tensor, weights: Tensor, ids: Tensor, biases: Tensor | None = None) -> Tensor:
-    """x W^T + b of each slot, with the weight and bias of its expert.
+    """Return x W^T + b for each slot, with the weight and bias of the slot's expert.
 
     Args:
-        x: [T, in_size] of tokens, or [T * num_chosen, in_size] of slots.
+        x: [T, in_size], one row per token, or [T * num_chosen, in_size], one row per slot.
         weights: [num_experts, out_size, in_size].
-        ids: [T, num_chosen], as `route_tokens` returns them.
-        biases: [num_experts, out_size].
+        ids: [T, num_chosen], as returned by `route_tokens`.
+        biases: [num_experts, out_size], or None.
 
     Returns:
         Slots, [T * num_chosen, out_size].
@@ -73,7 +74,7 @@ def multiply_routed(x: Tensor, weights: Tensor, ids: Tensor, biases: Tensor | No
 
 
 def sum_slots(slots: Tensor, weights: Tensor) -> Tensor:
-    """The slots of each token, times their weights, summed up in float32 in the order of the ids of experts.
+    """Return the weighted sum of each token's slots, added in float32 in ascending order of expert ids.
 
     Args:
         slots: [T * num_chosen, width].

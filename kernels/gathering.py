@@ -1,4 +1,5 @@
-"""What a step reads of the rows' tables, which have a line per slot: its specification in plain torch."""
+"""The specification, in plain torch, of gathering a step's inputs from the tables of rows, which are indexed by
+slot."""
 
 from typing import NamedTuple
 
@@ -7,17 +8,17 @@ from torch import Tensor
 
 from pagewire.kernels.sampling import SamplingColumns
 
-# Columns begin at whole 16 bytes, in int32: Triton compiles a kernel again for a pointer that does not.
+# The start of a column is a multiple of 16 bytes, in int32 elements: Triton recompiles a kernel for other alignments.
 ALIGNMENT = 4
 
 
 class RowTables(NamedTuple):
-    """By slot, what is known of the row there.
+    """The tokens and block tables of all rows, by slot.
 
     Attributes:
         token_ids: [num_slots, max_len] int32.
-        block_tables: [num_slots, max_blocks] int32, each of `block_size` positions.
-        block_size: of the cache.
+        block_tables: [num_slots, max_blocks] int32, block ids.
+        block_size: positions per block of the cache.
     """
 
     token_ids: Tensor
@@ -26,13 +27,13 @@ class RowTables(NamedTuple):
 
 
 class GatheredTokens(NamedTuple):
-    """The new tokens of a step, in its order, and where their rows' keys and values lie.
+    """The new tokens of a step in step order, and the cache slots for their keys and values.
 
     Attributes:
         token_ids: [T] int64.
-        positions: [T] int64.
-        slot_mapping: [T] int64, `block_id * block_size + offset` of each; -1 for padding.
-        block_tables: [S, num_blocks] int32.
+        positions: [T] int64, the position of each token in its row.
+        slot_mapping: [T] int64, `block_id * block_size + offset` of each token; -1 for padding.
+        block_tables: [S, num_blocks] int32, the block table of each row.
     """
 
     token_ids: Tensor
@@ -44,14 +45,15 @@ class GatheredTokens(NamedTuple):
 def gather_tokens(
     tables: RowTables, slots: Tensor, lengths: Tensor, row_slots: Tensor, num_blocks: int
 ) -> GatheredTokens:
-    """Looks new tokens up.
+    """Gather the new tokens of a step from the tables.
 
     Args:
-        slots: [T] int32, of each token's row.
-        lengths: [T] int32, the tokens of that row up to this one and with it; 0 for padding, of which the row's first
-            token is taken.
-        row_slots: [S] int32.
-        num_blocks: that are taken of each row's table, at most max_blocks.
+        tables: the tables to read.
+        slots: [T] int32, the slot of each token's row.
+        lengths: [T] int32, the number of tokens of that row up to and including this token. 0: padding, which reads the
+            first token of the row.
+        row_slots: [S] int32, the slot of each row of the step.
+        num_blocks: number of block table entries to copy for each row, at most max_blocks.
     """
     indexes, positions = slots.long(), (lengths.long() - 1).clamp(min=0)
     blocks = tables.block_tables[indexes, positions // tables.block_size].long()
@@ -65,15 +67,15 @@ def gather_tokens(
 
 
 def gather_columns(lines: Tensor, seeds: Tensor, slots: Tensor, num_tokens: Tensor) -> SamplingColumns:
-    """Looks the sampling parameters of rows up, without their biases, stop tokens and masks.
+    """Gather the sampling parameters of rows, without biases, stop tokens and masks.
 
     Args:
-        lines: [len(FLOATS) + len(INTEGERS), num_slots] int32, floats bit by bit.
+        lines: [len(FLOATS) + len(INTEGERS), num_slots] int32, one line per parameter. Floats are stored by their bits.
         seeds: [num_slots] int64.
-        slots: [R] int32.
-        num_tokens: [R] int32, which the columns have as they are.
+        slots: [R] int32, the slot of each row.
+        num_tokens: [R] int32, used as the column `num_tokens` without change.
     """
     num_rows = len(slots)
-    padded = F.pad(slots, (0, -num_rows % ALIGNMENT))  # each column begins at a multiple of ALIGNMENT
+    padded = F.pad(slots, (0, -num_rows % ALIGNMENT))  # so that each column starts at a multiple of ALIGNMENT
     columns = lines.index_select(1, padded)[:, :num_rows]
     return SamplingColumns.of(columns, seeds.index_select(0, slots), num_tokens)

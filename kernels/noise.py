@@ -1,10 +1,10 @@
 """The noise of sampling: a pure function of (seed, sample index, position, token id), fixed forever.
 
-Adding Gumbel noise to log-probabilities and taking the highest is drawing from the distribution (Gumbel, 1954; Maddison
-et al., "A* Sampling", 2014, https://arxiv.org/abs/1411.0030). Because the noise depends on nothing else, a row draws
-the same tokens alone, in a batch, after preemption and on another machine. The hash is integer arithmetic modulo 2**32,
-done in int64 so that every device gives the same bits; `fmix32` is the finalizer of MurmurHash3 (Appleby).
-tests/worker/test_noise.py holds stored values: a change here changes the output of every seeded request.
+Adding Gumbel noise to log-probabilities and choosing the highest sum draws from the distribution (Gumbel, 1954;
+Maddison et al., "A* Sampling", 2014, https://arxiv.org/abs/1411.0030). Because the noise depends on nothing else, a row
+draws the same tokens alone, in a batch, after preemption and on another machine. The hash is integer arithmetic modulo
+2**32, computed in int64 so that every device produces the same bits. `fmix32` is the finalizer of MurmurHash3
+(Appleby). tests/worker/test_noise.py compares stored values: a change here changes the output of every seeded request.
 """
 
 from typing import TypeVar
@@ -15,17 +15,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 GOLDEN = 0x9E3779B9  # 2**32 / golden ratio
-TOKEN_MULTIPLIER = 0x9E3779B1  # a prime beside it
+TOKEN_MULTIPLIER = 0x9E3779B1  # a prime near GOLDEN
 FMIX_FIRST = 0x85EBCA6B
 FMIX_SECOND = 0xC2B2AE35
 _MASK = 0xFFFFFFFF
 
-# Of int64. On a CPU operations of torch on a few numbers take longer than numpy's.
+# Arrays of int64. On a CPU, numpy is faster than torch for a few numbers.
 Numbers = TypeVar("Numbers", Tensor, NDArray[np.int64])
 
 
 def fmix32(value: Numbers) -> Numbers:
-    """MurmurHash3's finalizer, a bijection of 32-bit numbers. `value` is in [0, 2**32) and is overwritten."""
+    """Return MurmurHash3's finalizer of each number, a bijection of 32-bit numbers.
+
+    `value` is in [0, 2**32) and is overwritten.
+    """
     value ^= value >> 16
     value *= FMIX_FIRST
     value &= _MASK
@@ -37,12 +40,12 @@ def fmix32(value: Numbers) -> Numbers:
 
 
 def noise_keys(seeds: Numbers, sample_indexes: Numbers, positions: Numbers) -> Numbers:
-    """One key per row: [R] in [0, 2**32).
+    """Return one noise key per row: [R] in [0, 2**32).
 
     Args:
-        seeds: [R] the 64 bits of each seed.
-        sample_indexes: [R] of which the lower 32 bits count.
-        positions: [R] how many tokens stand before the drawn one.
+        seeds: [R], the 64 bits of each seed.
+        sample_indexes: [R]; only the lower 32 bits are used.
+        positions: [R], the number of tokens that precede the sampled token.
     """
     key = fmix32(positions ^ GOLDEN)
     key = fmix32(key ^ (sample_indexes & _MASK))
@@ -51,9 +54,9 @@ def noise_keys(seeds: Numbers, sample_indexes: Numbers, positions: Numbers) -> N
 
 
 def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise of every token: [R, vocab_size] float32 for keys [R].
+    """Return standard Gumbel noise for every token: [R, vocab_size] float32 for keys [R].
 
-    The uniform number has 23 random bits and half a step on top: exact in float32, and never 0 or 1.
+    The uniform number has 23 random bits plus half a step. It is exact in float32 and never 0 or 1.
     """
     token_hashes = (torch.arange(vocab_size, device=keys.device) * TOKEN_MULTIPLIER).bitwise_and_(_MASK)
     hashes = fmix32(keys.unsqueeze(1) ^ token_hashes)

@@ -1,12 +1,12 @@
-"""How floats are rounded to codes of few bits, and what the codes of MXFP4 are.
+"""Rounding of floats to 8-bit and 4-bit codes, and the codes of MXFP4.
 
-Floats are rounded as llama.cpp does, bit for bit what PyPI `gguf` makes of them: 8 bits are its Q8_0, 4 bits its Q4_0.
-Scales are float16 numbers; codes are found by the scale before it is rounded. This is in plain torch, which
-`CpuKernels.quantize` is compared with.
+Floats are rounded as in llama.cpp, bit for bit like the PyPI package `gguf`: 8 bits as Q8_0, 4 bits as Q4_0. Scales are
+float16 numbers, but codes are computed with the scale before its rounding. The code is plain torch; the tests compare
+`CpuKernels.quantize` with it.
 
-MXFP4 are floats of 4 bits (E2M1) in groups of 32 with a power of two in common (E8M0), as the OCP Microscaling Formats
-define them: https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf
-All E2M1 numbers are halves of integers: a weight is codes of twice them, by scales of half the powers.
+MXFP4 numbers are 4-bit floats (E2M1) in groups of 32 that share a power of two (E8M0), as the OCP Microscaling Formats
+define them (https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf). All E2M1 numbers
+are multiples of one half. A weight therefore stores twice the numbers as integer codes, and half the powers as scales.
 """
 
 import math
@@ -16,12 +16,12 @@ from torch import Tensor
 
 from pagewire.kernels.weight import HeldFormat, HeldWeight
 
-GROUP_SIZE = 32  # of MXFP4, and of floats that are rounded to codes
-BITS = {"int8": 8, "int4": 4}  # that floats are rounded to, by the names that users have for them
+GROUP_SIZE = 32  # inputs per scale, in MXFP4 and in rounded floats
+BITS = {"int8": 8, "int4": 4}  # bits of a code, by the names of --quantization
 _DOUBLED = torch.tensor((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), dtype=torch.int8)
-# Of the two numbers of a byte, the one in its lower half first.
+# The number in the lower half of a byte comes first.
 _PAIRS = torch.stack((_DOUBLED.repeat(16), _DOUBLED.repeat_interleave(16)), dim=1)  # [256, 2]
-# Of each exponent, whose last stands for no number; ldexp is exact where the powers of torch need not be.
+# By exponent byte; the last byte means NaN. `ldexp` is exact, and the powers of torch may not be.
 _HALVED = torch.tensor([*(math.ldexp(1.0, exponent - 128) for exponent in range(255)), math.nan])
 
 
@@ -29,28 +29,28 @@ MXFP4 = HeldFormat(torch.int8, GROUP_SIZE, 4, has_half_scales=True, has_power_sc
 
 
 def quantized_format(bits: int) -> HeldFormat:
-    """Return the format of weights of 8 or 4 bits."""
+    """Return the format of weights with 8-bit or 4-bit codes."""
     return HeldFormat(torch.int8, GROUP_SIZE, bits, has_half_scales=True)
 
 
 def quantize(values: Tensor, bits: int) -> HeldWeight:
-    """Quantise float32 [rows, columns], whose columns are whole groups, to 8 or 4 bits.
+    """Quantise float32 values [rows, columns] to 8 or 4 bits; the number of columns is a multiple of GROUP_SIZE.
 
-    Raises ValueError for what is no finite number, or so large that a scale is none.
+    Raises ValueError if a value is not finite, or if a scale is too large for float16.
     """
     groups = values.unflatten(1, (-1, GROUP_SIZE))
-    # By a tensor: by a number, torch on a GPU multiplies by its inverse, and the last bit differs.
+    # Divide by a tensor: for division by a number, torch on a GPU multiplies by the inverse, and the last bit differs.
     exact = groups.abs().amax(-1) / groups.new_tensor(127.0) if bits == 8 else _largest(groups) / -8
     scale = round_scale(exact)
     inverse = 1 / exact
-    # All of a group is 0, or so small that its scale is.
+    # The inverse is not finite if all values of a group are 0, or so small that its scale is 0.
     scaled = groups * inverse.where(inverse.isfinite(), 0.0)[..., None]
     codes = _rounded_away(scaled) if bits == 8 else scaled.add_(8.5).trunc_().clamp_(0, 15).sub_(8)
     return HeldWeight(codes.to(torch.int8).flatten(1), scale, GROUP_SIZE)
 
 
 def round_scale(exact: Tensor) -> Tensor:
-    """To float16 numbers. Raises ValueError for what is no finite one."""
+    """Round scales to float16 numbers, in float32. Raises ValueError if a result is not finite."""
     scale = exact.half().float()
     if not scale.isfinite().all():
         raise ValueError("it holds numbers that are not finite, or too large")
@@ -58,28 +58,30 @@ def round_scale(exact: Tensor) -> Tensor:
 
 
 def _largest(groups: Tensor) -> Tensor:
-    """The number of each group that is furthest from 0, with its sign; the first of several."""
+    """Return the value of each group that is furthest from 0, with its sign; the first one among equals."""
     return groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
 
 
 def _rounded_away(values: Tensor) -> Tensor:
-    """To the nearest integer, and from halves away from 0."""
+    """Round to the nearest integer, with halves away from 0."""
     whole = values.trunc()
     return whole.add_(((values - whole) * 2).trunc_())
 
 
 def mxfp4_codes(packed: Tensor) -> Tensor:
-    """Twice the MXFP4 numbers of bytes, int8 [bytes, 2], whatever the shape of the bytes is."""
+    """Return twice the two MXFP4 numbers of each byte: int8 [number of bytes, 2], for bytes of any shape."""
     return _PAIRS.view(torch.int16).flatten().index_select(0, packed.flatten().int()).view(torch.int8).view(-1, 2)
 
 
 def mxfp4_scales(exponents: Tensor, codes: Tensor) -> Tensor:
-    """Half the powers of two that bytes of MXFP4 stand for, in float32 and of their shape; NaN where they stand for
-    none.
+    """Return half the power of two of each exponent byte, in float32 and in the shape of `exponents`.
+
+    The exponent byte 255 gives NaN.
 
     Args:
-        codes: of the groups, [*exponents.shape, GROUP_SIZE]. Groups of zeros that have a power below all normal numbers
-            are given 0 instead, which means the same.
+        exponents: the E8M0 bytes.
+        codes: the codes of the groups, [*exponents.shape, GROUP_SIZE]. A group of zeros whose scale would not be a
+            normal float32 gets the scale 0, which represents the same values.
     """
     scales = _HALVED.index_select(0, exponents.flatten().int()).view(exponents.shape)
     is_tiny = exponents < 2

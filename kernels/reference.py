@@ -1,7 +1,7 @@
-"""The specification of every kernel, in plain torch: slow, obvious, and what the fast ones are tested against.
+"""The specification of the kernels in plain torch: slow and simple; the tests compare the fast kernels with it.
 
-Paged attention is that of Kwon et al., "Efficient Memory Management for Large Language Model Serving with
-PagedAttention" (2023), https://arxiv.org/abs/2309.06180. Sampling is specified in `kernels/sampling.py`.
+Paged attention follows Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention"
+(2023), https://arxiv.org/abs/2309.06180. `kernels/sampling.py` specifies sampling.
 """
 
 import torch
@@ -12,13 +12,13 @@ from pagewire.kernels.cache_rows import read_rows, write_rows
 
 
 def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Writes the keys and values of a step's tokens to their slots of one layer's cache, in place.
+    """Write the keys and values of a step's tokens to their slots in one layer's cache, in place.
 
     Args:
         key, value: [T, num_kv_heads, head_dim].
-        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, row_size], strided or not. They hold what
-            `write_rows` of `pagewire.kernels.cache_rows` makes of keys and values.
-        slot_mapping: [T], `block_id * block_size + offset` of each token; a token of slot -1 is skipped.
+        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, row_size], with any strides. Rows are written in
+            the layout of `pagewire.kernels.cache_rows.write_rows`.
+        slot_mapping: [T], `block_id * block_size + offset` of each token; a token with slot -1 is skipped.
     """
     key, value = write_rows(key, key_cache.dtype), write_rows(value, value_cache.dtype)
     block_size = key_cache.shape[1]
@@ -30,22 +30,22 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
 
 
 def copy_blocks(cache: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
-    """Copies block source_ids[i] of the cache to block target_ids[i], for all i, in place.
+    """Copy block source_ids[i] of the cache to block target_ids[i], for all i, in place.
 
-    The cache is [num_blocks, ...]; ids are [N]. No target is named twice, and none is a source too.
+    The cache is [num_blocks, ...]; ids are [N]. Every target is named once, and no target is also a source.
     """
     for source, target in zip(source_ids.tolist(), target_ids.tolist(), strict=True):
         cache[target] = cache[source]
 
 
 def gather_blocks(cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
-    """Copies block block_ids[i] of the cache, [num_blocks, ...], to staging[i], for all i; staging: [N, ...]."""
+    """Copy block block_ids[i] of the cache, [num_blocks, ...], to staging[i], for all i. `staging` is [N, ...]."""
     for index, block_id in enumerate(block_ids.tolist()):
         staging[index] = cache[block_id]
 
 
 def scatter_blocks(staging: Tensor, cache: Tensor, block_ids: Tensor) -> None:
-    """Copies staging[i] to block block_ids[i] of the cache, for all i, as in `gather_blocks`; no id is named twice."""
+    """Copy staging[i] to block block_ids[i] of the cache, for all i, as in `gather_blocks`. Every id is named once."""
     for index, block_id in enumerate(block_ids.tolist()):
         cache[block_id] = staging[index]
 
@@ -60,25 +60,26 @@ def paged_attention(
     scoring: Scoring,
     selection: Selection | None = None,
 ) -> Tensor:
-    """Causal attention of S rows over one layer's paged cache, which already holds the rows' own keys and values.
+    """Compute causal attention of S rows over one layer's paged cache, which already contains the rows' new keys and
+    values.
 
-    Row i owns tokens query_start_loc[i] to query_start_loc[i + 1] of the batch; they are the last ones of its
-    seq_lens[i] positions. With a window, a query at position q attends to positions q - window + 1 to q alone.
-    Positions from seq_lens[i] on, those before the window of the row's first query, and those of blocks that are not
-    selected are never read: they may hold anything, NaN included. A query that attends to nothing, as in a padding row
-    of seq_len 0, gives zeros.
+    Row i has tokens query_start_loc[i] to query_start_loc[i + 1] of the batch; they are the last of its seq_lens[i]
+    positions. With a window, a query at position q attends only to positions q - window + 1 to q. Three kinds of
+    positions are never read and may contain anything, including NaN: positions from seq_lens[i] on, positions before
+    the window of the row's first query, and positions of blocks that are not selected. A query that attends to no
+    position, such as the query of a padding row with seq_len 0, returns zeros.
 
     Args:
-        query: [T, num_heads, head_dim]; as many heads in a row as num_heads / num_kv_heads read one KV head.
-        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, row_size], as `write_rows` fills them.
+        query: [T, num_heads, head_dim]; each KV head is shared by num_heads / num_kv_heads consecutive query heads.
+        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, row_size], in the layout of `write_rows`.
         block_tables: [S, max_blocks], block ids; entries of blocks without a position to read are never read.
-        seq_lens: [S], positions of each row after this step.
+        seq_lens: [S], the number of positions of each row after this step.
         query_start_loc: [S + 1].
-        scoring: how products become weights.
-        selection: the blocks to read; None: all of a row's.
+        scoring: how dot products become attention weights.
+        selection: the blocks to read; None: all blocks of each row.
 
     Returns:
-        [T, num_heads, head_dim], of the query's dtype; computed in float32, or in float64 for a query of that.
+        [T, num_heads, head_dim] in the dtype of the query; computed in float32, or in float64 for a float64 query.
     """
     block_size, num_kv_heads = key_cache.shape[1:3]
     groups = query.unflatten(1, (num_kv_heads, -1)).to(torch.promote_types(query.dtype, torch.float32))
@@ -88,7 +89,7 @@ def paged_attention(
     output = torch.zeros_like(groups)  # [T, num_kv_heads, num_groups, head_dim]
     for row, seq_len in enumerate(seq_lens):
         start, end = query_start_loc[row], query_start_loc[row + 1]
-        first = max(0, seq_len - (end - start) - window + 1) if window else 0  # that any query of the row attends to
+        first = max(0, seq_len - (end - start) - window + 1) if window else 0  # that a query attends to
         query_positions = torch.arange(seq_len - (end - start), seq_len, device=query.device)
         for head in range(num_kv_heads):
             positions = torch.arange(first, seq_len, device=query.device)
@@ -109,15 +110,15 @@ def paged_attention(
 def attention_weights(
     scores: Tensor, distances: Tensor, window: int, slopes: Tensor, softcap: float, sinks: Tensor | None = None
 ) -> Tensor:
-    """The weights of the values that each query attends to; zeros where it attends to nothing.
+    """Return the attention weights of each query; zeros for a query that attends to no position.
 
     Args:
         scores: [num_heads, queries, N], scaled, float32.
-        distances: [queries, N], positions from key to query; a key after its query is hidden.
-        window: hides keys at a distance of `window` or more; 0: none.
-        slopes: [num_heads], what a score falls by for each position of distance.
-        softcap: bounds the scores to softcap * tanh(score / softcap), before the slopes; 0: leaves them.
-        sinks: [num_heads], scores without a value that count in each query's sum of weights; None: there are none.
+        distances: [queries, N], the number of positions from key to query. A key after its query is hidden.
+        window: keys at a distance of `window` or more are hidden. 0: no window.
+        slopes: [num_heads], the decrease of a score for each position of distance.
+        softcap: bounds the scores to softcap * tanh(score / softcap), before the slopes. 0: the scores are not bounded.
+        sinks: [num_heads], scores without a value vector that count in the softmax sum of each query. None: no sinks.
 
     Returns:
         [num_heads, queries, N].
@@ -136,9 +137,11 @@ def attention_weights(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square normalization (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467).
+    """Return the root mean square normalization of the last dimension (Zhang and Sennrich, 2019,
+    https://arxiv.org/abs/1910.07467).
 
-    Of the last dimension; computed in float32 and rounded to the dtype of `weight`, [size], before that is multiplied.
+    The normalized values are computed in float32 and rounded to the dtype of `weight`, [size]. Then they are multiplied
+    by `weight`, and the result has the dtype of `x`.
     """
     wide = x.float()
     unit = wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt()
@@ -146,23 +149,26 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x += update in place, both [T, size]; returns `rms_norm` of the sum."""
+    """Add `update` to `x` in place, both [T, size], and return `rms_norm` of the sum."""
     return rms_norm(x.add_(update), weight, eps)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up (Shazeer, 2020, https://arxiv.org/abs/2002.05202): [T, 2 * size], gates first, to [T, size]."""
+    """Return silu(gate) * up (Shazeer, 2020, https://arxiv.org/abs/2002.05202) of `gate_up`, [T, 2 * size] with the
+    gates first. The result is [T, size]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return (gate.float() / (1 + (-gate.float()).exp())).to(gate.dtype) * up
 
 
 def norm_rope(heads: Tensor, preparation: HeadPreparation) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalizes each head of queries and keys where it has a weight, then turns it by its position, in place.
+    """Normalize each query and key head that has a norm weight, then rotate it by its position, in place.
 
-    Rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864) of pairs (i, i + head_dim / 2).
+    The rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864) rotates pairs (i, i + head_dim /
+    2).
 
     Args:
-        heads: [T, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values; values stay.
+        heads: [T, num_heads + 2 * num_kv_heads, head_dim]: queries, keys and values. The values are not changed.
+        preparation: the norm weights and rotation tables.
 
     Returns:
         Views of `heads`: queries, keys and values.

@@ -1,13 +1,13 @@
 """The inputs and outputs of sampling, and its specification in plain torch, one row at a time.
 
-On a GPU it is `pagewire.kernels.triton.sampler`, on a CPU `pagewire.kernels.cpu.sampler`.
+`pagewire.kernels.triton.sampler` implements it for GPUs, `pagewire.kernels.cpu.sampler` for CPUs.
 
-A row goes through: mask, logit bias, suppression, penalties -> temperature -> top-k -> top-p -> min-p -> the highest of
-logit + Gumbel noise; its log-probabilities are those before temperature and filters. Parameters mean what they mean in
-vLLM. Each filter keeps the tokens whose logit is at least some value, so tokens of equal logits stay or go together. A
-row of temperature 0 takes the highest logit, and the lowest id among equals.
+The steps for each row are: mask, logit bias, suppression, penalties -> temperature -> top-k -> top-p -> min-p -> the
+highest sum of logit and Gumbel noise. Log-probabilities are computed before temperature and filters. The parameters
+mean the same as in vLLM. Each filter keeps the tokens whose logit is at least a threshold, so it keeps or drops tokens
+of equal logits together. A row with temperature 0 chooses the highest logit, and the lowest id among equals.
 
-The noise is that of `pagewire.kernels.noise`.
+`pagewire.kernels.noise` defines the noise.
 """
 
 from typing import Annotated, NamedTuple, get_type_hints
@@ -26,28 +26,30 @@ class SamplingColumns(NamedTuple):
     """The sampling parameters of R rows: one entry per row, contiguous, on the device of the logits.
 
     Attributes:
-        temperature: [R]; 0 takes the highest logit.
-        top_k: [R]; 0: all.
-        top_p: [R] in (0, 1]; 1: all.
-        min_p: [R] in [0, 1]; 0: all.
-        repetition_penalty, presence_penalty, frequency_penalty: [R]; 1, 0 and 0: none (Keskar et al., "CTRL", 2019,
-            https://arxiv.org/abs/1909.05858). They need `token_counts`.
+        temperature: [R]; 0 chooses the highest logit.
+        top_k: [R]; 0: no filter.
+        top_p: [R] in (0, 1]; 1: no filter.
+        min_p: [R] in [0, 1]; 0: no filter.
+        repetition_penalty, presence_penalty, frequency_penalty: [R]; 1, 0 and 0: no penalty (Keskar et al., "CTRL",
+            2019, https://arxiv.org/abs/1909.05858). Penalties need `token_counts`.
         seeds: [R], the 64 bits of each seed.
         sample_indexes: [R].
-        num_tokens: [R], tokens before the one that is drawn: its position.
-        slots: [R], each row's line of `token_counts`, no line twice; -1: none.
-        num_logprobs: [R], how many tokens a row reports beside the chosen one; -1: no log-probabilities at all.
-        bias_token_ids, bias_values: [R, max_biases], added to the logits; an id of -1 is vacant. An infinite bias wins.
-            Or both None.
-        stop_token_ids: [R, max_stops], -inf while num_tokens < min_num_tokens; an id of -1, or one outside the
-            vocabulary, is vacant. Or None.
+        num_tokens: [R], the number of tokens that precede the sampled token, which is its position.
+        slots: [R], the line of each row in `token_counts`; no line twice. -1: the row has no line.
+        num_logprobs: [R], the number of tokens that a row reports besides the chosen token; -1: no log-probabilities.
+        bias_token_ids, bias_values: [R, max_biases], values that are added to the logits. An id of -1 marks an unused
+            entry. A sum above the largest finite float32 is clamped to it, so an infinite bias makes its token the most
+            likely. Or both None.
+        stop_token_ids: [R, max_stops], tokens whose logit is -inf while num_tokens < min_num_tokens. An id of -1 or
+            outside the vocabulary marks an unused entry. Or None.
         min_num_tokens: [R], or None with `stop_token_ids`.
-        masks: [M, ceil(vocab_size / 32)], which tokens a row may take: token i by bit i % 32 of number i // 32, the
-            lowest bit first. All others are -inf, whatever their bias. Where all that are allowed are -inf, what is
-            taken means nothing. Or None.
-        mask_lines: [R], each row's line of `masks`; -1: all tokens. None with `masks`.
-        logprob_token_ids: [R, max_listed], the num_logprobs[i] tokens that a row reports in place of the most likely
-            ones; an id of -1 is vacant, and a row with no other reports the most likely ones. Or None.
+        masks: [M, ceil(vocab_size / 32)], the tokens that a row may choose: token i is bit i % 32 of number i // 32,
+            lowest bit first. The logits of all other tokens are -inf, whatever their bias. If all allowed tokens are
+            -inf, the chosen token is undefined. Or None.
+        mask_lines: [R], the line of each row in `masks`; -1: all tokens are allowed. None with `masks`.
+        logprob_token_ids: [R, max_listed], the num_logprobs[i] tokens that a row reports instead of the most likely
+            tokens. An id of -1 marks an unused entry, and a row without used entries reports the most likely tokens. Or
+            None.
     """
 
     temperature: Float32
@@ -72,32 +74,35 @@ class SamplingColumns(NamedTuple):
 
     @staticmethod
     def of(lines: Tensor, seeds: Tensor, num_tokens: Tensor) -> "SamplingColumns":
-        """Return columns without biases and stop tokens. `lines`: those that `FLOATS` and `INTEGERS` name, of int32,
-        which hold floats bit by bit."""
+        """Return columns without biases, stop tokens and masks.
+
+        `lines` are int32, in the order of `FLOATS` and `INTEGERS`; floats are stored by their bits.
+        """
         floats, integers = lines[: len(FLOATS)].view(torch.float32), lines[len(FLOATS) :]
         columns = dict(zip((*FLOATS, *INTEGERS), (*floats, *integers), strict=True))
         return SamplingColumns(**columns, seeds=seeds, num_tokens=num_tokens)
 
 
-# The columns that are always there.
+# The columns that are never None.
 DTYPES: dict[str, torch.dtype] = {
     name: hint.__metadata__[0]
     for name, hint in get_type_hints(SamplingColumns, include_extras=True).items()
     if name not in SamplingColumns._field_defaults
 }
-# What a row asks for in one number.
+# The columns that a row's parameters fill with one number each.
 FLOATS = tuple(name for name, dtype in DTYPES.items() if dtype is torch.float32)
 INTEGERS = tuple(name for name, dtype in DTYPES.items() if dtype is torch.int32 and name != "num_tokens")
 
 
 class TokenTarget(NamedTuple):
-    """Where R rows keep the tokens that are chosen, besides what is returned.
+    """Memory to which R rows write their chosen tokens, in addition to the returned `SampledTokens`.
 
     Attributes:
-        token_ids: [num_slots, max_len] int32, the rows' tokens by slot; what is chosen comes at `num_tokens` of the
-            row's columns.
-        slots: [R] int32, a line of `token_ids` for each row; of rows that name one line and place, any stays.
-        sampled: [2, R] int32, dense: the tokens, and whether the row's logits hold NaN.
+        token_ids: [num_slots, max_len] int32, the rows' tokens by slot. A chosen token is written to position
+            `num_tokens` of the row.
+        slots: [R] int32, the line of each row in `token_ids`. If several rows name the same line and position, any of
+            their tokens remains.
+        sampled: [2, R] int32, dense: the chosen tokens, and whether the row's logits contain NaN.
     """
 
     token_ids: Tensor
@@ -106,16 +111,18 @@ class TokenTarget(NamedTuple):
 
 
 class SampledTokens(NamedTuple):
-    """One entry per row. Log-probabilities mean nothing in rows that asked for none or whose logits hold NaN.
+    """The results of sampling, one entry per row.
+
+    Log-probabilities are undefined in rows that do not report them and in rows whose logits contain NaN.
 
     Attributes:
-        token_ids: [R] int64; 0 where the logits hold NaN.
-        is_nan: [R] bool.
-        logprobs: [R] float32, of the chosen tokens.
-        ranks: [R] int32, one more than the tokens with a higher logit than the chosen one.
-        top_token_ids, top_logprobs: [R, max_logprobs] int32 and float32: the num_logprobs[i] most likely tokens,
-            highest first and lowest id first among equals, or the row's `logprob_token_ids` in their order; entries
-            after them are undefined.
+        token_ids: [R] int64; 0 if the logits contain NaN.
+        is_nan: [R] bool, whether the logits contain NaN.
+        logprobs: [R] float32, the log-probabilities of the chosen tokens.
+        ranks: [R] int32, one more than the number of tokens with a higher logit than the chosen token.
+        top_token_ids, top_logprobs: [R, max_logprobs] int32 and float32. These are the num_logprobs[i] most likely
+            tokens, highest first and lowest id first among equals, or the row's `logprob_token_ids` in their order. The
+            entries after them are undefined.
     """
 
     token_ids: Tensor
@@ -133,15 +140,18 @@ def sample(
     max_logprobs: int | None = None,
     target: TokenTarget | None = None,
 ) -> SampledTokens:
-    """Chooses a token per row, and counts it.
+    """Choose a token for each row, and add it to the token counts.
 
     Args:
         logits: [R, vocab_size] float32, overwritten.
         columns: one entry per row.
-        token_counts: [num_slots, vocab_size] int32, twice the times that a token stands in the output, plus 1 if it
-            stands in the prompt; the chosen tokens of rows that have a slot are added. None: no row has penalties.
+        token_counts: [num_slots, vocab_size] int32: twice the number of times that the output contains the token, plus
+            1 if the prompt contains it. The chosen tokens of rows with a slot are added. None: no row has penalties.
         max_logprobs: at least every row's num_logprobs; None: no row reports log-probabilities.
-        target: where the tokens are kept besides; None: nowhere.
+        target: memory for the chosen tokens in addition to the result; None: no such memory.
+
+    Returns:
+        The chosen tokens and their log-probabilities.
     """
     num_rows, vocab_size = logits.shape
     num_top = min(max_logprobs or 0, vocab_size)
@@ -179,11 +189,13 @@ def sample(
 def count_tokens(
     token_counts: Tensor, slots: Tensor, token_ids: Tensor, start_loc: Tensor, num_prompt_tokens: Tensor
 ) -> None:
-    """Counts N sequences into their lines of `token_counts`, [num_slots, vocab_size] int32, whatever stood there.
+    """Count the tokens of N sequences into their lines of `token_counts`, [num_slots, vocab_size] int32.
+
+    The previous content of these lines is replaced.
 
     Args:
         slots: [N], no line twice.
-        token_ids: [T], those of sequence i from start_loc[i] to start_loc[i + 1], its prompt first.
+        token_ids: [T]; the tokens of sequence i are start_loc[i] to start_loc[i + 1], its prompt first.
         start_loc: [N + 1].
         num_prompt_tokens: [N].
     """
@@ -197,14 +209,14 @@ def count_tokens(
 def logprob_columns(
     logits: Tensor, token_ids: Tensor, num_top: int, listed: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the log-probabilities of one token of each of N rows: its log-probability, its rank, and the most likely
-    tokens.
+    """Return the log-probability and rank of one token in each of N rows, and the most likely tokens of each row.
 
     Args:
         logits: [N, vocab_size] float32.
         token_ids: [N] int64.
-        num_top: at most vocab_size.
-        listed: [N, at most num_top] int32, tokens in place of the most likely ones; an id of -1 is vacant.
+        num_top: number of most likely tokens, at most vocab_size.
+        listed: [N, at most num_top] int32, tokens to report instead of the most likely tokens; an id of -1 marks an
+            unused entry.
 
     Returns:
         `logprobs`, `ranks`, `top_token_ids` and `top_logprobs` as in `SampledTokens`.
@@ -222,8 +234,8 @@ def logprob_columns(
 def most_likely(logits: Tensor, num_top: int) -> Tensor:
     """Return the ids of the highest logits of each row, highest first and lowest id first among equals: [N, num_top].
 
-    `topk` takes any of equals, and which ones depends on how many are asked for. So it is asked for one more, and only
-    where that one equals the last the ids of equals are looked for among all.
+    Among equal logits `topk` may return any tokens, depending on k. So this function requests one more token than it
+    needs. Only if that token equals the last one does it search all equal tokens for the lowest ids.
     """
     if num_top == logits.shape[1]:
         return logits.sort(dim=1, descending=True, stable=True).indices
@@ -234,7 +246,7 @@ def most_likely(logits: Tensor, num_top: int) -> Tensor:
     if num_top == 0:
         return token_ids
     last = values[:, -1:]
-    if not _host_knows(logits):  # to ask a device which rows these are is to wait for it
+    if not _host_knows(logits):  # finding the affected rows would wait for the device
         return _lowest_of_equals(logits, token_ids, last)
     for row in (values[:, -1] == found.values[:, -1]).nonzero().squeeze(1).tolist():
         token_ids[row] = _lowest_of_equals(*(each[row : row + 1] for each in (logits, token_ids, last)))
@@ -242,33 +254,34 @@ def most_likely(logits: Tensor, num_top: int) -> Tensor:
 
 
 def _host_knows(tensor: Tensor) -> bool:
-    """Whether what a tensor holds can be asked for at no cost."""
+    """Return whether the host can read the values of a tensor without waiting for a device."""
     return tensor.is_cpu
 
 
 def _in_order(values: Tensor, token_ids: Tensor) -> Tensor:
-    """The ids of some values of each row, highest value first and lowest id first among equals: [N, num]."""
+    """Return the ids [N, num] of some values of each row, highest value first and lowest id first among equals."""
     token_ids, order = token_ids.sort(dim=1)
     order = values.gather(1, order).sort(dim=1, descending=True, stable=True).indices
     return token_ids.gather(1, order)
 
 
 def _lowest_of_equals(logits: Tensor, token_ids: Tensor, last: Tensor) -> Tensor:
-    """The most likely tokens of each row, of which those that equal the last may be others: [N, num_top].
+    """Return the most likely tokens of each row, with the lowest ids among tokens that equal the last one: [N,
+    num_top].
 
-    `last`: [N, 1], the logits of the last.
+    `last`: [N, 1], the logits of the last tokens.
     """
     vocab_size, num_top = logits.shape[1], token_ids.shape[1]
     all_ids, places = (torch.arange(size, device=logits.device) for size in (vocab_size, num_top))
     equals = torch.where(logits == last, all_ids.int(), vocab_size).topk(num_top, dim=1, largest=False).values.long()
     is_above = logits.gather(1, token_ids) > last
     equals = equals.gather(1, (places - is_above.sum(1, keepdim=True)).clamp_(min=0))
-    # Where a logit is no number, nothing equals it, and the ids mean nothing.
+    # If a logit is NaN, no token equals it, and the ids are undefined.
     return torch.where(is_above, token_ids, equals).clamp_(max=vocab_size - 1)
 
 
 def _allowed(columns: SamplingColumns, row: int, vocab_size: int) -> Tensor:
-    """[vocab_size] bool, the tokens that a row may take."""
+    """Return the tokens that a row may choose, [vocab_size] bool."""
     if columns.masks is None or columns.mask_lines is None or columns.mask_lines[row] < 0:
         return torch.ones(vocab_size, dtype=torch.bool)
     token_ids = torch.arange(vocab_size)
@@ -276,7 +289,7 @@ def _allowed(columns: SamplingColumns, row: int, vocab_size: int) -> Tensor:
 
 
 def _adjust(logits: Tensor, columns: SamplingColumns, row: int, token_counts: Tensor | None, allowed: Tensor) -> None:
-    """Mask, bias, suppression and penalties, in this order, in place: [vocab_size]."""
+    """Apply mask, bias, suppression and penalties, in this order, to logits [vocab_size] in place."""
     vocab_size = len(logits)
     allowed = allowed.to(logits.device)
     logits[~allowed] = -torch.inf
@@ -313,7 +326,10 @@ def _choose(logits: Tensor, columns: SamplingColumns, row: int) -> int:
 
 
 def lowest_kept(scaled: Tensor, top_k: int, top_p: float, min_p: Tensor) -> Tensor:
-    """The lowest value that the filters keep, as float32. `scaled`: [vocab_size], the highest is 0."""
+    """Return the lowest value that the filters keep, as float32.
+
+    `scaled`: [vocab_size], logits divided by the temperature, with a highest value of 0.
+    """
     threshold = min_p.log()
     kept = scaled.sort(descending=True).values[: top_k or None]
     if top_p < 1:

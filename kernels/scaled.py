@@ -1,8 +1,8 @@
-"""Products of activations rounded to 8 bits with weights of 8 bits (W8A8), in plain torch: int8 by int8, and FP8
-(e4m3) by FP8. These are the specifications of what `kernels/triton/scaled.py` computes.
+"""The specification of W8A8 matrix multiplication in plain torch: activations rounded to 8 bits times 8-bit weights.
 
-Activations are rounded as they come: each row by its own largest absolute value, as vLLM's dynamic scales of tokens
-are, or each 128 inputs of a row by theirs, as DeepSeek-V3's are (2024, https://arxiv.org/abs/2412.19437, 3.3.2).
+Both operands are int8, or both are FP8 (e4m3). `kernels/triton/scaled.py` implements it. Activations are rounded
+dynamically: each row by its own largest absolute value, like vLLM's dynamic per-token scales, or each 128 inputs of a
+row by their own largest, like DeepSeek-V3 (2024, https://arxiv.org/abs/2412.19437, 3.3.2).
 """
 
 from typing import NamedTuple
@@ -12,14 +12,14 @@ from torch import Tensor
 
 __all__ = ["BLOCK", "LARGEST", "MAX_INPUTS", "MIN_SCALE", "RoundedRows", "multiply", "round_rows"]
 
-BLOCK = 128  # inputs and outputs of a weight that have a scale together
+BLOCK = 128  # consecutive inputs and consecutive outputs of a weight that share a scale
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 MIN_SCALE = 2.0**-126  # the least normal float32
-MAX_INPUTS = 2**31 // (127 * 128) // BLOCK * BLOCK  # whose products of int8 an int32 holds
+MAX_INPUTS = 2**31 // (127 * 128) // BLOCK * BLOCK  # inputs whose int8 dot product fits in an int32
 
 
 class RoundedRows(NamedTuple):
-    """Rows that mean `values * scale`.
+    """Rows of activations whose value is `values * scale`.
 
     Attributes:
         values: int8 or float8_e4m3fn [T, in_size].
@@ -31,16 +31,16 @@ class RoundedRows(NamedTuple):
 
 
 def round_rows(x: Tensor, dtype: torch.dtype, group_size: int) -> RoundedRows:
-    """Rows rounded to 8 bits, symmetrically, each group of inputs by its own largest absolute value.
+    """Round rows to 8 bits symmetrically, each group of inputs by its own largest absolute value.
 
-    A group's scale is `max|x| / 127` (int8) or `max|x| / 448` (FP8), divided in float32, and 2^-126 where that is less,
-    so that zeros are zeros. Its values are `x / scale`, divided in float32, rounded to the nearest and to even. Where a
-    group holds an infinity or NaN, its scale is NaN and its values are 0: products of its row are NaN.
+    The scale of a group is `max|x| / 127` (int8) or `max|x| / 448` (FP8), divided in float32, and at least 2^-126 so
+    that zeros stay zeros. Its values are `x / scale`, divided in float32 and rounded to nearest even. If a group
+    contains an infinity or NaN, its scale is NaN and its values are 0, so every output of its row is NaN.
 
     Args:
         x: [T, in_size], float16, bfloat16 or float32.
         dtype: int8 or float8_e4m3fn.
-        group_size: consecutive inputs of a row that have a scale together; the last group may be shorter.
+        group_size: number of consecutive inputs of a row that share a scale; the last group may be shorter.
     """
     largest = LARGEST[dtype]
     in_size = x.shape[1]
@@ -48,7 +48,7 @@ def round_rows(x: Tensor, dtype: torch.dtype, group_size: int) -> RoundedRows:
     padded = torch.nn.functional.pad(x.float(), (0, num_groups * group_size - in_size))
     groups = padded.unflatten(1, (num_groups, group_size))
     peaks = groups.abs().amax(2)
-    # By a tensor: by a number, torch on a GPU multiplies by its inverse, and the last bit differs.
+    # Divide by a tensor: for division by a number, torch on a GPU multiplies by the inverse, and the last bit differs.
     scale = torch.where(peaks.isfinite(), (peaks / peaks.new_tensor(largest)).clamp_min(MIN_SCALE), torch.nan)
     quotients = (groups / scale[..., None]).nan_to_num(0.0).clamp(-largest, largest).flatten(1)[:, :in_size]
     return RoundedRows((quotients.round() if dtype == torch.int8 else quotients).to(dtype), scale)
@@ -61,18 +61,19 @@ def multiply(
     bias: Tensor | None = None,
     output_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """x W^T + b of rounded rows and a weight of the same dtype.
+    """Return x W^T + b of rounded rows and a weight of the same dtype.
 
-    With a scale for each output, it is `sum * row's scale * output's scale + b`, in this order, where `sum` is of
-    int8 exact, in int32, then rounded to float32; and of FP8 in float32. With scales of blocks, it is the sum of
-    `sum * (group's scale * block's scale)` over blocks of inputs, in rising order, `+ b`, in float32. Either is
-    rounded to the output's dtype once. In which order a sum of products of FP8 is taken is not specified.
+    With one scale per output, the result is `sum * row's scale * output's scale + b`, in this order. For int8 the `sum`
+    is exact, in int32, and then rounded to float32. For FP8 the `sum` is in float32. With scales of blocks, the result
+    is the sum of `sum * (group's scale * block's scale)` over blocks of inputs in ascending order, `+ b`, in float32.
+    Both results are rounded once to the output's dtype. The order of additions within an FP8 `sum` is not specified.
 
     Args:
-        rounded: [T, in_size], with one scale a row, or, where the weight's are of blocks, one for each 128 inputs.
+        rounded: [T, in_size], with one scale per row; with scales of blocks, one scale for each 128 inputs.
         values: int8 or float8_e4m3fn [out_size, in_size].
-        scale: float32 [out_size], or of FP8 in blocks [ceil(out_size / 128), ceil(in_size / 128)].
-        bias: [out_size].
+        scale: float32 [out_size]; for FP8 in blocks [ceil(out_size / 128), ceil(in_size / 128)].
+        bias: [out_size], or None.
+        output_dtype: dtype of the result.
 
     Returns:
         [T, out_size].
@@ -92,7 +93,7 @@ def multiply(
 
 
 def _sum_products(rows: Tensor, weight: Tensor) -> Tensor:
-    """float32 [T, out_size]."""
-    if rows.dtype == torch.int8:  # which float64 sums up exactly, on every device
+    """Return rows times weight^T without scales: float32 [T, out_size]."""
+    if rows.dtype == torch.int8:  # float64 sums are exact on every device
         return (rows.double() @ weight.double().T).float()
     return rows.float() @ weight.float().T

@@ -1,4 +1,4 @@
-"""A weight as every source of weights gives it, whatever it is made of, and as every kernel that packs it takes it."""
+"""The common representation of weights, which all checkpoint readers produce and all packing kernels accept."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,17 +8,21 @@ import torch
 from torch import Tensor
 
 FLOAT8 = torch.float8_e4m3fn
-# Inputs whose scales may have a factor in common.
+# Number of inputs whose scales may share a factor.
 BLOCK = 256
-# Inputs that have a scale together in panels of the CPU kernels, a unit, are at most so many, and a multiple of those.
+# Inputs that share a scale in packed panels of the CPU kernels, called a unit: at most _MAX_UNITS, and a multiple of
+# GROUP_UNIT.
 _MAX_UNITS = {torch.int8: 32, FLOAT8: 128}
 GROUP_UNIT = 16
-# What each byte of float8 means. A look-up is several times as fast as torch's conversion on CPUs.
+# The value of each float8 byte. On CPUs a table lookup is several times as fast as torch's conversion.
 _FLOATS = torch.arange(256, dtype=torch.uint8).view(FLOAT8).float()
 
 
 def unit_size(element: torch.dtype, group_size: int, in_size: int) -> int:
-    """Inputs that have a scale together in panels of the CPU kernels; 0: such groups have no panels."""
+    """Return the number of inputs that share a scale in packed panels of the CPU kernels.
+
+    0: groups of this size cannot be packed into panels.
+    """
     unit = math.gcd(group_size, in_size, _MAX_UNITS[element])
     is_cut = element == torch.int8 and in_size % group_size
     return 0 if is_cut or unit % GROUP_UNIT else unit
@@ -26,25 +30,28 @@ def unit_size(element: torch.dtype, group_size: int, in_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class HeldFormat:
-    """What is known of a weight before it is read. It may turn out smaller."""
+    """The format of a weight, known before the weight is read. The weight may turn out to use less memory."""
 
-    element: torch.dtype  # float32, bfloat16 or float16, which mean themselves; int8, of codes, or float8_e4m3fn
-    group_size: int = 0  # inputs that have a scale in common: of codes a multiple of 16; 0: there are no scales
-    bits: int = 8  # of a code: more than 4 are kept in 8
+    element: torch.dtype  # float32, bfloat16, float16 (values), or int8 (codes), float8_e4m3fn
+    group_size: int = 0  # inputs that share a scale, for codes a multiple of 16; 0: no scales
+    bits: int = 8  # bits of a code; codes of more than 4 bits are stored in 8
     has_half_scales: bool = False  # scales and minima are float16 or bfloat16 numbers
     has_minima: bool = False
     has_zeros: bool = False
     has_factors: bool = False  # scales and minima are integers of 8 bits with a factor for each 256 inputs
     has_power_scales: bool = False  # scales are powers of two
-    rounds_inputs: bool = False  # made for inputs that are rounded to 8 bits of the same kind
+    rounds_inputs: bool = False  # inputs are to be rounded to 8 bits of the same kind
 
     def describe(self) -> str:
-        """Name the elements."""
+        """Return the name of the elements."""
         names = {FLOAT8: "float8", torch.int8: f"codes of {self.bits} bits"}
         return names.get(self.element) or str(self.element).removeprefix("torch.")
 
     def num_bytes(self, out_size: int, in_size: int) -> int:
-        """Estimate the memory that a weight takes in panels of the CPU kernels, which there must be."""
+        """Estimate the memory of a weight in packed panels of the CPU kernels, in bytes.
+
+        The format must have panels: `unit_size` is not 0.
+        """
         num_scales, has_factors = 1 + self.has_minima, self.has_factors and in_size % BLOCK == 0
         scale_bytes = 1 if has_factors or self.has_power_scales else 2 if self.has_half_scales else 4
         groups = in_size // unit_size(self.element, self.group_size, in_size)
@@ -54,7 +61,7 @@ class HeldFormat:
 
     @staticmethod
     def join(formats: Sequence["HeldFormat"]) -> "HeldFormat":
-        """Return the format of weights of one element, one below the other."""
+        """Return the format of several weights concatenated along the outputs. All must have the same element."""
         (element,) = {each.element for each in formats}
         return HeldFormat(
             element,
@@ -71,20 +78,21 @@ class HeldFormat:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldWeight:
-    """A weight [out_size, in_size] of floats, or in groups of inputs that have a scale in common:
-    `scale * (values - zero) - minimum`, in float32. Groups are consecutive inputs of one output; the last may be
-    shorter.
+    """A weight [out_size, in_size] of floats, or of values in groups of inputs that share a scale.
+
+    With scales, the weight is `scale * (values - zero) - minimum`, in float32. A group is a number of consecutive
+    inputs of one output; the last group may be shorter.
 
     Attributes:
-        values: [out_size, in_size], float32, bfloat16 or float16, which mean themselves; or float8_e4m3fn, or int8, of
-            codes, which have a scale.
-        scale: float32 [out_size, in_size / group_size].
-        group_size: 0: there are no scales.
-        minimum: float32 of the same shape, what stands below 0; None: nothing.
-        zero: int8 of the same shape, the value that stands for 0; None: 0.
-        scale_factor: float32 [out_size, in_size / 256], what the scales of 256 inputs have in common: a scale is
+        values: [out_size, in_size]; float32, bfloat16 or float16 without scales, or float8_e4m3fn or int8 codes with
+            scales.
+        scale: float32 [out_size, ceil(in_size / group_size)]; None: no scales.
+        group_size: number of inputs that share a scale; 0: no scales.
+        minimum: float32 of the same shape, subtracted from the scaled values; None: 0.
+        zero: int8 of the same shape, the code of the value 0; None: 0.
+        scale_factor: float32 [out_size, in_size / 256], a factor that the scales of 256 inputs share: a scale is
             `scale * scale_factor`, rounded to float32. None: 1.
-        minimum_factor: the same of minima. There is one if both `minimum` and `scale_factor` are there.
+        minimum_factor: the same for minima. It exists exactly if both `minimum` and `scale_factor` exist.
     """
 
     values: Tensor
@@ -96,7 +104,7 @@ class HeldWeight:
     minimum_factor: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Raises ValueError if sizes or dtypes do not fit each other."""
+        """Raise ValueError if the sizes or dtypes of the parts do not match."""
         if self.scale is None:
             return
         if self.element not in _MAX_UNITS or self.values.ndim != 2:
@@ -119,24 +127,26 @@ class HeldWeight:
         return self.values.dtype
 
     def parts(self) -> dict[str, Tensor]:
-        """The tensors that are there, by the names of their attributes; rows of each belong to outputs."""
+        """Return the tensors that are not None, by attribute name. Each row of a part belongs to one output."""
         names = ("values", "scale", "minimum", "zero", "scale_factor", "minimum_factor")
         return {name: part for name in names if (part := getattr(self, name)) is not None}
 
     def with_each(self, change: Callable[[Tensor], Tensor]) -> "HeldWeight":
-        """The weight of other outputs, whose parts are what `change` makes of these."""
+        """Return a weight whose parts are the results of `change` on each part. `change` may alter the outputs, not the
+        inputs."""
         changed = {name: change(part) for name, part in self.parts().items()}
         return replace(self, **changed)  # type: ignore[arg-type]
 
     def __getitem__(self, rows: Tensor | slice) -> "HeldWeight":
-        """Return the weight that has these outputs, in this order."""
+        """Return the weight with these outputs, in this order."""
         return self.with_each(lambda part: part[rows])
 
     def cut(self, columns: slice) -> "HeldWeight":
-        """Return the weight that has these inputs, which are cut between groups."""
+        """Return the weight with the inputs of the slice `columns`, which must start and end at the bounds of
+        groups."""
         if columns == slice(None):
             return self
-        whole = self.without_factors()  # whose blocks may be cut
+        whole = self.without_factors()  # because the slice may cut blocks of 256 inputs
         first, stop, _ = columns.indices(self.values.shape[1])
         size = self.group_size
         groups = {
@@ -148,7 +158,7 @@ class HeldWeight:
         return replace(whole, values=values, group_size=min(size, stop - first), **groups)
 
     def without_factors(self) -> "HeldWeight":
-        """The same weight, whose scales and minima are what they stand for."""
+        """Return the same weight with the factors multiplied into the scales and minima."""
         if self.scale is None or self.scale_factor is None:
             return self
         per_block = BLOCK // self.group_size
@@ -159,7 +169,10 @@ class HeldWeight:
         return replace(self, scale=scale, minimum=minimum, scale_factor=None, minimum_factor=None)
 
     def dequantized(self) -> Tensor:
-        """The weight in float32, [out_size, in_size]: a product that is rounded, then a difference."""
+        """Return the weight in float32, [out_size, in_size].
+
+        The multiplication by the scale is rounded before the minimum is subtracted.
+        """
         whole = self.without_factors()
         values = _widened(self.values)
         if whole.zero is not None:
@@ -171,11 +184,11 @@ class HeldWeight:
         return values
 
     def to_floats(self, dtype: torch.dtype) -> Tensor:
-        """The weight in a dtype of floats, which may be the one that it has."""
+        """Return the weight in a float dtype, which may be the dtype of its values."""
         return (self.values if self.scale is None else self.dequantized()).to(dtype)
 
     def in_groups_of(self, size: int) -> "HeldWeight":
-        """The same weight in smaller groups, whose size divides that of today's."""
+        """Return the same weight in smaller groups. `size` must divide the current group size."""
         num_groups = -(-self.values.shape[1] // size) if size else 0
         finer = {
             name: part.repeat_interleave(self.group_size // size, 1)[:, :num_groups]
@@ -186,8 +199,10 @@ class HeldWeight:
 
     @staticmethod
     def join(weights: Sequence["HeldWeight"]) -> "HeldWeight":
-        """Return the weight that has the outputs of several, all of as many inputs, one below the other. Where their
-        elements differ, it is of float32."""
+        """Return the concatenation of several weights along the outputs.
+
+        All weights must have the same number of inputs. If their elements differ, the result is float32.
+        """
         if len(weights) == 1:
             return weights[0]
         if len({weight.element for weight in weights}) > 1:
@@ -196,7 +211,7 @@ class HeldWeight:
             weights = [weight.without_factors() for weight in weights]
         group_size = math.gcd(*(weight.group_size for weight in weights))
         found = [weight.in_groups_of(group_size).parts() for weight in weights]
-        # Nothing is 0 of what only others have.
+        # A part that is missing in one weight counts as zero.
         joined = {
             name: torch.cat([parts[name] if name in parts else _nothing(name, parts) for parts in found])
             for name in {name for parts in found for name in parts}
@@ -204,12 +219,12 @@ class HeldWeight:
         return HeldWeight(**joined, group_size=group_size)
 
     def _of_inputs(self, part: Tensor) -> Tensor:
-        """[out_size, in_size] of what groups have; [out_size, 1] where there is one group."""
+        """Expand a part from groups to inputs, [out_size, in_size]; or [out_size, 1] if there is only one group."""
         return part if part.shape[1] == 1 else part.repeat_interleave(self.group_size, 1)[:, : self.values.shape[1]]
 
 
 def _widened(values: Tensor) -> Tensor:
-    """Float32 numbers, which are new ones where they are not of floats of 16 or 32 bits."""
+    """Return the values as float32. The result is a new tensor unless the values are float32."""
     if values.dtype != FLOAT8:
         return values.float()
     codes = values.view(torch.uint8).int()
