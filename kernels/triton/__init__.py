@@ -1,6 +1,6 @@
-"""Kernels for GPUs, in Triton: functions on tensors. What each computes is specified in `kernels/reference.py`.
+"""GPU kernels in Triton, as functions on tensors. `kernels/reference.py` specifies the result of each function.
 
-The worker attends by `PagedAttention`, once a step for all layers. `paged_attention_v1`, `paged_attention_v2` and
-`paged_prefill` are its parts for callers with one layer, and for those who tune tiles. A `Selection`, for attention
-that reads some blocks of a row, is for such callers too: no model that is served has it.
+The worker uses `PagedAttention`, which it prepares once per step for all layers. `paged_attention_v1`,
+`paged_attention_v2` and `paged_prefill` compute one layer each; they are for other callers and for tuning tiles. The
+same holds for a `Selection`, with which attention reads only some blocks of a row: no supported model uses it.
 """

@@ -1,4 +1,4 @@
-"""The arguments of the attention kernels, how they follow from what callers pass, and what is refused."""
+"""The arguments of the attention kernels: their construction from the caller's tensors, and their validation."""
 
 from collections import namedtuple
 from collections.abc import Callable, Hashable
@@ -17,27 +17,26 @@ from pagewire.kernels.triton.launching import ALIGNMENT, FLOATS, RepeatedLaunch,
 
 LOG2_E = 1.4426950408889634
 _LOG2_E = tl.constexpr(LOG2_E)
-# Below every score and finite: where a tile has nothing to read, the difference of two infinities would be NaN.
+# Finite and below every score. If a tile has no position to read, the difference of two infinities would be NaN.
 LOWEST = tl.constexpr(-3.0e38)
 
 
-# A `Scoring` in units of log 2: the factor of products (see `score_factor`), the softcap or None, and slopes and sinks,
-# [num_heads] float32 in units of 1, or None.
+# A `Scoring` in units of log 2: the factor of the dot products (see `score_factor`), and the softcap or None. The
+# slopes and sinks, [num_heads] float32 or None, are in units of 1.
 Weighing = namedtuple("Weighing", "factor cap slopes sinks")
-# What a kernel is compiled for: query heads that share a KV head, the size of a head and the power of two that holds
-# it, positions of a block, rows of queries and positions of keys that a program takes at a time, and the type of the
-# operands of its products.
+# The compile-time constants of a kernel: query heads per KV head; head_dim and the next power of two; positions per
+# block; the rows of queries and the positions of keys in a tile; and the type of the operands of dot products.
 AttentionConstants = namedtuple(
     "AttentionConstants", "num_groups head_dim padded_dim block_size block_m block_n operand"
 )
 
 
-# Keys and values of a layer.
+# The key cache and the value cache of one layer.
 PagedCaches = tuple[Strided, Strided]
 
 
 class LayerTensors(NamedTuple):
-    """What differs from layer to layer of a step, as the attention kernels take it, and of which kind it is: see
+    """The arguments of the attention kernels that differ between the layers of a step, and their `kind` for
     `RepeatedLaunch`."""
 
     output: Strided
@@ -49,12 +48,16 @@ class LayerTensors(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers of a step that score alike, but for their sinks: what they have in common is checked once for them all.
+    """Layers of a step with equal shapes and equal scoring except for their sinks. Their common arguments are checked
+    once.
 
     Attributes:
         query_shape: [T, num_heads, head_dim].
-        cache_shape: of keys and of values, [num_blocks, block_size, num_kv_heads, head_dim].
-        weighing: with the sinks of `scoring`.
+        query_dtype: dtype of the queries.
+        cache_shape: shape of the key cache and of the value cache, [num_blocks, block_size, num_kv_heads, head_dim].
+        cache_dtype: dtype of both caches.
+        scoring: how dot products become attention weights.
+        weighing: `scoring` in the form of the kernels, with the sinks of `scoring`.
     """
 
     query_shape: tuple[int, ...]
@@ -68,7 +71,10 @@ class LayerGroup:
     def of(
         query_shape: tuple[int, ...], query_dtype: torch.dtype, caches: PagedCaches, scoring: Scoring
     ) -> "LayerGroup":
-        """Layers with queries of that shape and dtype, and caches like these. Raises ValueError unless they fit."""
+        """Return a group for layers with queries of this shape and dtype, and caches like `caches`.
+
+        Raises ValueError if the arguments do not match or are not supported.
+        """
         cache = caches[0].data
         _check_queries(query_shape, query_dtype, cache)
         check_scoring(scoring, query_shape[1])
@@ -77,7 +83,8 @@ class LayerGroup:
         return LayerGroup(tuple(query_shape), query_dtype, tuple(cache.shape), cache.dtype, scoring, weighing)
 
     def launch(self, kernel: Any, name: str, grid: Callable[[AttentionConstants], tuple[int, int]]) -> RepeatedLaunch:
-        """A launch of an attention kernel with the tile that `tiles.lookup` has for this name, on the grid of it."""
+        """Return a launch of an attention kernel with the tile of `tiles.lookup` for `name`. `grid` returns the grid
+        for the constants."""
         _, num_heads, head_dim = self.query_shape
         num_groups = num_heads // self.cache_shape[2]
         tile = tiles.lookup(name, head_dim=head_dim, num_groups=num_groups, dtype=self.cache_dtype)
@@ -89,11 +96,11 @@ class LayerGroup:
     def rows(
         self, block_tables: Tensor, seq_lens: Tensor, num_rows: int, window: int | None, selection: Selection | None
     ) -> tuple[Any, ...]:
-        """What all attention kernels are told of so many rows, in the order of their arguments: block_tables, the
-        stride of these, seq_lens, `window` as it is, and (selected blocks, how many) or None.
+        """Return the kernel arguments that describe `num_rows` rows, in the order of the kernel parameters.
 
-        What lies by row stands alone: of what is in a tuple, Triton compiles a kernel again for other alignments.
-        Raises ValueError unless it is of so many rows.
+        The arguments are block_tables, their row stride, seq_lens, `window` unchanged, and (selected blocks, number of
+        selected blocks) or None. Tensors by row are separate arguments: Triton recompiles a kernel if the alignment of
+        a tensor inside a tuple changes. Raises ValueError if a tensor does not have `num_rows` rows.
         """
         check_tensor("block_tables", block_tables, (num_rows, "max_blocks"), torch.int32, is_strided=True)
         check_tensor("seq_lens", seq_lens, (num_rows,), torch.int32)
@@ -108,9 +115,10 @@ class LayerGroup:
     def tensors(
         self, query: Tensor, caches: PagedCaches, sinks: Tensor | None = None, output: Tensor | None = None
     ) -> LayerTensors:
-        """Those of one layer, with memory for the output where there is none. Raises ValueError unless they fit.
+        """Return the arguments of one layer. If `output` is None, its memory is allocated.
 
-        `sinks`: of this layer, [num_heads] float32; None: those of `scoring`.
+        `sinks`: the sinks of this layer, [num_heads] float32; None: the sinks of `scoring`. Raises ValueError if a
+        tensor does not match the group.
         """
         cache, others = caches[0].data, caches[1].data
         if cache.shape != self.cache_shape or others.shape != self.cache_shape or cache.dtype != self.cache_dtype:
@@ -139,29 +147,31 @@ class LayerGroup:
 def one_layer(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, scoring: Scoring, output: Tensor | None
 ) -> tuple[LayerGroup, LayerTensors]:
-    """A layer that is a group of its own. Raises ValueError unless the arguments fit."""
+    """Return a group for a single layer, and the arguments of that layer. Raises ValueError if the arguments do not
+    match."""
     caches = paged_caches(key_cache, value_cache)
     group = LayerGroup.of(query.shape, query.dtype, caches, scoring)
     return group, group.tensors(query, caches, output=output)
 
 
 def paged_caches(key_cache: Tensor, value_cache: Tensor) -> PagedCaches:
-    """Keys and values of a layer as the attention kernels take them. Raises ValueError where `check_caches` does."""
+    """Return the caches of a layer in the form of the kernels. Raises ValueError under the conditions of
+    `check_caches`."""
     check_caches(key_cache, value_cache)
     return Strided.of(key_cache), Strided.of(value_cache)
 
 
 def score_factor(scoring: Scoring) -> float:
-    """Return the factor that makes products scores in units of log 2, or, with a cap, 2 * score / softcap in these
-    units.
+    """Return the factor that turns dot products into scores in units of log 2.
 
-    softcap * tanh(y) is then softcap * (1 - 2 / (exp(2 * y) + 1)), which overflows at neither end.
+    With a softcap, the factor turns dot products into 2 * score / softcap in these units. Then softcap * tanh(y) is
+    softcap * (1 - 2 / (exp(2 * y) + 1)), which does not overflow for large y of either sign.
     """
     return scoring.scale * LOG2_E * (2 / scoring.softcap if scoring.softcap else 1)
 
 
 def check_scoring(scoring: Scoring, num_heads: int) -> None:
-    """Raises ValueError unless it is for so many heads."""
+    """Raise ValueError unless `scoring` is valid for this number of heads."""
     for name, numbers in (("alibi_slopes", scoring.alibi_slopes), ("sinks", scoring.sinks)):
         check_tensor(name, numbers, (num_heads,), torch.float32)
     if not scoring.scale > 0:
@@ -189,10 +199,10 @@ def _check_queries(query_shape: tuple[int, ...], query_dtype: torch.dtype, cache
 
 @triton.jit
 def prepare_queries(queries, score_factor, OPERAND: tl.constexpr):
-    """Queries as operands, and what their products are to be multiplied by."""
+    """Return the queries in the operand type, and one factor per query for its dot products."""
     factors = tl.full([queries.shape[0]], score_factor, tl.float32)
     wide = queries.to(tl.float32)
-    if queries.dtype == tl.bfloat16 and tl.float16 == OPERAND:  # which does not hold all that bfloat16 does
+    if queries.dtype == tl.bfloat16 and tl.float16 == OPERAND:  # float16 has a smaller range than bfloat16
         peaks = tl.max(tl.abs(wide), axis=1)
         peaks = tl.where(peaks == 0.0, 1.0, peaks)
         factors *= peaks
@@ -202,7 +212,7 @@ def prepare_queries(queries, score_factor, OPERAND: tl.constexpr):
 
 @triton.jit
 def load_slopes(weighing, factors, heads, is_head):
-    """The slopes of heads in units of log 2; where there are none, anything of their shape."""
+    """Return the slopes of heads in units of log 2. Without slopes, the result is an unused value of the same shape."""
     slopes = factors
     if weighing.slopes is not None:
         slopes = tl.load(weighing.slopes + heads, mask=is_head, other=0.0) * _LOG2_E
@@ -211,8 +221,10 @@ def load_slopes(weighing, factors, heads, is_head):
 
 @triton.jit
 def count_sinks(sums, highest, totals, weighing, heads, is_head):
-    """What was read, and the sinks of its heads, where there are any: scores without a value. They come last, so that
-    weights of positions keep all the bits of their type however high a sink is."""
+    """Add the sinks of the heads, if there are any, to the softmax state (sums, highest, totals) and return it.
+
+    Sinks are added last, so that the weights of positions keep all bits of their type even if a sink is large.
+    """
     if weighing.sinks is not None:
         sinks = tl.load(weighing.sinks + heads, mask=is_head, other=0.0) * _LOG2_E
         new_highest = tl.maximum(highest, sinks)
@@ -225,8 +237,8 @@ def count_sinks(sums, highest, totals, weighing, heads, is_head):
 
 @triton.jit
 def bend(scores, distances, slopes, weighing):
-    """Scores as softcap and slopes change them, where there are any; distances are positions from key to query."""
-    if weighing.cap is not None:  # tanh(y) as 1 - 2 / (exp(2 * y) + 1); scores are 2 * y, see `score_factor`
+    """Apply softcap and slopes to scores, if there are any. `distances` are positions from key to query."""
+    if weighing.cap is not None:  # tanh(y) is 1 - 2 / (exp(2 * y) + 1); scores are 2 * y, see `score_factor`
         scores = weighing.cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
     if weighing.slopes is not None:
         scores -= slopes[:, None] * distances.to(tl.float32)

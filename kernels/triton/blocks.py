@@ -1,8 +1,8 @@
-"""Copying, gathering and scattering blocks of the cache, all layers in one launch.
+"""Kernels that copy, gather and scatter blocks of the cache, for all layers in one launch.
 
-They are blind to what a block holds: any tensor with the block index outermost will do, be it one layer's cache, the
-block-major allocation of all layers, or a layer-major one with its block dimension moved to the front.
-Specifications: `pagewire.kernels.reference.copy_blocks`, `gather_blocks` and `scatter_blocks`.
+They do not depend on the content of a block. The cache may be any tensor whose first dimension is the block index: the
+cache of one layer, the block-major allocation of all layers, or a layer-major allocation with its block dimension moved
+to the front. Specifications: `pagewire.kernels.reference.copy_blocks`, `gather_blocks` and `scatter_blocks`.
 """
 
 from collections import namedtuple
@@ -15,21 +15,23 @@ import triton.language as tl
 from pagewire.kernels.triton.launching import INTEGERS, check_tensor
 
 _WORD = torch.int32
-CHUNK_WORDS = 2048  # of a program: with 128 threads, four loads of 16 bytes each
+CHUNK_WORDS = 2048  # words per program: with 128 threads, four loads of 16 bytes each
 _NUM_WARPS = 4
-_ALIGNMENT = 16  # bytes: a thread moves so many at once
+_ALIGNMENT = 16  # bytes that a thread moves at once
 
 
 def copy_blocks(cache: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
-    """Copies block source_ids[i] of the cache to block target_ids[i], for all i.
+    """Copy block source_ids[i] of the cache to block target_ids[i], for all i.
 
     Args:
-        cache: [num_blocks, ...]. A block is one dense piece of memory, or pieces of one size at one distance.
-        source_ids, target_ids: [N], int32 or int64, contiguous, on the cache's device. No target twice, and none that
-            is a source too: where those overlap, gather the sources and scatter them.
+        cache: [num_blocks, ...]. A block is one dense piece of memory, or several pieces of equal size at a constant
+            distance.
+        source_ids, target_ids: [N], int32 or int64, contiguous, on the cache's device. Every target is named once, and
+            no target is also a source. If sources and targets overlap, gather the sources and scatter them instead.
 
     Raises:
-        ValueError: a block is laid out otherwise, its pieces are no multiple of 16 bytes, or the ids are none.
+        ValueError: a block has another layout, the size of its pieces is not a multiple of 16 bytes, or the ids have
+            another shape or dtype.
     """
     for ids in (source_ids, target_ids):
         check_tensor("block ids", ids, (source_ids.numel(),), *INTEGERS)
@@ -37,31 +39,34 @@ def copy_blocks(cache: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
 
 
 def gather_blocks(cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
-    """Copies block block_ids[i] of the cache to staging[i], for all i.
+    """Copy block block_ids[i] of the cache to staging[i], for all i.
 
     Args:
         cache: [num_blocks, ...], as in `copy_blocks`.
         block_ids: [N], int32 or int64, contiguous, on the cache's device.
-        staging: [N, ...], with a block's shape and dtype as in the cache and its dimensions in the same order in
-            memory: memory of its own, on the device or pinned on the host.
+        staging: [N, ...], with the shape and dtype of the cache's blocks and the same memory order of their dimensions.
+            It must not overlap the cache, and is on the device or in pinned host memory.
 
     Raises:
-        ValueError: as `copy_blocks`, or the two tensors do not fit each other.
+        ValueError: as `copy_blocks`, or the two tensors do not match.
     """
     check_tensor("block ids", block_ids, (staging.shape[0],), *INTEGERS)
     _launch(cache, block_ids, staging, None)
 
 
 def scatter_blocks(staging: Tensor, cache: Tensor, block_ids: Tensor) -> None:
-    """Copies staging[i] to block block_ids[i] of the cache, for all i; no id twice. Arguments as in `gather_blocks`."""
+    """Copy staging[i] to block block_ids[i] of the cache, for all i. Every id is named once.
+
+    The arguments and errors are the same as for `gather_blocks`.
+    """
     check_tensor("block ids", block_ids, (staging.shape[0],), *INTEGERS)
     _launch(staging, None, cache, block_ids)
 
 
-# How the bytes of a block lie in two tensors: dense pieces at constant distances, all in words.
+# The layout of a block in two tensors: dense pieces at constant distances. All sizes are in words.
 _Pieces = namedtuple("_Pieces", "num_pieces piece_words source_stride target_stride")
-# One end of a copy: the start of its memory, the distance between blocks (both in words), and the blocks to copy, [N],
-# or None for those of the tensor in their order.
+# The source or the target of a copy: the start of its memory, the distance between blocks, in words, and the ids of the
+# blocks, [N]. None: all blocks of the tensor in order.
 _Blocks = namedtuple("_Blocks", "words stride ids")
 
 
@@ -86,7 +91,10 @@ def _end(blocks: Tensor, ids: Tensor | None) -> _Blocks:
 
 
 def _find_pieces(source: Tensor, target: Tensor) -> _Pieces:
-    """Raises ValueError unless the blocks of both tensors are made of the same pieces in the same order."""
+    """Return the common layout of the blocks of two tensors.
+
+    Raises ValueError unless the blocks of both tensors consist of the same pieces in the same order.
+    """
     if source.dim() < 2 or source.shape[1:] != target.shape[1:] or source.dtype != target.dtype:
         raise ValueError(
             f"blocks of {list(source.shape[1:])} {source.dtype} cannot become blocks of {list(target.shape[1:])} "
@@ -119,7 +127,7 @@ def _to_words(num_elements: int, dtype: torch.dtype) -> int:
 
 
 def _words(blocks: Tensor) -> Tensor:
-    """The start of a tensor's memory as words, whatever its strides."""
+    """Return the start of a tensor's memory as words, whatever its strides. Raises ValueError if it is not aligned."""
     if blocks.data_ptr() % _ALIGNMENT:
         raise ValueError(f"blocks begin at address {blocks.data_ptr():#x}; make it a multiple of {_ALIGNMENT}")
     return blocks.as_strided((_ALIGNMENT // blocks.dtype.itemsize,), (1,)).view(_WORD)
@@ -127,7 +135,7 @@ def _words(blocks: Tensor) -> Tensor:
 
 @triton.jit
 def _copy_kernel(source, target, pieces, chunks_per_piece, CHUNK_WORDS: tl.constexpr):
-    """A program copies one chunk of one piece of one block."""
+    """Copy one chunk of one piece of one block per program."""
     chunk = tl.program_id(0) % chunks_per_piece
     piece = (tl.program_id(0) // chunks_per_piece % pieces.num_pieces).to(tl.int64)
     index = tl.program_id(0) // chunks_per_piece // pieces.num_pieces
@@ -140,7 +148,7 @@ def _copy_kernel(source, target, pieces, chunks_per_piece, CHUNK_WORDS: tl.const
 
 @triton.jit
 def _block(blocks, index):
-    """Return the offset of the block of this index, in words."""
+    """Return the offset of the block with this index, in words."""
     block = index.to(tl.int64)
     if blocks.ids is not None:
         block = tl.load(blocks.ids + index).to(tl.int64)

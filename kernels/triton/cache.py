@@ -1,4 +1,7 @@
-"""Writing keys and values into the paged cache. Specification: `pagewire.kernels.reference.reshape_and_cache`."""
+"""The kernel that writes keys and values into the paged cache.
+
+Specification: `pagewire.kernels.reference.reshape_and_cache`.
+"""
 
 import torch
 from torch import Tensor
@@ -12,24 +15,24 @@ HEAD_DIMS = range(16, 256 + 1, 8)
 MAX_E4M3 = 448.0
 
 _MAX_E4M3 = tl.constexpr(MAX_E4M3)
-TILE_ELEMENTS = 2048  # of a program: with 128 threads, two loads of 16 bytes each of keys and of values
+TILE_ELEMENTS = 2048  # per program: with 128 threads, two loads of 16 bytes each for keys and for values
 _NUM_WARPS = 4
 
 
 def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Writes the keys and values of a step's tokens to their slots of one layer's cache, in place.
+    """Write the keys and values of a step's tokens to their slots in one layer's cache, in place.
 
-    After vLLM's kernel of the same name (Kwon et al., 2023, https://arxiv.org/abs/2309.06180).
+    The kernel follows vLLM's kernel of the same name (Kwon et al., 2023, https://arxiv.org/abs/2309.06180).
 
     Args:
         key, value: [T, num_kv_heads, head_dim], float16, bfloat16 or float32; the last dimension dense.
-        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim] of the same dtype or of float8_e4m3fn,
-            which holds what was given, saturated; the last dimension dense, any other strides.
-        slot_mapping: [T], int32 or int64, `block_id * block_size + offset` of each token, no slot twice; a token of
+        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim] of the same dtype or of float8_e4m3fn;
+            the last dimension dense, any other strides. float8_e4m3fn saturates.
+        slot_mapping: [T], int32 or int64, `block_id * block_size + offset` of each token, no slot twice; a token with
             slot -1 is skipped.
 
     Raises:
-        ValueError: a shape or dtype is not one of these.
+        ValueError: a shape, dtype or stride is not supported.
     """
     _check(key, value, key_cache, value_cache, slot_mapping)
     num_tokens, num_heads, head_dim = key.shape
@@ -54,7 +57,7 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
 
 
 def check_caches(key_cache: Tensor, value_cache: Tensor) -> None:
-    """Raises ValueError unless these are the two caches of a layer, as the kernels of this package read them."""
+    """Raise ValueError unless the tensors are valid caches of one layer for the kernels of this package."""
     sizes = ("num_blocks", "block_size", "num_kv_heads", "head_dim")
     check_tensor("key_cache", key_cache, sizes, key_cache.dtype, is_strided=True)
     check_tensor("value_cache", value_cache, tuple(key_cache.shape), key_cache.dtype, is_strided=True)
@@ -80,7 +83,7 @@ def _reshape_and_cache_kernel(
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """A row is one head of one token; a program writes TILE_ROWS of them."""
+    """Write TILE_ROWS rows per program. A row is one head of one token."""
     rows = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     tokens = (rows // NUM_HEADS).to(tl.int64)
     heads = rows % NUM_HEADS
@@ -95,7 +98,7 @@ def _reshape_and_cache_kernel(
 
 @triton.jit
 def _store_rows(source, cache, tokens, blocks, positions, heads, dims, mask):
-    """Copies heads of tokens to their places: a row of `dims` for each."""
+    """Copy heads of tokens to their positions in a cache, one row of `dims` for each head."""
     sources = tokens * source.strides[0] + heads * source.strides[1]
     targets = blocks * cache.strides[0] + positions * cache.strides[1] + heads * cache.strides[2]
     content = tl.load(source.data + sources[:, None] + dims[None, :], mask=mask, other=0.0)
@@ -104,7 +107,7 @@ def _store_rows(source, cache, tokens, blocks, positions, heads, dims, mask):
 
 @triton.jit
 def cached(x, cache):
-    """Return x as a cache holds it: 8-bit floats are saturated, and a NaN stays one."""
+    """Return x in the dtype of a cache. 8-bit floats are saturated, and NaN stays NaN."""
     if cache.data.dtype.element_ty == tl.float8e4nv:
         wide = x.to(tl.float32)
         x = tl.clamp(wide, -_MAX_E4M3, _MAX_E4M3, propagate_nan=tl.PropagateNan.ALL)

@@ -1,10 +1,10 @@
 """Attention of rows with one new token each over a paged cache: `paged_attention_v1` and `paged_attention_v2`.
 
-Both read a row's keys and values once per KV head: the query heads that share it are packed into one tile. Version 1
-has one program per row and KV head. Version 2 cuts long rows into splits and adds them up in a second launch (flash
-decoding: Dao et al., 2023, https://pytorch.org/blog/flash-decoding/). Where rows are cut is decided on the device, once
-a step for all layers, so that programs share the work evenly: see `SplitPlan`. No grid depends on the rows' lengths, so
-a CUDA graph can hold the launches.
+Both read the keys and values of a row once per KV head: one tile contains all query heads that share the KV head.
+Version 1 has one program per row and KV head. Version 2 cuts long rows into splits and adds them up in a second launch
+(flash decoding: Dao et al., 2023, https://pytorch.org/blog/flash-decoding/). The device decides once per step, for all
+layers, where rows are cut, so that the programs have equal work: see `SplitPlan`. No grid depends on the lengths of
+rows, so a CUDA graph can contain the launches.
 
 Specification: `pagewire.kernels.reference.paged_attention`, with one query per row.
 """
@@ -32,11 +32,11 @@ from pagewire.kernels.triton.attention_arguments import (
 from pagewire.kernels.triton.launching import RepeatedLaunch, check_tensor
 
 REDUCTION_TILE = 16  # splits
-MIN_CHUNK = 64  # positions, which are one tile of most shapes: there is nothing to share in less
-# Splits are shorter than so many times the shortest only where processors would have nothing to do: each costs memory
-# traffic for what it adds up to.
+MIN_CHUNK = 64  # positions: one tile of most shapes, which cannot be divided further
+# Splits are shorter than this multiple of the shortest split only if processors would otherwise be idle: each split
+# costs memory traffic for its partial sums.
 CHUNKS_OF_FULL = 4
-MAX_UNSPLIT_LEN = 256  # positions; about what one program reads in the time of a second launch, by estimate
+MAX_UNSPLIT_LEN = 256  # positions; the estimated number that one program reads in the time of a second launch
 PROGRAMS_PER_PROCESSOR = 4
 ANY_LEN = 2**31 - 1
 _ALIGNMENT = 64  # positions
@@ -44,15 +44,17 @@ _TILE = 128
 
 
 def prefers_splits(num_rows: int, num_kv_heads: int, num_positions: int, max_seq_len: int, num_processors: int) -> bool:
-    """Whether `paged_attention_v2` is faster than `paged_attention_v1`.
+    """Return whether `paged_attention_v2` is faster than `paged_attention_v1`.
 
-    It is where the program of the longest row alone takes longer than all rows spread evenly over two programs per
-    processor, unless even that row is short. For what a graph is captured for, pass the bounds of its steps.
+    Version 2 is faster if the program of the longest row takes longer than all rows spread evenly over two programs per
+    processor, unless even the longest row is short. To capture a graph, pass the bounds of its steps.
 
     Args:
-        num_positions: of all rows together.
-        max_seq_len: of the longest row, in positions.
-        num_processors: of the device (`multi_processor_count`).
+        num_rows: number of rows.
+        num_kv_heads: number of KV heads.
+        num_positions: positions of all rows together.
+        max_seq_len: positions of the longest row.
+        num_processors: processors of the device (`multi_processor_count`).
     """
     if num_rows == 0 or max_seq_len <= MAX_UNSPLIT_LEN:
         return False
@@ -61,23 +63,23 @@ def prefers_splits(num_rows: int, num_kv_heads: int, num_positions: int, max_seq
 
 @dataclass(frozen=True, slots=True)
 class SplitPlan:
-    """The splits of a step's rows, the same in all layers, and scratch memory for what they add up to.
+    """The splits of a step's rows, equal in all layers, and scratch memory for their partial sums.
 
-    All splits are about as long as all rows together divided by the number of programs wanted, whatever the mixture of
-    lengths; where that is little, divided by the number of processors. So a fixed number of programs is enough for
-    every step, and few of them have nothing to do. A row in one piece needs neither scratch memory nor the second
-    launch.
+    The length of a split is about the number of positions of all rows divided by the number of wanted programs,
+    whatever the mixture of lengths. If that is short, the length is the number of positions divided by the number of
+    processors. So a fixed number of programs is enough for every step, and few programs are idle. A row with only one
+    split needs neither scratch memory nor the second launch.
 
     Attributes:
-        split_starts: [S + 1] int32; row i has splits split_starts[i] to split_starts[i + 1], and a row of seq_len 0
-            none.
-        split_rows: [max_splits] int32, the row of each split; -1 past the last.
-        sums: [max_splits, num_heads, head_dim] float32, values times their weights.
+        split_starts: [S + 1] int32; row i has splits split_starts[i] to split_starts[i + 1], and a row of seq_len 0 has
+            no split.
+        split_rows: [max_splits] int32, the row of each split; -1 after the last split.
+        sums: [max_splits, num_heads, head_dim] float32, the weighted sums of values.
         highest: [max_splits, num_heads] float32, the highest score, in units of log 2.
         totals: [max_splits, num_heads] float32, the sum of the weights, relative to the highest score.
-        num_shares: how many splits all rows together would make, if none ended early.
-        min_chunk: positions of the shortest split that does not end its row. Below four times that, there are about as
-            many programs as processors.
+        num_shares: number of splits that all rows together would have if every split had the full length.
+        min_chunk: positions of the shortest split, except the last split of a row. If splits are shorter than four
+            times this, there are about as many programs as processors.
     """
 
     split_starts: Tensor
@@ -98,14 +100,17 @@ class SplitPlan:
         num_programs: int = 0,
         min_chunk: int = MIN_CHUNK,
     ) -> "SplitPlan":
-        """Memory for steps of `num_rows` rows.
+        """Allocate a plan for steps of `num_rows` rows.
 
         Args:
-            num_programs: that share the work, four for each processor; 0: of the device's.
-            min_chunk: in positions, a multiple of 16.
+            num_rows: number of rows, S.
+            num_heads, num_kv_heads, head_dim: sizes of the queries and the cache.
+            device: device of the memory.
+            num_programs: number of programs that share the work, four per processor; 0: derived from the device.
+            min_chunk: positions of the shortest split, a multiple of 16.
 
         Raises:
-            ValueError: a number out of range, or num_programs left to a device that is not a GPU.
+            ValueError: a number is out of range, or num_programs is 0 and the device is not a GPU.
         """
         if not num_programs and device.type == "cuda":
             num_programs = PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
@@ -130,7 +135,8 @@ class SplitPlan:
         return self.split_starts.shape[0] - 1
 
     def of_first(self, num_rows: int) -> "SplitPlan":
-        """A plan for no more than `num_rows` rows, in the same memory. Raises ValueError if it is for fewer."""
+        """Return a plan for exactly `num_rows` rows in the same memory. Raises ValueError if this plan is for fewer
+        rows."""
         if not 0 <= num_rows <= self.num_rows:
             raise ValueError(f"num_rows is {num_rows}, and the memory is for 0 to {self.num_rows}: allocate more")
         past_split = self.split_rows.shape[0] - self.num_rows + num_rows
@@ -145,14 +151,14 @@ class SplitPlan:
         )
 
     def decide(self, seq_lens: Tensor, max_positions: int = ANY_LEN) -> None:
-        """Cuts rows of these lengths, on the device and without waiting for it.
+        """Decide the splits for rows of these lengths, on the device and without waiting for it.
 
         Args:
             seq_lens: [S] int32.
-            max_positions: the most that a row reads: the window, or max_selected * block_size.
+            max_positions: upper bound on the positions that a row reads: the window, or max_selected * block_size.
 
         Raises:
-            ValueError: the plan is for another number of rows, or rows read nothing.
+            ValueError: the plan is for another number of rows, or max_positions is below 1.
         """
         check_tensor("seq_lens", seq_lens, (self.num_rows,), torch.int32)
         if max_positions < 1:
@@ -175,7 +181,7 @@ class SplitPlan:
         )
 
     def check(self, query_shape: tuple[int, int, int]) -> None:
-        """Raises ValueError unless the plan is for queries of this shape, [S, num_heads, head_dim]."""
+        """Raise ValueError unless the plan is for queries of this shape, [S, num_heads, head_dim]."""
         expected = [self.num_rows, *self.sums.shape[1:]]
         if list(query_shape) != expected:
             raise ValueError(f"queries are {list(query_shape)} and the plan is for {expected}; allocate one for them")
@@ -191,27 +197,27 @@ def paged_attention_v1(
     selection: Selection | None = None,
     output: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one query per row over one layer's paged cache, one program per row and KV head.
+    """Compute attention of one query per row over one layer's paged cache, with one program per row and KV head.
 
-    After vLLM's kernel of the same name (Kwon et al., 2023, https://arxiv.org/abs/2309.06180). Positions that the
-    specification never reads may hold anything, NaN included; a row of seq_len 0 gives zeros.
+    The kernel follows vLLM's kernel of the same name (Kwon et al., 2023, https://arxiv.org/abs/2309.06180). Positions
+    that the specification never reads may contain anything, including NaN. A row of seq_len 0 returns zeros.
 
     Args:
-        query: [S, num_heads, head_dim], float16, bfloat16 or float32; the last dimension dense. At most 128 heads share
-            a KV head.
+        query: [S, num_heads, head_dim], float16, bfloat16 or float32; the last dimension dense. At most 128 query heads
+            share a KV head.
         key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim] of the query's dtype or of
-            float8_e4m3fn; the last dimension dense, any other strides. Block sizes are multiples of 8 up to 256, head
-            dimensions multiples of 8 from 16 to 256.
+            float8_e4m3fn; the last dimension dense, any other strides. The block size is a multiple of 8 up to 256,
+            head_dim a multiple of 8 from 16 to 256.
         block_tables: [S, max_blocks] int32, the last dimension dense.
         seq_lens: [S] int32, on the device.
         scoring, selection: as specified.
-        output: where to write, of the query's shape and dtype, the last dimension dense; None: new memory.
+        output: memory for the result, with the query's shape and dtype, the last dimension dense; None: new memory.
 
     Returns:
-        [S, num_heads, head_dim], of the query's dtype; accumulated in float32.
+        [S, num_heads, head_dim] in the dtype of the query; accumulated in float32.
 
     Raises:
-        ValueError: a shape, dtype, stride or number is not one of these.
+        ValueError: a shape, dtype, stride or number is not supported.
     """
     return paged_attention_v2(query, key_cache, value_cache, block_tables, seq_lens, None, scoring, selection, output)
 
@@ -227,18 +233,18 @@ def paged_attention_v2(
     selection: Selection | None = None,
     output: Tensor | None = None,
 ) -> Tensor:
-    """`paged_attention_v1` with the rows cut into splits: for few rows, or long ones among short ones.
+    """Compute `paged_attention_v1` with rows cut into splits: for few rows, or long rows among short rows.
 
     Args:
-        query, key_cache, value_cache, block_tables, seq_lens, scoring, selection, output: of `paged_attention_v1`.
-        plan: allocated for this number of rows and these heads, and decided for these `seq_lens`; its scratch memory
-            is overwritten. None: rows are not cut.
+        query, key_cache, value_cache, block_tables, seq_lens, scoring, selection, output: as in `paged_attention_v1`.
+        plan: a plan allocated for this number of rows and these heads, and decided for these `seq_lens`. Its scratch
+            memory is overwritten. None: rows are not split.
 
     Returns:
-        [S, num_heads, head_dim], of the query's dtype; accumulated in float32.
+        [S, num_heads, head_dim] in the dtype of the query; accumulated in float32.
 
     Raises:
-        ValueError: a shape, dtype, stride or number is not one of these.
+        ValueError: a shape, dtype, stride or number is not supported.
     """
     group, layer = one_layer(query, key_cache, value_cache, scoring, output)
     DecodeAttention.of(group, block_tables, seq_lens, query.shape[0], plan, selection).launch(layer)
@@ -251,13 +257,14 @@ _Splits = namedtuple("_Splits", "rows starts sums highest totals")
 
 @dataclass(frozen=True, slots=True)
 class DecodeAttention:
-    """Attention of a step's rows with one new token each, for a group of layers: they differ in `LayerTensors` alone.
+    """Attention of a step's rows with one new token each, prepared for a group of layers that differ only in
+    `LayerTensors`.
 
     Attributes:
         rows: see `LayerGroup.rows`.
-        attend: the launch, without rows nothing.
-        splits: of the rows; None: they are not cut.
-        reduce: the launch that adds splits up.
+        attend: the launch; None if there are no rows.
+        splits: the splits of the rows; None: rows are not split.
+        reduce: the launch that adds the splits up; None: rows are not split.
     """
 
     rows: tuple[Any, ...]
@@ -274,7 +281,10 @@ class DecodeAttention:
         plan: SplitPlan | None,
         selection: Selection | None = None,
     ) -> "DecodeAttention":
-        """What `paged_attention_v1` does, or with a plan `paged_attention_v2`, for the first `num_rows` queries."""
+        """Prepare `paged_attention_v1`, or with a plan `paged_attention_v2`, for the first `num_rows` queries.
+
+        Raises ValueError if there are fewer queries than rows, or if an argument does not match the group.
+        """
         num_tokens, num_heads, head_dim = group.query_shape
         if num_rows > num_tokens:
             raise ValueError(f"there are {num_rows} rows with {num_tokens} queries; pass at least as many queries")
@@ -308,10 +318,10 @@ class DecodeAttention:
         self.reduce(layer.kind, self.splits, layer.output)
 
 
-# Device code. Scores are in units of log 2, so that weights are powers of two. Arguments are what `LayerGroup`
-# makes them; SHAPE is an `AttentionConstants`.
+# Device code. Scores are in units of log 2, so that weights are powers of two. `LayerGroup` builds the arguments; SHAPE
+# is an `AttentionConstants`.
 
-# How long rows are, and where in a step's tensors they lie, is no reason to compile again.
+# The lengths of rows and their position in a step's tensors must not trigger a recompilation.
 _NUMBERS = ["table_stride", "window"]
 _ROWS = ["block_tables", "seq_lens"]
 
@@ -333,7 +343,8 @@ def _paged_attention_v2_kernel(
     splits, output, query, caches, block_tables, table_stride, seq_lens, window, selected, weighing,
     SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """A row in one split gets its result here; what the others add up to is for `_reduction_kernel`."""
+    """Process one split per program. A row with one split is finished here; `_reduction_kernel` adds up the other
+    splits."""
     head, split = tl.program_id(0), tl.program_id(1)
     row = tl.load(splits.rows + split).to(tl.int64)
     if row < 0:
@@ -361,7 +372,7 @@ def _paged_attention_v2_kernel(
 def _reduction_kernel(
     splits, output, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, TILE: tl.constexpr
 ):
-    """Adds up the splits of one head of one row; none gives zeros."""
+    """Add up the splits of one head of one row. A row without splits gets zeros."""
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first_split = tl.load(splits.starts + row)
     past_split = tl.load(splits.starts + row + 1)
@@ -395,7 +406,7 @@ def _reduction_kernel(
 def _attend_split(
     split, num_splits, row, head, query, caches, block_table, seq_len, window, selected, weighing, SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """One split's sums, [block_m, padded_dim], highest scores and totals, [block_m]."""
+    """Return the softmax state of one split: sums, [block_m, padded_dim], and highest scores and totals, [block_m]."""
     BLOCK_SIZE: tl.constexpr = SHAPE.block_size
     BLOCK_N: tl.constexpr = SHAPE.block_n
     groups, columns, dims = tl.arange(0, SHAPE.block_m), tl.arange(0, BLOCK_N), tl.arange(0, SHAPE.padded_dim)
@@ -433,8 +444,8 @@ def _attend_split(
         scores = bend(scores, (seq_len - 1 - position)[None, :], slopes, weighing)
         scores = tl.where(is_read[None, :], scores, float("-inf"))
         sums, highest, totals = _accumulate(scores, value_tile, sums, highest, totals)
-        # Block ids of the next tile: were they loaded where they are used, its keys and values could not be on their
-        # way while this tile is computed.
+        # The block ids of the next tile are loaded here. If they were loaded at their use, the keys and values of the
+        # next tile could not be loaded while this tile is computed.
         position, block, is_read = _locate(
             start + BLOCK_N + columns, end, first, seq_len, block_table, blocks, BLOCK_SIZE
         )
@@ -445,8 +456,11 @@ def _attend_split(
 
 @triton.jit
 def _locate(index, end, first, seq_len, block_table, selected_blocks, BLOCK_SIZE: tl.constexpr):
-    """Positions, block ids, and whether to read them, at indexes into what a row and KV head may read: positions
-    themselves, or those of the selected blocks in turn."""
+    """Return positions, block ids, and whether to read them, for indexes into the positions that a row and KV head may
+    read.
+
+    Indexes are positions, or count the positions of the selected blocks in order.
+    """
     logical = index // BLOCK_SIZE
     if selected_blocks is not None:
         logical = tl.load(selected_blocks + logical, mask=index < end, other=0)
@@ -458,9 +472,9 @@ def _locate(index, end, first, seq_len, block_table, selected_blocks, BLOCK_SIZE
 
 @triton.jit
 def _load_values(pointers, is_read, is_dim, OPERAND: tl.constexpr):
-    """Values, and zeros where they are not to be read: there may be NaN, and 0 * NaN is NaN."""
+    """Load values, with zeros at positions that must not be read: these may contain NaN, and 0 * NaN is NaN."""
     if pointers.dtype.element_ty == tl.float8e4nv:
-        # Were this a mask of the load, the compiler would fetch values from shared memory byte by byte.
+        # With a mask in the load instead, the compiler would read values from shared memory byte by byte.
         values = tl.where(is_read, tl.load(pointers, mask=is_dim, other=0.0).to(OPERAND), 0.0)
     else:
         values = tl.load(pointers, mask=is_read & is_dim, other=0.0).to(OPERAND)
@@ -469,8 +483,10 @@ def _load_values(pointers, is_read, is_dim, OPERAND: tl.constexpr):
 
 @triton.jit
 def _accumulate(scores, values, sums, highest, totals):
-    """Adds a tile of values, weighed by their scores, to what was read before (online softmax: Milakov and Gimelshein,
-    2018, https://arxiv.org/abs/1805.02867)."""
+    """Add a tile of values, weighted by their scores, to the softmax state, and return it.
+
+    This is online softmax (Milakov and Gimelshein, 2018, https://arxiv.org/abs/1805.02867).
+    """
     new_highest = tl.maximum(highest, tl.max(scores, axis=1))
     weights = tl.exp2(scores - new_highest[:, None])
     rescale = tl.exp2(highest - new_highest)
@@ -480,7 +496,7 @@ def _accumulate(scores, values, sums, highest, totals):
 
 @triton.jit
 def _store_means(output, row, head, sums, totals, SHAPE: tl.constexpr):
-    """The results of a group's heads: zeros where nothing was read, NaN where NaN was."""
+    """Store the results of a group's heads: zeros if no position was read, NaN if a NaN was read."""
     groups, dims = tl.arange(0, SHAPE.block_m), tl.arange(0, SHAPE.padded_dim)
     means = sums * (1.0 / tl.where(totals == 0.0, 1.0, totals))[:, None]
     heads = (head * SHAPE.num_groups + groups)[:, None] * output.strides[1]
@@ -498,7 +514,10 @@ def _plan_kernel(
     MIN_CHUNK: tl.constexpr, FULL_CHUNK: tl.constexpr, SHARES_PER_PROCESSOR: tl.constexpr, ALIGNMENT: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """A program fills TILE entries of split_rows; the first one also writes split_starts, but for the 0 in front."""
+    """Fill TILE entries of split_rows per program.
+
+    The first program also writes split_starts, except its first entry, which is always 0.
+    """
     columns = tl.arange(0, TILE)
     num_positions = tl.full([], 0, tl.int64)
     for start in tl.range(0, num_rows, TILE):
@@ -506,7 +525,7 @@ def _plan_kernel(
         num_positions += tl.sum(tl.minimum(lens, max_positions).to(tl.int64), axis=0)
     chunk = tl.maximum(tl.cdiv(num_positions, num_shares), MIN_CHUNK)
     chunk = tl.cdiv(chunk, ALIGNMENT) * ALIGNMENT
-    # Rounded down: rather a few programs more than processors than half as many.
+    # Rounded down: a few programs more than processors are better than half as many.
     of_processor = tl.cdiv(num_positions, tl.maximum(num_shares // SHARES_PER_PROCESSOR, 1)) // ALIGNMENT * ALIGNMENT
     chunk = tl.maximum(chunk, tl.minimum(of_processor, FULL_CHUNK)).to(tl.int32)
 

@@ -1,8 +1,9 @@
-"""Mixtures of experts: the routing of tokens, and products of slots with the weights of theirs.
+"""Mixture-of-experts kernels: the routing of tokens, and the matrix multiplication of slots with their experts'
+weights.
 
-Slots are sorted by expert on the device, and cut into tiles of one expert each (after vLLM's `moe_align_block_size` and
+The device sorts slots by expert and cuts them into tiles of one expert each (after vLLM's `moe_align_block_size` and
 `fused_moe`: Kwon et al., 2023, https://arxiv.org/abs/2309.06180). No grid depends on the routing and the host waits for
-nothing, so a CUDA graph can hold the launches.
+no result, so a CUDA graph can contain the launches.
 
 Specification: `pagewire.kernels.experts`.
 """
@@ -19,14 +20,15 @@ from pagewire.kernels.experts import MIN_SUM
 from pagewire.kernels.triton.launching import FLOATS, INTEGERS, Strided, check_tensor, operand
 from pagewire.network.expert_routing import ExpertRouting
 
-_ROUTING_TILE = 512  # experts and padding, of all tokens that a program chooses for
-_SUM_TILE = 1024  # elements of a row that a program sums up
-_ASSIGN_TILE = 1024  # slots that a program looks at at a time
+_ROUTING_TILE = 512  # experts and padding of all tokens of one program
+_SUM_TILE = 1024  # elements of a row per program
+_ASSIGN_TILE = 1024  # slots that a program reads at a time
 _MIN_SUM = tl.constexpr(MIN_SUM)
 
 
 class ProductTile(NamedTuple):
-    """Slots, outputs and inputs that a program of the product takes at a time, and its launch options."""
+    """The slots, outputs and inputs that a program of the matrix multiplication processes at a time, and its launch
+    options."""
 
     block_m: int
     block_n: int
@@ -35,14 +37,14 @@ class ProductTile(NamedTuple):
     num_stages: int
 
 
-# By bytes of an element: for few slots of an expert, where weights are read at the speed of memory, and for many. They
-# fit the shared memory of an H200 and spill no register when compiled for it.
+# By bytes per element: for few slots per expert, where memory bandwidth limits the speed, and for many. The tiles fit
+# the shared memory of an H200 and spill no register when compiled for it.
 _FEW = {2: ProductTile(16, 64, 128, 4, 4), 4: ProductTile(16, 64, 64, 4, 3)}
 _MANY = {2: ProductTile(64, 128, 64, 4, 4), 4: ProductTile(32, 64, 32, 4, 3)}
 
 
-# What the routing is compiled for: tokens of a program; groups, experts of each, and the powers of two that hold them;
-# how many experts and groups are chosen; and how scores become weights.
+# The compile-time constants of the routing: tokens per program; groups, experts per group, and the next powers of two
+# of both; the number of chosen experts and groups; and how scores become weights.
 RoutingShape = namedtuple(
     "RoutingShape",
     "tile_tokens num_groups group_size padded_groups padded_size num_chosen num_chosen_groups is_softmax renormalizes",
@@ -50,13 +52,13 @@ RoutingShape = namedtuple(
 
 
 class SlotTable(NamedTuple):
-    """The slots of each expert, as the product's programs find them.
+    """The slots of each expert, in the form that the matrix multiplication reads.
 
     Attributes:
-        order: [T * num_chosen] int32, slots by expert; those of one rise.
-        ends: [num_experts] int32, where in `order` the slots of each end.
-        tile_experts: [most tiles that any routing makes] int32; -1: there is no such tile.
-        tile_starts: as many, int32: where in `order` a tile's slots begin.
+        order: [T * num_chosen] int32, slots sorted by expert; the slots of an expert are in ascending order.
+        ends: [num_experts] int32, the end of each expert's slots in `order`.
+        tile_experts: [the most tiles of any routing] int32, the expert of each tile; -1: the tile is not used.
+        tile_starts: int32 of the same size, the start of each tile's slots in `order`.
     """
 
     order: Tensor
@@ -66,7 +68,7 @@ class SlotTable(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """A table of slots, how many of them a token has, and the tile that it was made for."""
+    """A table of slots, the number of slots per token, and the tile for which the table was built."""
 
     table: SlotTable
     num_chosen: int
@@ -74,17 +76,18 @@ class Assignment(NamedTuple):
 
 
 def route_tokens(logits: Tensor, routing: ExpertRouting, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The experts of each token, and their weights, as specified.
+    """Choose the experts of each token and compute their weights, as specified.
 
     Args:
-        logits: [T, num_experts] float32; rows at any distance. NaN counts as the highest of all.
+        logits: [T, num_experts] float32, any row stride. NaN counts as the highest logit.
+        routing: how logits become experts and weights.
         correction: [num_experts] float32, dense.
 
     Returns:
-        Ids, [T, num_chosen] int64, rising; and weights, [T, num_chosen] float32.
+        Ids, [T, num_chosen] int64 in ascending order; and weights, [T, num_chosen] float32.
 
     Raises:
-        ValueError: a shape, stride or dtype is not one of these, or there are fewer experts than are to be chosen.
+        ValueError: a shape, stride or dtype is not supported, or there are fewer experts than the routing chooses.
     """
     _check_routing(logits, routing, correction)
     num_tokens, num_experts = logits.shape
@@ -106,7 +109,8 @@ def route_tokens(logits: Tensor, routing: ExpertRouting, correction: Tensor | No
 
 
 def routing_shape(routing: ExpertRouting, num_experts: int) -> RoutingShape:
-    """A program chooses for as many tokens as its threads have room for keys of experts, and of padding."""
+    """Return the constants of the routing kernel. A program chooses for as many tokens as fit `_ROUTING_TILE`, at least
+    one."""
     num_groups, group_size = routing.num_groups, num_experts // routing.num_groups
     padded_groups, padded_size = triton.next_power_of_2(num_groups), triton.next_power_of_2(group_size)
     return RoutingShape(
@@ -123,10 +127,12 @@ def routing_shape(routing: ExpertRouting, num_experts: int) -> RoutingShape:
 
 
 def assign(ids: Tensor, num_experts: int, dtype: torch.dtype) -> Assignment:
-    """Sorts slots by expert for products of the dtype.
+    """Sort slots by expert, for a matrix multiplication in `dtype`.
 
     Args:
         ids: [T, num_chosen] int64 or int32, dense, each from 0 to num_experts - 1.
+        num_experts: number of experts.
+        dtype: dtype of the activations.
 
     Raises:
         ValueError: the ids are not of this shape or dtype.
@@ -134,7 +140,7 @@ def assign(ids: Tensor, num_experts: int, dtype: torch.dtype) -> Assignment:
     check_tensor("ids", ids, ("T", "num_chosen"), *INTEGERS)
     num_slots = ids.numel()
     tile = choose_tile(num_slots, num_experts, dtype)
-    # Each expert that has slots has one tile that may not be full.
+    # Each expert with slots has at most one tile that is not full.
     max_tiles = min(num_slots, num_slots // tile.block_m + num_experts)
     sizes = (num_slots, num_experts, max_tiles, max_tiles)
     table = SlotTable(*(torch.empty(size, dtype=torch.int32, device=ids.device) for size in sizes))
@@ -153,26 +159,26 @@ def assign(ids: Tensor, num_experts: int, dtype: torch.dtype) -> Assignment:
 
 
 def choose_tile(num_slots: int, num_experts: int, dtype: torch.dtype) -> ProductTile:
-    """The tile of a product: the host knows no more than how many slots an expert has in the mean."""
+    """Return the tile of a matrix multiplication. The host knows only the mean number of slots per expert."""
     tiles = _FEW if num_slots <= _FEW[2].block_m * num_experts else _MANY
     return tiles[dtype.itemsize]
 
 
 def multiply_routed(x: Tensor, weights: Tensor, assignment: Assignment, biases: Tensor | None = None) -> Tensor:
-    """x W^T + b of each slot, with the weight and bias of its expert.
+    """Return x W^T + b for each slot, with the weight and bias of the slot's expert.
 
     Args:
-        x: [T, in_size] of tokens, or [T * num_chosen, in_size] of slots, float16, bfloat16 or float32; rows at any
-            distance.
+        x: [T, in_size], one row per token, or [T * num_chosen, in_size], one row per slot; float16, bfloat16 or
+            float32, any row stride.
         weights: [num_experts, out_size, in_size] of the same dtype, the last dimension dense.
-        assignment: of these slots, to as many experts.
-        biases: [num_experts, out_size], dense, of the same dtype or float32.
+        assignment: the assignment of these slots to the same number of experts.
+        biases: [num_experts, out_size], dense, of the same dtype or float32; or None.
 
     Returns:
-        Slots, [T * num_chosen, out_size], of the dtype of x; accumulated, and the bias added, in float32.
+        Slots, [T * num_chosen, out_size], in the dtype of x. The sum, including the bias, is computed in float32.
 
     Raises:
-        ValueError: a shape, stride or dtype is not one of these.
+        ValueError: a shape, stride or dtype is not supported.
     """
     _check_product(x, weights, assignment, biases)
     table, _, tile = assignment
@@ -199,7 +205,7 @@ def multiply_routed(x: Tensor, weights: Tensor, assignment: Assignment, biases: 
 
 
 def sum_slots(slots: Tensor, weights: Tensor) -> Tensor:
-    """The slots of each token, times their weights, summed up in float32 in the order of the ids of experts.
+    """Return the weighted sum of each token's slots, added in float32 in ascending order of expert ids.
 
     Args:
         slots: [T * num_chosen, width], float16, bfloat16 or float32, dense.
@@ -209,7 +215,7 @@ def sum_slots(slots: Tensor, weights: Tensor) -> Tensor:
         [T, width] in the dtype of the slots.
 
     Raises:
-        ValueError: a shape, stride or dtype is not one of these.
+        ValueError: a shape, stride or dtype is not supported.
     """
     check_tensor("weights", weights, ("T", "num_chosen"), torch.float32)
     num_tokens, num_chosen = weights.shape
@@ -249,7 +255,10 @@ def _check_product(x: Tensor, weights: Tensor, assignment: Assignment, biases: T
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _choose_kernel(logits, correction, ids, weights, num_tokens, factor, SHAPE: tl.constexpr):
-    """A program chooses for a few tokens. Experts lie in order among padding: each group's, and whole groups."""
+    """Choose the experts of a few tokens per program.
+
+    The experts are in order, with padding after the experts of each group and after the last group.
+    """
     TILE_TOKENS: tl.constexpr = SHAPE.tile_tokens
     PADDED_SIZE: tl.constexpr = SHAPE.padded_size
     PADDED_EXPERTS: tl.constexpr = SHAPE.padded_groups * PADDED_SIZE
@@ -267,7 +276,7 @@ def _choose_kernel(logits, correction, ids, weights, num_tokens, factor, SHAPE: 
         scores = tl.div_rn(tl.full(logit.shape, 1.0, tl.float32), 1.0 + tl.exp(-logit))
     ranked = scores
     if correction is None:
-        if SHAPE.is_softmax:  # which is monotonic, and rounds: logits that differ would be equal
+        if SHAPE.is_softmax:  # rank by logits: rounding in softmax could make different logits equal
             ranked = logit
     else:
         ranked += tl.load(correction + experts, mask=is_expert, other=0.0)
@@ -293,7 +302,7 @@ def _choose_kernel(logits, correction, ids, weights, num_tokens, factor, SHAPE: 
 
 @triton.jit
 def _sum_of_two_best(ranked, GROUP_SIZE: tl.constexpr):
-    """Of each group: [tokens, groups, padded size] to [tokens, groups]."""
+    """Return the sum of the two highest scores of each group: [tokens, groups, padded size] to [tokens, groups]."""
     best, place = tl.max(ranked, axis=2, return_indices=True)
     if GROUP_SIZE > 1:
         is_best = tl.arange(0, ranked.shape[2])[None, None, :] == place[:, :, None]
@@ -303,9 +312,13 @@ def _sum_of_two_best(ranked, GROUP_SIZE: tl.constexpr):
 
 @triton.jit
 def _choose(ranked, indexes, is_there, NUM_CHOSEN: tl.constexpr):
-    """Whether each of a row is one of its highest; of equal ones the lower index is. As many as are wanted are chosen,
-    each once, whatever the numbers: ids of what was not chosen would be no ids."""
-    # All keys differ: they stand in the order of the numbers as integers, and in that of falling indexes.
+    """Return whether each entry is one of the NUM_CHOSEN highest of its row; among equal entries the lower index is
+    chosen.
+
+    Invariant: exactly NUM_CHOSEN entries of a row are chosen, each once, whatever the numbers. Otherwise some of the
+    token's ids would be undefined.
+    """
+    # All keys differ: they are ordered by number, then by descending index.
     LOWEST_KEY: tl.constexpr = -(2**63)
     ranked = tl.where(ranked != ranked, float("inf"), tl.where(ranked == 0.0, 0.0, ranked))
     bits = ranked.to(tl.int32, bitcast=True)
@@ -325,7 +338,8 @@ def _assign_kernel(
     ids, table, num_slots, num_experts, max_tiles,
     PADDED_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A program lists the slots and tiles of one expert; the last one fills up the list of tiles."""
+    """List the slots and tiles of one expert per program. The program of the last expert also fills the rest of the
+    tile list."""
     expert, experts, lines = tl.program_id(0), tl.arange(0, PADDED_EXPERTS), tl.arange(0, TILE)
     counted = tl.zeros([PADDED_EXPERTS], tl.int32)
     for begin in tl.range(0, num_slots, TILE):
@@ -354,7 +368,7 @@ def _multiply_kernel(
     x, weights, biases, output, table, slots_of_row, in_size, out_size,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """A program computes BLOCK_N outputs of a tile of slots of one expert."""
+    """Compute BLOCK_N outputs of a tile of slots of one expert per program."""
     tile = tl.program_id(0)
     expert = tl.load(table.tile_experts + tile).to(tl.int64)
     if expert < 0:
@@ -381,7 +395,7 @@ def _multiply_kernel(
 
 @triton.jit
 def _sum_kernel(slots, weights, output, width, NUM_CHOSEN: tl.constexpr, TILE: tl.constexpr):
-    """A program sums up TILE elements of a token's slots."""
+    """Sum TILE elements of a token's slots per program."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = columns < width

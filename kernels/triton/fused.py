@@ -1,5 +1,8 @@
-"""The operations of a decoder between its matrix products, a launch each. They are specified by the functions of the
-same names in `kernels/reference.py`, whose intermediate roundings these keep: products and sums are not contracted."""
+"""Kernels for the operations between the matrix multiplications of a decoder, one launch each.
+
+The functions of the same names in `kernels/reference.py` specify them. The kernels keep the intermediate roundings of
+the specification: multiplications and additions are not fused.
+"""
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -15,30 +18,33 @@ from pagewire.kernels.triton.launching import ALIGNMENT, FLOATS, INTEGERS, Repea
 
 MAX_NORM_SIZE = 65536
 
-_TILE_ELEMENTS = 1024  # of a program that has several rows or heads, or a piece of a row
+_TILE_ELEMENTS = 1024  # per program that processes several rows or heads, or a piece of a row
 _NUM_WARPS = 4
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square normalization of each row (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467).
+    """Return the root mean square normalization of each row (Zhang and Sennrich, 2019,
+    https://arxiv.org/abs/1910.07467).
 
     Args:
-        x: [T, size], float16, bfloat16 or float32; rows at any distance, at most 65,536 long.
+        x: [T, size], float16, bfloat16 or float32; any row stride, size at most 65,536.
         weight: [size], of the same dtype or float32.
         eps: added to the mean square.
 
     Returns:
-        [T, size], dense: x over its root mean square in float32, rounded to the weight's dtype, times weight.
+        [T, size], dense: x divided by its root mean square in float32, rounded to the weight's dtype, times weight.
 
     Raises:
-        ValueError: a shape, stride or dtype is not one of these.
+        ValueError: a shape, stride or dtype is not supported.
     """
     return add_rms_norm(x, None, weight, eps)
 
 
 def add_rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """x += update in place, both [T, size] of any row stride, where there is one; returns `rms_norm` of the sum, with
-    its errors."""
+    """Add `update` to `x` in place unless it is None, and return `rms_norm` of the sum.
+
+    Both are [T, size] with any row stride. The errors are the same as for `rms_norm`.
+    """
     check_tensor("x", x, ("T", "size"), *FLOATS, is_strided=True)
     num_rows, size = x.shape
     if not 1 <= size <= MAX_NORM_SIZE:
@@ -68,16 +74,16 @@ def add_rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up (Shazeer, 2020, https://arxiv.org/abs/2002.05202).
+    """Return silu(gate) * up (Shazeer, 2020, https://arxiv.org/abs/2002.05202).
 
     Args:
-        gate_up: [T, 2 * size], gates first, float16, bfloat16 or float32; rows at any distance.
+        gate_up: [T, 2 * size], gates first, float16, bfloat16 or float32; any row stride.
 
     Returns:
-        [T, size], dense; silu in float32, rounded before it is multiplied.
+        [T, size], dense; silu is computed in float32 and rounded before the multiplication.
 
     Raises:
-        ValueError: a shape, stride or dtype is not one of these.
+        ValueError: a shape, stride or dtype is not supported.
     """
     check_tensor("gate_up", gate_up, ("T", "2 * size"), *FLOATS, is_strided=True)
     if gate_up.shape[1] % 2:
@@ -92,20 +98,21 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def norm_rope(heads: Tensor, preparation: HeadPreparation) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalizes each head of queries and keys where it has a weight, then turns it by its position, in place.
+    """Normalize each query and key head that has a norm weight, then rotate it by its position, in place.
 
-    Rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864) of pairs (i, i + head_dim / 2).
+    The rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864) rotates pairs (i, i + head_dim /
+    2).
 
     Args:
-        heads: [T, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values, float16, bfloat16 or float32; values
-            stay. head_dim is a multiple of 8 from 16 to 256, the last dimension dense.
-        preparation: of the heads' dtype; weights of that or of float32.
+        heads: [T, num_heads + 2 * num_kv_heads, head_dim]: queries, keys and values, float16, bfloat16 or float32. The
+            values are not changed. head_dim is a multiple of 8 from 16 to 256; the last dimension is dense.
+        preparation: tables of the heads' dtype, and norm weights of the heads' dtype or float32.
 
     Returns:
         Views of `heads`: queries, keys and values.
 
     Raises:
-        ValueError: a shape, stride or dtype is not one of these.
+        ValueError: a shape, stride or dtype is not supported.
     """
     _check_heads(heads, preparation)
     num_heads, query_weight, key_weight, eps, cos, sin = preparation
@@ -120,30 +127,33 @@ def norm_rope(heads: Tensor, preparation: HeadPreparation) -> tuple[Tensor, Tens
 
 @dataclass(frozen=True, slots=True)
 class HeadCaching:
-    """`norm_rope`, then `reshape_and_cache` of its keys and values, in one pass over the heads, for the layers of a
-    step. What is laid out as in a layer before is not checked again.
+    """`norm_rope` followed by `reshape_and_cache` of its keys and values, in one pass over the heads, for the layers of
+    a step.
+
+    Arguments with the same layout as in an earlier layer are not checked again.
 
     Attributes:
-        slot_mapping: [T], int32 or int64, `block_id * block_size + offset` of each token, no slot twice; of a token of
-            slot -1 only the queries are turned.
+        slot_mapping: [T], int32 or int64, `block_id * block_size + offset` of each token, no slot twice. Of a token
+            with slot -1 only the queries are rotated.
     """
 
     slot_mapping: Tensor
     _launches: dict[Hashable, RepeatedLaunch] = field(default_factory=dict)  # by layout
 
     def turn(self, heads: Tensor, preparation: HeadPreparation, key_cache: Tensor, value_cache: Tensor) -> Tensor:
-        """Turn queries in place; keys and values go to the cache alone, and `heads` keeps what it held of them.
+        """Rotate queries in place, and write rotated keys and values only to the cache: in `heads` they are not
+        changed.
 
         Args:
-            heads, preparation: of `norm_rope`.
+            heads, preparation: as in `norm_rope`.
             key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim] of the heads' dtype or of
-                float8_e4m3fn, which holds what was given, saturated; the last dimension dense, any other strides.
+                float8_e4m3fn, which saturates; the last dimension dense, any other strides.
 
         Returns:
             A view of `heads`: the queries.
 
         Raises:
-            ValueError: a shape, stride or dtype is not one of these.
+            ValueError: a shape, stride or dtype is not supported.
         """
         num_heads, query_weight, key_weight, eps, cos, sin = preparation
         layout: list[Hashable] = [num_heads]
@@ -174,7 +184,8 @@ class HeadCaching:
 
 
 def _norm_rope_launch(heads: Tensor, num_heads: int, cache: Tensor | None) -> RepeatedLaunch:
-    """With a cache, keys and values go there; without, keys stay in place."""
+    """Return a launch of the kernel. With a cache, keys and values are written to the cache; without, keys stay in
+    place."""
     num_tokens, total_heads, head_dim = heads.shape
     num_kv_heads = (total_heads - num_heads) // 2
     padded_half = triton.next_power_of_2(head_dim // 2)
@@ -222,7 +233,7 @@ def _rms_norm_kernel(
     x, update, weight, output, num_rows, eps,
     SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """A program normalizes TILE_ROWS rows."""
+    """Normalize TILE_ROWS rows per program."""
     rows = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     columns = tl.arange(0, PADDED_SIZE)
     mask = (rows < num_rows)[:, None] & (columns < SIZE)[None, :]
@@ -242,7 +253,7 @@ def _rms_norm_kernel(
 
 @triton.jit
 def _silu_mul_kernel(gate_up, output, stride, size, TILE: tl.constexpr):
-    """A program computes TILE elements of a row."""
+    """Compute TILE elements of a row per program."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = columns < size
@@ -258,7 +269,7 @@ def _norm_rope_kernel(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """A program turns TILE_HEADS heads of a token, each as two halves: pair i is element i of both."""
+    """Rotate TILE_HEADS heads of a token per program, each as two halves: pair i is element i of both halves."""
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS))[:, None]
@@ -300,7 +311,7 @@ def _norm_rope_kernel(
 
 @triton.jit
 def _normalize_halves(first, second, weight, eps, pair, HEAD_DIM: tl.constexpr):
-    """`rms_norm` of heads, [heads, padded half] of each half."""
+    """Return `rms_norm` of heads as two halves, [heads, padded half] each."""
     wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
     squares = tl.sum(wide_first * wide_first + wide_second * wide_second, axis=1)
     rms = tl.sqrt_rn(squares / HEAD_DIM + eps)[:, None]
@@ -312,7 +323,7 @@ def _normalize_halves(first, second, weight, eps, pair, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _load_halves(row, pair, HALF: tl.constexpr):
-    """Both halves of a row of 2 * HALF elements, [1, padded half] each."""
+    """Load both halves of a row of 2 * HALF elements, [1, padded half] each."""
     first = tl.load(row + pair, mask=pair < HALF, other=0.0)
     second = tl.load(row + HALF + pair, mask=pair < HALF, other=0.0)
     return first, second
@@ -320,19 +331,20 @@ def _load_halves(row, pair, HALF: tl.constexpr):
 
 @triton.jit
 def _scale(x, factor):
-    """x * factor, rounded once to their dtype."""
+    """Return x * factor, rounded once to the dtype of x."""
     return (x.to(tl.float32) * factor.to(tl.float32)).to(x.dtype)
 
 
 @triton.jit
 def _turn(x, other, cos, sin):
-    """One element of each pair: its cosine part is rounded before the other's sine part is added."""
+    """Rotate one element of each pair: its cosine part is rounded before the sine part of the other element is
+    added."""
     return (_scale(x, cos).to(tl.float32) + other.to(tl.float32) * sin.to(tl.float32)).to(x.dtype)
 
 
 @triton.jit
 def _store_halves(cache, block, position, head, pair, HALF: tl.constexpr, first, second, mask):
-    """Writes heads, as two halves, to a position of the cache."""
+    """Write heads, as two halves, to a position of the cache."""
     row = cache.data + block * cache.strides[0] + position * cache.strides[1]
     targets = row + head * cache.strides[2] + pair
     tl.store(targets, cached(first, cache), mask=mask)

@@ -1,6 +1,7 @@
-"""What a step reads of the rows' tables, in a launch each. Specification: `pagewire.kernels.gathering`.
+"""Kernels that gather a step's inputs from the tables of rows, one launch each. Specification:
+`pagewire.kernels.gathering`.
 
-Grids depend on the tensors' shapes alone, so a CUDA graph can hold the launches.
+Grids depend only on the shapes of the tensors, so a CUDA graph can contain the launches.
 """
 
 from collections import namedtuple
@@ -14,9 +15,9 @@ from pagewire.kernels.gathering import ALIGNMENT, GatheredTokens, RowTables
 from pagewire.kernels.sampling import SamplingColumns
 from pagewire.kernels.triton.launching import Strided, check_tensor
 
-# What a program takes.
+# The work of one program.
 _TILE_TOKENS = 256
-_TILE_BLOCKS = 1024  # of a row
+_TILE_BLOCKS = 1024  # blocks of a row
 _TILE_ROWS = 32
 
 # `RowTables`, each `Strided`.
@@ -26,13 +27,13 @@ _Tables = namedtuple("_Tables", "token_ids block_tables")
 def gather_tokens(
     tables: RowTables, slots: Tensor, lengths: Tensor, row_slots: Tensor, num_blocks: int
 ) -> GatheredTokens:
-    """See the specification.
+    """Gather the new tokens of a step as specified in `pagewire.kernels.gathering.gather_tokens`.
 
     Args:
-        tables, slots, lengths, row_slots, num_blocks: as specified; tensors of int32, their last dimension dense.
+        tables, slots, lengths, row_slots, num_blocks: as specified; tensors of int32, the last dimension dense.
 
     Raises:
-        ValueError: a shape, dtype or stride is not one of these.
+        ValueError: a shape, dtype, stride or number is not supported.
     """
     num_tokens, num_rows, max_blocks = len(slots), len(row_slots), tables.block_tables.shape[-1]
     check_tensor("slots", slots, ("T",), torch.int32)
@@ -66,13 +67,13 @@ def gather_tokens(
 
 
 def gather_columns(lines: Tensor, seeds: Tensor, slots: Tensor, num_tokens: Tensor) -> SamplingColumns:
-    """See the specification.
+    """Gather sampling parameters as specified in `pagewire.kernels.gathering.gather_columns`.
 
     Args:
-        lines, seeds, slots, num_tokens: as specified, their last dimension dense.
+        lines, seeds, slots, num_tokens: as specified, the last dimension dense.
 
     Raises:
-        ValueError: a shape, dtype or stride is not one of these.
+        ValueError: a shape, dtype or stride is not supported.
     """
     check_tensor("slots", slots, ("R",), torch.int32)
     check_tensor("num_tokens", num_tokens, (len(slots),), torch.int32)
@@ -98,7 +99,7 @@ def gather_columns(lines: Tensor, seeds: Tensor, slots: Tensor, num_tokens: Tens
     return SamplingColumns.of(columns[:, :num_rows], row_seeds, num_tokens)
 
 
-# How many tokens and rows a step has, and where they lie in what was sent of it, is no reason to compile again.
+# The number of tokens and rows of a step, and the alignment of its uploaded tensors, must not trigger a recompilation.
 @triton.jit(
     do_not_specialize=["num_tokens", "num_tiles", "num_blocks", "num_pieces"],
     do_not_specialize_on_alignment=["slots", "lengths", "row_slots"],
@@ -107,7 +108,8 @@ def _gather_tokens_kernel(
     tables, slots, lengths, row_slots, gathered, num_tokens, num_tiles, num_blocks, num_pieces,
     BLOCK_SIZE: tl.constexpr, TILE_TOKENS: tl.constexpr, TILE_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """The first `num_tiles` programs look tokens up, and each of the others copies one of a row's `num_pieces`."""
+    """Gather tokens in the first `num_tiles` programs. Each other program copies one of the `num_pieces` pieces of a
+    block table."""
     program = tl.program_id(0)
     if program < num_tiles:
         token = program * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
@@ -135,7 +137,7 @@ def _gather_columns_kernel(
     lines, seeds, slots, columns, row_seeds, column_stride, num_rows,
     NUM_LINES: tl.constexpr, PADDED_LINES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A program looks the parameters of TILE rows up."""
+    """Gather the parameters of TILE rows per program."""
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     is_row = row < num_rows
     slot = tl.load(slots + row, is_row, 0)

@@ -1,4 +1,4 @@
-"""How kernels are launched: the tensors that they take, and one launch after another of the same kernel."""
+"""Launching of kernels: tensors as kernel arguments, their validation, and repeated launches of the same kernel."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -13,31 +13,35 @@ import triton.language as tl
 FLOATS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 INTEGERS = (torch.int32, torch.int64)
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-ALIGNMENT = 16  # bytes: kernels are compiled for whether addresses are multiples of it
+ALIGNMENT = 16  # bytes: Triton compiles one variant for addresses that are multiples of this, one for others
 
 
 class Strided(NamedTuple):
-    """A tensor whose last dimension is dense, and the distances between elements of all others, as one argument of a
-    kernel: a device gets the fields of a tuple one by one."""
+    """A tensor whose last dimension is dense, with its other strides, as one argument of a kernel.
+
+    A kernel receives the fields of a tuple as separate parameters.
+    """
 
     data: Tensor
     strides: tuple[int, ...]
 
     @staticmethod
     def of(tensor: Tensor) -> "Strided":
-        """A tensor as a kernel takes it."""
+        """Return a tensor as a kernel argument."""
         return Strided(tensor, tensor.stride()[:-1])
 
 
 def check_tensor(
     name: str, tensor: Tensor | None, shape: tuple[int | str, ...], *dtypes: torch.dtype, is_strided: bool = False
 ) -> None:
-    """Raises ValueError unless a tensor has this shape, one of these dtypes, and lies densely.
+    """Raise ValueError unless a tensor has this shape, one of these dtypes, and dense memory.
 
     Args:
-        tensor: None, of an argument that may be left out, passes.
-        shape: a size that may be any is given by its name.
-        is_strided: only its last dimension needs to be dense.
+        name: name of the argument in the error message.
+        tensor: the tensor; None is valid, for optional arguments.
+        shape: expected sizes; a name stands for any size.
+        dtypes: accepted dtypes.
+        is_strided: only the last dimension must be dense.
     """
     if tensor is None:
         return
@@ -53,10 +57,10 @@ def check_tensor(
 
 
 def operand(query_dtype: torch.dtype, cache_dtype: torch.dtype) -> object:
-    """The type of the operands of products.
+    """Return the Triton type of the operands of dot products.
 
-    8-bit floats become float16, exactly and in fewer instructions than bfloat16 takes. The interpreter cannot multiply
-    bfloat16.
+    8-bit floats are converted to float16, which is exact and needs fewer instructions than bfloat16. The interpreter
+    uses float32 for bfloat16, which it cannot multiply.
     """
     if query_dtype == torch.bfloat16 and cache_dtype == torch.float8_e4m3fn:
         return tl.float16
@@ -67,16 +71,17 @@ def operand(query_dtype: torch.dtype, cache_dtype: torch.dtype) -> object:
 
 @dataclass(frozen=True, slots=True)
 class RepeatedLaunch:
-    """A kernel with its grid and constants, which is told what kind of arguments it gets.
+    """A kernel with its grid and constants, for launches that skip Triton's inspection of the arguments.
 
-    At every launch Triton looks at all arguments to find the variant that is compiled for such, which takes ten times
-    as long as the launch. Arguments of a kind that was launched before go to the variant that was launched then.
+    At every launch Triton inspects all arguments to find the matching compiled variant, which takes ten times as long
+    as the launch. Here the caller passes the kind of the arguments. Arguments of a kind that was launched before use
+    the variant of that launch.
 
     Attributes:
         kernel: a function of `triton.jit`.
-        grid: three numbers of programs.
+        grid: number of programs in three dimensions.
         constants: the last parameters of the kernel, by name and in their order.
-        options: of the compiler, by name.
+        options: compiler options, by name.
     """
 
     kernel: Any
@@ -86,10 +91,10 @@ class RepeatedLaunch:
     _variants: dict[Hashable, Callable[..., None]] = field(default_factory=dict)
 
     def __call__(self, kind: Hashable, *arguments: Any) -> None:
-        """Launch it.
+        """Launch the kernel.
 
-        `kind`: equal only where everything that a kernel is compiled for is: types, strides, numbers, and whether
-        addresses are multiples of 16. None: of no kind that comes again.
+        `kind`: two kinds may be equal only if every property that a kernel is compiled for is equal: types, strides,
+        numbers, and whether addresses are multiples of 16. None: the kind will not occur again.
         """
         launch = self._variants.get(kind)
         if launch is not None:

@@ -1,8 +1,8 @@
-"""Products with quantised weights, which stay quantised: codes of 4 or 8 bits, or floats of 8.
+"""Matrix multiplication with quantised weights that stay quantised: 4-bit or 8-bit codes, or 8-bit floats.
 
-Of each group of inputs `dot(x, codes - zero)` is computed with exact operands and accumulated in float32; the group's
-scale multiplies the sum, not the weights. A program holds its product transposed, so that what it decodes are the rows
-of the first operand, which processors take from registers (as Marlin does: Frantar et al., 2024,
+For each group of inputs, `dot(x, codes - zero)` is computed with exact operands and accumulated in float32. The scale
+of the group multiplies this sum, not the weights. A program computes its result transposed, so that the decoded weights
+are rows of the first operand, which processors read from registers (as Marlin does: Frantar et al., 2024,
 https://arxiv.org/abs/2408.11743).
 
 Specification: `dequantized()` of `pagewire.kernels.weight.HeldWeight`.
@@ -23,36 +23,38 @@ from pagewire.kernels.triton.experts import Assignment
 from pagewire.kernels.triton.launching import FLOATS, INTERPRETED, Strided, check_tensor, operand
 from pagewire.kernels.weight import FLOAT8, GROUP_UNIT, HeldFormat, HeldWeight
 
-_MAX_DEPTH = 64  # inputs of a product at most
-_NUM_PROGRAMS = 2 * 132  # that keep the processors of an H200 busy
+_MAX_DEPTH = 64  # largest number of inputs of one dot product
+_NUM_PROGRAMS = 2 * 132  # enough to keep the processors of an H200 busy
 
-# What the kernel is compiled for: the tile of a program; inputs of a product, products of a step that are computed side
-# by side, and in how many halves codes lie in a byte; how many products deep a group is, 0: all; what codes of 4 bits
-# are, the type of operands, and instructions that make them, if any; and how many steps are loaded ahead.
+# The compile-time constants of the kernel: the tile of a program; the inputs of a dot product (depth), the dot products
+# of a step that are computed side by side (lanes), and the codes per byte (halves); the depths per group, 0: one group;
+# the offset of 4-bit codes, or whether they are E2M1 numbers; the type of operands; the PTX that decodes 4-bit codes,
+# or None; and the number of steps that are loaded ahead.
 KernelShape = namedtuple(
     "KernelShape", "block_m block_n depth num_lanes num_halves group_depths offset is_e2m1 operand decoders num_stages"
 )
-# A `PackedWeight` as the kernel takes it: pointers, None where something is not there.
+# A `PackedWeight` as kernel arguments: pointers, or None for a missing part.
 Pointers = namedtuple("Pointers", "codes scale zero minimum")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
-    """A weight [..., out, in] of a layer or of each expert, as the kernel reads it: `scale * (codes - zero) - minimum`.
+    """A weight [..., out, in] of a layer or of each expert in the kernel's layout: `scale * (codes - zero) - minimum`.
 
-    Codes of 4 bits lie in units of `2 * depth` inputs, the first half of them in the lower halves of bytes; other codes
-    in units of `depth`. The last unit is filled up. What groups have lies in words of 32 bits, each of consecutive
-    groups of one output, and the words of outputs side by side: no smaller loads run ahead of what is computed.
+    4-bit codes are stored in units of `2 * depth` inputs: the first half of a unit in the lower halves of its bytes,
+    the second half in the upper halves. Other codes are stored in units of `depth` inputs. The last unit is padded.
+    Scales, zeros and minima are stored in 32-bit words. A word contains consecutive groups of one output, and the words
+    of neighbouring outputs are adjacent. The reason is that only loads of at least 32 bits can be prefetched.
 
     Attributes:
-        codes: [..., out, units * depth], dense: uint8, each byte of two codes of 4 bits; int8; or float8_e4m3fn.
-        scale: [..., words, out, groups of a word]: float16 where every scale is such a number, else float32.
-        zero: the same in int8; None: 0.
-        minimum: the same in float16 or float32; None: 0.
-        group_size: inputs that have a scale in common. The last group may be shorter.
-        in_size: inputs, without what fills up the last unit.
-        offset: what is to be added to a code of 4 bits: 0 or -8.
-        is_e2m1: codes of 4 bits are E2M1 numbers instead, and mean twice these.
+        codes: [..., out, units * depth], dense: uint8, two 4-bit codes per byte; int8; or float8_e4m3fn.
+        scale: [..., words, out, groups per word]: float16 if float16 represents every scale exactly, else float32.
+        zero: int8 in the same layout; None: 0.
+        minimum: float16 or float32 in the same layout; None: 0.
+        group_size: number of inputs that share a scale. The last group may be shorter.
+        in_size: number of inputs, without the padding of the last unit.
+        offset: value that is added to a 4-bit code: 0 or -8.
+        is_e2m1: 4-bit codes are E2M1 numbers instead, and represent twice these numbers.
     """
 
     codes: Tensor
@@ -66,7 +68,7 @@ class PackedWeight:
 
     @property
     def depth(self) -> int:
-        """Inputs of a product: all of one group."""
+        """Return the number of inputs of one dot product. All of them belong to one group."""
         return _depth(self.group_size, self.in_size)
 
     @property
@@ -87,7 +89,10 @@ class PackedWeight:
 
 
 class LinearTile(NamedTuple):
-    """Rows and outputs of a program, how many products of a step it computes side by side, and its launch options."""
+    """The rows and outputs of a program, its number of lanes, and its launch options.
+
+    Lanes are dot products of a step that the program computes side by side.
+    """
 
     block_m: int
     block_n: int
@@ -96,8 +101,8 @@ class LinearTile(NamedTuple):
     num_stages: int
 
 
-# By bytes of an element of x and rows of a tile, from the widest. Of few rows weights are read at the speed of memory:
-# they are multiplied in lanes, by as many warps, or there were too few warps to hide what a step waits for.
+# By bytes per element of x and rows per tile, widest first. For few rows, memory bandwidth limits the reading of
+# weights. These tiles use lanes and more warps, because fewer warps could not hide the latency of a step.
 _TILES = {
     2: {
         16: [LinearTile(16, 64, 4, 8, 4), LinearTile(16, 32, 4, 4, 4), LinearTile(16, 16, 8, 8, 3)],
@@ -109,30 +114,32 @@ _TILES = {
 
 
 def can_pack(group_size: int, in_size: int) -> bool:
-    """Whether `pack` takes such weights: groups are of 16 inputs or multiples of that, or whole rows."""
+    """Return whether `pack` supports weights with this group size: multiples of 16 inputs, or whole rows."""
     return group_size >= in_size or not group_size % GROUP_UNIT
 
 
 def num_bytes(format: HeldFormat, out_size: int, in_size: int) -> int:
-    """What a packed weight of this format takes at most: whether float16 holds its scales, only these tell.
+    """Return an upper bound on the bytes of a packed weight of this format.
 
-    Codes of 4 bits are taken to be so in all rows alike: with those of other weights below them they may take 8.
+    The actual scales decide whether float16 represents them. Codes of 4 bits are assumed to need 4 bits in all rows.
+    Joined with weights that need 8 bits, they may need 8 bits.
     """
     bits, group_size = 4 if format.bits <= 4 else 8, format.group_size
     num_groups, depth = -(-in_size // group_size), _depth(group_size, in_size)
     of_codes = -(-in_size // (depth * 8 // bits)) * depth
-    has_zeros = format.has_zeros or bits == 4  # codes around anything get some
+    has_zeros = format.has_zeros or bits == 4  # shifting codes into 4 bits may add zeros
     of_zeros = -(-num_groups // 4) * 4 if has_zeros else 0
     return out_size * (of_codes + 4 * num_groups * (1 + format.has_minima) + of_zeros)
 
 
 def pack(weight: HeldWeight, device: torch.device) -> PackedWeight:
-    """Lays out a weight for the kernel, on the device.
+    """Convert a weight to the kernel's layout on the device.
 
-    Codes take 4 bits where all differ by less than 16, or all are twice E2M1 numbers and nothing stands for 0 but 0.
+    Codes are stored in 4 bits in two cases: all codes differ by less than 16, or all codes are twice E2M1 numbers and
+    the weight has no zeros.
 
     Raises:
-        ValueError: groups are neither of multiples of 16 inputs nor of whole rows.
+        ValueError: the group size is neither a multiple of 16 inputs nor a whole row.
     """
     in_size = weight.values.shape[1]
     if not can_pack(weight.group_size, in_size):
@@ -154,18 +161,20 @@ def pack(weight: HeldWeight, device: torch.device) -> PackedWeight:
 
 
 def multiply(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, output: Tensor | None = None) -> Tensor:
-    """x W^T + b; a row's result depends on no other row's numbers.
+    """Return x W^T + b. The result of a row does not depend on the other rows.
 
     Args:
-        x: [T, in_size] float16, bfloat16 or float32; rows at any distance.
-        bias: [out_size], dense, of the dtype of x or float32.
-        output: where to write, [T, out_size], dense, of the dtype of x or float32; None: new memory, of that of x.
+        x: [T, in_size] float16, bfloat16 or float32; any row stride.
+        packed: the weight.
+        bias: [out_size], dense, of the dtype of x or float32; or None.
+        output: memory for the result, [T, out_size], dense, of the dtype of x or float32; None: new memory of the dtype
+            of x.
 
     Returns:
-        [T, out_size]; accumulated, and the bias added, in float32.
+        [T, out_size]. The sum, including the bias, is computed in float32.
 
     Raises:
-        ValueError: a shape, stride or dtype is not one of these.
+        ValueError: a shape, stride or dtype is not supported.
     """
     if packed.codes.dim() != 2:
         raise ValueError(f"the weight is of {len(packed.codes)} experts; multiply the slots of each, `multiply_routed`")
@@ -182,20 +191,20 @@ def multiply(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, output
 
 
 def multiply_routed(x: Tensor, packed: PackedWeight, assignment: Assignment, biases: Tensor | None = None) -> Tensor:
-    """x W^T + b of each slot, with the weight and bias of its expert.
+    """Return x W^T + b for each slot, with the weight and bias of the slot's expert.
 
     Args:
-        x: [T, in_size] of tokens, or [T * num_chosen, in_size] of slots, float16, bfloat16 or float32; rows at any
-            distance.
-        packed: of as many experts.
-        assignment: of these slots, for products of the dtype of x.
-        biases: [num_experts, out_size], dense, of the dtype of x or float32.
+        x: [T, in_size], one row per token, or [T * num_chosen, in_size], one row per slot; float16, bfloat16 or
+            float32, any row stride.
+        packed: the weights of the same number of experts.
+        assignment: the assignment of these slots, for the dtype of x.
+        biases: [num_experts, out_size], dense, of the dtype of x or float32; or None.
 
     Returns:
-        Slots, [T * num_chosen, out_size], of the dtype of x; accumulated, and the bias added, in float32.
+        Slots, [T * num_chosen, out_size], in the dtype of x. The sum, including the bias, is computed in float32.
 
     Raises:
-        ValueError: a shape, stride or dtype is not one of these.
+        ValueError: a shape, stride or dtype is not supported.
     """
     table, num_chosen, tile = assignment
     num_slots, num_experts = len(table.order), len(table.ends)
@@ -213,10 +222,11 @@ def multiply_routed(x: Tensor, packed: PackedWeight, assignment: Assignment, bia
 
 
 def join(packed: Sequence[PackedWeight]) -> PackedWeight:
-    """The weight of experts, of whom each has one of these; codes take as many bits as those of all do.
+    """Return one weight for experts, from one weight per expert. Codes have the number of bits that all experts need
+    together.
 
     Raises:
-        ValueError: sizes differ, some are floats of 8 bits and others are not, or there are none.
+        ValueError: sizes differ, only some weights are 8-bit floats, or there is no weight.
     """
     kinds = {(each.codes.dim(), each.out_size, each.in_size, each.group_size, each.is_float) for each in packed}
     if len(kinds) != 1 or packed[0].codes.dim() != 2:
@@ -237,16 +247,19 @@ def join(packed: Sequence[PackedWeight]) -> PackedWeight:
 
 
 def take_rows(packed: PackedWeight, indexes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of the weight that is meant, computed in float32, rounded once. The host waits for nothing.
+    """Return rows of the dequantised weight, computed in float32 and rounded once. The host does not wait for the
+    device.
 
     Args:
+        packed: a weight of 2 dimensions.
         indexes: [T] int64, each from 0 to out_size - 1.
+        dtype: dtype of the result.
 
     Returns:
         [T, in_size].
 
     Raises:
-        ValueError: the indexes are not of this shape or dtype, or the weight is of experts.
+        ValueError: the indexes are not of this shape or dtype, or the weight is for experts.
     """
     if indexes.dim() != 1 or indexes.dtype != torch.int64 or packed.codes.dim() != 2:
         raise ValueError(
@@ -268,20 +281,20 @@ def take_rows(packed: PackedWeight, indexes: Tensor, dtype: torch.dtype) -> Tens
 
 
 def choose_block_m(num_rows: int, dtype: torch.dtype) -> int:
-    """Rows of a tile where they are not assigned to experts."""
+    """Return the number of rows of a tile, for rows that are not assigned to experts."""
     sizes = _TILES[dtype.itemsize]
     return next((size for size in sizes if num_rows <= size), max(sizes))
 
 
 def choose_tile(block_m: int, num_tiles: int, out_size: int, dtype: torch.dtype) -> LinearTile:
-    """The widest tile that makes enough programs of so many tiles of rows, or the narrowest."""
+    """Return the widest tile that gives enough programs for this number of row tiles, or else the narrowest tile."""
     tiles = _TILES[dtype.itemsize][block_m]
     wide = (tile for tile in tiles if num_tiles * triton.cdiv(out_size, tile.block_n) >= _NUM_PROGRAMS)
     return next(wide, tiles[-1])
 
 
 def kernel_shape(packed: PackedWeight, tile: LinearTile, dtype: torch.dtype) -> KernelShape:
-    """What the kernel is compiled for, with x of this dtype."""
+    """Return the compile-time constants of the kernel for x of this dtype."""
     num_halves = 8 // packed.bits
     has_decoders = num_halves == 2 and dtype.itemsize == 2 and not INTERPRETED
     return KernelShape(
@@ -300,15 +313,16 @@ def kernel_shape(packed: PackedWeight, tile: LinearTile, dtype: torch.dtype) -> 
 
 
 def decoder(dtype: torch.dtype, is_e2m1: bool, half: int) -> str:
-    """PTX that makes bits of floats of 16 bits, $0 and $1, of the lower or upper 4 bits of 4 bytes, $2.
+    """Return PTX that decodes four 4-bit codes into 16-bit floats.
 
-    It says what the kernel says for floats of any size, for two of them at a time.
+    The codes are the lower or upper halves of the 4 bytes of $2. The bits of the floats are written to $0 and $1, two
+    floats each. The result equals the result of the kernel's generic code in `_decode`.
     """
     if not is_e2m1:
-        top = "0x64646464" if dtype == torch.float16 else "0x43434343"  # of the bytes of 1024, or of 128
+        top = "0x64646464" if dtype == torch.float16 else "0x43434343"  # the upper bytes of the floats 1024 or 128
         lines = ["shr.b32 t, $2, 4", "and.b32 t, t, 0x0F0F0F0F"] if half else ["and.b32 t, $2, 0x0F0F0F0F"]
         lines += [f"prmt.b32 $0, t, {top}, 0x4140", f"prmt.b32 $1, t, {top}, 0x4342"]
-    elif dtype == torch.float16:  # all is in the upper bytes
+    elif dtype == torch.float16:  # the result is in the upper bytes
         lines = ["shr.b32 t, $2, 3", "and.b32 u, $2, 0x80808080"]
         if not half:
             lines = ["shl.b32 t, $2, 1", "shl.b32 u, $2, 4", "and.b32 u, u, 0x80808080"]
@@ -319,7 +333,7 @@ def decoder(dtype: torch.dtype, is_e2m1: bool, half: int) -> str:
         for index, bytes_of_two in enumerate(("0x4140", "0x4342")):
             lines += [f"prmt.b32 t, $2, 0, {bytes_of_two}", f"shl.b32 u, t, {8 if half else 12}"]
             lines += [f"shl.b32 t, t, {2 if half else 6}", "and.b32 t, t, 0x01C001C0", "and.b32 u, u, 0x80008000"]
-            # What is written is not to take the place of what is still to be read.
+            # An output register must not replace an input register that is still to be read.
             lines += [f"or.b32 {'v' if index == 0 else '$1'}, t, u"]
         lines += ["mov.b32 $0, v"]
     return "{.reg .b32 t, u, v; " + "; ".join(lines) + ";}"
@@ -356,7 +370,7 @@ def _launch(
 
 
 def launch_sizes(packed: PackedWeight) -> tuple[int, int]:
-    """Units and groups of a row."""
+    """Return the numbers of units and of groups of a row."""
     return packed.codes.shape[-1] // packed.depth, packed.num_groups
 
 
@@ -370,13 +384,13 @@ def _fill_up(codes: Tensor, unit: int) -> Tensor:
 
 
 def _to_words(scales: Tensor) -> Tensor:
-    """Of [..., out, groups], in words of 32 bits."""
+    """Return [..., out, groups] in 32-bit words: [..., words, out, groups per word]."""
     per_word = 4 // scales.itemsize
     return _fill_up(scales, per_word).unflatten(-1, (-1, per_word)).transpose(-2, -3).contiguous()
 
 
 def _from_words(words: Tensor) -> Tensor:
-    """Of words of 32 bits, in [..., out, groups] with those that fill up the last word."""
+    """Return [..., out, groups] of 32-bit words, including the padding of the last word."""
     return words.transpose(-2, -3).flatten(-2)
 
 
@@ -387,11 +401,11 @@ def _pack_scales(scales: Tensor) -> Tensor:
 
 
 def _encode(packed: PackedWeight, codes: Tensor) -> PackedWeight:
-    """The packed weight with these codes, int8 [..., out, in], in as few bits as they take."""
+    """Return the packed weight with these codes, int8 [..., out, in], in the smallest number of bits."""
     lowest, highest = (int(bound) for bound in codes.aminmax()) if codes.numel() else (0, 0)
     depth = packed.depth
     start = next((start for start in (-8, 0) if start <= lowest and highest < start + 16), None)
-    if start is None and highest - lowest < 16:  # so are codes with another zero
+    if start is None and highest - lowest < 16:  # shifting zeros and codes makes them fit
         shifted = _shift_zero(packed, -8 - lowest)
         if shifted is not None:
             packed, codes, start = replace(packed, zero=shifted), codes - 8 - lowest, -8
@@ -414,7 +428,7 @@ _ENCODERS = {torch.int8: _encode, FLOAT8: _encode_floats}  # by a weight's eleme
 
 
 def _shift_zero(packed: PackedWeight, distance: int) -> Tensor | None:
-    """The codes that stand for 0 where all codes are moved by a distance; None if these are no longer of 8 bits."""
+    """Return the zeros after adding a distance to all codes; None if a zero no longer fits 8 bits."""
     if packed.zero is None:
         return torch.full_like(_to_words(_from_words(packed.scale).to(torch.int8)), distance)
     moved = packed.zero.short() + distance
@@ -422,7 +436,7 @@ def _shift_zero(packed: PackedWeight, distance: int) -> Tensor | None:
 
 
 def _unfold(codes: Tensor, packed: PackedWeight) -> Tensor:
-    """The codes [..., in] of the packed weight's kind: int8, without what fills up, or float8_e4m3fn."""
+    """Return the codes [..., in] of a packed weight: int8 without padding, or float8_e4m3fn."""
     if packed.bits == 8:
         return codes[..., : packed.in_size]
     halves = codes.unflatten(-1, (-1, 1, packed.depth))
@@ -435,7 +449,10 @@ def _unfold(codes: Tensor, packed: PackedWeight) -> Tensor:
 
 
 def _stack(parts: Sequence[Tensor | None], num_groups: int) -> Tensor | None:
-    """What groups of several weights have, made alike: of the widest dtype, and 0 where there is nothing."""
+    """Stack a part of several weights in one dtype, the widest. A part that is missing in one weight counts as zero.
+
+    Returns None if all weights lack the part.
+    """
     there = [part for part in parts if part is not None]
     if not there:
         return None
@@ -451,7 +468,8 @@ def _stack(parts: Sequence[Tensor | None], num_groups: int) -> Tensor | None:
 
 
 def _fold(nibbles: Tensor, depth: int) -> Tensor:
-    """Bytes of the two halves of each unit of `2 * depth`; of what fills up, the lower 4 bits count."""
+    """Return bytes that combine the two halves of each unit of `2 * depth` codes. Only the lower 4 bits of a code are
+    used."""
     halves = nibbles.unflatten(-1, (-1, 2, depth))
     return (halves[..., 0, :] & 15 | halves[..., 1, :] << 4).flatten(-2)
 
@@ -461,9 +479,9 @@ def _multiply_kernel(
     x, weight, biases, output, table, num_slots, slots_of_row, in_size, out_size,
     num_units, num_groups, SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """A program computes BLOCK_N outputs of a tile of rows, or of slots of one expert where there is a table.
+    """Compute BLOCK_N outputs of a tile of rows per program; with a table, of a tile of slots of one expert.
 
-    Tiles have outputs before rows. Where a step has several lanes, tiles have these before both.
+    Tiles have the dimensions (outputs, rows). With several lanes they are (lanes, outputs, rows).
     """
     tile = tl.program_id(0)
     members = tile * SHAPE.block_m + tl.arange(0, SHAPE.block_m)
@@ -493,7 +511,7 @@ def _sum_groups(
     x_at, is_member, weight, expert, columns, in_size, out_size, num_units, num_groups,
     SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """The products of all groups of inputs, [BLOCK_N, BLOCK_M] in float32."""
+    """Return the sum over all groups of inputs, [BLOCK_N, BLOCK_M] in float32."""
     DEPTH: tl.constexpr = SHAPE.depth
     NUM_HALVES: tl.constexpr = SHAPE.num_halves
     ELEMENT: tl.constexpr = x_at.dtype.element_ty
@@ -507,7 +525,7 @@ def _sum_groups(
     row_bytes = num_units * DEPTH
     codes_at = weight.codes + expert * out_size * row_bytes + columns.to(tl.int64) * row_bytes + inputs
     for first in tl.range(0, num_units, SHAPE.num_lanes, num_stages=SHAPE.num_stages):
-        # What lies behind the last unit or group repeats it, by inputs of 0.
+        # Indexes after the last unit or group repeat it, with inputs of 0.
         units = first + lanes
         codes = tl.load(codes_at + tl.minimum(units, num_units - 1) * DEPTH, mask=is_column, other=0.0)
         for half in tl.static_range(NUM_HALVES):
@@ -527,7 +545,7 @@ def _sum_groups(
             sums += product * scale
             if weight.minimum is not None:
                 minimum = _load_of_groups(weight.minimum, expert, groups, num_groups, columns, out_size)
-                # The sum of inputs, in each row: a product takes fewer instructions than to sum them up across threads.
+                # The sum of inputs of each row. A dot product needs fewer instructions than a sum across threads.
                 ones = tl.full(codes.shape, 1.0, SHAPE.operand)
                 x_sums = tl.dot(ones, x_operand, input_precision="ieee")
                 sums -= minimum.to(tl.float32) * x_sums
@@ -538,7 +556,8 @@ def _sum_groups(
 
 @triton.jit
 def _along(line, dim: tl.constexpr, SHAPE: tl.constexpr):
-    """A line along the first or second dimension of a tile, behind that of lanes where there are several."""
+    """Return a vector along the first or second dimension of a tile, after the dimension of lanes if there are
+    several."""
     line = line[:, None] if dim == 0 else line[None, :]
     if SHAPE.num_lanes > 1:
         line = line[None, :, :]
@@ -552,7 +571,7 @@ def _transpose(tile, SHAPE: tl.constexpr):
 
 @triton.jit
 def _load_of_groups(scales, expert, groups, num_groups, columns, out_size):
-    """What columns have in groups: all of a word is loaded."""
+    """Load the group values of columns: scales, zeros or minima. A whole word is loaded for each."""
     PER_WORD: tl.constexpr = 32 // scales.dtype.element_ty.primitive_bitwidth
     words = scales.to(tl.pointer_type(tl.int32)) + expert * out_size * tl.cdiv(num_groups, PER_WORD)
     found = tl.load(words + groups // PER_WORD * out_size + columns, mask=columns < out_size, other=0)
@@ -567,8 +586,12 @@ def _load_of_groups(scales, expert, groups, num_groups, columns, out_size):
 
 @triton.jit
 def _decode(codes, half: tl.constexpr, ELEMENT: tl.constexpr, SHAPE: tl.constexpr):
-    """Codes as operands. Those of 4 bits become bits of floats, which is cheaper than a conversion: the last bits of a
-    number whose last bit is worth 1, or exponent and first bit of the fraction of a very small one."""
+    """Convert codes to operands.
+
+    4-bit codes become bits of floats, which is cheaper than a conversion. An integer code becomes the last bits of a
+    float whose last bit is worth 1. An E2M1 number becomes the exponent and the first fraction bit of a very small
+    float.
+    """
     if SHAPE.num_halves == 1:
         values = codes.to(SHAPE.operand)
     else:

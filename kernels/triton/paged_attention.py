@@ -1,7 +1,7 @@
-"""Paged attention of a mixed batch: rows that decode and rows with more queries, as two launches and never one bad one.
+"""Paged attention of a mixed batch, in two launches: one for rows that decode, one for rows with more queries.
 
-A tile for many queries wastes most of its work on a row with one, and a tile for one query reads a prompt's keys once
-for each of its queries.
+One tile shape for both would be slow. A tile for many queries wastes most of its work on a row with one query. A tile
+for one query reads the keys of a prompt once for each of its queries.
 """
 
 from dataclasses import dataclass
@@ -16,10 +16,12 @@ from pagewire.kernels.triton.prefill_attention import PrefillAttention
 
 @dataclass(frozen=True, slots=True)
 class PagedAttention:
-    """Attention of a step's S rows in a group of layers: made once, so that a layer has nothing to do but to launch.
+    """Attention of a step's S rows for a group of layers. It is prepared once, so that each layer only launches
+    kernels.
 
     Attributes:
-        parts: the launches, one behind the other.
+        group: the layers.
+        parts: the launches, in order.
     """
 
     group: LayerGroup
@@ -35,17 +37,19 @@ class PagedAttention:
         plan: SplitPlan | None,
         selection: Selection | None = None,
     ) -> "PagedAttention":
-        """Attention of rows of which the host knows how many decode. These come first, with one query each.
+        """Prepare attention for rows of which the host knows how many decode. Rows that decode come first, with one
+        query each.
 
         Args:
-            block_tables, seq_lens, selection: of `paged_prefill`.
+            group: the layers.
+            block_tables, seq_lens, selection: as in `paged_prefill`.
             query_start_loc: [S + 1] int32, on the device.
-            num_decodes: how many rows come first with one query.
-            plan: decided for the first `num_decodes` of seq_lens, once a step: they are cut into splits, as by
-                `paged_attention_v2`. None: they are not; see `prefers_splits`.
+            num_decodes: number of rows at the beginning that have one query.
+            plan: the split plan, decided once per step for the first `num_decodes` of seq_lens. The rows are then split
+                as by `paged_attention_v2`. None: rows are not split; see `prefers_splits`.
 
         Raises:
-            ValueError: a shape, dtype, stride or number is not one of these.
+            ValueError: a shape, dtype, stride or number is not supported.
         """
         num_rows = seq_lens.numel()
         if not 0 <= num_decodes <= min(num_rows, group.query_shape[0]):
@@ -71,20 +75,23 @@ class PagedAttention:
         query_start_loc: Tensor,
         plan: SplitPlan | None,
     ) -> "PagedAttention":
-        """Attention where the device alone knows how many rows decode, so that a graph serves any mix of them.
+        """Prepare attention for rows of which only the device knows how many decode, so that one graph serves any
+        mixture.
 
-        Both kernels are launched over all rows. Programs of rows that are not theirs end at once; the first zeroes one
-        query for each of these, and the second writes those of all rows that do not decode.
+        Both kernels are launched over all rows, and programs of rows that belong to the other kernel end at once. The
+        first kernel writes zeros to one query for each of these rows; the second kernel then writes the queries of all
+        rows that do not decode.
 
         Args:
-            block_tables, query_start_loc: of `of`. There are at least as many queries as rows, and every one belongs to
-                a row.
+            group: the layers.
+            block_tables, query_start_loc: as in `of`. There are at least as many queries as rows, and every query
+                belongs to a row.
             decode_lens: [S] int32, seq_lens of the rows that decode, 0 for the others.
             prefill_lens: [S] int32, -1 for the rows that decode, seq_lens of the others.
-            plan: decided for `decode_lens`, or None.
+            plan: the split plan decided for `decode_lens`, or None.
 
         Raises:
-            ValueError: a shape, dtype, stride or number is not one of these.
+            ValueError: a shape, dtype, stride or number is not supported.
         """
         decodes = DecodeAttention.of(group, block_tables, decode_lens, decode_lens.numel(), plan)
         prefills = PrefillAttention.of(group, block_tables, prefill_lens, query_start_loc, 0)
@@ -93,19 +100,19 @@ class PagedAttention:
     def attend(
         self, query: Tensor, caches: PagedCaches, sinks: Tensor | None = None, output: Tensor | None = None
     ) -> Tensor:
-        """Attention over one layer's paged cache, which already holds the rows' own keys and values.
+        """Compute attention over one layer's paged cache, which already contains the rows' new keys and values.
 
         Args:
-            query: [T, num_heads, head_dim], of the shape and dtype of the group; the last dimension dense.
-            caches: of the layer; see `paged_caches`.
-            sinks: of the layer, [num_heads] float32; None: those of the group's scoring.
-            output: where to write, of the query's shape and dtype, the last dimension dense; None: new memory.
+            query: [T, num_heads, head_dim], with the shape and dtype of the group; the last dimension dense.
+            caches: the caches of the layer; see `paged_caches`.
+            sinks: the sinks of the layer, [num_heads] float32; None: the sinks of the group's scoring.
+            output: memory for the result, with the query's shape and dtype, the last dimension dense; None: new memory.
 
         Returns:
-            [T, num_heads, head_dim], of the query's dtype. What belongs to no row is not written.
+            [T, num_heads, head_dim] in the dtype of the query. Queries that belong to no row are not written.
 
         Raises:
-            ValueError: a shape, dtype, stride or number is not one of these.
+            ValueError: a shape, dtype, stride or number is not supported.
         """
         layer = self.group.tensors(query, caches, sinks, output)
         for part in self.parts:

@@ -1,10 +1,10 @@
-"""Attention of rows with many new tokens over a paged cache: whole prompts, chunks of them, with or without a prefix.
+"""Attention of rows with many new tokens over a paged cache: whole prompts or chunks, with or without a cached prefix.
 
-A program owns a tile of queries of one row, packed with all heads that share a KV head, so that keys and values are
-read once for them all. Tiles of keys that every query of it sees take a loop without masks. The tile's row is found on
-the device: the grid depends only on how many tokens and rows there are.
+A program processes a tile of queries of one row. The tile contains all query heads that share a KV head, so keys and
+values are read once for all of them. A loop without masks processes the tiles of keys that are visible to every query
+of the tile. The device finds the row of a tile: the grid depends only on the number of tokens and rows.
 
-Rows with one new token are better off in `decode_attention`: `paged_attention` launches both, each for its part.
+Rows with one new token are faster in `decode_attention`; `paged_attention` launches both kernels, each for its rows.
 
 Specification: `pagewire.kernels.reference.paged_attention`.
 """
@@ -43,29 +43,32 @@ def paged_prefill(
     selection: Selection | None = None,
     output: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of S rows over one layer's paged cache, which already holds the rows' own keys and values.
+    """Compute causal attention of S rows over one layer's paged cache, which already contains the rows' new keys and
+    values.
 
-    After FlashAttention 2 (Dao, 2023, https://arxiv.org/abs/2307.08691), over pages. Positions that the specification
-    never reads may hold anything, NaN included; a query that attends to nothing gives zeros.
+    The algorithm is FlashAttention 2 (Dao, 2023, https://arxiv.org/abs/2307.08691) over pages. Positions that the
+    specification never reads may contain anything, including NaN. A query that attends to no position returns zeros.
 
     Args:
-        query: [T, num_heads, head_dim], float16, bfloat16 or float32; the last dimension dense. At most 128 heads share
-            a KV head.
+        query: [T, num_heads, head_dim], float16, bfloat16 or float32; the last dimension dense. At most 128 query heads
+            share a KV head.
         key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim] of the query's dtype or of
-            float8_e4m3fn; the last dimension dense, any other strides. Block sizes are multiples of 8 up to 256, head
-            dimensions multiples of 8 from 16 to 256.
+            float8_e4m3fn; the last dimension dense, any other strides. The block size is a multiple of 8 up to 256,
+            head_dim a multiple of 8 from 16 to 256.
         block_tables: [S, max_blocks] int32, the last dimension dense.
-        seq_lens: [S] int32, on the device. Of a row of length -1 nothing is read or written.
-        query_start_loc: [S + 1] int32, on the device: where each row's queries begin in `query`. Those of no row are
-            neither read nor written: the last rows of a mixed batch come with the queries of all.
+        seq_lens: [S] int32, on the device. A row of length -1 is neither read nor written.
+        query_start_loc: [S + 1] int32, on the device: the first query of each row in `query`. Queries that belong to no
+            row are neither read nor written. So the last rows of a mixed batch can be passed with the queries of the
+            whole batch.
         scoring, selection: as specified.
-        output: where to write, of the query's shape and dtype, the last dimension dense; None: new memory.
+        output: memory for the result, with the query's shape and dtype, the last dimension dense; None: new memory.
 
     Returns:
-        [T, num_heads, head_dim], of the query's dtype; accumulated in float32. What belongs to no row is not written.
+        [T, num_heads, head_dim] in the dtype of the query; accumulated in float32. Queries that belong to no row are
+            not written.
 
     Raises:
-        ValueError: a shape, dtype, stride or number is not one of these.
+        ValueError: a shape, dtype, stride or number is not supported.
     """
     group, layer = one_layer(query, key_cache, value_cache, scoring, output)
     PrefillAttention.of(group, block_tables, seq_lens, query_start_loc, 0, selection).launch(layer)
@@ -74,10 +77,13 @@ def paged_prefill(
 
 @dataclass(frozen=True, slots=True)
 class PrefillAttention:
-    """What `paged_prefill` does for a step's rows in a group of layers: these differ in `LayerTensors` alone.
+    """The computation of `paged_prefill`, prepared for a step's rows in a group of layers that differ only in
+    `LayerTensors`.
 
     Attributes:
         rows: see `LayerGroup.rows`.
+        query_start_loc: [S + 1] int32, on the device.
+        num_rows: S.
         attend: the launch.
     """
 
@@ -95,7 +101,10 @@ class PrefillAttention:
         num_skipped: int,
         selection: Selection | None = None,
     ) -> "PrefillAttention":
-        """`num_skipped`: how many of the layers' queries come before those of the rows, if the host knows, or 0."""
+        """Prepare the launch for the rows. Raises ValueError if a shape or dtype is not supported.
+
+        `num_skipped`: the number of queries that precede the queries of these rows, if the host knows it, else 0.
+        """
         num_rows = seq_lens.numel()
         rows = group.rows(block_tables, seq_lens, num_rows, group.scoring.window or None, selection)
         check_tensor("query_start_loc", query_start_loc, (num_rows + 1,), torch.int32)
@@ -115,10 +124,10 @@ class PrefillAttention:
             self.attend(layer.kind, *arguments, self.query_start_loc, self.num_rows)
 
 
-# Device code. Scores are in units of log 2, so that weights are powers of two. Arguments are what `LayerGroup`
-# makes them; SHAPE is an `AttentionConstants`.
+# Device code. Scores are in units of log 2, so that weights are powers of two. `LayerGroup` builds the arguments; SHAPE
+# is an `AttentionConstants`.
 
-# Where the rows that do not decode begin in the step's tensors is no reason to compile again.
+# The position of the first prefill row in the step's tensors must not trigger a recompilation.
 _NUMBERS = ["table_stride", "window", "num_rows"]
 _ROWS = ["block_tables", "seq_lens", "query_start_loc"]
 
@@ -128,12 +137,15 @@ def _paged_prefill_kernel(
     output, query, caches, block_tables, table_stride, seq_lens, window, selected, weighing, query_start_loc, num_rows,
     SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """A row of the tile is one head of one query: block_m // num_groups queries by num_groups heads."""
+    """Process one tile per program.
+
+    A row of the tile is one head of one query: block_m // num_groups queries times num_groups heads.
+    """
     NUM_GROUPS: tl.constexpr = SHAPE.num_groups
     TILE_QUERIES: tl.constexpr = SHAPE.block_m // SHAPE.num_groups
     HAS_WINDOW: tl.constexpr = window is not None
     head = tl.program_id(1)
-    # The last queries of a row have most to read: they begin first.
+    # The last queries of a row read the most keys, so their programs start first.
     row, first_query = _find_tile(query_start_loc, num_rows, tl.num_programs(0) - 1 - tl.program_id(0), TILE_QUERIES)
     start = tl.load(query_start_loc + row)
     num_queries = tl.load(query_start_loc + row + 1) - start
@@ -154,7 +166,7 @@ def _paged_prefill_kernel(
 
     first, begin, full_begin, full_end, end = _bound(first_position, last_position, window, SHAPE.block_n)
     blocks = selected
-    if selected is not None:  # in any order: no tile is known to be seen by all
+    if selected is not None:  # selected blocks are in any order: no tile is known to be visible to all queries
         line = row.to(tl.int64) * tl.num_programs(1) + head
         blocks = selected[0].data + line * selected[0].strides[1]
         begin, end = 0, tl.load(selected[1] + line) * SHAPE.block_size
@@ -163,7 +175,7 @@ def _paged_prefill_kernel(
     highest = tl.full([SHAPE.block_m], LOWEST, tl.float32)
     block_table = block_tables + row.to(tl.int64) * table_stride
     of_tile = (queries, factors, slopes, seq_len - num_queries + queries_of)
-    for part in tl.static_range(3):  # before what all queries of the tile see, that, and past it
+    for part in tl.static_range(3):  # keys before, within and after the range that all queries of the tile see
         until = end
         if part == 0:
             until = tl.minimum(full_begin, end)
@@ -183,10 +195,11 @@ def _paged_prefill_kernel(
 
 @triton.jit
 def _find_tile(query_start_loc, num_rows, index, TILE_QUERIES: tl.constexpr):
-    """The row of a tile, and the tile's first query in it, which may lie past the row's last.
+    """Return the row of a tile, and the tile's first query within that row. The query may be past the last query of the
+    row.
 
-    Row i's tiles begin at tile start // TILE_QUERIES + i, where start counts queries from those of the first row: room
-    for one partial tile in each row.
+    Row i's tiles begin at tile start // TILE_QUERIES + i. Here start is the row's first query, counted from the first
+    query of the first row. This leaves room for one partial tile in each row.
     """
     origin = tl.load(query_start_loc)
     row, end = tl.zeros_like(num_rows), num_rows
@@ -201,9 +214,10 @@ def _find_tile(query_start_loc, num_rows, index, TILE_QUERIES: tl.constexpr):
 
 @triton.jit
 def _bound(first_position, last_position, window, BLOCK_N: tl.constexpr):
-    """The first position that any query of a tile sees; tiles of keys from begin to end hold all that any of them sees.
+    """Return the bounds of the keys that a tile of queries sees: (first, begin, full_begin, full_end, end).
 
-    Of those, all queries see all from full_begin to full_end.
+    `first` is the first position that any query sees. The tiles of keys from begin to end contain all positions that
+    any query sees. Every query sees all positions from full_begin to full_end.
     """
     first = tl.zeros_like(first_position)
     full_begin = first
@@ -219,10 +233,11 @@ def _attend(
     state, of_tile, span, block_table, blocks, caches, head, window, weighing, SHAPE: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds what lies in a span of what may be read: of positions, or of those of the selected blocks in turn.
+    """Add the keys and values of a span to the softmax state, and return it.
 
-    A span is (begin, end, first, last): indexes begin to end, of which nothing before position `first` or after `last`
-    is read. Without a mask all of it is read, and every query sees it.
+    A span is (begin, end, first, last): the indexes begin to end, without positions before `first` or after `last`.
+    Indexes are positions, or count the positions of the selected blocks in order. Without a mask the whole span is
+    read, and every query sees all of it.
     """
     BLOCK_SIZE: tl.constexpr = SHAPE.block_size
     IS_BENT: tl.constexpr = (weighing.cap is not None) or (weighing.slopes is not None)
@@ -253,7 +268,7 @@ def _attend(
         if IS_BENT:
             new_highest = tl.maximum(highest, tl.max(scores, axis=1))
             weights = tl.exp2(scores - new_highest[:, None])
-        else:  # the factors are positive, so that the maximum may come before them
+        else:  # the factors are positive, so the maximum may be computed before the multiplication
             new_highest = tl.maximum(highest, tl.max(scores, axis=1) * factors)
             weights = tl.exp2(scores * factors[:, None] - new_highest[:, None])
 
@@ -263,15 +278,18 @@ def _attend(
         value_at = value_cache + (block * values.strides[0] + offset * values.strides[1])[:, None] + dims[None, :]
         value_tile = tl.load(value_at, mask=mask, other=0.0).to(SHAPE.operand)
         sums = tl.dot(weights.to(SHAPE.operand), value_tile, sums * decay[:, None], input_precision="ieee")
-        # Block ids of the next tile: were they loaded where they are used, its keys and values could not be on their
-        # way while this tile is computed.
+        # The block ids of the next tile are loaded here. If they were loaded at their use, the keys and values of the
+        # next tile could not be loaded while this tile is computed.
         reads = _locate(start + SHAPE.block_n + columns, span, block_table, blocks, BLOCK_SIZE, IS_MASKED)
     return sums, totals, highest
 
 
 @triton.jit
 def _locate(index, span, block_table, selected_blocks, BLOCK_SIZE: tl.constexpr, IS_MASKED: tl.constexpr):
-    """Positions and block ids at indexes of a span, and whether to read them: without a mask, wherever it has them."""
+    """Return the positions and block ids at indexes of a span, and whether to read them.
+
+    Without a mask, every index below the end of the span is read.
+    """
     _, end, first, last = span
     is_read = index < end
     logical = index // BLOCK_SIZE

@@ -1,15 +1,18 @@
-"""From logits to tokens on the device. Specification: `pagewire.kernels.sampling.sample`, whose draws these are.
+"""Sampling on the device, from logits to tokens. Specification: `pagewire.kernels.sampling.sample`, with the same
+draws.
 
-A step is two launches and reads the logits once, and a little more where rows have filters:
+A step has two launches and reads the logits once, plus a small part again for rows with filters:
 
-1. *scan*: programs share a row by chunks. Each applies the penalties and finds its chunk's highest logit and its best
-   score (logit / temperature + noise), and leaves the highest logit of every group of 64 tokens.
-2. *choose*: a program per row combines its chunks. A row's filters amount to one threshold; it is looked for only in
-   the groups that can hold it. If the best token of all lies above, it is also the best of those kept; if not, the
-   groups whose highest does are searched for it.
+1. *scan*: several programs share a row, one chunk each. Each program applies the penalties and finds the highest logit
+   and the best score (logit / temperature + noise) of its chunk. It also stores the highest logit of every group of 64
+   tokens.
+2. *choose*: one program per row combines the row's chunks. The filters of a row amount to one threshold, which is
+   searched only in the groups that can contain it. If the best token overall is above the threshold, it is also the
+   best token that the filters keep. Otherwise the program searches the groups whose highest logit is above the
+   threshold.
 
-Biases and stop tokens are a launch before them, log-probabilities one behind them, each only where a row asks for it.
-Launch grids depend on the tensors' shapes alone, so a CUDA graph can hold them.
+Biases and stop tokens need a launch before these, log-probabilities a launch after them, each only if a row uses them.
+Launch grids depend only on the shapes of the tensors, so a CUDA graph can contain the launches.
 """
 
 from collections import namedtuple
@@ -23,21 +26,21 @@ from pagewire.kernels import noise, sampling
 from pagewire.kernels.sampling import DTYPES, SampledTokens, SamplingColumns, TokenTarget
 from pagewire.kernels.triton.launching import Strided, check_tensor
 
-MAX_VOCAB_SIZE = 2**20  # one program holds the highest logit of every group
+MAX_VOCAB_SIZE = 2**20  # one program loads the highest logit of every group
 GROUP_SIZE = 64  # tokens; a power of two
-TILE_GROUPS = 32  # that a program of the scan reads at a time
-TILE_TOKENS = 2048  # that a program of the choice reads at a time
-MIN_PROGRAMS = 1024  # of the scan, where there are tokens enough: about eight for each multiprocessor of a large GPU
+TILE_GROUPS = 32  # groups that a program of the scan reads at a time
+TILE_TOKENS = 2048  # tokens that a program of the choice reads at a time
+MIN_PROGRAMS = 1024  # of the scan, if there are enough tokens: about eight per multiprocessor of a large GPU
 _SCAN_WARPS = 8
 _ROW_WARPS = 8
 
 _GROUP_SIZE = tl.constexpr(GROUP_SIZE)
 _TILE_GROUPS = tl.constexpr(TILE_GROUPS)
 _TILE_TOKENS = tl.constexpr(TILE_TOKENS)
-_MASK_TOKENS = 4096  # that a program looks up in a mask
-_EDIT_TOKENS = 64  # that a program edits at a time
-_LISTED_TOKENS = tl.constexpr(128)  # that a program reports at a time, of those that a row lists
-_NUM_EDGES = tl.constexpr(8)  # between which a pass over the candidates weighs them
+_MASK_TOKENS = 4096  # tokens of a mask per program
+_EDIT_TOKENS = 64  # tokens that a program edits at a time
+_LISTED_TOKENS = tl.constexpr(128)  # listed tokens that a program reports at a time
+_NUM_EDGES = tl.constexpr(8)  # bounds of the intervals that one pass of `_search` distinguishes
 _LARGEST = tl.constexpr(sampling.LARGEST)
 _GOLDEN = tl.constexpr(noise.GOLDEN)
 _TOKEN_MULTIPLIER = tl.constexpr(noise.TOKEN_MULTIPLIER)
@@ -46,15 +49,15 @@ _FMIX_SECOND = tl.constexpr(noise.FMIX_SECOND)
 _LN_2 = tl.constexpr(0.6931471805599453)
 _MAX_INT = tl.constexpr(2**31 - 1)
 _MIN_INT = tl.constexpr(-(2**31))
-_MIN_KEY = tl.constexpr(-2139095041)  # of -inf
+_MIN_KEY = tl.constexpr(-2139095041)  # the key of -inf
 _SLACK = tl.constexpr(1e-3)  # far above the rounding of a score
 
 
-# What the scan finds in each chunk of a row, [R, num_chunks, 3] each: the highest logit, and the logit and the noise of
-# the best score (float32); the ids of those two, and whether there is a NaN (int32).
+# The results of the scan for each chunk of a row, [R, num_chunks, 3] each: the highest logit, and the logit and the
+# noise of the best score (float32); the ids of both tokens, and whether the chunk contains NaN (int32).
 _Chunks = namedtuple("_Chunks", "found ids")
-# What is known of the groups of each row's tokens, [R, num_groups] each: the highest logit; the sum of
-# exp((logit - highest) / temperature), of rows with top-p alone (float32); a list of chosen groups (int32).
+# The groups of each row's tokens, [R, num_groups] each: the highest logit; the sum of exp((logit - highest) /
+# temperature), only for rows with top-p (float32); and a list of selected groups (int32).
 _Groups = namedtuple("_Groups", "highest masses selected num_groups")
 # A `TokenTarget` whose token ids are `Strided`.
 _Target = namedtuple("_Target", "token_ids slots sampled")
@@ -67,22 +70,22 @@ def sample(
     max_logprobs: int | None = None,
     target: TokenTarget | None = None,
 ) -> SampledTokens:
-    """Chooses a token per row, and counts it.
+    """Choose a token for each row, add it to the token counts, and return the tokens and their log-probabilities.
 
-    The draws are those of the specification unless a row's two best scores lie within 1e-5, or the probability before
-    the last token that top-p keeps lies within rounding of top-p.
+    The draws equal the draws of the specification, with two exceptions: the two best scores of a row differ by less
+    than 1e-5, or the probability before the last token that top-p keeps is within rounding of top-p.
 
     Args:
         logits: [R, vocab_size] float32, the last dimension dense; overwritten.
         columns: one entry per row.
-        token_counts: [num_slots, vocab_size] int32, the last dimension dense: twice the times that a token stands in
-            the output, plus 1 if it stands in the prompt; the chosen tokens of rows that have a slot are added. None:
+        token_counts: [num_slots, vocab_size] int32, the last dimension dense: twice the number of times that the output
+            contains the token, plus 1 if the prompt contains it. The chosen tokens of rows with a slot are added. None:
             no row has penalties.
         max_logprobs: at least every row's num_logprobs; None: no row reports log-probabilities.
-        target: where the tokens are kept besides, as specified; None: nowhere.
+        target: memory for the chosen tokens in addition to the result, as specified; None: no such memory.
 
     Raises:
-        ValueError: a shape, dtype or device is not one of these.
+        ValueError: a shape, dtype or stride is not supported.
     """
     _check(logits, columns, token_counts, max_logprobs, target)
     num_rows, vocab_size = logits.shape
@@ -123,17 +126,18 @@ def sample(
 def count_tokens(
     token_counts: Tensor, slots: Tensor, token_ids: Tensor, start_loc: Tensor, num_prompt_tokens: Tensor
 ) -> None:
-    """Counts N sequences into their lines of `token_counts`, whatever stood there: those that come to a slot.
+    """Count the tokens of N new sequences into their lines of `token_counts`, replacing the previous content of these
+    lines.
 
     Args:
         token_counts: [num_slots, vocab_size] int32, the last dimension dense.
         slots: [N] int32 or int64, no line twice.
-        token_ids: [T] int32 or int64, those of sequence i from start_loc[i] to start_loc[i + 1], its prompt first.
+        token_ids: [T] int32 or int64; the tokens of sequence i are start_loc[i] to start_loc[i + 1], its prompt first.
         start_loc: [N + 1] int32 or int64.
         num_prompt_tokens: [N] int32 or int64.
 
     Raises:
-        ValueError: a shape or dtype is not one of these.
+        ValueError: a shape or dtype is not supported.
     """
     check_tensor("token_counts", token_counts, ("num_slots", "vocab_size"), torch.int32, is_strided=True)
     if len(start_loc) != len(slots) + 1 or len(num_prompt_tokens) != len(slots):
@@ -145,7 +149,7 @@ def count_tokens(
         return
     token_counts.index_fill_(0, slots.long(), 0)
     tile_size = 256
-    num_tiles = max(1, triton.cdiv(len(token_ids), tile_size))  # a sequence's length is known to the device alone
+    num_tiles = max(1, triton.cdiv(len(token_ids), tile_size))  # only the device knows the length of a sequence
     _count_kernel[(num_tiles, len(slots))](
         Strided.of(token_counts),
         slots,
@@ -188,7 +192,7 @@ def _check(
 
 
 def _apply_masks(logits: Tensor, columns: SamplingColumns) -> None:
-    """Take the tokens away that no mask allows. NaN stays, so that it is found."""
+    """Set the logits of tokens that a mask does not allow to -inf. NaN is kept, so that the scan finds it."""
     if columns.masks is None or columns.mask_lines is None:
         return
     num_rows, vocab_size = logits.shape
@@ -229,7 +233,8 @@ def _choose(
     sampled: SampledTokens,
     target: TokenTarget | None,
 ) -> None:
-    """Scans and chooses: fills `group_highest` [R, num_groups], the tokens of `sampled`, and the target."""
+    """Launch the scan and the choice. They fill `group_highest` [R, num_groups], the tokens of `sampled`, and the
+    target."""
     num_rows, vocab_size = logits.shape
     num_groups = group_highest.shape[1]
     num_tiles = triton.cdiv(num_groups, TILE_GROUPS)
@@ -241,7 +246,7 @@ def _choose(
     chunks = _Chunks(logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int32))
     counts = None if token_counts is None else Strided.of(token_counts)
     kept = None if target is None else _Target(Strided.of(target.token_ids), target.slots, target.sampled)
-    # What is edited already is no reason to compile these kernels again.
+    # Columns that have already been applied must not cause other variants of these kernels to be compiled.
     columns = columns._replace(**SamplingColumns._field_defaults)
     _scan_kernel[(num_chunks, num_rows)](
         Strided.of(logits),
@@ -289,7 +294,8 @@ def _noise_key(columns, row):
 
 @triton.jit
 def _distance_to_1(key, ids):
-    """1 - u of the uniform number u of each token: 23 random bits and half a step on top, exact like u itself."""
+    """Return 1 - u for the uniform number u of each token. u has 23 random bits plus half a step; 1 - u is exact like
+    u."""
     bits = _fmix32(key ^ (ids.to(tl.uint32) * _TOKEN_MULTIPLIER)) >> 9
     return ((bits ^ 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) - (1.0 - 2.0**-24)
 
@@ -304,7 +310,7 @@ def _gumbel(distance):
 
 @triton.jit
 def _mask_kernel(logits, vocab_size, masks, num_words, mask_lines, TILE_SIZE: tl.constexpr):
-    """A program takes tokens of one row away."""
+    """Set the logits of disallowed tokens of one row to -inf, TILE_SIZE tokens per program."""
     row = tl.program_id(0).to(tl.int64)
     line = tl.load(mask_lines + row).to(tl.int64)
     if line < 0:
@@ -328,7 +334,7 @@ def _edit_kernel(
     num_words,
     TILE_SIZE: tl.constexpr,
 ):
-    """A program edits a row: adds its biases, and suppresses its stop tokens while it is too short."""
+    """Edit one row per program: add its biases, and suppress its stop tokens while the output is too short."""
     row = tl.program_id(0).to(tl.int64)
     line = logits.data + row * logits.strides[0]
     if columns.bias_token_ids is not None:
@@ -353,12 +359,12 @@ def _edit_kernel(
             ids = tl.load(columns.stop_token_ids + row * max_stops + index, index < max_stops, -1)
             mask = (ids >= 0) & (ids < vocab_size)
             values = tl.load(line + ids, mask, 0.0)
-            tl.store(line + ids, float("-inf"), mask & (values == values))  # a NaN is to be noticed
+            tl.store(line + ids, float("-inf"), mask & (values == values))  # NaN is kept, so that the scan finds it
 
 
 @triton.jit
 def _count_kernel(counts, slots, token_ids, start_loc, num_prompt_tokens, TILE_SIZE: tl.constexpr):
-    """A program counts TILE_SIZE tokens of a sequence."""
+    """Count TILE_SIZE tokens of a sequence per program."""
     sequence = tl.program_id(1)
     start, end = tl.load(start_loc + sequence), tl.load(start_loc + sequence + 1)
     index = tl.program_id(0) * TILE_SIZE + tl.arange(0, TILE_SIZE)
@@ -373,10 +379,10 @@ def _count_kernel(counts, slots, token_ids, start_loc, num_prompt_tokens, TILE_S
 # Scan
 
 
-# How many rows a step has decides over these numbers, and is no reason to compile again.
+# The number of rows of a step determines chunk_tiles and must not trigger a recompilation.
 @triton.jit(do_not_specialize=["chunk_tiles"])
 def _scan_kernel(logits, vocab_size, counts, columns, groups, chunks, chunk_tiles):
-    """A program scans `chunk_tiles` tiles of a row."""
+    """Scan `chunk_tiles` tiles of a row per program."""
     row, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
     line, num_groups = logits.data + row * logits.strides[0], groups.num_groups
     temperature, top_k = tl.load(columns.temperature + row), tl.load(columns.top_k + row)
@@ -425,7 +431,7 @@ def _store_3(target, first, second, third):
 
 @triton.jit
 def _penalize(values, ids, vocab_size, row, line, counts, columns):
-    """Penalties, written back for those who read the logits again."""
+    """Return the values after penalties, and write them back for programs that read the logits again."""
     slot, repetition = tl.load(columns.slots + row), tl.load(columns.repetition_penalty + row)
     presence, frequency = tl.load(columns.presence_penalty + row), tl.load(columns.frequency_penalty + row)
     if (slot >= 0) & ((repetition != 1.0) | (presence != 0.0) | (frequency != 0.0)):
@@ -441,33 +447,35 @@ def _penalize(values, ids, vocab_size, row, line, counts, columns):
 
 @triton.jit
 def _scaled(values, highest, temperature):
-    """(values - highest) / temperature as the specification rounds it: [...] for `highest` that broadcasts."""
-    # Where all are -inf, so is the result.
+    """Return (values - highest) / temperature with the rounding of the specification. `highest` broadcasts to
+    `values`."""
+    # If all values are -inf, the results are -inf.
     distances = values - tl.maximum(highest, -_LARGEST)
     return tl.div_rn(distances, temperature + tl.zeros_like(distances))
 
 
 @triton.jit
 def _nearly_scaled(values, highest, temperature):
-    """Return (values - highest) / temperature by a product, which is cheaper and not rounded as specified."""
+    """Return (values - highest) / temperature by a multiplication, which is cheaper but not rounded as specified."""
     factor = tl.minimum(1.0 / temperature, _LARGEST)  # 0 times infinity would be NaN
     return (values - tl.maximum(highest, -_LARGEST)) * factor
 
 
 @triton.jit
 def _best_score(values, ids, line, tile, vocab_size, key, highest, temperature, best):
-    """The best of a tile and of what came before it: (logit, noise, id).
+    """Return the best score of a tile and of the preceding tiles as (logit, noise, id).
 
-    Hardly a tile but a program's first few can hold a better one, and only those pay for logarithms: the noise is at
-    most -log(1 - u), and log2 of a number is at least what its bits, read as an integer, are on a line. Such a tile is
-    read again in parts, so that what is rare does not take registers from what is not.
+    Usually only the first tiles of a program contain a better score. An upper bound on the scores finds these tiles,
+    and only they compute logarithms. The bound uses two facts. The noise is at most -log(1 - u). The bits of a number,
+    read as an integer, give a piecewise linear function that is at most its log2. A tile that may contain a better
+    score is read again in parts, so that this rare case does not need registers in the common case.
     """
     best_logit, best_noise, best_id = best
     best_score = _scaled(best_logit, highest, temperature) + best_noise
     bits = _distance_to_1(key, ids).to(tl.int32, bitcast=True).to(tl.float32)
     bounds = _nearly_scaled(values, highest, temperature) + (127 * _LN_2 - bits * (_LN_2 * 2.0**-23))
     if tl.max(bounds) + _SLACK > best_score:
-        tl.debug_barrier()  # penalties are written
+        tl.debug_barrier()  # the penalties must have been written
         first, end = tile * _TILE_GROUPS * _GROUP_SIZE, (tile + 1) * _TILE_GROUPS * _GROUP_SIZE
         for start in range(first, tl.minimum(end, vocab_size), _TILE_GROUPS * _GROUP_SIZE // 8):
             part = start + tl.arange(0, _TILE_GROUPS * _GROUP_SIZE // 8)
@@ -490,7 +498,7 @@ def _best_score(values, ids, line, tile, vocab_size, key, highest, temperature, 
 def _choose_kernel(
     logits, vocab_size, counts, columns, groups, chunks, num_chunks, sampled, target, NUM_CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """A program chooses a row's token; NUM_CHUNKS is a power of two and at least num_chunks."""
+    """Choose the token of one row per program. NUM_CHUNKS is a power of two and at least num_chunks."""
     row = tl.program_id(0).to(tl.int64)
     temperature, top_k = tl.load(columns.temperature + row), tl.load(columns.top_k + row)
     top_p, min_p = tl.load(columns.top_p + row), tl.load(columns.min_p + row)
@@ -532,7 +540,8 @@ def _choose_kernel(
 
 @triton.jit
 def _order_key(values):
-    """int32 of float32, in the same order; and back. A NaN has none."""
+    """Return int32 keys of float32 numbers with the same order. A NaN has no valid key. `_from_order_key` is the
+    inverse."""
     bits = values.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -544,13 +553,13 @@ def _from_order_key(keys):
 
 @triton.jit
 def _lowest_kept(rows, groups, top_k, top_p):
-    """The lowest scaled logit that top-k and then top-p keep."""
+    """Return the lowest scaled logit that top-k and then top-p keep."""
     vocab_size, num_groups = rows[2], groups[2]
     by_mass = (top_k <= 0) | (top_k >= vocab_size)
     least = tl.full([], _MIN_KEY, tl.int32)
     total, target = tl.full([], 0.0, tl.float32), top_k.to(tl.float32)
-    # Which groups can hold it? With top-k, the k with the highest highest logits hold k tokens not below these. With
-    # top-p alone, those that hold more than top-p are a guess.
+    # Find the groups that can contain the result. With top-k: the k groups with the highest maxima contain k tokens
+    # that are not below these maxima. With top-p alone: the groups that contain more than top-p are a guess.
     if by_mass:
         _, total = _weigh(rows, groups, 0, least - 1, True)
         target = (0.5 + 0.5 * top_p) * total
@@ -562,9 +571,9 @@ def _lowest_kept(rows, groups, top_k, top_p):
     low = tl.where(by_mass, least - 1, least)
     count, mass = _weigh(rows, groups, num_selected, low, False)
     if not by_mass:
-        # Of equal tokens at the end, only as many as make k.
+        # Among equal tokens at the threshold, only the tokens that complete k count.
         total = mass + (target - count) * tl.exp(_from_order_key(least))
-    elif mass < top_p * total:  # a wrong guess: look at all
+    elif mass < top_p * total:  # the guess was wrong: search all groups
         least = tl.full([], _MIN_KEY, tl.int32)
         num_selected = _select(rows, groups, _from_order_key(least))
     if top_p < 1.0:
@@ -575,11 +584,11 @@ def _lowest_kept(rows, groups, top_k, top_p):
 
 @triton.jit
 def _select(rows, groups, threshold):
-    """Lists the groups whose highest scaled logit reaches the threshold, in order; returns how many they are."""
+    """List the groups whose highest scaled logit is at least the threshold, in order. Return their number."""
     _, selected, _, highest, temperature = rows
     tops, _, num_groups = groups
     num_selected = tl.full([], 0, tl.int32)
-    tl.debug_barrier()  # others may still read the old list
+    tl.debug_barrier()  # other threads may still read the old list
     for start in range(0, num_groups, _TILE_TOKENS):
         index = start + tl.arange(0, _TILE_TOKENS)
         mask = index < num_groups
@@ -593,7 +602,8 @@ def _select(rows, groups, threshold):
 
 @triton.jit
 def _read_tokens(rows, start, num_selected):
-    """A tile of the selected groups' tokens: ids, scaled logits and which are there, [_TILE_TOKENS] each."""
+    """Load a tile of the selected groups' tokens: ids, scaled logits and whether each token exists, [_TILE_TOKENS]
+    each."""
     line, selected, vocab_size, highest, temperature = rows
     places = start + tl.arange(0, _TILE_TOKENS)
     mask = places < num_selected * _GROUP_SIZE
@@ -604,9 +614,10 @@ def _read_tokens(rows, start, num_selected):
 
 @triton.jit
 def _read_weights(rows, groups, start, num_selected, by_mass, OF_GROUPS: tl.constexpr):
-    """Keys and weights of a tile of all groups, or of the selected ones' tokens: [_TILE_TOKENS] each.
+    """Return keys and weights of a tile of all groups, or of the selected groups' tokens: [_TILE_TOKENS] each.
 
-    What is absent lies below all. A weight is 1, or by mass exp(scaled logit), summed over the tokens of a group.
+    The key of a missing entry is below all keys. A weight is 1; by mass, it is exp(scaled logit), summed over the
+    tokens of a group.
     """
     if OF_GROUPS:
         tops, masses, num_groups = groups
@@ -630,7 +641,7 @@ def _num_entries(groups, num_selected, OF_GROUPS: tl.constexpr):
 
 @triton.jit
 def _weigh(rows, groups, num_selected, key, OF_GROUPS: tl.constexpr):
-    """Return how many entries lie above the key, and their mass."""
+    """Return the number of entries above the key, and their mass."""
     counts, masses = tl.zeros([_TILE_TOKENS], tl.float32), tl.zeros([_TILE_TOKENS], tl.float32)
     for start in range(0, _num_entries(groups, num_selected, OF_GROUPS), _TILE_TOKENS):
         keys, weights = _read_weights(rows, groups, start, num_selected, True, OF_GROUPS)
@@ -641,12 +652,13 @@ def _weigh(rows, groups, num_selected, key, OF_GROUPS: tl.constexpr):
 
 @triton.jit
 def _search(rows, groups, num_selected, low, target, by_mass, OF_GROUPS: tl.constexpr):
-    """The key of the lowest entry, not below `low`, such that the entries above it weigh less than the target.
+    """Return the key of the lowest entry, not below `low`, such that the entries above it weigh less than the target.
 
-    Each pass weighs what lies above some edges between two bounds, and takes as the new ones the entries beside the two
-    edges where the target is reached and where it is not. Keys are integers, so it ends whatever the values are.
+    Each pass weighs the entries above several edges between two bounds. It finds the two neighbouring edges between
+    which the target is reached. The entries next to these edges are the new bounds. Keys are integers, so the search
+    ends for any values.
     """
-    least, most = low, tl.full([], 0, tl.int32)  # the key of the highest
+    least, most = low, tl.full([], 0, tl.int32)  # the key of the highest entry
     index = tl.arange(0, _NUM_EDGES)
     low -= 1
     is_open = True
@@ -662,7 +674,8 @@ def _search(rows, groups, num_selected, low, target, by_mass, OF_GROUPS: tl.cons
             weights_above += tl.sum(tl.where(is_above, weights[None, :], 0.0), 1)
             nearest_above = tl.minimum(nearest_above, tl.min(tl.where(is_above, keys[None, :], _MAX_INT), 1))
             nearest_below = tl.maximum(nearest_below, tl.max(tl.where(is_above, _MIN_INT, keys[None, :]), 1))
-        # Nothing lies above the last edge. If the first does not reach the target, every entry is in.
+        # No entry is above the last edge. If the entries above the first edge do not reach the target, all entries are
+        # kept.
         reaches = (weights_above >= target) & (index < _NUM_EDGES - 1)
         is_reached = tl.max(reaches.to(tl.int32), 0) > 0
         least = tl.max(tl.where(reaches, nearest_above, _MIN_INT), 0)
@@ -675,7 +688,7 @@ def _search(rows, groups, num_selected, low, target, by_mass, OF_GROUPS: tl.cons
 
 @triton.jit
 def _best_kept(rows, groups, threshold, key):
-    """The token with the best score among those that reach the threshold."""
+    """Return the token with the best score among the tokens that reach the threshold."""
     num_selected = _select(rows, groups, threshold)
     best_score, best_id = tl.full([], float("-inf"), tl.float32), tl.full([], 0, tl.int32)
     for start in range(0, num_selected * _GROUP_SIZE, _TILE_TOKENS):
@@ -704,8 +717,10 @@ def _logprobs_kernel(
     num_top,
     NUM_GROUPS: tl.constexpr,
 ):
-    """A program reports a row; NUM_GROUPS is num_groups as a power of two, rounded up. `listed`: [R, max_listed], or
-    None."""
+    """Report the log-probabilities of one row per program.
+
+    NUM_GROUPS is num_groups rounded up to a power of two. `listed`: [R, max_listed], or None.
+    """
     row = tl.program_id(0).to(tl.int64)
     num_wanted = tl.load(num_logprobs + row)
     if (num_wanted < 0) | (tl.load(sampled.is_nan + row) != 0):
@@ -732,8 +747,8 @@ def _logprobs_kernel(
             tl.store(sampled.top_token_ids + row * num_top + places, listed_ids, listed_ids >= 0)
             tl.store(sampled.top_logprobs + row * num_top + places, values - highest - log_sum, listed_ids >= 0)
         num_wanted = tl.where(tl.load(listed + row * max_listed) >= 0, 0, num_wanted)
-    keys = tl.where(is_group, _order_key(tops), _MIN_INT)  # of the highest token of each group that is not taken yet
-    taken_ids = tl.full([NUM_GROUPS], -1, tl.int32)  # among tokens of this key
+    keys = tl.where(is_group, _order_key(tops), _MIN_INT)  # of the highest token of each group that is not reported yet
+    taken_ids = tl.full([NUM_GROUPS], -1, tl.int32)  # the last reported id among tokens with this key
     for place in range(0, tl.minimum(num_wanted, num_top)):
         key = tl.max(keys, 0)
         group = tl.min(tl.where(keys == key, groups, _MAX_INT), 0)

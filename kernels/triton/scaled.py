@@ -1,7 +1,8 @@
-"""Products of activations rounded to 8 bits with weights of 8 bits (W8A8): int8 by int8, and FP8 (e4m3) by FP8.
+"""Kernels for W8A8 matrix multiplication: activations rounded to 8 bits times 8-bit weights, both int8 or both FP8
+(e4m3).
 
-Rows are rounded in one launch and multiplied in another. Scales of blocks are applied to the sum of each 128 inputs, as
-DeepSeek-V3 does (2024, https://arxiv.org/abs/2412.19437, 3.3.2).
+One launch rounds the rows and another multiplies them. Scales of blocks are applied to the sum of each 128 inputs, as
+in DeepSeek-V3 (2024, https://arxiv.org/abs/2412.19437, 3.3.2).
 
 Specification: `pagewire.kernels.scaled`.
 """
@@ -24,21 +25,21 @@ from pagewire.kernels.weight import FLOAT8, HeldWeight
 
 _BLOCK = tl.constexpr(BLOCK)
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
-# A float32 of at most 2^22, plus this, is rounded to the nearest integer and to even.
+# Adding this to a float32 of at most 2^22 rounds it to nearest even.
 _ROUNDER = tl.constexpr(1.5 * 2**23)
 _ROUND_TILE = 4096  # elements that a program rounds at a time
 _MIN_CAPABILITY = {torch.int8: (8, 0), FLOAT8: (8, 9)}
 _LIBRARY_UNIT = 16
-_MIN_LIBRARY_ROWS = 65  # fewer read the weight at the speed of memory by the kernel too
+_MIN_LIBRARY_ROWS = 65  # for fewer rows, memory bandwidth limits the kernel too, so it is as fast
 _ENOUGH_PROGRAMS = 128  # for the 132 processors of an H200
 
 
-# A weight as the kernel takes it.
+# A weight as kernel arguments.
 ScaledPointers = namedtuple("ScaledPointers", "codes scale")
 
-# From the widest, which reads least, to the narrowest, which makes the most programs. Those of FP8 take 128 inputs at a
-# time, since those have a scale together. All fit the shared memory of an H200 and spill no register when compiled for
-# it.
+# From the widest tile, which reads least, to the narrowest, which gives the most programs. FP8 tiles process 128 inputs
+# at a time, because 128 inputs share a scale. All tiles fit the shared memory of an H200 and spill no register when
+# compiled for it.
 _FEW = {
     torch.int8: (ProductTile(16, 64, 256, 4, 4), ProductTile(16, 32, 256, 4, 5), ProductTile(16, 16, 512, 4, 5)),
     FLOAT8: (*(ProductTile(16, 64, BLOCK, 4, 6), ProductTile(16, 32, BLOCK, 4, 8), ProductTile(16, 16, BLOCK, 4, 8)),),
@@ -51,13 +52,14 @@ _MANY = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScaledWeight:
-    """A weight that means `values * scale`.
+    """A weight whose value is `values * scale`.
 
     Attributes:
         values: int8 or float8_e4m3fn [out_size, in_size], dense.
-        scale: float32 [out_size], of channels; or of FP8 in blocks [ceil(out_size / 128), ceil(in_size / 128)].
-        block_size: inputs that have a scale together: in_size, or 128.
-        has_library: torch's own product takes such weights on this device, and was found to agree: see `has_library`.
+        scale: float32 [out_size], one scale per channel; or, for FP8 in blocks, [ceil(out_size / 128), ceil(in_size /
+            128)].
+        block_size: number of inputs that share a scale: in_size, or 128.
+        has_library: whether torch's own matrix multiplication supports this weight on this device; see `has_library`.
     """
 
     values: Tensor
@@ -67,7 +69,10 @@ class ScaledWeight:
 
 
 def is_supported(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the device multiplies int8 (compute capability 8.0) or float8_e4m3fn (8.9). The interpreter does both."""
+    """Return whether the device multiplies int8 (compute capability 8.0) or float8_e4m3fn (8.9).
+
+    Triton's interpreter supports both.
+    """
     if dtype not in _MIN_CAPABILITY:
         return False
     if device.type != "cuda":
@@ -76,8 +81,12 @@ def is_supported(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def pack(weight: HeldWeight, device: torch.device) -> ScaledWeight | None:
-    """The same weight on the device. None where this kind of product cannot hold it exactly: codes with zeros or
-    minima, or several scales in a row; FP8 whose scales are neither one a row nor one a block of 128 by 128."""
+    """Return the same weight on the device, or None if this module cannot represent the weight exactly.
+
+    Not supported are: weights with zeros or minima; int8 weights with several scales in a row; and FP8 weights whose
+    scales are neither one per row nor one per block of 128 by 128. int8 weights with more than MAX_INPUTS inputs are
+    not supported either.
+    """
     parts, in_size, is_float = weight.without_factors().parts(), weight.values.shape[1], weight.element == FLOAT8
     values, scales = parts["values"], parts["scale"]
     if not parts.keys().isdisjoint(("minimum", "zero")) or (in_size > MAX_INPUTS and not is_float):
@@ -93,15 +102,18 @@ def pack(weight: HeldWeight, device: torch.device) -> ScaledWeight | None:
 
 
 def _fits_library(weight: ScaledWeight) -> bool:
-    """Whether torch's product takes matrices of this dtype and size: of blocks whole ones, else multiples of 16."""
+    """Return whether torch supports the dtype and size of a weight: whole blocks, or else multiples of 16."""
     unit = BLOCK if weight.scale.dim() == 2 else _LIBRARY_UNIT
     return weight.values.dtype == FLOAT8 and not any(size % unit for size in weight.values.shape)
 
 
 @lru_cache
 def has_library(device: torch.device, is_blocked: bool) -> bool:
-    """Whether `torch._scaled_mm`, which is cuBLAS's, multiplies FP8 with scales of channels, or of blocks, on a device
-    as the kernel does. Which GPUs and versions of CUDA do is not asked: a small product is computed both ways."""
+    """Return whether `torch._scaled_mm`, which uses cuBLAS, gives the kernel's result for FP8 on a device.
+
+    `is_blocked`: with scales of blocks, else with scales of channels. The function does not check GPU models or CUDA
+    versions: it computes a small matrix multiplication both ways and compares the results.
+    """
     rows, outputs, inputs = 80, 2 * BLOCK, 2 * BLOCK
     numbers = torch.arange(outputs * inputs, dtype=torch.float32, device=device)
     values = (numbers * 0.7).sin().view(outputs, inputs).mul(200).to(FLOAT8)
@@ -118,7 +130,8 @@ def has_library(device: torch.device, is_blocked: bool) -> bool:
 
 
 def _scales_of_blocks(scales: Tensor, group_size: int, out_size: int, in_size: int) -> Tensor | None:
-    """[ceil(out_size / 128), ceil(in_size / 128)], dense; None: they differ within a block."""
+    """Return the scale of each block, [ceil(out_size / 128), ceil(in_size / 128)], dense; None if scales differ within
+    a block."""
     unit = gcd(group_size, BLOCK)
     of_units = scales.repeat_interleave(group_size // unit, 1)[:, : -(-in_size // unit)]
     blocks = of_units[::BLOCK, :: BLOCK // unit].contiguous()
@@ -127,18 +140,18 @@ def _scales_of_blocks(scales: Tensor, group_size: int, out_size: int, in_size: i
 
 
 def round_rows(x: Tensor, dtype: torch.dtype, group_size: int) -> RoundedRows:
-    """Rows rounded to 8 bits, as specified.
+    """Round rows to 8 bits, as specified.
 
     Args:
-        x: [T, in_size], float16, bfloat16 or float32; rows at any distance.
+        x: [T, in_size], float16, bfloat16 or float32; any row stride.
         dtype: int8 or float8_e4m3fn.
-        group_size: in_size, or 128: inputs of a row that have a scale together.
+        group_size: number of inputs of a row that share a scale: in_size, or 128.
 
     Returns:
-        Dense values; scales whose rows, not columns, are neighbours in memory.
+        Dense values. The scales are stored column by column: the scales of neighbouring rows are adjacent in memory.
 
     Raises:
-        ValueError: a shape, stride or dtype is not one of these.
+        ValueError: a shape, stride or dtype is not supported.
     """
     check_tensor("x", x, ("T", "in_size"), *FLOATS, is_strided=True)
     num_rows, in_size = x.shape
@@ -168,7 +181,8 @@ def round_rows(x: Tensor, dtype: torch.dtype, group_size: int) -> RoundedRows:
 
 
 def rounding_tile(in_size: int, group_size: int) -> tuple[int, int]:
-    """Groups of a row that a program rounds, and inputs of each that it takes at a time."""
+    """Return the number of groups of a row that a program rounds, and the inputs of each group that it reads at a
+    time."""
     tile = min(_ROUND_TILE, triton.next_power_of_2(group_size))
     return min(_ROUND_TILE // tile, triton.next_power_of_2(triton.cdiv(in_size, group_size))), tile
 
@@ -176,18 +190,20 @@ def rounding_tile(in_size: int, group_size: int) -> tuple[int, int]:
 def multiply(
     x: Tensor, weight: ScaledWeight, bias: Tensor | None = None, output_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """x W^T + b: rounds the rows of x, each or each 128 inputs of it by its largest, then multiplies.
+    """Return x W^T + b. The rows of x are first rounded: each row, or each 128 inputs of a row, by its largest absolute
+    value.
 
     Args:
-        x: [T, in_size], float16, bfloat16 or float32; rows at any distance.
-        bias: [out_size], dense, float16, bfloat16 or float32.
-        output_dtype: float16, bfloat16 or float32; None: that of x.
+        x: [T, in_size], float16, bfloat16 or float32; any row stride.
+        weight: the weight.
+        bias: [out_size], dense, float16, bfloat16 or float32; or None.
+        output_dtype: float16, bfloat16 or float32; None: the dtype of x.
 
     Returns:
         [T, out_size]; the bias is added in float32.
 
     Raises:
-        ValueError: a shape, stride or dtype is not one of these.
+        ValueError: a shape, stride or dtype is not supported.
     """
     output_dtype = output_dtype or x.dtype
     _check_product(x, weight, bias, output_dtype)
@@ -197,8 +213,10 @@ def multiply(
 def multiply_rounded(
     rounded: RoundedRows, weight: ScaledWeight, bias: Tensor | None, output_dtype: torch.dtype
 ) -> Tensor:
-    """The product of rows that `round_rows` rounded for this weight; the rest is as of `multiply`. Many rows are
-    cuBLAS's where it has such a product."""
+    """Multiply rows that `round_rows` rounded for this weight; see `multiply` for the other arguments.
+
+    For many rows cuBLAS is used if it supports the weight, and there is no bias and a bfloat16 output.
+    """
     is_library = weight.has_library and bias is None and output_dtype == torch.bfloat16
     if is_library and len(rounded.values) >= _MIN_LIBRARY_ROWS:
         return _multiply_by_library(rounded, weight)
@@ -206,10 +224,10 @@ def multiply_rounded(
 
 
 def _multiply_by_library(rounded: RoundedRows, weight: ScaledWeight) -> Tensor:
-    """[T, out_size] bfloat16."""
+    """Multiply by `torch._scaled_mm`: [T, out_size] bfloat16."""
     row_scale, weight_scale = rounded.scale, weight.scale.t()
     if weight.scale.dim() == 1:
-        row_scale, weight_scale = row_scale[:, 0, None], weight.scale[None]  # dense, which is looked for
+        row_scale, weight_scale = row_scale[:, 0, None], weight.scale[None]  # dense, as torch requires
     return torch._scaled_mm(
         rounded.values, weight.values.t(), scale_a=row_scale, scale_b=weight_scale, out_dtype=torch.bfloat16
     )
@@ -236,13 +254,13 @@ def _multiply(rounded: RoundedRows, weight: ScaledWeight, bias: Tensor | None, o
             IS_BLOCKED=is_blocked,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
-            enable_fp_fusion=is_blocked,  # or products would not be rounded before a bias is added
+            enable_fp_fusion=is_blocked,  # a fused operation would not round the product before adding the bias
         )
     return output
 
 
 def choose_tile(num_rows: int, out_size: int, dtype: torch.dtype) -> ProductTile:
-    """The widest tile that gives each processor a program; the narrowest where none does."""
+    """Return the widest tile that gives each processor a program, or else the narrowest tile."""
     tiles: Iterable[ProductTile] = _FEW[dtype] if num_rows <= 16 else _MANY[num_rows <= 64 :]
     for tile in tiles:
         if triton.cdiv(num_rows, tile.block_m) * triton.cdiv(out_size, tile.block_n) >= _ENOUGH_PROGRAMS:
@@ -274,7 +292,7 @@ def _round_kernel(
     x, values, scale, num_rows, in_size, group_size, num_groups,
     LARGEST: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A program rounds GROUPS groups of a row, TILE inputs of each at a time."""
+    """Round GROUPS groups of a row per program, TILE inputs of each at a time."""
     row = tl.program_id(0).to(tl.int64)
     groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     inputs = tl.arange(0, TILE)[None, :]
@@ -285,7 +303,7 @@ def _round_kernel(
         lines = start + inputs
         mask = (lines < group_size) & (starts + lines < in_size)
         magnitudes = tl.abs(tl.load(x_row + starts + lines, mask=mask, other=0.0).to(tl.float32))
-        magnitudes = tl.where(magnitudes < float("inf"), magnitudes, float("inf"))  # NaN, too
+        magnitudes = tl.where(magnitudes < float("inf"), magnitudes, float("inf"))  # also replaces NaN
         highest = tl.maximum(highest, magnitudes)
     peaks = tl.max(highest, axis=1)
     scales = tl.maximum(tl.div_rn(peaks, tl.full([GROUPS], LARGEST, tl.float32)), _MIN_SCALE)
@@ -309,8 +327,10 @@ def _multiply_kernel(
     x, x_scale, weight, bias, output, num_rows, in_size, out_size,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, IS_BLOCKED: tl.constexpr,
 ):  # fmt: skip
-    """A program computes BLOCK_N outputs of BLOCK_M rows. Those that share outputs are neighbours, so that the weight
-    is read once."""
+    """Compute BLOCK_N outputs of BLOCK_M rows per program.
+
+    Programs that share outputs are neighbours, so that the weight is read once.
+    """
     ACCUMULATOR: tl.constexpr = tl.int32 if weight.codes.dtype.element_ty == tl.int8 else tl.float32
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns, inputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
@@ -325,7 +345,7 @@ def _multiply_kernel(
         if tl.int32 == ACCUMULATOR:
             sums = tl.dot(x_tile, weight_tile, sums, out_dtype=tl.int32)
         else:
-            # Tensor cores keep fewer bits of sums of FP8 than float32 has: no more than 128 products are left to them.
+            # Tensor cores accumulate FP8 with fewer bits than float32, so they add up at most 128 products.
             partial = tl.dot(x_tile, weight_tile)
             if IS_BLOCKED:
                 block = start // _BLOCK

@@ -1,7 +1,7 @@
-"""The static table of tile shapes: which piece of its work a program of a kernel takes at a time.
+"""The static table of tile shapes: the part of its work that a program of a kernel processes at a time.
 
-Nothing is tuned while the engine runs. Every shape has an estimate; `bench/gpu/tune_kernels.py` measures candidates on
-a device and writes the winners to `measured_tiles.json`, which come first.
+No tuning takes place while the engine runs. Every shape has an estimate. `bench/gpu/tune_kernels.py` measures
+candidates on a device and writes the fastest to `measured_tiles.json`; these override the estimates.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ class Tile:
     """Launch constants of a kernel.
 
     Attributes:
-        block_n: positions of the cache that a program reads at a time.
+        block_n: number of cache positions that a program reads at a time.
         num_warps: warps of a program.
-        num_stages: depth of the software pipeline over those reads.
-        block_m: rows, query tokens times heads of a group, that a program owns.
+        num_stages: depth of the software pipeline over these reads.
+        block_m: rows that a program processes; a row is one query head of one query token.
     """
 
     block_n: int
@@ -37,7 +37,10 @@ class Tile:
 
 @dataclass(frozen=True)
 class Shape:
-    """Key of the table: head dimension and number of groups as powers of two, rounded up, and bytes of an element."""
+    """A key of the table.
+
+    The head dimension and the number of groups are rounded up to powers of two; `itemsize` is bytes per element.
+    """
 
     kernel: str
     head_dim: int
@@ -45,9 +48,9 @@ class Shape:
     itemsize: int
 
 
-# What fits 227 KB of shared memory, leaves room for a second program beside it where it can, keeps a tile of keys and
-# one of values on their way while another is computed (which takes three stages), and spills no register when compiled
-# for an H200, but for what `CompileCase.max_stack` allows where it says why. [head_dim][itemsize]
+# [head_dim][itemsize]. These tiles fit 227 KB of shared memory, if possible with room for a second program. They load a
+# tile of keys and a tile of values while another tile is computed, which takes three stages. Compiled for an H200 they
+# spill no register, except up to `CompileCase.max_stack` where a case documents the reason.
 _DECODE = {
     32: {1: Tile(128, 4, 3), 2: Tile(128, 4, 3), 4: Tile(64, 4, 3)},
     64: {1: Tile(128, 4, 3), 2: Tile(64, 4, 3), 4: Tile(64, 4, 3)},
@@ -66,16 +69,16 @@ _forced: dict[str, Tile] = {}
 
 
 def lookup(kernel: str, *, head_dim: int, num_groups: int, dtype: torch.dtype) -> Tile:
-    """The tile of a kernel.
+    """Return the tile of a kernel.
 
     Args:
         kernel: a key of `ESTIMATES`; the phase is part of the name.
         head_dim: 1 to 256.
-        num_groups: query heads that share a KV head, 1 to 128. A tile has a row for each at least.
-        dtype: of the cache.
+        num_groups: query heads per KV head, 1 to 128. A tile has at least one row for each of them.
+        dtype: dtype of the cache.
 
     Raises:
-        ValueError: the table has no such kernel, or a value lies outside its range.
+        ValueError: the table has no such kernel, or a value is outside its range.
     """
     if kernel not in ESTIMATES:
         raise ValueError(f"there are no tiles for the kernel {kernel!r}; those with tiles are {', '.join(ESTIMATES)}")
@@ -83,13 +86,13 @@ def lookup(kernel: str, *, head_dim: int, num_groups: int, dtype: torch.dtype) -
     tile = _forced.get(kernel) or _measured().get(shape) or ESTIMATES[kernel][shape.head_dim][shape.itemsize]
     if tile.block_m >= shape.num_groups:
         return tile
-    # Sums stay in registers: so many rows of them take more threads.
+    # Sums stay in registers: this number of rows needs more threads.
     num_warps = max(tile.num_warps, 8 if shape.num_groups * shape.head_dim > 64 * 64 else 4)
     return replace(tile, block_m=shape.num_groups, num_warps=num_warps)
 
 
 def key(kernel: str, *, head_dim: int, num_groups: int, dtype: torch.dtype) -> Shape:
-    """Return the key of the tables in which `lookup` looks. Its arguments and errors are those of `lookup`."""
+    """Return the key that `lookup` searches in the tables. The arguments and errors are the same as for `lookup`."""
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"head_dim is {head_dim}; {kernel} takes 1 to {MAX_HEAD_DIM}")
     if not 1 <= num_groups <= MAX_GROUPS:
@@ -101,7 +104,7 @@ def key(kernel: str, *, head_dim: int, num_groups: int, dtype: torch.dtype) -> S
 
 @contextlib.contextmanager
 def forced(kernel: str, tile: Tile) -> Iterator[None]:
-    """Gives the kernel this tile whatever its shape, until the end of the block: for tests and the tuner."""
+    """Use `tile` for the kernel, whatever its shape, until the end of the block. Intended for tests and the tuner."""
     if kernel not in ESTIMATES:
         raise ValueError(f"there are no tiles for the kernel {kernel!r}; those with tiles are {', '.join(ESTIMATES)}")
     outer = _forced.get(kernel)
@@ -116,14 +119,14 @@ def forced(kernel: str, tile: Tile) -> Iterator[None]:
 
 
 def read(path: Path = MEASURED_TILES) -> dict[Shape, Tile]:
-    """The measured tiles of a file that `write` wrote; none where there is no file."""
+    """Return the measured tiles of a file written by `write`; an empty dictionary if the file does not exist."""
     if not path.exists():
         return {}
     return {Shape(**entry["shape"]): Tile(**entry["tile"]) for entry in json.loads(path.read_text())["tiles"]}
 
 
 def write(measured: dict[Shape, Tile], device: str, path: Path = MEASURED_TILES) -> None:
-    """Writes measured tiles and the name of the device that they were measured on, one line each."""
+    """Write measured tiles, one per line, and the name of the device on which they were measured."""
     lines = [json.dumps({"shape": vars(shape), "tile": vars(tile)}) for shape, tile in measured.items()]
     path.write_text(f'{{"device": {json.dumps(device)}, "tiles": [\n' + ",\n".join(lines) + "\n]}\n")
     _measured.cache_clear()
