@@ -1,4 +1,4 @@
-"""What the Triton kernels are compared with and timed on: cases of each kernel, free of pytest."""
+"""Test cases and benchmarks for the Triton kernels, independent of pytest."""
 
 MODULES = tuple(
     f"testing.kernel_checks.{name}"

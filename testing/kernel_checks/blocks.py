@@ -1,4 +1,4 @@
-"""Checks of `pagewire.kernels.triton.blocks` against its specification: every byte of both ends."""
+"""Checks of `pagewire.kernels.triton.blocks` against its specification, on every byte of source and target."""
 
 import functools
 import itertools
@@ -29,7 +29,8 @@ class Shape:
 
 
 def view(storage: Tensor, layout: str, shape: Shape) -> Tensor:
-    """Memory of a pool, seen with the block index outermost; two layouts leave parts of it out."""
+    """Return the memory of a pool as a tensor with the block index outermost. Two layouts contain only a part of the
+    memory."""
     if layout == "layer_major":
         sizes = (shape.num_layers, 2, shape.num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
         return storage.view(sizes).movedim(2, 0)
@@ -45,7 +46,7 @@ def view(storage: Tensor, layout: str, shape: Shape) -> Tensor:
 
 
 def make_storage(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
-    """Random bytes, so NaN of any kind too."""
+    """Return random bytes as `dtype`, which include NaN of every kind."""
     num_bytes = 2 * math.prod(vars(shape).values()) * dtype.itemsize
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randint(0, 256, (num_bytes,), generator=generator, dtype=torch.uint8, device=device).view(dtype)
@@ -63,7 +64,7 @@ def check_blocks(
     ids_dtype: torch.dtype = torch.int64,
     seed: int = 0,
 ) -> None:
-    """The ids are in no order. Staging has the layout of a small pool."""
+    """Check one operation, with ids in random order. The staging memory has the layout of a small pool."""
     generator = torch.Generator(device).manual_seed(seed)
     ids = torch.randperm(shape.num_blocks, generator=generator, device=device).to(ids_dtype)
     source_ids, target_ids = ids[:num_ids].clone(), ids[num_ids : 2 * num_ids].clone()
@@ -105,7 +106,7 @@ def device_cases() -> Iterator[DeviceCase]:
         )
 
 
-_POOL = Shape(768, 36, 16, 8, 128)  # of Qwen3-8B in bfloat16: 2.25 MiB a block, 1.7 GiB
+_POOL = Shape(768, 36, 16, 8, 128)  # Qwen3-8B in bfloat16: 2.25 MiB per block, 1.7 GiB
 _NUM_IDS = 64
 
 

@@ -1,4 +1,5 @@
-"""Checks of `pagewire.kernels.triton.cache` against its specification: every byte allocated, not only those written."""
+"""Checks of `pagewire.kernels.triton.cache` against its specification, on every allocated byte, not only the written
+bytes."""
 
 import functools
 import itertools
@@ -20,7 +21,7 @@ LAYOUTS = ("dense", "block_major", "head_major")
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of one comparison; every third token of a step has no slot."""
+    """The sizes of one comparison. Every third token of a step has no slot."""
 
     num_tokens: int
     num_kv_heads: int
@@ -32,7 +33,7 @@ class Shape:
 
 
 def make_caches(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """The whole allocation, full of what no slot would hold, and the two caches of its last layer."""
+    """Return an allocation filled with NaN, and the two caches of its last layer."""
     inner = (shape.block_size, shape.num_kv_heads)
     if shape.layout == "head_major":
         inner = inner[::-1]
@@ -47,7 +48,11 @@ def make_caches(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple
 
 
 def make_step(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values as views of one projection, among them NaN and what no 8-bit float holds; slots in no order."""
+    """Return keys, values and slots of a step.
+
+    Keys and values are views of one projection. They include NaN and values outside the range of 8-bit floats. Slots
+    are in random order.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     size = (shape.num_tokens, 3 * shape.num_kv_heads, shape.head_dim)  # queries, keys, values
     projected = torch.randn(size, generator=generator, device=device)
@@ -111,7 +116,7 @@ def bench_cases() -> Iterator[BenchCase]:
 def _make_bench(
     num_tokens: int, num_kv_heads: int, head_dim: int, cache_dtype: torch.dtype, device: torch.device
 ) -> Sequence[Callable[[], object]]:
-    """Prompts fill blocks that lie in no order, 16 tokens each."""
+    """Time a step of prompts that fill blocks in random order, 16 tokens per block."""
     num_blocks = num_tokens // 16
     storage = torch.zeros((3 * num_blocks, 2, 16, num_kv_heads, head_dim), dtype=cache_dtype, device=device)
     key_cache, value_cache = storage[:, 0], storage[:, 1]

@@ -23,11 +23,11 @@ VERSIONS = ("v1", "v2")
 
 @dataclass(frozen=True)
 class Step:
-    """One comparison: a step of decoding rows, and how scores become weights.
+    """One comparison: a step of rows that decode, and how scores become weights.
 
     Attributes:
-        selected_share: of each row's blocks that a KV head reads; None: there is no selection.
-        num_programs, min_chunk: of the split plan.
+        selected_share: share of each row's blocks that a KV head reads; None: no selection.
+        num_programs, min_chunk: arguments of the split plan.
         shares_prefix: whether all rows begin with the same block.
     """
 
@@ -51,7 +51,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Of one comparison; the caches hold NaN wherever nothing is to be read."""
+    """The inputs of one comparison. The caches contain NaN wherever the kernel must not read."""
 
     query: Tensor
     key_cache: Tensor
@@ -88,20 +88,21 @@ def make_inputs(step: Step, device: torch.device, seed: int) -> Inputs:
     sinks = make_sinks(num_heads, generator) if step.has_sinks else None
     scoring = Scoring(step.head_dim**-0.5, step.window, slopes, step.softcap, sinks)
     selection = None if step.selected_share is None else _list_selected(is_read, generator)
-    query = normal(num_rows, num_heads + 1, step.head_dim).to(step.dtype)[:, :-1]  # as part of a wider projection
+    query = normal(num_rows, num_heads + 1, step.head_dim).to(step.dtype)[:, :-1]  # a view of a wider projection
     seq_lens = torch.tensor(step.seq_lens, dtype=torch.int32, device=device)
     return Inputs(query, stored[:, -1, 0], stored[:, -1, 1], block_tables, seq_lens, scoring, selection)
 
 
 def make_sinks(num_heads: int, generator: torch.Generator) -> Tensor:
-    """Below and above the scores, the first without weight, and the last with most of it."""
+    """Return sinks below and above the scores: the first is -inf and has no weight, and the last has most of the
+    weight."""
     sinks = 3 * torch.randn(num_heads, generator=generator, device=generator.device)
     sinks[0], sinks[-1] = float("-inf"), 5.0
     return sinks
 
 
 def make_table(ids: Tensor, counts: Sequence[int], max_blocks: int) -> Tensor:
-    """Rows of so many blocks each, one after the other; past them, what is no block."""
+    """Return a block table whose row i has counts[i] consecutive ids. The entries after them are not block ids."""
     table = ids.new_full((len(counts), max_blocks), -7)
     for row, of_row in enumerate(ids[: sum(counts)].split([*counts])):
         table[row, : len(of_row)] = of_row
@@ -114,7 +115,7 @@ def _what_is_read(step: Step, max_blocks: int, generator: torch.Generator, devic
 
 
 def _list_selected(is_read: Tensor, generator: torch.Generator) -> Selection:
-    """The lists in no order, and what no list may hold past their ends."""
+    """Return lists of selected blocks in random order, with invalid entries after the end of each list."""
     order = torch.rand(is_read.shape, generator=generator, device=is_read.device).masked_fill(~is_read, 2.0).argsort(-1)
     num_selected = is_read.sum(dim=-1)
     is_past = torch.arange(is_read.shape[-1], device=is_read.device) >= num_selected[..., None]
@@ -122,7 +123,7 @@ def _list_selected(is_read: Tensor, generator: torch.Generator) -> Selection:
 
 
 def _make_storage(step: Step, num_blocks: int, device: torch.device) -> Tensor:
-    """[num_blocks, layers, keys and values, block_size, num_kv_heads, head_dim], full of NaN."""
+    """Return memory filled with NaN: [num_blocks, layers, keys and values, block_size, num_kv_heads, head_dim]."""
     if step.layout == "block_major":
         sizes = (num_blocks, NUM_LAYERS, 2, step.block_size, step.num_kv_heads, step.head_dim)
         return torch.full(sizes, float("nan"), device=device)
@@ -142,7 +143,7 @@ def run_version(version: str, step: Step, inputs: Inputs) -> Tensor:
 
 
 def make_plan(step: Step, device: torch.device) -> decode_attention.SplitPlan:
-    """Whose scratch memory is full of NaN."""
+    """Return a plan whose scratch memory is filled with NaN."""
     num_heads = step.num_kv_heads * step.num_groups
     sizes = (len(step.seq_lens), num_heads, step.num_kv_heads, step.head_dim)
     plan = decode_attention.SplitPlan.allocate(*sizes, device, num_programs=step.num_programs, min_chunk=step.min_chunk)
@@ -152,11 +153,12 @@ def make_plan(step: Step, device: torch.device) -> decode_attention.SplitPlan:
 
 
 def specify(inputs: Inputs, step: Step) -> tuple[Tensor, Tensor]:
-    """What the results should be, and how far from it they may be, [S, num_heads, head_dim] float32.
+    """Return the expected results and their allowed error, both [S, num_heads, head_dim] float32.
 
-    A result is rounded to its dtype, the weights to that of the products' operands, and so are queries where those are
-    float16 and the queries were not; sums are float32. A device's exp2 makes 0 of what is less than float32's normal
-    numbers, which weights are where slopes or sinks leave a position next to nothing.
+    The allowed error covers three roundings: of results to their dtype, of weights to the operand type, and of queries
+    if operands are float16 and the queries are not. Sums are float32. It also covers the exp2 of a device, which
+    returns 0 instead of subnormal float32 numbers. Weights are that small if slopes or sinks leave a position almost no
+    weight.
     """
     num_rows = len(step.seq_lens)
     rows = (inputs.block_tables, list(step.seq_lens), [*range(num_rows + 1)])
@@ -171,7 +173,7 @@ def specify(inputs: Inputs, step: Step) -> tuple[Tensor, Tensor]:
 
 
 def check_decode(device: torch.device, step: Step, versions: Sequence[str] = VERSIONS, seed: int = 0) -> None:
-    """Each version against the specification."""
+    """Compare each version with the specification."""
     inputs = make_inputs(step, device, seed)
     expected, limit = specify(inputs, step)
     for version in versions:
@@ -180,7 +182,7 @@ def check_decode(device: torch.device, step: Step, versions: Sequence[str] = VER
 
 def compare(actual: Tensor, expected: Tensor, limit: Tensor, case: str) -> None:
     difference = (actual.float() - expected).abs()
-    is_off = ~(difference <= limit)  # NaN is
+    is_off = ~(difference <= limit)  # also true for NaN
     if is_off.any():
         rows, heads, _ = is_off.nonzero(as_tuple=True)
         raise AssertionError(
@@ -245,7 +247,7 @@ def device_cases() -> Iterator[DeviceCase]:
 
 
 def check_large_queries(device: torch.device, step: Step) -> None:
-    """Products of 8-bit floats are made of float16, which does not hold what bfloat16 queries may be."""
+    """Check bfloat16 queries beyond the range of float16, which is the operand type for 8-bit caches."""
     inputs = make_inputs(step, device, seed=0)
     scoring = dataclasses.replace(inputs.scoring, scale=2.0**-20 * step.head_dim**-0.5)
     inputs = dataclasses.replace(inputs, query=inputs.query * 2**20, scoring=scoring)
@@ -255,7 +257,7 @@ def check_large_queries(device: torch.device, step: Step) -> None:
 
 
 def check_replay(device: torch.device) -> None:
-    """A graph captured while all rows are padding gives the results of whatever lengths it is replayed with."""
+    """Check that a graph captured while all rows are padding gives correct results for the lengths at its replay."""
     step = Step((5000, 17, 0, 300), num_kv_heads=8, num_groups=4, head_dim=128, dtype=torch.bfloat16)
     step = dataclasses.replace(step, num_programs=528, min_chunk=64)
     inputs = make_inputs(step, device, seed=0)
@@ -280,7 +282,7 @@ def check_replay(device: torch.device) -> None:
 
 
 def _capture(function: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
-    """After a run that compiles what there is to compile."""
+    """Capture a graph of a function after one run, which compiles the kernels."""
     function()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -294,7 +296,7 @@ def _capture(function: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph
 
 @dataclass(frozen=True)
 class Load:
-    """Rows to time. Heads as in Qwen3-8B and Llama-3.1-8B."""
+    """Rows to time, with heads as in Qwen3-8B and Llama-3.1-8B."""
 
     seq_lens: tuple[int, ...]
     cache_dtype: torch.dtype = torch.bfloat16
@@ -306,11 +308,12 @@ class Load:
     @property
     def layer_bytes(self) -> int:
         keys_and_values = 2 * sum(self.seq_lens) * self.num_kv_heads * self.head_dim * self.cache_dtype.itemsize
-        return keys_and_values + 2 * len(self.seq_lens) * self.num_heads * self.head_dim * 2  # queries and results
+        return keys_and_values + 2 * len(self.seq_lens) * self.num_heads * self.head_dim * 2  # queries, results
 
     @property
     def num_layers(self) -> int:
-        """That make a step of enough bytes to hide a launch and to leave nothing of a layer in the device's cache."""
+        """Return the number of layers of a step that is large enough to hide a launch and to evict each layer from the
+        device's cache."""
         return max(2, -(-400_000_000 // self.layer_bytes))
 
 
@@ -328,7 +331,7 @@ def bench_cases() -> Iterator[BenchCase]:
     yield _bench("decode attention, 64 x 4096, 16 heads", Load((4096,) * 64, num_heads=16), "", BIG)
     yield _bench("decode attention, 1 x 32768 and 63 x 512", Load((32768, *[512] * 63)), "", BIG)
     yield _bench("decode attention, 64 rows of 64 to 8128", Load(tuple(range(64, 8192, 128))), "", BIG)
-    # These have not been timed yet, so that nothing is known to aim at.
+    # These cases have not been timed yet, so they have no goals.
     yield _bench("decode attention, 64 x 4096, blocks of 8", Load((4096,) * 64, block_size=8), "")
     yield _bench("decode attention, 64 x 4096, heads of 16", Load((4096,) * 64, head_dim=16), "")
     yield _bench("decode attention, 64 x 4096, 20 queries a KV head", Load((4096,) * 64, num_heads=160), "")
@@ -340,7 +343,8 @@ def bench_cases() -> Iterator[BenchCase]:
     yield _bench("paged_attention_v2, 1 x 32768", Load((32768,)), "v2", Goal(0.60), Goal(5.0, v1.name))
     for name, lens in (("64 x 4096", (4096,) * 64), ("256 x 1024", (1024,) * 256), ("1 x 32768", (32768,))):
         other = "paged_attention_v2, 1 x 32768" if len(lens) == 1 else f"decode attention, {name}"
-        # A layer of half the bytes; `_bench` gives both cases as many layers, so that times compare as tokens do.
+        # A layer has half the bytes. `_bench` uses the same number of layers for both cases, so the ratio of times
+        # applies to tokens.
         yield _bench(f"decode attention, {name}, 8-bit", Load(lens, E4M3), "", Goal(1.7, other))
 
 
@@ -363,7 +367,7 @@ def _num_layers(load: Load) -> int:
 
 
 def _make_bench(load: Load, version: str, device: torch.device) -> Sequence[Callable[[], object]]:
-    """A step as a graph: the splits once, then attention in every layer."""
+    """Time a step as a graph: the plan is decided once, then every layer computes attention."""
     num_rows, num_layers = len(load.seq_lens), _num_layers(load)
     max_blocks = -(-max(load.seq_lens) // load.block_size)
     counts = [-(-seq_len // load.block_size) for seq_len in load.seq_lens]
@@ -397,7 +401,11 @@ def _make_bench(load: Load, version: str, device: torch.device) -> Sequence[Call
 
 
 def _make_baseline(load: Load, device: torch.device) -> Sequence[Callable[[], object]]:
-    """The query heads that share a KV head as queries without a mask: what its kernel reads once, it reads once."""
+    """Time torch's attention on contiguous memory.
+
+    The query heads that share a KV head are queries without a mask, so torch's kernel reads keys and values once, like
+    ours.
+    """
     num_rows, num_groups = len(load.seq_lens), load.num_heads // load.num_kv_heads
     sizes = (_num_layers(load), 2, num_rows, load.num_kv_heads, load.seq_lens[0], load.head_dim)
     storage = torch.empty(sizes, dtype=torch.bfloat16, device=device).normal_()
@@ -414,7 +422,7 @@ def _replay_of(step: Callable[[], list[Tensor]]) -> Callable[[], object]:
 
     def replay() -> object:
         graph.replay()
-        return step, results  # what the graph reads and writes lives as long as it may be called
+        return step, results  # keeps the graph's memory alive as long as `replay`
 
     return replay
 
@@ -422,7 +430,7 @@ def _replay_of(step: Callable[[], list[Tensor]]) -> Callable[[], object]:
 # Compiling
 
 
-# Bytes that a thread of these spills, at 72 and 80 registers: the assembler keeps to fewer than there are.
+# Bytes that a thread of these cases spills, at 72 and 80 registers: the assembler uses fewer registers than it may.
 _SPILLS = {("v1", "fp32", 64): 8, ("v2", "bf16", 32): 8}
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8e4nv": E4M3}
 
@@ -465,12 +473,12 @@ _SPLITS = decode_attention._Splits("*i32", "*i32", "*fp32", "*fp32", "*fp32")
 
 
 def strided(element: str, num_dims: int, integer: str = "i32") -> Strided:
-    """Triton's types of a `Strided` tensor of so many dimensions."""
+    """Return Triton's types of a `Strided` tensor with this number of dimensions."""
     return Strided(f"*{element}", (integer,) * (num_dims - 1))
 
 
 def attention_types(element: str, stored: str, weighing: Weighing, *, window: str | None, selected: bool) -> dict:
-    """Of the arguments that all attention kernels have."""
+    """Return the types of the arguments that all attention kernels share."""
     return {
         "output": strided(element, 3),
         "query": strided(element, 3),

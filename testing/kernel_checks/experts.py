@@ -19,10 +19,10 @@ TRITON_TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "b
 
 @dataclass(frozen=True)
 class Layer:
-    """Experts to compare: tokens, and the sizes of the two products.
+    """A layer of experts to compare: the number of tokens and the sizes of both matrix multiplications.
 
     Attributes:
-        is_skewed: all tokens like the same few experts best, so that most experts have none.
+        is_skewed: all tokens prefer the same few experts, so most experts have no token.
     """
 
     num_tokens: int
@@ -36,7 +36,7 @@ class Layer:
 
 
 def make_logits(layer: Layer, generator: torch.Generator) -> Tensor:
-    """Of a router, as rows of wider ones."""
+    """Return router logits as a view of wider rows."""
     device = generator.device
     logits = torch.randn(layer.num_tokens, layer.num_experts + 3, generator=generator, device=device)
     if layer.is_skewed:
@@ -45,7 +45,7 @@ def make_logits(layer: Layer, generator: torch.Generator) -> Tensor:
 
 
 def check_routing(device: torch.device, layer: Layer, has_correction: bool, is_tied: bool, seed: int) -> None:
-    """`is_tied`: many logits are equal."""
+    """Compare the routing with the specification. `is_tied`: many logits are equal."""
     case = f"{layer}, {has_correction=}, {is_tied=}, seed {seed}"
     generator = torch.Generator(device).manual_seed(seed)
     logits = make_logits(layer, generator)
@@ -61,7 +61,7 @@ def check_routing(device: torch.device, layer: Layer, has_correction: bool, is_t
 
 
 def check_layer(device: torch.device, layer: Layer, seed: int) -> None:
-    """Both products, of tokens and of slots, and the sum."""
+    """Check both matrix multiplications, with rows by token and by slot, and the sum of slots."""
     case = f"{layer}, seed {seed}"
     generator = torch.Generator(device).manual_seed(seed)
     ids, weights = specification.route_tokens(make_logits(layer, generator), layer.routing)
@@ -81,7 +81,10 @@ def check_layer(device: torch.device, layer: Layer, seed: int) -> None:
 
 
 def make_weights(layer: Layer, out_size: int, in_size: int, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
-    """Of each expert, and biases where there are any. Behind the last expert's stands what is never to be read."""
+    """Return the weights of all experts, and their biases if the layer has biases.
+
+    The memory after the last expert contains NaN and must not be read.
+    """
     normal = partial(torch.randn, generator=generator, device=generator.device)
     weights = normal(layer.num_experts + 1, out_size, in_size).to(layer.dtype)
     weights[-1] = float("nan")
@@ -90,7 +93,7 @@ def make_weights(layer: Layer, out_size: int, in_size: int, generator: torch.Gen
 
 
 def check_assignment(assignment: experts.Assignment, ids: Tensor, case: str) -> None:
-    """Slots by expert, those of one as they come, in tiles that hold each of them once."""
+    """Check that slots are sorted by expert in stable order, and that the tiles contain each slot once."""
     order, ends, tile_experts, tile_starts = (tensor.cpu() for tensor in assignment.table)
     flat = ids.flatten().cpu()
     assert torch.equal(order.long(), flat.argsort(stable=True)), f"{case}: slots are in another order"
@@ -107,7 +110,8 @@ def check_assignment(assignment: experts.Assignment, ids: Tensor, case: str) -> 
 
 
 def check_product(actual: Tensor, x: Tensor, weights: Tensor, ids: Tensor, biases: Tensor | None, case: str) -> None:
-    """Products of narrow floats are exact; their sums are float32, and rounded once."""
+    """Check a matrix multiplication: products of narrow floats are exact, and their sums are float32 and rounded
+    once."""
     wide_biases = None if biases is None else biases.double()
     expected = specification.multiply_routed(x.double(), weights.double(), ids, wide_biases)
     spread = specification.multiply_routed(x.double().abs(), weights.double().abs(), ids)
@@ -118,7 +122,7 @@ def check_product(actual: Tensor, x: Tensor, weights: Tensor, ids: Tensor, biase
 
 
 def check_alone(device: torch.device, layer: Layer, seed: int) -> None:
-    """A token that is there alone has the same bits as beside others, where the tile is the same."""
+    """Check that a token has the same bits alone as beside others, if the tile is the same."""
     generator = torch.Generator(device).manual_seed(seed)
     ids, _ = experts.route_tokens(make_logits(layer, generator), layer.routing)
     weights, biases = make_weights(layer, layer.intermediate_size, layer.hidden_size, generator)
@@ -134,7 +138,7 @@ def check_alone(device: torch.device, layer: Layer, seed: int) -> None:
 
 
 def check_replay(device: torch.device, layer: Layer, seed: int) -> None:
-    """A graph captured for one routing gives the results of any other."""
+    """Check that a graph captured for one routing gives correct results for other routings."""
     generator = torch.Generator(device).manual_seed(seed)
     weights, biases = make_weights(layer, layer.intermediate_size, layer.hidden_size, generator)
     x = torch.randn(layer.num_tokens, layer.hidden_size, generator=generator, device=device).to(layer.dtype)
@@ -157,7 +161,7 @@ def check_replay(device: torch.device, layer: Layer, seed: int) -> None:
 
 
 QWEN3_30B = Layer(64, 128, ExpertRouting(8), 2048, 768, torch.bfloat16)
-MIXTRAL = Layer(64, 8, ExpertRouting(2), 4096, 3584, torch.bfloat16)  # a quarter of its columns
+MIXTRAL = Layer(64, 8, ExpertRouting(2), 4096, 3584, torch.bfloat16)  # a quarter of the columns
 GPT_OSS = Layer(64, 32, ExpertRouting(4), 2880, 2880, torch.bfloat16, has_bias=True)
 DEEPSEEK_V3 = ExpertRouting(8, "sigmoid", True, 2.5, 8, 4)
 _TOKENS = (1, 7, 64, 1000, 4096)
@@ -195,7 +199,10 @@ def device_cases() -> Iterator[DeviceCase]:
 
 
 def bench_cases() -> Iterator[BenchCase]:
-    """The first product of a layer of Qwen3-30B-A3B: of few tokens bound by its weights, of many by arithmetic."""
+    """Yield benchmarks of the first matrix multiplication of a layer of Qwen3-30B-A3B.
+
+    Few tokens are bound by the memory of the weights, many tokens by arithmetic.
+    """
     routing, hidden_size, out_size = QWEN3_30B.routing, QWEN3_30B.hidden_size, 2 * QWEN3_30B.intermediate_size
     for num_tokens in (8, 64, 8192):
         layer = replace(QWEN3_30B, num_tokens=num_tokens)
@@ -205,7 +212,7 @@ def bench_cases() -> Iterator[BenchCase]:
         flops = 2 * num_slots * hidden_size * out_size
         make = partial(_make_bench, layer)
         yield BenchCase(f"product of experts, {num_tokens} tokens", make, bytes_moved=num_bytes, flops=flops)
-        # As many tokens for each expert that is read.
+        # The same number of tokens for each expert that is read.
         shape = (round(num_read), -(-num_slots // round(num_read)), hidden_size, out_size)
         make = partial(_make_batched_bench, shape)
         yield BenchCase(f"torch's batched product, {num_tokens} tokens", make, bytes_moved=num_bytes, flops=flops)

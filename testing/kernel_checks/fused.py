@@ -12,7 +12,7 @@ from testing.kernel_checks.case import BenchCase, CompileCase, DeviceCase
 from testing.kernel_checks.decode_attention import strided
 
 EPS = 1e-6
-# Steps between a value and the next of its dtype, as a share of the value, at most.
+# Upper bound on the distance between a value and the next value of its dtype, as a share of the value.
 STEPS = {torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float8_e4m3fn: 2.0**-3}
 MAX_DIFFERING = 0.01
 TRITON_TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
@@ -20,9 +20,11 @@ TRITON_TYPES[torch.float8_e4m3fn] = "*fp8e4nv"
 
 
 def assert_same_rounding(actual: Tensor, expected: Tensor, case: str) -> None:
-    """Narrow floats are equal, but for a few whose sums were rounded the other way; float32 differs in its last bits.
+    """Assert that results are equal up to the rounding of their sums.
 
-    A pair's turn adds two numbers, which may cancel: steps are those of the largest value.
+    Narrow floats are equal, except a few values whose sums were rounded in the other direction. float32 may differ in
+    its last bits. The rotation of a pair adds two numbers, which may cancel, so the error is measured in units of the
+    largest value.
     """
     assert actual.shape == expected.shape, f"{case}: {list(actual.shape)} is not {list(expected.shape)}"
     assert actual.dtype == expected.dtype, f"{case}: {actual.dtype} is not {expected.dtype}"
@@ -41,7 +43,7 @@ def assert_same_rounding(actual: Tensor, expected: Tensor, case: str) -> None:
 
 
 def check_norms(device: torch.device, dtype: torch.dtype, num_tokens: int, size: int, seed: int) -> None:
-    """`rms_norm` and `add_rms_norm`, of rows that are pieces of longer ones."""
+    """Check `rms_norm` and `add_rms_norm` on rows that are views of longer rows."""
     case = f"norms of {num_tokens} rows of {size} {dtype}, seed {seed}"
     torch.manual_seed(seed)
     rows = (3 * torch.randn(2, num_tokens, size + 16, device=device)).to(dtype)
@@ -58,7 +60,7 @@ def check_norms(device: torch.device, dtype: torch.dtype, num_tokens: int, size:
 
 
 def check_silu_mul(device: torch.device, dtype: torch.dtype, num_tokens: int, size: int, seed: int) -> None:
-    """Large gates of either sign included."""
+    """Check `silu_mul`, including large gates of both signs."""
     torch.manual_seed(seed)
     gate_up = (3 * torch.randn(num_tokens, 2 * size + 8, device=device)).to(dtype)[:, : 2 * size]
     gate_up[0, 0], gate_up[-1, size - 1] = -200.0, 200.0
@@ -71,7 +73,7 @@ def check_silu_mul(device: torch.device, dtype: torch.dtype, num_tokens: int, si
 def make_heads(
     device: torch.device, dtype: torch.dtype, num_tokens: int, total_heads: int, head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """heads [T, total_heads, head_dim], two weights [2, head_dim], cos, sin [T, head_dim]."""
+    """Return heads [T, total_heads, head_dim], two norm weights [2, head_dim], and cos and sin [T, head_dim]."""
     heads = torch.randn(num_tokens, total_heads, head_dim, device=device).to(dtype)
     weights = (1 + 0.1 * torch.randn(2, head_dim, device=device)).to(dtype)
     angles = 100 * torch.rand(num_tokens, head_dim // 2, device=device)
@@ -89,7 +91,7 @@ def check_norm_rope(
     normalized: str,
     seed: int,
 ) -> None:
-    """Without a cache; `normalized` names what has a weight: some of "qk"."""
+    """Check `norm_rope` without a cache. `normalized` names the heads that have a norm weight: some of "qk"."""
     case = f"norm_rope of {num_tokens} x {num_heads}/{num_kv_heads} x {head_dim} {dtype}, {normalized=}, seed {seed}"
     torch.manual_seed(seed)
     heads, weights, cos, sin = make_heads(device, dtype, num_tokens, num_heads + 2 * num_kv_heads, head_dim)
@@ -115,7 +117,10 @@ def check_norm_rope_and_cache(
     seed: int,
     normalized: str = "qk",
 ) -> None:
-    """Into layers of a block-major cache whose other slots hold NaN; every fifth token has no slot."""
+    """Check `HeadCaching` on a layer of a block-major cache.
+
+    The other slots of the cache contain NaN. Every fifth token has no slot.
+    """
     case = (
         f"norm_rope_and_cache of {num_tokens} x {num_heads}/{num_kv_heads} x {head_dim} {dtype} into {cache_dtype} of "
         f"blocks of {block_size}, {normalized=}, seed {seed}"
@@ -167,9 +172,10 @@ def device_cases() -> Iterator[DeviceCase]:
 
 
 def bench_cases() -> Iterator[BenchCase]:
-    """Of one layer of an 8B model with 8,192 tokens in the step; the norm beside that of torch."""
+    """Yield benchmarks of one layer of an 8B model with 8,192 tokens in the step, and of torch's norm for
+    comparison."""
     num_tokens, size = 8192, 4096
-    num_bytes = 2 * num_tokens * size  # of one matrix in bfloat16
+    num_bytes = 2 * num_tokens * size  # bytes of one matrix in bfloat16
 
     def matrices(device: torch.device, num_columns: int) -> list[Tensor]:
         return [torch.randn(num_tokens, num_columns, device=device).bfloat16() for _ in range(3)]
@@ -211,9 +217,9 @@ def _norm_rope_and_cache_call(device: torch.device, num_tokens: int) -> Callable
 
 def compile_cases() -> Iterator[CompileCase]:
     kernels = fused._rms_norm_kernel, fused._silu_mul_kernel, fused._norm_rope_kernel
-    for dtype in (torch.bfloat16, torch.float32):  # float16 takes the path of bfloat16
+    for dtype in (torch.bfloat16, torch.float32):  # float16 uses the same code as bfloat16
         x = TRITON_TYPES[dtype]
-        weights = dict.fromkeys((x, "*fp32"))  # of norms
+        weights = dict.fromkeys((x, "*fp32"))  # norm weights
         for size, has_update, weight in ((100, False, x), *((4096, True, weight) for weight in weights)):
             padded_size = 1 << (size - 1).bit_length()
             yield CompileCase(

@@ -1,4 +1,4 @@
-"""Checks of `pagewire.kernels.triton.gathering` against its specification, and what it is timed on."""
+"""Checks of `pagewire.kernels.triton.gathering` against its specification, and its benchmarks."""
 
 import functools
 import random
@@ -18,7 +18,7 @@ BLOCK_SIZE = 16
 
 
 def make_tables(num_slots: int, max_blocks: int, block_size: int, device: torch.device, seed: int) -> RowTables:
-    """Of random tokens and blocks, each the first part of a wider table."""
+    """Return tables of random tokens and blocks, each a view of the first part of a wider table."""
     generator = torch.Generator().manual_seed(seed)
 
     def numbers(width: int, highest: int) -> Tensor:
@@ -39,14 +39,14 @@ def check_tokens(
     num_blocks: int | None = None,
     seed: int,
 ) -> None:
-    """Tokens anywhere in any rows, first and last ones of rows and padding among them."""
+    """Check tokens at random positions of random rows, including first and last tokens of rows and padding."""
     rng = random.Random(seed)
     tables = make_tables(num_slots, max_blocks, block_size, device, seed)
     most = max_blocks * block_size
     lengths = [rng.choice([0, 1, most, rng.randint(1, most)]) for _ in range(num_tokens)]
 
     def column(values: list[int], offset: int) -> Tensor:
-        """A part of what was sent, which begins anywhere."""
+        """Return a view of a longer tensor that begins at `offset`, so that its alignment varies."""
         return torch.tensor([7] * offset + values, dtype=torch.int32, device=device)[offset:]
 
     slots = column([rng.randrange(num_slots) for _ in range(num_tokens)], rng.randrange(4))
@@ -99,7 +99,7 @@ def device_cases() -> Iterator[DeviceCase]:
 
 
 def bench_cases() -> Iterator[BenchCase]:
-    """So short that a launch is most of it, which is why there is no goal."""
+    """Yield the benchmark. It has no goal because the launch takes most of its short time."""
     num_rows, max_blocks = 256, 2560
     make = functools.partial(_make_bench, num_rows, max_blocks)
     yield BenchCase("gathering: 256 rows that decode", make, bytes_moved=2 * 4 * num_rows * max_blocks)

@@ -17,17 +17,17 @@ from testing.kernel_checks.experts import TRITON_TYPES
 
 CODES = {"int4": (-8, 8), "uint4": (0, 16), "int8": (-128, 128)}
 _E2M1 = torch.tensor((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), dtype=torch.int8)
-# What is told apart before numbers are known: bits of a code, and whether codes are E2M1 numbers.
+# The properties of packed codes that do not depend on the numbers: bits of a code, and whether codes are E2M1 numbers.
 PACKED = {"int4": (4, False), "uint4": (4, False), "e2m1": (4, True), "int8": (8, False), "fp8": (8, False)}
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A product to compare.
+    """A matrix multiplication to compare.
 
     Attributes:
-        codes: a name of `PACKED`.
-        group_size: 0: whole rows.
+        codes: a key of `PACKED`.
+        group_size: inputs that share a scale; 0: whole rows.
         is_exact: all numbers are small integers or powers of two, so that no sum is rounded.
     """
 
@@ -46,7 +46,7 @@ class Layer:
 
 
 def held_bytes(packed: linear.PackedWeight) -> int:
-    """What a packed weight takes."""
+    """Return the bytes of a packed weight."""
     there = (packed.codes, packed.scale, packed.zero, packed.minimum)
     return sum(tensor.nbytes for tensor in there if tensor is not None)
 
@@ -83,7 +83,7 @@ def make_weight(layer: Layer, generator: torch.Generator) -> HeldWeight:
 
 
 def make_rows(layer: Layer, num_rows: int, generator: torch.Generator) -> Tensor:
-    """As rows of wider ones, where what stands behind is never to be read."""
+    """Return rows as a view of wider rows, whose other columns must not be read."""
     shape = (num_rows, layer.in_size + 16)
     if layer.is_exact:
         x = torch.randint(-4, 5, shape, generator=generator, device=generator.device).to(layer.dtype)
@@ -99,7 +99,7 @@ def make_bias(layer: Layer, generator: torch.Generator) -> Tensor | None:
 
 
 def check_layer(device: torch.device, layer: Layer, seed: int) -> None:
-    """In the dtype of x and in float32."""
+    """Check `multiply` with an output of the dtype of x and with a float32 output."""
     generator = torch.Generator(device).manual_seed(seed)
     weight, bias = make_weight(layer, generator), make_bias(layer, generator)
     packed = linear.pack(weight, device)
@@ -114,7 +114,8 @@ def check_layer(device: torch.device, layer: Layer, seed: int) -> None:
 
 
 def check_packed(packed: linear.PackedWeight, layer: Layer, case: str) -> None:
-    """It takes as many bits as codes of this kind need, and half floats where these hold all scales."""
+    """Check that codes have the number of bits of their kind, and that scales are float16 if float16 represents
+    them."""
     assert (packed.bits, packed.is_e2m1) == PACKED[layer.codes], case
     assert (packed.out_size, packed.in_size) == (layer.out_size, layer.in_size), case
     if layer.has_half_scales and not layer.has_factors:
@@ -125,7 +126,10 @@ def check_packed(packed: linear.PackedWeight, layer: Layer, case: str) -> None:
 def check_product(
     actual: Tensor, x: Tensor, weight: HeldWeight, bias: Tensor | None, is_exact: bool, case: str
 ) -> None:
-    """Products of operands are exact; their sums are float32, and rounded once. In exact cases nothing else rounds."""
+    """Check a matrix multiplication: products of operands are exact, and their sums are float32 and rounded once.
+
+    If `is_exact`, the result must equal the exact result, rounded once.
+    """
     expected = x.double() @ weight.dequantized().double().T
     if bias is not None:
         expected += bias.double()
@@ -139,7 +143,7 @@ def check_product(
 
 
 def magnitudes(weight: HeldWeight) -> Tensor:
-    """The terms that a weight consists of, summed up without their signs; in float64."""
+    """Return the sum of the absolute values of the terms of each element of a weight, in float64."""
     whole = weight.without_factors()
     terms = replace(whole, minimum=None).dequantized().double().abs()
     if whole.minimum is not None:
@@ -148,12 +152,12 @@ def magnitudes(weight: HeldWeight) -> Tensor:
 
 
 def check_alone(device: torch.device, layer: Layer, seed: int) -> None:
-    """A row alone has the same bits as beside others, where the tile is the same, whatever the others hold."""
+    """Check that a row has the same bits alone as beside others with any content, if the tile is the same."""
     generator = torch.Generator(device).manual_seed(seed)
     packed, bias = linear.pack(make_weight(layer, generator), device), make_bias(layer, generator)
     x = make_rows(layer, layer.num_rows, generator)
     is_few = linear.choose_block_m(len(x), x.dtype) == linear.choose_block_m(1, x.dtype)
-    alone = x[2:3] if is_few else x[2:].clone()  # or the first of others
+    alone = x[2:3] if is_few else x[2:].clone()  # or as the first of several rows
     expected = linear.multiply(alone, packed, bias)[0]
     x[0], x[1] = float("inf"), 1e4
     assert torch.equal(linear.multiply(x, packed, bias)[2], expected), f"{layer}, seed {seed}: a row depends on others"
@@ -162,7 +166,10 @@ def check_alone(device: torch.device, layer: Layer, seed: int) -> None:
 def check_experts(
     device: torch.device, layer: Layer, changes: Sequence[Mapping[str, object]], routing: ExpertRouting, seed: int
 ) -> None:
-    """Slots of tokens, and of slots. Each expert differs from the layer by `changes`; most tokens choose the last."""
+    """Check `multiply_routed` with rows by token and by slot.
+
+    Each expert differs from the layer by its entry of `changes`. Most tokens choose the last expert.
+    """
     case = f"{layer}, {changes=}, {routing}, seed {seed}"
     generator = torch.Generator(device).manual_seed(seed)
     weights = [make_weight(replace(layer, **each), generator) for each in changes]
@@ -184,7 +191,7 @@ def check_experts(
 
 
 def check_replay(device: torch.device, layer: Layer, seed: int) -> None:
-    """A graph captured for some rows gives the results of any others."""
+    """Check that a graph captured for some rows gives correct results for other rows."""
     generator = torch.Generator(device).manual_seed(seed)
     weight = make_weight(layer, generator)
     packed, x = linear.pack(weight, device), make_rows(layer, layer.num_rows, generator)
@@ -293,8 +300,8 @@ def device_cases() -> Iterator[DeviceCase]:
         yield case(f"{codes}, replayed", check_replay, replace(plain, codes=codes), 7)
 
 
-# Outputs and inputs, of Qwen3-0.6B and Qwen3-8B: of queries, keys and values, of gates with what they open, of what
-# is behind these; with codes and sizes of groups.
+# (outputs, inputs) of layers of Qwen3-0.6B and Qwen3-8B, with codes and group sizes: the projections of queries, keys
+# and values, the gate and up projections, and the projections after each.
 _BENCHED = (
     *((shape, "int4", 128) for shape in ((4096, 1024), (6144, 1024), (1024, 3072), (6144, 4096), (4096, 12288))),
     *(((24576, 4096), codes, 32 if codes in ("uint4", "e2m1") else 128) for codes in PACKED),
@@ -302,7 +309,7 @@ _BENCHED = (
 
 
 def bench_cases() -> Iterator[BenchCase]:
-    """Of few rows bound by the codes that are read, of many by arithmetic."""
+    """Yield benchmarks. Few rows are bound by reading the codes, many rows by arithmetic."""
     for (out_size, in_size), codes, group_size in _BENCHED:
         for num_rows in (1, 16, 512):
             has_minima = codes == "uint4"
@@ -327,7 +334,7 @@ def bench_cases() -> Iterator[BenchCase]:
 
 
 def make_bench(layer: Layer, device: torch.device) -> list[Callable[[], object]]:
-    """Sets exceed 100 MB together, which no cache holds."""
+    """Return functions over several sets of weights, which together exceed 100 MB and so do not fit a cache."""
     generator = torch.Generator(device).manual_seed(0)
     packed = linear.pack(make_weight(layer, generator), device)
     num_sets = max(2, -(-100_000_000 // packed.num_bytes))

@@ -1,6 +1,7 @@
 """Checks of `pagewire.kernels.triton.prefill_attention` against its specification.
 
-Whatever must not be read holds NaN: freed blocks, positions past a row's last, before its window, not selected.
+All memory that must not be read contains NaN: freed blocks, and positions after the last position of a row, before its
+window, or in blocks that are not selected.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from testing.kernel_checks.case import BenchCase, CompileCase, DeviceCase, Goal
 from testing.kernel_checks.decode_attention import attention_types, make_sinks
 
 E4M3 = torch.float8_e4m3fn
-# How far results of values of about 1 may be off, by what products are made of; the results' own rounding comes on top.
+# The allowed error of results for values of about 1, by operand type. The rounding of the results is added to it.
 TOLERANCES = {"fp32": 1e-5, "fp16": 2**-10, "bf16": 2**-7}
 POISON_BLOCK = 0
 UNREAD_ENTRY = 10**6
@@ -35,10 +36,10 @@ class Case:
     """One batch. A row is (number of queries, seq_len): the queries are its last positions; a seq_len of 0 is padding.
 
     Attributes:
-        is_shared: all rows begin with the first row's blocks, as far as they are full.
-        is_selected: each row's KV heads read random blocks, some none.
-        num_skipped: of the first rows, as those that decode: the kernel is told of the others only.
-        query_factor: makes queries larger, and the scale of scores as much smaller.
+        is_shared: all rows share the full blocks of the first row as a prefix.
+        is_selected: each KV head of a row reads random blocks; some read no block.
+        num_skipped: number of rows at the beginning that the kernel does not receive, like rows that decode.
+        query_factor: factor of the queries; the scale of scores is divided by it.
     """
 
     rows: tuple[tuple[int, int], ...]
@@ -106,7 +107,10 @@ def _num_blocks(case: Case) -> list[int]:
 
 
 def _allocate(case: Case, generator: torch.Generator) -> Tensor:
-    """Tables of blocks in no order. What is past a row's last block, or before its window, is the poisoned block."""
+    """Return block tables with ids in random order.
+
+    Entries after the last block of a row and entries before its window are the poisoned block.
+    """
     num_blocks = _num_blocks(case)
     ids = 1 + torch.randperm(sum(num_blocks), generator=generator, device=generator.device)
     tables = torch.full((len(num_blocks), max(num_blocks) + 1), POISON_BLOCK, device=generator.device)
@@ -135,7 +139,7 @@ def _select(case: Case, generator: torch.Generator) -> Selection:
 
 
 def _find_read(case: Case, tables: Tensor, selection: Selection | None) -> Tensor:
-    """[blocks, block_size, num_kv_heads]: what any row's head may read."""
+    """Return which positions any row's KV head may read: [blocks, block_size, num_kv_heads]."""
     shape = (sum(_num_blocks(case)) + 1, case.block_size, case.num_kv_heads)
     is_read = torch.zeros(shape, dtype=torch.bool, device=tables.device)
     for row, (num_queries, seq_len) in enumerate(case.rows):
@@ -151,7 +155,7 @@ def _find_read(case: Case, tables: Tensor, selection: Selection | None) -> Tenso
 
 
 def _make_caches(case: Case, is_read: Tensor, generator: torch.Generator) -> list[Tensor]:
-    """Views of the second of three layers of an allocation."""
+    """Return key and value caches as views of the second of three layers of an allocation."""
     num_blocks, *inner = is_read.shape
     if case.is_head_major:
         inner, is_read = inner[::-1], is_read.transpose(1, 2)
@@ -164,7 +168,7 @@ def _make_caches(case: Case, is_read: Tensor, generator: torch.Generator) -> lis
 
 
 def check_paged_prefill(device: torch.device, case: Case, tile: Tile | None = None) -> None:
-    """With a tile other than the table's, if one is given."""
+    """Compare `paged_prefill` with the specification, optionally with another tile than the table's."""
     batch = make_batch(case, device)
     expected = reference.paged_attention(
         batch.query,
@@ -199,10 +203,11 @@ def check_paged_prefill(device: torch.device, case: Case, tile: Tile | None = No
 
 
 def compare(output: Tensor, expected: Tensor, batch: Batch, what: str) -> None:
-    """Raises AssertionError where they differ by more than the products' rounding and one unit in the last place."""
+    """Raise AssertionError if the outputs differ by more than the rounding of operands plus one unit in the last
+    place."""
     absolute = TOLERANCES[launching.operand(batch.query.dtype, batch.key_cache.dtype).name]
     difference = (output.float() - expected.float()).abs()
-    # False for NaN.
+    # The comparison is false for NaN.
     is_close = difference <= absolute + torch.finfo(output.dtype).eps * expected.float().abs()
     assert is_close.all(), (
         f"{int((~is_close).sum())} of {is_close.numel()} elements differ, by {difference.max()} at most: {what}"
@@ -210,7 +215,7 @@ def compare(output: Tensor, expected: Tensor, batch: Batch, what: str) -> None:
 
 
 def check_paged_attention(device: torch.device, case: Case, num_decodes: int, *, splits: bool) -> None:
-    """The first rows decode, in splits or not."""
+    """Compare `PagedAttention` with the specification. The first `num_decodes` rows decode, with or without splits."""
     batch = make_batch(case, device)
     options = (batch.scoring, batch.selection)
     tensors = (batch.query, batch.key_cache, batch.value_cache, batch.block_tables)
@@ -282,7 +287,7 @@ def _device_case(name: str, case: Case) -> DeviceCase:
 
 @dataclass(frozen=True)
 class _Load:
-    """Rows of the same size. Heads as in Qwen3-8B and Llama-3.1-8B."""
+    """Rows of equal size to time, with heads as in Qwen3-8B and Llama-3.1-8B."""
 
     num_rows: int
     num_queries: int
@@ -295,7 +300,8 @@ class _Load:
 
     @property
     def flops(self) -> int:
-        """Of two products, for what each query sees."""
+        """Return the floating-point operations of both matrix multiplications, over the positions that each query
+        sees."""
         seen = self.num_queries * self.seq_len - self.num_queries * (self.num_queries - 1) // 2
         return 4 * self.num_rows * seen * self.num_heads * self.head_dim
 
@@ -306,7 +312,7 @@ _LOADS = {
     "4 chunks of 2048 at 16384": _Load(4, 2048, 16384),
     "8 x 2048 e4m3": _Load(8, 2048, 2048, E4M3),
 }
-# Timed beside nothing.
+# Cases without a baseline.
 _ALONE = {
     "8 x 2048, blocks of 8": _Load(8, 2048, 2048, block_size=8),
     "8 x 2048, heads of 16": _Load(8, 2048, 2048, head_dim=16),
@@ -378,7 +384,7 @@ def _make_varlen(load: _Load, device: torch.device) -> Sequence[Callable[[], obj
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """The main variants, and each option that changes the code."""
+    """Yield the main variants, and each option that changes the code."""
     plain = {"element": "bf16", "stored": "bf16", "head_dim": 128, "num_groups": 4, "block_size": 16}
     for changes in (
         {},
@@ -399,8 +405,8 @@ def compile_cases() -> Iterator[CompileCase]:
         yield _compile_case(f"paged_prefill {name}", **(plain | changes))
 
 
-# Bytes that a thread of these spills: a tile of 128 queries takes all 255 registers, and one of 64 would read the keys
-# twice as often.
+# Bytes that a thread of these cases spills: a tile of 128 queries uses all 255 registers, and a tile of 64 queries
+# would read the keys twice as often.
 _SPILLS = {
     "paged_prefill stored fp8e4nv, head_dim 256": 24,
 }

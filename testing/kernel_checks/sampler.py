@@ -1,4 +1,4 @@
-"""Checks of `pagewire.kernels.triton.sampler` against its specification, and what it is timed on."""
+"""Checks of `pagewire.kernels.triton.sampler` against its specification, and its benchmarks."""
 
 import dataclasses
 import functools
@@ -17,14 +17,14 @@ from pagewire.kernels.triton import sampler
 from testing.kernel_checks.case import BenchCase, CompileCase, DeviceCase, Goal
 from testing.kernel_checks.decode_attention import strided
 
-MAX_GAP = 1e-5  # between two scores or log-probabilities whose order rounding may change
+MAX_GAP = 1e-5  # largest difference of two scores or log-probabilities whose order rounding may change
 MAX_LOGPROBS = 5
-PADDING = 5  # of a row, with what is never read or written
+PADDING = 5  # columns after a row, which must be neither read nor written
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one row asks for, and its tokens so far."""
+    """The sampling parameters of one row, and its tokens so far."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -52,7 +52,7 @@ class Row:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
-# Values of each field that matter, the first being what asks for nothing.
+# The relevant values of each field. The first value turns the feature off.
 LEVELS: dict[str, tuple[object, ...]] = {
     "temperature": (1.0, 0.0, 1.7, 0.3),
     "top_k": (0, 1, 7, 40),
@@ -70,12 +70,12 @@ LEVELS: dict[str, tuple[object, ...]] = {
 
 
 def single_rows() -> list[Row]:
-    """Each value of each field alone."""
+    """Return a row for each value of each field, with all other fields off."""
     return [Row(**{name: value}, seed=7) for name, values in LEVELS.items() for value in values[1:]]
 
 
 def paired_rows(seed: int) -> list[Row]:
-    """Rows among which every two values of two fields stand together in one."""
+    """Return rows such that every pair of values of two fields occurs together in at least one row."""
     generator = random.Random(seed)
     fields = list(LEVELS)
     missing = {
@@ -132,7 +132,10 @@ def make_columns(rows: Sequence[Row], device: torch.device) -> SamplingColumns:
 
 
 def make_counts(rows: Sequence[Row], vocab_size: int, device: torch.device) -> Tensor:
-    """A line per row in no order and one that belongs to none, as a part of wider lines full of what is never read."""
+    """Return token counts as a view of wider lines, whose other columns must not be read.
+
+    Each row has a line, in random order, and one line belongs to no row.
+    """
     counts = torch.full((len(rows) + 1, vocab_size + 3), 2**30, dtype=torch.int32, device=device)[:, :vocab_size]
     columns = make_columns(rows, device)
     penalized = [i for i, row in enumerate(rows) if row.has_penalty]
@@ -160,8 +163,10 @@ def check_rows(
     is_masked: bool = False,
     seed: int,
 ) -> None:
-    """Rows of random logits; where `is_tied`, rounded to bfloat16, so that many are equal; where `is_masked`, rows may
-    take some tokens only."""
+    """Check rows of random logits.
+
+    `is_tied`: logits are rounded to bfloat16, so that many are equal. `is_masked`: rows may choose only some tokens.
+    """
     logits = random_logits(seed, len(rows), vocab_size, deviation, device)
     masks = make_masks(seed, len(rows), vocab_size, device) if is_masked else {}
     logits = logits.bfloat16().float() if is_tied else logits
@@ -169,7 +174,10 @@ def check_rows(
 
 
 def make_masks(seed: int, num_rows: int, vocab_size: int, device: torch.device) -> dict[str, Tensor]:
-    """Masks of one token, of about a hundredth, half and nearly all of them; and which of these rows have, if any."""
+    """Return four masks and the mask line of each row.
+
+    The masks allow one token, about a hundredth, half, and nearly all of the tokens. Some rows have no mask.
+    """
     generator = torch.Generator().manual_seed(seed)
     shares = torch.tensor([[0.0], [0.01], [0.5], [0.97]])
     is_allowed = torch.rand(len(shares), vocab_size, generator=generator) < shares
@@ -183,14 +191,15 @@ def make_masks(seed: int, num_rows: int, vocab_size: int, device: torch.device) 
 
 
 def check_sample(logits: Tensor, rows: Sequence[Row], case: str, **masks: Tensor) -> SampledTokens:
-    """Compares what rows of some logits draw, count and report; returns it."""
+    """Compare the draws, counts and log-probabilities of some rows with the specification. Return the result of the
+    kernel."""
     columns = make_columns(rows, logits.device)._replace(**masks)
     max_logprobs = max(row.num_reported for row in rows)
     reported = None if max_logprobs < 0 else max_logprobs
     counts = make_counts(rows, logits.shape[1], logits.device) if any(row.has_penalty for row in rows) else None
     expected_logits, expected_counts = logits.clone(), None if counts is None else counts.clone()
     expected = sampling.sample(expected_logits, columns, expected_counts, reported)
-    # The rows of a wider matrix, as a product with a padded vocabulary leaves them.
+    # Rows of a wider matrix, like the output of a matrix multiplication with a padded vocabulary.
     wide = torch.cat((logits, torch.full((len(logits), PADDING), torch.nan, device=logits.device)), dim=1)
     target = make_target(columns)
     actual = sampler.sample(wide[:, :-PADDING], columns, counts, reported, target)
@@ -212,7 +221,7 @@ def check_sample(logits: Tensor, rows: Sequence[Row], case: str, **masks: Tensor
 
 
 def make_target(columns: SamplingColumns) -> TokenTarget:
-    """Lines of a wider table, in no order, one of which is no row's."""
+    """Return a target whose rows are lines of a wider table, in reverse order. One line belongs to no row."""
     num_rows, device = len(columns.seeds), columns.seeds.device
     width = int(columns.num_tokens.max()) + 2
     table = torch.full((num_rows + 1, width + 3), -9, dtype=torch.int32, device=device)[:, :width]
@@ -221,7 +230,7 @@ def make_target(columns: SamplingColumns) -> TokenTarget:
 
 
 def check_target(target: TokenTarget, columns: SamplingColumns, sampled: SampledTokens) -> None:
-    """The tokens stand where they belong, and nothing else was written."""
+    """Check that the tokens are at the right positions, and that no other entry was written."""
     assert torch.equal(target.sampled[0].long(), sampled.token_ids)
     assert torch.equal(target.sampled[1] != 0, sampled.is_nan)
     expected = torch.full_like(target.token_ids, -9)
@@ -230,7 +239,7 @@ def check_target(target: TokenTarget, columns: SamplingColumns, sampled: Sampled
 
 
 def _score_gap(logits: Tensor, columns: SamplingColumns, row: int, actual: int, expected: int) -> float:
-    """How far the scores of two tokens lie apart; infinite for one that the filters drop."""
+    """Return the difference of the scores of two tokens; infinite if the filters drop the actual token."""
     if columns.temperature[row] == 0:
         return float(logits[expected] - logits[actual])
     scaled = (logits - logits.max()) / columns.temperature[row]
@@ -313,7 +322,7 @@ BENCH_ROWS_WITHOUT_GOAL = {
 
 
 def bench_cases() -> Iterator[BenchCase]:
-    """Twice the time that reading the logits once takes is half of the copy bandwidth."""
+    """Yield benchmarks. The goal is half of the copy bandwidth: twice the time of reading the logits once."""
     bytes_moved = NUM_BENCH_ROWS * BENCH_VOCAB_SIZE * 4
     for rows, goals in ((BENCH_ROWS, (Goal(0.5),)), (BENCH_ROWS_WITHOUT_GOAL, ())):
         for name, row in rows.items():

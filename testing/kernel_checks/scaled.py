@@ -18,11 +18,11 @@ TRITON_TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "b
 
 @dataclass(frozen=True)
 class Product:
-    """A product to compare.
+    """A matrix multiplication to compare.
 
     Attributes:
-        kind: of the weight: "int8", FP8 in "channels", or FP8 in "blocks".
-        dtype: of activations and outputs.
+        kind: kind of the weight: "int8", FP8 with scales of "channels", or FP8 with scales of "blocks".
+        dtype: dtype of activations and outputs.
     """
 
     kind: str
@@ -42,7 +42,7 @@ class Product:
 
 
 def make_weight(product: Product, generator: torch.Generator) -> scaled.ScaledWeight:
-    """Behind its last output stands what is never to be read."""
+    """Return a weight. The memory after its last output must not be read; for FP8 it contains NaN."""
     device = generator.device
     out_size, in_size = product.out_size, product.in_size
     of_blocks = (-(-out_size // scaled.BLOCK), -(-in_size // scaled.BLOCK))
@@ -57,7 +57,8 @@ def make_weight(product: Product, generator: torch.Generator) -> scaled.ScaledWe
 
 
 def make_rows(product: Product, generator: torch.Generator) -> Tensor:
-    """Rows of wider ones, of magnitudes that differ, a row of zeros among them where there are several."""
+    """Return rows of different magnitudes as a view of wider rows. If there are more than two rows, one is all
+    zeros."""
     normal = partial(torch.randn, generator=generator, device=generator.device)
     x = normal(product.num_rows, product.in_size + 16) * normal(product.num_rows, 1).exp()
     x[:, product.in_size :] = float("nan")
@@ -72,7 +73,7 @@ def make_bias(product: Product, generator: torch.Generator) -> Tensor | None:
 
 
 def check_rounding(device: torch.device, x: Tensor, dtype: torch.dtype, group_size: int, case: str) -> None:
-    """Bit for bit."""
+    """Check that rounded values and scales equal the specification bit for bit."""
     x = x.to(device)
     rounded, expected = scaled.round_rows(x, dtype, group_size), specification.round_rows(x, dtype, group_size)
     assert rounded.scale.shape == expected.scale.shape, case
@@ -83,7 +84,8 @@ def check_rounding(device: torch.device, x: Tensor, dtype: torch.dtype, group_si
 
 
 def check_product(device: torch.device, product: Product, seed: int) -> None:
-    """Of rows that are rounded and multiplied, int8 has the specified bits, and FP8 what its sums allow."""
+    """Check rounding and multiplication: int8 has exactly the specified bits, and FP8 is within the error of its
+    sums."""
     case = f"{product}, seed {seed}"
     generator = torch.Generator(device).manual_seed(seed)
     x, weight, bias = make_rows(product, generator), make_weight(product, generator), make_bias(product, generator)
@@ -102,11 +104,11 @@ def check_product(device: torch.device, product: Product, seed: int) -> None:
 
 
 def sum_error(rounded: specification.RoundedRows, weight: scaled.ScaledWeight) -> Tensor:
-    """How far two sums of the same products of FP8 can lie apart, float64 [T, out_size].
+    """Return an upper bound on the difference of two sums of the same FP8 products, float64 [T, out_size].
 
-    In float32, in whatever order, each is off by 2^-24 of the sum of magnitudes for each addition. Tensor cores of a
-    Hopper GPU align the products of a step to the largest and keep 13 bits below it (DeepSeek-V3, 3.3.2): of 128
-    products, and of the sums of four steps, each is off by at most 2^-13 of the largest there can be.
+    A float32 sum in any order has an error of 2^-24 of the sum of magnitudes per addition. Tensor cores of a Hopper GPU
+    align the products of a step to the largest product and keep 13 bits below it (DeepSeek-V3, 3.3.2). So each of 128
+    products, and each of the sums of four steps, has an error of at most 2^-13 of the largest possible product.
     """
     in_size = weight.values.shape[1]
     rows, outputs = dequantized_rows(rounded).abs(), dequantized(weight).abs()
@@ -120,14 +122,14 @@ def sum_error(rounded: specification.RoundedRows, weight: scaled.ScaledWeight) -
 
 
 def dequantized_rows(rounded: specification.RoundedRows) -> Tensor:
-    """float64 [T, in_size]."""
+    """Return the values of rounded rows, float64 [T, in_size]."""
     in_size = rounded.values.shape[1]
     group_size = in_size if rounded.scale.shape[1] == 1 else scaled.BLOCK
     return rounded.values.double() * rounded.scale.double().repeat_interleave(group_size, 1)[:, :in_size]
 
 
 def dequantized(weight: scaled.ScaledWeight) -> Tensor:
-    """float64 [out_size, in_size]."""
+    """Return the values of a weight, float64 [out_size, in_size]."""
     scale = weight.scale.double()
     if scale.dim() == 1:
         return weight.values.double() * scale[:, None]
@@ -137,12 +139,12 @@ def dequantized(weight: scaled.ScaledWeight) -> Tensor:
 
 
 def check_exact_sums(device: torch.device, product: Product, seed: int) -> None:
-    """Small integers, whose sums are exact in whatever order: FP8 has the specified bits."""
+    """Check small integers, whose sums are exact in any order: FP8 has exactly the specified bits."""
     case = f"{product}, exact sums, seed {seed}"
     generator = torch.Generator(device).manual_seed(seed)
     integers = partial(torch.randint, -4, 5, generator=generator, device=device)
     x = integers((product.num_rows, product.in_size)).to(product.dtype)
-    x[:, :: scaled.BLOCK] = 448  # so that scales of rows are 1
+    x[:, :: scaled.BLOCK] = 448  # makes the scales of rows 1
     weight = make_weight(product, generator)
     powers = 2.0 ** torch.randint(-3, 4, weight.scale.shape, generator=generator, device=device)
     values = integers(weight.values.shape).float().to(FP8)
@@ -158,7 +160,7 @@ def check_exact_sums(device: torch.device, product: Product, seed: int) -> None:
 
 
 def check_neighbours(device: torch.device, product: Product, seed: int) -> None:
-    """A row has the same bits whatever stands in the others, infinities and NaN among it."""
+    """Check that a row has the same bits whatever the other rows contain, including infinities and NaN."""
     generator = torch.Generator(device).manual_seed(seed)
     x, weight, bias = make_rows(product, generator), make_weight(product, generator), make_bias(product, generator)
     before = scaled.multiply(x, weight, bias)
@@ -204,8 +206,10 @@ def device_cases() -> Iterator[DeviceCase]:
 
 
 def bench_cases() -> Iterator[BenchCase]:
-    """Rounding and product together, of Qwen3-0.6B's and Qwen3-8B's sizes. Of few rows bound by the weight. The sweep
-    `bench.gpu.products` has the same sizes of cuBLAS."""
+    """Yield benchmarks of rounding and multiplication together, for sizes of Qwen3-0.6B and Qwen3-8B.
+
+    Few rows are bound by reading the weight. `bench.gpu.products` measures the same sizes with cuBLAS.
+    """
     for kind in KINDS:
         for out_size, in_size in ((4096, 1024), (1024, 3072), (6144, 4096), (24576, 4096), (4096, 12288)):
             for num_rows in (1, 16, 512):
@@ -218,7 +222,10 @@ def bench_cases() -> Iterator[BenchCase]:
 
 
 def make_bench(product: Product, device: torch.device) -> list[Callable[[], object]]:
-    """Weights exceed 100 MB together, which no cache holds. Torch's product is taken where it agrees."""
+    """Return functions over several weights, which together exceed 100 MB and so do not fit a cache.
+
+    Torch's matrix multiplication is used where `has_library` found that it agrees.
+    """
     generator = torch.Generator(device).manual_seed(0)
     weight = make_weight(product, generator)
     is_library = product.kind != "int8" and scaled.has_library(device, product.kind == "blocks")

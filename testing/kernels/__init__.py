@@ -1,1 +1,1 @@
-"""Compilers, processors, devices and drivers, real or emulated, for tests of kernels."""
+"""Real or emulated compilers, processors, devices and drivers for tests of kernels."""

@@ -1,7 +1,7 @@
-"""Whether there is a C compiler, as a fresh machine may lack it, and what the tests have built by it.
+"""The C compiler that tests use, and the C kernels that they build with it. A machine may lack a compiler.
 
-Run as a process of its own, `python -m testing.kernels.compiler`, it builds the CPU's kernels in every variant, beside
-tests that would have to wait for them. What is built already is not built again.
+`python -m testing.kernels.compiler` builds the CPU kernels in every variant that is not built yet. It can run beside
+tests that would otherwise wait for these builds.
 """
 
 import os
@@ -16,12 +16,12 @@ from worker_service.startup.cpu_kernels import environment_build
 
 
 def skip_without_compiler() -> None:
-    """Tests that need the C kernels say so and are left out where nothing can build them."""
+    """Skip the test if no C compiler is available to build the C kernels."""
     first_compiler()
 
 
 def first_compiler() -> Compiler:
-    """The first one that answers. Skips the test where there is none."""
+    """Return the first compiler that works. Skip the test if no C compiler is available."""
     refusals: dict[str, str] = {}
     found = next(find_compilers(os.environ.get("CC"), refusals), None)
     if found is None:
@@ -30,7 +30,10 @@ def first_compiler() -> Compiler:
 
 
 def build_variants() -> None:
-    """That of this processor first, since workers load it. Raises BuildError."""
+    """Build the CPU kernels of all variants. The variant of this processor comes first, because workers load it.
+
+    Raises BuildError if a build fails.
+    """
     build = environment_build()
     own = choose_variant(build.variant)
     for name in sorted(variants_of(platform.machine()), key=lambda name: name != own):

@@ -1,4 +1,7 @@
-"""Where there is no CUDA device, the kernels run in Triton's interpreter, which is chosen while Triton is imported."""
+"""The choice of the device for kernels. Without a CUDA device, they run in Triton's interpreter.
+
+Triton reads this choice when it is imported.
+"""
 
 import os
 import sys
@@ -7,7 +10,10 @@ import torch
 
 
 def choose_device() -> torch.device:
-    """What the kernels run on in this process. To be called before anything imports Triton."""
+    """Return the device on which the kernels of this process run. Call this before any import of Triton.
+
+    Raises RuntimeError if Triton was imported without its interpreter and there is no CUDA device.
+    """
     if torch.cuda.is_available():
         return torch.device("cuda")
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":

@@ -1,4 +1,4 @@
-"""Tells which attention kernels are launched, on a device as in the interpreter."""
+"""A recorder of launches of attention kernels, on a device and in the interpreter."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -16,7 +16,7 @@ _KERNELS = {
 
 
 def record_attention(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
-    """A list that grows by a kernel's name and its grid with every launch."""
+    """Return a list to which every launch appends the name of the kernel and its grid."""
     launched: list[tuple[str, tuple[int, ...]]] = []
     for name, module in _KERNELS.items():
         monkeypatch.setattr(module, f"_{name}_kernel", _Recorded(name, module, launched))
@@ -31,7 +31,7 @@ class _Recorded:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: Any, **options: Any) -> None:
-            """Tells of no variant that could be launched past it: see `RepeatedLaunch`."""
+            """Record and launch. Return no variant, so that `RepeatedLaunch` cannot launch without the recorder."""
             self._launched.append((self._name, grid))
             self._kernel[grid](*arguments, **options)
 

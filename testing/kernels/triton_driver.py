@@ -1,4 +1,4 @@
-"""A driver of an H200 that is not there, which counts launches in place of them."""
+"""A fake Triton driver of an H200 that counts launches instead of executing them."""
 
 from collections import Counter
 from typing import Any
@@ -9,7 +9,7 @@ launches: Counter[str] = Counter()
 
 
 class Launcher:
-    """Counts in place of a launch."""
+    """A launcher that counts launches."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
         self._name = source.fn.__name__
@@ -19,7 +19,7 @@ class Launcher:
 
 
 class Library:
-    """What there is of a CUDA driver."""
+    """The functions of a CUDA driver that Triton uses."""
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
         return 1, 1, 32, 0, 1024  # module, function, registers, spills, threads
@@ -32,7 +32,7 @@ class Library:
 
 
 class Driver:
-    """Of an H200 that is not there."""
+    """The driver of a fake H200."""
 
     utils = Library()
     launcher_cls = Launcher

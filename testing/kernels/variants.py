@@ -1,4 +1,4 @@
-"""The C kernels as other processors have them."""
+"""The C kernels in the variants of other processors."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from worker_service.startup.cpu_kernels import environment_build
 
 
 def load_variant(name: str) -> CpuKernels:
-    """Skips the test where no compiler can build it, or this processor would not run it."""
+    """Load a variant. Skip the test if no compiler can build the variant or this processor cannot run it."""
     skip_without_compiler()
     try:
         choose_variant(name)

@@ -1,4 +1,4 @@
-"""The C kernels as processors of AArch64 run them, built by a cross compiler and called by way of qemu."""
+"""The C kernels for AArch64, built by a cross compiler and executed by qemu."""
 
 import functools
 import shutil
@@ -17,15 +17,16 @@ MACHINE = "aarch64"
 COMPILER = "aarch64-linux-gnu-gcc"
 EMULATOR = "qemu-aarch64"
 SYSTEM_ROOT = Path("/usr/aarch64-linux-gnu")
-# What has these tools.
+# The packages that contain these tools.
 PACKAGES = "gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user"
-# Processors that the emulator knows, by what they have of what variants need.
+# Processors of the emulator, and the features of variants that each has.
 PROCESSORS = {"cortex-a53": frozenset[str](), "neoverse-n1": frozenset({"asimddp"})}
 _GUEST = Path(__file__).parent / "guest.c"
 
 
 def missing_tools() -> str | None:
-    """What is not there to emulate with, and how to come by it; None if all is."""
+    """Return the reason why emulation is not possible, with the packages to install; None if all tools are
+    available."""
     missing = [name for name in (COMPILER, EMULATOR) if not shutil.which(name)]
     missing += [] if (SYSTEM_ROOT / "lib").exists() else [str(SYSTEM_ROOT / "lib")]
     if not sysconfig.get_platform().endswith("x86_64"):
@@ -34,13 +35,16 @@ def missing_tools() -> str | None:
 
 
 def load_emulated(variant: str, processor: str) -> CpuKernels:
-    """Raises what `open_emulated` does."""
+    """Load a variant on an emulated processor. The errors are the same as for `open_emulated`."""
     return CpuKernels(open_emulated(variant, processor))
 
 
 @functools.cache
 def open_emulated(variant: str, processor: str) -> Library:
-    """Raises ValueError if the processor would not run the variant, BuildError if it cannot be built."""
+    """Build a variant and open it on an emulated processor.
+
+    Raises ValueError if the processor cannot run the variant, and BuildError if the build fails.
+    """
     lacking = set(VARIANTS[variant]) - PROCESSORS[processor]
     if lacking:
         raise ValueError(f"{processor} does not run the variant {variant}: it has no {', '.join(sorted(lacking))}")
@@ -53,7 +57,7 @@ def open_emulated(variant: str, processor: str) -> Library:
 @functools.cache
 def _build_guest() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="pagewire-guest-"))
-    # The library finds OpenMP's runtime in the program that loads it.
+    # The library uses the OpenMP runtime of the program that loads it.
     options = ["-O2", "-Wall", "-Wextra", "-Werror", "-fopenmp", "-Wl,--no-as-needed"]
     subprocess.run([COMPILER, *options, "-o", str(folder / "guest"), str(_GUEST), "-ldl"], check=True)
     return folder / "guest"

@@ -1,12 +1,13 @@
-// Calls functions of a library for the process that started this one on another kind of processor, with that process's
-// pointers: a page that is touched is asked for, and what a call has changed goes back after it. So nothing has to know
-// what the arguments point to.
+// Calls functions of a library on an emulated processor, on behalf of the parent process and with its pointers.
+// The first access to a page requests the page from the parent, and after the call the changed bytes are sent back. So
+// this program needs no description of the memory that the arguments point to.
 //
-// Requests come on stdin, messages go to stdout; all numbers are of 8 bytes.
-//   request: is_text, the length of a name, the name, 16 integers, 8 numbers as they stand in floating-point registers
-//   PAGE address             asks for a page, which comes as is_there and its bytes
-//   CHANGED address length   and the bytes
-//   DONE result              or, of a function that returns text, its length, and the text
+// Requests arrive on stdin, messages are written to stdout; all numbers have 8 bytes.
+//   request: is_text, the length of the function's name, the name, 16 integers, 8 numbers in the format of
+//            floating-point registers
+//   PAGE address             requests a page; the parent answers with is_there and the bytes of the page
+//   CHANGED address length   followed by the changed bytes
+//   DONE result              or, for a function that returns text, the length of the text, followed by the text
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <signal.h>
@@ -37,7 +38,7 @@ static void fail(const char* text) {
 static void receive(void* target, size_t size) {
   for (char* at = target; size;) {
     const ssize_t num = read(0, at, size);
-    if (num <= 0) _exit(0);  // the process that asked is gone
+    if (num <= 0) _exit(0);  // the parent has ended
     at += num, size -= (size_t)num;
   }
 }
@@ -56,7 +57,7 @@ static char* map_page(void) {
   return place;
 }
 
-// Another thread may have the page by now. It becomes visible at once with what it holds.
+// Another thread may have fetched the page meanwhile. mremap makes the page visible together with its content.
 static void fetch_page(int signal_number, siginfo_t* info, void* context) {
   char* place = (char*)((uintptr_t)info->si_addr / PAGE_SIZE * PAGE_SIZE);
   (void)signal_number, (void)context;
@@ -100,8 +101,8 @@ static void return_pages(void) {
   num_pages = 0;
 }
 
-// By the rules of AArch64 a function finds its integers and its floating-point numbers whatever their order among each
-// other, and does not mind that there are more.
+// In the calling convention of AArch64, integers and floating-point numbers are passed in separate registers, whatever
+// their order among each other, and a function ignores additional arguments.
 typedef int64_t (*function)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
                             int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, double, double, double, double,
                             double, double, double, double);

@@ -1,4 +1,4 @@
-"""A library of another architecture, called by way of qemu as cffi calls one of this."""
+"""A library for another processor architecture, called through qemu with the interface of a cffi library."""
 
 import functools
 import os
@@ -10,20 +10,23 @@ from typing import Any
 
 from pagewire.kernels.cpu.abi import POINTER, ffi
 
-# As `guest.c` has them.
+# These values equal the constants of `guest.c`.
 _PAGE, _CHANGED, _DONE = range(3)
 _PAGE_SIZE, _NUM_INTEGERS, _NUM_REALS = 4096, 16, 8
-# Neither process grows so far into where the other one began: a page that is asked for lies nowhere in qemu's own
-# memory. Stacks are placed within 16 GiB.
+# Invariant: the two processes never use the same addresses. A page that the guest requests must not be in qemu's own
+# memory. Neither process grows by more than this distance. Stacks are placed within 16 GiB.
 _DISTANCE = 1 << 30
 _ATTEMPTS = 50
 
 
 class EmulatedLibrary:
-    """The functions of abi.h."""
+    """The functions of abi.h, executed by a guest process."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        """`command` runs `guest.c` over the library."""
+        """Start the guest process. `command` runs `guest.c` with the library as its argument.
+
+        Raises RuntimeError if the guest's memory overlaps this process's memory after all attempts.
+        """
         self._memory = os.open("/proc/self/mem", os.O_RDWR)
         for _ in range(_ATTEMPTS):
             self._guest = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -42,13 +45,13 @@ class EmulatedLibrary:
         return ffi.new("char[]", self._request("variant", True, [], []))
 
     def close(self) -> None:
-        """The guest ends where it cannot be asked any more."""
+        """End the guest process. The guest ends when its input is closed."""
         assert self._guest.stdin is not None
         self._guest.stdin.close()
         self._guest.wait()
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """Of a function all of whose numbers that have a point are float, and which returns an int64_t."""
+        """Call a function that returns int64_t. All its floating-point parameters must be float."""
         reals = [struct.pack("<f4x", argument) for argument in arguments if isinstance(argument, float)]
         rest = [argument for argument in arguments if not isinstance(argument, float)]
         return self._request(name, False, [_word(argument) for argument in rest], reals)
@@ -92,13 +95,13 @@ def _word(argument: Any) -> int:
 
 
 def _are_apart(pid: int) -> bool:
-    """Whether two processes, with their memory where chance has put it, never mean different things by an address."""
+    """Return whether this process and another one use disjoint addresses, so that an address has only one meaning."""
     ours, theirs = _ranges("self"), _ranges(str(pid))
     return all(end + _DISTANCE <= first or last + _DISTANCE <= start for start, end in ours for first, last in theirs)
 
 
 def _ranges(process: str) -> list[tuple[int, int]]:
-    """Of addresses in use, but for the kernel's."""
+    """Return the ranges of addresses that a process uses, without the ranges of the kernel."""
     lines = Path(f"/proc/{process}/maps").read_text().splitlines()
     ranges = [tuple(int(part, 16) for part in line.split()[0].split("-")) for line in lines if "[v" not in line]
     return [(start, end) for start, end in ranges]
