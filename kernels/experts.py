@@ -1,8 +1,8 @@
 """The specification of mixture-of-experts kernels in plain torch: routing, and matrix multiplication by expert.
 
 `kernels/cpu` and `kernels/triton` implement these functions. A token is dispatched to `num_chosen` experts (Shazeer et
-al., 2017, https://arxiv.org/abs/1701.06538). The state of a token at one of its experts is a *slot*. Slots are [T *
-num_chosen, width]: the slots of a token are consecutive, in ascending order of expert ids.
+al., 2017, https://arxiv.org/abs/1701.06538). The state of a token at one of its experts is a *slot*. A tensor of slots
+has the shape `[T * num_chosen, width]`: the slots of a token are consecutive, in ascending order of expert ids.
 """
 
 import torch

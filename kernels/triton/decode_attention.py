@@ -456,10 +456,11 @@ def _attend_split(
 
 @triton.jit
 def _locate(index, end, first, seq_len, block_table, selected_blocks, BLOCK_SIZE: tl.constexpr):
-    """Return positions, block ids, and whether to read them, for indexes into the positions that a row and KV head may
-    read.
+    """Return positions, block ids, and whether to read them, for indexes into the readable positions of a row and KV
+    head.
 
-    Indexes are positions, or count the positions of the selected blocks in order.
+    Without selected blocks an index is a position. With selected blocks the indexes count their positions, block by
+    block.
     """
     logical = index // BLOCK_SIZE
     if selected_blocks is not None:

@@ -236,8 +236,8 @@ def _attend(
     """Add the keys and values of a span to the softmax state, and return it.
 
     A span is (begin, end, first, last): the indexes begin to end, without positions before `first` or after `last`.
-    Indexes are positions, or count the positions of the selected blocks in order. Without a mask the whole span is
-    read, and every query sees all of it.
+    Without selected blocks an index is a position. With selected blocks the indexes count their positions, block by
+    block. If IS_MASKED is false, the whole span is read, and every query sees all of it.
     """
     BLOCK_SIZE: tl.constexpr = SHAPE.block_size
     IS_BENT: tl.constexpr = (weighing.cap is not None) or (weighing.slopes is not None)

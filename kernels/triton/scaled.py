@@ -215,7 +215,7 @@ def multiply_rounded(
 ) -> Tensor:
     """Multiply rows that `round_rows` rounded for this weight; see `multiply` for the other arguments.
 
-    For many rows cuBLAS is used if it supports the weight, and there is no bias and a bfloat16 output.
+    cuBLAS multiplies many rows if it supports the weight, `bias` is None and the output is bfloat16.
     """
     is_library = weight.has_library and bias is None and output_dtype == torch.bfloat16
     if is_library and len(rounded.values) >= _MIN_LIBRARY_ROWS:

@@ -110,8 +110,10 @@ def check_assignment(assignment: experts.Assignment, ids: Tensor, case: str) -> 
 
 
 def check_product(actual: Tensor, x: Tensor, weights: Tensor, ids: Tensor, biases: Tensor | None, case: str) -> None:
-    """Check a matrix multiplication: products of narrow floats are exact, and their sums are float32 and rounded
-    once."""
+    """Check a matrix multiplication against float64.
+
+    Products of narrow floats are exact, so the allowed error covers float32 sums and one rounding of the result.
+    """
     wide_biases = None if biases is None else biases.double()
     expected = specification.multiply_routed(x.double(), weights.double(), ids, wide_biases)
     spread = specification.multiply_routed(x.double().abs(), weights.double().abs(), ids)

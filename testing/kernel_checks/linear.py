@@ -126,9 +126,10 @@ def check_packed(packed: linear.PackedWeight, layer: Layer, case: str) -> None:
 def check_product(
     actual: Tensor, x: Tensor, weight: HeldWeight, bias: Tensor | None, is_exact: bool, case: str
 ) -> None:
-    """Check a matrix multiplication: products of operands are exact, and their sums are float32 and rounded once.
+    """Check a matrix multiplication against float64.
 
-    If `is_exact`, the result must equal the exact result, rounded once.
+    Products of operands are exact, so the allowed error covers float32 sums and one rounding of the result. If
+    `is_exact`, sums are exact too, and the result must equal the exact result rounded once.
     """
     expected = x.double() @ weight.dequantized().double().T
     if bias is not None:
