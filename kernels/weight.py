@@ -114,7 +114,7 @@ class HeldWeight:
         if self.scale_factor is not None and (in_size % BLOCK or BLOCK % self.group_size):
             raise ValueError(f"blocks of {BLOCK} do not divide {in_size} inputs in groups of {self.group_size}")
         if (self.minimum_factor is None) != (self.scale_factor is None or self.minimum is None):
-            raise ValueError("minima have factors if scales have some")
+            raise ValueError("minimum_factor must be set exactly if minimum and scale_factor are set")
         for name, part in self.parts().items():
             dtype = {"values": self.element, "zero": torch.int8}.get(name, torch.float32)
             size = 1 if name == "values" else BLOCK if "factor" in name else self.group_size

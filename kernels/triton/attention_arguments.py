@@ -184,15 +184,15 @@ def _check_queries(query_shape: tuple[int, ...], query_dtype: torch.dtype, cache
     num_kv_heads, head_dim = cache.shape[2:]
     if len(query_shape) != 3 or query_shape[2] != head_dim or query_shape[1] % num_kv_heads:
         raise ValueError(
-            f"queries are {list(query_shape)}; these caches take [tokens, a multiple of {num_kv_heads} heads, "
+            f"queries are {list(query_shape)}; these caches need [tokens, a multiple of {num_kv_heads} heads, "
             f"{head_dim}]"
         )
     num_groups = query_shape[1] // num_kv_heads
     if not 1 <= num_groups <= tiles.MAX_GROUPS:
-        raise ValueError(f"{num_groups} query heads share a KV head; it must be 1 to {tiles.MAX_GROUPS}")
+        raise ValueError(f"{num_groups} query heads share a KV head; make it 1 to {tiles.MAX_GROUPS}")
     if query_dtype not in FLOATS or cache.dtype not in (query_dtype, torch.float8_e4m3fn):
         raise ValueError(
-            f"queries hold {query_dtype} and the caches {cache.dtype}; make queries float16, bfloat16 or float32, "
+            f"queries are {query_dtype} and the caches {cache.dtype}; make queries float16, bfloat16 or float32, "
             "and the caches the same or float8_e4m3fn"
         )
 

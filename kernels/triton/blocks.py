@@ -97,8 +97,8 @@ def _find_pieces(source: Tensor, target: Tensor) -> _Pieces:
     """
     if source.dim() < 2 or source.shape[1:] != target.shape[1:] or source.dtype != target.dtype:
         raise ValueError(
-            f"blocks of {list(source.shape[1:])} {source.dtype} cannot become blocks of {list(target.shape[1:])} "
-            f"{target.dtype}; give both tensors the same, with the block index in front"
+            f"source blocks are {list(source.shape[1:])} {source.dtype}, target blocks {list(target.shape[1:])} "
+            f"{target.dtype}; make them equal, with the block index as the first dimension"
         )
     strides = [(a, b, size) for a, b, size in zip(source.stride(), target.stride(), source.shape, strict=True)][1:]
     merged: list[tuple[int, int, int]] = []  # source stride, target stride, size; outermost first
@@ -110,8 +110,8 @@ def _find_pieces(source: Tensor, target: Tensor) -> _Pieces:
     outer = merged.pop() if merged else (0, 0, 1)
     if merged or piece[:2] != (1, 1):
         raise ValueError(
-            f"blocks have strides {source.stride()[1:]} and {target.stride()[1:]}; make them dense pieces of one size "
-            "at one distance, in the same order in both tensors"
+            f"blocks have strides {source.stride()[1:]} and {target.stride()[1:]}; make them dense pieces of equal "
+            "size at a constant distance, in the same order in both tensors"
         )
     dtype = source.dtype
     return _Pieces(outer[2], _to_words(piece[2], dtype), _to_words(outer[0], dtype), _to_words(outer[1], dtype))

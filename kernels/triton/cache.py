@@ -65,7 +65,7 @@ def check_caches(key_cache: Tensor, value_cache: Tensor) -> None:
     if block_size not in BLOCK_SIZES:
         raise ValueError(f"block_size is {block_size}; choose a multiple of 8 from 8 to 256")
     if head_dim not in HEAD_DIMS:
-        raise ValueError(f"head_dim is {head_dim}; the kernels take multiples of 8 from 16 to 256")
+        raise ValueError(f"head_dim is {head_dim}; the kernels support multiples of 8 from 16 to 256")
 
 
 def _check(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:

@@ -138,7 +138,7 @@ class SplitPlan:
         """Return a plan for exactly `num_rows` rows in the same memory. Raises ValueError if this plan is for fewer
         rows."""
         if not 0 <= num_rows <= self.num_rows:
-            raise ValueError(f"num_rows is {num_rows}, and the memory is for 0 to {self.num_rows}: allocate more")
+            raise ValueError(f"num_rows is {num_rows}, but the plan has memory for 0 to {self.num_rows}; allocate more")
         past_split = self.split_rows.shape[0] - self.num_rows + num_rows
         return SplitPlan(
             self.split_starts[: num_rows + 1],
@@ -184,7 +184,7 @@ class SplitPlan:
         """Raise ValueError unless the plan is for queries of this shape, [S, num_heads, head_dim]."""
         expected = [self.num_rows, *self.sums.shape[1:]]
         if list(query_shape) != expected:
-            raise ValueError(f"queries are {list(query_shape)} and the plan is for {expected}; allocate one for them")
+            raise ValueError(f"queries are {list(query_shape)}, but the plan is for {expected}; allocate another plan")
 
 
 def paged_attention_v1(
@@ -287,7 +287,7 @@ class DecodeAttention:
         """
         num_tokens, num_heads, head_dim = group.query_shape
         if num_rows > num_tokens:
-            raise ValueError(f"there are {num_rows} rows with {num_tokens} queries; pass at least as many queries")
+            raise ValueError(f"there are {num_rows} rows but only {num_tokens} queries; pass a query for each row")
         rows = group.rows(block_tables, seq_lens, num_rows, group.scoring.window or ANY_LEN, selection)
         num_kv_heads = group.cache_shape[2]
         if plan is not None:

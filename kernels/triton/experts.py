@@ -249,7 +249,7 @@ def _check_product(x: Tensor, weights: Tensor, assignment: Assignment, biases: T
     check_tensor("x", x, ("rows", weights.shape[2]), weights.dtype, is_strided=True)
     num_tokens = num_slots // assignment.num_chosen
     if len(x) not in (num_tokens, num_slots):
-        raise ValueError(f"x has {len(x)} rows; make it one for each of {num_tokens} tokens or {num_slots} slots")
+        raise ValueError(f"x has {len(x)} rows; pass {num_tokens} rows, one per token, or {num_slots}, one per slot")
     check_tensor("biases", biases, tuple(weights.shape[:2]), x.dtype, torch.float32)
 
 

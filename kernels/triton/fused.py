@@ -48,7 +48,7 @@ def add_rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -
     check_tensor("x", x, ("T", "size"), *FLOATS, is_strided=True)
     num_rows, size = x.shape
     if not 1 <= size <= MAX_NORM_SIZE:
-        raise ValueError(f"x has rows of {size}; 1 to {MAX_NORM_SIZE} fit a program")
+        raise ValueError(f"x has rows of {size}; 1 to {MAX_NORM_SIZE} are supported")
     check_tensor("weight", weight, (size,), x.dtype, torch.float32)
     check_tensor("update", update, (num_rows, size), x.dtype, is_strided=True)
     output = x.new_empty(num_rows, size)
@@ -87,7 +87,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """
     check_tensor("gate_up", gate_up, ("T", "2 * size"), *FLOATS, is_strided=True)
     if gate_up.shape[1] % 2:
-        raise ValueError(f"gate_up has rows of {gate_up.shape[1]}; they must hold as many gates as factors")
+        raise ValueError(f"gate_up has rows of {gate_up.shape[1]}; make the size even, half of it gates")
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     output = gate_up.new_empty(num_tokens, size)
     if output.numel():
@@ -210,7 +210,7 @@ def _check_heads(heads: Tensor, preparation: HeadPreparation) -> None:
     if head_dim not in HEAD_DIMS:
         raise ValueError(f"heads have a head_dim of {head_dim}; make it a multiple of 8 from 16 to 256")
     if num_heads < 1 or total_heads - num_heads < 2 or (total_heads - num_heads) % 2:
-        raise ValueError(f"{total_heads} heads with {num_heads} queries leave no equal numbers of keys and values")
+        raise ValueError(f"{total_heads} heads with {num_heads} queries do not leave equal numbers of keys and values")
     for name, weight in (("query_weight", query_weight), ("key_weight", key_weight)):
         check_tensor(name, weight, (head_dim,), heads.dtype, torch.float32)
     for name, table in (("cos", cos), ("sin", sin)):
@@ -222,8 +222,8 @@ def _check_cached(heads: Tensor, num_heads: int, key_cache: Tensor, value_cache:
     num_kv_heads, head_dim = (heads.shape[1] - num_heads) // 2, heads.shape[2]
     if key_cache.shape[2:] != (num_kv_heads, head_dim) or key_cache.dtype not in (heads.dtype, torch.float8_e4m3fn):
         raise ValueError(
-            f"the caches hold {key_cache.dtype} {list(key_cache.shape)}; for these heads they must hold {heads.dtype} "
-            f"or torch.float8_e4m3fn, {num_kv_heads} heads of {head_dim}"
+            f"the caches are {key_cache.dtype} {list(key_cache.shape)}; for these heads they must be {heads.dtype} "
+            f"or torch.float8_e4m3fn, with {num_kv_heads} heads of {head_dim}"
         )
     check_tensor("slot_mapping", slot_mapping, (len(heads),), *INTEGERS)
 

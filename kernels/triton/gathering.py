@@ -42,7 +42,7 @@ def gather_tokens(
     check_tensor("token_ids", tables.token_ids, ("num_slots", "max_len"), torch.int32, is_strided=True)
     check_tensor("block_tables", tables.block_tables, ("num_slots", "max_blocks"), torch.int32, is_strided=True)
     if not 0 <= num_blocks <= max_blocks:
-        raise ValueError(f"{num_blocks} blocks are wanted of tables of {max_blocks}; take no more than there are")
+        raise ValueError(f"num_blocks is {num_blocks}; make it 0 to {max_blocks}, the size of a block table")
     token_ids, positions, slot_mapping = (slots.new_empty(num_tokens, dtype=torch.int64) for _ in range(3))
     gathered = GatheredTokens(token_ids, positions, slot_mapping, slots.new_empty(num_rows, num_blocks))
     num_tiles, num_pieces = triton.cdiv(num_tokens, _TILE_TOKENS), triton.cdiv(num_blocks, _TILE_BLOCKS)

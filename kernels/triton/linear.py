@@ -144,8 +144,8 @@ def pack(weight: HeldWeight, device: torch.device) -> PackedWeight:
     in_size = weight.values.shape[1]
     if not can_pack(weight.group_size, in_size):
         raise ValueError(
-            f"groups of {weight.group_size} of {in_size} inputs are not served; make them a multiple of {GROUP_UNIT}, "
-            "or whole rows"
+            f"groups of {weight.group_size} of {in_size} inputs are not supported; make them a multiple of "
+            f"{GROUP_UNIT}, or whole rows"
         )
     parts = {name: part.to(device) for name, part in weight.without_factors().parts().items()}
     zero, minimum = parts.get("zero"), parts.get("minimum")
@@ -177,7 +177,7 @@ def multiply(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, output
         ValueError: a shape, stride or dtype is not supported.
     """
     if packed.codes.dim() != 2:
-        raise ValueError(f"the weight is of {len(packed.codes)} experts; multiply the slots of each, `multiply_routed`")
+        raise ValueError(f"the weight has {len(packed.codes)} experts; use `multiply_routed`")
     out_size = packed.out_size
     check_tensor("x", x, ("rows", packed.in_size), *FLOATS, is_strided=True)
     check_tensor("bias", bias, (out_size,), x.dtype, torch.float32)
@@ -209,11 +209,11 @@ def multiply_routed(x: Tensor, packed: PackedWeight, assignment: Assignment, bia
     table, num_chosen, tile = assignment
     num_slots, num_experts = len(table.order), len(table.ends)
     if packed.codes.dim() != 3 or len(packed.codes) != num_experts:
-        raise ValueError(f"the weight is {list(packed.codes.shape)}; make it one of {num_experts} experts, by `join`")
+        raise ValueError(f"the weight is {list(packed.codes.shape)}; build one for {num_experts} experts with `join`")
     check_tensor("x", x, ("rows", packed.in_size), *FLOATS, is_strided=True)
     num_tokens = num_slots // num_chosen
     if len(x) not in (num_tokens, num_slots):
-        raise ValueError(f"x has {len(x)} rows; make it one for each of {num_tokens} tokens or {num_slots} slots")
+        raise ValueError(f"x has {len(x)} rows; pass {num_tokens} rows, one per token, or {num_slots}, one per slot")
     check_tensor("biases", biases, (num_experts, packed.out_size), x.dtype, torch.float32)
     output = x.new_empty(num_slots, packed.out_size)
     if output.numel():
@@ -231,8 +231,8 @@ def join(packed: Sequence[PackedWeight]) -> PackedWeight:
     kinds = {(each.codes.dim(), each.out_size, each.in_size, each.group_size, each.is_float) for each in packed}
     if len(kinds) != 1 or packed[0].codes.dim() != 2:
         raise ValueError(
-            f"weights have (dimensions, outputs, inputs, size of groups, floats) {sorted(kinds)}; make them one kind "
-            "of 2 dimensions"
+            f"weights have (dimensions, outputs, inputs, group size, is float) {sorted(kinds)}; make them equal, with "
+            "2 dimensions"
         )
     first, num_groups = packed[0], packed[0].num_groups
     parts = {
@@ -263,8 +263,8 @@ def take_rows(packed: PackedWeight, indexes: Tensor, dtype: torch.dtype) -> Tens
     """
     if indexes.dim() != 1 or indexes.dtype != torch.int64 or packed.codes.dim() != 2:
         raise ValueError(
-            f"indexes are {list(indexes.shape)} {indexes.dtype}, of a weight {list(packed.codes.shape)}; make them [T] "
-            "torch.int64, of a weight of 2 dimensions"
+            f"indexes are {list(indexes.shape)} {indexes.dtype} and the weight is {list(packed.codes.shape)}; pass "
+            "indexes [T] torch.int64 and a weight with 2 dimensions"
         )
     rows = _unfold(packed.codes.view(torch.uint8)[indexes].view(packed.codes.dtype), packed).float()
 

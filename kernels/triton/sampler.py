@@ -142,8 +142,8 @@ def count_tokens(
     check_tensor("token_counts", token_counts, ("num_slots", "vocab_size"), torch.int32, is_strided=True)
     if len(start_loc) != len(slots) + 1 or len(num_prompt_tokens) != len(slots):
         raise ValueError(
-            f"{len(slots)} slots come with {len(start_loc)} starts and {len(num_prompt_tokens)} lengths of prompts; "
-            "pass one start more than slots, and a length each"
+            f"there are {len(slots)} slots, {len(start_loc)} starts and {len(num_prompt_tokens)} prompt lengths; "
+            "pass one more start than slots, and one prompt length per slot"
         )
     if len(slots) == 0:
         return
@@ -171,7 +171,7 @@ def _check(
     check_tensor("logits", logits, ("R", "vocab_size"), torch.float32, is_strided=True)
     num_rows, vocab_size = logits.shape
     if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
-        raise ValueError(f"the vocabulary has {vocab_size} tokens; the sampler takes 1 to {MAX_VOCAB_SIZE}")
+        raise ValueError(f"the vocabulary has {vocab_size} tokens; the sampler supports 1 to {MAX_VOCAB_SIZE}")
     for name, dtype in DTYPES.items():
         check_tensor(name, getattr(columns, name), (num_rows,), dtype)
     for ids_name, other_name in (("bias_token_ids", "bias_values"), ("stop_token_ids", "min_num_tokens")):

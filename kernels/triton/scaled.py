@@ -158,7 +158,7 @@ def round_rows(x: Tensor, dtype: torch.dtype, group_size: int) -> RoundedRows:
     if dtype not in LARGEST:
         raise ValueError(f"rows cannot be rounded to {dtype}; choose int8 or float8_e4m3fn")
     if not in_size or group_size not in (in_size, BLOCK):
-        raise ValueError(f"groups of {group_size} of {in_size} inputs are not served; make them {in_size} or {BLOCK}")
+        raise ValueError(f"groups of {group_size} of {in_size} inputs are not supported; use {in_size} or {BLOCK}")
     num_groups = triton.cdiv(in_size, group_size)
     values = torch.empty((num_rows, in_size), dtype=dtype, device=x.device)
     scale = torch.empty((num_groups, num_rows), dtype=torch.float32, device=x.device)
@@ -273,14 +273,14 @@ def _check_product(x: Tensor, weight: ScaledWeight, bias: Tensor | None, output_
     check_tensor("weight", values, ("out_size", "in_size"), *LARGEST)
     out_size, in_size = values.shape
     if values.dtype == torch.int8 and in_size > MAX_INPUTS:
-        raise ValueError(f"the weight has {in_size} inputs; an int32 holds the sums of at most {MAX_INPUTS}")
+        raise ValueError(f"the weight has {in_size} inputs; int8 weights support at most {MAX_INPUTS}")
     shape: tuple[int, ...] = (out_size,)
     block_size = in_size
     if scale.dim() == 2 and values.dtype == FLOAT8:
         shape, block_size = (triton.cdiv(out_size, BLOCK), triton.cdiv(in_size, BLOCK)), BLOCK
     check_tensor("scale", scale, shape, torch.float32)
     if weight.block_size != block_size:
-        raise ValueError(f"blocks are of {weight.block_size} inputs; scales of {list(shape)} are of {block_size}")
+        raise ValueError(f"block_size is {weight.block_size}; with a scale {list(shape)} it must be {block_size}")
     check_tensor("x", x, ("T", in_size), *FLOATS, is_strided=True)
     check_tensor("bias", bias, (out_size,), *FLOATS)
     if output_dtype not in FLOATS:

@@ -94,11 +94,11 @@ def lookup(kernel: str, *, head_dim: int, num_groups: int, dtype: torch.dtype) -
 def key(kernel: str, *, head_dim: int, num_groups: int, dtype: torch.dtype) -> Shape:
     """Return the key that `lookup` searches in the tables. The arguments and errors are the same as for `lookup`."""
     if not 1 <= head_dim <= MAX_HEAD_DIM:
-        raise ValueError(f"head_dim is {head_dim}; {kernel} takes 1 to {MAX_HEAD_DIM}")
+        raise ValueError(f"head_dim is {head_dim}; {kernel} supports 1 to {MAX_HEAD_DIM}")
     if not 1 <= num_groups <= MAX_GROUPS:
-        raise ValueError(f"{num_groups} query heads share a KV head; {kernel} takes 1 to {MAX_GROUPS}")
+        raise ValueError(f"{num_groups} query heads share a KV head; {kernel} supports 1 to {MAX_GROUPS}")
     if dtype.itemsize > 4:
-        raise ValueError(f"the cache holds {dtype}; {kernel} takes elements of at most 4 bytes")
+        raise ValueError(f"the cache is {dtype}; {kernel} supports elements of at most 4 bytes")
     return Shape(kernel, max(32, _power_of_two(head_dim)), _power_of_two(num_groups), dtype.itemsize)
 
 

@@ -17,7 +17,7 @@ def choose_device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda")
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
-        raise RuntimeError("something imported Triton before these tests could choose its interpreter")
+        raise RuntimeError("Triton was imported before choose_device; call choose_device first")
     os.environ["TRITON_INTERPRET"] = "1"
     from testing.kernels import interpreter
 

@@ -34,7 +34,7 @@ class EmulatedLibrary:
             if _are_apart(self._guest.pid):
                 return
             self.close()
-        raise RuntimeError(f"{command[0]} was started {_ATTEMPTS} times, each time too near to this process's memory")
+        raise RuntimeError(f"{command[0]}: after {_ATTEMPTS} starts its memory is still too near this process's memory")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -86,7 +86,7 @@ class EmulatedLibrary:
         assert self._guest.stdout is not None
         found = self._guest.stdout.read(size)
         if len(found) < size:
-            raise RuntimeError(f"the emulated library ended with {self._guest.wait()}")
+            raise RuntimeError(f"the guest process ended with exit status {self._guest.wait()}")
         return found
 
 

@@ -66,8 +66,8 @@ IDS = torch.tensor([1, 2])
 REFUSALS = [
     (r"block ids is \[2\] torch.float32", CACHE, IDS.float(), CACHE[:2]),
     (r"block ids is \[3\] .* make it \[2\]", CACHE, torch.tensor([1, 2, 3]), CACHE[:2]),
-    ("cannot become blocks of", CACHE, IDS, CACHE[:2, :1]),
-    ("cannot become blocks of", CACHE, IDS, CACHE[:2].half()),
+    ("make them equal", CACHE, IDS, CACHE[:2, :1]),
+    ("make them equal", CACHE, IDS, CACHE[:2].half()),
     ("make them dense pieces", CACHE.transpose(3, 4).contiguous().transpose(3, 4), IDS, CACHE[:2]),
     ("make them dense pieces", torch.zeros(4, 4, 32, 2, 32)[:, ::2, ::2], IDS, CACHE[:2]),
     ("has 8 bytes; make it a multiple of 16", torch.zeros(4, 2), IDS, torch.zeros(2, 2)),

@@ -61,7 +61,7 @@ def refusals():
     small = torch.zeros(3, 4, 3, 32)
     yield "block_size is 4; choose a multiple of 8", good | {"key_cache": small, "value_cache": small}
     odd = torch.zeros(3, 16, 3, 20)
-    yield "head_dim is 20; the kernels take", good | {"key_cache": odd, "value_cache": odd}
+    yield "head_dim is 20; the kernels support", good | {"key_cache": odd, "value_cache": odd}
     yield r"value_cache is \[3, 4, 3, 32\] .* make it \[3, 16, 3, 32\]", good | {"value_cache": small}
     yield "value_cache is .* torch.float16 .* torch.float32", good | {"value_cache": value_cache.half()}
     yield "key_cache is .* make it .* its last dimension dense", good | {"key_cache": torch.zeros(3, 16, 32, 3).mT}

@@ -280,7 +280,7 @@ def refusals():
     yield "queries are \\[3, 4, 16\\]", {"query": torch.zeros(3, 4, 16)}
     yield "queries are \\[3, 3, 32\\]", {"query": torch.zeros(3, 3, 32)}
     yield "130 query heads share a KV head", {"query": torch.zeros(3, 260, 32)}
-    yield "queries hold torch.float16 and the caches torch.float32", {"query": torch.zeros(3, 4, 32).half()}
+    yield "queries are torch.float16 and the caches torch.float32", {"query": torch.zeros(3, 4, 32).half()}
     yield "query is .* its last dimension dense", {"query": torch.zeros(3, 4, 32, 3)[..., 0]}
     yield "output is \\[3, 4, 32\\] torch.float16", {"output": torch.zeros(3, 4, 32).half()}
     yield "value_cache is \\[2, 16, 2, 64\\]", {"value_cache": torch.zeros(2, 16, 2, 64)}
@@ -342,5 +342,5 @@ def test_plan_of_first_rows_shares_memory_and_refuses_more(device):
     assert torch.equal(part.split_rows, fresh.split_rows)
     assert part.sums.shape == fresh.sums.shape
     assert part.sums.data_ptr() == whole.sums.data_ptr()
-    with pytest.raises(ValueError, match="num_rows is 6, and the memory is for 0 to 5"):
+    with pytest.raises(ValueError, match="num_rows is 6, but the plan has memory for 0 to 5"):
         whole.of_first(6)

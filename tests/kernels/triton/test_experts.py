@@ -117,7 +117,7 @@ def test_products_and_sums_refuse():
     for text, arguments in (
         (r"x is \[2, 15\]", (x[:, :15], weights, assignment)),
         ("make it .* torch.float16, its last dimension dense", (x, weights.half(), assignment)),
-        ("x has 3 rows; make it one for each of 2 tokens or 4 slots", (torch.zeros(3, 16), weights, assignment)),
+        ("x has 3 rows; pass 2 rows, one per token, or 4, one per slot", (torch.zeros(3, 16), weights, assignment)),
         (r"weights is \[2, 4, 16\] .* make it \[3, out_size", (x, weights[:2], assignment)),
         ("weights is .* its last dimension dense", (x, weights.mT.contiguous().mT, assignment)),
         (r"biases is \[3, 5\]", (x, weights, assignment, torch.zeros(3, 5))),

@@ -74,7 +74,7 @@ def test_layers_of_a_step_get_what_each_gets_alone(device):
         checks.assert_same_rounding(blocks, theirs, f"the cache, {kind}, seed {seed}")
     with pytest.raises(ValueError, match=r"cos is \[4, 32\] torch.float32"):
         caching.turn(heads, preparation._replace(cos=cos[:4]), blocks[:, 0], blocks[:, 1])
-    with pytest.raises(ValueError, match="for these heads they must hold"):
+    with pytest.raises(ValueError, match="for these heads they must be"):
         caching.turn(heads, preparation, blocks[:, 0].half(), blocks[:, 1].half())
     with pytest.raises(ValueError, match=r"slot_mapping is \[5\] torch.int64 .* make it \[3\]"):
         caching.turn(heads[:3], preparation._replace(cos=cos[:3], sin=sin[:3]), blocks[:, 0], blocks[:, 1])
@@ -147,7 +147,7 @@ def test_bad_heads_are_refused(device):
             fused.norm_rope(heads[..., :head_dim], preparation(2, angles[:, :head_dim], angles[:, :head_dim]))
     with pytest.raises(ValueError, match=r"sin is \[1, 32\] torch.float32 .* make it \[2, 32\]"):
         fused.norm_rope(heads, preparation(2, angles, angles[:1]))
-    with pytest.raises(ValueError, match=r"for these heads they must hold torch.float32"):
+    with pytest.raises(ValueError, match=r"for these heads they must be torch.float32"):
         fused.HeadCaching(slots).turn(heads, preparation(4, angles, angles), *cache)
     with pytest.raises(ValueError, match=r"slot_mapping is \[1\] torch.int64"):
         fused.HeadCaching(slots[:1]).turn(heads, preparation(2, angles, angles), *cache)

@@ -37,7 +37,7 @@ def refusals():
         ("slots is .* torch.int64", gathering.gather_tokens, tokens, {"slots": slots.long()}),
         ("lengths is \\[1, 3\\] torch.int32", gathering.gather_tokens, tokens, {"lengths": slots[None]}),
         ("lengths is \\[2\\] .* make it \\[3\\]", gathering.gather_tokens, tokens, {"lengths": slots[1:]}),
-        ("6 blocks are wanted of tables of 5", gathering.gather_tokens, tokens, {"num_blocks": 6}),
+        ("num_blocks is 6; make it 0 to 5", gathering.gather_tokens, tokens, {"num_blocks": 6}),
         (
             "token_ids is .* torch.int64",
             gathering.gather_tokens,

@@ -163,20 +163,20 @@ def test_experts_refuse(device):
     other = linear.pack(make_weight(replace(LAYER, out_size=25), torch.Generator().manual_seed(1)), device)
     joined = linear.join(packed)
     for weights in ([], [packed[0], fp8], [packed[0], other], [joined, joined]):
-        with pytest.raises(ValueError, match="make them one kind of 2 dimensions"):
+        with pytest.raises(ValueError, match="make them equal, with 2 dimensions"):
             linear.join(weights)
     assignment = experts.assign(torch.tensor([[0, 1], [1, 2]], device=device), 3, torch.float32)
     x = torch.zeros(2, 96, device=device)
     for text, arguments in (
-        (r"the weight is \[2, .* make it one of 3 experts, by `join`", (x, linear.join(packed[:2]), assignment)),
-        ("make it one of 3 experts", (x, packed[0], assignment)),
+        (r"the weight is \[2, .* build one for 3 experts with `join`", (x, linear.join(packed[:2]), assignment)),
+        ("build one for 3 experts", (x, packed[0], assignment)),
         (r"x is \[2, 95\] .* make it \[rows, 96\]", (x[:, :95], joined, assignment)),
-        ("x has 3 rows; make it one for each of 2 tokens or 4 slots", (torch.zeros(3, 96), joined, assignment)),
+        ("x has 3 rows; pass 2 rows, one per token, or 4, one per slot", (torch.zeros(3, 96), joined, assignment)),
         (r"biases is \[3, 25\] .* make it \[3, 24\]", (x, joined, assignment, torch.zeros(3, 25))),
     ):
         with pytest.raises(ValueError, match=text):
             linear.multiply_routed(*arguments)
-    with pytest.raises(ValueError, match="of 3 experts; multiply the slots of each, `multiply_routed`"):
+    with pytest.raises(ValueError, match="has 3 experts; use `multiply_routed`"):
         linear.multiply(x, joined)
     nothing = experts.assign(torch.empty(0, 2, dtype=torch.int64, device=device), 3, torch.float32)
     assert linear.multiply_routed(x[:0], joined, nothing).shape == (0, 24)
@@ -205,7 +205,7 @@ def test_taking_rows_refuses(device):
     packed = linear.pack(make_weight(LAYER, torch.Generator().manual_seed(1)), device)
     indexes = torch.zeros(2, dtype=torch.int64, device=device)
     for arguments in ((packed, indexes.int()), (packed, indexes[None]), (linear.join([packed] * 2), indexes)):
-        with pytest.raises(ValueError, match=r"make them \[T\] torch.int64, of a weight of 2 dimensions"):
+        with pytest.raises(ValueError, match=r"pass indexes \[T\] torch.int64 and a weight with 2 dimensions"):
             linear.take_rows(*arguments, torch.float32)
 
 
@@ -248,7 +248,7 @@ def test_what_cannot_be_packed(device):
     assert linear.can_pack(16, 160)
     assert not linear.can_pack(40, 100)
     values = torch.zeros(2, 100).to(FLOAT8)
-    with pytest.raises(ValueError, match="groups of 40 of 100 inputs are not served; make them a multiple of 16"):
+    with pytest.raises(ValueError, match="groups of 40 of 100 inputs are not supported; make them a multiple of 16"):
         linear.pack(HeldWeight(values, torch.ones(2, 3), 40), device)
 
 

@@ -154,11 +154,11 @@ def refusals():
         "query_start_loc": torch.tensor(batch.query_start_loc, dtype=torch.int32),
     }
     query, cache = batch.query, batch.key_cache
-    yield r"take \[tokens, a multiple of 2 heads, 32\]", good | {"query": query[:, :3]}
-    yield r"take \[tokens, a multiple of 2 heads, 32\]", good | {"query": query[..., :16]}
-    yield "130 query heads share a KV head; it must be 1 to 128", good | {"query": query.repeat(1, 65, 1)}
-    yield "queries hold torch.float16 and the caches torch.float32", good | {"query": query.half()}
-    yield "queries hold torch.float64", good | {"query": query.double()}
+    yield r"need \[tokens, a multiple of 2 heads, 32\]", good | {"query": query[:, :3]}
+    yield r"need \[tokens, a multiple of 2 heads, 32\]", good | {"query": query[..., :16]}
+    yield "130 query heads share a KV head; make it 1 to 128", good | {"query": query.repeat(1, 65, 1)}
+    yield "queries are torch.float16 and the caches torch.float32", good | {"query": query.half()}
+    yield "queries are torch.float64", good | {"query": query.double()}
     yield "its last dimension dense", good | {"query": query.mT.contiguous().mT}
     yield "output is", good | {"output": query[:3]}
     yield "value_cache is", good | {"value_cache": cache[:2]}

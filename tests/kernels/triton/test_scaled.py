@@ -292,9 +292,9 @@ def test_products_refuse():
         (r"scale is \[72\] torch.float64", (x, replace(weight, scale=weight.scale.double()))),
         (r"scale is \[2, 2\] .* make it \[1, 2\]", (x, replace(blocks, scale=torch.ones(2, 2)))),
         (r"scale is \[1, 2\] .* make it \[72\]", (x, replace(weight, scale=torch.ones(1, 2)))),
-        ("blocks are of 128 inputs; .* are of 160", (x, replace(weight, block_size=128))),
+        ("block_size is 128; .* must be 160", (x, replace(weight, block_size=128))),
         (
-            f"an int32 holds the sums of at most {scaled.MAX_INPUTS}",
+            f"int8 weights support at most {scaled.MAX_INPUTS}",
             (x, too_wide),
         ),
         (r"bias is \[71\] .* make it \[72\]", (x, weight, torch.zeros(71))),
@@ -304,7 +304,7 @@ def test_products_refuse():
             scaled.multiply(*arguments)
     for text, arguments in (
         ("rows cannot be rounded to torch.uint8; choose int8 or float8_e4m3fn", (x, torch.uint8, 160)),
-        ("groups of 64 of 160 inputs are not served; make them 160 or 128", (x, torch.int8, 64)),
+        ("groups of 64 of 160 inputs are not supported; use 160 or 128", (x, torch.int8, 64)),
         ("groups of 0 of 0 inputs", (x[:, :0], torch.int8, 0)),
     ):
         with pytest.raises(ValueError, match=text):

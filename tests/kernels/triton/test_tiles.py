@@ -26,8 +26,8 @@ def test_every_shape_has_a_tile_that_fits(kernel, dtype):
 def test_shapes_outside_the_table_are_refused():
     arguments = {"head_dim": 64, "num_groups": 1, "dtype": torch.float16}
     for change, message in (
-        ({"head_dim": 257}, "head_dim is 257; paged_prefill takes 1 to 256"),
-        ({"num_groups": 129}, "129 query heads share a KV head; paged_prefill takes 1 to 128"),
+        ({"head_dim": 257}, "head_dim is 257; paged_prefill supports 1 to 256"),
+        ({"num_groups": 129}, "129 query heads share a KV head; paged_prefill supports 1 to 128"),
         ({"dtype": torch.float64}, "elements of at most 4 bytes"),
     ):
         with pytest.raises(ValueError, match=message):
