@@ -1,4 +1,4 @@
-"""Attention backends: everything that knows how the paged KV cache is read and written."""
+"""The attention backends: the only code that knows the layout of the paged KV cache."""
 
 import importlib
 import logging
@@ -35,20 +35,24 @@ logger = logging.getLogger(__name__)
 def create_backend(
     name: str, device: torch.device, shape: AttentionShape, kernels: CpuKernels | None = None
 ) -> AttentionBackend:
-    """The backend called `name`; "auto" takes the fastest one there is for `device`, and says so if it is torch.
+    """Return the attention backend called `name`.
+
+    "auto" selects the fastest backend that supports `device` and `shape`. It logs a line if that backend is plain
+    torch.
 
     Args:
-        kernels: the CPU's, where there are any.
+        kernels: the CPU kernels, or None if they could not be built.
 
     Raises:
-        UnavailableError: there is no backend of that name, or it cannot compute this here.
+        UnavailableError: the name is unknown, a package is missing, or the backend does not support `shape` on
+            `device`.
     """
     if name == "auto":
         preferred = "cpu" if device.type == "cpu" else "triton"
         try:
             return create_backend(preferred, device, shape, kernels)
         except UnavailableError as error:
-            # Of CPU kernels that could not be built, the loader has warned.
+            # The loader has already logged a warning if the CPU kernels could not be built.
             level = logging.INFO if device.type == "cpu" else logging.WARNING
             logger.log(level, "attention is computed in plain torch, which is slower: %s", error)
             return create_backend("torch", device, shape, kernels)

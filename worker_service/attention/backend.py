@@ -1,6 +1,6 @@
-"""The interface between the worker and its attention backends, what each can compute, and why it refuses the rest.
+"""The interface between the worker and its attention backends, and the check of each backend's capabilities.
 
-A backend alone knows its kernels and how it reads the paged KV cache.
+Only a backend knows its kernels and the layout in which it reads the paged KV cache.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,10 @@ ANY = range(1, 1 << 16)
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The shapes and features of the attention that a backend must compute. `create_backend` refuses what it cannot."""
+    """The shapes and features of attention that a backend must support.
+
+    `create_backend` raises UnavailableError for a shape that the backend does not support.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -27,14 +30,14 @@ class AttentionShape:
     block_size: int
     dtype: torch.dtype  # of queries, fresh keys and values, and outputs
     cache_dtype: torch.dtype  # of the KV cache
-    windows: tuple[int, ...]  # [num_layers] positions a query attends to, its own included; 0: all up to its own
-    scale: float | None = None  # of the products of queries and keys; None: head_dim ** -0.5
-    softcap: float = 0.0  # bounds scores to softcap * tanh(score / softcap); 0: leaves them as they are
-    alibi_slopes: tuple[float, ...] = ()  # [num_heads], of `Scoring`; none: scores fall by no distance
-    has_sinks: bool = False  # layers pass `Scoring.sinks`
+    windows: tuple[int, ...]  # [num_layers] positions a query attends to, including its own; 0: no window
+    scale: float | None = None  # factor of the query-key dot products; None: head_dim ** -0.5
+    softcap: float = 0.0  # limits scores to softcap * tanh(score / softcap); 0: no limit
+    alibi_slopes: tuple[float, ...] = ()  # [num_heads], see `Scoring`; empty: no ALiBi
+    has_sinks: bool = False  # whether layers pass `Scoring.sinks`
 
     def scoring(self, window: int, device: torch.device) -> Scoring:
-        """Return how layers of this window score, but for their sinks."""
+        """Return the scoring parameters, without sinks, of the layers that have this window."""
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         slopes = torch.tensor(self.alibi_slopes, device=device) if self.alibi_slopes else None
         return Scoring(scale, window, slopes, self.softcap)
@@ -42,20 +45,21 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRows:
-    """The tensors from which kernels on a GPU read a step's rows, so that a CUDA graph can hold the step.
+    """Device tensors from which GPU kernels read the rows of a step, so that a CUDA graph can contain the step.
 
-    Behind a graph the numbers of `AttentionBatch` that the host knows are the most that any of its steps has.
+    If a graph contains the step, the numbers in `AttentionBatch` are upper bounds for all steps that replay the graph.
     """
 
     query_start_loc: Tensor  # [S + 1] int32
-    seq_lens: Tensor  # [S] int32; 0: a row of padding, which attends to nothing
-    # Rows that have one token each and come first; None, behind a graph of any mix of rows: the device alone knows.
-    # Then query_start_loc of the batch is empty, and a row without tokens is padding too.
+    seq_lens: Tensor  # [S] int32; 0: a padding row, which attends to nothing
+    # The number of leading rows that have one token each. None: the step belongs to a graph for any mix of rows, so
+    # only the device knows the number. In that case `AttentionBatch.query_start_loc` is empty, and a row without tokens
+    # is padding too.
     num_decodes: int | None
 
     @staticmethod
     def of(query_start_loc: Sequence[int], seq_lens: Sequence[int], device: torch.device) -> "DeviceRows":
-        """Copies what the host knows to the device, for callers that do not keep it there."""
+        """Return the tensors for rows that only the host knows, copied to `device`."""
         lengths = (end - start for start, end in pairwise(query_start_loc))
         return DeviceRows(
             torch.tensor(query_start_loc, dtype=torch.int32, device=device),
@@ -66,60 +70,71 @@ class DeviceRows:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """One step's S rows over one flat batch of T tokens. A row's tokens are the last of its positions."""
+    """One step of S rows over a flat batch of T tokens. A row's tokens occupy the row's last positions."""
 
-    query_start_loc: list[int]  # [S + 1] offsets of each row's tokens in the flat batch; every row has at least one
-    seq_lens: list[int]  # [S] positions of each row after this step
+    query_start_loc: list[int]  # [S + 1] offset of each row's tokens in the flat batch; each row has at least one token
+    seq_lens: list[int]  # [S] number of positions of each row after this step
     block_tables: Tensor  # [S, max_blocks] int32 or int64, padded with block 0
-    slot_mapping: Tensor  # [T] int64: block_id * block_size + offset of each token; -1, on a GPU only: it is not kept
-    device_rows: DeviceRows | None = None  # on a GPU
+    # [T] int64: block_id * block_size + offset of each token; -1, on a GPU only: not written to the cache
+    slot_mapping: Tensor
+    device_rows: DeviceRows | None = None  # set on a GPU
 
     def rows_on(self, device: torch.device) -> DeviceRows:
-        """`device_rows`, or what they would be, copied to `device`: no graph can hold that."""
+        """Return `device_rows`, or build them on `device` if they are not set.
+
+        Building them copies from the host, so a CUDA graph cannot contain that case.
+        """
         return self.device_rows or DeviceRows.of(self.query_start_loc, self.seq_lens, device)
 
 
 class AttentionBackend(Protocol):
-    """Does once a step what all layers share, and returns what each layer calls."""
+    """An attention implementation.
+
+    `prepare` does the work that all layers of a step share. It returns the function that each layer calls.
+    """
 
     name: str
-    is_head_major: bool  # how it wants a block to lie: each KV head's positions together, or each position's heads
-    is_capturable: bool  # whether a graph can hold `prepare` and what it returns; batches then have `device_rows`
-    is_mixed_capturable: bool  # also where the device alone knows which rows decode
+    is_head_major: bool  # whether a block stores each KV head's positions together, rather than each position's heads
+    # whether a graph can contain `prepare` and the function it returns; batches then have `device_rows`
+    is_capturable: bool
+    is_mixed_capturable: bool  # the same for steps in which only the device knows which rows decode
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
-        """Prepares a step over `kv_cache`, one entry per layer.
+        """Prepare a step over `kv_cache`, which has one entry per layer. Return the function that each layer calls.
 
-        Cache positions outside the rows' own, and those before the window of a row's first query in every layer, may
-        hold NaN; their blocks may be anyone's.
+        The returned function writes a layer's new keys and values to the cache, then attends causally over the cache.
+        All writes come before all reads, so a row may read blocks that another row of the same step fills. Layers count
+        from 0. The query is not yet scaled.
 
-        What it returns writes the step's keys and values of a layer to the cache, then attends causally over the cache.
-        All writes come before all reads, so a row may read blocks that another row of the step fills. Layers count from
-        0; the query is not yet scaled.
+        Two kinds of cache positions may hold NaN: positions that belong to no row of the step, and positions before the
+        window of a row's first query in every layer. Blocks at such positions may belong to other sequences.
         """
 
 
 class UnavailableError(ValueError):
-    """A backend cannot compute what it is asked for. The text names flag, value and remedy."""
+    """Raised if a backend does not support the requested shape or device. The text names flag, value and remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """Values that a backend takes. Every backend takes any window in any layer, any soft cap, and slopes."""
+    """The values that a backend supports.
+
+    Every backend supports any window in any layer, soft caps and ALiBi slopes.
+    """
 
     backend: str
     device_types: tuple[str, ...]
-    compute_capability: tuple[int, int] = (0, 0)  # of a GPU, at least
+    compute_capability: tuple[int, int] = (0, 0)  # of a GPU, minimum
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
-    cache_dtypes: tuple[torch.dtype, ...] = ()  # besides the dtype that it computes in
-    cache_compute_capability: tuple[int, int] = (0, 0)  # of a GPU that reads these, at least
+    cache_dtypes: tuple[torch.dtype, ...] = ()  # besides the dtype that the backend computes in
+    cache_compute_capability: tuple[int, int] = (0, 0)  # of a GPU that reads `cache_dtypes`, minimum
     head_dims: range = ANY
     max_groups: int = ANY.stop  # query heads that share a KV head
     block_sizes: range = ANY
     takes_sinks: bool = True
 
     def check(self, shape: AttentionShape, device: torch.device) -> None:
-        """Raises UnavailableError with the first thing that the backend cannot do."""
+        """Raise UnavailableError for the first value of `shape` or `device` that the backend does not support."""
         if device.type not in self.device_types:
             kinds = " or ".join(self.device_types)
             raise self._error(f"computes on {kinds}, and --device is {device.type}", f"use --device {kinds}")
@@ -172,7 +187,10 @@ class Capability:
 
 
 def _in_torch(shape: AttentionShape, device: torch.device) -> str:
-    """What to do about heads that a backend does not take: torch takes all, on a GPU over a cache of its dtype."""
+    """Return the remedy for heads that a backend does not support.
+
+    The torch backend supports all heads. On a GPU it needs a cache of the dtype that it computes in.
+    """
     is_quantized = device.type == "cuda" and shape.cache_dtype != shape.dtype
     return "use --attention-backend torch" + (" with --kv-cache-dtype auto" if is_quantized else "")
 

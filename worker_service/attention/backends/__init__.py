@@ -1,5 +1,5 @@
-"""The attention backends, each in the module of its name: `create` makes it of what it is to compute.
+"""The attention backends. Each is a module of the backend's name with a function `create`.
 
-A module is imported where it computes and nowhere else: some take long to import, or need what is not installed. The
-names, and what each needs, are `worker_service.config.ATTENTION_BACKENDS`.
+A backend is imported only when it is selected: some backends take long to import or need packages that are not
+installed. `worker_service.config.ATTENTION_BACKENDS` lists the names and the packages that each backend needs.
 """

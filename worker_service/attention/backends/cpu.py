@@ -1,4 +1,4 @@
-"""Paged attention by the C kernels: rows of every kind in one call a layer, straight from the pages."""
+"""Paged attention by the C kernels: one call per layer computes rows of every kind straight from the blocks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ _FLOAT32 = replace(_BFLOAT16, cache_dtypes=(torch.bfloat16, torch.float16, *EIGH
 
 
 def create(device: torch.device, shape: AttentionShape, kernels: CpuKernels | None) -> "CpuAttention":
-    """Raises UnavailableError where it cannot compute this."""
+    """Return the backend, or raise UnavailableError if it does not support `shape` or the kernels are missing."""
     (_FLOAT32 if shape.dtype == torch.float32 else _BFLOAT16).check(shape, device)
     if kernels is None:
         raise UnavailableError(
@@ -34,11 +34,14 @@ def create(device: torch.device, shape: AttentionShape, kernels: CpuKernels | No
 
 @dataclass(frozen=True, slots=True)
 class CpuAttend:
-    """Attention of one prepared step, a layer at a time; or what a whole stack of layers needs for it."""
+    """The attention of one prepared step.
+
+    A call computes one layer. Code that runs a whole stack of layers reads the fields instead.
+    """
 
     kernels: CpuKernels
     rows: PagedRows
-    scorings: Sequence[Scoring]  # of the layers, but for their sinks
+    scorings: Sequence[Scoring]  # one per layer, without sinks
     kv_cache: Sequence[LayerCache]
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
@@ -48,17 +51,17 @@ class CpuAttend:
 
 
 class CpuAttention:
-    """The backend for CPUs where the kernels can be built."""
+    """The backend for CPUs on which the C kernels can be built."""
 
     name = "cpu"
-    is_head_major = True  # a head's keys are read in runs as long as a block
+    is_head_major = True  # a head's keys are then read in contiguous runs of block length
     is_capturable = False
     is_mixed_capturable = False
 
     def __init__(self, kernels: CpuKernels, shape: AttentionShape) -> None:
         self._kernels = kernels
         cpu = torch.device("cpu")
-        self._scorings = [shape.scoring(window, cpu) for window in shape.windows]  # of the layers
+        self._scorings = [shape.scoring(window, cpu) for window in shape.windows]  # one per layer
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> CpuAttend:
         """See `AttentionBackend.prepare`."""
@@ -66,5 +69,5 @@ class CpuAttention:
         return self.prepare_rows(rows, kv_cache)
 
     def prepare_rows(self, rows: PagedRows, kv_cache: Sequence[LayerCache]) -> CpuAttend:
-        """Prepares a step over rows as the kernels read them."""
+        """Prepare a step from rows in the layout that the kernels read."""
         return CpuAttend(self._kernels, rows, self._scorings, kv_cache)

@@ -1,8 +1,9 @@
-"""Paged attention by the package flash-attn (Dao, 2023, https://arxiv.org/abs/2307.08691), whose pages are our blocks.
+"""Paged attention by the package flash-attn (Dao, 2023, https://arxiv.org/abs/2307.08691).
 
-Rows that decode go to `flash_attn_with_kvcache`, the others to `flash_attn_varlen_func`: the interface of flash-attn
-2.6 to 2.8.3. Its sources from July 2026 on (pull request 2711) ask the device for the longest row in the first of them,
-which no graph can hold: with these, leave graphs off by --max-graph-batch-size 0.
+The pages of flash-attn are our blocks. Rows that decode use `flash_attn_with_kvcache`, and all other rows use
+`flash_attn_varlen_func`. The calls follow the interface of flash-attn 2.6 to 2.8.3. From July 2026 on (pull request
+2711), the source of `flash_attn_with_kvcache` reads the longest row's length back from the device, which a CUDA graph
+cannot contain. With such a version, turn graphs off with --max-graph-batch-size 0.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,19 +30,20 @@ _CAPABILITY = Capability(
     compute_capability=(8, 0),
     dtypes=(torch.bfloat16, torch.float16),
     head_dims=HEAD_DIMS,
-    block_sizes=range(256, 257),  # flash-attn takes multiples of it, and the kernel that writes them no larger ones
+    # flash-attn needs multiples of 256, and the kernel that writes blocks supports no larger ones
+    block_sizes=range(256, 257),
     takes_sinks=False,
 )
 
 
 def create(device: torch.device, shape: AttentionShape, kernels: CpuKernels | None) -> "FlashAttention":
-    """Raises UnavailableError where it cannot compute this."""
+    """Return the backend, or raise UnavailableError if it does not support `shape` on `device`."""
     _CAPABILITY.check(shape, device)
     return FlashAttention(shape, device)
 
 
 class FlashAttention:
-    """The backend where flash-attn is installed. Keys and values are written by the Triton kernel."""
+    """The backend for GPUs where flash-attn is installed. The Triton kernel writes keys and values to the cache."""
 
     name = "flash_attn"
     is_head_major = False
@@ -50,11 +52,11 @@ class FlashAttention:
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         self._scoring = shape.scoring(0, device)
-        # How far a query sees to its left and right, itself not counted; -1: to the end.
+        # The number of positions that a query sees to its left and right, without its own; -1: no limit.
         self._window_sizes = [(window - 1, 0) if window else (-1, -1) for window in shape.windows]
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
-        """Tells rows that decode from the others. See `AttentionBackend.prepare`."""
+        """Separate the rows that decode from the other rows. See `AttentionBackend.prepare`."""
         rows = batch.rows_on(kv_cache[0][0].device)
         assert rows.num_decodes is not None, "only behind a graph, which cannot hold this backend"
         block_tables = batch.block_tables.to(torch.int32)
@@ -80,16 +82,17 @@ class FlashAttention:
         return CachedAttend(kv_cache, HeadCaching(batch.slot_mapping), attend)
 
 
-# Which of the step's tokens it is for, and what attends with their queries to a layer's caches, by its window's size.
+# A slice of the step's tokens, and the function that attends with their queries over a layer's caches. The function
+# also needs the layer's window size.
 _Attending = tuple[slice, Callable[..., Tensor]]
 
 
 def _decodes(rows: DeviceRows, num: int, block_tables: Tensor, options: Mapping[str, Any]) -> _Attending:
-    """The rows that decode: they come first, with one token each."""
+    """Return the tokens of the first `num` rows, which decode one token each, and their attention function."""
     of_rows = {"cache_seqlens": rows.seq_lens[:num], "block_table": block_tables[:num]}
 
     def attend(query: Tensor, *caches: Tensor, window_size: tuple[int, int]) -> Tensor:
-        output: Tensor = flash_attn_with_kvcache(  # of queries [rows, 1, num_heads, head_dim]
+        output: Tensor = flash_attn_with_kvcache(  # queries are [rows, 1, num_heads, head_dim]
             query[:, None], *caches, window_size=window_size, **of_rows, **options
         )
         return output[:, 0]
@@ -100,11 +103,11 @@ def _decodes(rows: DeviceRows, num: int, block_tables: Tensor, options: Mapping[
 def _prompts(
     batch: AttentionBatch, rows: DeviceRows, first: int, block_tables: Tensor, options: Mapping[str, Any]
 ) -> _Attending:
-    """The rows behind those that decode, with any number of tokens."""
+    """Return the tokens of the rows from `first` on, which have any number of tokens, and their attention function."""
     starts = rows.query_start_loc[first:]
     of_rows = {
         "cu_seqlens_q": starts - starts[0],
-        # Of the rows' positions, as if they stood one row behind the other.
+        # Offsets of the rows' positions if all rows were concatenated.
         "cu_seqlens_k": F.pad(rows.seq_lens[first:].cumsum(0, dtype=torch.int32), (1, 0)),
         "max_seqlen_q": max(end - start for start, end in pairwise(batch.query_start_loc[first:])),
         "max_seqlen_k": max(batch.seq_lens[first:]),

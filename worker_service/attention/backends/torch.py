@@ -1,16 +1,17 @@
-"""Paged attention in plain torch, for any device: correct for every mix of rows, and quick on a CPU.
+"""Paged attention in plain torch for any device: correct for every mix of rows, and fast enough on a CPU.
 
-A step's rows fall into three kinds, and each kind is attended in the cheapest way torch has for it:
+A step's rows fall into three kinds. Each kind uses the cheapest method that torch has for it:
 
-- a prompt's first chunk attends to its own fresh keys and values and reads no cache;
-- a later chunk gathers its context once a layer and attends under a mask, or without one on a GPU;
-- decoding rows of similar length are padded to one group, gathered and attended at once.
+- The first chunk of a prompt attends to its own new keys and values and reads no cache.
+- A later chunk gathers its context once per layer. It attends under a mask on a CPU, and without a mask on a GPU.
+- Decoding rows of similar length are padded to one group, then gathered and attended together.
 
-Where a layer has a window, a row's positions begin with that of its first query: to such a layer the row is no longer,
-and what is left in front is neither gathered nor scored. Layers of one window share everything.
+In a layer with a window, a row's positions start at the window of the row's first query. Earlier positions are neither
+gathered nor scored. Layers with the same window share all indices and masks.
 
-Gathers pick exactly the positions a row owns, so whatever lies elsewhere in the cache, NaN included, is never read.
-Grouped query heads are packed or expanded by strides: `enable_gqa` is many times slower on a CPU.
+A gather reads exactly the positions that a row owns. Other content of the cache, NaN included, is never read.
+
+Grouped query heads are packed or expanded by strides, because `enable_gqa` is many times slower on a CPU.
 """
 
 from collections.abc import Sequence
@@ -27,13 +28,13 @@ from pagewire.kernels.cpu import CpuKernels
 from worker_service.attention.backend import AttentionBatch, AttentionShape, Capability
 from worker_service.models.torch_operations import Attend
 
-# Queries of a chunk that attend together: bounds the mask's memory, and skips most scores of the future.
+# Queries of a chunk that attend together. The limit bounds the mask's memory and skips most future scores.
 MAX_CHUNK_QUERIES = 256
-# Scores that a chunk without a mask holds at a time, 256 MiB: the memory profile sees none of them.
+# Scores (256 MiB) that a chunk without a mask holds at a time. The memory profile does not measure these scores.
 MAX_SCORES = 2**26
-# A decoding row joins a group if it is at least this part as long as the longest row of the group...
+# A decoding row joins a group if its length is at least this share of the group's longest row...
 MIN_GROUP_FILL = 0.75
-# ...or shorter by no more positions than cost as much as a group of its own.
+# ...or if it is shorter by at most this number of positions, whose padding costs about as much as another group.
 MAX_FREE_PADDING = 64
 
 
@@ -42,25 +43,25 @@ _ON_A_CPU = replace(_CAPABILITY, cache_dtypes=EIGHT_BITS)
 
 
 def create(device: torch.device, shape: AttentionShape, kernels: CpuKernels | None) -> "TorchAttention":
-    """Raises UnavailableError where it cannot compute this."""
+    """Return the backend, or raise UnavailableError if it does not support `shape` on `device`."""
     (_ON_A_CPU if device.type == "cpu" else _CAPABILITY).check(shape, device)
     return TorchAttention(shape, device)
 
 
 class TorchAttention:
-    """The backend that needs nothing but torch."""
+    """The backend that needs only torch."""
 
     name = "torch"
     is_head_major = False
-    is_capturable = False  # rows are sorted on the host
+    is_capturable = False  # the host sorts the rows
     is_mixed_capturable = False
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         self._shape = shape
-        self._scoring = shape.scoring(0, device)  # of all layers, but for windows and sinks
+        self._scoring = shape.scoring(0, device)  # for all layers, without windows and sinks
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
-        """Sorts the rows into kinds and computes their cache indices and masks. See `AttentionBackend.prepare`."""
+        """Sort the rows into kinds and compute their cache indices and masks. See `AttentionBackend.prepare`."""
         caches = [(TokenRows(keys), TokenRows(values)) for keys, values in kv_cache]
         windows = self._shape.windows
         steps = [_Step.of(batch, kv_cache[0][0], window, self._shape.dtype) for window in sorted(set(windows))]
@@ -81,30 +82,33 @@ class TorchAttention:
 
 
 def _takes_masks(device: torch.device) -> bool:
-    """Whether `F.scaled_dot_product_attention` is given masks, or what needs one is computed without it.
+    """Return whether `F.scaled_dot_product_attention` may be given masks on `device`.
 
-    On a GPU (an H200, torch 2.11) it read a mask at an unaligned address, which ended the process, and under that of a
-    window its results were wrong.
+    On a GPU (an H200 with torch 2.11), a mask at an unaligned address ended the process, and results under a window's
+    mask were wrong. Attention that needs a mask is computed by `_attend_scored` there.
     """
     return device.type == "cpu"
 
 
 def _is_plain(scoring: Scoring) -> bool:
-    """Whether `F.scaled_dot_product_attention` knows all of it, given a mask."""
+    """Return whether `F.scaled_dot_product_attention` supports this scoring, given a mask."""
     return not scoring.softcap and scoring.alibi_slopes is None and scoring.sinks is None
 
 
 def _attend_scored(
     queries: Tensor, keys: Tensor, values: Tensor, scoring: Scoring, distances: Tensor, head_shape: tuple[int, ...]
 ) -> Tensor:
-    """What `F.scaled_dot_product_attention` does not know.
+    """Compute attention with soft caps, slopes, windows or sinks in plain operations.
+
+    `F.scaled_dot_product_attention` supports soft caps, slopes and sinks on no device.
 
     Args:
-        queries, keys, values: as it takes them.
-        distances: positions from each key to each query, to be broadcast to the scores; keys after a query are hidden.
-        head_shape: which of a score's last dimensions count heads, with 1 for the others.
+        queries, keys, values: as `F.scaled_dot_product_attention` expects them.
+        distances: positions from each key to each query, broadcast to the scores; keys after a query are hidden.
+        head_shape: the last dimensions of the scores, with the number of heads where they count heads and 1 elsewhere.
     """
-    if queries.is_cuda:  # whose products are of the operands' type, where those of its fused attention are float32
+    # a GPU's matmul returns the operands' dtype, but its fused attention accumulates scores in float32
+    if queries.is_cuda:
         queries, keys = queries.float(), keys.float()
     scores = (queries @ keys.transpose(-1, -2)).float() * scoring.scale
     if scoring.softcap:
@@ -124,7 +128,7 @@ def _attend_scored(
 
 @dataclass(frozen=True, slots=True)
 class _FirstChunk:
-    """A row's tokens from its position 0 on, no more than the window."""
+    """The first tokens of a row, from position 0 on, at most as long as the window."""
 
     tokens: slice
 
@@ -142,7 +146,7 @@ class _FirstChunk:
 
 @dataclass(frozen=True, slots=True)
 class _LaterChunk:
-    """A row's tokens behind some context, or more of them than the window."""
+    """A row's tokens that follow earlier context, or that are more than the window."""
 
     tokens: slice
     positions: Tensor  # [N] cache rows of the row's positions
@@ -178,9 +182,9 @@ class _DecodeGroup:
 
     tokens: Tensor  # [R]
     positions: Tensor  # [R * N] cache rows; padding repeats a row's last position
-    last_positions: Tensor  # [R] of the N, those of the queries
-    mask: Tensor | None  # [R, 1, 1, N] additive; None where all rows are equally long, or see `_takes_masks`
-    is_even: bool  # all rows are equally long
+    last_positions: Tensor  # [R] index of each row's query among the N positions
+    mask: Tensor | None  # [R, 1, 1, N] additive; None: all rows have the same length, or see `_takes_masks`
+    is_even: bool  # whether all rows have the same length
 
     def attend(
         self,
@@ -194,7 +198,7 @@ class _DecodeGroup:
         shape = (len(self.tokens), -1, *key.shape[1:])
         keys = key_rows.read(self.positions, query.dtype).view(shape).transpose(1, 2)  # [R, num_kv_heads, N, head_dim]
         values = value_rows.read(self.positions, query.dtype).view(shape).transpose(1, 2)
-        # The G query heads of a KV head stand as G rows over the same keys: [R, num_kv_heads, G, head_dim].
+        # The G query heads of a KV head become G rows over the same keys: [R, num_kv_heads, G, head_dim].
         queries = query[self.tokens].unflatten(1, (key.shape[1], -1))
         if _is_plain(scoring) and (self.is_even or self.mask is not None):
             attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=self.mask, scale=scoring.scale)
@@ -205,23 +209,23 @@ class _DecodeGroup:
         return attended.flatten(1, 2)
 
 
-# Some rows of a step that are attended together. `tokens` says where theirs lie in the flat batch, and `attend` makes
-# [number of tokens, num_heads, head_dim] of a layer's fresh tensors and its cache.
+# Some rows of a step that attend together. `tokens` selects their tokens in the flat batch. `attend` returns [number of
+# tokens, num_heads, head_dim], computed from a layer's new tensors and the layer's cache.
 _Part = _FirstChunk | _LaterChunk | _DecodeGroup
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A batch as layers of one window see it, and how its cache is laid out."""
+    """A batch as the layers of one window see it, with the layout of the cache."""
 
     num_queries: list[int]  # [S]
     query_start_loc: list[int]  # [S + 1]
     starts: list[int]  # [S] the first position that the row's queries attend to
-    lengths: list[int]  # [S] positions from there to the row's end
+    lengths: list[int]  # [S] number of positions from there to the row's end
     window: int
     block_tables: Tensor  # [S, max_blocks] int64
     block_size: int
-    block_stride: int  # from block to block, in cache rows
+    block_stride: int  # distance between blocks, in cache rows
     dtype: torch.dtype  # of queries
 
     @staticmethod
@@ -249,7 +253,10 @@ class _Step:
         return blocks * self.block_stride + offsets
 
     def positions(self, rows: list[int], num_positions: int) -> Tensor:
-        """Cache rows of `num_positions` of each row, flat; past a row's end, its last position again."""
+        """Return the cache rows of `num_positions` positions for each row, flattened.
+
+        Positions past a row's end repeat the row's last position.
+        """
         device = self.block_tables.device
         ends = [[self.starts[row], self.starts[row] + self.lengths[row] - 1] for row in rows]
         first, last = torch.tensor(ends, device=device).split(1, dim=1)  # [rows, 1] each
@@ -263,7 +270,7 @@ def _first_chunks(step: _Step) -> list[_Part]:
 
 
 def _is_first_chunk(step: _Step, row: int) -> bool:
-    """Whether plain causal attention over the fresh tokens is all."""
+    """Return whether plain causal attention over the new tokens suffices for the row."""
     num_queries = step.num_queries[row]
     return num_queries == step.lengths[row] and (not step.window or num_queries <= step.window)
 
@@ -281,8 +288,10 @@ def _later_chunks(step: _Step) -> list[_Part]:
 
 
 def _mask(step: _Step, num_queries: int, num_positions: int) -> Tensor:
-    """[queries, positions], causal and of the step's window from the bottom right: its last q rows and last n columns
-    fit any q queries that are the last of n positions."""
+    """Return the additive mask [queries, positions] of the step's window, aligned to the bottom right.
+
+    The mask is causal. Its last q rows and last n columns apply to any q queries that are the last of n positions.
+    """
     num_queries = min(num_queries, MAX_CHUNK_QUERIES)
     if step.window:
         num_positions = min(num_positions, num_queries + step.window - 1)
@@ -323,13 +332,14 @@ def _decode_group(step: _Step, rows: list[int]) -> _DecodeGroup:
 
 
 def _attend_chunk(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
-    """Attention of one row's queries [Q, num_heads, head_dim], its last, over [N, num_kv_heads, head_dim]."""
+    """Return the attention of one row's last Q queries [Q, num_heads, head_dim] over [N, num_kv_heads, head_dim]."""
     num_kv_heads = key.shape[1]
     num_groups = query.shape[1] // num_kv_heads
     queries = query.unflatten(1, (num_kv_heads, num_groups)).permute(1, 2, 0, 3)  # [num_kv_heads, G, Q, head_dim]
     keys = key.transpose(0, 1)[:, None].expand(-1, num_groups, -1, -1)  # [num_kv_heads, G, N, head_dim], not copied
     values = value.transpose(0, 1)[:, None].expand(-1, num_groups, -1, -1)
-    is_causal = len(query) == len(key) and (not scoring.window or len(key) <= scoring.window)  # and nothing else
+    # whether causality is the only restriction
+    is_causal = len(query) == len(key) and (not scoring.window or len(key) <= scoring.window)
     if _is_plain(scoring) and (is_causal or mask is not None):
         attended = F.scaled_dot_product_attention(
             queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scoring.scale

@@ -1,7 +1,7 @@
-"""Paged attention by the Triton kernels: any mix of rows straight from the pages, and nothing that a graph cannot hold.
+"""Paged attention by the Triton kernels, which compute any mix of rows straight from the blocks.
 
-Grids and the choice of kernels follow from shapes and from what the host knows to be the most of a step. How long rows
-really are is read on the device.
+A CUDA graph can contain every operation here. Grids and the choice of kernels depend only on shapes and on upper bounds
+that the host knows. The device reads the actual lengths of the rows.
 """
 
 import weakref
@@ -28,7 +28,7 @@ _CAPABILITY = Capability(
     device_types=("cuda",),
     compute_capability=(8, 0),
     cache_dtypes=(torch.float8_e4m3fn,),
-    cache_compute_capability=(8, 9),  # Triton converts float8_e4m3fn from there on
+    cache_compute_capability=(8, 9),  # the lowest version for which Triton converts float8_e4m3fn
     head_dims=HEAD_DIMS,
     max_groups=MAX_GROUPS,
     block_sizes=BLOCK_SIZES,
@@ -36,20 +36,23 @@ _CAPABILITY = Capability(
 
 
 def create(device: torch.device, shape: AttentionShape, kernels: CpuKernels | None) -> "TritonAttention":
-    """Raises UnavailableError where it cannot compute this."""
+    """Return the backend, or raise UnavailableError if it does not support `shape` on `device`."""
     _CAPABILITY.check(shape, device)
     return TritonAttention(shape, torch.cuda.get_device_properties(device).multi_processor_count, device)
 
 
 @dataclass(frozen=True, slots=True)
 class CachedAttend:
-    """An `Attend` whose halves may be called one by one: keys and values are written first, by a launch of their own or
-    by that which turns the heads. A cache of 8-bit floats has scales of 1."""
+    """An `Attend` whose two halves can be called separately.
+
+    The first half writes keys and values to the cache, in a launch of its own or in the launch that rotates the heads.
+    The second half attends. A cache of 8-bit floats has scales of 1.
+    """
 
     kv_cache: Sequence[LayerCache]
-    caching: HeadCaching  # of the step's tokens
-    # (layer, query [T, num_heads, head_dim], sinks of the layer) -> the shape of the query; the cache holds the step's
-    # keys and values already.
+    caching: HeadCaching  # for the step's tokens
+    # (layer, query [T, num_heads, head_dim], sinks of the layer) -> output of the query's shape. The cache must already
+    # hold the step's keys and values.
     attend_cached: Callable[[int, Tensor, Tensor | None], Tensor]
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
@@ -59,7 +62,7 @@ class CachedAttend:
 
 
 class TritonAttention:
-    """The backend for GPUs. Caches of 8-bit floats hold keys and values as they are: their scales are 1."""
+    """The backend for GPUs. A cache of 8-bit floats stores keys and values unscaled (scale 1)."""
 
     name = "triton"
     is_head_major = False
@@ -67,25 +70,28 @@ class TritonAttention:
     is_mixed_capturable = True
 
     def __init__(self, shape: AttentionShape, num_processors: int, device: torch.device) -> None:
-        """`num_processors`: of the device (`multi_processor_count`)."""
+        """`num_processors`: the device's number of multiprocessors (`multi_processor_count`)."""
         self._shape = shape
         self._scorings = {window: shape.scoring(window, device) for window in set(shape.windows)}
         self._num_processors = num_processors
-        self._plans: dict[int, SplitPlan] = {}  # by window, for as many rows as any step had
-        # Of the last step. Memory is measured with a cache that must be gone before there is another.
+        self._plans: dict[int, SplitPlan] = {}  # by window, each for the most rows of any step until now
+        # The first layer's keys in the last step. The reference is weak because the memory profile runs with a
+        # temporary cache, which must be freed before the real cache is allocated.
         self._first_cache: weakref.ReferenceType[Tensor] | None = None
         self._strides: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
-        """Decides for each window whether rows are split, and where, and what its layers launch. See
-        `AttentionBackend.prepare`."""
+        """Decide for each window whether and where rows are split, and which kernels its layers launch.
+
+        See `AttentionBackend.prepare`.
+        """
         strides = self._strides_of(kv_cache)
         device = kv_cache[0][0].device
         rows = batch.rows_on(device)
         block_tables = batch.block_tables.to(torch.int32)
         num_blocks = kv_cache[0][0].shape[0]
         query_shape = (batch.slot_mapping.numel(), self._shape.num_heads, self._shape.head_dim)
-        # Where the device alone knows which rows decode, any may, and the others have length 0 for that kernel.
+        # If only the device knows which rows decode, any row may decode. The other rows have length 0 for that kernel.
         decode_lens, prefill_lens = rows.seq_lens[: rows.num_decodes], None
         if rows.num_decodes is None:
             decode_lens, prefill_lens = _split_lengths(rows)
@@ -109,8 +115,10 @@ class TritonAttention:
         return CachedAttend(kv_cache, HeadCaching(batch.slot_mapping), attend)
 
     def _strides_of(self, kv_cache: Sequence[LayerCache]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """The strides of each layer's keys and values, which are checked when they are first seen: a worker has the
-        same ones in all of its steps."""
+        """Return the strides of each layer's keys and values.
+
+        The strides are checked when a cache is first seen. A worker uses the same cache in all of its steps.
+        """
         if self._first_cache is None or self._first_cache() is not kv_cache[0][0]:
             caches = [paged_caches(*layer) for layer in kv_cache]
             self._strides = [(keys.strides, values.strides) for keys, values in caches]
@@ -120,10 +128,10 @@ class TritonAttention:
     def _plan(
         self, batch: AttentionBatch, decode_lens: Tensor, window: int, num_blocks: int, device: torch.device
     ) -> SplitPlan | None:
-        """Return where the decoding rows are cut into splits for layers of this window, or None if they are not cut."""
+        """Return the splits of the decoding rows for layers of this window, or None if the rows are not split."""
         max_positions = window or ANY_LEN
         lengths = [min(length, max_positions) for length in batch.seq_lens[: len(decode_lens)]]
-        # Bounds of a graph's rows may add up to more than the cache holds.
+        # The upper bounds of a graph's rows may add up to more than the cache can hold.
         num_positions = min(sum(lengths), num_blocks * self._shape.block_size)
         longest = max(lengths, default=0)
         if not prefers_splits(len(lengths), self._shape.num_kv_heads, num_positions, longest, self._num_processors):
@@ -133,7 +141,11 @@ class TritonAttention:
         return plan
 
     def _allocate(self, num_rows: int, window: int, device: torch.device) -> SplitPlan:
-        """Memory that steps share, one behind the other; a graph's is its own, for as long as it may be replayed."""
+        """Return memory for a split plan.
+
+        Consecutive steps share one allocation per window. A captured graph gets its own allocation, which lasts while
+        the graph can be replayed.
+        """
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return self._new_plan(num_rows, device)
         plan = self._plans.get(window)
@@ -148,9 +160,11 @@ class TritonAttention:
 
 
 def _split_lengths(rows: DeviceRows) -> tuple[Tensor, Tensor]:
-    """What `PagedAttention.of_any_rows` takes as lengths, [S] int32 each.
+    """Return the two lengths that `PagedAttention.of_any_rows` expects, [S] int32 each: of decodes and of prefills.
 
-    Rows decode that begin as many tokens from the first as rows, and have one token."""
+    Row i decodes if it starts at token i and has exactly one token. Decode lengths are 0 for other rows, and prefill
+    lengths are -1 for rows that decode.
+    """
     starts, ends = rows.query_start_loc[:-1], rows.query_start_loc[1:]
     places = torch.arange(len(starts), dtype=torch.int32, device=starts.device)
     is_decoding = (starts == places) & (ends == places + 1)
