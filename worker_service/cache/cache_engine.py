@@ -1,9 +1,9 @@
-"""From block ids to memory: sizes the pools, holds the KV cache, copies and moves blocks. It knows no owner.
+"""The KV cache's memory: allocation of the pools, and copies and moves of blocks.
 
-One allocation per pool, block-major: a block's K and V of all layers lie together, so moving a block is moving one
-contiguous piece, and blocks that follow each other at both ends are one piece too. Each layer sees its part of the
-device pool as two views with the block index outermost. Block 0 of either pool is never named: on the device it is
-padding and stays zero.
+This module does not know which sequence owns a block. Each pool is one block-major allocation: K and V of all layers of
+a block are contiguous, so a move of a block moves one contiguous piece. Blocks that are adjacent at both ends move as
+one piece too. Each layer sees its part of the device pool as two views with the block index outermost. Plans never name
+block 0 of either pool: on the device, block 0 is padding and stays zero.
 """
 
 import statistics
@@ -21,7 +21,7 @@ from worker_service.cache.host_moves import HostMoves
 from worker_service.cache.stream_moves import StreamMoves
 from worker_service.streams import Device
 
-_MEASURED_BYTES = 32 << 20  # that one move of the measurement takes at most
+_MEASURED_BYTES = 32 << 20  # upper bound of one move of the bandwidth measurement
 _NUM_MEASUREMENTS = 4
 
 
@@ -34,24 +34,24 @@ class CacheShape:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    is_head_major: bool = False  # each KV head's positions of a block lie together, else each position's heads
+    is_head_major: bool = False  # a block stores each KV head's positions together, rather than each position's heads
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block, K and V of all layers."""
+        """The size of one block in bytes, K and V of all layers."""
         return 2 * self.num_layers * self.block_size * self.num_kv_heads * self.row_size * self.dtype.itemsize
 
     @property
     def row_size(self) -> int:
-        """Elements that a head's values at a position take, with the scale that a cache of int8 has for them."""
+        """The elements of one head at one position. An int8 cache includes its scale in them."""
         return row_size(self.head_dim, self.dtype)
 
 
 class CacheEngine:
     """The KV cache: `layers[i]` is (key_cache, value_cache), each [num_blocks + 1, block_size, num_kv_heads, row_size].
 
-    Only block 0 is written here by itself. Whatever the others hold, NaN included, is not read before it is
-    written. What a plan wants done with blocks is checked by `check` before any of it is done.
+    The engine initializes only block 0. The content of other blocks, NaN included, is not read before a step or move
+    writes it. `check` validates the block operations of a plan before any of them starts.
     """
 
     def __init__(
@@ -62,15 +62,19 @@ class CacheEngine:
         num_host_blocks: int = 0,
         streams: Device | None = None,
     ) -> None:
-        """`streams`: of an accelerator, which moves blocks beside what it computes. Without, everything is done in the
-        order of the calls, and on a CPU before they return."""
+        """Allocate both pools.
+
+        `streams` is an accelerator, which moves blocks while it computes. If it is None, all operations run in the
+        order of the calls. On a CPU they finish before the calls return.
+        """
         self.shape = shape
         self.num_device_blocks = num_device_blocks
         self.num_host_blocks = num_host_blocks
         order = (shape.block_size, shape.num_kv_heads)
         sizes = (shape.num_layers, 2, *(reversed(order) if shape.is_head_major else order), shape.row_size)
         self.storage = torch.empty((num_device_blocks + 1, *sizes), dtype=shape.dtype, device=device)
-        # [num_device_blocks + 1, num_layers, 2, block_size, num_kv_heads, row_size], however a block lies
+        # [num_device_blocks + 1, num_layers, 2, block_size, num_kv_heads, row_size], whatever the memory layout of a
+        # block
         self._views = self.storage.transpose(3, 4) if shape.is_head_major else self.storage
         self.layers: list[LayerCache] = [
             (self._views[:, layer, 0], self._views[:, layer, 1]) for layer in range(shape.num_layers)
@@ -83,13 +87,17 @@ class CacheEngine:
         self._last_planned_step = 0
 
     def reset(self) -> None:
-        """Begin an epoch, after everything that was started has been done."""
+        """Begin an epoch, after every started operation has finished."""
         self._moves.synchronize()
         self._moves.reset()
         self._last_planned_step = 0
 
     def check(self, plan: StepPlan) -> None:
-        """Raises WorkerProtocolError for a move or copy that names no block, writes one twice, or undoes another."""
+        """Raise WorkerProtocolError for an invalid move or copy.
+
+        A move or copy is invalid if an id is out of range, if sources and targets differ in number, or if a block is
+        written twice. A plan must not swap the same block out and in.
+        """
         num_device_blocks, num_host_blocks = self.num_device_blocks, self.num_host_blocks
         for name, sources, num_sources, targets, num_targets in (
             ("swap_out", plan.swap_out_device_blocks, num_device_blocks, plan.swap_out_host_blocks, num_host_blocks),
@@ -108,56 +116,66 @@ class CacheEngine:
         _check_moved_once("host", plan.swap_out_host_blocks, plan.swap_in_host_blocks)
 
     def move(self, plan: StepPlan) -> None:
-        """Start the plan's moves, which begin after everything that was computed before. `plan` has been checked."""
+        """Start the plan's moves, which run after all computation that was submitted earlier.
+
+        `plan` has been checked.
+        """
         self._last_planned_step = plan.step
         if plan.swap_out_device_blocks or plan.swap_in_host_blocks:
             self._moves.start(plan)
 
     def copy(self, plan: StepPlan) -> None:
-        """Copy between device blocks before anything else is computed. `plan` has been checked."""
+        """Copy between device blocks before any later computation. `plan` has been checked."""
         if plan.copy_source_blocks:
             self._moves.copy(plan.copy_source_blocks, plan.copy_target_blocks)
 
     def spoil(self, block_ids: Sequence[int], start: int, end: int) -> None:
-        """Fill positions [start, end) of a row's table with NaN, so that no row that reads them yields a token."""
+        """Fill positions [start, end) of a row's block table with NaN.
+
+        A row that reads these positions then yields no token.
+        """
         block_size, position = self.shape.block_size, start
         while position < end:
             index = position // block_size
             last = min(end, (index + 1) * block_size)
             first = position - index * block_size
             content = self._views[int(block_ids[index]), :, :, first : last - index * block_size]
-            # Of an integer all bits are set, in its scale too, which is NaN then.
+            # In an int8 cache all bits are set, in the scale too, which makes the scale NaN.
             self._moves.run(partial(content.fill_, float("nan") if self.shape.dtype.is_floating_point else -1))
             position = last
 
     def last_moved_step(self) -> int:
-        """The moves of all plans up to this step are done. Without streams they are when `move` returns."""
+        """Return the last step for which all moves, of it and of earlier plans, are done.
+
+        Without streams, moves are done when `move` returns.
+        """
         return self._moves.last_done_step(self._last_planned_step)
 
     @property
     def is_moving(self) -> bool:
-        """Whether moves have been started that `last_moved_step` has not yet told of."""
+        """Whether some started moves are not yet covered by `last_moved_step`."""
         return self._moves.is_busy
 
     def measure_bandwidth(self) -> float:
-        """Bytes per second between device and host: the median of a few moves of scattered blocks, either way.
+        """Return the bandwidth between device and host in bytes per second.
 
-        Whatever the blocks held is lost. Zero without host blocks.
+        The result is the median of a few moves of scattered blocks in both directions. The measurement overwrites the
+        content of the blocks. The result is zero if there are no host blocks.
         """
         if not self.num_host_blocks:
             return 0.0
         max_blocks = max(1, _MEASURED_BYTES // self.shape.block_bytes)
         device_ids = tuple(range(1, min(self.num_device_blocks, self.num_host_blocks, max_blocks) + 1))
-        host_ids = device_ids[::-1]  # no two blocks make one piece, as in pools that have been in use
+        host_ids = device_ids[::-1]  # no two blocks form one piece, as in pools that have been in use
         out = StepPlan(0, 0, swap_out_device_blocks=device_ids, swap_out_host_blocks=host_ids)
         back = StepPlan(0, 0, swap_in_host_blocks=host_ids, swap_in_device_blocks=device_ids)
-        self._time(out)  # the first one touches the memory
+        self._time(out)  # the first move touches the memory for the first time
         seconds = [self._time(plan) for plan in (out, back) * _NUM_MEASUREMENTS]
         self.reset()
         return len(device_ids) * self.shape.block_bytes / statistics.median(seconds)
 
     def _time(self, plan: StepPlan) -> float:
-        """Seconds that the plan's moves take."""
+        """Return the seconds that the plan's moves take."""
         started = time.perf_counter()
         self.move(plan)
         self._moves.synchronize()
@@ -171,7 +189,10 @@ def _check_ids(what: str, block_ids: Sequence[int], num_blocks: int) -> None:
 
 
 def _check_moved_once(where: str, swapped_out: Sequence[int], swapped_in: Sequence[int]) -> None:
-    """Both ends of a move are held until it is done: no other may write what it reads, or read what it writes."""
+    """Raise WorkerProtocolError if a block is swapped out and in by the same plan.
+
+    Both ends of a move are reserved until it is done. No other move may write its source or read its target.
+    """
     both = swapped_out and swapped_in and set(swapped_out).intersection(swapped_in)
     if both:
         raise WorkerProtocolError(f"{where} block {min(both)} is swapped out and in by one plan")

@@ -1,4 +1,4 @@
-"""Moves and copies of blocks where the device is the CPU: done before they return."""
+"""Moves and copies of blocks if the device is the CPU. They are done before the calls return."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,47 +9,47 @@ from pagewire.common.wire.messages import StepPlan
 
 
 class HostMoves:
-    """A host pool beside the device's, which is host memory too."""
+    """A host pool for a device pool that is in host memory too."""
 
     is_busy = False
 
     def __init__(self, blocks: Tensor, num_host_blocks: int) -> None:
-        """`blocks`: the device's pool, [num_blocks + 1, block_bytes] uint8."""
+        """`blocks`: the device pool, [num_blocks + 1, block_bytes] uint8."""
         self._blocks = blocks
         self._host_blocks = blocks.new_empty((num_host_blocks + 1, blocks.shape[1]), device="cpu")
 
     def start(self, plan: StepPlan) -> None:
-        """Carry out the plan's moves. No block is named by moves of both directions."""
+        """Carry out the plan's moves. No block may be named by moves of both directions."""
         _transfer(self._blocks, plan.swap_out_device_blocks, self._host_blocks, plan.swap_out_host_blocks)
         _transfer(self._host_blocks, plan.swap_in_host_blocks, self._blocks, plan.swap_in_device_blocks)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy between device blocks. All are read before one is written."""
+        """Copy between device blocks. All sources are read before any target is written."""
         if set(sources).isdisjoint(targets):
             _transfer(self._blocks, sources, self._blocks, targets)
         else:
             self._blocks.index_copy_(0, torch.tensor(targets), self._blocks.index_select(0, torch.tensor(sources)))
 
     def run(self, operation: Callable[[], object]) -> None:
-        """Carry out what writes to the blocks."""
+        """Carry out an operation that writes to the blocks."""
         operation()
 
     def synchronize(self) -> None:
-        """Nothing is under way."""
+        """Return at once: no operation is ever in progress."""
 
     def last_done_step(self, last_planned_step: int) -> int:
-        """The moves of all plans up to this step are done."""
+        """Return `last_planned_step`: the moves of all plans up to it are done."""
         return last_planned_step
 
     def reset(self) -> None:
-        """No block holds anything that is read again."""
+        """Begin an epoch. The content of the blocks is not read again."""
 
 
 def _transfer(source: Tensor, source_ids: Sequence[int], target: Tensor, target_ids: Sequence[int]) -> None:
-    """Copy blocks between tensors, or within one where no block is both read and written.
+    """Copy blocks between tensors, or within one tensor if no block is both read and written.
 
-    Every run of ids that ascend by 1 at both ends is one copy. On a CPU this is 2 to 8 times faster than gathering and
-    scattering, but for blocks of a few KiB.
+    Each run of ids that ascend by 1 at both ends is one copy. On a CPU this is 2 to 8 times faster than gathering and
+    scattering, except for blocks of a few KiB.
     """
     start = 0
     for end in range(1, len(source_ids) + 1):

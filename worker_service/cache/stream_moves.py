@@ -1,20 +1,20 @@
-"""Moves of blocks between a device and its host, beside what the device computes.
+"""Moves of blocks between a device and its host, concurrent with the device's computation.
 
-Blocks are scattered at both ends, and a bus is only quick with long pieces. So a kernel gathers a chunk of blocks into
-a dense staging buffer of the device at the speed of its memory, and a transfer takes them to the host; the other way
-round, a transfer and a scatter. (A kernel that wrote to the host by itself would hold on to the device's processors for
-as long as the bus takes, and slow what is computed.)
+Blocks are scattered at both ends, and a bus is fast only for long transfers. So a swap-out gathers a chunk of blocks
+into a dense staging buffer on the device, at the speed of the device's memory, and then transfers the buffer to the
+host. A swap-in does a transfer and then a scatter. (A kernel that wrote to the host directly would occupy the device's
+processors during the whole transfer and slow down the computation.)
 
-At the host's end nothing gathers. Instead, a host block's id does not say where it lies: the pool has as many places as
-ids, and a swap-out, whose targets lose what they held, deals their places out anew, in ascending order. An id that was
-not named before takes the next place that was not given yet. Blocks that leave together thus lie side by side wherever
-the places that came free do, and come back in one piece. At worst, when nothing lies beside anything, each block is a
-transfer, as it would be without the map.
+The host end does no gather. Instead, a map assigns each host block id a place in the pool, which has one place for each
+id. The targets of a swap-out lose their old content, so the swap-out reassigns their places in ascending order. An id
+that is named for the first time gets the next unused place. Blocks that leave together are therefore adjacent wherever
+the freed places are adjacent, and return in one transfer. In the worst case no places are adjacent, and each block is
+one transfer, as it would be without the map.
 
-The pool is made of slabs of a power of two of bytes, since torch rounds every piece of pinned memory up to one.
+The pool consists of slabs whose size is a power of two in bytes, since torch rounds each pinned allocation up to one.
 
-A transfer takes `_MAX_TRANSFER_BYTES` at most: what steps themselves send to and from the device, a few KB, goes
-through the same copy engines and waits for the one under way.
+A transfer is at most `_MAX_TRANSFER_BYTES` long. The few KB that each step sends to and from the device use the same
+copy engines and wait for the transfer in progress.
 """
 
 from collections import deque
@@ -34,22 +34,28 @@ _SLAB_BYTES = 1 << 30
 
 
 def num_staging_blocks(num_host_blocks: int, block_bytes: int) -> int:
-    """Blocks of the staging buffer that a device needs beside its pool; none if nothing can be moved."""
+    """Return the number of staging blocks that a device needs besides its pool: 0 if there are no host blocks."""
     return min(num_host_blocks, max(1, _MAX_STAGING_BYTES // block_bytes))
 
 
 @dataclass(frozen=True, slots=True)
 class _BlockOperations:
-    """Blocks are rows of bytes, [num_blocks, block_bytes] uint8; ids are int64 on their device."""
+    """Operations on blocks.
+
+    Blocks are rows of bytes, [num_blocks, block_bytes] uint8. Ids are int64 on the same device.
+    """
 
     gather: Callable[[Tensor, Tensor, Tensor], None]  # (blocks, ids, staging): staging[i] = blocks[ids[i]]
     scatter: Callable[[Tensor, Tensor, Tensor], None]  # (staging, blocks, ids): blocks[ids[i]] = staging[i]
-    # (blocks, source_ids, target_ids): blocks[target_ids[i]] = blocks[source_ids[i]]; no id on both sides.
+    # (blocks, source_ids, target_ids): blocks[target_ids[i]] = blocks[source_ids[i]]; no id is in both.
     copy: Callable[[Tensor, Tensor, Tensor], None]
 
 
 def _block_operations(device: torch.device) -> _BlockOperations:
-    """Triton's kernels on CUDA, where a gather is one launch without memory of its own; plain torch elsewhere."""
+    """Return the operations for `device`: Triton kernels on CUDA, plain torch elsewhere.
+
+    A gather by the Triton kernel is one launch that needs no memory of its own.
+    """
     if device.type == "cuda":
         from pagewire.kernels.triton import blocks
 
@@ -70,14 +76,17 @@ def _copy(blocks: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
 
 
 class _BlockIds:
-    """Sends ids to the device. Each lot has host memory of its own until a stream has read it."""
+    """Sends block ids to the device. Each list of ids has its own host memory until a stream has read it."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._under_way: deque[tuple[torch.cuda.Event, Tensor]] = deque()
 
     def put(self, ids: Sequence[int]) -> Tensor:
-        """The ids in pinned memory, for an operation to copy to the device; `hold` them once it is on its stream."""
+        """Return the ids in pinned memory, for an operation that copies them to the device.
+
+        Call `hold` after that operation has been put on its stream.
+        """
         while self._under_way and self._under_way[0][0].query():
             self._under_way.popleft()
         pinned = self._device.pinned((len(ids),), torch.int64)
@@ -85,19 +94,19 @@ class _BlockIds:
         return pinned
 
     def hold(self, pinned: Tensor, stream: Stream) -> torch.cuda.Event:
-        """Keep the memory until all that is on the stream now has been done."""
+        """Keep the memory until all operations that are now on the stream are done. Return an event for that time."""
         event = stream.record()
         self._under_way.append((event, pinned))
         return event
 
     def reset(self) -> None:
-        """Every stream has come to its end."""
+        """Release all memory. Every stream has been synchronized."""
         self._under_way.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Blocks side by side: staging[first : first + num] and place, place + 1, ... of one slab of the host's pool."""
+    """Adjacent blocks: staging[first : first + num], and places place, place + 1, ... of one slab of the host pool."""
 
     first: int
     place: int
@@ -105,15 +114,15 @@ class _Run:
 
 
 class StreamMoves:
-    """A host pool, and moves to and from it on the device's stream for moves; copies between the device's own blocks.
+    """A host pool, moves to and from it on the device's move stream, and copies between device blocks.
 
-    The moves of a plan begin after everything that was put on the compute stream before, and nothing waits for them.
-    While a move is not done, no plan may write a block that it names, or read the one that it writes (S3 and S4 of
-    ARCHITECTURE.md).
+    The moves of a plan begin after all operations that were put on the compute stream earlier. No computation waits for
+    moves. While a move is in progress, no plan may write a block that the move names, or read the move's target (S3 and
+    S4 of ARCHITECTURE.md).
     """
 
     def __init__(self, device: Device, blocks: Tensor, num_host_blocks: int) -> None:
-        """`blocks`: the device's pool, [num_blocks + 1, block_bytes] uint8."""
+        """`blocks`: the device pool, [num_blocks + 1, block_bytes] uint8."""
         block_bytes = blocks.shape[1]
         self._device = device
         self._blocks = blocks
@@ -124,13 +133,13 @@ class StreamMoves:
             device.pinned((min(self._slab_blocks, num_host_blocks - first), block_bytes), torch.uint8)
             for first in range(0, num_host_blocks, self._slab_blocks)
         ]
-        self._places: dict[int, int] = {}  # of the host blocks that were named; the first places of the pool
+        self._places: dict[int, int] = {}  # by host block that was ever named; the places are 0, 1, ... without gaps
         self._max_transfer_blocks = max(1, _MAX_TRANSFER_BYTES // block_bytes)
         self._ids = _BlockIds(device)
-        self._pending: deque[tuple[int, torch.cuda.Event]] = deque()  # step, when its moves are done
+        self._pending: deque[tuple[int, torch.cuda.Event]] = deque()  # (step, event at which its moves are done)
 
     def start(self, plan: StepPlan) -> None:
-        """Put the plan's moves on their stream. No block is named by moves of both directions."""
+        """Put the plan's moves on the move stream. No block may be named by moves of both directions."""
         stream = self._device.moves
         stream.wait_for(self._device.compute.record())
         out_places = self._deal_out(plan.swap_out_host_blocks)
@@ -151,38 +160,41 @@ class StreamMoves:
         self._pending.append((plan.step, self._ids.hold(ids, stream)))
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy between device blocks before anything else is computed. All are read before one is written."""
+        """Copy between device blocks before any later computation.
+
+        All sources are read before any target is written.
+        """
         ids = self._ids.put([*sources, *targets])
         self._device.compute.run(partial(self._copy, ids, not set(sources).isdisjoint(targets)))
         self._ids.hold(ids, self._device.compute)
 
     def run(self, operation: Callable[[], object]) -> None:
-        """Carry out what writes to the blocks, before anything else is computed."""
+        """Carry out an operation that writes to the blocks, before any later computation."""
         self._device.compute.run(operation)
 
     def synchronize(self) -> None:
-        """Return when every stream has come to its end."""
+        """Wait until all operations on all streams are done."""
         self._device.synchronize()
 
     def last_done_step(self, last_planned_step: int) -> int:
-        """The moves of all plans up to this step are done."""
+        """Return the last step for which all moves, of it and of earlier plans, are done."""
         while self._pending and self._pending[0][1].query():
             self._pending.popleft()
         return self._pending[0][0] - 1 if self._pending else last_planned_step
 
     @property
     def is_busy(self) -> bool:
-        """Whether moves have been started that `last_done_step` has not yet told of."""
+        """Whether some started moves are not yet covered by `last_done_step`."""
         return bool(self._pending)
 
     def reset(self) -> None:
-        """Every stream has come to its end, and no block holds anything that is read again."""
+        """Begin an epoch. Every stream has been synchronized, and the content of the blocks is not read again."""
         self._pending.clear()
         self._ids.reset()
         self._places.clear()
 
     def _host(self, place: int, num: int) -> Tensor:
-        """Places of one slab: [num, block_bytes]."""
+        """Return `num` adjacent places of one slab as [num, block_bytes]."""
         slab, first = divmod(place, self._slab_blocks)
         return self._slabs[slab][first : first + num]
 
@@ -190,7 +202,7 @@ class StreamMoves:
         return self._places.setdefault(host_block, len(self._places))
 
     def _deal_out(self, host_blocks: Sequence[int]) -> list[int]:
-        """The places of these blocks in ascending order, which they now have in the order of the blocks."""
+        """Reassign the places of these blocks in ascending order. Return the places, in the order of the blocks."""
         places = sorted([self._place(host_block) for host_block in host_blocks])
         for host_block, place in zip(host_blocks, places, strict=True):
             self._places[host_block] = place
@@ -200,7 +212,7 @@ class StreamMoves:
         return list(_find_runs(places, self._max_transfer_blocks, self._slab_blocks))
 
     def _copy(self, ids: Tensor, is_chained: bool) -> None:
-        """`ids`: those to read and then those to write. Chained: a block is both."""
+        """Copy blocks. `ids` are the sources followed by the targets. Chained: a block is both source and target."""
         source_ids, target_ids = ids.to(self._blocks.device, non_blocking=True).chunk(2)
         if is_chained:
             self._blocks.index_copy_(0, target_ids, self._blocks.index_select(0, source_ids))
@@ -223,7 +235,7 @@ class StreamMoves:
 
 
 def _find_runs(places: Sequence[int], max_blocks: int, slab_blocks: int) -> Iterator[_Run]:
-    """Pieces of places that ascend by 1, in order, each in one slab and none longer than `max_blocks`."""
+    """Yield runs of places that ascend by 1, in order. Each run is in one slab and at most `max_blocks` long."""
     start = 0
     for end in range(1, len(places) + 1):
         num = end - start
