@@ -1,6 +1,6 @@
-"""Computes rows on an accelerator, while the host goes on: streams, uploads, graphs, and the tokens that stay there.
+"""Computation of rows on an accelerator while the host continues: streams, uploads, graphs and the device's row table.
 
-What Triton compiles is imported only where it computes: the first import takes long.
+Modules that use Triton are imported only when they are needed, because the first import of Triton takes long.
 """
 
 from worker_service.device.computation import DeviceComputation

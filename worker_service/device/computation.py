@@ -1,15 +1,17 @@
-"""Computes rows on a device, and lets the next step be launched while the device still computes.
+"""Computation of rows on a device, where the next step can be launched while the device still computes the last one.
 
-The host's `SequenceTable` checks a plan and knows every count; `DeviceTable` keeps what the device needs of the rows,
-the tokens that it sampled among it. A step is a few operations on the compute stream:
+The host's `SequenceTable` checks a plan and knows every count. `DeviceTable` stores the row state that the device
+needs, including the tokens that the device sampled. A step is a few operations on the compute stream:
 
-    copies -> upload -> changed rows -> inputs gathered -> model -> logits -> sampler -> tokens to their rows
+ copies -> upload -> changed rows -> inputs gathered -> model -> logits -> sampler -> tokens to their rows
 
-Steps in which every row decodes replay graphs (`graphs.py`); so do others, unless they are large, up to their hidden
-states (`mixed_graphs.py`), and the rest of them is launched kernel by kernel. What a step sampled is copied to pinned
-memory: on the results stream, behind the step and beside the next one, or on the compute stream where the next step
-writes the same memory. Moves have a stream of their own, which begins after the compute of the plan before. Nothing
-that the device computes waits for the host.
+A step in which every row decodes replays a graph (`graphs.py`). Any other step, unless it is large,
+replays a graph up to the hidden states (`mixed_graphs.py`); its remaining kernels are launched one by one.
+
+Sampled tokens are copied to pinned memory. The copy runs on the results stream, after the step and concurrently with
+the next step. If the next step writes the same memory, the copy runs on the compute stream instead. Block moves have
+their own stream, and the moves of a plan start after the computation of the previous plan. No computation on the device
+waits for the host.
 """
 
 import time
@@ -65,8 +67,11 @@ class DeviceComputation:
         max_graph_batch_size: int = 0,
         max_graph_tokens: int = 0,
     ) -> None:
-        """`layers`: of the KV cache. Graphs are for batches of up to `max_graph_batch_size` rows that decode, and for
-        any other steps of up to `max_graph_tokens` tokens; where the former is 0 there are none."""
+        """`layers` are the layers of the KV cache.
+
+        Graphs are captured for decode batches of up to `max_graph_batch_size` rows, and for other steps of up to
+        `max_graph_tokens` tokens. If `max_graph_batch_size` is 0, no graphs are captured.
+        """
         limits = table.limits
         self.table = table
         self._model = model
@@ -85,7 +90,7 @@ class DeviceComputation:
         self.num_graphs = 2 * len(sizes) + len(self._mixed_graphs.sizes)
         self._pooler = Pooler()
         self._clock = StepTimer()
-        device.synchronize()  # what was made on another stream is there for all
+        device.synchronize()  # tensors that were created on another stream are then visible to all streams
 
     def capture_graphs(self, sum_of_ranks: Callable[[Tensor], Tensor] | None = None) -> None:
         """See `Computation.capture_graphs`."""
@@ -104,7 +109,7 @@ class DeviceComputation:
         self._graphs.rehearse(self._decode, self._sample_decoded)
 
     def prepare(self, step: BegunStep, rows: WorkingRows) -> Callable[[], LaunchedStep]:
-        """See `Computation.prepare`. What changed of the rows goes along with what they compute, in one upload."""
+        """Plan the table edits and the work of a step, and send both in one upload. See `Computation.prepare`."""
         work = self._work(rows)
         edits = self._device_table.plan_edits(step.plan, self.table, work.upload)
         return self._send(step, work, edits)
@@ -118,10 +123,10 @@ class DeviceComputation:
         self._device.synchronize()
 
     def _agree(self, sum_of_ranks: Callable[[Tensor], Tensor], flags: Sequence[bool]) -> list[bool]:
-        """Whether any rank has set each of the flags."""
+        """Return for each flag whether any rank has set it."""
         counts = torch.tensor(flags, dtype=torch.int32, device=self._device.torch_device)
         summed = OnDevice()
-        self._device.synchronize()  # the copy went by another stream
+        self._device.synchronize()  # `torch.tensor` copied the counts on another stream
         self._device.compute.run(lambda: summed.put(sum_of_ranks(counts)))
         self._device.synchronize()
         return [count > 0 for count in summed.tensor.tolist()]
@@ -132,9 +137,9 @@ class DeviceComputation:
         return _Work(rows, sampling, self._model.network.hidden_size)
 
     def _send(self, step: BegunStep, work: "_Work", edits: list[Edit]) -> Callable[[], LaunchedStep]:
-        """Packs what the work reads and sends it with what the edits read, which are carried out.
+        """Send the inputs of the work and of the edits in one upload, and carry out the edits.
 
-        Returns what launches the work.
+        Return a function that launches the work.
         """
         put = self._plan_work(work) if len(work.rows.slots) else None
         if work.upload.size:
@@ -146,14 +151,17 @@ class DeviceComputation:
             if put is None:
                 duration_us = (time.perf_counter_ns() - step.watch.began_ns) // 1000
                 return FinishedStep(step.result(Samples(()), (), duration_us, StepParts()))
-            buffer = self._result_buffers.take(work.num_copied)  # takes memory: before anything is changed
+            buffer = self._result_buffers.take(work.num_copied)  # allocates memory, so it comes before any change
             put()
             return self._follow(step, work, buffer)
 
         return launch
 
     def _plan_work(self, work: "_Work") -> Callable[[], None]:
-        """Packs what the work reads, which has rows. Returns what puts it on the compute stream behind the upload."""
+        """Add the inputs of the work, which must have rows, to its upload.
+
+        Return a function that puts the work on the compute stream after the upload.
+        """
         rows = work.rows
         is_decode = bool(rows.samples.all()) and bool((rows.num_new_tokens == 1).all())
         size = self._graphs.captured.size_for(len(rows.slots)) if is_decode else None
@@ -162,12 +170,14 @@ class DeviceComputation:
         return self._plan_mixed(work, int(rows.num_new_tokens.sum()))
 
     def _plan_mixed(self, work: "_Work", num_tokens: int) -> Callable[[], None]:
-        """Return a function that launches any mix of rows, by the CUDA graph of the next larger number of tokens where
-        there is one."""
+        """Return a function that launches any mix of rows.
+
+        The function replays the CUDA graph of the next larger number of tokens, if one was captured.
+        """
         graphs, compute, upload = self._mixed_graphs, self._device.compute, work.upload
         rows = OrderedRows.of(work.rows)
         size = graphs.captured.size_for(num_tokens)
-        # Of each column; those that a graph reads lie as one.
+        # One slice per column. The columns that a graph reads are one contiguous slice.
         places = [upload.add(column) for column in rows.columns] if size is None else [graphs.pad(rows, size, upload)]
         indices = upload.add(rows.sampling_indices)
         work.chunks = prompt_chunks(self.table, work.rows, rows.token_starts)
@@ -190,7 +200,7 @@ class DeviceComputation:
         packing = None
         if not sampling.takes_tokens_only:
             packing = PackedSampling.pack(sampling, work.upload, self._device_table.scratch_slot)
-        elif work.upload.size == padded.stop - padded.start:  # nothing else is sent
+        elif work.upload.size == padded.stop - padded.start:  # the upload contains only the padded rows
             work.upload_target = self._graphs.rows(size)
         work.sampled = buffers.sampled if packing is None else None
         compute = self._device.compute
@@ -207,7 +217,7 @@ class DeviceComputation:
         return put
 
     def _follow(self, step: BegunStep, work: "_Work", buffer: PinnedBuffer) -> LaunchedStep:
-        """Have the results copied to the host behind the work."""
+        """Copy the results to the host after the work. Return the step in progress."""
         target, sampled = buffer.tensor[: work.num_copied], work.sampled
         if sampled is not None:
             self._device.compute.run(lambda: target.copy_(sampled.flatten(), non_blocking=True))
@@ -224,14 +234,17 @@ class DeviceComputation:
     def _compute(
         self, work: "_Work", rows: OrderedRows, places: Sequence[slice], indices: slice, packing: PackedSampling
     ) -> None:
-        """Any mix of rows. `places`: of their columns."""
+        """Compute any mix of rows. `places` are the slices of the rows' columns in the upload."""
         columns = [work.packed.tensor[place] for place in places]
         hidden = self._forward(rows.inputs(columns, self.table.limits.block_size))
         self._read_hidden(work, hidden, indices, packing)
 
     @torch.inference_mode()
     def _read_hidden(self, work: "_Work", hidden: Tensor, sampling_indices: slice, packing: PackedSampling) -> None:
-        """Sample, tell of prompts and pool. `hidden`: [T, hidden_size], final hidden states of all tokens."""
+        """Sample, compute prompt log probabilities and pool.
+
+        `hidden` [T, hidden_size] contains the final hidden states of all tokens.
+        """
         packed = work.packed.tensor
         others: list[Tensor] = []
         for chunk in work.chunks:
@@ -248,7 +261,7 @@ class DeviceComputation:
 
     @torch.inference_mode()
     def _sample(self, work: "_Work", logits: Tensor, packing: PackedSampling, others: list[Tensor]) -> None:
-        """`others` are read behind the samples."""
+        """Sample from `logits`. The results are the samples followed by `others`."""
         packed, table = work.packed.tensor, self._device_table
         token_counts = table.token_counts if packing.is_penalized else None
         columns, target = packing.columns(packed, table), packing.target(packed, table)
@@ -258,20 +271,28 @@ class DeviceComputation:
 
     @torch.inference_mode()
     def _decode(self, buffers: DecodeBuffers) -> None:
-        """Compute the logits of a batch of decoding rows. Both CUDA graphs of each batch size hold this."""
+        """Compute the logits of a batch of decoding rows.
+
+        Both CUDA graphs of each batch size contain this operation.
+        """
         hidden = self._forward(buffers.inputs)
         self._model.compute_logits(hidden, buffers.logits)
 
     @torch.inference_mode()
     def _sample_decoded(self, buffers: DecodeBuffers) -> None:
-        """Sample a batch of rows that ask for a token and no more. The second CUDA graph of each batch size holds
-        this."""
+        """Sample a batch of rows that need only a token.
+
+        The second CUDA graph of each batch size contains this operation.
+        """
         inputs, table = buffers.inputs, self._device_table
         columns = table.sampling_columns(inputs.row_slots, inputs.seq_lens)
         self._sampler.sample(buffers.logits, columns, None, None, table.target(inputs.row_slots, buffers.sampled))
 
     def _forward(self, inputs: StepInputs) -> Tensor:
-        """Compute the hidden states of any mix of rows. The CUDA graph of each number of tokens holds this."""
+        """Compute the hidden states of any mix of rows.
+
+        The CUDA graph of each number of tokens contains this operation.
+        """
         tokens, batch = inputs.gather(self._device_table)
         return self._model.forward(tokens.token_ids, tokens.positions, self._backend.prepare(batch, self._layers))
 
@@ -282,16 +303,17 @@ def _apply(edit: Edit, packed: OnDevice) -> None:
 
 @dataclass(slots=True)
 class _Work:
-    """Rows of a step as they are put on the device, and what their operations leave to one another."""
+    """The rows of one launch, and the values that its operations pass to one another."""
 
     rows: WorkingRows
     sampling: StepSampling
     hidden_size: int
     upload: Upload = field(default_factory=Upload)
-    upload_target: Tensor | None = None  # memory of the upload's on the device; None: new memory
+    upload_target: Tensor | None = None  # device memory for the upload; None: new memory
     packed: OnDevice = field(default_factory=OnDevice)  # the upload
-    sampled: Tensor | None = None  # of a graph, [2, its size]; None: the step has `results`
-    results: OnDevice = field(default_factory=OnDevice)  # what the host reads: of `sampling`, `chunks` and `pooled`
+    sampled: Tensor | None = None  # [2, batch size] of a graph; None: the step has `results`
+    # values that the host reads, from `sampling`, `chunks` and `pooled`
+    results: OnDevice = field(default_factory=OnDevice)
     chunks: Sequence[PromptChunk] = ()
     pooled: Sequence[PooledChunk] = ()
 
@@ -304,11 +326,11 @@ class _Work:
 
     @property
     def num_copied(self) -> int:
-        """The number of values that come to the host: rows of padding have some."""
+        """The number of values copied to the host. In a graph's step this includes the padding rows."""
         return self.num_values if self.sampled is None else self.sampled.numel()
 
     def values(self, copied: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Return those that the host reads."""
+        """Return the values that the host reads, without the padding rows."""
         if self.sampled is None:
             return copied
         return copied[: self.num_copied].reshape(2, -1)[:, : self.sampling.num_rows].ravel()
@@ -316,7 +338,7 @@ class _Work:
 
 @dataclass(frozen=True, slots=True)
 class _StepUnderWay:
-    """See `LaunchedStep`. Holds what the copy to the host reads and writes."""
+    """A step in progress: see `LaunchedStep`. It keeps the tensors that the copy to the host reads and writes alive."""
 
     step: BegunStep
     work: _Work
@@ -341,12 +363,14 @@ class _StepUnderWay:
 
 @dataclass(slots=True)
 class StepTimer:
-    """Tells how long steps took that follow each other on a device."""
+    """Measures the durations of consecutive steps on a device."""
 
     _last_done_ns: int = 0
 
     def duration_us(self, launched_ns: int) -> int:
-        """Return how long a step took that is done now, in microseconds. Its time begins when it was launched, or when
-        the step before it was done if that was later."""
+        """Return the duration in microseconds of a step that has just finished.
+
+        The duration starts at the launch of the step, or at the end of the previous step if that was later.
+        """
         began_ns, self._last_done_ns = max(launched_ns, self._last_done_ns), time.perf_counter_ns()
         return (self._last_done_ns - began_ns) // 1000

@@ -1,4 +1,7 @@
-"""A GPU by torch: its errors, and streams, events, pinned memory and graphs as `worker_service/streams.py` has them."""
+"""A GPU used through torch: its errors, and its streams, events, pinned memory and graphs.
+
+The classes implement the interfaces of `worker_service/streams.py`.
+"""
 
 from functools import partial
 from typing import Any
@@ -9,8 +12,8 @@ from torch import Tensor
 
 from worker_service.streams import Stream, StreamWork
 
-_CUDA_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation: nothing was done, and the device goes on
-# Where a library says it in words only: torch's allocator on a CPU, a cuBLAS handle, a kernel that Triton loads.
+_CUDA_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation: the operation was not started, and the device still works
+# Texts of libraries that report it only as text: torch's CPU allocator, a cuBLAS handle, a kernel that Triton loads.
 _TEXTS = ("DefaultCPUAllocator: can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "[CUDA]: out of memory")
 
 
@@ -25,7 +28,8 @@ class CudaStream:
             operation()
 
     def record(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(blocking=True)  # what waits for it sleeps, and leaves the core to others
+        # a thread that waits for the event sleeps, and leaves its core to other threads
+        event = torch.cuda.Event(blocking=True)
         event.record(self.stream)
         return event
 
@@ -34,7 +38,7 @@ class CudaStream:
 
 
 class CudaDevice:
-    """See `Device`. All of its graphs share one pool of memory: only one runs at a time."""
+    """See `Device`. All graphs share one memory pool, because only one graph runs at a time."""
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
@@ -42,20 +46,22 @@ class CudaDevice:
         self.compute: Stream = self._compute
         self.results: Stream = CudaStream(torch_device)
         self.moves: Stream = CudaStream(torch_device)
-        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # that may be replayed
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # graphs that can still be replayed
         self._graph_pool: Any = None
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def capture(self, operation: StreamWork) -> StreamWork:
-        # Carried out once as it is: kernels are compiled and libraries allocate what a capture may not.
+        # The operation first runs without capture. That run compiles kernels, and lets libraries allocate memory, which
+        # they may not do during a capture.
         self.compute.run(operation)
         self.synchronize()
-        if not self._graphs:  # the allocator lets no graph share what the last one has left
+        if not self._graphs:  # the allocator does not let a graph reuse the pool of the last dropped graph
             self._graph_pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # What other threads ask of the device meanwhile, as NCCL's watchdog and the resolver do, is no part of it.
+        # Other threads, such as NCCL's watchdog and the resolver, may use the device during the capture. Their
+        # operations are not captured.
         stream = self._compute.stream
         with torch.cuda.graph(graph, self._graph_pool, stream, capture_error_mode="thread_local"):
             operation()
@@ -67,7 +73,7 @@ class CudaDevice:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether the same could be computed with more memory, and less of it with what there is."""
+    """Return whether `error` reports a failed allocation, so that a smaller part of the same work could succeed."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     if isinstance(error, torch.AcceleratorError):
@@ -76,5 +82,8 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def is_fatal(error: Exception) -> bool:
-    """An error of the device stays: every later call fails too, until a new process begins."""
+    """Return whether `error` is a permanent device error.
+
+    Every later call then fails too, until a new process starts.
+    """
     return isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error)

@@ -1,8 +1,8 @@
-"""CUDA graphs of steps in which every row decodes one token: a replay in place of hundreds of launches.
+"""CUDA graphs of steps in which every row decodes one token. A replay replaces hundreds of kernel launches.
 
-For each batch size there are two graphs, the forward pass alone, for steps that sample in a way of their own, and the
-forward pass with plain sampling behind it. A step takes the next larger size, and its rows of padding do no harm: they
-are in the scratch slot, keep no keys and attend to nothing.
+Each batch size has two graphs. One contains only the forward pass, for steps with special sampling. The other contains
+the forward pass followed by plain sampling. A step uses the next larger batch size. Its padding rows have no effect:
+they are in the scratch slot, store no keys and attend to nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,10 @@ _SIZE_STEP = 8
 
 
 def graph_sizes(max_graph_batch_size: int, max_num_seqs: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, 16, 24, ... up to the largest batch that a graph is wanted for."""
+    """Return the batch sizes to capture: 1, 2, 4, 8, 16, 24, ... up to the smaller of both arguments.
+
+    The result is empty if either argument is 0.
+    """
     largest = min(max_graph_batch_size, max_num_seqs)
     sizes = [size for size in (*_FINE_SIZES, *range(_SIZE_STEP, largest, _SIZE_STEP)) if size < largest]
     return (*sizes, largest) if largest else ()
@@ -33,11 +36,11 @@ def graph_sizes(max_graph_batch_size: int, max_num_seqs: int) -> tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class DecodeBuffers:
-    """The tensors of a batch of `size` rows that a CUDA graph reads and writes, at the same address in every step.
+    """The tensors that a CUDA graph for `size` rows reads and writes, at the same address in every step.
 
     Attributes:
         logits: [size, vocab_size] float32, which sampling overwrites.
-        sampled: [2, size] int32: tokens, and whether their logits hold NaN.
+        sampled: [2, size] int32: tokens, and whether their logits contain NaN.
     """
 
     inputs: StepInputs
@@ -46,10 +49,10 @@ class DecodeBuffers:
 
 
 class DecodeGraphs:
-    """Graphs by batch size. Until `capture` there are none."""
+    """The decode graphs by batch size. No graph exists before `capture`."""
 
     def __init__(self, sizes: Sequence[int], limits: TableLimits, device: Device) -> None:
-        """`sizes`: rising; empty: no graphs at all."""
+        """`sizes` must ascend. If it is empty, no graphs are captured."""
         largest = max(sizes, default=0)
         self._limits = limits
         self._device = device
@@ -67,7 +70,7 @@ class DecodeGraphs:
         sample: Callable[[DecodeBuffers], None],
         agree: Agree | None,
     ) -> None:
-        """Capture the first operation, and both together, over rows of padding. See `SizedGraphs.capture`."""
+        """Capture `forward` alone, and `forward` followed by `sample`, over padding rows. See `SizedGraphs.capture`."""
 
         def forward_and_sample(buffers: DecodeBuffers) -> None:
             forward(buffers)
@@ -81,19 +84,19 @@ class DecodeGraphs:
         self.captured.capture(capture_size, agree)
 
     def rehearse(self, forward: Callable[[DecodeBuffers], None], sample: Callable[[DecodeBuffers], None]) -> None:
-        """Carry both operations out for the largest size and capture nothing. There must be one."""
+        """Run both operations for the largest size without capturing them. There must be at least one size."""
         buffers = self._padding(self.captured.sizes[-1])
         self._device.compute.run(partial(forward, buffers))
         self._device.compute.run(partial(sample, buffers))
 
     def _padding(self, size: int) -> DecodeBuffers:
-        """Buffers over rows of padding."""
+        """Return the buffers of a batch size, filled with padding rows."""
         padding = torch.from_numpy(self.padded(np.empty(0, np.int64), np.empty(0, np.int64), size))
         self._device.compute.run(partial(self.set_rows, padding))
         return self.buffers[size]
 
     def padded(self, slots: NDArray[np.int64], seq_lens: NDArray[np.int64], size: int) -> NDArray[np.int32]:
-        """The rows as a graph of that size reads them: slots, then lengths, each aligned."""
+        """Return the rows in the layout that a graph of that size reads: slots, then lengths, each column aligned."""
         rows = np.zeros((2, aligned(size)), np.int32)
         rows[0] = self._limits.max_num_seqs  # the scratch slot
         rows[0, : len(slots)] = slots
@@ -101,20 +104,22 @@ class DecodeGraphs:
         return rows.ravel()
 
     def set_rows(self, rows: Tensor) -> None:
-        """Put a step's `padded` rows where its graphs read them. To be carried out on the compute stream."""
+        """Copy a step's `padded` rows to the memory that its graphs read. Must run on the compute stream."""
         self._rows[: len(rows)].copy_(rows)
 
     def rows(self, size: int) -> Tensor:
-        """Where the graphs of that size read a step's `padded` rows."""
+        """Return the memory from which the graphs of that size read a step's `padded` rows."""
         return self._rows[: 2 * aligned(size)]
 
     def forward(self, size: int) -> None:
-        """Put the forward pass on the compute stream: from the rows to `DecodeBuffers.logits`."""
+        """Put the forward pass on the compute stream. It reads the rows and writes `DecodeBuffers.logits`."""
         self.captured[size][0]()
 
     def forward_and_sample(self, size: int) -> None:
-        """Put the forward pass and plain sampling on the compute stream: from the rows to their tokens, which go to
-        the table and to `DecodeBuffers.sampled`."""
+        """Put the forward pass and plain sampling on the compute stream.
+
+        The sampled tokens are written to the table and to `DecodeBuffers.sampled`.
+        """
         self.captured[size][1]()
 
     def _parts_of(self, size: int) -> DecodeBuffers:

@@ -1,4 +1,4 @@
-"""A step's inputs on a device: what the host sends of them, and what is gathered there."""
+"""The inputs of a step on a device: the columns that the host sends, and the tensors gathered from the row table."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,15 +15,17 @@ from worker_service.rows import WorkingRows
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """T tokens of any mix of S rows as a device reads them: of one step, or of each that a graph computes.
+    """T tokens of any mix of S rows, in the layout that a device reads.
+
+    They belong to one step, or to every step of a graph.
 
     Attributes:
-        token_slots, token_lengths: [T] int32, of each token its row, and the tokens of that up to it and with it; those
-            of padding are in the scratch slot, with length 0.
-        row_slots, seq_lens: [S] int32; rows of padding are in the scratch slot, with length 0.
-        query_start_loc: [S + 1] int32, where each row's tokens begin; rows that decode come first.
-        host_query_start_loc, host_seq_lens, num_decodes: as `AttentionBatch` and `DeviceRows` have them.
-        num_blocks: as many as the longest row needs; None: as any row may have.
+        token_slots, token_lengths: [T] int32, for each token the slot of its row, and the row's number of tokens up to
+            and including that token. Padding tokens are in the scratch slot, with length 0.
+        row_slots, seq_lens: [S] int32; padding rows are in the scratch slot, with length 0.
+        query_start_loc: [S + 1] int32, the offset of each row's tokens; rows that decode come first.
+        host_query_start_loc, host_seq_lens, num_decodes: see `AttentionBatch` and `DeviceRows`.
+        num_blocks: number of blocks of the longest row; None: the limit for any row.
     """
 
     token_slots: Tensor
@@ -37,7 +39,7 @@ class StepInputs:
     num_blocks: int | None = None
 
     def gather(self, table: DeviceTable) -> tuple[GatheredTokens, AttentionBatch]:
-        """Return the tokens, and how they attend."""
+        """Return the gathered tokens and their attention batch."""
         tokens = table.tokens(self.token_slots, self.token_lengths, self.row_slots, self.num_blocks)
         attention = AttentionBatch(
             query_start_loc=self.host_query_start_loc,
@@ -51,12 +53,12 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class OrderedRows:
-    """A step's rows on the host, those with one token each first, and their tokens in that order.
+    """The rows of a step on the host, rows with one token first, and their tokens in that order.
 
     Attributes:
-        columns: [T], [T], [S], [S] and [S + 1], the first five of `StepInputs`.
-        token_starts: [S] where each row's tokens lie in the flat batch, in slot order.
-        sampling_indices: [R], of the last tokens of the rows that sample, in slot order.
+        columns: [T], [T], [S], [S] and [S + 1], the first five fields of `StepInputs`.
+        token_starts: [S] offset of each row's tokens in the flat batch, in slot order.
+        sampling_indices: [R] index of the last token of each row that samples, in slot order.
     """
 
     rows: WorkingRows
@@ -76,7 +78,7 @@ class OrderedRows:
         return OrderedRows(ordered, columns, token_starts, last_tokens[rows.samples])
 
     def inputs(self, columns: Sequence[Tensor], block_size: int) -> StepInputs:
-        """Return the inputs of this step alone, which has rows. `columns`: those of the rows, on the device."""
+        """Return the inputs of this step alone, which must have rows. `columns` are the rows' columns on the device."""
         seq_lens = self.rows.ends.tolist()
         token_slots, token_lengths, row_slots, device_seq_lens, query_start_loc = columns
         return StepInputs(

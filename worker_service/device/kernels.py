@@ -1,6 +1,6 @@
-"""Chooses the kernels of a GPU: what a model computes with, what reads and writes the rows' tables, and what samples.
+"""The choice of GPU kernels: for the model's operations, for the row tables, and for sampling.
 
-Triton is imported only where it computes: the first import takes long.
+Triton is imported only when it is needed, because the first import takes long.
 """
 
 import logging
@@ -21,14 +21,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """The functions of `pagewire.kernels.sampling` and `pagewire.kernels.gathering`, or faster ones that do the
-    same."""
+    """The functions of `pagewire.kernels.sampling` and `pagewire.kernels.gathering`, or faster equivalents."""
 
     sample: Callable[[Tensor, SamplingColumns, Tensor | None, int | None, TokenTarget | None], SampledTokens]
     count_tokens: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     gather_tokens: Callable[[RowTables, Tensor, Tensor, Tensor, int], GatheredTokens]
     gather_columns: Callable[[Tensor, Tensor, Tensor, Tensor], SamplingColumns]
-    is_capturable: bool  # whether a graph can hold `sample`
+    is_capturable: bool  # whether a graph can contain `sample`
 
 
 REFERENCE = Sampler(
@@ -41,7 +40,10 @@ REFERENCE = Sampler(
 
 
 def create_sampler(vocab_size: int) -> Sampler:
-    """The Triton kernels where they can, else their specification, which computes row by row."""
+    """Return the Triton kernels if they can be used, else the reference functions, which sample row by row.
+
+    A fallback is logged as a warning.
+    """
     try:
         from pagewire.kernels.triton import gathering as triton_gathering
         from pagewire.kernels.triton import sampler
@@ -60,7 +62,10 @@ def create_sampler(vocab_size: int) -> Sampler:
 
 
 def create_device_operations(listed: Listing, device: torch.device) -> Operations:
-    """The Triton kernels where there are any and they can compute the model, else plain torch, which is told."""
+    """Return Triton operations if Triton is installed and they support the model, else plain torch.
+
+    A fallback is logged as a warning with its reason.
+    """
     try:
         from worker_service.device.triton_operations import TritonOperations
     except ImportError as error:

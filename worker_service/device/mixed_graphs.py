@@ -1,8 +1,8 @@
-"""CUDA graphs of the forward pass of steps with prompts: by number of tokens, for any mix of rows.
+"""CUDA graphs of the forward pass of steps with prompts: one graph per number of tokens, for any mix of rows.
 
-A step takes the next larger number of tokens. Its tokens of padding are in the scratch slot, keep no keys, and belong
-to one row that attends to nothing; further rows of padding have no tokens. What is done with hidden states, logits and
-samples among it, differs from step to step and is launched behind the graph.
+A step uses the next larger number of tokens. Its padding tokens are in the scratch slot, store no keys, and belong to
+one row that attends to nothing. Further padding rows have no tokens. The use of the hidden states, such as logits and
+sampling, differs between steps and is launched after the graph.
 """
 
 from collections.abc import Callable
@@ -24,8 +24,11 @@ _STEPS_PER_DOUBLING = 4
 
 
 def token_counts(max_graph_tokens: int, max_num_batched_tokens: int) -> tuple[int, ...]:
-    """16, 32, 48, 64, 80, ..., 128, 160, ..., 256, 320, ...: up to the largest, each at most a quarter above the one
-    before from 64 on."""
+    """Return the numbers of tokens to capture: 16, 32, 48, 64, 80, ..., 128, 160, ..., 256, 320, ...
+
+    The last number is the smaller of both arguments. From 64 on, each number is at most a quarter larger than the
+    previous one.
+    """
     largest = min(max_graph_tokens, max_num_batched_tokens)
     counts, count = [], _FINEST_STEP
     while count < largest:
@@ -35,10 +38,10 @@ def token_counts(max_graph_tokens: int, max_num_batched_tokens: int) -> tuple[in
 
 
 class MixedGraphs:
-    """Graphs by number of tokens. Until `capture` there are none."""
+    """The mixed graphs by number of tokens. No graph exists before `capture`."""
 
     def __init__(self, max_graph_tokens: int, limits: TableLimits, device: Device) -> None:
-        """`max_graph_tokens`: 0: no graphs at all."""
+        """If `max_graph_tokens` is 0, no graphs are captured."""
         self.sizes = token_counts(max_graph_tokens, limits.max_num_batched_tokens)
         self._limits = limits
         self._device = device
@@ -46,20 +49,23 @@ class MixedGraphs:
         num_packed = sum(map(aligned, self._lengths(largest)))
         self._packed = torch.zeros(num_packed, dtype=torch.int32, device=device.torch_device)
         self.captured = SizedGraphs[StreamWork](self.sizes, "numbers of tokens")
-        self._hidden: Tensor | None = None  # [at least the largest, hidden_size], once that was carried out
+        # [at least the largest captured size, hidden_size], allocated when that size first runs
+        self._hidden: Tensor | None = None
 
     def capture(self, forward: Callable[[StepInputs], Tensor], agree: Agree | None) -> None:
-        """Capture the forward pass, which returns hidden states, over rows of padding. See `SizedGraphs.capture`."""
+        """Capture `forward`, which returns hidden states, over padding rows. See `SizedGraphs.capture`."""
         self.captured.capture(lambda size: self._device.capture(self._padding(size, forward)), agree)
 
     def rehearse(self, forward: Callable[[StepInputs], Tensor]) -> None:
-        """Carry the forward pass out for the largest size, if there is one, and capture nothing."""
+        """Run the forward pass for the largest size, if there is one, without capturing it."""
         if self.sizes:
             self._device.compute.run(self._padding(self.sizes[-1], forward))
 
     def pad(self, rows: OrderedRows, size: int, upload: Upload) -> slice:
-        """Add to `upload` the columns of the rows, one behind the other, as the graph of that size reads them. Return
-        where they will lie."""
+        """Add the columns of the rows to `upload`, contiguously, in the layout that the graph of that size reads.
+
+        Return their place in the upload.
+        """
         paddings = (self._limits.max_num_seqs, 0, self._limits.max_num_seqs, 0, size)
         start = upload.size
         for values, length, padding in zip(rows.columns, self._lengths(size), paddings, strict=True):
@@ -69,21 +75,23 @@ class MixedGraphs:
         return slice(start, upload.size)
 
     def set_rows(self, packed: Tensor) -> None:
-        """Put what `pad` has packed of a step where graphs read it. To be carried out on the compute stream."""
+        """Copy the columns that `pad` packed to the memory that graphs read. Must run on the compute stream."""
         self._packed[: len(packed)].copy_(packed)
 
     def forward(self, size: int) -> None:
-        """Put the forward pass on the compute stream: from the rows to `hidden`."""
+        """Put the forward pass on the compute stream. It reads the rows and writes `hidden`."""
         self.captured[size]()
 
     def hidden(self, num_tokens: int) -> Tensor:
-        """[num_tokens, hidden_size], of the step whose graph was replayed last. For operations of the compute stream
-        behind it."""
+        """Return the hidden states [num_tokens, hidden_size] of the step whose graph was replayed last.
+
+        Only operations that follow the graph on the compute stream may read them.
+        """
         assert self._hidden is not None
         return self._hidden[:num_tokens]
 
     def _padding(self, size: int, forward: Callable[[StepInputs], Tensor]) -> Callable[[], None]:
-        """Put rows of padding where the graph reads them. Returns what is to be captured."""
+        """Copy padding rows to the memory that the graph reads. Return the operation to capture."""
         none = np.empty(0, np.int64)
         upload = Upload()
         self.pad(OrderedRows.of(WorkingRows(none, none, none, none.astype(np.bool_))), size, upload)
@@ -93,7 +101,7 @@ class MixedGraphs:
         return partial(self._keep_hidden, forward, self._inputs(size))
 
     def _inputs(self, size: int) -> StepInputs:
-        """The columns where `set_rows` puts them."""
+        """Return inputs whose columns are views of the memory that `set_rows` writes."""
         lengths = self._lengths(size)
         ends = accumulate(aligned(length) for length in lengths)
         columns = [self._packed[end - aligned(length) :][:length] for end, length in zip(ends, lengths, strict=True)]
@@ -110,15 +118,15 @@ class MixedGraphs:
         )
 
     def _lengths(self, num_tokens: int) -> tuple[int, ...]:
-        """Of the columns of that many tokens: see `StepInputs`."""
-        # All rows that a step may have, and one for the tokens of padding, where there may be any.
+        """Return the lengths of the columns for that many tokens: see `StepInputs`."""
+        # The most rows that a step may have, plus one row for the padding tokens if there may be any.
         num_rows = min(self._limits.max_num_seqs + 1, num_tokens)
         return num_tokens, num_tokens, num_rows, num_rows, num_rows + 1
 
     @torch.inference_mode()
     def _keep_hidden(self, forward: Callable[[StepInputs], Tensor], inputs: StepInputs) -> None:
         hidden = forward(inputs)
-        # The largest that fits comes first, and is carried out before it is captured.
+        # The largest size that fits comes first, and runs once before it is captured.
         if self._hidden is None or len(self._hidden) < len(hidden):
             self._hidden = torch.empty_like(hidden)
         self._hidden[: len(hidden)].copy_(hidden)

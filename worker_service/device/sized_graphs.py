@@ -1,4 +1,7 @@
-"""Graphs by size, from the largest down, so that the others use its memory; what does not fit is done without."""
+"""Graphs by size, captured from the largest down so that smaller graphs reuse its memory.
+
+A size that does not fit the memory is skipped.
+"""
 
 import logging
 import time
@@ -12,29 +15,30 @@ from worker_service.device.cuda import is_out_of_memory
 logger = logging.getLogger(__name__)
 
 G = TypeVar("G")
-# Of what each rank passes: whether any does so. All ranks call it alike.
+# Receives the flags of one rank and returns for each flag whether any rank has set it. All ranks must call it.
 Agree = Callable[[Sequence[bool]], Sequence[bool]]
 
 
 class SizedGraphs(Generic[G]):
-    """What was captured for each size. Until `capture` there is nothing."""
+    """The captured graphs by size. No graph exists before `capture`."""
 
     def __init__(self, sizes: Sequence[int], what: str) -> None:
-        """`sizes`: rising; none: nothing is ever captured. `what`: they are sizes of, for logs."""
+        """`sizes` must ascend; if empty, no graphs are captured. `what` names the unit of the sizes in logs."""
         self.sizes = tuple(sizes)
         self._what = what
-        self._unfit: set[int] = set()  # memory did not suffice for them in this process
-        self._missing: list[int] = []  # those that were told to be done without
+        self._unfit: set[int] = set()  # sizes for which memory was too small in this process
+        self._missing: list[int] = []  # the sizes reported by the last warning
         self._graphs: dict[int, G] = {}
 
     def capture(self, capture_size: Callable[[int], G], agree: Agree | None) -> None:
         """Capture every size that fits the memory.
 
-        Where one does not, the next that is tried is at most half as large. A rank among others that runs out of memory
-        has left them waiting in the middle of an exchange: it raises, and with the next epoch all do without that size.
+        If a size does not fit, the next size that is tried is at most half as large. With several ranks, a rank that
+        runs out of memory leaves the others waiting in an exchange. It therefore raises the error, and from the next
+        epoch on all ranks skip that size.
 
         Args:
-            agree: among ranks that exchange something when they capture; None: there are no others.
+            agree: exchanges flags between ranks that communicate during a capture; None: there are no other ranks.
         """
         if not self.sizes:
             return
@@ -54,17 +58,18 @@ class SizedGraphs(Generic[G]):
                 self._unfit |= {other for other in self.sizes if other <= size < 2 * other}
                 if agree is not None:
                     raise
-            if size not in self._graphs:  # only now is nothing held by what was raised
+            # outside the handler, since the exception keeps the failed capture's tensors alive
+            if size not in self._graphs:
                 torch.cuda.empty_cache()
         logger.info("captured graphs for %d of them in %.1f s", len(self._graphs), time.perf_counter() - started)
         self._tell_missing()
 
     def drop(self) -> None:
-        """Forget what was captured. It is not replayed again: until the next `capture` there is nothing."""
+        """Forget the captured graphs. No size can be replayed before the next `capture`."""
         self._graphs.clear()
 
     def size_for(self, size: int) -> int | None:
-        """The smallest size that was captured and is no less; None: there is none."""
+        """Return the smallest captured size that is at least `size`, or None."""
         return next((captured for captured in self.sizes if captured >= size and captured in self._graphs), None)
 
     def __getitem__(self, size: int) -> G:

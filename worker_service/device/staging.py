@@ -1,4 +1,4 @@
-"""Pinned memory between the host and the streams: what a step takes along, and what comes back of it."""
+"""Pinned memory between the host and the streams: uploads of a step's inputs, and buffers for its results."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -15,19 +15,22 @@ _MIN_BUFFER_SIZE = 1 << 12  # in int32
 
 
 def aligned(size: int) -> int:
-    """The size of a column with what is left vacant behind it."""
+    """Return the size of a column rounded up to a multiple of `ALIGNMENT`."""
     return size + -size % ALIGNMENT
 
 
 class Upload:
-    """Columns of one step, packed, each from a multiple of `ALIGNMENT` on: integers and, bit by bit, float32."""
+    """The packed columns of one step, as int32. Each column starts at a multiple of `ALIGNMENT`."""
 
     def __init__(self) -> None:
         self._parts: list[NDArray[np.int32]] = []
         self.size = 0  # in int32
 
     def add(self, values: ArrayLike) -> slice:
-        """Integers, of larger ones the lower 32 bits, or float32, flattened; returns where they will lie."""
+        """Add a column of integers or float32, flattened, and return its place.
+
+        Of larger integers, only the lower 32 bits are kept. The bits of float32 values are kept unchanged.
+        """
         column = np.asarray(values).ravel()
         column = column.view(np.int32) if column.dtype == np.float32 else column.astype(np.int32, copy=False)
         start, num_vacant = self.size, aligned(column.size) - column.size
@@ -38,13 +41,13 @@ class Upload:
         return slice(start, start + column.size)
 
     def write(self, target: NDArray[np.int32]) -> None:
-        """`target`: [size]."""
+        """Write the columns to `target` [size]."""
         np.concatenate(self._parts, out=target)
 
 
 @dataclass(slots=True)
 class OnDevice:
-    """A tensor that an operation leaves to those behind it: it is there once they are carried out."""
+    """A tensor that one operation leaves for later operations. It is available once that operation has run."""
 
     _tensor: Tensor | None = None
 
@@ -59,22 +62,22 @@ class OnDevice:
 
 @dataclass(slots=True)
 class PinnedBuffer:
-    """Host memory as the device and as the host see it: [size] int32."""
+    """Pinned host memory as a tensor and as an array: [size] int32."""
 
     tensor: Tensor
     array: NDArray[np.int32]
 
     @staticmethod
     def allocate(device: Device, size: int) -> "PinnedBuffer":
-        """At least `size`."""
+        """Allocate a buffer of at least `size` int32."""
         tensor = device.pinned((max(_MIN_BUFFER_SIZE, 1 << (size - 1).bit_length()),), torch.int32)
         return PinnedBuffer(tensor, tensor.numpy())
 
 
 class UploadRing:
-    """Sends a step's upload to the device while that of the step before may still be on its way.
+    """Sends a step's upload to the device while the upload of the previous step may still be in progress.
 
-    A buffer is written again only when the device has read it.
+    A buffer is reused only after the device has read it.
     """
 
     def __init__(self, device: Device) -> None:
@@ -84,7 +87,7 @@ class UploadRing:
         )
 
     def send(self, upload: Upload, target: Tensor | None = None) -> OnDevice:
-        """Copy it on the compute stream to the target, [size] int32, or to a tensor of its own."""
+        """Copy the upload, on the compute stream, to `target` [size] int32 or to a new tensor."""
         buffer, read = self._ring.popleft()
         if read is not None:
             read.synchronize()
@@ -106,7 +109,10 @@ class UploadRing:
 
 
 class ResultBuffers:
-    """Buffers for what comes back, each in use until it is given back. The deque lets two threads do that."""
+    """Pinned buffers for results. A buffer is in use until it is given back.
+
+    Two threads take and give back buffers; the deque makes that safe.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -120,5 +126,5 @@ class ResultBuffers:
         return buffer if len(buffer.array) >= size else PinnedBuffer.allocate(self._device, size)
 
     def give_back(self, buffer: PinnedBuffer) -> None:
-        """It has been read, and no operation writes it any more."""
+        """Return a buffer to the free list. It has been read, and no operation writes it any more."""
         self._free.append(buffer)

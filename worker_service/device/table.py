@@ -1,8 +1,10 @@
-"""The rows as the device keeps them, by slot: their tokens, block tables, sampling parameters and counts of tokens.
+"""The row table on the device, by slot: tokens, block tables, sampling parameters and token counts.
 
 It is the counterpart of `SequenceTable`, which checks a plan and knows every count. Only the device knows the tokens
-that it sampled: the next step reads them here, so a plan can be launched before the result of the one before is known.
-What a plan changes is sent as the values that the host's table has after it, and costs nothing where nothing changes.
+that it sampled. The next step reads them from this table, so a plan can be launched before the result of the previous
+plan is known.
+
+A plan's changes are uploaded as the values that the host's table has after the plan. Unchanged rows cost nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,18 +22,18 @@ from worker_service.device.kernels import Sampler
 from worker_service.device.staging import Upload
 from worker_service.rows import SequenceTable, StepSampling, TableLimits, has_penalties
 
-# Changes the table, given the step's packed upload. Carried out on the compute stream.
+# A change of the table that reads the step's packed upload. It runs on the compute stream.
 Edit = Callable[[Tensor], None]
 
 
 class DeviceTable:
-    """Tensors by slot. Slot `max_num_seqs`, the scratch slot, is no sequence's: rows of padding read and write it.
+    """Tensors by slot. No sequence uses slot `max_num_seqs`, the scratch slot: padding rows read and write it.
 
     Attributes:
         token_ids: [max_num_seqs + 1, max_model_len + 1] int32.
-        block_tables: [max_num_seqs + 1, max_num_blocks] int32; anything beyond a row's blocks.
-        token_counts: [max_num_seqs + 1, vocab_size] int32 as `pagewire.kernels.sampling.sample` takes them, of rows
-            that have penalties. They have their place from the start: a measurement of the memory sees it.
+        block_tables: [max_num_seqs + 1, max_num_blocks] int32; entries beyond a row's blocks are undefined.
+        token_counts: [max_num_seqs + 1, vocab_size] int32, in the format of `pagewire.kernels.sampling.sample`, for
+            rows that have penalties. The tensor is allocated at once, so that the memory measurement includes it.
     """
 
     def __init__(self, limits: TableLimits, device: torch.device, sampler: Sampler) -> None:
@@ -48,23 +50,33 @@ class DeviceTable:
     def tokens(
         self, slots: Tensor, lengths: Tensor, row_slots: Tensor, num_blocks: int | None = None
     ) -> GatheredTokens:
-        """Return the new tokens of a step: see `pagewire.kernels.gathering.gather_tokens`. `num_blocks`: None: all."""
+        """Return the new tokens of a step: see `pagewire.kernels.gathering.gather_tokens`.
+
+        If `num_blocks` is None, the block tables have their full width.
+        """
         tables = RowTables(self.token_ids, self.block_tables, self._limits.block_size)
         num_blocks = self._limits.max_num_blocks if num_blocks is None else num_blocks
         return self._sampler.gather_tokens(tables, slots, lengths, row_slots, num_blocks)
 
     def sampling_columns(self, slots: Tensor, num_tokens: Tensor) -> SamplingColumns:
-        """Return the sampling columns of some rows, without their biases and stop tokens: see
-        `pagewire.kernels.gathering.gather_columns`."""
+        """Return the sampling columns of some rows, without biases and stop tokens.
+
+        See `pagewire.kernels.gathering.gather_columns`.
+        """
         return self._sampler.gather_columns(self._lines, self._seeds, slots, num_tokens)
 
     def target(self, slots: Tensor, sampled: Tensor) -> TokenTarget:
-        """Return where the tokens go that are chosen for rows [R] int32, to be read from `sampled`, [2, R] int32."""
+        """Return the target of the sampled tokens of rows `slots` [R] int32.
+
+        `sampled` [2, R] int32 receives them too.
+        """
         return TokenTarget(self.token_ids, slots, sampled)
 
     def plan_edits(self, plan: StepPlan, table: SequenceTable, upload: Upload) -> list[Edit]:
-        """Return what a plan changes in the table of the device, in order. `table` is as the plan has left it; what the
-        edits read goes to `upload`."""
+        """Return the edits that bring the device's table up to date with a plan, in order.
+
+        `table` is the host's table after the plan. The values that the edits read are added to `upload`.
+        """
         edits: list[Edit] = []
         changed = [*(opening.slot for opening in plan.openings), *plan.fork_target_slots]
         if changed:
@@ -95,7 +107,10 @@ class DeviceTable:
         return edit
 
     def _set_blocks(self, plan: StepPlan, changed: Sequence[int], table: SequenceTable, upload: Upload) -> Edit:
-        """All blocks of rows that changed, and what was appended and set in others. An entry may be named twice."""
+        """Return an edit that writes all blocks of changed rows, and the appended and set blocks of other rows.
+
+        An entry may be written twice, with the same value.
+        """
         whole = np.unique(np.array(changed, np.int64))
         appended, num_appended = np.unique(np.array(plan.append_slots, np.int64), return_counts=True)
         num_blocks = np.concatenate([table.num_blocks[whole], num_appended])
@@ -126,7 +141,7 @@ class DeviceTable:
         return edit
 
     def _fork(self, plan: StepPlan, upload: Upload) -> Edit:
-        """Every source is read before a target is written."""
+        """Return an edit that copies forked rows. Every source is read before any target is written."""
         sources, targets = upload.add(plan.fork_source_slots), upload.add(plan.fork_target_slots)
 
         def edit(packed: Tensor) -> None:
@@ -153,14 +168,14 @@ class DeviceTable:
 
 @dataclass(frozen=True, slots=True)
 class PackedSampling:
-    """Where in a step's packed upload the device reads how the step's rows sample."""
+    """The places of a step's sampling parameters in its packed upload."""
 
     sampling: StepSampling
     slots: slice
     num_tokens: slice
-    write_slots: slice  # where the tokens go: those of rows that choose none to the scratch slot
-    uncounted: slice  # what the sampler counts for tokens that rows do not take
-    edits: dict[str, slice]  # as `StepSampling` has them
+    write_slots: slice  # slots to write tokens to: the scratch slot for rows that keep no token
+    uncounted: slice  # amounts to subtract from the counts of tokens that rows do not keep
+    edits: dict[str, slice]  # by the names in `StepSampling.edits`
 
     @staticmethod
     def pack(sampling: StepSampling, upload: Upload, scratch_slot: int) -> "PackedSampling":
@@ -187,19 +202,19 @@ class PackedSampling:
         return bits.view(torch.float32) if column.dtype == np.float32 else bits
 
     def target(self, packed: Tensor, table: DeviceTable) -> TokenTarget:
-        """Return where the tokens go."""
+        """Return the target that the sampled tokens are written to."""
         slots = packed[self.write_slots]
         return table.target(slots, slots.new_empty(2, len(slots)))
 
     def uncount(self, sampled: SampledTokens, packed: Tensor, table: DeviceTable) -> None:
-        """Take back what was counted for rows that do not take their tokens."""
+        """Subtract the counts of sampled tokens that their rows do not keep."""
         if self.is_penalized:
             counted = (packed[self.slots].long(), sampled.token_ids)
             table.token_counts[counted] = table.token_counts[counted] - packed[self.uncounted] * ~sampled.is_nan
 
 
 def _write(table: Tensor, slots: NDArray, indexes: NDArray, values: NDArray, upload: Upload) -> Edit:
-    """Return what writes values[i] to table[slots[i], indexes[i]]."""
+    """Return an edit that writes values[i] to table[slots[i], indexes[i]]."""
     where, written = upload.add(np.stack([slots, indexes])), upload.add(values)
 
     def edit(packed: Tensor) -> None:
@@ -210,6 +225,6 @@ def _write(table: Tensor, slots: NDArray, indexes: NDArray, values: NDArray, upl
 
 
 def _ranges(firsts: NDArray, lengths: NDArray) -> NDArray:
-    """lengths[i] numbers from firsts[i] on, one range after the other."""
+    """Return the concatenation of ranges: lengths[i] numbers from firsts[i] on."""
     starts = np.cumsum(lengths) - lengths
     return np.arange(int(lengths.sum())) + np.repeat(firsts - starts, lengths)

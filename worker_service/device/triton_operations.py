@@ -1,5 +1,8 @@
-"""The operations of a decoder on a GPU: Triton kernels for experts, quantised weights, and between products of floats,
-which are cuBLAS's."""
+"""The operations of a decoder on a GPU.
+
+Triton kernels compute experts, quantised weights, and the operations between matrix multiplications. cuBLAS computes
+matrix multiplications of float weights.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,11 +20,11 @@ from worker_service.attention.backends.triton import CachedAttend
 from worker_service.models.linear import stack
 from worker_service.models.torch_operations import Attend, DenseProduct, ExpertProduct, Operations, Product
 
-_MIN_CAPABILITY = {torch.int8: (0, 0), FLOAT8: (8, 9)}  # of a GPU that converts values of an element
+_MIN_CAPABILITY = {torch.int8: (0, 0), FLOAT8: (8, 9)}  # of a GPU that can convert values of this element type
 
 
 class TritonOperations(Operations):
-    """A launch each; intermediate results are rounded where `Operations` rounds them."""
+    """Operations with one Triton launch each. Intermediate results are rounded as in `Operations`."""
 
     rms_norm = staticmethod(fused.rms_norm)
     add_rms_norm = staticmethod(fused.add_rms_norm)
@@ -31,13 +34,16 @@ class TritonOperations(Operations):
     sum_slots = staticmethod(experts.sum_slots)
 
     def __init__(self, device: torch.device) -> None:
-        """`device`: where quantised weights go, which are read on the host."""
+        """`device`: the target of quantised weights, which are read on the host."""
         self._device = device
-        self._assigned: tuple[Tensor, experts.Assignment] | None = None  # the last ids, and what became of them
+        self._assigned: tuple[Tensor, experts.Assignment] | None = None  # the last expert ids and their assignment
 
     @staticmethod
     def refusal(listed: Listing) -> str | None:
-        """Why the kernels cannot compute a model, behind "they"; None: they can, or it uses the products alone."""
+        """Return the reason why the kernels cannot compute a model, as a clause that follows "the Triton kernels".
+
+        Return None if they can, or if the model uses only matrix multiplications.
+        """
         turns = [each for each in listed if type(each) is QkNormRopeStore and (each.rope or each.query_norm)]
         norms = [each for each in listed if type(each) is Normalize and not each.is_centered]
         odd = next((turn.heads.head_dim for turn in turns if turn.heads.head_dim not in HEAD_DIMS), None)
@@ -52,7 +58,10 @@ class TritonOperations(Operations):
     def prepare_product(
         self, weight: HeldWeight, bias: Tensor | None, computed: torch.dtype, *, rounds_inputs: bool = False
     ) -> Product:
-        """Inputs are rounded where the weight was made for that, and there is such a product."""
+        """Return the multiplication with a weight.
+
+        Inputs are rounded if `rounds_inputs` is set and the device has such a kernel for the weight.
+        """
         if weight.scale is None:
             return DenseProduct(weight.to_floats(computed).to(self._device), bias)
         if rounds_inputs and scaled.is_supported(self._device, weight.element):
@@ -62,7 +71,10 @@ class TritonOperations(Operations):
         return PackedProduct(linear.pack(weight, self._device), bias, computed)
 
     def can_hold(self, held: torch.dtype, computed: torch.dtype) -> bool:
-        """Floats of 8 bits need a GPU that converts them; the interpreter does."""
+        """Return whether a weight of dtype `held` can be kept in memory for computing in `computed`.
+
+        8-bit floats need a GPU that converts them. Triton's interpreter also converts them.
+        """
         if held not in _MIN_CAPABILITY or self._device.type != "cuda":
             return held == computed or held in _MIN_CAPABILITY
         return torch.cuda.get_device_capability(self._device) >= _MIN_CAPABILITY[held]
@@ -78,7 +90,10 @@ class TritonOperations(Operations):
         return lambda x, ids: experts.multiply_routed(x, weights, self._assign(num_experts, ids, x.dtype), biases)
 
     def join_experts(self, products: Sequence[Product]) -> ExpertProduct:
-        """Of one kind: all are packed, or what was to be packed was found to be floats."""
+        """Join the multiplications of all experts, which must be of one kind.
+
+        All are packed, or all are dense because the weights turned out to be floats.
+        """
         dense = [product for product in products if isinstance(product, DenseProduct)]
         if dense:
             assert len(dense) == len(products)
@@ -90,13 +105,16 @@ class TritonOperations(Operations):
         return PackedExpertProduct(weights, biases, partial(self._assign, len(packed)))
 
     def _assign(self, num_experts: int, ids: Tensor, dtype: torch.dtype) -> experts.Assignment:
-        """Both products of a layer have the same slots, which are sorted once."""
+        """Return the assignment of slots to experts.
+
+        Both multiplications of a layer share it, so slots are sorted once.
+        """
         if self._assigned is None or self._assigned[0] is not ids:
             self._assigned = ids, experts.assign(ids, num_experts, dtype)
         return self._assigned[1]
 
     def turn(self, attend: Attend, layer: int, heads: Tensor, preparation: HeadPreparation) -> tuple[Tensor, ...]:
-        """Where attention lets it, one launch turns the heads and writes keys and values to the cache."""
+        """Rotate the heads, and write keys and values to the cache in the same launch if `attend` supports that."""
         if not isinstance(attend, CachedAttend):
             return super().turn(attend, layer, heads, preparation)
         return (attend.caching.turn(heads, preparation, *attend.kv_cache[layer]),)
@@ -109,11 +127,11 @@ class TritonOperations(Operations):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedProduct(Product):
-    """A product of inputs as they are with codes, or with floats of 8 bits."""
+    """A multiplication of unrounded inputs with integer codes or 8-bit floats."""
 
     packed: linear.PackedWeight
     bias: Tensor | None
-    computed: torch.dtype  # by the model
+    computed: torch.dtype  # dtype in which the model computes
     gives_rows = True
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -130,11 +148,11 @@ class PackedProduct(Product):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedExpertProduct:
-    """Such products of experts with their slots."""
+    """A multiplication of tokens with their experts' packed weights."""
 
     packed: linear.PackedWeight
     biases: Tensor | None
-    assign: Callable[[Tensor, torch.dtype], experts.Assignment]  # ids, for products of a dtype
+    assign: Callable[[Tensor, torch.dtype], experts.Assignment]  # (ids, dtype of the multiplication) -> assignment
 
     def __call__(self, x: Tensor, ids: Tensor) -> Tensor:
         return linear.multiply_routed(x, self.packed, self.assign(ids, x.dtype), self.biases)
@@ -142,7 +160,7 @@ class PackedExpertProduct:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundedProduct(Product):
-    """A product of inputs that are rounded to 8 bits with a weight of 8 bits of the same kind."""
+    """A multiplication of inputs that are rounded to 8 bits with a weight of the same 8-bit type."""
 
     weight: scaled.ScaledWeight
     bias: Tensor | None
@@ -156,6 +174,6 @@ class RoundedProduct(Product):
 
 
 def _joined(biases: Sequence[Tensor | None]) -> Tensor | None:
-    """[num_experts, out_size]; None: there are none."""
+    """Return the biases as [num_experts, out_size], or None if no expert has a bias."""
     there = [bias for bias in biases if bias is not None]
     return stack(there) if there else None
