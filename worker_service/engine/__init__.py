@@ -1,6 +1,6 @@
-"""The thread that computes: plans go in by a queue and results come back by callbacks. Importing this loads no torch.
+"""The compute thread. Plans arrive by a queue, and results are returned by callbacks.
 
-`tracing.py` hears of each step from it, and needs the extra `tracing`.
+Importing this package does not import torch. `tracing.py` receives each finished step and needs the extra `tracing`.
 """
 
 from worker_service.engine.engine import (

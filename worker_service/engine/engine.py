@@ -1,11 +1,12 @@
-"""The one thread that computes. Loading and every step happen on it; the event loop never waits for it.
+"""The compute thread of the worker. Loading and every step run on it, and the event loop never waits for it.
 
-A second thread that calls torch brings a second team of OpenMP threads, which fight over the cores. So commands go in
-by a queue, and what came of them goes back through the callback that came with the command. This module itself needs no
-torch: the process can listen and answer before that is imported.
+A second thread that calls torch would start a second team of OpenMP threads, and both teams would compete for the
+cores. So commands arrive by a queue, and each outcome is returned by the callback that came with the command. This
+module does not import torch: the process can listen and answer before torch is imported.
 
-A runner may be done with a step when `launch` returns, as on a CPU, or later, as on a GPU. Then the thread goes on to
-launch the next plan, and a second one, the resolver, waits for the steps under way and delivers them in order.
+A step may be done when `launch` returns, as on a CPU, or later, as on a GPU. In the latter case the compute thread
+launches the next plan, and a second thread, the resolver, waits for the steps in progress and delivers their results in
+order.
 """
 
 import logging
@@ -29,42 +30,46 @@ _MOVE_POLL_INTERVAL_S = 0.001
 
 
 class Runner(Protocol):
-    """A runner of plans, which carries them out one behind the other."""
+    """A runner, which carries out plans in order."""
 
     def reset(self, epoch: int, report_grammar: Callable[[GrammarReport], None]) -> None:
-        """Begin an epoch: forget every row, after everything that was started has finished. `report_grammar` is called
-        on any thread, for each grammar that its plans add."""
+        """Begin an epoch: wait until all started work has finished, then forget every row.
+
+        `report_grammar` is called for each grammar that the epoch's plans add. It may be called on any thread.
+        """
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Start to carry out one plan, behind those launched before. Raises WorkerProtocolError for a bad one."""
+        """Start one plan, after the plans launched earlier. Raises WorkerProtocolError for an invalid plan."""
 
     def last_moved_step(self) -> int:
-        """The moves of all plans up to this step are done."""
+        """Return the last step for which all moves, of it and of earlier plans, are done."""
 
     @property
     def is_moving(self) -> bool:
-        """Whether moves are under way that no result has told of."""
+        """Whether some moves in progress have not yet been reported as done."""
 
     def is_fatal(self, error: Exception) -> bool:
-        """Whether only a new process can compute again. May be called on any thread."""
+        """Return whether only a new process can compute again. May be called on any thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedWorker:
-    """A runner, what the worker says of itself, and what ends the threads that it has beside the engine's."""
+    """A runner, the worker's reported capacity, and a function that ends the runner's other threads."""
 
     runner: Runner
     ready: WorkerCapacity
     close: Callable[[], None] = lambda: None
-    around_launch: Callable[[StepPlan], AbstractContextManager[object]] = nullcontext  # entered while it is launched
+    # entered while a plan is launched
+    around_launch: Callable[[StepPlan], AbstractContextManager[object]] = nullcontext
 
 
 @dataclass(slots=True)
 class EngineSession:
-    """One epoch's steps. Whatever is still queued when it ends is dropped."""
+    """The steps of one epoch. When the session ends, its queued steps are dropped."""
 
-    deliver: Callable[[Outcome], object]  # called on a thread of the engine; after an exception the session has ended
-    on_moved: Callable[[], object] = lambda: None  # called when `last_moved_step` has risen and no result says so
+    # called on a thread of the engine; an exception means that the session has ended
+    deliver: Callable[[Outcome], object]
+    on_moved: Callable[[], object] = lambda: None  # called when `last_moved_step` has risen and no result reports it
     on_grammar: Callable[[GrammarReport], object] = lambda report: None  # called on any thread
     has_ended: bool = False
     last_started_step: int = 0
@@ -75,27 +80,30 @@ class EngineSession:
         self.has_ended = True
 
     def report_grammar(self, report: GrammarReport) -> None:
-        """A grammar that the session's plans have added is ready, or cannot be used."""
+        """Report that a grammar added by the session's plans is ready or cannot be used."""
         if not self.has_ended:
             self.on_grammar(report)
 
 
 class Engine:
-    """Owns the thread that computes. Its methods may be called from any other."""
+    """The owner of the compute thread. Its methods may be called from any other thread."""
 
     def __init__(
         self, load: Callable[[], LoadedWorker], on_step_done: Callable[[StepPlan, int], None] = lambda plan, ns: None
     ) -> None:
-        """`on_step_done` gets every plan that was carried out, on the thread that delivers it, and when that began, in
-        nanoseconds since 1970."""
+        """`on_step_done` receives every finished plan and its start time in nanoseconds since 1970.
+
+        It is called on the thread that delivers the plan's result.
+        """
         self._load = load
         self._on_step_done = on_step_done
-        self.loading = "importing torch"  # what is done until it is loaded, for people: `load` begins with this
+        # the current phase of loading, as text for people; `load` starts with this phase
+        self.loading = "importing torch"
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._loaded: LoadedWorker | None = None
         self._thread: threading.Thread | None = None
-        self._moving: EngineSession | None = None  # its moves are under way
-        self._resolver: _Resolver | None = None  # from the first step on that was not done when it was launched
+        self._moving: EngineSession | None = None  # the session whose moves are in progress
+        self._resolver: _Resolver | None = None  # created for the first step that is not done when `launch` returns
 
     @property
     def ready(self) -> WorkerCapacity | None:
@@ -104,24 +112,24 @@ class Engine:
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread loads or computes, or waits for something to compute."""
+        """Whether the thread is loading, computing, or waiting for a command."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, on_loaded: Callable[[Exception | None], object]) -> None:
-        """Begin to load. `on_loaded` is called on the engine's thread, with the exception if loading failed."""
+        """Start loading. `on_loaded` is called on the compute thread, with the exception if loading failed, or None."""
         self._thread = threading.Thread(target=self._run, args=(on_loaded,), name="engine", daemon=True)
         self._thread.start()
 
     def begin(self, session: EngineSession, epoch: int, on_begun: Callable[[], object]) -> None:
-        """Forget every row, after all earlier steps have finished; then `on_begun` is called on the engine's thread."""
+        """Forget every row after all earlier steps have finished, then call `on_begun` on the compute thread."""
         self._commands.put(lambda: self._begin(session, epoch, on_begun))
 
     def submit(self, session: EngineSession, plan: StepPlan) -> None:
-        """Compute a step; its outcome goes to `session.deliver`."""
+        """Queue a step for computation. Its outcome is passed to `session.deliver`."""
         self._commands.put(lambda: self._step(session, plan))
 
     def stop(self, timeout_s: float) -> bool:
-        """Finish what is queued and end the thread. False if it did not end in time."""
+        """Finish the queued commands and end the thread. Return False if it did not end within `timeout_s` seconds."""
         assert self._thread is not None
         self._commands.put(None)
         self._thread.join(timeout_s)
@@ -139,10 +147,10 @@ class Engine:
         if self._resolver is not None:
             self._resolver.stop()
         self._loaded.close()
-        self._loaded = None  # connections to other ranks end before the interpreter does
+        self._loaded = None  # closes connections to other ranks before the interpreter exits
 
     def _next_command(self) -> Callable[[], None] | None:
-        """Wait for the next command, and meanwhile tell of moves that are done."""
+        """Wait for the next command. Meanwhile, report moves that are done."""
         while self._moving is not None and not self._moving.has_ended:
             try:
                 return self._commands.get(timeout=_MOVE_POLL_INTERVAL_S)
@@ -186,7 +194,7 @@ class Engine:
             with self._loaded.around_launch(plan):
                 launched = runner.launch(plan)
         except Exception as error:
-            self._settle()  # what was launched before is told of before
+            self._settle()  # delivers the results of earlier steps before the error
             self._fail(session, error, step.name)
             return
         session.last_moved_step = max(session.last_moved_step, runner.last_moved_step())
@@ -199,10 +207,10 @@ class Engine:
         self._resolver.put(step, launched)
 
     def _resolve(self, step: "_RunningStep", launched: LaunchedStep) -> None:
-        """Wait for a step and deliver what came of it. Called on the resolver's thread if there is one."""
+        """Wait for a step and deliver its outcome. Runs on the resolver's thread if there is a resolver."""
         session = step.session
         try:
-            result = launched.result()  # also of a session that has ended: a lost device is to be noticed
+            result = launched.result()  # also for a session that has ended, so that a lost device is noticed
         except Exception as error:
             self._fail(session, error, step.name)
             return
@@ -215,7 +223,7 @@ class Engine:
         self._on_step_done(step.plan, step.started_ns)
 
     def _settle(self) -> None:
-        """Return when every step that was launched has been delivered."""
+        """Wait until every launched step has been delivered."""
         if self._resolver is not None:
             self._resolver.settle()
 
@@ -233,7 +241,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class _RunningStep:
-    """A plan that was launched, and when, in nanoseconds since 1970."""
+    """A launched plan and its launch time in nanoseconds since 1970."""
 
     session: EngineSession
     plan: StepPlan
@@ -245,7 +253,7 @@ class _RunningStep:
 
 
 class _Resolver:
-    """The thread that waits for launched steps, one after the other, so that the engine's need not."""
+    """The thread that waits for launched steps in order, so that the compute thread need not wait."""
 
     def __init__(self, resolve: Callable[[_RunningStep, LaunchedStep], None]) -> None:
         self._resolve = resolve
@@ -257,11 +265,11 @@ class _Resolver:
         self._launched.put((step, launched))
 
     def settle(self) -> None:
-        """Return when everything that was put has been resolved."""
+        """Wait until every step that was put has been resolved."""
         self._launched.join()
 
     def stop(self) -> None:
-        """Resolve what is left and end the thread."""
+        """Resolve the remaining steps and end the thread."""
         self._launched.put(None)
         self._thread.join()
 
@@ -274,12 +282,15 @@ class _Resolver:
 
 
 def exit_process(reason: str) -> NoReturn:
-    """End the process at once with status 1: a thread hangs in a kernel, or the device is lost."""
+    """End the process at once with status 1, because a thread hangs in a kernel or the device is lost."""
     logger.critical("exiting: %s", reason)
     end_at_once(1)
 
 
 def end_at_once(code: int) -> NoReturn:
-    """End the process whatever its threads do, once its last log lines are written or were not taken in time."""
+    """End the process with status `code`, whatever its threads do.
+
+    Pending log lines are written first, if the log's target accepts them in time.
+    """
     logging.shutdown()
     os._exit(code)

@@ -1,8 +1,9 @@
-"""Spans of OpenTelemetry for the work of rows, children of the spans that their openings name.
+"""OpenTelemetry spans for the work of rows. Their parents are the spans that the row openings name.
 
-A row makes two: `execute prefill` from the step that opens it to the one that computes the last of its known tokens,
-and `execute decode` from there to the last step before its slot is released or its epoch is over. Only rows that come,
-go or prefill are looked at, so a decoding row costs nothing. This module needs the extra `tracing`.
+A row has two spans. `execute prefill` lasts from the step that allocates the row to the step that computes the last of
+its known tokens. `execute decode` lasts from there to the last step before the row's slot is released or the epoch
+ends. A step's cost depends only on rows that are allocated, released or in prefill, so a decoding row costs nothing.
+This module needs the extra `tracing`.
 """
 
 import time
@@ -17,21 +18,21 @@ from pagewire.common.wire.transport.otlp import tracer_provider
 
 @dataclass(slots=True)
 class _Phase:
-    """The span that a row is in. Times are in nanoseconds since 1970."""
+    """The current span of a row. Times are in nanoseconds since 1970."""
 
     parent: context.Context
     sequence_id: int
     began_ns: int
     first_step: int
-    num_tokens_left: int  # to prefill
-    work: int  # tokens a step, while it prefills
+    num_tokens_left: int  # tokens left to prefill
+    work: int  # tokens per step during prefill
 
 
 class StepTracing:
-    """Hears of every step, in order, on whichever thread of the engine delivers them."""
+    """Records every step, in order. It is called on the engine's thread that delivers the step."""
 
     def __init__(self, endpoint: str, *, version: str) -> None:
-        """`endpoint` is a collector's, http://HOST:PORT for OTLP over gRPC."""
+        """`endpoint` is the address of a collector, http://HOST:PORT for OTLP over gRPC."""
         self._provider = tracer_provider(endpoint, "pagewire-worker", version)
         self._tracer = self._provider.get_tracer("pagewire", version)
         self._propagator = TraceContextTextMapPropagator()
@@ -40,7 +41,7 @@ class StepTracing:
         self._epoch = self._last_step = self._last_ended_ns = 0
 
     def step_done(self, plan: StepPlan, started_ns: int) -> None:
-        """Take note of a step that began then and is done now."""
+        """Record a step that began at `started_ns` and has just finished."""
         if plan.epoch != self._epoch:
             self._end_all()
             self._epoch = plan.epoch
@@ -55,7 +56,7 @@ class StepTracing:
         self._last_step, self._last_ended_ns = plan.step, ended_ns
 
     def close(self) -> None:
-        """Send the spans that wait, as far as the collector takes them."""
+        """End all spans and send the pending ones, as far as the collector accepts them."""
         self._end_all()
         self._provider.shutdown()
 
@@ -78,7 +79,7 @@ class StepTracing:
     def _end_row(self, slot: int) -> None:
         for name, phases in (("execute prefill", self._prefilling), ("execute decode", self._decoding)):
             phase = phases.pop(slot, None)
-            # A row that ends with its first token never decodes.
+            # A row that ends with its first token has no decode span.
             if phase is not None and phase.first_step <= self._last_step:
                 self._end(name, phase, self._last_step, self._last_ended_ns)
 
