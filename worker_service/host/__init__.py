@@ -1,4 +1,4 @@
-"""Computes rows on the CPU. A step is done when it has been launched."""
+"""Computation of rows on the CPU. A step is done when `launch` returns."""
 
 from worker_service.host.computation import HostComputation
 from worker_service.host.cpu_decoder import host_model

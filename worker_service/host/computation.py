@@ -1,4 +1,4 @@
-"""Computes rows on the CPU: batch -> attention -> model -> logits -> sampler -> table. Done before it returns."""
+"""Computation of rows on the CPU: batch -> attention -> model -> logits -> sampler -> table."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -33,7 +33,7 @@ from worker_service.step import FinishedStep
 
 
 class HostComputation:
-    """See `Computation`. There are no graphs."""
+    """See `Computation`. A CPU has no graphs."""
 
     num_graphs = 0
 
@@ -45,7 +45,10 @@ class HostComputation:
         table: SequenceTable,
         kernels: CpuKernels | None,
     ) -> None:
-        """`layers`: of the KV cache. `kernels`: that flatten rows and sample; None: numpy and plain torch do."""
+        """`layers` are the layers of the KV cache.
+
+        If `kernels` is None, numpy and plain torch flatten rows and sample.
+        """
         self.table = table
         self._batches = BatchBuilder(table, kernels)
         self._model = model
@@ -69,7 +72,10 @@ class HostComputation:
         """See `Computation.rehearse_graphs`."""
 
     def prepare(self, step: BegunStep, rows: WorkingRows) -> Callable[[], FinishedStep]:
-        """See `Computation.prepare`. There is nothing to take over: what reads the table reads it here."""
+        """See `Computation.prepare`.
+
+        The computation reads the host's table directly, so no changes have to be applied.
+        """
         return partial(self.launch, step, rows)
 
     def launch(self, step: BegunStep, rows: WorkingRows) -> FinishedStep:
@@ -102,15 +108,17 @@ class HostComputation:
         return samples, prompt_logprobs
 
     def _prepare(self, rows: PagedRows) -> Attend:
-        """Prepare attention. The C kernels read the rows as they are."""
+        """Prepare attention. The C kernels read the rows directly; other backends need an `AttentionBatch`."""
         if isinstance(self._backend, CpuAttention):
             return self._backend.prepare_rows(rows, self._layers)
         lists = rows.query_start_loc.tolist(), rows.seq_lens.tolist()
         return self._backend.prepare(AttentionBatch(*lists, rows.block_tables, rows.slot_mapping), self._layers)
 
     def _take_highest(self, rows: WorkingRows, logits: Tensor, highest: Tensor | None) -> Samples:
-        """Sample rows that all take the token of the highest logit. This does without torch, whose operations would
-        take longer than all the rest."""
+        """Sample rows that all choose the token with the highest logit.
+
+        This avoids torch, whose operations would take longer than the rest of the sampling.
+        """
         token_ids = (highest_logits(logits) if highest is None else highest).numpy()
         chosen = token_ids.tolist()
         if min(chosen, default=0) < 0:
@@ -119,7 +127,7 @@ class HostComputation:
         return Samples((), tuple(chosen))
 
     def _take_tokens(self, sampler: TableSampler, rows: WorkingRows, logits: Tensor, highest: Tensor | None) -> Samples:
-        """Sample rows that give one token each and tell nothing else."""
+        """Sample rows that return one token each and report nothing else."""
         slots, ends = rows.slots[rows.samples], rows.ends[rows.samples]
         masks = self.table.masks.of_step(slots)
         if masks is None:
@@ -137,12 +145,12 @@ class HostComputation:
         is_bad: NDArray[np.bool_],
         failures: Mapping[int, RowStatus] | None = None,
     ) -> Samples:
-        """The samples of rows that give a token and tell nothing else."""
+        """Store the tokens and return the samples of rows that return a token and report nothing else."""
         self.table.put_tokens(rows, token_ids)
         return Samples(row_statuses(is_bad, failures), tuple(token_ids[~is_bad].tolist()))
 
     def _pool(self, rows: WorkingRows, hidden: Tensor, samples: Samples) -> Samples:
-        """Add the embeddings of the rows that ask for one to the samples of the others."""
+        """Add the embeddings of the rows that request one to the samples of the other rows."""
         chunks = pooled_chunks(self.table, rows)
         embeddings, sums = self._pooler.pool(hidden, chunks)
         self._pooler.keep(chunks, sums)
@@ -168,13 +176,13 @@ class HostComputation:
 
 
 class BatchBuilder:
-    """Flattens working rows of a table to one step's tensors: their new tokens one row after the other, in slot order.
+    """Flattens the working rows of a table to the tensors of one step.
 
-    What it gives is overwritten when it is called again.
+    The new tokens of the rows are concatenated in slot order. The returned tensors are overwritten by the next call.
     """
 
     def __init__(self, table: SequenceTable, kernels: CpuKernels | None) -> None:
-        """`kernels`: that flatten rows in one call; None: numpy does."""
+        """`kernels` flatten all rows in one call; if None, numpy flattens them."""
         self._table = table
         self._flattener: TableFlattener | None = None
         if kernels is not None:
@@ -182,7 +190,7 @@ class BatchBuilder:
             self._flattener = TableFlattener(kernels.library, table.token_ids, table.block_tables, block_size)
 
     def build(self, rows: WorkingRows) -> FlatRows:
-        """There must be at least one row."""
+        """Return the flattened rows. There must be at least one row."""
         num_blocks = -(-int(rows.ends.max()) // self._table.limits.block_size)
         if self._flattener is None:
             return _flatten(self._table, rows, num_blocks)

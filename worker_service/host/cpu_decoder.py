@@ -1,4 +1,4 @@
-"""A model that is computed by one call of the C kernels."""
+"""A decoder that one call of the C kernels computes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,8 +17,11 @@ from worker_service.models.torch_operations import Attend
 
 
 def host_model(model: Decoder, backend: AttentionBackend) -> "CpuDecoder | Decoder":
-    """A `CpuDecoder` where the kernels compute all of the model, else the model, operation by operation. Norms over
-    projections that ranks share out are summed up by the latter alone."""
+    """Return a `CpuDecoder` if the C kernels support the whole model, else the model itself.
+
+    The model itself is computed operation by operation. It is also needed for norms over projections that are split
+    across ranks, because only the model sums them up.
+    """
     product = model.head.product
     kinds = {type(operation) for operation in model.network.operations}
     is_summed = model.communicator.size > 1 and NormalizeProjections in kinds
@@ -28,7 +31,10 @@ def host_model(model: Decoder, backend: AttentionBackend) -> "CpuDecoder | Decod
 
 
 class CpuDecoder:
-    """Computes what a `Decoder` does, with no Python, and no threads sent home, in between."""
+    """A decoder with the same results as `Decoder`, computed by one call of the C kernels.
+
+    No Python runs between the operations, and the kernels' threads do not stop between them.
+    """
 
     def __init__(self, model: Decoder, kernels: CpuKernels) -> None:
         self.compute_logits = model.compute_logits
@@ -38,7 +44,7 @@ class CpuDecoder:
         self._kernel = DecoderKernel(kernels, list(_Binding(model, kernels).operations()), all_reduce)
 
     def forward_logits(self, token_ids: Tensor, positions: Tensor, attend: Attend, logit_rows: Tensor) -> Outputs:
-        """See `Decoder.forward_logits`. `attend` is one that `CpuAttention` prepared."""
+        """See `Decoder.forward_logits`. `CpuAttention` must have prepared `attend`."""
         assert isinstance(attend, CpuAttend)
         step = (attend.rows, attend.scorings, attend.kv_cache)
         outputs = Outputs(*self._kernel.forward(token_ids, positions, logit_rows, *step), self._kernel.times())
@@ -49,7 +55,7 @@ class CpuDecoder:
 
 
 class _Binding:
-    """What the kernels read in place of each weight that an operation names."""
+    """The mapping from the weights that an operation names to the objects that the kernels read."""
 
     def __init__(self, model: Decoder, kernels: CpuKernels) -> None:
         self._model = model
@@ -73,7 +79,7 @@ class _Binding:
         return linears if projection.num_experts else linears[0]
 
     def _linears(self, projection: Projection) -> Sequence[PackedLinear]:
-        """The weight of a projection, or those of experts."""
+        """Return the packed weight of a projection, or the packed weights of its experts."""
         packed = self._model.holders[projection].product.packed
         return getattr(packed, "linears", None) or (packed,)
 

@@ -12,14 +12,20 @@ from worker_service.models.torch_operations import ExpertProduct, Operations, Pr
 
 
 def create_host_operations(kernels: CpuKernels | None, *, uses_onednn: bool = False) -> Operations:
-    """The C kernels where there are any, else plain torch. `uses_onednn`: products are oneDNN's all the same."""
+    """Return operations by the C kernels, or plain torch if `kernels` is None.
+
+    If `uses_onednn` is set, oneDNN computes matrix multiplications even if there are C kernels.
+    """
     if kernels is None:
         return Operations()
     return CpuOperations(kernels) if uses_onednn else CpuProducts(kernels)
 
 
 class CpuOperations(Operations):
-    """The C kernels but for products, which are oneDNN's. Models compute in float32 and bfloat16."""
+    """The C kernels for all operations except matrix multiplications, which oneDNN computes.
+
+    Models compute in float32 and bfloat16.
+    """
 
     def __init__(self, kernels: CpuKernels) -> None:
         self.kernels = kernels
@@ -44,18 +50,28 @@ class CpuOperations(Operations):
 
 
 class CpuProducts(CpuOperations):
-    """The C kernels. Products in float32 are over weights of any dtype; those in bfloat16, whose inputs are rounded to
-    it, over weights of bfloat16."""
+    """The C kernels for all operations.
+
+    Multiplications in float32 accept weights of any dtype. Multiplications in bfloat16 round their inputs to bfloat16
+    and accept bfloat16 weights.
+    """
 
     def can_hold(self, held: torch.dtype, computed: torch.dtype) -> bool:
-        """Every bfloat16 and float16 is a float32, so nothing is lost, and half as much is read."""
+        """Return whether a weight of dtype `held` can be kept in memory for computing in `computed`.
+
+        Every bfloat16 and float16 value is a float32 value. So for float32 a 16-bit weight loses nothing, and half as
+        many bytes are read.
+        """
         is_narrow = computed == torch.float32 and held in (torch.bfloat16, torch.float16)
         return held == computed or is_narrow or held in (torch.int8, FLOAT8)
 
     def prepare_product(
         self, weight: HeldWeight, bias: Tensor | None, computed: torch.dtype, *, rounds_inputs: bool = False
     ) -> Product:
-        """Inputs are rounded as little as the kernels do with any, whatever the weight was made for."""
+        """Return the packed multiplication with a weight.
+
+        `rounds_inputs` is ignored: inputs are rounded as little as the kernels round any input.
+        """
         if not self.can_hold(weight.element, computed):
             weight = HeldWeight(weight.to_floats(computed))
         packed = self.kernels.pack_linear(weight.with_each(Tensor.contiguous), floats(bias), computed)
@@ -79,7 +95,7 @@ class CpuProducts(CpuOperations):
 
 
 class CpuProduct(Product):
-    """A weight in the panels that the C kernels read, in the dtype it has or quantised."""
+    """A weight in the packed panels that the C kernels read, in its own dtype or quantised."""
 
     gives_rows = True
 
@@ -96,10 +112,10 @@ class CpuProduct(Product):
 
 
 class CpuExpertProduct:
-    """Such weights of all experts."""
+    """The packed weights of all experts of a layer."""
 
     def __init__(self, kernels: CpuKernels, packed: Sequence[PackedLinear]) -> None:
-        """Raises ValueError if they are not alike: see `PackedExperts`."""
+        """Raises ValueError if the weights differ in shape or format: see `PackedExperts`."""
         self.kernels = kernels
         self.packed = PackedExperts(packed)
 
@@ -108,5 +124,5 @@ class CpuExpertProduct:
 
 
 def floats(bias: Tensor | None) -> Tensor | None:
-    """The bias as products add it."""
+    """Return the bias in float32, in which multiplications add it."""
     return None if bias is None else bias.float()

@@ -1,9 +1,10 @@
-"""Keeps a model's quantised weights in the user's cache, packed as products read them, from one start to the next.
+"""A cache of a model's quantised weights in the user's cache folder, packed as multiplications read them.
 
-A file holds them for a checkpoint, a quantisation and a build of the kernels, of which its name is a digest: where one
-of them has changed, a new file is made, and what was kept for the same checkpoint before is removed. Behind a header in
-JSON lie the panels of one module after the other. They are read, not mapped: each is compared with its checksum, and
-what becomes of the file later does not touch a worker that runs.
+The cache avoids quantising the weights at each start. A file belongs to one checkpoint, one quantisation and one build
+of the kernels. Its name is a digest of them. If one of them changes, a new file is written, and the older file of the
+same checkpoint is removed. A file consists of a JSON header, followed by the packed panels of one module after the
+other. Files are read into memory, not mapped: each module's panels are compared with a checksum, and later changes of a
+file do not affect a running worker.
 """
 
 import hashlib
@@ -29,12 +30,12 @@ from worker_service.models.linear import ExpertLinear, KeptProduct, Linear
 
 logger = logging.getLogger(__name__)
 
-# Rises with every change of what a file means, and of how weights are quantised.
+# Increase this with every change of the file format, and of the way in which weights are quantised.
 _FORMAT = 1
 _SUFFIX = ".packed"
 _PART_SUFFIX = ".part"
-_PART_SECONDS = 3600.0  # no writing takes longer
-# Two files that agree in these hold the same in different states.
+_PART_SECONDS = 3600.0  # longer than any write takes
+# A file replaces another file that has equal values of these fields.
 _LASTING = ("checkpoint", "quantization", "variant")
 _LENGTH_BYTES = _CHECKSUM_BYTES = 8
 _MAX_HEADER_BYTES = 1 << 26
@@ -43,15 +44,18 @@ _DTYPE = "torch."
 
 
 class PackedCache:
-    """The file of one model, quantisation and build of the kernels, if there is one. It is read while a model loads;
-    what is missing or broken is made anew, and the file with it."""
+    """The cache file of one model, quantisation and build of the kernels.
+
+    It is read while a model loads. Missing or broken weights are quantised again, and the file is rewritten.
+    """
 
     def __init__(self, folder: Path, kernels: CpuKernels, computed: torch.dtype, identity: Mapping[str, str]) -> None:
-        """
+        """Open the file, if it exists and is valid.
+
         Args:
-            folder: of all files; it need not exist.
-            computed: what models compute in.
-            identity: of the model and its quantisation; "checkpoint" is the place it comes from.
+            folder: folder of all cache files; it need not exist.
+            computed: dtype in which models compute.
+            identity: describes the model and its quantisation; "checkpoint" is the location of the checkpoint.
         """
         self._kernels = kernels
         self._computed = computed
@@ -65,11 +69,14 @@ class PackedCache:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no file, or none of any use."""
+        """Whether the file does not exist, is invalid or contains no weights."""
         return not self._products
 
     def find(self, target: str) -> KeptProduct | None:
-        """Read the product of a module, by its name in the model; None: it is not there, or broken."""
+        """Read the packed weight of a module, by its name in the model.
+
+        Return a function that adds the bias to the weight. Return None if the weight is missing or broken.
+        """
         entry = self._products.get(target)
         if entry is None:
             return None
@@ -83,9 +90,9 @@ class PackedCache:
         return lambda bias: CpuProduct(self._kernels, replace(packed, bias=floats(bias)), self._computed)
 
     def keep(self, model: nn.Module) -> None:
-        """Write the products of a loaded model that are quantised, unless all of them have been read.
+        """Write the quantised weights of a loaded model, unless all of them have been read from the file.
 
-        A folder that cannot be written to is told in a warning.
+        If the folder is not writable, log a warning.
         """
         packed = dict(chain.from_iterable(starmap(_packed, model.named_modules())))
         quantized = {name: linear for name, linear in packed.items() if linear.format.element == torch.int8}
@@ -102,7 +109,7 @@ class PackedCache:
         logger.info("kept the packed weights in %s, %s", self.path, describe_memory(self.path.stat().st_size))
 
     def _open(self) -> dict[str, dict[str, Any]]:
-        """Return what the file says of each product."""
+        """Read the header and return the entries of all packed weights, or an empty dict if there is no valid file."""
         try:
             header, self._start = _read_header(self.path)
             if header.pop("identity") != self._identity:
@@ -122,7 +129,7 @@ class PackedCache:
         logger.warning("the packed weights in %s cannot be used, and are made anew: %s", self.path, why)
 
     def _read(self, entry: Mapping[str, Any]) -> PackedLinear:
-        """Raises OSError, ValueError, TypeError or KeyError if there is no sense in it."""
+        """Read one packed weight. Raises OSError, ValueError, TypeError or KeyError if the entry is invalid."""
         panels = torch.empty(entry["size"], dtype=torch.uint8)
         buffer = _bytes(panels)
         with self.path.open("rb") as file:
@@ -135,7 +142,7 @@ class PackedCache:
         return PackedLinear(panels, None, entry["in_size"], entry["out_size"], torch.int8, form)
 
     def _write(self, products: Mapping[str, PackedLinear]) -> None:
-        """Write a file under another name first, so that it is whole whenever it is there."""
+        """Write the file under a temporary name, then rename it, so that the final name always has a complete file."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         entries: dict[str, dict[str, Any]] = {}
         start = 0
@@ -165,8 +172,10 @@ class PackedCache:
             raise
 
     def _remove_older(self) -> None:
-        """Remove what was kept for the same checkpoint, quantisation and kind of processor, and what others that were
-        killed have left half written."""
+        """Remove older files of the same checkpoint, quantisation and kernel variant.
+
+        Also remove incomplete files that killed processes have left.
+        """
         for path in self.path.parent.iterdir():
             if path.suffix == _PART_SUFFIX:
                 is_useless = _age(path) > _PART_SECONDS
@@ -185,7 +194,7 @@ class PackedCache:
 
 
 def _packed(name: str, module: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
-    """Go through the packed weights of a module's own product, by the names of those that they were loaded for."""
+    """Yield the packed weights of a module, with the names under which they were loaded."""
     if isinstance(module, Linear) and isinstance(module.product, CpuProduct):
         yield name, module.product.packed
     elif isinstance(module, ExpertLinear) and isinstance(module.product, CpuExpertProduct):
@@ -194,7 +203,7 @@ def _packed(name: str, module: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return a file's header, and where its panels begin. Raises OSError or ValueError."""
+    """Return a file's header and the offset of its panels. Raises OSError or ValueError."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         checksum = file.read(_CHECKSUM_BYTES)
@@ -205,7 +214,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def _age(path: Path) -> float:
-    """Seconds since a file was written to; 0 if it is gone."""
+    """Return the seconds since the last write to a file; 0 if the file no longer exists."""
     try:
         return time.time() - path.stat().st_mtime
     except FileNotFoundError:
@@ -217,7 +226,7 @@ def _bytes(panels: Tensor) -> memoryview:
 
 
 def _plain(value: Any) -> Any:
-    """Make JSON of a field of `PanelFormat`; `_parsed` reads it."""
+    """Convert a field of `PanelFormat` to JSON. `_parsed` is the inverse."""
     return str(value) if isinstance(value, torch.dtype) else value
 
 
