@@ -1,6 +1,6 @@
-"""The rows of a worker: what the scheduler asks of each, what a step computes of them, and what comes of it.
+"""The rows of a worker: each row's sampling request, the rows of a step, and the results of a step.
 
-Nothing here knows where rows are computed.
+This package does not know where rows are computed.
 """
 
 from worker_service.rows.parts import StepPart, run_in_parts

@@ -1,4 +1,4 @@
-"""The grammars of rows: what state each is in, and which tokens the rows of a step may take."""
+"""The grammars of rows: the state of each grammar, and the tokens that the rows of a step may choose."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -14,23 +14,26 @@ from pagewire.common.wire.messages import RowStatus, WorkerProtocolError
 IntArray = NDArray[np.int64]
 
 
-# A step that is computed waits for masks as long as this share of what it has taken, and at least so long.
+# A step waits for masks for this share of its elapsed time, and at least for `_MIN_PATIENCE_S`.
 _PATIENCE = 0.25
 _MIN_PATIENCE_S = 0.001
 
 
 class ConstrainedRow:
-    """A row's grammar behind its output. Once it has failed, the row fails in every step in which it samples."""
+    """A row's grammar in the state after the row's output.
+
+    Once the grammar has failed, the row fails in every step in which it samples.
+    """
 
     def __init__(self, matcher: Matcher, queue: MaskQueue, mask_bytes: int, token_ids: Sequence[int] = ()) -> None:
-        """`token_ids`: the output that there is."""
+        """`token_ids`: the output that the row already has."""
         self._matcher = matcher
         self._queue = queue
         self._mask_bytes = mask_bytes
-        self.job = self._put(token_ids)  # what may come next
+        self.job = self._put(token_ids)  # computes the mask of the next token
 
     def consume(self, token_ids: Sequence[int]) -> None:
-        """Move on by tokens of the row."""
+        """Advance the grammar by tokens of the row."""
         self._finish()
         if self.job.error is None:
             self.job = self._put(token_ids)
@@ -58,7 +61,7 @@ class ConstrainedRow:
         return job
 
     def _finish(self) -> None:
-        if not self.job.is_done:  # the matcher is being moved on
+        if not self.job.is_done:  # the job is still advancing the matcher
             self._queue.finish([self.job], None)
 
 
@@ -67,10 +70,10 @@ class StepMasks:
     """The masks of the R rows of a step that sample, at least one of which has a grammar.
 
     Attributes:
-        masks: [M, ceil(vocab_size / 32)] int32, as `pagewire.kernels.sampling` has them.
-        lines: [R] int32, each row's line of `masks`; -1: it may take any token.
-        rows: the grammars, by index of their row, without those of late rows.
-        is_late: [R], the row's mask is not there: it gives no token in this step.
+        masks: [M, ceil(vocab_size / 32)] int32, in the format of `pagewire.kernels.sampling`.
+        lines: [R] int32, each row's index in `masks`; -1: the row may choose any token.
+        rows: the grammars by index of their row, without late rows.
+        is_late: [R], whether the row's mask is not ready, so that the row returns no token in this step.
     """
 
     masks: NDArray[np.int32]
@@ -79,18 +82,18 @@ class StepMasks:
     is_late: NDArray[np.bool_]
 
     def take(self, token_ids: NDArray[np.integer], has_sampled: NDArray[np.bool_]) -> None:
-        """Move the grammars on by the tokens that those of the R rows have which have sampled one."""
+        """Advance the grammars of the rows that have sampled a token by that token."""
         for index, row in self.rows.items():
             if has_sampled[index]:
                 row.consume((int(token_ids[index]),))
 
     def failures(self) -> dict[int, RowStatus]:
-        """Return the statuses of the rows that are late, and of those whose grammar has failed, by index."""
+        """Return by index the statuses of late rows and of rows whose grammar has failed."""
         failed = {index: row.status for index, row in self.rows.items() if row.job.error is not None}
         return {**failed, **dict.fromkeys(np.flatnonzero(self.is_late).tolist(), RowStatus.LATE)}
 
     def leaves_others(self, index: int, token_ids: Sequence[int]) -> bool:
-        """Whether a row may take a token that is none of these."""
+        """Return whether a row may choose a token that is not in `token_ids`."""
         if self.lines[index] < 0:
             return True
         left = self.masks[self.lines[index]].view(np.uint32).copy()
@@ -107,11 +110,11 @@ class RowMasks:
     """The grammars of all rows, by slot.
 
     Attributes:
-        matcher_of: gives a matcher of its own for a row, by the number of its grammar. Raises WorkerProtocolError.
-        queue: computes masks, as soon as it is known behind which tokens.
-        waits_for_all: no row is ever late.
-        is_constrained: [num_slots], the row has a grammar.
-        is_late: [num_slots], the row had no mask when it was to sample in the step under way.
+        matcher_of: returns a new matcher for a row, by grammar id. Raises WorkerProtocolError.
+        queue: computes each mask as soon as the tokens before it are known.
+        waits_for_all: whether steps wait for all masks, so that no row is late.
+        is_constrained: [num_slots], whether the row has a grammar.
+        is_late: [num_slots], whether the row had no mask when it should have sampled in the current step.
     """
 
     def __init__(self, num_slots: int, vocab_size: int) -> None:
@@ -126,7 +129,7 @@ class RowMasks:
         self._times: list[tuple[int, int]] = []
 
     def begin_step(self) -> list[tuple[int, int]]:
-        """Return what will have the microseconds that masks of the step have taken, by slot."""
+        """Return an empty list, to which the step adds (slot, microseconds) for each mask."""
         self._began_at = time.perf_counter()
         self.is_late[:] = False
         self._times = []
@@ -137,7 +140,10 @@ class RowMasks:
         self.is_constrained[:] = False
 
     def open(self, slot: int, grammar_id: int, output_token_ids: Sequence[int]) -> None:
-        """A row moves in, with a grammar or without (0). Raises WorkerProtocolError for one that there is not."""
+        """Begin a row with or without (`grammar_id` 0) a grammar.
+
+        Raises WorkerProtocolError if the grammar is not ready.
+        """
         self.release(slot)
         if grammar_id:
             matcher, mask_bytes = self.matcher_of(grammar_id), self._masks.strides[0]
@@ -148,7 +154,7 @@ class RowMasks:
         self.is_constrained[slot] = False
 
     def copy(self, sources: IntArray, targets: IntArray) -> None:
-        """Rows become copies of others. Every source is read before a target is written."""
+        """Copy the grammars of rows to other rows. Every source is read before any target is written."""
         copies = [row and row.fork() for row in map(self._rows.get, sources.tolist())]
         for target, row in zip(targets.tolist(), copies, strict=True):
             self.release(target)
@@ -156,14 +162,14 @@ class RowMasks:
                 self._put(target, row)
 
     def append(self, slots: IntArray, token_ids: IntArray) -> None:
-        """Rows are given a token each."""
+        """Advance the grammars of rows by one token each."""
         if self._rows:
             for slot, token_id in zip(slots.tolist(), token_ids.tolist(), strict=True):
                 if row := self._rows.get(slot):
                     row.consume((token_id,))
 
     def of_step(self, slots: IntArray) -> StepMasks | None:
-        """Return which tokens the rows of a step may take that sample; None: any, all of them."""
+        """Return the masks of the sampling rows of a step, or None if all of them may choose any token."""
         if not self._rows or not self.is_constrained[slots].any():
             return None
         lines = np.full(len(slots), -1, np.int32)
@@ -175,7 +181,7 @@ class RowMasks:
             lines[index] = line
             self._masks[line] = np.frombuffer(memoryview(there[index].job.mask), np.int32)
         for index, row in there.items():
-            if row.job.us:  # it was not told of before
+            if row.job.us:  # each job's time is reported once
                 self._times.append((int(slots[index]), row.job.us))
                 row.job.us = 0
         is_late = np.zeros(len(slots), np.bool_)
@@ -184,8 +190,11 @@ class RowMasks:
         return StepMasks(self._masks[: max(1, len(going))], lines, there, is_late)
 
     def _wait(self, jobs: Sequence[MaskJob], *, are_all: bool) -> None:
-        """Wait for masks, but not long: others wait for the step. `are_all`: no other row samples in it, so that it is
-        worth nothing before there is one."""
+        """Wait for masks for a limited time, because other rows wait for the step.
+
+        `are_all` says that no other row samples in the step. The step then has no result without a mask, so this waits
+        for at least one mask.
+        """
         now = time.perf_counter()
         patience = max(_MIN_PATIENCE_S, _PATIENCE * (now - self._began_at))
         self.queue.finish(jobs, None if self.waits_for_all else now + patience)

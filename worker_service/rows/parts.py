@@ -1,10 +1,11 @@
-"""A step for which memory does not suffice, computed in parts; and a row that does not fit alone, given up.
+"""Computation of a step in parts if memory does not suffice, and failure of a row that does not fit even alone.
 
-Rows of a step may read blocks that other rows of it write: a row that matched a prefix which is being computed. In one
-forward pass that is in order, since a layer's K and V of all rows are written before any row attends. Parts must keep
-the order by themselves. A row that starts at position p reads positions below p alone, and a shared block holds the
-same positions in every table: so whatever a row reads is written by rows that start before it. Parts in the order of
-their rows' starts are right, wherever they are cut, and no table needs to be looked at.
+Rows of a step may read blocks that other rows of the same step write, for example if a row matched a prefix that is
+still being computed. One forward pass preserves the order, since a layer writes K and V of all rows before any row
+attends. Parts must preserve the order too. A row that starts at position p reads only positions below p, and a shared
+block has the same positions in every block table. So every block that a row reads is written by rows that start at an
+earlier position. Parts in the order of their rows' start positions are therefore correct wherever they are cut, without
+looking at block tables.
 """
 
 import logging
@@ -23,7 +24,10 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class StepPart(Generic[R]):
-    """Rows in slot order, each computing all that it has in the step or a piece of it, and what came of them."""
+    """Rows in slot order with the result of their computation.
+
+    A row computes all or a piece of its tokens of the step.
+    """
 
     rows: WorkingRows
     result: R
@@ -37,15 +41,15 @@ def run_in_parts(
     free_memory: Callable[[], None],
     give_up: Callable[[WorkingRows], None],
 ) -> list[StepPart[R]]:
-    """Compute `rows`, at once if memory suffices, else in halves, halves of these, down to one token of one row.
+    """Compute `rows` at once if memory suffices, else in halves, down to one token of one row. Return the parts.
 
-    One token that does not fit twice, the second time after `free_memory`, is the end of its row: `give_up` gets all
-    that the row has left in this step, before anything that may read it is computed. `compute` must change nothing
-    when it raises.
+    If one token does not fit even after `free_memory`, its row fails. `give_up` receives all remaining tokens of the
+    row in this step, before any row that may read them is computed. Invariant: `compute` changes nothing when it
+    raises.
     """
     given_up: list[int] = []
     parts: list[StepPart[R]] = []
-    waiting = [rows] if len(rows.slots) else []  # the next one last
+    waiting = [rows] if len(rows.slots) else []  # the next part is the last element
     while waiting:
         part = waiting.pop()
         if given_up:
@@ -74,7 +78,10 @@ def run_in_parts(
 def _attempt(
     rows: WorkingRows, compute: Callable[[WorkingRows], R], is_out_of_memory: Callable[[Exception], bool]
 ) -> StepPart[R] | None:
-    """None if there was not enough memory. By then nothing holds on to what `compute` had allocated."""
+    """Return the computed part, or None if memory did not suffice.
+
+    On return, no reference keeps the memory that a failed `compute` allocated.
+    """
     try:
         return StepPart(rows, compute(rows))
     except Exception as error:
@@ -85,7 +92,10 @@ def _attempt(
 
 
 def _halve(rows: WorkingRows) -> tuple[WorkingRows, WorkingRows]:
-    """The first and the second half of the tokens, by starts. A row in the middle is cut, and samples at its end."""
+    """Return the first and the second half of the tokens, in the order of the rows' start positions.
+
+    A row in the middle is cut. It samples in the half that contains its last token.
+    """
     by_start = rows.take(np.lexsort((rows.slots, rows.starts)))
     before = np.cumsum(by_start.num_new_tokens) - by_start.num_new_tokens
     middle = int(by_start.num_new_tokens.sum()) // 2
@@ -97,6 +107,6 @@ def _halve(rows: WorkingRows) -> tuple[WorkingRows, WorkingRows]:
 
 
 def _in_slot_order(rows: WorkingRows) -> WorkingRows:
-    """Return the rows in slot order, without those that have nothing to compute."""
+    """Return the rows in slot order, without rows that have no token to compute."""
     order = np.argsort(rows.slots, kind="stable")
     return rows.take(order[rows.num_new_tokens[order] > 0])

@@ -1,7 +1,7 @@
-"""Embeddings of rows: final hidden states, pooled and scaled to length 1, for the rows that ask for one.
+"""Embeddings of rows: final hidden states, pooled and scaled to length 1.
 
-A mean goes on from step to step as a sum by slot, of float64. Tokens are added one after the other, so that the sum is
-the same however a prompt is cut into steps.
+A mean is accumulated over steps as a float64 sum by slot. Tokens are added one after the other, so the sum does not
+depend on how a prompt is split into steps.
 """
 
 from collections.abc import Sequence
@@ -18,33 +18,33 @@ from worker_service.rows.reading import ValueReader
 from worker_service.rows.sampling import Samples
 from worker_service.rows.table import SequenceTable, WorkingRows
 
-# Positions that are widened to float64 at the same time: bounds their memory.
+# Positions that are converted to float64 together. The limit bounds the memory for them.
 _MAX_POSITIONS = 128
-_MIN_LENGTH = 1e-12  # of a vector that can be scaled
+_MIN_LENGTH = 1e-12  # smallest norm that an embedding is divided by
 
 
 @dataclass(frozen=True, slots=True)
 class PooledChunk:
-    """Positions of a row that asks for an embedding."""
+    """Positions of a row that requests an embedding."""
 
     slot: int
     pooling: Pooling
-    start: int  # where the first position lies in the flat batch
+    start: int  # index of the first position in the flat batch
     num: int  # positions
-    num_before: int  # positions of the row that earlier steps have computed
-    is_last: bool  # the row reaches its end, and reports its embedding
+    num_before: int  # positions of the row that earlier steps computed
+    is_last: bool  # whether the row reaches its end and reports its embedding
 
 
 class Pooler:
-    """The sums of the rows whose mean is asked for, by slot. A chunk that begins its row begins a new sum."""
+    """The sums of rows that request a mean, by slot. A row's first chunk starts a new sum."""
 
     def __init__(self) -> None:
         self._sums: dict[int, Tensor] = {}
 
     def pool(self, hidden: Tensor, chunks: Sequence[PooledChunk]) -> tuple[list[Tensor], dict[int, Tensor]]:
-        """Return an embedding [hidden_size] float32 for each chunk that is its row's last, and what `keep` keeps.
+        """Return an embedding [hidden_size] float32 for each last chunk of a row, and the sums to pass to `keep`.
 
-        `hidden`: [T, hidden_size], final hidden states. Nothing changes by it, so that it may be done again.
+        `hidden` [T, hidden_size] contains the final hidden states. The call changes no state, so it can be repeated.
         """
         embeddings = []
         sums: dict[int, Tensor] = {}
@@ -60,7 +60,7 @@ class Pooler:
         return embeddings, sums
 
     def keep(self, chunks: Sequence[PooledChunk], sums: dict[int, Tensor]) -> None:
-        """The chunks are computed: their rows go on with these sums."""
+        """Store the sums of rows that continue, and forget the sums of rows that are done."""
         self._sums.update(sums)
         for chunk in chunks:
             if chunk.is_last:
@@ -68,7 +68,7 @@ class Pooler:
 
 
 def _add(total: Tensor, positions: Tensor) -> Tensor:
-    """The sum of a vector and [N, hidden_size] more, one after the other."""
+    """Return the sum of a vector and the rows of [N, hidden_size], added one after the other."""
     for piece in positions.split(_MAX_POSITIONS):
         total = torch.cat([total[None], piece.double()]).cumsum(0)[-1]
     return total
@@ -77,9 +77,10 @@ def _add(total: Tensor, positions: Tensor) -> Tensor:
 def pooled_chunks(
     table: SequenceTable, rows: WorkingRows, token_starts: NDArray[np.int64] | None = None
 ) -> list[PooledChunk]:
-    """Return the chunks of the rows of a step that ask for embeddings, in slot order.
+    """Return the chunks of the rows of a step that request embeddings, in slot order.
 
-    `token_starts`: [S], where each row's tokens lie in the flat batch; left out, one row lies behind the other.
+    `token_starts` [S] is the offset of each row's tokens in the flat batch. If omitted, rows are contiguous in slot
+    order.
     """
     if rows.are_plain:
         return []
@@ -99,7 +100,10 @@ def pooled_chunks(
 
 
 def choosing_rows(table: SequenceTable, rows: WorkingRows) -> WorkingRows:
-    """Return the rows of a step, of which those that ask for an embedding have no logits and choose no token."""
+    """Return the rows of a step.
+
+    Rows that request an embedding are marked as not sampling, since they have no logits.
+    """
     if rows.are_plain:
         return rows
     samples = rows.samples & ~table.sampling.is_pooled[rows.slots]
@@ -113,8 +117,10 @@ def read_embeddings(
     reading: ValueReader,
     hidden_size: int,
 ) -> Samples:
-    """Read what `Pooler.pool` returned for the chunks. Return the samples of the rows in `slots`, which choose tokens,
-    with those of the chunks' rows among them, in slot order."""
+    """Read the embeddings that `Pooler.pool` returned and add them to the samples, in slot order.
+
+    `slots` are the rows that sample tokens. An embedding that is not finite gets the status NAN_LOGITS.
+    """
     if not any(chunk.is_last for chunk in chunks):
         return samples
     statuses = dict(zip(slots.tolist(), samples.statuses or (RowStatus.OK,) * len(slots), strict=True))

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens, for the chunks of a step that were asked for them."""
+"""Log probabilities of prompt tokens, for the chunks of a step whose rows request them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,29 +13,29 @@ from pagewire.kernels.sampling import logprob_columns
 from worker_service.rows.reading import ValueReader
 from worker_service.rows.table import SequenceTable, WorkingRows
 
-# Prompt positions whose logits exist at the same time: bounds their memory, 128 x vocab_size float32.
+# Prompt positions whose logits exist at the same time. The limit bounds their memory, 128 x vocab_size float32.
 MAX_LOGITS_POSITIONS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
-    """Positions of a row that were asked for log-probabilities: position p tells of prompt token p + 1."""
+    """Positions of a row that requests prompt log probabilities. Position p yields the value of prompt token p + 1."""
 
     slot: int
-    first: int  # the prompt token that the first position tells of
+    first: int  # index of the prompt token after the first position
     num: int  # positions
     num_top: int
-    start: int  # where the first position lies in the flat batch
+    start: int  # index of the first position in the flat batch
 
     @property
     def tokens(self) -> tuple[int, slice]:
-        """The index in a table's `token_ids` of the tokens whose log-probabilities these positions have."""
+        """The index, in a table's `token_ids`, of the tokens whose log probabilities this chunk yields."""
         return self.slot, slice(self.first, self.first + self.num)
 
     def compute(self, hidden: Tensor, tokens: Tensor, compute_logits: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        """The raw log_softmax of the logits, at the tokens that did follow.
+        """Return the log probabilities (raw log_softmax of the logits) of the tokens that follow the positions.
 
-        `hidden`: [T, hidden_size]; `tokens`: [num], those tokens. Returns what `read` reads.
+        `hidden` is [T, hidden_size], and `tokens` [num] are the tokens that follow. `read` reads the returned tensors.
         """
         chunk = hidden[self.start : self.start + self.num]
         columns = [
@@ -65,10 +65,10 @@ class PromptChunk:
 def prompt_chunks(
     table: SequenceTable, rows: WorkingRows, token_starts: NDArray[np.int64] | None = None
 ) -> list[PromptChunk]:
-    """Return the chunks of the rows that asked for prompt log-probabilities and compute prompt positions, in slot
-    order.
+    """Return the chunks of rows that request prompt log probabilities and compute prompt positions, in slot order.
 
-    `token_starts`: [S], where each row's tokens lie in the flat batch; left out, one row lies behind the other.
+    `token_starts` [S] is the offset of each row's tokens in the flat batch. If omitted, rows are contiguous in slot
+    order.
     """
     if rows.are_plain:
         return []

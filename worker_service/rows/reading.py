@@ -1,4 +1,4 @@
-"""The results of a step as one column of int32, so that they cross from a device in one piece."""
+"""The results of a step as one int32 column, so that a device returns them in one copy."""
 
 from collections.abc import Sequence
 
@@ -9,14 +9,18 @@ from torch import Tensor
 
 
 def flatten_to_int32(tensors: Sequence[Tensor]) -> Tensor:
-    """One dense tensor of integers below 2**31, booleans and, bit by bit, float32. It may be memory of the only one."""
+    """Return one dense int32 tensor of the concatenated tensors.
+
+    The input may be integers below 2**31, booleans, and float32, whose bits are kept. The result may share the memory
+    of a single input.
+    """
     flat = [tensor.flatten() for tensor in tensors]
     parts = [part.view(torch.int32) if part.dtype == torch.float32 else part.int() for part in flat]
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 class ValueReader:
-    """Reads what was flattened, one tensor after the other."""
+    """Reads flattened tensors, in their order."""
 
     def __init__(self, values: NDArray[np.int32]) -> None:
         self._values = values
@@ -24,8 +28,7 @@ class ValueReader:
 
     @staticmethod
     def of(tensors: Sequence[Tensor]) -> "ValueReader":
-        """Return a reader of what `flatten_to_int32` would make of tensors on the host, in fewer operations of
-        torch."""
+        """Return a reader of `flatten_to_int32(tensors)` for tensors on the host, with fewer torch operations."""
         flat = [tensor.numpy().ravel() for tensor in tensors]
         bits = [part.view(np.int32) if part.dtype == np.float32 else part for part in flat]
         return ValueReader(np.concatenate(bits, dtype=np.int32, casting="unsafe"))

@@ -1,4 +1,4 @@
-"""A step that is carried out: its time, and its result, also of one whose parts are put together again."""
+"""The time and the result of a step, including the result of a step that was computed in parts."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -27,14 +27,17 @@ _SAMPLE_COLUMNS = tuple(field.name for field in fields(Samples))
 
 
 class StepWatch:
-    """Times the parts of a step one after the other, from the moment it is made."""
+    """Measures the parts of a step in sequence. Time starts at construction."""
 
     def __init__(self) -> None:
         self.began_ns = self._last_ns = self._taken_ns = time.perf_counter_ns()
         self._ns: dict[str, int] = {}
 
     def end(self, part: str, known: dict[str, int] | None = None) -> None:
-        """Books the time since the last call to a part, but what is `known` to have gone to others."""
+        """Add the time since the last call to a part.
+
+        `known` contains nanoseconds within that time that belong to other parts. They are added to those parts instead.
+        """
         now = time.perf_counter_ns()
         inside = known or {}
         for name, ns in {part: now - self._last_ns - sum(inside.values()), **inside}.items():
@@ -42,7 +45,7 @@ class StepWatch:
         self._last_ns = now
 
     def take(self) -> tuple[int, StepParts]:
-        """Microseconds that were booked since this was called last, in all and by part."""
+        """Return the microseconds since the last call of `take`, as a total and by part."""
         duration_us, self._taken_ns = (self._last_ns - self._taken_ns) // 1000, self._last_ns
         parts = StepParts(**{f"{name}_us": max(0, ns // 1000) for name, ns in self._ns.items()})
         self._ns.clear()
@@ -51,17 +54,17 @@ class StepWatch:
 
 @dataclass(frozen=True, slots=True)
 class BegunStep:
-    """A plan that is being carried out."""
+    """A plan in execution."""
 
     plan: StepPlan
-    last_moved_step: int  # as it begins
+    last_moved_step: int  # when the step begins
     watch: StepWatch
-    mask_times: list[tuple[int, int]]  # microseconds that masks have taken, by slot; complete once it is launched
+    mask_times: list[tuple[int, int]]  # (slot, microseconds) for masks; complete when the step has been launched
 
     def result(
         self, samples: Samples, prompt_logprobs: tuple[PromptLogprobs, ...], duration_us: int, parts: StepParts
     ) -> StepResult:
-        """`duration_us`, `parts`: what the step took."""
+        """Build the result of the step. `duration_us` and `parts` are the step's duration, as a total and by part."""
         return StepResult(
             epoch=self.plan.epoch,
             step=self.plan.step,
@@ -77,9 +80,9 @@ class BegunStep:
 
 @dataclass(frozen=True, slots=True)
 class StepOutline:
-    """The parts of a step's result that are known when it is launched: a table changes until the result is read."""
+    """The parts of a step's result that are fixed at launch, because the table changes before the result is read."""
 
-    sampling: dict[int, SamplingParams]  # of the sampling rows by slot, in order
+    sampling: dict[int, SamplingParams]  # of the sampling rows, by slot, in order
     prompt_chunks: tuple[PromptChunk, ...]
     vocab_size: int
 
@@ -90,7 +93,10 @@ class StepOutline:
 
 
 def join_results(step: BegunStep, outline: StepOutline, parts: Sequence[StepPart[StepResult]]) -> StepResult:
-    """The result of a step from those of its parts. Rows that no part finished are out of memory."""
+    """Return the result of a step from the results of its parts.
+
+    Rows that no part finished get the status OUT_OF_MEMORY.
+    """
     samples: dict[int, Samples] = {}
     chunks: dict[int, list[Logprobs]] = {}
     for part in parts:
@@ -109,7 +115,7 @@ def join_results(step: BegunStep, outline: StepOutline, parts: Sequence[StepPart
 
 
 def _samples(outline: StepOutline, part: StepPart[StepResult]) -> Iterator[tuple[int, Samples]]:
-    """Slot and sample of each sampling row of a part: the columns, taken apart."""
+    """Yield the slot and the sample of each sampling row of a part."""
     result, vocab_size = part.result, outline.vocab_size
     slots = part.rows.slots[part.rows.samples].tolist()
     num_tokens = num_positions = num_top = num_candidates = 0
@@ -145,7 +151,10 @@ def _samples(outline: StepOutline, part: StepPart[StepResult]) -> Iterator[tuple
 
 
 def _prompt_logprobs(outline: StepOutline, chunks: dict[int, list[Logprobs]]) -> Iterator[PromptLogprobs]:
-    """One chunk of each row that owes one. Positions that were not computed have NaN, as with logits that are."""
+    """Yield one chunk for each row that must report prompt log probabilities.
+
+    Positions that were not computed have NaN, like positions whose logits are NaN.
+    """
     for chunk in outline.prompt_chunks:
         found = _joined(Logprobs(), chunks.get(chunk.slot, []))
         num_missing, nan = chunk.num - len(found.chosen), float("nan")
@@ -155,7 +164,7 @@ def _prompt_logprobs(outline: StepOutline, chunks: dict[int, list[Logprobs]]) ->
 
 
 def _joined(empty: Any, parts: Sequence[Any]) -> Any:
-    """The columns of all parts, one part behind the other. `empty` has the same columns without entries."""
+    """Concatenate the columns of all parts. `empty` has the same columns without entries."""
     joined: dict[str, Any] = {}
     for field in fields(empty):
         nothing, found = getattr(empty, field.name), [getattr(part, field.name) for part in parts]

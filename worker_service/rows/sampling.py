@@ -1,7 +1,7 @@
-"""How rows sample: what each asks for, what a step's rows ask for together, and what comes of it.
+"""The sampling of rows: the request of each row, the combined request of a step's rows, and the samples.
 
-Parameters of one number stand in columns by slot, as `pagewire.kernels.sampling` names them; a device has a copy.
-Biases, listed tokens, and stop tokens as long as they are suppressed, go along with the steps in which their rows
+Parameters that are single numbers are stored in columns by slot, named as in `pagewire.kernels.sampling`. A device has
+a copy of these columns. Biases, listed tokens, and suppressed stop tokens are sent with each step in which their rows
 sample.
 """
 
@@ -25,7 +25,7 @@ _NO_CANDIDATES = Candidates()
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The samples of a step on the host, as the columns of `StepResult`."""
+    """The samples of a step on the host, with the columns of `StepResult`."""
 
     statuses: tuple[RowStatus, ...]
     token_ids: tuple[int, ...] = ()
@@ -35,20 +35,21 @@ class Samples:
 
 
 class SamplingTable:
-    """By slot, what the row there asks for. Entries of a vacant slot mean nothing.
+    """The sampling request of each row, by slot. Entries of a vacant slot are undefined.
 
     Attributes:
-        lines: [len(FLOATS) + len(INTEGERS), num_slots] int32, floats bit by bit.
+        lines: [len(FLOATS) + len(INTEGERS), num_slots] int32; floats are stored as bits.
         seeds: [num_slots] uint64.
-        params: what the scheduler sent.
-        num_prompt_logprobs: [num_slots], -1: none asked for.
-        reports_candidates: [num_slots], instead of choosing a token.
-        reports_all: [num_slots], the row reports the log-probability of every token of the vocabulary. The sampler
-            reports only the chosen token's of such a row, so that the columns of the others stay narrow.
-        is_pooled: [num_slots], the row reports an embedding instead of choosing a token, and has no logits.
-        is_plain: [num_slots], the row gives the highest of the model's own logits and tells nothing else.
-        takes_token: [num_slots], the row gives one token by its numbers in `lines` and its grammar alone, and tells
-            nothing else.
+        params: the parameters that the scheduler sent.
+        num_prompt_logprobs: [num_slots], -1: not requested.
+        reports_candidates: [num_slots], whether the row reports candidates instead of choosing a token.
+        reports_all: [num_slots], whether the row reports the log probability of every token of the vocabulary. For such
+            a row the sampler reports only the chosen token's, so that the columns of the other rows stay narrow.
+        is_pooled: [num_slots], whether the row reports an embedding instead of choosing a token, and has no logits.
+        is_plain: [num_slots], whether the row returns the token with the model's highest logit and reports nothing
+            else.
+        takes_token: [num_slots], whether the row returns one token that depends only on its logits, its numbers in
+            `lines` and its grammar, and reports nothing else.
     """
 
     def __init__(self, num_slots: int, vocab_size: int) -> None:
@@ -66,15 +67,15 @@ class SamplingTable:
         self.takes_token = np.zeros(num_slots, np.bool_)
         self._is_biased = np.zeros(num_slots, np.bool_)
         self._lists_tokens = np.zeros(num_slots, np.bool_)
-        self._min_num_tokens = np.zeros(num_slots, np.int64)  # with fewer, stop tokens are suppressed; 0: never
+        self._min_num_tokens = np.zeros(num_slots, np.int64)  # with fewer tokens, stop tokens are suppressed; 0: never
 
     @property
     def is_penalized(self) -> NDArray[np.bool_]:
-        """[num_slots], the row's logits depend on the tokens that it has."""
+        """[num_slots], whether the row's logits depend on the row's tokens."""
         return self._integers["slots"] >= 0
 
     def open(self, opening: RowOpening) -> None:
-        """A row moves in."""
+        """Store the sampling request of a new row."""
         slot, sampling = opening.slot, opening.sampling
         self.params[slot] = sampling
         self.seeds[slot] = opening.seed
@@ -83,7 +84,7 @@ class SamplingTable:
         reports_candidates, is_penalized = sampling.num_candidates is not None, has_penalties(sampling)
         num_reported = sampling.num_candidates if reports_candidates else sampling.num_logprobs
         if reports_candidates:
-            self._floats["temperature"][slot] = 0.0  # what it would draw is never looked at
+            self._floats["temperature"][slot] = 0.0  # the drawn token is never used
         integers = self._integers
         integers["top_k"][slot] = min(sampling.top_k, self._vocab_size)
         integers["sample_indexes"][slot] = np.uint32(opening.sample_index).view(np.int32)
@@ -110,7 +111,7 @@ class SamplingTable:
         self.is_plain[slot] = takes_token and is_greedy and not is_penalized and not opening.grammar_id
 
     def copy(self, sources: IntArray, targets: IntArray) -> None:
-        """Rows become copies of others. Every source is read before a target is written."""
+        """Copy rows to other rows. Every source is read before any target is written."""
         self.lines[:, targets] = self.lines[:, sources]
         self._integers["slots"][targets] = np.where(self.is_penalized[targets], targets, -1)
         for column in (
@@ -123,8 +124,11 @@ class SamplingTable:
             self.params[target] = params
 
     def of_step(self, slots: IntArray, num_tokens: IntArray, masks: StepMasks | None = None) -> "StepSampling":
-        """Return the sampling of the rows of a step that sample, which have `num_tokens` tokens: [R] each, in slot
-        order."""
+        """Return the sampling request of the rows of a step that sample.
+
+        `slots` and `num_tokens` are [R] each, in slot order. `num_tokens` is the number of tokens before the sampled
+        one.
+        """
         return StepSampling(
             slots=slots,
             num_tokens=num_tokens,
@@ -138,11 +142,14 @@ class SamplingTable:
         )
 
     def all_columns(self) -> SamplingColumns:
-        """Return the sampling columns of all slots, in the table's own memory. Numbers of tokens mean nothing."""
+        """Return the sampling columns of all slots, in the table's own memory.
+
+        Their numbers of tokens are undefined.
+        """
         return _columns(self.lines, self.seeds, np.zeros(len(self.seeds), np.int32))
 
     def columns(self, step: "StepSampling") -> SamplingColumns:
-        """Return the sampling columns of a step's rows, on a CPU."""
+        """Return the sampling columns of a step's rows on the CPU."""
         columns = _columns(
             self.lines.take(step.slots, axis=1), self.seeds[step.slots], step.num_tokens.astype(np.int32)
         )
@@ -164,14 +171,14 @@ class SamplingTable:
         suppresses = num_tokens < min_num_tokens
         if suppresses.any():
             stops = [self._stops(slot) if is_in else () for slot, is_in in zip(slots, suppresses, strict=True)]
-            if masks is not None:  # a grammar that allows nothing but stop tokens ends the output
+            if masks is not None:  # if a grammar allows only stop tokens, the output ends
                 stops = [row if masks.leaves_others(index, row) else () for index, row in enumerate(stops)]
             edits["stop_token_ids"] = _padded(stops, -1, np.int32)
             edits["min_num_tokens"] = min_num_tokens.astype(np.int32)
         return edits
 
     def _stops(self, slot: int) -> tuple[int, ...]:
-        """A token outside the vocabulary can never be chosen: nothing to suppress."""
+        """Return the row's stop tokens without ids outside the vocabulary, which can never be chosen."""
         return tuple(token_id for token_id in self.params[slot].stop_token_ids if token_id < self._vocab_size)
 
 
@@ -180,13 +187,14 @@ class StepSampling:
     """The R sampling rows of a step, in slot order."""
 
     slots: IntArray  # [R]
-    num_tokens: IntArray  # [R] before the one that is drawn
+    num_tokens: IntArray  # [R] without the token that is sampled
     reports_candidates: NDArray[np.bool_]  # [R]
     is_penalized: NDArray[np.bool_]  # [R]
-    num_reported: NDArray[np.int32]  # [R], -1: no log-probabilities
-    whole_rows: list[int]  # the rows that report all tokens of the vocabulary
+    num_reported: NDArray[np.int32]  # [R], -1: no log probabilities
+    whole_rows: list[int]  # indices of the rows that report all tokens of the vocabulary
     vocab_size: int
-    edits: dict[str, NDArray]  # by `SamplingColumns`: biases, stop tokens, masks, listed tokens, where any row has some
+    # fields of `SamplingColumns`: biases, stop tokens, masks and listed tokens, each if any row has some
+    edits: dict[str, NDArray]
     masks: StepMasks | None = None
 
     @property
@@ -195,22 +203,22 @@ class StepSampling:
 
     @property
     def keeps_no_token(self) -> NDArray[np.bool_]:
-        """[R], what is drawn for the row is not its next token."""
+        """[R], whether the sampled token is not the row's next token."""
         return self.reports_candidates if self.masks is None else self.reports_candidates | self.masks.is_late
 
     @property
     def max_reported(self) -> int | None:
-        """None: no row reports log-probabilities."""
+        """The largest number of reported log probabilities, or None if no row reports any."""
         most = int(self.num_reported.max(initial=-1))
         return None if most < 0 else most
 
     @property
     def takes_tokens_only(self) -> bool:
-        """Every row takes one token by its parameters, and tells nothing else."""
+        """Whether every row samples one token by its parameters and reports nothing else."""
         return not self.edits and not self.is_penalized.any() and self.max_reported is None
 
     def results(self, sampled: SampledTokens, logits: Tensor) -> list[Tensor]:
-        """Return the tensors that `read` reads, in its order. `logits`: as the sampler has left them."""
+        """Return the tensors that `read` reads, in order. `logits` are the logits after sampling."""
         return [sampled.token_ids, sampled.is_nan, *self.reports(sampled, logits)]
 
     def reports(self, sampled: SampledTokens, logits: Tensor) -> list[Tensor]:
@@ -246,7 +254,7 @@ class StepSampling:
             top_logprobs = reading.floats(num * self.max_reported).reshape(num, self.max_reported)
             is_first = np.arange(self.max_reported) < self.num_reported[:, None]
             if self.reports_candidates.any():
-                # Where a logit is infinite, there are no log-probabilities.
+                # Rows with an infinite logit have no log probabilities.
                 is_nan |= self.reports_candidates & np.isnan(top_logprobs[:, :1]).any(1)
                 tells = ~is_nan & ~chooses
                 reported = is_first & tells[:, None] & (top_logprobs > -np.inf)
@@ -265,7 +273,10 @@ class StepSampling:
         is_first: NDArray[np.bool_],
         top: tuple[NDArray, ...],
     ) -> Logprobs:
-        """Return the columns of the rows that ask for log-probabilities. Those of all tokens are still to be read."""
+        """Return the columns of the rows in `asks`, which request log probabilities.
+
+        This also reads the values of rows that report the whole vocabulary.
+        """
         has_top = is_first & asks[:, None]
         ends = has_top.sum(axis=1).cumsum()
         whole = []
@@ -285,12 +296,15 @@ def _columns(lines: NDArray[np.int32], seeds: NDArray[np.uint64], num_tokens: ND
 
 
 def has_penalties(sampling: SamplingParams) -> bool:
-    """Whether a row's logits depend on the tokens that it has."""
+    """Return whether a row's logits depend on the row's tokens."""
     return (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
 def row_statuses(is_bad: NDArray[np.bool_], failures: Mapping[int, RowStatus] | None = None) -> tuple[RowStatus, ...]:
-    """As `StepResult` has them: none where every row is good. What is bad and no other failure is no number."""
+    """Return the statuses for `StepResult`: an empty tuple if every row is good.
+
+    A bad row without an entry in `failures` has NaN logits.
+    """
     if not is_bad.any():
         return ()
     known = failures or {}
@@ -299,6 +313,6 @@ def row_statuses(is_bad: NDArray[np.bool_], failures: Mapping[int, RowStatus] | 
 
 
 def _padded(lists: Sequence[Sequence[float]], vacant: float, dtype: type) -> NDArray:
-    """[number of lists, the longest]."""
+    """Return an array [number of lists, longest length], padded with `vacant`."""
     width = max((len(values) for values in lists), default=0)
     return np.array([[*values, *([vacant] * (width - len(values)))] for values in lists], dtype)

@@ -1,11 +1,11 @@
-"""The worker's running sequences, one row per slot, patched by plans and advanced by steps.
+"""The worker's running sequences, one row per slot. Plans patch the table, and steps advance it.
 
-The table is the wall between the wire and memory: whatever a plan says, no row that it hands out reads or writes a
-position that its blocks do not hold. A plan that breaks a rule raises WorkerProtocolError; the session ends, and the
-next one starts from an empty table.
+The table protects memory from invalid plans. Invariant: no row that it returns reads or writes a position outside its
+blocks, whatever a plan contains. An invalid plan raises WorkerProtocolError. The session then ends, and the next
+session starts with an empty table.
 
-Numbers stand in arrays by slot, so that a step costs a few vector operations and not a loop over rows. Tokens are one
-int32 array [max_num_seqs, max_model_len + 1]; the system gives it memory only where rows were written.
+Numbers are stored in arrays by slot, so that a step costs a few vector operations instead of a loop over rows. Tokens
+are one int32 array [max_num_seqs, max_model_len + 1]. The operating system allocates memory only for written parts.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,51 +39,55 @@ class TableLimits:
     block_size: int
     num_device_blocks: int  # usable ones; ids are 1..num_device_blocks
     vocab_size: int
-    sliding_window: int = 0  # positions that any layer reads back, the query's own included; 0: all
+    sliding_window: int = 0  # positions that any layer reads back, including the query's own; 0: all
 
     @property
     def max_num_blocks(self) -> int:
-        """Blocks that one row's table may hold."""
+        """The most blocks that one row's block table may have."""
         return -(-self.max_model_len // self.block_size)
 
     def first_block(self, start: int) -> int:
-        """Index of the first block that a row reads or writes which computes from position `start` on."""
+        """Return the index of the first block that a row uses if it computes from position `start` on."""
         return max(0, start - self.sliding_window + 1) // self.block_size if self.sliding_window else 0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkingRows:
-    """The rows of one step in slot order: row i computes positions [starts[i], starts[i] + num_new_tokens[i])."""
+    """The rows of one step in slot order. Row i computes positions [starts[i], starts[i] + num_new_tokens[i])."""
 
     slots: IntArray  # [S]
     starts: IntArray  # [S]
     num_new_tokens: IntArray  # [S], each at least 1
-    samples: NDArray[np.bool_]  # [S], the row reaches its end
-    are_plain: bool = False  # all are (see `SamplingTable.is_plain`) and none has failed; False: look into the columns
+    samples: NDArray[np.bool_]  # [S], whether the row reaches its end
+    # whether all rows are plain (see `SamplingTable.is_plain`) and have not failed; False: unknown
+    are_plain: bool = False
 
     @property
     def ends(self) -> IntArray:
         return self.starts + self.num_new_tokens
 
     def take(self, which: NDArray) -> "WorkingRows":
-        """Some of the rows. `which`: a mask, or indices."""
+        """Return some of the rows. `which` is a mask or indices."""
         columns = (self.slots[which], self.starts[which], self.num_new_tokens[which], self.samples[which])
         return WorkingRows(*columns, self.are_plain)
 
     def flatten(self) -> tuple[IntArray, IntArray, IntArray]:
-        """The T new tokens one row after the other: their slots [T] and positions [T], and where rows begin [S + 1]."""
+        """Return the slots [T] and positions [T] of the T new tokens, row by row, and the rows' offsets [S + 1]."""
         query_start_loc = np.zeros(len(self.slots) + 1, np.int64)
         np.cumsum(self.num_new_tokens, out=query_start_loc[1:])
-        # Within a row, positions count up from its start as the flat index counts up from the row's first token.
+        # Within a row, the position and the flat index increase together, so their difference is constant.
         shifts = np.repeat(self.starts - query_start_loc[:-1], self.num_new_tokens)
         return np.repeat(self.slots, self.num_new_tokens), np.arange(len(shifts)) + shifts, query_start_loc
 
 
 class SequenceTable:
-    """Rows by slot. Every column has one entry per slot; those of a vacant slot mean nothing but `work`, which is 0."""
+    """The rows by slot.
+
+    Every column has one entry per slot. Entries of a vacant slot are undefined, except `work`, which is 0.
+    """
 
     def __init__(self, limits: TableLimits, *, gates_grammars: bool = False) -> None:
-        """`gates_grammars`: rows with a grammar rest when they have sampled."""
+        """`gates_grammars`: whether rows with a grammar pause after each sampled token."""
         self.limits = limits
         self.gates_grammars = gates_grammars
         size = limits.max_num_seqs
@@ -94,9 +98,9 @@ class SequenceTable:
         self.num_prompt_tokens = np.zeros(size, np.int64)
         self.num_computed_tokens = np.zeros(size, np.int64)
         self.num_blocks = np.zeros(size, np.int64)
-        self.work = np.zeros(size, np.int64)  # tokens to compute each step; 0 is paused
-        self.has_failed = np.zeros(size, np.bool_)  # was given up: computes nothing until it is released
-        # Every column that holds one value of a row, `work` apart.
+        self.work = np.zeros(size, np.int64)  # tokens to compute in each step; 0: paused
+        self.has_failed = np.zeros(size, np.bool_)  # failed rows compute nothing until they are released
+        # All columns with one value per row, except `work`.
         self._row_columns: tuple[NDArray, ...] = (
             self.occupied,
             self.num_tokens,
@@ -116,7 +120,7 @@ class SequenceTable:
         self.masks.clear()
 
     def apply(self, plan: StepPlan) -> WorkingRows:
-        """Patch the table and return the step's work. Raises WorkerProtocolError."""
+        """Apply a plan to the table and return the rows of the step. Raises WorkerProtocolError for an invalid plan."""
         for slot in plan.released_slots:
             self._release(slot)
         for opening in plan.openings:
@@ -135,12 +139,13 @@ class SequenceTable:
         return self._working_rows()
 
     def advance(self, rows: WorkingRows) -> None:
-        """The step is launched: its positions count as computed, and sampling rows have a token more.
+        """Record the launch of a step: its positions count as computed, and sampling rows have one more token.
 
-        Rows that report candidates, or an embedding, are paused instead; so are those with a grammar where that is
-        gated, which have a token more. Late rows go on as if their last position had not been computed. The tokens
-        themselves are written by who computes: here by `put_tokens`, or on a device alone, and then `token_ids` means
-        nothing from there on.
+        Rows that report candidates or an embedding get no token and pause instead. If grammars are gated, rows with a
+        grammar get their token and pause. For late rows, the last position counts as not computed.
+
+        The computation stores the tokens themselves. The CPU stores them with `put_tokens`. A device stores them only
+        on the device, so `token_ids` is undefined for those positions.
         """
         self.num_computed_tokens[rows.slots] = rows.ends
         slots = rows.slots[rows.samples]
@@ -155,12 +160,15 @@ class SequenceTable:
         self.num_tokens[slots] += 1
 
     def sampling_of(self, rows: WorkingRows) -> StepSampling:
-        """Return how the rows of a step sample that do."""
+        """Return the sampling request of the rows of a step that sample."""
         slots = rows.slots[rows.samples]
         return self.sampling.of_step(slots, rows.ends[rows.samples], self.masks.of_step(slots))
 
     def put_tokens(self, rows: WorkingRows, token_ids: IntArray) -> None:
-        """Write each sampling row's token behind those it has. What stands there for rows that choose none is lost."""
+        """Store each sampling row's token after its last token.
+
+        For rows that choose no token, that entry becomes undefined.
+        """
         slots = rows.slots[rows.samples]
         self.token_ids[slots, self.num_tokens[slots]] = token_ids
 
@@ -171,7 +179,7 @@ class SequenceTable:
             raise WorkerProtocolError(f"slot {slot} is {'vacant' if occupied else 'occupied'}")
 
     def _occupied_slots(self, slots: tuple[int, ...]) -> IntArray:
-        """The slots as an array. Raises WorkerProtocolError if one is out of range or vacant."""
+        """Return the slots as an array. Raises WorkerProtocolError if a slot is out of range or vacant."""
         array = _as_array(slots)
         self._check_range(array)
         _refuse_any(~self.occupied[array], lambda i: f"slot {array[i]} is vacant")
@@ -186,14 +194,17 @@ class SequenceTable:
         _refuse_any(is_beyond, lambda i: f"slot {slots[i]} is out of range: there are {num_slots}")
 
     def _check_block_ids(self, slots: ArrayLike, block_ids: IntArray) -> None:
-        """`slots`: one for each block, or one for all."""
+        """Raise WorkerProtocolError if a block id is out of range. `slots` has one entry per block, or one for all."""
         last = self.limits.num_device_blocks
         owners = np.broadcast_to(slots, block_ids.shape)
         is_beyond = (block_ids < 1) | (block_ids > last)
         _refuse_any(is_beyond, lambda i: f"slot {owners[i]} gets block {block_ids[i]}; ids are 1 to {last}")
 
     def _check_opened_blocks(self, slot: int, block_ids: IntArray, num_computed_tokens: int) -> None:
-        """Blocks that have fallen out of the window may be holes: they are neither read nor written any more."""
+        """Raise WorkerProtocolError if a block id of a new row is out of range.
+
+        Blocks before the sliding window may be 0, since they are neither read nor written any more.
+        """
         first = self.limits.first_block(num_computed_tokens)
         before = block_ids[:first]
         self._check_block_ids(slot, before[before != 0])
@@ -233,7 +244,7 @@ class SequenceTable:
         targets = _as_array(target_slots)
         self._check_range(targets)
         _check_distinct("forks have the same target", target_slots)
-        # An array that is indexed by an array is copied: every source is read before a target is written.
+        # Indexing an array by an array copies it, so every source is read before any target is written.
         num_tokens = self.num_tokens[sources].max()
         self.token_ids[targets, :num_tokens] = self.token_ids[sources, :num_tokens]
         num_blocks = max(self.num_blocks[sources].max(), self.num_blocks[targets].max())
@@ -316,7 +327,7 @@ def _as_array(values: tuple[int, ...]) -> IntArray:
 
 
 def _refuse_any(is_bad: NDArray[np.bool_], describe: Callable[[int], str]) -> None:
-    """Raises WorkerProtocolError for the first entry that is bad."""
+    """Raise WorkerProtocolError for the first bad entry."""
     if is_bad.any():
         raise WorkerProtocolError(describe(int(is_bad.argmax())))
 
@@ -334,7 +345,7 @@ def _check_distinct(what: str, values: tuple[int, ...]) -> None:
 
 
 def _earlier_equals(values: IntArray) -> IntArray:
-    """Return how many equal values stand before each value: [0, 0, 1] for [7, 3, 7]."""
+    """Return how many equal values precede each value: [0, 0, 1] for [7, 3, 7]."""
     order = np.argsort(values, kind="stable")
     ordered = values[order]
     places = np.arange(len(values))
