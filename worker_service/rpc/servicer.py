@@ -1,4 +1,4 @@
-"""The worker's gRPC service: one Execute stream is one session, and the highest epoch holds the worker."""
+"""The worker's gRPC service. One Execute stream is one session, and the session with the highest epoch is active."""
 
 import asyncio
 import logging
@@ -34,8 +34,8 @@ from worker_service.rpc.session import Session, SessionRegister
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["WorkerService"].full_name
-# How long a step of an earlier session may still take when a new one begins. A scheduler gives up a step after 30 s at
-# the earliest; what is left then of its `--worker-timeout` is for a new process, and for loading the model.
+# Time limit for a step of an earlier session when a new session begins. A scheduler gives up a step after 30 s at the
+# earliest. The remaining part of its `--worker-timeout` is for a new process that loads the model.
 BEGIN_TIMEOUT_S = 30.0
 _WRITE_TIMEOUT_S = 5.0  # for a peer that does not read
 _CLOSE_TIMEOUT_S = 2 * _WRITE_TIMEOUT_S
@@ -43,7 +43,7 @@ _SHUTTING_DOWN = (grpc.StatusCode.UNAVAILABLE, "the worker is shutting down")
 
 
 class _SessionEnded(Exception):
-    """Why a session is over, as the status its stream ends with."""
+    """The end of a session, with the status that ends its stream."""
 
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
         super().__init__(message)
@@ -51,7 +51,7 @@ class _SessionEnded(Exception):
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
-    """Lives on the event loop; all computing is the engine's."""
+    """The service on the event loop. The engine does all computation."""
 
     def __init__(
         self,
@@ -65,11 +65,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         certificates: Callable[[], tuple[CertificateLife, ...]] = tuple,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`on_stuck`: called when earlier steps do not finish within `begin_timeout_s` of a new session's hello.
-        `client_names`: a peer's certificate must bear one of them, and `link_secret` is what it must show; None:
-        any scheduler that connects may command this worker.
-        `certificates` returns those in use, which heartbeats tell.
-        `clock`: seconds of Unix time, which epochs are compared with."""
+        """Create the service.
+
+        `on_stuck` is called when earlier steps do not finish within `begin_timeout_s` of a new session's hello.
+
+        A peer must present a certificate with one of `client_names`, and the secret `link_secret`. None disables the
+        check. With both None, any scheduler that connects may command this worker.
+
+        `certificates` returns the certificates in use, which heartbeats report. `clock` returns seconds of Unix time,
+        with which epochs are compared.
+        """
         self._engine = engine
         self._client_names = client_names
         self._link_secret = link_secret
@@ -78,7 +83,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._begin_timeout_s = begin_timeout_s
         self._on_stuck = on_stuck
         self._clock = clock
-        self._repetition = Repetition()  # of sessions that never begin: who is refused dials again
+        self._repetition = Repetition()  # of sessions that never begin: a refused scheduler connects again and again
         self._register = SessionRegister()
         self._loaded = asyncio.Event()
         self._holder: _Stream | None = None
@@ -88,11 +93,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, server)
 
     def set_loaded(self) -> None:
-        """The engine has loaded: sessions may begin."""
+        """Allow sessions to begin: the engine has loaded."""
         self._loaded.set()
 
     async def close(self) -> None:
-        """End the session there is, take no more, and return when the scheduler has been told why."""
+        """End the current session, refuse new ones, and return when the scheduler has received the reason."""
         self._is_closing = True
         if self._holder:
             self._holder.end(*_SHUTTING_DOWN)
@@ -108,14 +113,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             self._repetition.tell(logger, logging.ERROR, f"protocol error: {error}")
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         except _SessionEnded as end:
-            # A worker that stops has said so.
+            # A stopping worker has already logged that it stops.
             self._repetition.tell(
                 logger, logging.DEBUG if self._is_closing else logging.WARNING, f"session ended: {end}"
             )
             await context.abort(end.code, str(end))
 
     async def _serve(self, requests: AsyncIterator[pb.ExecuteRequest], context: grpc.aio.ServicerContext) -> None:
-        """One stream to its end. Raises WorkerProtocolError, _SessionEnded, Unreadable."""
+        """Serve one stream until it ends. Raises WorkerProtocolError, _SessionEnded or Unreadable."""
         request = await anext(requests, None)
         if request is None:
             return
@@ -147,7 +152,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 self._holder = None
 
     def _check_peer(self, context: grpc.aio.ServicerContext) -> None:
-        """Raises _SessionEnded for a peer that is not the scheduler."""
+        """Raise _SessionEnded if the peer is not an allowed scheduler."""
         self._check_secret(context)
         if self._client_names is None:
             return
@@ -158,7 +163,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             raise _SessionEnded(grpc.StatusCode.PERMISSION_DENIED, reason)
 
     def _check_secret(self, context: grpc.aio.ServicerContext) -> None:
-        """Raises _SessionEnded. Who shows a secret to a worker that would not look at it is told so."""
+        """Raise _SessionEnded if the secret is missing or wrong.
+
+        Also raise it if the peer sends a secret and this worker has no secret file.
+        """
         metadata = context.invocation_metadata() or ()
         if self._link_secret is None:
             reason = "this worker has no --link-secret-file, but the scheduler has" if shows_one(metadata) else ""
@@ -172,13 +180,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             raise _SessionEnded(grpc.StatusCode.UNAUTHENTICATED, reason)
 
     async def _begin(self, stream: "_Stream") -> None:
-        """Tell how far loading is, then answer with the worker's capacity once every earlier step has finished."""
+        """Report the progress of loading, then send the worker's capacity once every earlier step has finished."""
         while not self._loaded.is_set():
             await stream.write(WorkerStarting(self._engine.loading))
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._loaded.wait(), self._heartbeat_interval_s)
         begun = asyncio.Event()
-        on_begun = partial(stream.loop.call_soon_threadsafe, begun.set)  # on the engine's thread
+        on_begun = partial(stream.loop.call_soon_threadsafe, begun.set)  # called on the compute thread
         self._engine.begin(stream.engine_session, stream.session.epoch, on_begun)
         try:
             await asyncio.wait_for(begun.wait(), self._begin_timeout_s)
@@ -189,7 +197,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
 
 class _Stream:
-    """The call that holds an epoch, from its hello to its end."""
+    """The RPC of one epoch, from its hello to its end."""
 
     def __init__(
         self,
@@ -204,12 +212,12 @@ class _Stream:
         self.loop = asyncio.get_running_loop()
         handler = asyncio.current_task()
         assert handler is not None
-        self.handler = handler  # over when the peer has been told how the session ended
+        self.handler = handler  # ends when the peer has received the reason for the session's end
         self.session = session
         self._engine = engine
         self._certificates = certificates
         self._outgoing: asyncio.Queue[StepResult | Heartbeat | GrammarReport] = asyncio.Queue()
-        soon = self.loop.call_soon_threadsafe  # the engine calls on threads of its own
+        soon = self.loop.call_soon_threadsafe  # the engine calls back on its own threads
         self.engine_session = EngineSession(
             deliver=lambda outcome: soon(self._take, outcome),
             on_moved=lambda: soon(self._put_heartbeat),
@@ -217,7 +225,7 @@ class _Stream:
         )
         self._end: asyncio.Future[_SessionEnded | WorkerProtocolError] = self.loop.create_future()
         self._may_write = True
-        self._written = asyncio.Event()  # no write is under way
+        self._written = asyncio.Event()  # set while no write is in progress
         self._written.set()
 
     def end(self, code: grpc.StatusCode, message: str) -> None:
@@ -225,11 +233,14 @@ class _Stream:
         self._finish(_SessionEnded(code, message))
 
     async def exchange(self, heartbeat_interval_s: float) -> None:
-        """Plans in, results and heartbeats out, until the scheduler closes the stream. Raises why it ended else."""
+        """Receive plans and send results and heartbeats until the scheduler closes the stream.
+
+        Raises any other reason to end.
+        """
         await self.until_ended(self._receive(), self._transmit(), self._beat(heartbeat_interval_s))
 
     async def until_ended(self, *parts: Coroutine[Any, Any, None]) -> None:
-        """Run the parts until one of them is done or the session ends. Raises why it ended."""
+        """Run the coroutines until one of them is done or the session ends. Raises the reason if the session ended."""
         tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(part) for part in parts]
         try:
             await asyncio.wait([self._end, *tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -244,7 +255,7 @@ class _Stream:
             self._may_write = True
 
     async def write(self, message: Response) -> None:
-        """Nothing is written once the parts are being ended."""
+        """Write a message, unless `until_ended` has started to end the coroutines."""
         if not self._may_write:
             return
         self._written.clear()
@@ -254,9 +265,12 @@ class _Stream:
             self._written.set()
 
     async def _finish_writing(self) -> None:
-        """gRPC cannot take a write back: while one is under way, no status can be sent."""
+        """Stop further writes and wait for a write in progress.
+
+        gRPC cannot cancel a write, and no status can be sent during a write.
+        """
         self._may_write = False
-        with suppress(TimeoutError):  # the peer does not read: it will not read a status either
+        with suppress(TimeoutError):  # a peer that does not read would not read a status either
             await asyncio.wait_for(self._written.wait(), _WRITE_TIMEOUT_S)
 
     async def _receive(self) -> None:
@@ -271,14 +285,14 @@ class _Stream:
         while True:
             message = await self._outgoing.get()
             if isinstance(message, StepResult):
-                # Before the write: its answer, the next plan, may arrive before the write returns here.
+                # Before the write: the next plan may arrive before the write returns here.
                 self.session.answer(message.step)
             await self.write(message)
 
     async def _beat(self, interval_s: float) -> None:
         while True:
             await asyncio.sleep(interval_s)
-            if self._outgoing.empty():  # else the peer does not read, and heartbeats must not pile up
+            if self._outgoing.empty():  # otherwise the peer does not read, and heartbeats must not pile up
                 self._put_heartbeat()
 
     def _put_heartbeat(self) -> None:

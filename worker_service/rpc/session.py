@@ -1,8 +1,9 @@
 """The worker's side of the protocol as a state machine: epochs, plan order, pipeline depth. No I/O and no torch.
 
-An epoch is one pairing with one scheduler. Epochs rise strictly, so the scheduler of the highest one holds the worker,
-and a scheduler that was replaced is turned away for good. They are milliseconds of Unix time, shifted by 20 bits: no
-scheduler needs one of the future, and a worker that takes none cannot be told the highest there is and be lost to all.
+An epoch is one pairing with one scheduler. Epochs rise strictly, so the scheduler with the highest epoch owns the
+worker, and a replaced scheduler is refused for good. An epoch is a Unix time in milliseconds, shifted left by 20 bits.
+The worker refuses epochs more than a day in the future. Otherwise a single hello with the highest possible epoch would
+make the worker unusable for all schedulers.
 """
 
 from dataclasses import dataclass
@@ -10,12 +11,12 @@ from dataclasses import dataclass
 from pagewire.common.wire.messages import PROTOCOL_VERSION, Hello, Refusal, RefusalReason, WorkerProtocolError
 
 _EPOCH_SHIFT = 20
-_MAX_LEAD_S = 24 * 3600.0  # that a scheduler's clock may have
+_MAX_LEAD_S = 24 * 3600.0  # by which a scheduler's clock may be ahead
 
 
 @dataclass(slots=True)
 class Session:
-    """One epoch: plans arrive in step order, at most `pipeline_depth` of them unfinished."""
+    """One epoch. Plans arrive in step order, and at most `pipeline_depth` of them are unfinished."""
 
     epoch: int
     instance_id: str
@@ -24,7 +25,11 @@ class Session:
     last_answered_step: int = 0
 
     def plan(self, epoch: int, step: int) -> None:
-        """A plan has arrived. Raises WorkerProtocolError if it is not the next one of this epoch, or one too many."""
+        """Record the arrival of a plan.
+
+        Raises WorkerProtocolError if it is not the next plan of this epoch, or if `pipeline_depth` plans are
+        unfinished.
+        """
         if epoch != self.epoch:
             raise WorkerProtocolError(f"a plan is of epoch {epoch}, this session is epoch {self.epoch}")
         if step != self.last_planned_step + 1:
@@ -38,21 +43,23 @@ class Session:
         self.last_planned_step = step
 
     def answer(self, step: int) -> None:
-        """The result of the oldest unfinished step is about to go out."""
+        """Record that the result of the oldest unfinished step is about to be sent."""
         assert step == self.last_answered_step + 1 <= self.last_planned_step
         self.last_answered_step = step
 
 
 @dataclass(slots=True)
 class SessionRegister:
-    """The last epoch this process has seen and the instance that held it."""
+    """The last epoch that this process has accepted, and the scheduler instance that began it."""
 
     last_epoch: int = 0
     instance_id: str = ""
 
     def hello(self, hello: Hello, now: float) -> Session | Refusal:
-        """Open an epoch, or say why not; `now` is seconds of Unix time. Raises WorkerProtocolError for a hello that no
-        scheduler may send."""
+        """Begin an epoch, or return the reason for a refusal. `now` is seconds of Unix time.
+
+        Raises WorkerProtocolError if `pipeline_depth` is 0 or `instance_id` is empty.
+        """
         if hello.protocol_version != PROTOCOL_VERSION:
             message = f"this worker speaks protocol version {PROTOCOL_VERSION}, not {hello.protocol_version}"
             return Refusal(RefusalReason.PROTOCOL_VERSION, self.last_epoch, self.instance_id, message)
