@@ -1,4 +1,4 @@
-"""A step from plan to result. `profile.py` writes a trace of some steps."""
+"""The execution of a step, from plan to result. `profile.py` writes a trace of some steps."""
 
 from worker_service.runner.model_runner import Computation, ModelRunner
 

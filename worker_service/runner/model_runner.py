@@ -1,10 +1,10 @@
-"""Carries out plans: grammars -> moves and copies -> rows of the table -> computation -> result.
+"""Execution of plans: grammars -> moves and copies -> rows of the table -> computation -> result.
 
-Where the rows are computed, on the host or on a device, is a `Computation`. On a device a step is only launched here,
-and the next plan may be launched before its result has been read. A step for which memory does not suffice is
-computed in parts (`rows/parts.py`), and a row that does not fit alone is given up.
+A `Computation` computes the rows, either on the host or on a device. On a device, `launch` only submits a step, and the
+next plan may be launched before the step's result has been read. If memory does not suffice for a step, the step is
+computed in parts (`rows/parts.py`). A row for which memory does not suffice even alone fails.
 
-A runner is driven by one thread. It needs no gRPC: what holds a StepPlan may call `execute`.
+One thread drives a runner. The runner does not need gRPC: any caller that has a StepPlan may call `execute`.
 """
 
 from collections.abc import Callable
@@ -33,41 +33,48 @@ from worker_service.step import LaunchedStep
 
 
 class Computation(Protocol):
-    """A computation of rows of the table, which writes the tokens that they sample where their next step finds them.
+    """A computation of rows of the table. It stores sampled tokens where the rows' next step reads them.
 
-    Memory is taken when something is launched, and whatever raises for want of it has changed nothing.
+    Memory is allocated when a step is launched. A launch that raises because of insufficient memory has changed
+    nothing.
     """
 
     table: SequenceTable
-    num_graphs: int  # that `capture_graphs` captures
+    num_graphs: int  # number of graphs that `capture_graphs` captures
 
     def capture_graphs(self, sum_of_ranks: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Capture what fits the memory, and warn of what does not. To be called before the first plan.
+        """Capture the graphs that fit the memory and log a warning for the others. Call this before the first plan.
 
-        Where the connections of ranks are captured too, to be called with `sum_of_ranks`, their `all_reduce`, before
-        the first plan of each epoch: of all ranks alike, since it has them exchange what a step would. Then it raises
-        where memory does not suffice, and from the next epoch on the ranks do without what did not fit one of them.
+        If the graphs contain communication between ranks, pass the ranks' `all_reduce` as `sum_of_ranks`. Then all
+        ranks must call this before the first plan of each epoch, since a capture exchanges the same data as a step. In
+        that case the method raises if memory does not suffice, and from the next epoch on all ranks skip a graph that
+        did not fit one of them.
         """
 
     def drop_graphs(self) -> None:
-        """No graph is replayed any more until the next `capture_graphs`."""
+        """Forget all graphs. No graph is replayed before the next `capture_graphs`."""
 
     def rehearse_graphs(self) -> None:
-        """Do what the largest graphs would do; there must be some. To be called in place of `capture_graphs`."""
+        """Run the operations of the largest graphs without capturing them. Call this instead of `capture_graphs`.
+
+        There must be at least one graph.
+        """
 
     def prepare(self, step: BegunStep, rows: WorkingRows) -> Callable[[], LaunchedStep]:
-        """Take over what the plan has changed in the table. Returns what launches these rows, of which there may be
-        none; it may be called again if it raises."""
+        """Apply the plan's changes of the table and return a function that launches `rows`, which may be empty.
+
+        If the function raises, it may be called again.
+        """
 
     def launch(self, step: BegunStep, rows: WorkingRows) -> LaunchedStep:
         """Launch a part of a step that has been prepared."""
 
     def synchronize(self) -> None:
-        """Return when everything that was launched has been done. Raises if the device is lost."""
+        """Wait until all launched work is done. Raises if the device is lost."""
 
 
 class ModelRunner:
-    """One model, one KV cache, one table of running sequences."""
+    """The runner of one model, one KV cache and one table of running sequences."""
 
     def __init__(
         self,
@@ -77,7 +84,10 @@ class ModelRunner:
         splits_steps: bool = True,
         grammars: EpochGrammars | None = None,
     ) -> None:
-        """`splits_steps`: computes a step in parts where memory does not suffice. `grammars`: None: it reads none."""
+        """If `splits_steps` is set, compute a step in parts when memory does not suffice.
+
+        If `grammars` is None, the runner rejects plans with grammars.
+        """
         self.computation = computation
         self.table = computation.table
         self._cache = cache
@@ -86,23 +96,24 @@ class ModelRunner:
         self._must_capture = False
         self.table.masks.matcher_of = self._grammars.matcher
         self.table.masks.queue = self._grammars.mask_queue
-        self.table.masks.waits_for_all = communicator.size > 1  # ranks must agree
+        self.table.masks.waits_for_all = communicator.size > 1  # all ranks must sample the same rows
         self._is_out_of_memory = is_out_of_memory if splits_steps else lambda error: False
 
     def reset(self, epoch: int, report_grammar: Callable[[GrammarReport], None] = lambda report: None) -> None:
         """See `Runner.reset`."""
-        if self._communicator.size > 1:  # graphs hold the connections of the epoch before, which end now
+        if self._communicator.size > 1:  # the graphs contain the previous epoch's connections, which end now
             self.computation.drop_graphs()
             self._must_capture = True
-        self._communicator.begin(epoch)  # what waits on the device for a rank that is lost ends too
+        self._communicator.begin(epoch)  # also ends device operations that wait for a lost rank
         self.computation.synchronize()
         self.table.clear()
         self._cache.reset()
         self._grammars.begin(epoch, report_grammar)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """See `Runner.launch`. Raises WorkerProtocolError before any block is touched if the plan breaks a rule."""
-        if self._must_capture:  # the ranks have all answered to the epoch by its first plan, and meet now
+        """See `Runner.launch`. Raises WorkerProtocolError for an invalid plan, before any block is changed."""
+        # by the first plan of an epoch, all ranks have joined the epoch, so they can communicate
+        if self._must_capture:
             self.computation.capture_graphs(self._communicator.all_reduce)
             self._must_capture = False
         watch = StepWatch()
@@ -119,20 +130,20 @@ class ModelRunner:
         return launched
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Carry out one plan and wait for it."""
+        """Carry out one plan and return its result."""
         return replace(self.launch(plan).result(), last_moved_step=self._cache.last_moved_step())
 
     def last_moved_step(self) -> int:
-        """The moves of all plans of this epoch up to this step are done."""
+        """Return the last step of this epoch for which all moves, of it and of earlier plans, are done."""
         return self._cache.last_moved_step()
 
     @property
     def is_moving(self) -> bool:
-        """Whether moves are under way that no result has told of."""
+        """Whether some moves in progress have not yet been reported as done."""
         return self._cache.is_moving
 
     def is_fatal(self, error: Exception) -> bool:
-        """Whether the device is in an error state that stays: then waiting for it fails too."""
+        """Return whether the device is in a permanent error state, in which waiting for it fails too."""
         if isinstance(error, WorkerProtocolError):
             return False
         try:
@@ -142,7 +153,7 @@ class ModelRunner:
         return is_fatal(error)
 
     def _launch(self, step: BegunStep, rows: WorkingRows) -> LaunchedStep:
-        """Launch the rows in one part, unless memory does not suffice or has not for one of the rows."""
+        """Launch the rows of a step, in several parts if memory does not suffice or if some rows have failed."""
         good_rows = self._without_failed(rows)
         launch = self.computation.prepare(step, good_rows)
         if not len(rows.slots):
@@ -159,7 +170,7 @@ class ModelRunner:
         return _PartsUnderWay(step, StepOutline.of(self.table, rows), parts)
 
     def _without_failed(self, rows: WorkingRows) -> WorkingRows:
-        """Rows that were given up before are given up in every step."""
+        """Return the rows that have not failed. Rows that failed in an earlier step fail in each later step too."""
         has_failed = self.table.has_failed[rows.slots]
         if not has_failed.any():
             return rows
@@ -167,8 +178,10 @@ class ModelRunner:
         return rows.take(~has_failed)
 
     def _give_up(self, rows: WorkingRows) -> None:
-        """Give up rows, which are not computed in this step and in any later one; what they should have written is
-        spoilt."""
+        """Mark rows as failed and fill the positions that they should have written with NaN.
+
+        Failed rows are not computed in this step or in any later step.
+        """
         for slot, start, end in zip(rows.slots, rows.starts, rows.ends, strict=True):
             self._cache.spoil(self.table.block_tables[slot], int(start), int(end))
         self.table.has_failed[rows.slots] = True
@@ -176,7 +189,7 @@ class ModelRunner:
 
 @dataclass(frozen=True, slots=True)
 class _PartsUnderWay:
-    """A step in parts, as `LaunchedStep`."""
+    """A launched step that was split into parts. See `LaunchedStep`."""
 
     step: BegunStep
     outline: StepOutline

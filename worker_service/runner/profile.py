@@ -1,4 +1,4 @@
-"""A trace of some steps by torch's profiler, for `--profile`: Chrome's JSON, to be opened in Perfetto."""
+"""A trace of some steps by torch's profiler, for `--profile`. The file is Chrome trace JSON and opens in Perfetto."""
 
 import logging
 import os
@@ -14,29 +14,29 @@ from pagewire.common.wire.messages import StepPlan
 
 logger = logging.getLogger(__name__)
 
-# What launches a step is marked with this and the step's number.
+# The profiler range of a step's launch is named with this prefix and the step's number.
 STEP_PREFIX = "launch step "
-NUM_STEPS_BEFORE = 20  # kernels are compiled and memory is allocated in the first ones
-_NUM_TRACED_UNKEPT = 3  # of these: what the profiler itself does at first would be in the trace
+NUM_STEPS_BEFORE = 20  # the first steps compile kernels and allocate memory
+_NUM_TRACED_UNKEPT = 3  # the last of them, which the profiler warms up on so that its own start-up is not in the trace
 
 
 class StepProfile:
-    """Makes a trace of some steps, once. To be used on the thread that launches steps."""
+    """Writes one trace of some steps. Use it on the thread that launches steps."""
 
     def __init__(self, num_steps: int, directory: Path) -> None:
-        """`directory` is made where there is none. Raises ValueError if it cannot be."""
+        """Create `directory` if it does not exist. Raises ValueError if it cannot be created."""
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(f"--profile-dir is {str(directory)!r}, which cannot be made: {error}") from error
         self._directory = directory
         self._num_steps = num_steps
-        self.num_steps_left = NUM_STEPS_BEFORE + num_steps  # to be launched before the trace is written
+        self.num_steps_left = NUM_STEPS_BEFORE + num_steps  # steps to launch before the trace is written
         self._profile: profile | None = None
 
     @contextmanager
     def around_launch(self, plan: StepPlan) -> Iterator[None]:
-        """The plan is launched meanwhile."""
+        """A context in which the plan is launched."""
         if not self.num_steps_left:
             yield
             return
@@ -46,7 +46,7 @@ class StepProfile:
             yield
         self.num_steps_left -= 1
         if not self.num_steps_left and torch.cuda.is_available():
-            torch.cuda.synchronize()  # what is still to run is to be in the trace
+            torch.cuda.synchronize()  # the remaining work must be in the trace
         self._profile.step()
         if not self.num_steps_left:
             self._profile.stop()
