@@ -1,5 +1,5 @@
-"""From a configuration to a worker that can compute, or why there can be none.
+"""The start of a worker: from a configuration to a worker that can compute, or to the reason why it cannot start.
 
-`loader` is the way in. `preflight`, `resources`, `device_memory`, `pool_size` and `progress` need no torch, and are
-imported before it: so nothing is imported here.
+`loader` is the entry point. `preflight`, `resources`, `device_memory`, `pool_size` and `progress` do not need torch and
+are imported before torch. Therefore this package's `__init__` imports nothing.
 """

@@ -1,10 +1,13 @@
-"""Which kernels a CPU computes with, as the environment says: the one place of a worker that reads it for them.
+"""The choice of CPU kernels by environment variables. Only this module of a worker reads these variables.
 
-`PAGEWIRE_CPU_KERNELS` says whether: "auto" (the default) uses them where they can be built, and says in one warning why
-not; "off" does not; "require" raises instead. `PAGEWIRE_CPU_VARIANT` says which variant: "portable", "avx2", "avx512",
-"avx512_bf16" or, on AArch64, "dotprod"; or "native" (the default) for the widest that this processor runs. `CC` names
-the compiler. What is built is kept in `PAGEWIRE_CACHE`, by default the user's cache. So are weights that were quantised
-for them, unless `PAGEWIRE_QUANTIZED_CACHE` names another folder, or is "off".
+- `PAGEWIRE_CPU_KERNELS` turns the kernels on or off. "auto" (the default) uses them if they can be built, and otherwise
+  logs one warning with the reason. "off" does not use them. "require" raises an error if they cannot be built.
+- `PAGEWIRE_CPU_VARIANT` selects the variant: "portable", "avx2", "avx512", "avx512_bf16" or, on AArch64, "dotprod".
+  "native" (the default) selects the widest variant that this processor supports.
+- `CC` names the compiler.
+- `PAGEWIRE_CACHE` names the folder for built kernels and for weights quantised for them, by default in the user's
+  cache.
+- `PAGEWIRE_QUANTIZED_CACHE` names another folder for the quantised weights; "off" keeps no quantised weights.
 """
 
 import os
@@ -17,15 +20,16 @@ from worker_service.startup.resources import available_bytes, num_usable_cpus
 _SWITCH = "PAGEWIRE_CPU_KERNELS"
 _MODES = ("auto", "off", "require")
 _VARIANT_SWITCH = "PAGEWIRE_CPU_VARIANT"
-_COMPILER_BYTES = 256 << 20  # set aside for each that runs
+_COMPILER_BYTES = 256 << 20  # memory reserved for each compiler process
 _QUANTIZED_SWITCH = "PAGEWIRE_QUANTIZED_CACHE"
 
 
 def load_cpu_kernels(tell: Callable[[str], object] = lambda doing: None) -> CpuKernels | None:
-    """The kernels, or None where there are none. The first call may take seconds: it builds them, and tells of that.
+    """Return the kernels, or None if they are off or could not be built.
 
-    Raises ValueError if `PAGEWIRE_CPU_KERNELS` or `PAGEWIRE_CPU_VARIANT` is none of its values, or if the kernels are
-    required and cannot be built.
+    The first call may take seconds, because it builds the kernels; `tell` receives the progress. Raises ValueError if
+    `PAGEWIRE_CPU_KERNELS` or `PAGEWIRE_CPU_VARIANT` has an unknown value, or if the kernels are required and cannot be
+    built.
     """
     mode, build = _choice(_SWITCH, _MODES), environment_build(tell)
     kernels = None if mode == "off" else load_kernels(build)
@@ -37,8 +41,10 @@ def load_cpu_kernels(tell: Callable[[str], object] = lambda doing: None) -> CpuK
 
 
 def environment_build(tell: Callable[[str], object] = lambda doing: None) -> Build:
-    """How the environment has the kernels built, of which `tell` hears. Raises ValueError if a variable is none of its
-    values."""
+    """Return the build settings from the environment. Raises ValueError if a variable has an unknown value.
+
+    `tell` receives the progress of the build.
+    """
     num_jobs = max(1, min(num_usable_cpus(), available_bytes() // _COMPILER_BYTES))
     return Build(
         _choice(_VARIANT_SWITCH, (NATIVE, *VARIANTS)), os.environ.get("CC"), cache_folder("kernels"), num_jobs, tell
@@ -46,7 +52,7 @@ def environment_build(tell: Callable[[str], object] = lambda doing: None) -> Bui
 
 
 def _choice(name: str, choices: Sequence[str]) -> str:
-    """The first of the choices where the environment does not say."""
+    """Return the value of a variable, by default the first choice. Raises ValueError if it is not a choice."""
     chosen = os.environ.get(name, choices[0])
     if chosen not in choices:
         raise ValueError(f"{name} is {chosen!r}; it must be one of {', '.join(choices)}")
@@ -54,7 +60,7 @@ def _choice(name: str, choices: Sequence[str]) -> str:
 
 
 def cache_folder(name: str) -> Path | None:
-    """$PAGEWIRE_CACHE/NAME, by default in the user's cache; None where the user has no home."""
+    """Return $PAGEWIRE_CACHE/NAME, by default in the user's cache folder, or None if the user has no home."""
     root = os.environ.get("PAGEWIRE_CACHE")
     if root:
         return Path(root) / name
@@ -65,7 +71,7 @@ def cache_folder(name: str) -> Path | None:
 
 
 def quantized_folder() -> Path | None:
-    """The folder of weights that were quantised at an earlier start; None where none shall be kept."""
+    """Return the folder for quantised weights, or None if they are not kept."""
     named = os.environ.get(_QUANTIZED_SWITCH)
     if named == "off":
         return None

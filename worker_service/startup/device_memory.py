@@ -1,12 +1,16 @@
-"""The division of a GPU's memory. It is pure arithmetic: `loader.py` measures, and allocates what comes out here.
+"""The division of a GPU's memory. This module only calculates: `loader.py` measures and allocates.
 
-    total * utilization = others + weights + largest step + graphs + staging + exchange + KV cache
+ total * utilization = others + weights + largest step + graphs + staging + exchange + KV cache
 
-The largest step is run before the pool exists, with every buffer that the runner keeps, and its peak is measured. CUDA
-graphs cannot be: they hold the pool's addresses, so the pool comes first. They keep memory of their own, which steps
-cannot use meanwhile, about that of the largest one since all share it; so what that will hold is run too, uncaptured,
-and its peak reserved, with an allowance for what the driver keeps of each graph. Nor can what ranks exchange by: they
-meet when an epoch begins, and each may be started again alone.
+The largest step runs before the block pool exists, with every buffer that the runner keeps, and its peak is measured.
+
+The memory of CUDA graphs cannot be measured, because graphs contain the addresses of the pool, which must exist first.
+Graphs keep memory that steps cannot use. All graphs share it, so it is about as large as the largest graph's. The
+largest graph's operations are therefore run uncaptured. Their peak is reserved, with an allowance for the memory that
+the driver keeps for each graph.
+
+The memory for the exchange between ranks cannot be measured either. Ranks connect only when an epoch begins, and each
+rank may be restarted alone.
 """
 
 from dataclasses import dataclass
@@ -14,15 +18,15 @@ from dataclasses import dataclass
 from pagewire.common.process.memory_size import describe_memory
 
 GIB = 1 << 30
-_DRIVER_BYTES_PER_GRAPH = 4 << 20  # an allowance
-# An allowance for the buffers of NCCL, which it allocates by itself when ranks meet: some 10 MiB for each channel and
-# protocol, of which there are up to 32 and 3 between GPUs of a machine.
+_DRIVER_BYTES_PER_GRAPH = 4 << 20  # an allowance, not a measurement
+# An allowance for NCCL's buffers, which NCCL allocates when ranks connect: about 10 MiB for each channel and protocol.
+# There are up to 32 channels and 3 protocols between the GPUs of one machine.
 EXCHANGE_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """The largest step there can be."""
+    """The size of the largest possible step."""
 
     num_tokens: int
     num_rows: int
@@ -30,23 +34,23 @@ class StepSize:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """A GPU's memory beside the pool of blocks, in bytes."""
+    """The use of a GPU's memory, in bytes, without the block pool."""
 
     total: int
-    others: int  # other processes, and what CUDA itself and its libraries keep for this one
+    others: int  # other processes, and memory that CUDA and its libraries reserve for this process
     weights: int
-    step: int  # the largest step at its peak, and what the runner keeps from step to step
+    step: int  # peak of the largest step, and buffers that the runner keeps between steps
     graphs: int
-    staging: int  # where blocks are gathered that move to the host
-    exchange: int = 0  # what ranks exchange by
+    staging: int  # buffer in which blocks that move to the host are gathered
+    exchange: int = 0  # buffers for communication between ranks
 
     def left(self, utilization: float) -> int:
-        """Bytes for the pool, block 0 included, if so much of the memory may be used; may be below 0."""
+        """Return the bytes left for the pool, including block 0, with this share of the memory. May be negative."""
         used = self.others + self.weights + self.step + self.graphs + self.staging + self.exchange
         return int(self.total * utilization) - used
 
     def describe(self) -> str:
-        """Return all figures of the memory in words, for logs and refusals."""
+        """Return all figures as text for logs and error messages."""
         parts = {
             "weights": self.weights,
             "the largest step": self.step,
@@ -60,9 +64,9 @@ class DeviceMemory:
 
 
 def graph_bytes(*, largest_bytes: int, num_graphs: int) -> int:
-    """Return the bytes that CUDA graphs which share one pool of memory will keep.
+    """Return the bytes that CUDA graphs with one shared memory pool will keep.
 
-    `largest_bytes`: what the largest of the captured steps takes at its peak.
+    `largest_bytes` is the peak of the largest captured step.
     """
     return largest_bytes + num_graphs * _DRIVER_BYTES_PER_GRAPH if num_graphs else 0
 
@@ -70,7 +74,10 @@ def graph_bytes(*, largest_bytes: int, num_graphs: int) -> int:
 def size_pool(
     memory: DeviceMemory, *, utilization: float, block_bytes: int, max_num_blocks: int, step: StepSize
 ) -> int:
-    """Usable blocks by --gpu-memory-utilization, at most `max_num_blocks`. Raises ValueError if there is no room."""
+    """Return the number of usable blocks for `utilization`, at most `max_num_blocks`.
+
+    Raises ValueError if it is below 1.
+    """
     num_blocks = min(memory.left(utilization) // block_bytes - 1, max_num_blocks)
     if num_blocks >= 1:
         return num_blocks
@@ -87,9 +94,9 @@ def size_pool(
 
 
 def check_pool(*, left: int, memory: str, flag: str, asked: str, num_blocks: int, block_bytes: int) -> None:
-    """Raises ValueError if as many usable blocks as `flag` asks for do not fit into the bytes that are left.
+    """Raise ValueError if `num_blocks` usable blocks and block 0 do not fit into `left` bytes.
 
-    `memory`: what there is, for people.
+    `flag` and `asked` are the option and its value. `memory` describes the memory for people.
     """
     num_fitting = left // block_bytes - 1
     if num_blocks > num_fitting:
@@ -101,9 +108,9 @@ def check_pool(*, left: int, memory: str, flag: str, asked: str, num_blocks: int
 
 
 def check_cpu_weights(*, available: int, held: int, peak: int, held_in: str) -> None:
-    """Raises ValueError if a CPU's memory does not hold the weights, or what they take for a while as they load.
+    """Raise ValueError if a CPU's memory cannot hold the weights, or their peak size during loading.
 
-    `held_in`: the dtypes that the weights are in, for people.
+    `available`, `held` and `peak` are in bytes. `held_in` names the dtypes of the weights for people.
     """
     if peak <= available:
         return
@@ -116,7 +123,10 @@ def check_cpu_weights(*, available: int, held: int, peak: int, held_in: str) -> 
 
 
 def step_refusal(*, total: int, free: int, weights: int, step: StepSize) -> ValueError:
-    """The largest step ran out of memory beside the weights. Bytes; `free`: with the weights loaded."""
+    """Return the error for a largest step that ran out of memory after the weights were loaded.
+
+    Sizes are in bytes. `free` is measured with the weights loaded.
+    """
     return ValueError(
         f"a step of {step.num_tokens} tokens in {step.num_rows} rows does not fit: of the GPU's "
         f"{describe_memory(total)}, weights {describe_memory(weights)}, and {describe_memory(free)} are free; no block "
@@ -125,7 +135,7 @@ def step_refusal(*, total: int, free: int, weights: int, step: StepSize) -> Valu
 
 
 def weights_refusal(*, total: int, free: int, needed: int) -> ValueError:
-    """The weights do not fit. Bytes; `free`: before they are loaded."""
+    """Return the error for weights that do not fit. Sizes are in bytes. `free` is measured before loading."""
     return ValueError(
         f"the weights do not fit: they take {describe_memory(needed)}, and {describe_memory(free)} of the GPU's "
         f"{describe_memory(total)} are free; no block fits: use a GPU with more memory, end what else uses this one, "

@@ -1,4 +1,4 @@
-"""Whether the worker reads grammars, and by what tokenizer: the model's own."""
+"""The preparation of grammars during the start. They use the model's own tokenizer."""
 
 import json
 import logging
@@ -12,45 +12,51 @@ from worker_service.epoch_grammars import Compile, CompileThread, EpochGrammars
 
 logger = logging.getLogger(__name__)
 
-_MAX_KEPT_BYTES = 256 * 1024 * 1024  # of grammars that were compiled, of this epoch and of earlier ones
+_MAX_KEPT_BYTES = 256 * 1024 * 1024  # limit for compiled grammars that are kept, of this epoch and of earlier ones
 _TOKENIZER_FILE = "tokenizer.json"
-_CONFIG_FILES = ("generation_config.json", "config.json")  # the first one that names end tokens counts
+_CONFIG_FILES = ("generation_config.json", "config.json")  # end tokens come from the first file that names them
 
 
 class GrammarStart:
-    """Makes ready for grammars beside the loading of a model, and says in the end whether there can be any."""
+    """Prepares the support of grammars while the model loads."""
 
     def __init__(self, path: Path, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._thread = CompileThread(lambda: _make_compile(path, vocab_size))
 
     def finish(self) -> tuple[EpochGrammars, str]:
-        """Return the grammars, and the version of the library that reads them: empty where there can be none."""
+        """Return the grammars and the version of the grammar library.
+
+        The version is "" if grammars are not supported.
+        """
         try:
             self._thread.wait()
         except (GrammarError, GgufError, OSError, ValueError) as error:
-            # A checkpoint without a tokenizer is served by token ids: no more is expected of it.
+            # A checkpoint without a tokenizer is served by token ids, so a missing tokenizer is not a warning.
             level = logging.INFO if isinstance(error, FileNotFoundError) else logging.WARNING
             logger.log(level, "requests for structured output will be refused: %s", error)
             return EpochGrammars(None, self._vocab_size), ""
         return EpochGrammars(self._thread, self._vocab_size), version()
 
     def give_up(self) -> None:
-        """The model cannot be loaded."""
+        """Stop the preparation, because the model cannot be loaded."""
         self._thread.stop()
 
 
 def _make_compile(path: Path, vocab_size: int) -> Compile:
-    """Raises GrammarError, GgufError, OSError and ValueError where no grammars can be read."""
+    """Return the compile function.
+
+    Raises GrammarError, GgufError, OSError or ValueError if grammars are not supported.
+    """
     file = path if is_gguf(path) else path / _TOKENIZER_FILE
     cache = GrammarCache(GrammarCompiler(read_tokenizer(file), vocab_size), _MAX_KEPT_BYTES)
-    # Takes the vocabulary in, so that the first request need not wait for that.
+    # Processes the vocabulary now, so that the first request need not wait for it.
     cache.get("regex", ".*", _end_token_ids(path) or (0,))
     return cache.get
 
 
 def _end_token_ids(path: Path) -> tuple[int, ...]:
-    """Return the end tokens that most requests will have. Grammars name their own, which may be others."""
+    """Return the end tokens of most requests. Each grammar names its own end tokens, which may differ."""
     for config in _configs(path):
         found = config.get("eos_token_id")
         if found is not None:

@@ -1,4 +1,4 @@
-"""From a configuration to a worker that can compute: device, dtype, weights, KV cache, model runner."""
+"""The loading of a worker from its configuration: device, dtype, weights, KV cache, model runner."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -58,10 +58,10 @@ _CACHE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": to
 def load_worker(
     config: WorkerConfig, worker_id: str, report: LoadProgress | None = None, digest: bytes | None = None
 ) -> LoadedWorker:
-    """Load everything on the calling thread, which must be the one that will call the runner.
+    """Load the worker on the calling thread, which must be the thread that will call the runner.
 
-    `report` is told what is done; `digest` is the model's, where it is known.
-    Raises ValueError and CheckpointError with a text for people.
+    `report` receives the progress. `digest` is the model's digest; if None, it is computed. Raises ValueError and
+    CheckpointError with a text for people.
     """
     config.validate()
     begin_vector_math()
@@ -80,7 +80,7 @@ def load_worker(
 def _load_worker(
     config: WorkerConfig, whole: Network, worker_id: str, report: LoadProgress, start: GrammarStart, digest: bytes
 ) -> LoadedWorker:
-    """See `load_worker`. `whole`: the model of all ranks; `start`: grammars are made ready meanwhile."""
+    """See `load_worker`. `whole` is the model of all ranks. `start` prepares grammars concurrently."""
     device = choose_device(config.device, config.tensor_parallel_rank)
     report.tell("preparing to load")
     communicator = _communicator(config, device)
@@ -121,7 +121,7 @@ def _load_worker(
         log_stretch(unloaded.model.network.rope, max_model_len)
     assembly = _Assembly(
         config=config,
-        weight_bytes=unloaded.footprint().held,  # known before they are loaded, which changes what is held
+        weight_bytes=unloaded.footprint().held,  # computed before loading, which changes the footprint
         model=_load_weights(unloaded, report, _packed_cache(config, unloaded, kernels, digest)),
         network=network,
         alibi_slopes=whole.heads.alibi_slopes,
@@ -142,7 +142,7 @@ def _load_worker(
 def _begin(
     assembly: "_Assembly", worker_id: str, sizes: PoolSize, start: GrammarStart, report: LoadProgress
 ) -> LoadedWorker:
-    """Make a runner with as many blocks as there is room for, and all that it computes by."""
+    """Build a runner with the most blocks that fit, warm it up, and capture its graphs."""
     num_device_blocks, num_host_blocks = assembly.num_blocks(sizes)
     log_lowered(assembly.config, sizes)
     log_size(assembly.shape, num_device_blocks, assembly.max_model_len, assembly.network.sliding_window)
@@ -159,14 +159,14 @@ def _begin(
         )
     if assembly.device.type == "cuda":
         warm_up(runner, grammars, report.tell)
-    if assembly.config.tensor_parallel_size == 1:  # graphs of ranks hold connections of an epoch: see `ModelRunner`
+    if assembly.config.tensor_parallel_size == 1:  # graphs of several ranks depend on the epoch: see `ModelRunner`
         runner.computation.capture_graphs()
     ready = assembly.ready(worker_id, cache, swap_bandwidth, grammar_version)
     return LoadedWorker(runner, ready, grammars.close)
 
 
 def attention_shape(network: Network, block_size: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> AttentionShape:
-    """Return the shape of the attention that a model needs."""
+    """Return the attention shape of a model."""
     heads = network.heads
     return AttentionShape(
         num_heads=heads.num_heads,
@@ -184,7 +184,10 @@ def attention_shape(network: Network, block_size: int, dtype: torch.dtype, cache
 
 
 def choose_device(name: str, rank: int = 0) -> torch.device:
-    """Ranks of one machine take its GPUs in turn. Raises ValueError if there is no such device."""
+    """Return the device called `name`. Ranks on one machine use its GPUs in rotation.
+
+    Raises ValueError if torch finds no such device.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
@@ -197,7 +200,7 @@ def choose_device(name: str, rank: int = 0) -> torch.device:
 
 
 def check_products(quantization: str | None, operations: Operations, device: torch.device) -> None:
-    """Raises ValueError if nothing multiplies with the codes that weights were to become."""
+    """Raise ValueError if no kernel can multiply with the quantised weights that `quantization` requests."""
     if quantization is None or operations.can_hold(quantized_format(BITS[quantization]).element, torch.float32):
         return
     if device.type == "cpu":
@@ -211,7 +214,7 @@ def check_products(quantization: str | None, operations: Operations, device: tor
 
 
 def _communicator(config: WorkerConfig, device: torch.device) -> Communicator:
-    """Raises OSError if the ranks cannot meet where they shall."""
+    """Return the communicator of this rank. Raises OSError if the ranks cannot use the address."""
     if config.tensor_parallel_size == 1:
         return SingleRank()
     assert config.tensor_parallel_address is not None
@@ -223,8 +226,11 @@ def _communicator(config: WorkerConfig, device: torch.device) -> Communicator:
 def choose_dtype(
     name: str, checkpoint_dtype: str, device: torch.device, kernels: CpuKernels | None = None
 ) -> torch.dtype:
-    """The named dtype; for "auto" the checkpoint's, or float32 where the CPU would only emulate that. `kernels`: the
-    CPU's, where they compute the products."""
+    """Return the dtype to compute in.
+
+    "auto" is the checkpoint's dtype, or float32 if the CPU would only emulate that dtype. On a CPU, float16 is computed
+    in float32. `kernels` are the CPU kernels if they compute matrix multiplications.
+    """
     if device.type == "cpu" and _DTYPES.get(name) == torch.float16:
         held = "held in 16 bits" if kernels is not None else "in float32 too, since only our C kernels widen them"
         logger.info("--dtype is %s: a CPU computes in float32, over weights %s", name, held)
@@ -248,7 +254,7 @@ def _is_native_on_cpu(dtype: torch.dtype, kernels: CpuKernels | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Assembly:
-    """The parts of a runner before it is known how many blocks it gets."""
+    """The parts of a runner, except the number of its blocks."""
 
     config: WorkerConfig
     model: Decoder
@@ -262,15 +268,19 @@ class _Assembly:
     device: torch.device
     max_model_len: int
     communicator: Communicator
-    streams: CudaDevice | None  # on a GPU
+    streams: CudaDevice | None  # set on a GPU
     kernels: CpuKernels | None
     digest: bytes  # of the model
-    grammars: EpochGrammars | None = None  # once they are needed
+    grammars: EpochGrammars | None = None  # set before the final runner is built
 
     def runner(
         self, num_device_blocks: int, num_host_blocks: int = 0, *, splits_steps: bool = True
     ) -> tuple[ModelRunner, CacheEngine]:
-        """`splits_steps`: where memory does not suffice for one. Ranks cannot: all would have to do so alike."""
+        """Return a runner with this number of blocks, and its cache.
+
+        `splits_steps` allows a step to be computed in parts if memory does not suffice. It is ignored if there are
+        several ranks, because all ranks would have to split the step in the same way.
+        """
         splits_steps = splits_steps and self.communicator.size == 1
         cache = CacheEngine(self.shape, num_device_blocks, self.device, num_host_blocks, self.streams)
         computation = self._computation(cache)
@@ -295,7 +305,7 @@ class _Assembly:
         return DeviceComputation(self.model, cache.layers, self.backend, sampler, table, self.streams, *graphs)
 
     def ready(self, worker_id: str, cache: CacheEngine, swap_bandwidth: float, grammar_version: str) -> WorkerCapacity:
-        """Return the capacity that the worker reports once it has its cache."""
+        """Return the capacity that the worker reports."""
         return WorkerCapacity(
             worker_id=worker_id,
             model_digest=self.digest,
@@ -323,7 +333,11 @@ class _Assembly:
         )
 
     def num_blocks(self, sizes: PoolSize) -> tuple[int, int]:
-        """Device blocks and host blocks: as told, else as many as the memory holds and all rows together could use."""
+        """Return the numbers of device blocks and host blocks.
+
+        The configuration sets them. By default they follow from the available memory, up to the number that all rows
+        together could use.
+        """
         available = available_bytes()
         if self.device.type == "cpu":
             return sizes.num_blocks_of_cpu(available)
@@ -336,7 +350,7 @@ class _Assembly:
         ), num_host_blocks
 
     def _measure_memory(self, num_host_blocks: int) -> DeviceMemory:
-        """Runs the largest steps on a runner of their own."""
+        """Run the largest step on a temporary runner and return the measured memory."""
         block_bytes = self.shape.block_bytes
         memory = measure_memory(
             CudaMeter(self.device),
@@ -358,9 +372,9 @@ def largest_step_size(config: WorkerConfig) -> StepSize:
 
 
 def check_memory(unloaded: UnloadedModel, sizes: PoolSize) -> None:
-    """Raises ValueError if it is plain before a weight is loaded that the memory does not hold the weights or a pool.
+    """Raise ValueError if the memory is clearly too small for the weights or for a pool. Runs before loading.
 
-    What steps take of a GPU is not known yet; it is measured once the weights are there.
+    On a GPU the memory for steps is not yet known. It is measured after the weights are loaded.
     """
     footprint, device = unloaded.footprint(), unloaded.device
     if device.type == "cpu":
@@ -383,14 +397,14 @@ def check_memory(unloaded: UnloadedModel, sizes: PoolSize) -> None:
 
 
 def log_formats(unloaded: UnloadedModel) -> None:
-    """Says of quantised weights what becomes of them."""
+    """Log how quantised weights are stored."""
     description = unloaded.describe_quantization()
     if description is not None:
         logger.info("%s; the model takes %s", description, describe_memory(unloaded.footprint().held))
 
 
 def log_stretch(rope: RopeConfig | None, max_model_len: int) -> None:
-    """Says of two lists of factors which one serves all sequences, where it is not that of short ones."""
+    """Log a warning if a LongRoPE model uses its factors for long sequences, which then apply to all sequences."""
     if rope is not None and rope.short_divisors:
         original = rope.original_max_position_embeddings
         logger.warning(
@@ -406,7 +420,7 @@ def log_stretch(rope: RopeConfig | None, max_model_len: int) -> None:
 def _packed_cache(
     config: WorkerConfig, unloaded: UnloadedModel, kernels: CpuKernels | None, digest: bytes
 ) -> PackedCache | None:
-    """The place where what is quantised is kept, if there is anything."""
+    """Return the cache of quantised weights, or None if no weights are quantised or kept."""
     folder, path = quantized_folder(), Path(config.model)
     if config.quantization is None or config.load_format == "dummy" or folder is None or kernels is None:
         return None
@@ -420,7 +434,7 @@ def _packed_cache(
 
 
 def _load_weights(unloaded: UnloadedModel, report: LoadProgress, cache: PackedCache | None) -> Decoder:
-    """Raises ValueError if the memory does not hold them after all."""
+    """Load the weights. Raises ValueError if memory turns out to be insufficient."""
     kept = None if cache is None or cache.is_empty else cache
     if kept is not None:
         logger.info("reading weights that were quantised and packed at an earlier start: %s", kept.path)
@@ -443,7 +457,7 @@ def _load_weights(unloaded: UnloadedModel, report: LoadProgress, cache: PackedCa
 
 
 def _allocate(assembly: _Assembly, num_device_blocks: int, num_host_blocks: int) -> tuple[ModelRunner, CacheEngine]:
-    """Raises ValueError if the pools cannot be allocated though there seemed to be room for them."""
+    """Allocate the pools and build the runner. Raises ValueError if the allocation fails despite the estimate."""
     try:
         return assembly.runner(num_device_blocks, num_host_blocks)
     except Exception as error:
@@ -461,7 +475,7 @@ def _allocate(assembly: _Assembly, num_device_blocks: int, num_host_blocks: int)
 
 
 def log_lowered(config: WorkerConfig, sizes: PoolSize) -> None:
-    """Says which amounts that were asked for are not reached, though the worker starts."""
+    """Log which requested sizes are not reached."""
     lowered = sizes.describe_lowered()
     if lowered is not None:
         logger.warning("%s", lowered)
@@ -485,7 +499,7 @@ def log_size(shape: CacheShape, num_device_blocks: int, max_model_len: int, slid
         max_model_len,
         describe_memory((num_device_blocks + 1) * shape.block_bytes),
     )
-    # Where every layer has a window, the blocks of one suffice for any request.
+    # If every layer has a window, a request never needs more blocks than the window does.
     num_needed = min(max_model_len, sliding_window + 2 * shape.block_size) if sliding_window else max_model_len
     if num_positions < num_needed:
         logger.warning(

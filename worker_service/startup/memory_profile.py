@@ -1,4 +1,4 @@
-"""Measures what a GPU's memory is taken by, beside the pool of blocks, by running the largest steps there can be."""
+"""Measurement of a GPU's memory use, without the block pool, by running the largest possible step."""
 
 import gc
 from collections.abc import Callable
@@ -17,29 +17,29 @@ _NUM_LISTED, _NUM_PROMPT_LOGPROBS = MAX_ENTRIES["logprob_token_ids"], int(RANGES
 
 
 class CudaMeter:
-    """A meter of a GPU's memory. It counts in bytes."""
+    """Measures a GPU's memory, in bytes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def total_and_free(self) -> tuple[int, int]:
-        """Return the device's memory, and how much of it is free, for all processes together."""
+        """Return the device's total memory and its free memory, for all processes together."""
         free, total = torch.cuda.mem_get_info(self._device)
         return total, free
 
     def allocated(self) -> int:
-        """Return what this process's tensors hold."""
+        """Return the memory that this process's tensors use."""
         return torch.cuda.memory_allocated(self._device)
 
     def peak_of(self, operation: Callable[[], object]) -> int:
-        """Return the most that they held at any time until all that the operation started was done."""
+        """Run `operation`, wait for the device, and return the peak memory of this process's tensors."""
         torch.cuda.reset_peak_memory_stats(self._device)
         operation()
         torch.cuda.synchronize(self._device)
         return torch.cuda.max_memory_allocated(self._device)
 
     def release(self) -> None:
-        """Give back to the device what no tensor holds."""
+        """Return the allocator's unused memory to the device."""
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -54,11 +54,10 @@ def measure_memory(
     block_bytes: int,
     staging_bytes: int,
 ) -> DeviceMemory:
-    """`make_runner` makes one with so many usable blocks, which splits no step.
+    """Measure the memory that the worker needs besides the pool.
 
-    Nothing but the weights is allocated before and after.
-
-    Raises ValueError if the largest step does not fit.
+    `make_runner` returns a runner with the given number of usable blocks, which does not split steps. Before and after
+    this call, only the weights are allocated. Raises ValueError if the largest step does not fit.
     """
     meter.release()
     weights = meter.allocated()
@@ -91,9 +90,10 @@ def measure_memory(
 
 
 def largest_step(step: StepSize, max_model_len: int, block_size: int) -> tuple[StepPlan, int]:
-    """A plan with as many rows and samples as `step` says, as many tokens as these can hold, and its blocks.
+    """Return a plan of the largest step, and the number of its blocks.
 
-    Rows ask for all that sampling takes memory for.
+    It has `step.num_rows` rows, all of which sample, and up to `step.num_tokens` tokens. The rows request every
+    sampling feature that needs memory.
     """
     num_tokens = min(step.num_tokens // step.num_rows, max_model_len)
     sampling = replace(

@@ -1,4 +1,4 @@
-"""How many blocks each pool gets: as told, or what is sensible. Pure arithmetic on bytes."""
+"""The number of blocks in each pool, from the configuration or by default. This module only calculates with bytes."""
 
 from dataclasses import dataclass
 
@@ -9,20 +9,22 @@ from worker_service.startup.device_memory import GIB, DeviceMemory, StepSize, ch
 _MAX_DEFAULT_CPU_BYTES = 4 * GIB
 _DEFAULT_CPU_SHARE = 0.3
 _MAX_DEFAULT_SWAP_BYTES = 4 * GIB
-_DEFAULT_SWAP_SHARE = 10  # a tenth
+_DEFAULT_SWAP_SHARE = 10  # divisor: a tenth of the available memory
 
 
 def cpu_cache_bytes(available_bytes: int) -> int:
-    """Return how much of a CPU's memory the KV cache takes when no option says so. It is a modest part, since the
-    memory is shared with all else."""
+    """Return the default size in bytes of a CPU's KV cache.
+
+    It is a modest part of the available memory, because other programs use the memory too.
+    """
     return min(_MAX_DEFAULT_CPU_BYTES, int(available_bytes * _DEFAULT_CPU_SHARE))
 
 
 def default_swap_bytes(device: str, available_bytes: int, num_local_ranks: int) -> int:
-    """Host memory to swap to when no flag says. `num_local_ranks`: those that share this machine.
+    """Return the default size in bytes of the host pool. `num_local_ranks` ranks share this machine.
 
-    A GPU's host has memory that is of no other use to the KV cache. On a CPU it is the device's own: a block there
-    holds as much as one of the device, and can be computed with, which a host block cannot.
+    A GPU's host has memory that the KV cache cannot use otherwise. On a CPU the default is 0: both pools use the same
+    memory, and a device block can be computed with, which a host block cannot.
     """
     if device == "cpu":
         return 0
@@ -30,9 +32,9 @@ def default_swap_bytes(device: str, available_bytes: int, num_local_ranks: int) 
 
 
 def count_blocks(*, cache_bytes: int, block_bytes: int, max_num_blocks: int, remedy: str) -> int:
-    """Usable blocks that fit in `cache_bytes`, block 0 taken off, at most `max_num_blocks`.
+    """Return the number of usable blocks in `cache_bytes`, without block 0, at most `max_num_blocks`.
 
-    Raises ValueError with what would have been needed and the remedy if there is room for none.
+    Raises ValueError with the needed size and the remedy if not even one usable block fits.
     """
     num_blocks = min(cache_bytes // block_bytes - 1, max_num_blocks)
     if num_blocks < 1:
@@ -45,15 +47,17 @@ def count_blocks(*, cache_bytes: int, block_bytes: int, max_num_blocks: int, rem
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """The size of the KV cache that the configuration asks for. `max_num_blocks`: as many device blocks as all rows
-    together could use."""
+    """The configured size of the KV cache.
+
+    `max_num_blocks` is the number of device blocks that all rows together could use.
+    """
 
     config: WorkerConfig
     block_bytes: int
     max_num_blocks: int
 
     def num_host_blocks(self, available_bytes: int, default_bytes: int = 0) -> int:
-        """Blocks to swap to. Raises ValueError if the memory does not hold those that are asked for."""
+        """Return the number of host blocks. Raises ValueError if the memory is too small for the requested number."""
         config, block_bytes = self.config, self.block_bytes
         if config.swap_space is not None:
             flag, asked = "--swap-space", config.swap_space
@@ -76,7 +80,7 @@ class PoolSize:
         return num_blocks
 
     def num_cpu_blocks(self, available_bytes: int) -> int:
-        """Device blocks of a CPU. Raises ValueError if its memory does not hold them."""
+        """Return the number of device blocks of a CPU. Raises ValueError if the memory is too small for them."""
         left = max(0, available_bytes)
         num_asked = self._num_asked(left, f"{describe_memory(left)} of memory are available")
         if num_asked is not None:
@@ -89,14 +93,17 @@ class PoolSize:
         )
 
     def num_blocks_of_cpu(self, available_bytes: int) -> tuple[int, int]:
-        """Device and host blocks of a CPU, whose memory holds both. Raises ValueError if it does not."""
+        """Return the numbers of device and host blocks of a CPU, which share its memory.
+
+        Raises ValueError if the memory is too small for both.
+        """
         self.num_host_blocks(available_bytes)
         num_device_blocks = self.num_cpu_blocks(available_bytes)
         left = available_bytes - (num_device_blocks + 1) * self.block_bytes
         return num_device_blocks, self.num_host_blocks(left)
 
     def num_gpu_blocks(self, memory: DeviceMemory, step: StepSize) -> int:
-        """Device blocks of a GPU. Raises ValueError if its memory does not hold them."""
+        """Return the number of device blocks of a GPU. Raises ValueError if its memory is too small for them."""
         num_asked = self._num_asked(memory.left(1.0), memory.describe())
         if num_asked is not None:
             return num_asked
@@ -109,7 +116,7 @@ class PoolSize:
         )
 
     def describe_lowered(self) -> str | None:
-        """Say that the pool is smaller than --kv-cache-memory, if it is."""
+        """Return a message if the pool is smaller than --kv-cache-memory, else None."""
         asked = self.config.kv_cache_memory
         used = (self.max_num_blocks + 1) * self.block_bytes
         if asked is None or parse_memory("--kv-cache-memory", asked) < used + self.block_bytes:
@@ -120,8 +127,10 @@ class PoolSize:
         )
 
     def _num_asked(self, left: int, memory: str) -> int | None:
-        """Usable blocks that a flag asks for; None: none does. Raises ValueError if they do not fit into the bytes that
-        are left. `memory`: what there is, for people."""
+        """Return the number of usable blocks that a flag requests, or None if no flag is set.
+
+        Raises ValueError if they do not fit into `left` bytes. `memory` describes the memory for people.
+        """
         config = self.config
         if config.num_device_blocks is not None:
             flag, asked, num_blocks = "--num-device-blocks", str(config.num_device_blocks), config.num_device_blocks

@@ -1,6 +1,6 @@
-"""Why a worker could not start, as far as that is known without torch: within milliseconds, before anything is started.
+"""Checks that find, without torch, why a worker could not start. They take milliseconds and run before any start.
 
-What only torch knows (whether there is a GPU, which dtype a CPU computes in) is checked by `loader.py`.
+Checks that need torch are in `loader.py`, for example whether there is a GPU, and which dtype a CPU computes in.
 """
 
 from collections.abc import Mapping
@@ -16,15 +16,16 @@ from pagewire.network.source import load_config, model_digest, read_headers
 from worker_service.config import WorkerConfig
 from worker_service.startup.resources import available_bytes
 
-_GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # one of them is there where torch can find a GPU
+_GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # at least one of them exists if torch can find a GPU
 _32_BITS = ("float32", "F32")
 _16_BITS = ("bfloat16", "float16", "half", "BF16", "F16")
 
 
 def check_worker(config: WorkerConfig, num_local_ranks: int = 1) -> bytes:
-    """Return the model's digest, which takes a while. `num_local_ranks`: those to be started.
+    """Check the configuration and return the model's digest, which takes a while to compute.
 
-    Raises ValueError, one line, for what will not change by trying again.
+    `num_local_ranks` is the number of ranks that start on this machine. Raises ValueError with a one-line text if a
+    start cannot succeed however often it is tried.
     """
     config.validate()
     path = Path(config.model)
@@ -56,7 +57,7 @@ def check_worker(config: WorkerConfig, num_local_ranks: int = 1) -> bytes:
 
 
 def _check_unquantized(config: WorkerConfig, model: Network, headers: Mapping[str, TensorHeader]) -> None:
-    """Raises ValueError if the weights are quantised already."""
+    """Raise ValueError if the weights are already quantised."""
     found = {header.dtype for header in headers.values()} - FLOAT_BYTES.keys()
     if model.quantization is not None:
         found = {model.quantization.method}
@@ -68,14 +69,17 @@ def _check_unquantized(config: WorkerConfig, model: Network, headers: Mapping[st
 
 
 def _least_bits(dtypes: set[str]) -> int:
-    """Of a weight on any CPU: kernels may hold what the checkpoint has, or the model may compute in a smaller dtype."""
+    """Return the fewest bits that a weight can have on any CPU.
+
+    Kernels may keep the checkpoint's dtype, or the model may compute in a smaller dtype.
+    """
     if not dtypes <= {*_32_BITS, *_16_BITS}:
         return 4
     return 32 if dtypes.isdisjoint(_16_BITS) else 16
 
 
 def choose_max_model_len(asked: int | None, max_position_embeddings: int) -> int:
-    """Raises ValueError if more is asked than the checkpoint has positions for."""
+    """Return the maximum sequence length. Raises ValueError if `asked` exceeds the checkpoint's number of positions."""
     if asked is not None and asked > max_position_embeddings:
         raise ValueError(
             f"--max-model-len is {asked}; the checkpoint has {max_position_embeddings} positions at most: lower it"

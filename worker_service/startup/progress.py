@@ -1,4 +1,4 @@
-"""Tells what a worker does until it is ready: who asks is told at once, the log now and then where it takes long."""
+"""The progress of a worker's start. Clients that ask get it at once; the log gets it at intervals in a long start."""
 
 import logging
 import time
@@ -10,26 +10,26 @@ _INTERVAL = 10.0  # seconds
 
 
 class LoadProgress:
-    """Told by `load_worker` of what it does; a callback for the checkpoint's tensors."""
+    """Receives the progress from `load_worker`. It is also the callback for the checkpoint's tensors."""
 
     def __init__(self, on_doing: Callable[[str], object], clock: Callable[[], float] = time.monotonic) -> None:
-        """`on_doing` hears of everything; `clock` is in seconds."""
+        """`on_doing` receives every report. `clock` returns seconds."""
         self._on_doing = on_doing
         self._clock = clock
         self._started_at = self._told_at = clock()
         self._verb, self._to = "load", ""
 
     def tell(self, doing: str) -> None:
-        """Something else is done from now on, or it is further."""
+        """Report a new phase of the start, or progress in the current phase."""
         self._on_doing(doing)
         now = self._clock()
         if now - self._told_at >= _INTERVAL:
             self._told_at = now
-            # Whatever the log level is: who has started a server of their own waits for it.
+            # A warning, so that it appears at any usual log level: an operator may be waiting for the server.
             logger.warning("%s", doing)
 
     def begin_tensors(self, quantization: str | None) -> None:
-        """The tensors come now, and are quantised to that."""
+        """Report that loading of tensors begins. They are quantised to `quantization` unless it is None."""
         self._verb, self._to = ("load", "") if quantization is None else ("quantis", f" to {quantization}")
         self._started_at = self._clock()
         self.tell(f"{self._verb}ing the model{self._to}")

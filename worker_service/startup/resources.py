@@ -1,11 +1,11 @@
-"""The processors and the memory of the machine that this process may take. Importing this loads no torch."""
+"""The processors and the memory that this process may use. Importing this module does not import torch."""
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-# Of a control group: its limit, what it uses, and the fields of memory.stat that the kernel takes back when memory is
-# short: pages of files, such as checkpoints that have just been read.
+# The files of a control group: its limit, its usage, and the fields of memory.stat that the kernel can reclaim when
+# memory is short. These are pages of files, such as checkpoints that have just been read.
 _MEMORY_FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
     2: ("memory.max", "memory.current", ("active_file", "inactive_file")),
@@ -13,10 +13,10 @@ _MEMORY_FILES = {
 
 
 def num_usable_cpus(root: Path = Path("/")) -> int:
-    """Return the processors that this process may run on, or as many as the tightest quota of its control groups pays
-    for, a part of one left out: threads beyond those would be stopped together, in the midst of a step.
+    """Return the number of processors that this process may use: its affinity, limited by its control groups' quotas.
 
-    `root` is for tests.
+    A fraction of a processor is left out. Threads beyond the quota would all be stopped together in the middle of a
+    step. `root` is for tests.
     """
     quotas = [_num_paid(folder, version) for folder, version in _control_groups("cpu", root)]
     num_paid = min((int(quota) for quota in quotas if quota is not None), default=None)
@@ -25,7 +25,7 @@ def num_usable_cpus(root: Path = Path("/")) -> int:
 
 
 def _num_paid(folder: Path, version: int) -> float | None:
-    """Return how many processors' time the group may take, or None if it has no limit."""
+    """Return the quota of the group in processors, or None if it has no limit."""
     try:
         if version == 2:
             quota, period = (folder / "cpu.max").read_text().split()
@@ -33,13 +33,15 @@ def _num_paid(folder: Path, version: int) -> float | None:
             quota = (folder / "cpu.cfs_quota_us").read_text().strip()
             period = (folder / "cpu.cfs_period_us").read_text()
     except OSError:
-        return None  # no such group, or none of processors
+        return None  # no such group, or a group without the cpu controller
     return None if quota in ("max", "-1") else int(quota) / int(period)
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Return the memory that is left of the machine, or of the tightest of the control groups that this process is in.
-    `root` is for tests."""
+    """Return the available memory in bytes, of the machine or of this process's tightest control group.
+
+    `root` is for tests.
+    """
     available = _machine_bytes(root / "proc/meminfo")
     for folder, version in _control_groups("memory", root):
         left = _group_bytes(folder, *_MEMORY_FILES[version])
@@ -55,7 +57,7 @@ def _machine_bytes(meminfo: Path) -> int:
 
 
 def _group_bytes(folder: Path, limit_name: str, usage_name: str, reclaimable: tuple[str, str]) -> int | None:
-    """Return what is left of the control group's limit, or None if it has no limit."""
+    """Return the remaining bytes of the control group's limit, or None if it has no limit."""
     try:
         limit = (folder / limit_name).read_text().strip()
         if limit == "max":
@@ -63,15 +65,15 @@ def _group_bytes(folder: Path, limit_name: str, usage_name: str, reclaimable: tu
         used = int((folder / usage_name).read_text())
         statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     except OSError:
-        return None  # no such group, or none of memory
+        return None  # no such group, or a group without the memory controller
     return int(limit) - used + sum(int(statistics.get(name, 0)) for name in reclaimable)
 
 
 def _control_groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
-    """Return the folders of the control groups of this process, and of those around them, with the version of each.
+    """Yield the folders of this process's control groups and of their ancestors, each with its cgroup version.
 
-    In a container the path may be one that only the host can see. The outermost folder is then the container's own.
-    `root` is for tests.
+    In a container the path may be visible only to the host. The outermost folder is then the container's own. `root` is
+    for tests.
     """
     memberships = root / "proc/self/cgroup"
     mounted = root / "sys/fs/cgroup"

@@ -1,7 +1,7 @@
-"""Carries out steps that reach every kernel of a configuration, so that none is compiled while requests wait.
+"""Warm-up steps that use every kernel of a configuration, so that no kernel is compiled while requests wait.
 
-Triton compiles a kernel for each kind of arguments that it is launched with: whether there are penalties, biases or
-masks, and which tile suits so many tokens. These steps have all of them.
+Triton compiles a kernel for each kind of launch arguments: with or without penalties, biases or masks, and with the
+tile that suits the number of tokens. These steps cover all kinds.
 """
 
 import logging
@@ -35,7 +35,7 @@ _SAMPLING = {
     "stop tokens": SamplingParams(**_STOPS),  # type: ignore[arg-type]
     "biases and stop tokens": SamplingParams(**_BIASES, **_STOPS),  # type: ignore[arg-type]
 }
-# Those that torch has MKL compute, each of which looks for its own variant when it is first called.
+# Functions that torch computes with MKL. Each one selects its own variant when it is first called.
 _FUNCTIONS = (
     *(torch.acos, torch.asin, torch.atan, torch.cos, torch.sin, torch.tan, torch.cosh, torch.sinh, torch.tanh),
     *(torch.erf, torch.erfc, torch.erfinv, torch.exp, torch.expm1, torch.log, torch.log10, torch.log1p, torch.log2),
@@ -45,7 +45,7 @@ _FUNCTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class TrialRow:
-    """A row that no request asked for. It computes the last `num_new` of its `num_tokens`."""
+    """A row of a warm-up step, without a request. It computes the last `num_new` of its `num_tokens` tokens."""
 
     num_tokens: int
     num_new: int
@@ -53,12 +53,15 @@ class TrialRow:
     grammar_id: int = 0
 
     def num_blocks(self, block_size: int) -> int:
-        """Count the blocks that hold its tokens."""
+        """Return the number of blocks for the row's tokens."""
         return -(-self.num_tokens // block_size)
 
 
 def plan_trial(rows: Sequence[TrialRow], block_size: int) -> StepPlan:
-    """A plan for an empty table that opens the rows, with blocks from 1 on, and computes what is new of them."""
+    """Return a plan for an empty table that allocates the rows and computes their new tokens.
+
+    The rows use blocks from 1 on.
+    """
     openings, next_block = [], 1
     for slot, row in enumerate(rows):
         past_block = next_block + row.num_blocks(block_size)
@@ -87,9 +90,10 @@ def plan_trial(rows: Sequence[TrialRow], block_size: int) -> StepPlan:
 
 
 def warm_up(runner: ModelRunner, grammars: EpochGrammars, tell: Callable[[str], object]) -> None:
-    """Carry out the steps. What the cache held is lost, and the table is empty afterwards; no epoch has begun.
+    """Run the warm-up steps. Afterwards the cache's content is lost and the table is empty. No epoch has begun.
 
-    `grammars`: the runner's; where they read any, rows with masks are among the steps. `tell` hears how far it is.
+    `grammars` are the runner's grammars. If they are supported, some steps have rows with masks. `tell` receives the
+    progress.
     """
     has_grammar = _add_grammar(grammars)
     limits = runner.table.limits
@@ -105,7 +109,7 @@ def warm_up(runner: ModelRunner, grammars: EpochGrammars, tell: Callable[[str], 
 
 
 def _add_grammar(grammars: EpochGrammars) -> bool:
-    """Whether there is a grammar for rows to have."""
+    """Add a trial grammar. Return whether rows can use it."""
     if not grammars.reads_any:
         return False
     is_ready, errors = threading.Event(), []
@@ -120,10 +124,10 @@ def _add_grammar(grammars: EpochGrammars) -> bool:
 
 
 def _steps(limits: TableLimits, has_grammar: bool) -> Iterator[tuple[str, tuple[TrialRow, ...]]]:
-    """Go through the steps, each with a name."""
+    """Yield the steps with their names."""
     for num_tokens in _doubled(limits.max_num_batched_tokens):
         yield f"prompts of {num_tokens} tokens", _split(num_tokens, limits)
-    # The head multiplies one token of each row, or all of a prompt's, which come in parts.
+    # The output head multiplies one token of each row, or all tokens of a prompt in parts.
     for num_rows in _doubled(limits.max_num_seqs)[1:]:
         yield f"{num_rows} prompts of a token", (TrialRow(1, 1),) * num_rows
     for num_tokens in _doubled(min(limits.max_num_batched_tokens, 2 * MAX_LOGITS_POSITIONS)):
@@ -138,24 +142,24 @@ def _steps(limits: TableLimits, has_grammar: bool) -> Iterator[tuple[str, tuple[
 
 
 def _doubled(highest: int) -> list[int]:
-    """The powers of two up to a number, and the number."""
+    """Return the powers of two below `highest`, followed by `highest`."""
     return [*(1 << power for power in range((highest - 1).bit_length())), highest]
 
 
 def _split(num_tokens: int, limits: TableLimits) -> tuple[TrialRow, ...]:
-    """Divide so many tokens among as few rows as the longest sequence lets."""
+    """Divide `num_tokens` tokens among the fewest rows that the maximum sequence length permits."""
     num_rows = -(-num_tokens // _longest(limits))
     sizes = [num_tokens // num_rows + (i < num_tokens % num_rows) for i in range(num_rows)]
     return tuple(TrialRow(size, size) for size in sizes)
 
 
 def _longest(limits: TableLimits) -> int:
-    """The most tokens that a row can have beside another of one block."""
+    """Return the most tokens that a row can have beside another row of one block."""
     return max(1, min(limits.max_model_len, (limits.num_device_blocks - 1) * limits.block_size))
 
 
 def _fits(rows: tuple[TrialRow, ...], limits: TableLimits) -> bool:
-    """Whether a plan may ask for these rows."""
+    """Return whether a plan with these rows is valid."""
     num_blocks = sum(row.num_blocks(limits.block_size) for row in rows)
     return (
         len(rows) <= limits.max_num_seqs
@@ -166,12 +170,12 @@ def _fits(rows: tuple[TrialRow, ...], limits: TableLimits) -> bool:
 
 
 def begin_vector_math() -> None:
-    """Has torch's libraries find out which processor this is, before several threads ask them at once: calls each
-    function once, with one element, which takes one thread; and a product of matrices.
+    """Initialize torch's vector math libraries before several threads call them.
 
-    MKL finds it out at the first call of any of its functions, without a lock: of two threads that call it first, one
-    may compute its share by functions of low accuracy. Processes that are forked later know what this one has found
-    out.
+    This calls each function once, with one element, which uses one thread, and one matrix multiplication. MKL detects
+    the processor at the first call of any of its functions, without a lock. If two threads make that call at the same
+    time, one of them may use functions of low accuracy for its share. Processes that are forked later inherit the
+    result.
     """
     for dtype in (torch.float32, torch.float64):
         one = torch.full((1, 1), 0.5, dtype=dtype)
