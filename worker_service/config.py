@@ -1,4 +1,4 @@
-"""The worker's configuration: one frozen value, checked once. Importing this loads no torch."""
+"""The worker's configuration: one frozen dataclass with its validation. Importing this module does not import torch."""
 
 import os
 from dataclasses import dataclass
@@ -9,15 +9,19 @@ from pagewire.common.wire.transport.addresses import MAX_SOCKET_PATH_BYTES
 
 _MAX_BLOCKS = (1 << 31) - 2
 _MUST_BE = "; it must be"
-# The packages that each needs beside torch. A backend is `worker_service/attention/backends/NAME.py`.
+# The packages that each backend needs besides torch. A backend is `worker_service/attention/backends/NAME.py`.
 ATTENTION_BACKENDS = {"cpu": "", "triton": "triton", "flash_attn": "flash-attn, and triton,", "torch": ""}
 _BLOCK_SIZE = 16
-_BLOCK_SIZES = {"flash_attn": 256}  # of backends that take no other
+_BLOCK_SIZES = {"flash_attn": 256}  # for backends that support no other block size
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """Every field is a flag, an environment variable and a YAML key. Values of None are worked out at the start."""
+    """The options of a worker.
+
+    Each field is a flag, an environment variable and a YAML key. A value of None is replaced by a default computed at
+    the start.
+    """
 
     model: str = option("", "checkpoint directory, GGUF file, or id of a Hugging Face model, such as Qwen/Qwen3-0.6B")
     host: str = option("127.0.0.1", "address to listen on")
@@ -157,11 +161,11 @@ class WorkerConfig:
     )
 
     def choose_block_size(self) -> int:
-        """The block size asked for, else the one that the attention backend is best with."""
+        """Return the requested block size, or the default of the attention backend."""
         return self.block_size or _BLOCK_SIZES.get(self.attention_backend, _BLOCK_SIZE)
 
     def validate(self) -> None:
-        """Raises ValueError that names the flag, its value and what it may be."""
+        """Raise ValueError that names the flag, its value and the permitted values."""
         if not self.model:
             raise ValueError("--model is empty; give a checkpoint directory or a GGUF file")
         check_options(self, _MUST_BE)
@@ -190,7 +194,7 @@ class WorkerConfig:
             raise ValueError("--tls-client-names needs --tls-client-ca")
 
     def _validate_quantization(self) -> None:
-        """Raises ValueError for options with which nothing multiplies with codes."""
+        """Raise ValueError if `quantization` is combined with an option that cannot multiply with quantised weights."""
         if self.quantization is not None and self.cpu_products == "onednn":
             raise ValueError(
                 f"--quantization is {self.quantization} and --cpu-products is onednn, which multiplies with no codes: "

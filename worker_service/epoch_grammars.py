@@ -1,5 +1,7 @@
-"""The grammars of an epoch by the numbers that plans have for them, and the thread that prepares them, which is not the
-one that computes."""
+"""The grammars of an epoch, by the ids that plans use, and the thread that compiles them.
+
+The compile thread is separate from the compute thread.
+"""
 
 import logging
 import os
@@ -16,31 +18,31 @@ from pagewire.common.wire.messages import AddedGrammar, GrammarReport, StepPlan,
 
 logger = logging.getLogger(__name__)
 
-_LONG_S = 0.1  # a grammar that takes longer is told of in the log
-_NICENESS = 10  # the threads of steps get about nine tenths of a core that they share with the one that compiles
+_LONG_S = 0.1  # a grammar that takes longer to compile is logged
+_NICENESS = 10  # threads of steps then get about nine tenths of a core that they share with the compile thread
 
-Compile = Callable[[str, str, tuple[int, ...]], Matcher]  # of a kind, a text and end tokens; raises GrammarError
+Compile = Callable[[str, str, tuple[int, ...]], Matcher]  # (kind, text, end tokens) -> matcher; raises GrammarError
 Report = Callable[[GrammarReport], None]
 
 
 class CompileThread:
-    """Makes what compiles grammars, and then compiles in the order that was asked for."""
+    """A thread that builds the compile function and then compiles grammars in the order of submission."""
 
     def __init__(self, make_compile: Callable[[], Compile]) -> None:
-        """`make_compile` is called on the thread, at once: reading a large vocabulary takes a second."""
+        """`make_compile` runs at once on the thread, because reading a large vocabulary takes a second."""
         self._executor = ThreadPoolExecutor(1, "grammars", _lower_priority)
         self._compile = self._executor.submit(make_compile)
 
     def wait(self) -> None:
-        """Return when grammars can be compiled. Raises what `make_compile` raised."""
+        """Wait until grammars can be compiled. Raises the exception of `make_compile`."""
         self._compile.result()
 
     def submit(self, job: Callable[[Compile], None]) -> None:
-        """Have a job done behind those that were submitted before. It is to raise nothing: what it raises is logged."""
+        """Queue a job. It should not raise; an exception is logged."""
         self._executor.submit(lambda: job(self._compile.result())).add_done_callback(_log_failure)
 
     def stop(self) -> None:
-        """Return when the job in progress is done; the others are dropped."""
+        """Wait for the job in progress and drop the queued jobs."""
         self._executor.shutdown(cancel_futures=True)
 
 
@@ -50,48 +52,52 @@ def _log_failure(job: Future[None]) -> None:
 
 
 def _lower_priority() -> None:
-    """Linux has a priority for each thread, and takes this for the thread's own; others have one for a process."""
+    """Lower the priority of the current thread.
+
+    On Linux each thread has its own priority. Other systems have one priority per process.
+    """
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 class EpochGrammars:
-    """Called by the thread that computes; grammars become ready, or fail, on the one that compiles.
+    """The grammars of the current epoch. The compute thread calls its methods; the compile thread prepares grammars.
 
-    Each grammar that was added is reported once, unless it was released before, to the session that began its epoch.
+    Each added grammar is reported once as ready or failed, to the session that began its epoch. A grammar that is
+    released earlier is not reported.
     """
 
     def __init__(self, thread: CompileThread | None, vocab_size: int) -> None:
-        """`thread`: None where no grammars can be read."""
+        """If `thread` is None, grammars are not supported."""
         self._thread = thread
-        self.mask_queue = MaskQueue()  # of the rows that have these grammars
+        self.mask_queue = MaskQueue()  # for the rows that use these grammars
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
         self._epoch = 0
         self._report: Report = _tell_none
-        self._grammars: dict[int, _Grammar] = {}  # by id, from when they are added until they are released
+        self._grammars: dict[int, _Grammar] = {}  # by id; from addition to release
         self._last_id = 0  # of this epoch
 
     @property
     def reads_any(self) -> bool:
-        """Whether there can be grammars."""
+        """Whether this worker supports grammars."""
         return self._thread is not None
 
     def begin(self, epoch: int, report: Report) -> None:
-        """Forget the grammars of earlier epochs. `report` is called on the thread that compiles."""
+        """Begin an epoch and forget the grammars of earlier epochs. `report` is called on the compile thread."""
         with self._lock:
             self._epoch, self._report = epoch, report
             self._grammars, self._last_id = {}, 0
 
     def apply(self, plan: StepPlan) -> None:
-        """Release and add what a plan says. Raises WorkerProtocolError."""
+        """Release and add the grammars that a plan names. Raises WorkerProtocolError for an invalid id or grammar."""
         for grammar_id in plan.released_grammar_ids:
             self.release(grammar_id)
         for added in plan.added_grammars:
             self.add(added)
 
     def add(self, added: AddedGrammar) -> None:
-        """Begin to prepare a grammar. Raises WorkerProtocolError."""
+        """Start preparing a grammar. Raises WorkerProtocolError if the grammar or its id is invalid."""
         if self._thread is None:
             raise WorkerProtocolError(f"grammar {added.grammar_id} is added, but this worker has no tokenizer for it")
         _check(added, self._vocab_size)
@@ -104,14 +110,17 @@ class EpochGrammars:
         self._thread.submit(lambda compile: self._prepare(grammar, compile))
 
     def release(self, grammar_id: int) -> None:
-        """Forget a grammar, also one that is not ready. Raises WorkerProtocolError for one that is not there."""
+        """Forget a grammar, whether it is ready or not. Raises WorkerProtocolError if the id is unknown."""
         with self._lock:
             grammar = self._grammars.pop(grammar_id, None)
         if grammar is None:
             raise WorkerProtocolError(f"grammar {grammar_id} is released, but {self._absence(grammar_id)}")
 
     def matcher(self, grammar_id: int) -> Matcher:
-        """Return a new matcher at the beginning of a grammar. Raises WorkerProtocolError for one that is not ready."""
+        """Return a new matcher in the initial state of a grammar.
+
+        Raises WorkerProtocolError if the grammar is not ready.
+        """
         with self._lock:
             grammar = self._grammars.get(grammar_id)
             matcher = grammar and grammar.matcher
@@ -124,7 +133,7 @@ class EpochGrammars:
         raise WorkerProtocolError(f"a row opens with grammar {grammar_id}, but {reason}")
 
     def close(self) -> None:
-        """End the threads."""
+        """End the compile thread and the mask threads."""
         self.mask_queue.close()
         if self._thread is not None:
             self._thread.stop()
@@ -133,11 +142,11 @@ class EpochGrammars:
         return "it was never added" if grammar_id > self._last_id else "it was released before, if it was ever added"
 
     def _is_wanted(self, grammar: "_Grammar") -> bool:
-        """Whether neither the grammar was released nor its epoch is over."""
+        """Return whether the grammar is still needed: it has not been released, and its epoch has not ended."""
         return self._grammars.get(grammar.added.grammar_id) is grammar
 
     def _prepare(self, grammar: "_Grammar", compile: Compile) -> None:
-        """Called on the thread that compiles."""
+        """Compile a grammar and report it. Runs on the compile thread."""
         if not self._is_wanted(grammar):
             return
         matcher, error = grammar.compile(compile)
@@ -150,7 +159,7 @@ class EpochGrammars:
 
 @dataclass(slots=True)
 class _Grammar:
-    """A grammar from when it is added on. It is ready once it has a matcher, which itself is never moved on."""
+    """An added grammar. It is ready once `matcher` is set. `matcher` itself always stays in its initial state."""
 
     added: AddedGrammar
     epoch: int
@@ -159,7 +168,7 @@ class _Grammar:
     has_failed: bool = False
 
     def compile(self, compile: Compile) -> tuple[Matcher | None, str]:
-        """Return a matcher, or None and why there is none."""
+        """Return the matcher and "", or None and the reason of the failure."""
         started, matcher, error = time.perf_counter(), None, ""
         try:
             matcher = compile(self.added.kind.name.lower(), self.added.text, self.added.end_token_ids)
@@ -182,7 +191,7 @@ class _Grammar:
 
 
 def _check(added: AddedGrammar, vocab_size: int) -> None:
-    """Raises WorkerProtocolError for what no grammar may be."""
+    """Raise WorkerProtocolError if the end tokens are empty, not strictly ascending, or outside the vocabulary."""
     ends = added.end_token_ids
     if not ends or any(first >= second for first, second in pairwise(ends)):
         raise WorkerProtocolError(
@@ -193,4 +202,4 @@ def _check(added: AddedGrammar, vocab_size: int) -> None:
 
 
 def _tell_none(report: GrammarReport) -> None:
-    """No epoch has begun."""
+    """Ignore a report: no epoch has begun."""

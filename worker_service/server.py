@@ -1,7 +1,7 @@
-"""Composition root of the worker: listens, loads, serves, stops.
+"""The composition root of the worker: it listens, loads, serves and stops.
 
-The port is bound and answers before torch is imported: a taken port is told at once, and probes see a live process that
-is not ready.
+The port is bound and answers before torch is imported. A port in use is therefore reported at once, and probes see a
+live process that is not ready.
 """
 
 import asyncio
@@ -46,10 +46,10 @@ _LAST_STEP_TIMEOUT_S = 60.0
 
 
 def serve(config: WorkerConfig, refuse: Callable[[str], int]) -> int:
-    """Serve until SIGTERM or SIGINT; a second one exits at once. Returns the process's exit status.
+    """Serve until SIGTERM or SIGINT, and return the process's exit status. A second signal exits at once.
 
-    `refuse` says why the worker will not start by trying again, and gives the exit status for that. Raises OSError for
-    what may change, such as a port that is taken.
+    `refuse` reports why the worker cannot start even if it is tried again, and returns the exit status for that case.
+    Raises OSError for a failure that may be temporary, such as a port in use.
     """
     exit_with_parent()
     try:
@@ -58,16 +58,17 @@ def serve(config: WorkerConfig, refuse: Callable[[str], int]) -> int:
         return refuse(str(error))
     status = asyncio.run(run_out(server.run()))
     if server.engine.is_running:
-        # It was told to stop while it loaded. A thread in the middle of that would crash as the interpreter ends.
+        # A signal stopped the worker during loading. The loading thread would crash while the interpreter exits.
         end_at_once(status)
     return status
 
 
 def limit_spinning(environ: MutableMapping[str, str]) -> None:
-    """Let OpenMP threads spin at a barrier for about as long as the gaps between operations are, then sleep.
+    """Let OpenMP threads spin at a barrier for about the length of a gap between operations, then sleep.
 
-    To be called before torch is imported. By default they spin for milliseconds, and what else wants a core, the
-    scheduler first of all, costs a time slice per operation; without spinning every operation costs a wake-up.
+    Call this before torch is imported. By default the threads spin for milliseconds. Each operation then costs a time
+    slice for other processes that need a core, above all the scheduler. Without spinning, each operation costs a
+    wake-up.
     """
     if "OMP_WAIT_POLICY" not in environ:
         environ.setdefault("GOMP_SPINCOUNT", "5000")
@@ -75,7 +76,7 @@ def limit_spinning(environ: MutableMapping[str, str]) -> None:
 
 class _WorkerProcess:
     def __init__(self, config: WorkerConfig, refuse: Callable[[str], int], digest: bytes) -> None:
-        """Raises ValueError for what is asked for but is not there."""
+        """Read the files that the configuration names. Raises ValueError if a file is missing or invalid."""
         self._config = config
         self._digest = digest
         self._refuse = refuse
@@ -86,8 +87,10 @@ class _WorkerProcess:
         self._profile: StepProfile | None = None
 
     async def run(self) -> int:
-        """Serve until told to stop, and return the exit status. Raises OSError for what a person can put right, such as
-        a taken port."""
+        """Serve until a signal arrives, and return the exit status.
+
+        Raises OSError for a failure that the operator can fix, such as a port in use.
+        """
         stop = stop_at_signals(lambda number: end_at_once(128 + number))
         server = create_server(
             ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES), max_message_bytes=_MAX_MESSAGE_BYTES
@@ -121,7 +124,7 @@ class _WorkerProcess:
                 await self._stop_engine()
         except ValueError as error:
             status = self._refuse(str(error))  # before the connections are closed, which takes seconds
-            self.engine.stop(_STOP_GRACE_S)  # its thread has just told, and ends
+            self.engine.stop(_STOP_GRACE_S)  # the compute thread has just raised the error and ends
             return status
         finally:
             await servicer.close()
@@ -137,7 +140,7 @@ class _WorkerProcess:
         return tuple(CertificateLife(flag, int(life.begin), int(life.end)) for flag, life in lives.items())
 
     def _load(self) -> LoadedWorker:
-        """Load the worker on the engine's thread: torch is imported there too, and only there it is called."""
+        """Load the worker. Runs on the compute thread, the only thread that imports torch and calls it."""
         limit_spinning(os.environ)
         report = LoadProgress(partial(setattr, self.engine, "loading"))
         try:
@@ -149,7 +152,7 @@ class _WorkerProcess:
         from pagewire.network.checkpoint_files import CheckpointError
         from worker_service.startup.loader import load_worker
 
-        # For people: HOST:PID:RANDOM. Process ids come back, so something in it is random.
+        # For people: HOST:PID:RANDOM. The random part is needed because process ids are reused.
         worker_id = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         try:
             loaded = load_worker(self._config, worker_id, report, self._digest)
@@ -164,7 +167,7 @@ class _WorkerProcess:
         return replace(loaded, around_launch=self._profile.around_launch)
 
     async def _until_loaded(self, stop: asyncio.Event) -> bool:
-        """Wait for the worker to load. False if it was told to stop before; an error of loading is raised."""
+        """Wait for the worker to load. Return False if a signal stopped it earlier. Raises an error of loading."""
         loop = asyncio.get_running_loop()
         loaded: asyncio.Future[Exception | None] = loop.create_future()
         self.engine.start(lambda error: loop.call_soon_threadsafe(loaded.set_result, error))
@@ -180,7 +183,7 @@ class _WorkerProcess:
         return True
 
     async def _stop_engine(self) -> None:
-        """Let the running step finish, so that the device is left idle."""
+        """Let the running step finish, so that the device is idle afterwards."""
         if not await asyncio.to_thread(self.engine.stop, _LAST_STEP_TIMEOUT_S):
             exit_process(f"the running step has not finished in {_LAST_STEP_TIMEOUT_S:.0f} s")
         if self._profile is not None and self._profile.num_steps_left:
@@ -196,7 +199,7 @@ def _tracing(config: WorkerConfig) -> "StepTracing | None":
 
 
 def _bind(server: grpc.aio.Server, config: WorkerConfig, tls: TlsFiles | None) -> str:
-    """Bind the port or the socket, and return its address. Raises OSError, with a text for people."""
+    """Bind the port or the socket, and return its address. Raises OSError with a text for people."""
     if config.socket is not None:
         return listen_on_socket(server, config.socket, tls, "--socket")
     port = listen(server, config.host, config.port, tls, "--port")
@@ -204,5 +207,5 @@ def _bind(server: grpc.aio.Server, config: WorkerConfig, tls: TlsFiles | None) -
 
 
 def _names(text: str | None) -> frozenset[str] | None:
-    """Read names that commas separate; None stands for any name."""
+    """Return the names in a comma-separated list, or None, which permits any name."""
     return None if text is None else frozenset(name.strip() for name in text.split(","))

@@ -1,4 +1,4 @@
-"""A step that the worker has launched."""
+"""Steps that the worker has launched."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -7,18 +7,18 @@ from pagewire.common.wire.messages import StepResult
 
 
 class LaunchedStep(Protocol):
-    """A step under way, or done. Its methods may be called on any thread."""
+    """A step that is in progress or done. Its methods may be called on any thread."""
 
     def is_done(self) -> bool:
-        """Whether `result` would return at once."""
+        """Return whether `result` would return at once."""
 
     def result(self) -> StepResult:
-        """Wait for the step's result. To be called once, and in the order in which steps were launched."""
+        """Wait for the step's result and return it. Call this once per step, in the order of the launches."""
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedStep:
-    """A step that was done when it was launched."""
+    """A step that was already done when `launch` returned."""
 
     finished: StepResult
 

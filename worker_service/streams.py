@@ -1,8 +1,8 @@
 """The interface between a computation and its device: streams, events, pinned memory and graphs.
 
-An operation is a callable that reads and writes tensors and never asks the device to wait. A stream carries its
-operations out one behind the other, at any time after they were put on it; streams know nothing of one another but what
-`wait_for` orders. So host memory that an operation reads or writes is the operation's until an event behind it is done.
+An operation is a callable that reads and writes tensors and never waits for the device. A stream runs its operations in
+order, at any time after they were put on the stream. Only `wait_for` orders the operations of different streams. Host
+memory that an operation reads or writes therefore belongs to the operation until a later event on its stream is done.
 """
 
 from collections.abc import Callable
@@ -15,20 +15,23 @@ StreamWork = Callable[[], object]
 
 
 class Stream(Protocol):
-    """A queue of operations on a device. They are carried out in the order in which they were put on it."""
+    """A queue of operations on a device, which run in the order in which they were put on it."""
 
     def run(self, operation: StreamWork) -> None:
         """Put an operation on the stream."""
 
     def record(self) -> torch.cuda.Event:
-        """The place behind all that was put on the stream so far. Any thread may wait for it."""
+        """Return an event that is done when all operations put on the stream so far are done.
+
+        Any thread may wait for it.
+        """
 
     def wait_for(self, event: torch.cuda.Event) -> None:
-        """Whatever is put on this stream from now on is carried out after the event is done."""
+        """Make all operations that are put on this stream later wait for the event."""
 
 
 class Device(Protocol):
-    """One accelerator, used by one thread; only events and `synchronize` may be used by another."""
+    """One accelerator. One thread uses it; other threads may use only events and `synchronize`."""
 
     torch_device: torch.device
     compute: Stream
@@ -36,15 +39,14 @@ class Device(Protocol):
     moves: Stream  # copies blocks between device and host
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Host memory that streams copy from and to by themselves. Its content is anything."""
+        """Return pinned host memory, which streams copy asynchronously. Its content is undefined."""
 
     def capture(self, operation: StreamWork) -> StreamWork:
-        """Carry an operation out on the compute stream as it would be, and keep it as a graph, for as long as there is
-        what is returned.
+        """Run an operation on the compute stream as usual, then capture it as a graph and return a replay function.
 
-        That puts it on the compute stream again, where it reads and writes the tensors that it did when it was
-        captured.
+        The replay function puts the graph on the compute stream. A replay reads and writes the same tensors as the
+        captured operation. The graph exists as long as the replay function.
         """
 
     def synchronize(self) -> None:
-        """Return when every stream has carried out everything."""
+        """Wait until all operations on all streams are done."""
