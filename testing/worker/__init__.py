@@ -1,1 +1,1 @@
-"""Logits, shared steps, drawn tokens and blocks of the host, for tests of the worker."""
+"""Helpers for tests of the worker: logits, shared steps, sampled tokens and host blocks."""

@@ -1,4 +1,4 @@
-"""Draws as the host does: from rows that ask for something, through the table of what they ask for, to columns."""
+"""Sampling on the host for tests: the requests of rows are stored in a `SamplingTable` and sampled from its columns."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ from worker_service.rows.sampling import SamplingTable
 
 @dataclass(frozen=True)
 class SamplingRow:
-    """A row that asks for more than its highest logit."""
+    """A row that requests more than its highest logit."""
 
     index: int
     sampling: SamplingParams
-    token_ids: NDArray[np.int32]  # all known, prompt first
+    token_ids: NDArray[np.int32]  # all known tokens, prompt first
     num_prompt_tokens: int
     seed: int
     sample_index: int
@@ -35,16 +35,19 @@ class SamplingRow:
 
 @dataclass(frozen=True)
 class Draws:
-    """One entry per row. The token of a row whose logits hold NaN is 0, and that of a beam means nothing."""
+    """The samples, with one entry per row.
+
+    The token of a row with NaN logits is 0. The token of a row with beams is undefined.
+    """
 
     token_ids: list[int]
     is_nan: list[bool]
-    logprobs: Logprobs  # columns over the rows that are not NaN, choose a token and asked for them
-    candidates: Candidates  # columns over the rows of beams that are not NaN
+    logprobs: Logprobs  # columns over the rows without NaN that choose a token and request log probabilities
+    candidates: Candidates  # columns over the rows with beams and without NaN
 
 
 def draw(logits: torch.Tensor, special: Sequence[SamplingRow], sampler: CpuSampler | TorchSampler) -> Draws:
-    """Rows that are not among the special ones ask for nothing."""
+    """Sample one token per row. Rows that are not in `special` have default parameters."""
     num_rows, vocab_size = logits.shape
     table = SamplingTable(num_rows, vocab_size)
     rows = [SamplingRow(i, SamplingParams(), np.array([1], np.int32), 1, 0, 0) for i in range(num_rows)]

@@ -1,4 +1,4 @@
-"""Logits of a model over the paged cache, and of transformers."""
+"""Logits of a model over the paged cache, and logits by transformers."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ from worker_service.startup.loader import attention_shape
 
 CPU = torch.device("cpu")
 CHUNKS = (1, 33, 7, 1, 1, 20)  # a first chunk, later ones and decode steps
-# Of the largest logit: float32 rounding over a few layers.
+# Relative to the largest logit: float32 rounding over a few layers.
 TOLERANCE = 5e-6
 BIASES = {"attention_bias": True, "mlp_bias": True}
 
@@ -40,7 +40,7 @@ def create_attention(network, name="auto", block_size=8, dtype=torch.float32):
 
 @torch.inference_mode()
 def compute_logits(model, token_ids, chunks=CHUNKS, block_size=8, dtype=torch.float32):
-    """Logits at every position of one sequence, computed chunk by chunk: [sum(chunks), vocab_size]."""
+    """Return the logits at every position of one sequence, computed chunk by chunk: [sum(chunks), vocab_size]."""
     network, heads = model.network, model.network.heads
     is_fused = getattr(model, "is_fused", False)
     host = host_model(model, create_attention(network)) if is_fused else model
@@ -62,7 +62,7 @@ def compute_logits(model, token_ids, chunks=CHUNKS, block_size=8, dtype=torch.fl
 
 
 def packed_products(model):
-    """The packed weight of each product, also of each expert, by name."""
+    """Return the packed weight of each linear module, and of each expert, by name."""
     packed = {}
     for name, module in model.named_modules():
         if isinstance(module, Linear) and module.product is not None:
@@ -88,7 +88,7 @@ def edit_config(path, **fields):
 
 
 def edited(path, **changes):
-    """Replaces tensors; None removes one."""
+    """Replace tensors of a checkpoint; None removes a tensor."""
     tensors = {**load_file(path / "model.safetensors"), **changes}
     tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     save_file(tensors, path / "model.safetensors", {"format": "pt"})

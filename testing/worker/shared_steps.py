@@ -1,4 +1,4 @@
-"""Prompts through a model alone, and in steps that they share."""
+"""Logits of prompts that run alone, and of prompts that share steps."""
 
 import random
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Row:
 
 
 class Engine:
-    """A model over a paged cache that holds NaN wherever nothing was written."""
+    """A model with a paged cache that contains NaN in all positions not yet written."""
 
     def __init__(self, model, dtype, cache_dtype, block_size, rng):
         shape = attention_shape(model.network, block_size, dtype, cache_dtype)
@@ -37,7 +37,7 @@ class Engine:
         network, num_blocks = model.network, 1 + 4000 // block_size
         row = row_size(network.heads.head_dim, cache_dtype)
         places = (num_blocks, len(network.layers), 2, network.heads.num_kv_heads, block_size, row)
-        # The bytes of NaN, or of integers whose scale is one.
+        # In a float cache these bytes are NaN. In an int8 cache, the scale among them is NaN.
         storage = torch.full((*places[:-1], row * cache_dtype.itemsize), 0xFF, dtype=torch.uint8).view(cache_dtype)
         self._cache = [tuple(storage[:, i, j].transpose(1, 2) for j in (0, 1)) for i in range(len(network.layers))]
         self._free = rng.sample(range(1, num_blocks), num_blocks - 1)
@@ -47,7 +47,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self, work: list[tuple[Row, int]]) -> None:
-        """Each row computes so many more tokens."""
+        """Compute one step, in which each row computes the given number of further tokens."""
         positions = [torch.arange(row.num_computed, row.num_computed + num) for row, num in work]
         slots = [
             torch.tensor(row.table)[at // self._block_size] * self._block_size + at % self._block_size
@@ -68,7 +68,7 @@ class Engine:
 
 
 def alone(model, dtype, cache_dtype, prompts) -> list[Tensor]:
-    """Each prompt in one step, on one thread."""
+    """Return the logits of each prompt, computed in one step on one thread."""
     torch.set_num_threads(1)
     engine = Engine(model, dtype, cache_dtype, 16, random.Random(0))
     rows = [engine.row(tokens) for tokens in prompts]
@@ -78,7 +78,7 @@ def alone(model, dtype, cache_dtype, prompts) -> list[Tensor]:
 
 
 def together(model, dtype, cache_dtype, prompts, block_size, rng) -> list[Tensor]:
-    """Rows that come and go, in chunks of any length, many of a single token."""
+    """Return the logits of prompts that share steps, in chunks of random length, many of a single token."""
     engine = Engine(model, dtype, cache_dtype, block_size, rng)
     rows = [engine.row(tokens) for tokens in prompts]
     while True:
