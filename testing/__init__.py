@@ -1,1 +1,4 @@
-"""What tests and benchmarks share: services as processes, made checkpoints, a scheduler in-process. Not installed."""
+"""Code shared by tests and benchmarks: services as processes, generated checkpoints, a scheduler in-process.
+
+This package is not installed.
+"""

@@ -1,6 +1,6 @@
-"""A worker behind the real wire whose tokens are a hash of everything before them.
+"""A worker that speaks the real protocol and whose tokens are a hash of all preceding tokens.
 
-The arithmetic is the simulated worker's of the core's tests; this file adds the session, and faults on demand.
+The hash comes from the simulated worker of the core's tests. This module adds the session, and faults on demand.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ HEARTBEAT_INTERVAL = 0.2
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
-    """One port; it can be killed and started again on it."""
+    """A fake worker on one port. It can be killed and restarted on the same port."""
 
     def __init__(self, model_digest: bytes, **capacity: object) -> None:
         self.capacity = {
@@ -51,27 +51,27 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         } | capacity
         self.port = 0
         self.step_seconds = 0.0
-        self.is_silent = False  # sends nothing any more, like a stopped process
-        self.holds_moves = False  # until the next heartbeat, which tells of them
-        self.epochs: list[int] = []  # that it accepted
+        self.is_silent = False  # sends nothing more, like a stopped process
+        self.holds_moves = False  # delays moves until the next heartbeat, which reports them
+        self.epochs: list[int] = []  # accepted epochs
         self.holder = ""
         self.last_epoch = 0
         self.refused_epochs: list[int] = []
-        self.refusals: list[worker_pb2.Refusal] = []  # what the next hellos get
+        self.refusals: list[worker_pb2.Refusal] = []  # refusals for the next hellos
         self.num_steps = 0
-        self.bad_sequences: dict[int, RowStatus] = {}  # whose rows fail, and how
-        self.traceparents: list[str] = []  # of the rows that were opened
-        self.grammars: list[AddedGrammar] = []  # that were added
-        self.opened_grammar_ids: list[int] = []  # of the rows that were opened
-        self.bad_grammars: dict[str, str] = {}  # texts of those that it cannot prepare, and why
-        self.reports_grammars = asyncio.Event()  # unset: none is ready
+        self.bad_sequences: dict[int, RowStatus] = {}  # sequences whose rows fail, with their statuses
+        self.traceparents: list[str] = []  # of allocated rows
+        self.grammars: list[AddedGrammar] = []  # added grammars
+        self.opened_grammar_ids: list[int] = []  # of allocated rows
+        self.bad_grammars: dict[str, str] = {}  # texts of grammars that cannot be prepared, with the reasons
+        self.reports_grammars = asyncio.Event()  # while unset, no grammar is reported as ready
         self.reports_grammars.set()
-        self.certificates: list[worker_pb2.CertificateLife] = []  # that heartbeats tell of
-        self.garbage = b""  # appended to the next result: a field that is not known
+        self.certificates: list[worker_pb2.CertificateLife] = []  # certificates that heartbeats report
+        self.garbage = b""  # bytes of an unknown field, appended to the next result
 
     @classmethod
     async def started(cls, checkpoint: Path, **capacity: object) -> Self:
-        """Return a worker of a checkpoint, with the model's context length, on a free port."""
+        """Return a started worker for a checkpoint, with the model's context length, on a free port."""
         info = read_model_info(str(checkpoint))
         worker = cls(info.digest, **({"max_model_len": info.max_model_len} | capacity))
         await worker.start()
@@ -88,7 +88,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         await self._server.start()
 
     async def kill(self) -> None:
-        """A new process knows nothing of the epochs of the one before."""
+        """Stop the server and forget all epochs, as a killed process does."""
         self.last_epoch, self.holder = 0, ""
         await self._server.stop(0)
 
@@ -107,12 +107,13 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             )
             await context.write(worker_pb2.ExecuteResponse(refusal=refusal))
             return
-        self._writing = asyncio.Lock()  # a stream takes one write at a time
+        self._writing = asyncio.Lock()  # a stream accepts one write at a time
         self.last_epoch, self.holder = hello.epoch, hello.instance_id
         self.epochs.append(hello.epoch)
         await context.write(worker_pb2.ExecuteResponse(ready=worker_pb2.WorkerCapacity(**self.capacity)))
         worker = self._simulated_worker()
-        beside = {asyncio.create_task(self._beat(hello.epoch, worker, context))}  # what goes on beside the steps
+        # tasks that run concurrently with the steps
+        beside = {asyncio.create_task(self._beat(hello.epoch, worker, context))}
         try:
             await self._serve(hello.epoch, worker, context, beside)
         finally:
@@ -174,7 +175,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
 
 
 def execute(worker: SimulatedWorker, plan: StepPlan, *, apply_moves: bool = True) -> StepResult:
-    """The simulated step, with the most likely tokens that it leaves out."""
+    """Return the result of the simulated step, with the top tokens that the simulated worker leaves out."""
     lengths = {slot: len(row.token_ids) for slot, row in worker.rows.items()}
     lengths |= {opening.slot: len(opening.token_ids) for opening in plan.openings}
     forked = [lengths[slot] for slot in plan.fork_source_slots]
@@ -193,7 +194,7 @@ def execute(worker: SimulatedWorker, plan: StepPlan, *, apply_moves: bool = True
 
 
 def with_top(logprobs: Logprobs, tops: Iterable[Sequence[int]]) -> Logprobs:
-    """Report tokens beside the chosen ones: a token is less likely the higher its id."""
+    """Return the log probabilities with top tokens. A token's log probability decreases with its id."""
     top_token_ids = tuple(chain.from_iterable(tops))
     top_logprobs = tuple(-1.0 - token_id for token_id in top_token_ids)
     return replace(logprobs, top_token_ids=top_token_ids, top_logprobs=top_logprobs)

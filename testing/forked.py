@@ -1,8 +1,9 @@
-"""Services as processes of their own that need not import their modules first: they are forked from one that has.
+"""Services as forked processes, which need not import their modules first.
 
-That takes a tenth of the time. Everything else is as if `services.py` had started `pagewire VERB`: its flags, its
-signals, its exit code, what it prints. In `test_serve.py`, `test_bench.py`, `test_peers.py` and
-`tests/worker/test_worker_service.py` services start from nothing.
+Each service is forked from a process that has already imported its modules, which takes a tenth of the time. Otherwise
+a service behaves as if `services.py` had started `pagewire VERB`: flags, signals, exit code and output are the same.
+`test_serve.py`, `test_bench.py`, `test_peers.py` and `tests/worker/test_worker_service.py` start services without a
+fork.
 """
 
 import atexit
@@ -22,8 +23,8 @@ from unittest import mock
 from testing import services
 from testing.services import Process, System
 
-# Imported once, by the process that forks. None of them starts a thread: torch does so when it first computes.
-# Schedulers and front ends never have torch in their processes.
+# Modules that the forking process imports once. No import may start a thread; torch starts threads when it first
+# computes. Schedulers and front ends never have torch in their processes.
 PRELOADED = {
     "scheduler": ["pagewire.cli.services", "scheduler_service.server"],
     "frontend": [
@@ -37,16 +38,16 @@ FORKSERVER = multiprocessing.get_context("forkserver")
 SERVERS = {verb: forkserver.ForkServer() for verb in PRELOADED}
 for _verb, _modules in PRELOADED.items():
     SERVERS[_verb].set_forkserver_preload([*_modules, __name__])
-_starting = threading.Lock()  # one service at a time: multiprocessing knows of one fork server
+_starting = threading.Lock()  # serializes starts, because multiprocessing knows only one fork server
 
 
 class ForkedProcess:
-    """As much of `subprocess.Popen` as a service needs."""
+    """The part of `subprocess.Popen` that a service needs."""
 
     def __init__(self, arguments: Sequence[str], log: Path | None = None) -> None:
-        """`log`: a file for its standard error, in place of that of the tests."""
+        """`log` is a file for the standard error of the process; None: the standard error of the tests."""
         printed, output = FORKSERVER.Pipe(duplex=False)
-        # A daemon: what a test leaves behind ends with the tests.
+        # A daemon process ends with the tests, even if a test leaves it running.
         self._process = FORKSERVER.Process(target=_run, args=(arguments, output, log), daemon=True)
         connect = SERVERS[arguments[0]].connect_to_new_process
         with _starting, mock.patch.object(forkserver, "connect_to_new_process", connect):
@@ -74,7 +75,7 @@ class ForkedProcess:
 
 
 class LoggingStart:
-    """Starts services with a file of a folder for what each of them logs."""
+    """Starts services whose standard error goes to log files in a folder, one file per verb."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -83,7 +84,7 @@ class LoggingStart:
         return ForkedProcess(arguments, self._folder / f"{arguments[0]}.log")
 
     def lines(self) -> list[str]:
-        """Return what has been logged."""
+        """Return all logged lines, each with the name of its log."""
         return [f"{log.stem}: {line}" for log in self._folder.glob("*.log") for line in log.read_text().splitlines()]
 
 
@@ -94,12 +95,12 @@ def running(model: Path, **flags: Sequence[object]) -> AbstractContextManager[Sy
 def _run(arguments: Sequence[str], output: Connection, log: Path | None) -> None:
     from pagewire.cli.command import main
 
-    os.environ.update(services.ENVIRON)  # for what the service starts
+    os.environ.update(services.ENVIRON)  # for child processes of the service
     if log is not None:
         with log.open("ab") as file:
             os.dup2(file.fileno(), sys.stderr.fileno())
     os.dup2(output.fileno(), sys.stdout.fileno())
-    # What was there may have been a file, which can be sought; a pipe cannot.
+    # The old standard output may have been a file, which is seekable. A pipe is not.
     sys.stdout = open(sys.stdout.fileno(), "w", closefd=False)  # noqa: SIM115
     with ending():
         sys.exit(main(arguments))
@@ -107,8 +108,11 @@ def _run(arguments: Sequence[str], output: Connection, log: Path | None) -> None
 
 @contextmanager
 def ending() -> Iterator[None]:
-    """Ends a process of multiprocessing as Python ends its own: it calls what `atexit` knows, which waits until the
-    last lines are written."""
+    """End a multiprocessing process as Python ends a normal process.
+
+    This waits for threads and calls the functions registered with `atexit`, which wait until the last lines are
+    written.
+    """
     try:
         yield
     except Exception:

@@ -1,8 +1,8 @@
-"""A ledger of what was measured on GPUs: the results of each part, and whether they are older than the code.
+"""A ledger of GPU measurements: the results of each part, and whether they are older than the code.
 
-The files `gpu_COMMAND.CARD.json` hold the results, one file for each command and card. Each part in a file names the
-commit and a digest of the source files that it measures; a part is stale when that digest has changed. It imports no
-torch.
+The files `gpu_COMMAND.CARD.json` contain the results, one file for each command and card. Each part in a file records
+the commit and a digest of the source files that it measures. A part is stale if the digest has changed. Importing this
+module does not import torch.
 """
 
 import ast
@@ -20,8 +20,8 @@ from typing import Any
 from testing.record import RESULTS
 
 ROOT = Path(__file__).parents[1]
-COMMIT_VARIABLE = "PAGEWIRE_COMMIT"  # for a copy of the tree without its history
-# The modules whose imports, directly or not, are the source of what a part measures.
+COMMIT_VARIABLE = "PAGEWIRE_COMMIT"  # the commit, for a copy of the tree without its history
+# The modules that a part measures, together with all modules that they import directly or indirectly.
 _RUNNER = ("worker_service.startup.loader",)
 _SERVICES = ("scheduler_service.server", "worker_service.server", "pagewire.client.client")
 _ENTRIES: dict[str, tuple[str, ...]] = {
@@ -69,7 +69,7 @@ def path_of(command: str, card: str, folder: Path = RESULTS) -> Path:
 
 
 def parts_of(path: Path) -> dict[str, Part]:
-    """Return the parts in a file by their names; none if the file does not exist."""
+    """Return the parts in a file by their names, or an empty dict if the file does not exist."""
     return json.loads(path.read_text())["parts"] if path.exists() else {}
 
 

@@ -1,4 +1,4 @@
-"""Logits of every position of some sequences: ours, those of transformers, and llama.cpp's."""
+"""Logits at every position of some sequences, computed by Pagewire, transformers and llama.cpp."""
 
 import subprocess
 import tempfile
@@ -31,7 +31,7 @@ class OurModel:
     def __init__(
         self, path: Path, *, dtype: torch.dtype, cache_dtype: torch.dtype, kernels: CpuKernels | None, **options: Any
     ) -> None:
-        """`options`: further ones of `load_model`."""
+        """`options` are further options of `load_model`."""
         network = load_config(path)
         model = load_model(path, dtype=dtype, device=CPU, operations=create_host_operations(kernels), **options)
         self._backend = create_backend("auto", CPU, attention_shape(network, BLOCK_SIZE, dtype, cache_dtype), kernels)
@@ -49,11 +49,11 @@ class OurModel:
         self._table = torch.arange(1, num_blocks + 1).unsqueeze(0)
 
     def logits(self, sequences: Sequence[Sequence[int]]) -> Tensor:
-        """Returns float32 [num_tokens, vocab_size] of all sequences, each computed in one step."""
+        """Return logits as float32 [num_tokens, vocab_size] of all sequences. Each sequence is computed in one step."""
         return torch.cat([self._compute(sequence, 0) for sequence in sequences])
 
     def complete(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
-        """Returns the greedy continuation, computed token by token."""
+        """Return the greedy continuation, computed token by token."""
         found: list[int] = []
         given, first = list(prompt), 0
         while len(found) < num_tokens:
@@ -64,7 +64,7 @@ class OurModel:
 
     @torch.inference_mode()
     def _compute(self, token_ids: Sequence[int], first: int) -> Tensor:
-        """The logits of tokens from the position `first` on, those before which are in the cache."""
+        """Return the logits of tokens from position `first` on. Earlier tokens must be in the cache."""
         positions = torch.arange(first, first + len(token_ids))
         # Block 0 belongs to no sequence.
         slots = BLOCK_SIZE + positions
@@ -75,11 +75,11 @@ class OurModel:
 
 
 class ReferenceModel:
-    """Transformers' Qwen3 in float32, over the weights that PyPI `gguf` reads of a file."""
+    """Qwen3 of transformers in float32, with the weights that the PyPI package `gguf` reads from a file."""
 
     @torch.inference_mode()
     def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
-        """`config`: of the checkpoint that the file was made of."""
+        """`config` is the configuration of the checkpoint from which the file was converted."""
         self._model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config.from_dict(dict(config))).eval()
         names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
         weights = dequantized(path)
@@ -89,19 +89,19 @@ class ReferenceModel:
 
     @torch.inference_mode()
     def logits(self, sequences: Sequence[Sequence[int]]) -> Tensor:
-        """Returns float32 [num_tokens, vocab_size] of all sequences."""
+        """Return logits as float32 [num_tokens, vocab_size] of all sequences."""
         return torch.cat([self._model(torch.tensor([list(sequence)])).logits[0] for sequence in sequences])
 
 
 class LlamaCppModel:
-    """llama.cpp's computation over a file, by the program that `bench.peers.environment` builds for it."""
+    """llama.cpp over a GGUF file, run by the program that `bench.peers.environment` builds."""
 
     def __init__(self, program: Path, path: Path, cache_type: str) -> None:
         """`cache_type`: f32, f16 or bf16."""
         self._command = [program, path, cache_type]
 
     def logits(self, sequences: Sequence[Sequence[int]]) -> Tensor:
-        """Returns float32 [num_tokens, vocab_size] of all sequences."""
+        """Return logits as float32 [num_tokens, vocab_size] of all sequences."""
         lines = "".join(" ".join(map(str, sequence)) + "\n" for sequence in sequences).encode()
         with tempfile.TemporaryFile() as output:
             subprocess.run(self._command, input=lines, stdout=output, check=True)
@@ -111,18 +111,18 @@ class LlamaCppModel:
 
 
 class Divergence:
-    """How far next tokens of models diverge from those of one that all are compared with."""
+    """The divergence of models' next-token distributions from the distribution of one reference model."""
 
     def __init__(self, expected: Tensor) -> None:
         self._logs = expected.double().log_softmax(dim=-1)
         self._chances = self._logs.exp()
 
     def mean(self, actual: Tensor) -> float:
-        """Returns the mean over positions of the Kullback-Leibler divergence, in nats."""
+        """Return the mean Kullback-Leibler divergence over all positions, in nats."""
         ours = actual.double().log_softmax(dim=-1)
         return ours.neg_().add_(self._logs).mul_(self._chances).sum(dim=-1).mean().item()
 
 
 def mean_divergence(expected: Tensor, actual: Tensor) -> float:
-    """Returns the mean over positions of the Kullback-Leibler divergence of two models' next tokens, in nats."""
+    """Return the mean Kullback-Leibler divergence over all positions of two models' next tokens, in nats."""
     return Divergence(expected).mean(actual)

@@ -1,4 +1,4 @@
-"""Models as they are loaded, for tests that need no worker."""
+"""Loading of models for tests that need no worker."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ def load_model(path: Path, *, progress: TensorProgress | None = None, **options:
     """Load a model, or one rank's part of it, ready to run.
 
     Args:
-        progress: called after each tensor with (tensors loaded, tensors in all).
-        options: of `prepare_model`.
+        progress: called after each tensor with (tensors loaded, total tensors).
+        options: options of `prepare_model`.
     """
     return prepare_model(path, **options).load(progress)

@@ -1,4 +1,4 @@
-"""What a request must yield: transformers computes the logits, in float32 and alone."""
+"""The expected outputs of requests: transformers computes the logits, in float32 and for one request at a time."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -10,11 +10,12 @@ import transformers
 
 from pagewire.kernels.noise import gumbel_noise, noise_keys
 
-EARLY_STOPPING = {"heuristic": False, "first": True, "never": "never"}  # ours to transformers'
+# from our values to those that transformers accepts
+EARLY_STOPPING = {"heuristic": False, "first": True, "never": "never"}
 
 
 def load(path: Path) -> transformers.PreTrainedModel:
-    """Without the checkpoint's own generation parameters: no end token unless asked for."""
+    """Load a model without the checkpoint's generation parameters: there is no end token unless a call names one."""
     return _load(path, torch.float32)
 
 
@@ -22,7 +23,7 @@ def _load(path: Path, dtype: torch.dtype) -> transformers.PreTrainedModel:
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     model.generation_config = transformers.GenerationConfig()
     for module in model.modules():
-        # Older versions clamp gpt-oss's gates and ups at 7, whatever the checkpoint says.
+        # Older versions clamp the gate and up values of gpt-oss at 7, whatever the checkpoint's limit is.
         if type(module).__name__ == "GptOssExperts":
             module.limit, module.alpha = model.config.swiglu_limit, getattr(model.config, "swiglu_alpha", 1.702)
     return model
@@ -46,7 +47,7 @@ def sampled(
     seed: int,
     sample_index: int,
 ) -> list[int]:
-    """Tokens drawn with the noise of (seed, sample index, position), without filters."""
+    """Return tokens sampled with the noise of (seed, sample index, position), without filters."""
     return _continued(
         model,
         prompt,
@@ -61,8 +62,10 @@ def _continued(
     num_tokens: int,
     preferred: Callable[[torch.Tensor, int], torch.Tensor],
 ) -> list[int]:
-    """Each token is the one that a function of the logits and its position prefers. transformers' own `generate` gives
-    the same for the logits themselves, at twice the time."""
+    """Return the continuation in which each token maximises `preferred(logits, position)`.
+
+    For `preferred` equal to the logits, `generate` of transformers gives the same tokens in twice the time.
+    """
     tokens, past = list(prompt), None
     with torch.inference_mode():
         for _ in range(num_tokens):
@@ -75,8 +78,10 @@ def _continued(
 def preferences(
     model: transformers.PreTrainedModel, tokens: list[int], *, temperature: float = 0.0, seed: int = 0
 ) -> torch.Tensor:
-    """What the choice of the token behind others maximises, [vocab_size]: the logits, or what sampling makes of them
-    for the first sample of a request without filters."""
+    """Return the values [vocab_size] whose maximum determines the next token.
+
+    These are the logits, or the perturbed logits of the first sample of a request without filters.
+    """
     with torch.inference_mode():
         logits = model(torch.tensor([tokens])).logits[0, -1].float()
         return _perturbed(logits, temperature, seed, 0, len(tokens)) if temperature else logits
@@ -89,13 +94,15 @@ def _perturbed(logits: torch.Tensor, temperature: float, seed: int, sample_index
 
 
 def best_behind(model: transformers.PreTrainedModel, prompt: list[int], tokens: list[int]) -> list[int]:
-    """The best token behind a prompt, and behind it with ever more of the tokens that followed. Where these are the
-    same, they are what `greedy` gives, at a fraction of the time."""
+    """Return the best next token after the prompt and after each prefix of `tokens`.
+
+    If the result equals `tokens`, then `tokens` is also the result of `greedy`, at a fraction of the time.
+    """
     return _logits_behind(model, prompt, tokens).argmax(-1).tolist()
 
 
 def shortfalls(model: transformers.PreTrainedModel, prompt: list[int], tokens: list[int]) -> torch.Tensor:
-    """How far below the best logit each of the tokens lies that followed a prompt: [len(tokens)]."""
+    """Return by how much the logit of each token after the prompt falls below the best logit: [len(tokens)]."""
     logits = _logits_behind(model, prompt, tokens)
     return logits.max(-1).values - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
@@ -103,27 +110,31 @@ def shortfalls(model: transformers.PreTrainedModel, prompt: list[int], tokens: l
 def shortfalls_of_rounding(
     rounded: transformers.PreTrainedModel, exact: transformers.PreTrainedModel, prompt: list[int], tokens: list[int]
 ) -> torch.Tensor:
-    """How far below the exact model's best logit that token lies which the rounded model thinks best, behind the prompt
-    and behind each of the tokens but the last: [len(tokens)]."""
+    """Return by how much the rounded model's best tokens fall below the exact model's best logit: [len(tokens)].
+
+    Both logits are the exact model's, at the positions of `tokens`.
+    """
     logits = _logits_behind(exact, prompt, tokens)
     chosen = _logits_behind(rounded, prompt, tokens).argmax(-1, keepdim=True)
     return logits.max(-1).values - logits.gather(1, chosen)[:, 0]
 
 
 def _logits_behind(model: transformers.PreTrainedModel, prompt: list[int], tokens: list[int]) -> torch.Tensor:
-    """Teacher-forced: [len(tokens), vocab_size]."""
+    """Return the teacher-forced logits of `tokens` after the prompt: [len(tokens), vocab_size]."""
     with torch.inference_mode():
         return model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
 
 
 def load_rounded(checkpoint: Path) -> transformers.PreTrainedModel:
-    """The model as transformers computes it in bfloat16."""
+    """Load the model in bfloat16."""
     return _load(checkpoint, torch.bfloat16)
 
 
 def load_unsteady(checkpoint: Path, seed: int) -> transformers.PreTrainedModel:
-    """The model in bfloat16, with what each layer computes moved at random by up to half a unit of its last place. Each
-    call moves anew, so that many calls are a sample of what rounding does to a text."""
+    """Load the model in bfloat16 with random noise in each module's output, up to half a unit in the last place.
+
+    Each call draws new noise, so that many calls sample the effect of rounding on a text.
+    """
     model, generator = load_rounded(checkpoint), torch.Generator().manual_seed(seed)
 
     def move(module: torch.nn.Module, inputs: object, output: object) -> torch.Tensor | None:
@@ -141,10 +152,10 @@ def load_unsteady(checkpoint: Path, seed: int) -> transformers.PreTrainedModel:
 def rounding_error(
     rounded: transformers.PreTrainedModel, exact: transformers.PreTrainedModel, tokens: list[int]
 ) -> float:
-    """The most by which rounding moves a logit against the best one, at any position of a text.
+    """Return the most by which rounding shifts a logit relative to the best logit, at any position of a text.
 
-    In bfloat16 another order of summation rounds differently, and a near tie may fall the other way. What is chosen
-    then lies at most so far below the best logit of float32 as rounding has moved the two against each other.
+    In bfloat16 a different order of summation rounds differently, so a near tie may have a different winner. The
+    float32 logit of that winner is below the best float32 logit by at most this shift.
     """
     with torch.inference_mode():
         one, other = (model(torch.tensor([tokens])).logits[0].float() for model in (rounded, exact))
@@ -154,7 +165,7 @@ def rounding_error(
 
 @dataclass(frozen=True, slots=True)
 class BeamSearch:
-    """A beam search in our words."""
+    """The parameters of a beam search, in Pagewire's terms."""
 
     beam_width: int
     n: int = 1
@@ -166,12 +177,12 @@ class BeamSearch:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    token_ids: list[int]  # the stop token included
-    score: float  # sum of log-probabilities / number of tokens ** length penalty
+    token_ids: list[int]  # including the stop token
+    score: float  # sum of log probabilities / number of tokens ** length penalty
 
 
 def beams(model: transformers.PreTrainedModel, prompt: list[int], search: BeamSearch) -> list[Hypothesis]:
-    """The hypotheses, best first."""
+    """Return the hypotheses of a beam search, best first."""
     output = _generate(
         model,
         prompt,
@@ -192,7 +203,7 @@ def beams(model: transformers.PreTrainedModel, prompt: list[int], search: BeamSe
 
 
 def _until_stop(tokens: list[int], stop_token_ids: Sequence[int]) -> list[int]:
-    """Without the padding behind the stop token."""
+    """Return the tokens up to the stop token, without the padding after it."""
     end = next((i for i, token_id in enumerate(tokens) if token_id in stop_token_ids), len(tokens) - 1)
     return tokens[: end + 1]
 

@@ -1,4 +1,4 @@
-"""Checkpoints, prompts and pools under which the services must generate what transformers does."""
+"""Checkpoints, prompts and pool sizes with which the services must generate the same tokens as transformers."""
 
 import asyncio
 from collections.abc import Sequence
@@ -24,11 +24,14 @@ FLOAT32_MARGIN = 1e-4
 
 @dataclass(frozen=True)
 class ParityCase:
-    """A random checkpoint and the flags of its worker. In a small pool the short prompts fit together, but not with
-    what they grow to."""
+    """A random checkpoint and the flags of its worker.
+
+    In a small pool, the short prompts fit together, but not with their outputs.
+    """
 
     family: str
-    overrides: dict[str, Any] = field(default_factory=dict)  # of the configuration, under transformers' names
+    # changed fields of the configuration, under their names in transformers
+    overrides: dict[str, Any] = field(default_factory=dict)
     block_size: int = 16
     limits: dict[str, int] = field(default_factory=dict)
 
@@ -118,13 +121,16 @@ CASES = {
 
 
 def prompts_of(seed: int) -> list[list[int]]:
-    """Random ones, and two that are found in the cache, in part and whole, once the others have been served."""
+    """Return random prompts, followed by two prompts that hit the prefix cache after the others have run.
+
+    The first of the two hits in part, the second is a whole earlier prompt.
+    """
     prompts = oracle.random_prompts(seed, VOCAB_SIZE, PROMPT_LENGTHS)
     return [*prompts, prompts[-1][:500] + prompts[0], prompts[-2]]
 
 
 async def generate_all(url: str, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Completion]:
-    """All at once, greedily."""
+    """Generate greedily from all prompts concurrently and return the completions in order."""
     sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=0)
     async with AsyncClient(url) as client:
         return await asyncio.gather(*(client.complete(None, sampling, prompt_token_ids=prompt) for prompt in prompts))
@@ -136,7 +142,7 @@ def tokens_of(completions: Sequence[Completion]) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class ServedTwice:
-    """What the same prompts yielded, and the server's counts after that."""
+    """Completions of the same prompts in two rounds, and the server's counts after both rounds."""
 
     first: list[Completion]
     again: list[Completion]
@@ -151,7 +157,7 @@ async def serve_twice(url: str, prompts: Sequence[Sequence[int]], num_tokens: in
 
 
 def assert_the_cache_was_used(case: ParityCase, served: ServedTwice) -> None:
-    """A small pool preempts, and in another one prompts are found again."""
+    """Assert that a small pool has preempted requests, and that in another pool prompts hit the prefix cache."""
     if case.is_small_pool:
         assert served.loads.num_preemptions > 0
     else:
@@ -162,7 +168,7 @@ def assert_the_cache_was_used(case: ParityCase, served: ServedTwice) -> None:
 def assert_logprobs(
     model: transformers.PreTrainedModel, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]
 ) -> None:
-    """Of the tokens that were chosen, within `FLOAT32_MARGIN` of what transformers computes."""
+    """Assert that the log probabilities of chosen tokens are within `FLOAT32_MARGIN` of those in transformers."""
     for prompt, completion in zip(prompts, completions, strict=True):
         output = completion.outputs[0]
         tokens = torch.tensor([[*prompt, *output.token_ids]])
@@ -174,12 +180,12 @@ def assert_logprobs(
 
 
 async def sample_alone(client: AsyncClient) -> list[list[tuple[int, ...]]]:
-    """Two seeded samples of each of some prompts, one request after the other."""
+    """Return two seeded samples for each of some prompts, from one request at a time."""
     return [await _sample(client, i) for i in range(len(SAMPLED_PROMPTS))]
 
 
 async def sample_together(client: AsyncClient) -> list[list[tuple[int, ...]]]:
-    """The same, all at once."""
+    """Return the same samples from concurrent requests."""
     return await asyncio.gather(*(_sample(client, i) for i in range(len(SAMPLED_PROMPTS))))
 
 

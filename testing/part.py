@@ -1,8 +1,9 @@
-"""Runs long checks and measurements in parts: each is a process with a deadline, and its results are kept as they come.
+"""A runner of long checks and measurements in parts. Each part is a process with a deadline.
 
-A part is a sequence of cases. Its process writes a line `RESULT {json}` to standard output when it begins a case and
-when it is done with one. A process apart, since a kernel that reads what it must not leaves its process without a
-device: that costs the case, and the next one has a new process.
+A part is a sequence of cases, and each result is stored at once. The process of a part writes a line `RESULT {json}` to
+standard output when it begins a case and when it has finished a case. Parts run in separate processes because a kernel
+with an invalid memory access leaves its process without a device. Such a failure costs one case, and the next case runs
+in a new process.
 """
 
 import contextlib
@@ -33,29 +34,28 @@ MAX_ERROR_LENGTH = 2000
 
 
 class UnavailableError(Exception):
-    """A case cannot be run on this machine, which is no failure. The text says why."""
+    """Raised if a case cannot run on this machine, which is not a failure. The text is the reason."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Something to check or to measure.
+    """A check or a measurement.
 
     Attributes:
         name: unique within its part.
-        run: returns what is worth knowing, in values for JSON. Raises where it fails, `UnavailableError` where it
-            cannot be run.
+        run: returns figures as JSON values. Raises if the case fails, and `UnavailableError` if it cannot run.
     """
 
     name: str
     run: Callable[[], dict[str, Any]]
 
 
-# In the process of a part.
+# Functions for the process of a part.
 
 
 def run_cases(cases: Iterable[Case], done: Collection[str], after_each: Callable[[], None] = lambda: None) -> None:
     """Run the cases whose names are not in `done`, and print the result of each."""
-    if os.getsid(0) == os.getpid():  # as `run_part` starts it
+    if os.getsid(0) == os.getpid():  # true if `run_part` started this process
         threading.Thread(target=_end_with_parent, daemon=True).start()
     for case in cases:
         if case.name in done:
@@ -75,19 +75,20 @@ def run_cases(cases: Iterable[Case], done: Collection[str], after_each: Callable
 
 
 def run_on_device(cases: Iterable[Case], device: torch.device, done: Collection[str]) -> None:
-    """Run the cases whose names are not in `done`, each with the memory of the device to itself."""
+    """Run the cases whose names are not in `done`, and free the device's memory after each case."""
 
     def release() -> None:
         gc.collect()
         if device.type == "cuda":
-            torch.cuda.synchronize()  # raises where the device was lost with this case: the next has a new process
+            # raises if this case has lost the device, so that the next case gets a new process
+            torch.cuda.synchronize()
             torch.cuda.empty_cache()
 
     run_cases(cases, done, release)
 
 
 def _end_with_parent() -> None:
-    """Kill this session, which would keep the device busy, when the process that has started it ends."""
+    """Kill this session when its parent process ends, because it would keep the device busy."""
     os.read(0, 1)
     _kill(os.getpid())
 
@@ -96,11 +97,11 @@ def _tell(result: dict) -> None:
     print(MARK + json.dumps(result), flush=True)
 
 
-# In the process that starts those of the parts.
+# Functions for the process that starts the processes of the parts.
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Returns the card, the driver, versions, the machine and the date."""
+    """Return the card, the driver, versions, the machine and the date."""
     is_cuda = device.type == "cuda"
     return {
         "card": torch.cuda.get_device_name(device) if is_cuda else str(device),
@@ -129,7 +130,7 @@ def _driver() -> str | None:
         return None
 
 
-# A part may be resumed where these of its heading are as they were, `is_complete` among them.
+# A part may be resumed if these fields of its heading are unchanged, including `is_complete`.
 _SAME_SOURCE = ("card", "driver", "torch", "triton", "digest", "is_complete")
 
 
@@ -139,14 +140,17 @@ def _heading(part: str, heading: dict[str, Any]) -> dict[str, Any]:
 
 
 class Report:
-    """The results that are known so far, in a file: for each part the machine, the source, and its results.
+    """A file of the results so far: for each part the machine, the source, and the results.
 
     Parts that are not run now keep their results.
     """
 
     def __init__(self, path: Path, heading: dict[str, Any], parts: Sequence[str], *, resumes: bool = False) -> None:
-        """Read the file, if it exists. `heading` is the result of `describe`. With `resumes`, a part that an earlier
-        run has begun on the same machine and source, and not completed, keeps its results; only the rest is run."""
+        """Read the file, if it exists. `heading` is the result of `describe`.
+
+        With `resumes`, a part that an earlier run began on the same machine and source, and did not complete, keeps its
+        results. Only the rest of that part is run.
+        """
         self._path = path
         self._lock = threading.Lock()
         known = ledger.parts_of(path)
@@ -164,12 +168,12 @@ class Report:
 
     @property
     def results(self) -> list[dict[str, Any]]:
-        """Returns the results of the parts that are run now."""
+        """The results of the parts that are run now."""
         return [result for name in self._current for result in self.parts[name]["results"]]
 
     @property
     def num_failed(self) -> int:
-        """Returns how many of these results are failures; no result at all is a failure too."""
+        """The number of failures among these results. If there is no result, that counts as one failure."""
         return sum("error" in result for result in self.results) if self.results else 1
 
     def add(self, part: str, result: dict[str, Any]) -> None:
@@ -193,7 +197,7 @@ class Report:
         self._write()
 
     def put(self, **further: Any) -> None:
-        """Adds the judgements that follow from the results."""
+        """Add judgements that follow from the results."""
         self._further = further
         self._write()
 
@@ -202,7 +206,7 @@ class Report:
 
 
 def line(result: dict[str, Any]) -> str:
-    """Returns a result as a line for people."""
+    """Return a result as a line of text."""
     if "error" in result:
         return f"FAILED  {result['name']}: {result['error'].splitlines()[0]}"
     if "unavailable" in result:
@@ -222,18 +226,18 @@ def _timing_line(result: dict[str, Any]) -> str:
 
 
 def run_part(part: str, command: Sequence[str], report: Report, deadline: float, pause_at: float = math.inf) -> None:
-    """Run the cases of a part in a process, and the rest in another process if that one dies.
+    """Run the cases of a part in a process, and the remaining cases in a new process if that process dies.
 
     Args:
-        command: gets the names of the cases that have results as further arguments.
-        deadline: on the monotonic clock; a case that still runs then has failed, and the cases after it are not run.
-        pause_at: on the same clock; the rest is then left to a later run.
+        command: receives the names of the cases that have results as further arguments.
+        deadline: on the monotonic clock; a case that is still running then has failed, and later cases are not run.
+        pause_at: on the same clock; the remaining cases are then left to a later run.
 
-    Whatever the process has started ends with it.
+    All descendants of the process are killed when it ends.
     """
     while True:
         known = report.names(part)
-        # A session of its own, by which all that it has started is known.
+        # Its own session identifies all of its descendants.
         process = subprocess.Popen(
             [*command, *known], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
@@ -263,7 +267,7 @@ def run_part(part: str, command: Sequence[str], report: Report, deadline: float,
 
 
 def _kill(session: int) -> None:
-    """End all processes of a session, whatever groups these are in; its leader is the last."""
+    """Kill all processes of a session, in any process group. The session's leader is killed last."""
     while pids := sorted(_processes_of(session), key=lambda pid: pid == session):
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -272,10 +276,10 @@ def _kill(session: int) -> None:
 
 
 def _processes_of(session: int) -> list[int]:
-    """Returns the processes of a session, without zombies, on Linux."""
+    """Return the processes of a session, without zombies, on Linux."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # the process has just ended
             state, _, _, its_session = stat.read_text().rpartition(")")[2].split()[:4]
             if int(its_session) == session and state != "Z":
                 found.append(int(stat.parent.name))
@@ -283,7 +287,10 @@ def _processes_of(session: int) -> list[int]:
 
 
 def _read_results(process: "subprocess.Popen[str]", part: str, report: Report) -> str | None:
-    """Return the name of the case that was begun and has no result, or None."""
+    """Add the results from the process to the report.
+
+    Return the name of a case that has begun and has no result, or None.
+    """
     started = None
     assert process.stdout is not None
     for text in process.stdout:

@@ -1,4 +1,4 @@
-"""The flags of commands that run parts on a GPU: which ones, for how long, and where results go."""
+"""The flags of commands that run parts on a GPU: the parts, their time limit, and the results file."""
 
 import argparse
 import re
@@ -15,8 +15,10 @@ SECONDS = 450.0
 
 
 def part_parser(command: str, description: str | None, parts: Mapping[str, object]) -> argparse.ArgumentParser:
-    """Returns a parser whose help lists the parts. A part's own process gets --part, and --done with the names of the
-    cases that are done."""
+    """Return a parser whose help lists the parts.
+
+    The process of a part receives --part, and --done with the names of the finished cases.
+    """
     width = max(map(len, parts))
     parser = argparse.ArgumentParser(
         prog=f"python -m {command}",
@@ -34,7 +36,10 @@ def part_parser(command: str, description: str | None, parts: Mapping[str, objec
 
 
 def open_report(command: str, parser: argparse.ArgumentParser, options: argparse.Namespace) -> Report:
-    """Ends the process with a text for people where there is no device, or a rehearsal has no file of its own."""
+    """Return the report of a command.
+
+    Exits with an error message if there is no device, or if a rehearsal names no output file.
+    """
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch finds no CUDA device; run this on a machine that has one, with torch built for it")
     if options.device != "cuda" and options.output is None:
@@ -44,5 +49,5 @@ def open_report(command: str, parser: argparse.ArgumentParser, options: argparse
 
 
 def _last_word(command: str) -> str:
-    """Return `check` of `tests.gpu.check`, `speed` of `bench speed`."""
+    """Return the last word of a command: `check` for `tests.gpu.check`, `speed` for `bench speed`."""
     return re.split("[. ]", command)[-1]

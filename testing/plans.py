@@ -1,4 +1,4 @@
-"""A scheduler in miniature: all the plans that a set of prompts needs, made ahead, for no plan needs a result."""
+"""A minimal scheduler: it computes all plans for a set of prompts in advance, without any results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ GREEDY = SamplingParams()
 
 @dataclass
 class Row:
-    """A prompt on its way through a slot."""
+    """The state of a prompt in a slot."""
 
     prompt: Sequence[int]
     num_outputs: int
@@ -35,7 +35,7 @@ class PlannedStep:
 def plan_steps(
     rows: Sequence[Row], *, block_size: int, max_num_batched_tokens: int, epoch: int = 1
 ) -> list[PlannedStep]:
-    """Row i runs in slot i, from the first step to its last token. Blocks come when they are needed."""
+    """Return the steps. Row i uses slot i from the first step to its last token. Blocks are allocated when needed."""
     steps: list[PlannedStep] = []
     work = dict.fromkeys(range(len(rows)), 0)
     next_block = 1

@@ -1,8 +1,8 @@
-"""Clients that speak HTTP/2 by hand: they open calls and reset them at once, as fast as connections take them.
+"""HTTP/2 clients that open calls and reset them at once, as fast as the connections accept them.
 
-    python -m testing.rapid_resets HOST:PORT /SERVICE/METHOD NUM_CONNECTIONS NUM_CALLS
+ python -m testing.rapid_resets HOST:PORT /SERVICE/METHOD NUM_CONNECTIONS NUM_CALLS
 
-A client library would wait where the server limits its calls; these do not.
+A client library would wait when the server limits concurrent calls. These clients do not wait.
 """
 
 import asyncio
@@ -15,9 +15,9 @@ _TIMEOUT_S = 60.0
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING = 0x0, 0x1, 0x3, 0x4, 0x6
 _ACK, _END_STREAM, _END_HEADERS = 0x1, 0x1, 0x4
-_FRAME_HEAD = struct.Struct(">BHBBI")  # the length in 24 bits, the kind, flags, and the stream's id
+_FRAME_HEAD = struct.Struct(">BHBBI")  # length in 24 bits, kind, flags, stream id
 _CANCEL = struct.pack(">I", 8)
-_EMPTY_MESSAGE = bytes(5)  # of gRPC: not compressed, no bytes
+_EMPTY_MESSAGE = bytes(5)  # a gRPC message: uncompressed, zero bytes
 _NUM_IN_WRITE = 512
 
 
@@ -30,7 +30,7 @@ def _literal(text: str) -> bytes:
 
 
 def _headers(path: str) -> bytes:
-    """The headers of a call, in HPACK without a dynamic table and without Huffman's code."""
+    """Return the headers of a call in HPACK, without a dynamic table and without Huffman coding."""
     by_index = b"\x83\x86"  # :method POST, :scheme http
     by_indexed_name = b"\x04" + _literal(path) + b"\x01" + _literal("localhost")
     fields = {"content-type": "application/grpc", "te": "trailers"}
@@ -47,7 +47,7 @@ def _calls(first_id: int, number: int, headers: bytes) -> bytes:
 
 
 async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Answers what keeps a connection alive, and overlooks the rest, until the server closes it."""
+    """Answer the frames that keep a connection alive and ignore all others, until the server closes the connection."""
     with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
         while True:
             head = _FRAME_HEAD.unpack(await reader.readexactly(_FRAME_HEAD.size))
@@ -58,7 +58,10 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 
 
 async def _flood_connection(address: str, headers: bytes, num_calls: int) -> int:
-    """Returns how many calls it has opened: fewer, if the server closes the connection."""
+    """Open and reset calls on one connection. Return the number of opened calls.
+
+    The number is smaller than `num_calls` if the server closes the connection.
+    """
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     answering = asyncio.create_task(_answer(reader, writer))
@@ -78,7 +81,7 @@ async def _flood_connection(address: str, headers: bytes, num_calls: int) -> int
 
 
 async def flood(address: str, path: str, num_connections: int, num_calls: int) -> int:
-    """Returns how many calls were opened, on all connections together."""
+    """Open and reset calls on several connections. Return the number of opened calls."""
     async with asyncio.timeout(_TIMEOUT_S):
         share = num_calls // num_connections
         opened = await asyncio.gather(

@@ -1,4 +1,4 @@
-"""Keeps the raw numbers of a measurement, and describes the machine they were measured on."""
+"""Storage for the raw numbers of a measurement, and a description of the machine."""
 
 import json
 import os
@@ -9,8 +9,11 @@ RESULTS = Path("bench/results")
 
 
 def machine() -> dict[str, str | int | float | None]:
-    """Describes the machine. Its load is the average number of processes that wanted a core in the last minute, so
-    that figures which were taken beside other work show it."""
+    """Return a description of the machine.
+
+    The load is the average number of processes that wanted a core in the last minute. It shows whether other work ran
+    during a measurement.
+    """
     return {
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
@@ -25,7 +28,7 @@ def cpu_model() -> str:
 
 
 def write(path: Path, figures: dict) -> None:
-    """Write figures to a file, which has the old or the new ones whenever the process is killed."""
+    """Write figures to a file. If the process is killed, the file contains either the old or the new figures."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
     new.write_text(json.dumps(figures, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""smg as a process that routes to several schedulers, and an HTTP client for it."""
+"""smg, a router for several schedulers, as a process, and an HTTP client for it."""
 
 import contextlib
 import http.client
@@ -21,7 +21,7 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """Of the first choice of a completion or a chat completion."""
+        """The text of the first choice of a completion or a chat completion."""
         choice = self.body["choices"][0]
         return choice["text"] if "text" in choice else choice["message"]["content"]
 
@@ -31,11 +31,13 @@ class Answer:
 
 
 class Router:
-    """A router that is ready inside its `with` block. It does no warm-up and checks health often, so that tests can
-    repeat its routing."""
+    """A router that is ready inside its `with` block.
+
+    It does no warm-up and checks health often, so that its routing is repeatable.
+    """
 
     def __init__(self, schedulers: Sequence[str], *flags: str, key: str = "") -> None:
-        """`schedulers` are HOST:PORT. `key` is that of the administration, if it asks for one."""
+        """`schedulers` are HOST:PORT. `key` is the administration key, if the router requires one."""
         self.port = free_port(HOST)
         self._num_schedulers = len(schedulers)
         self._key = key
@@ -70,7 +72,7 @@ class Router:
             self.wait_for_schedulers(self._num_schedulers)
 
     def wait_for_schedulers(self, count: int) -> None:
-        """Wait until it sends requests to that many."""
+        """Wait until the router sends requests to exactly `count` schedulers."""
 
         def num_ready() -> int:
             workers = self.get("/workers").body["workers"]
@@ -86,7 +88,7 @@ class Router:
             return False
 
     def _has_tokenizer(self) -> bool:
-        """It is loaded last."""
+        """Return whether the tokenizer, which is loaded last, can be used."""
         models = self.get("/v1/models").body["data"] if self._answers("/readiness") else []
         return bool(models) and self.post("/v1/tokenize", model=models[0]["id"], prompt="a").status == 200
 
@@ -109,7 +111,7 @@ class Router:
 
 
 class Stream:
-    """Server-sent events. Iterating ends with the event `[DONE]`."""
+    """A stream of server-sent events. Iteration ends at the event `[DONE]`."""
 
     def __init__(self, port: int, path: str, body: Any) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
@@ -152,7 +154,7 @@ def send(connection: http.client.HTTPConnection, method: str, path: str, body: A
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 20) -> None:
-    """Poll for a change that no event reports."""
+    """Poll until `holds` returns true, for a change that no event reports."""
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, f"not within {seconds} s"

@@ -1,4 +1,4 @@
-"""The scheduler service as a process would run it, on a port of its own, with a fake worker behind it."""
+"""The scheduler service, run as its own process would run it, on its own port and with a fake worker."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ EOS = 299  # the simulated worker never generates the last id
 
 
 def make_tokenizer(path: Path) -> None:
-    """Byte-level BPE: any text has tokens, and many characters are several."""
+    """Write a byte-level BPE tokenizer. Any text can be tokenized, and many characters are several tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -81,7 +81,7 @@ class Stack:
 
 
 class Result:
-    """A whole stream, put together and checked on the way (S6)."""
+    """A whole stream, assembled from its responses. Each response is checked (S6)."""
 
     def __init__(self) -> None:
         self.token_ids: dict[int, list[int]] = {}
@@ -103,7 +103,7 @@ class Result:
 
 
 def config_of(options: Mapping[str, object]) -> SchedulerConfig:
-    """A scheduler's config, from options by their flags' names."""
+    """Return a scheduler's configuration from options by their flags' names."""
     return Resolved(options, {}).build(SchedulerConfig)
 
 
@@ -111,7 +111,10 @@ def config_of(options: Mapping[str, object]) -> SchedulerConfig:
 async def serve(
     checkpoint: Path, *, worker: FakeWorker | None = None, workers: str = "", **options: object
 ) -> AsyncIterator[Stack]:
-    """`workers`: the addresses of all ranks, of which `worker` is the first."""
+    """Run a scheduler until the context ends.
+
+    `workers` are the addresses of all ranks, of which `worker` is the first.
+    """
     if worker is None:
         worker = await FakeWorker.started(checkpoint)
     own = {"model": str(checkpoint), "worker": workers or f"127.0.0.1:{worker.port}", "port": 0, "metrics_port": 0}

@@ -1,4 +1,4 @@
-"""Starts the two services as processes of their own, as `pagewire worker` and `pagewire scheduler`."""
+"""The services as separate processes, started as `pagewire worker` and `pagewire scheduler`."""
 
 import os
 import signal
@@ -18,14 +18,14 @@ ENVIRON = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, _PATHS))}
 
 
 def children_of(pid: int) -> list[int]:
-    """Of all its threads, but for the process in which a scheduler tries grammars."""
+    """Return the child processes of all threads of a process, without the scheduler's process that tries grammars."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
     return [child for child in children if b"pagewire.common.grammars.trial" not in command_line(child)]
 
 
 def command_line(pid: int) -> bytes:
-    """The command line of a process; nothing if it has just ended."""
+    """Return the command line of a process, or b"" if it has just ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -37,7 +37,7 @@ def is_alive(pid: int) -> bool:
 
 
 class Process(Protocol):
-    """What a service needs of `subprocess.Popen`."""
+    """The part of `subprocess.Popen` that a service needs."""
 
     stdout: IO[str]
 
@@ -55,21 +55,21 @@ Start = Callable[[Sequence[str]], Process]
 
 
 def start_process(arguments: Sequence[str], stderr: IO[bytes] | None = None) -> Process:
-    """`pagewire ARGUMENTS`."""
+    """Start `pagewire ARGUMENTS`."""
     command = [sys.executable, "-m", "pagewire", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=ENVIRON)
 
 
 class Service:
-    """A process that says when it is ready."""
+    """A service process that prints a line when it is ready."""
 
     def __init__(self, verb: str, flags: Sequence[object], start: Start = start_process) -> None:
         self._process = start([verb, *map(str, flags)])
         self._is_terminated = False
-        self._address = ""  # once it has said that it is ready
+        self._address = ""  # set when the process has printed that it is ready
 
     def wait_until_ready(self) -> str:
-        """Its address, HOST:PORT."""
+        """Return the address of the service, HOST:PORT."""
         if not self._address:
             line = self._process.stdout.readline().strip()
             assert line.startswith(READY_PREFIX), f"the process ended with {self._process.wait()} and said {line!r}"
@@ -77,13 +77,16 @@ class Service:
         return self._address
 
     def be_ready(self) -> None:
-        """Let a process that was just started come so far that it ends with 0 at a SIGTERM, unless it has got one."""
+        """Wait until the process is ready, so that SIGTERM ends it with exit code 0.
+
+        Does nothing if SIGTERM has already been sent.
+        """
         if not self._is_terminated:
             self._process.send_signal(signal.SIGCONT)
             self.wait_until_ready()
 
     def next_line(self) -> str:
-        """What it prints next."""
+        """Return the next line that the process prints."""
         return self._process.stdout.readline().strip()
 
     @property
@@ -96,7 +99,7 @@ class Service:
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory that it has had resident since `forget_peak`."""
+        """The peak resident memory in bytes since `forget_peak`."""
         return self._memory("VmHWM")
 
     def forget_peak(self) -> None:
@@ -117,7 +120,7 @@ class Service:
         self._process.stdout.close()
 
     def stop(self) -> int:
-        """End it as an operator would, with one SIGTERM; its exit code."""
+        """End the process as an operator would, with one SIGTERM, and return its exit code."""
         self._process.send_signal(signal.SIGCONT)
         if not self._is_terminated:
             self.send_signal(signal.SIGTERM)
@@ -128,8 +131,10 @@ class Service:
 
 
 class System:
-    """A worker, of one rank or several, and a scheduler of a model. Ranks can be killed and started again at their
-    addresses."""
+    """The worker, with one or several ranks, and the scheduler of a model.
+
+    Ranks can be killed and restarted at their addresses.
+    """
 
     def __init__(
         self,
@@ -145,7 +150,7 @@ class System:
         self._addresses = [f"{HOST}:{port}" for port in ports]
         self._flags = [["--model", model, "--port", port, "--log-level", "warning", *worker] for port in ports]
         if num_ranks > 1:
-            # Not one that an outgoing connection may take while rank 0 is away.
+            # A port outside the range of outgoing connections, which could use it while rank 0 is not running.
             shared = ["--tensor-parallel-size", num_ranks, "--tensor-parallel-address", f"{HOST}:{free_port(HOST)}"]
             for rank, flags in enumerate(self._flags):
                 flags += [*shared, "--tensor-parallel-rank", rank, "--num-threads", 1]
@@ -169,16 +174,16 @@ class System:
 
     @property
     def worker(self) -> Service:
-        """Rank 0."""
+        """The service of rank 0."""
         return self.workers[0]
 
     @property
     def worker_address(self) -> str:
-        """HOST:PORT of rank 0."""
+        """The address of rank 0, HOST:PORT."""
         return self._addresses[0]
 
     def restart_worker(self, rank: int = 0) -> None:
-        """Without waiting until it is ready."""
+        """Start a rank again, without waiting until it is ready."""
         self.workers[rank] = Service("worker", self._flags[rank], self._start)
 
     def stop(self) -> None:
@@ -193,7 +198,7 @@ class System:
 
 @contextmanager
 def running(model: Path, **options: Any) -> Iterator[System]:
-    """Options are those of `System`."""
+    """Run a `System` with these options until the context ends."""
     system = System(model, **options)
     try:
         yield system

@@ -1,4 +1,4 @@
-"""Reads the Python source of the repository for the tests of the project."""
+"""The Python source of the repository, for the tests of the project."""
 
 import ast
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# What is installed, and counted. The link `pagewire/kernels` is followed where it is named alone.
+# The packages that are installed and counted. The link `pagewire/kernels` is followed only if it is named itself.
 PACKAGES = (
     "scheduler_service",
     "worker_service",
@@ -19,7 +19,7 @@ _NO_SOURCES = {"__pycache__", "gen"}  # generated code is read by its own path
 
 
 def sources(*folders: str, root: Path = ROOT) -> list[Path]:
-    """Returns the modules in these folders and below, relative to the root."""
+    """Return the modules in these folders and their subfolders, relative to the root."""
     found = {
         path
         for folder in folders
@@ -36,7 +36,7 @@ def parse(path: Path, root: Path = ROOT) -> ast.Module:
 
 @cache
 def walk(tree: ast.AST) -> tuple[ast.AST, ...]:
-    """Returns all nodes of a tree, for the many questions that are asked of each module."""
+    """Return all nodes of a tree. The result is cached because many tests read each module."""
     return tuple(ast.walk(tree))
 
 
@@ -45,7 +45,7 @@ def module_name(path: Path) -> str:
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
-    """Yields the full names of all that is imported: `from a import b` gives `a.b`."""
+    """Yield the full names of all imports: `from a import b` yields `a.b`."""
     for node in walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

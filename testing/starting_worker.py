@@ -1,4 +1,4 @@
-"""A worker that starts until it is told to be ready: the service is the real one, and so are its words."""
+"""A worker that stays in its start until a test makes it ready. The gRPC service and its messages are real."""
 
 import asyncio
 import threading
@@ -11,12 +11,12 @@ from worker_service.rpc.servicer import WorkerServicer
 
 
 class _IdleRunner:
-    """Begins epochs, and is asked for nothing else."""
+    """A runner that can only begin epochs."""
 
     is_moving = False
 
     def reset(self, epoch: int, report_grammar: object) -> None:
-        """There is nothing to forget."""
+        """Do nothing: there is no state."""
 
 
 class StartingWorker:
@@ -40,7 +40,7 @@ class StartingWorker:
         self._engine.start(lambda error: soon(self._servicer.set_loaded))
 
     def come_further(self, doing: str) -> None:
-        """Say from now on that it does this."""
+        """Report `doing` as the phase of the start from now on."""
         self._engine.loading = doing
 
     def be_ready(self) -> None:

@@ -1,4 +1,4 @@
-"""Many streams at once, and workers that end under them."""
+"""Many concurrent streams, and workers that end during them."""
 
 import asyncio
 import random
@@ -15,7 +15,7 @@ from testing.services import System
 
 NUM_STREAMS = 100
 Served = TypeVar("Served")
-Request = tuple[list[int], SamplingParams]  # a prompt, and how to go on
+Request = tuple[list[int], SamplingParams]  # a prompt and its sampling parameters
 
 
 def requests_of(
@@ -26,7 +26,10 @@ def requests_of(
     max_suffix: int = 56,
     max_tokens: tuple[int, int] = (60, 120),
 ) -> list[Request]:
-    """Half greedy, half seeded; prompts of 1 to 64 + `max_suffix` tokens, some of which share a prefix."""
+    """Return requests, half of them greedy and half of them seeded.
+
+    Prompts have 1 to 64 + `max_suffix` tokens, and some share a prefix.
+    """
     rng = random.Random(seed)
     shared = [rng.randrange(vocab_size) for _ in range(64)]
     requests = []
@@ -41,7 +44,7 @@ def requests_of(
 
 
 class Progress:
-    """Counts the tokens that have arrived, and lets others wait for a number of them."""
+    """Counts the tokens that have arrived, and lets a task wait for a given count."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
@@ -73,7 +76,7 @@ async def until_lost(client: AsyncClient, num_losses: int) -> None:
 async def run_streams(
     client: AsyncClient, requests: Sequence[Request], progress: Progress | None = None
 ) -> list[list[int]]:
-    """The tokens of every stream. The client itself refuses a token that is lost or repeated."""
+    """Return the tokens of every stream. The client itself raises if a token is lost or repeated."""
 
     async def stream(i: int) -> list[int]:
         prompt, sampling = requests[i]
@@ -91,8 +94,10 @@ async def run_streams(
 
 @dataclass(frozen=True, slots=True)
 class DisturbedRun:
-    """The tokens of an undisturbed run, of each one during which the worker ended again and again, and seconds from an
-    end to the next connection, the median."""
+    """The tokens of an undisturbed run and of the runs during which the worker ended repeatedly.
+
+    `seconds_to_recover` is the median time from an end of the worker to the next connection.
+    """
 
     calm: list[list[int]]
     disturbed: list[list[list[int]]]
@@ -108,9 +113,10 @@ async def run_with_ends(
     kills: bool = True,
     **flags: Any,
 ) -> DisturbedRun:
-    """Serves the requests, and then again with the worker killed, or told to stop, `num_ends` times.
+    """Run the requests, then run them again while the worker is ended `num_ends` times.
 
-    `running` starts the services, as `testing.services.running` does.
+    If `kills` is set, the worker is killed, else it is stopped by a signal. `running` starts the services, for example
+    `testing.services.running`.
     """
     with running(model, **flags) as system:
         async with AsyncClient(system.url) as client:
@@ -133,10 +139,11 @@ async def run_while_ending(
     *,
     kills: bool = True,
 ) -> tuple[list[Served], list[float]]:
-    """Ends those ranks of the worker in turn, each when another share of the tokens has arrived, and some from itself.
+    """Run the requests while the given ranks of the worker are ended in turn.
 
-    Returns what each run of the requests has yielded, and the seconds from each end to the next connection. Services
-    that are faster than this process may have served all before the last end: then the requests run once more.
+    Each end waits until another share of the tokens has arrived, including some tokens since the previous end. Return
+    the results of each run of the requests, and the seconds from each end to the next connection. If the requests
+    finish before the last end, they are run again.
     """
     progress = Progress()
     share = sum(sampling.max_tokens for _, sampling in requests) // (len(ranks) + 2)

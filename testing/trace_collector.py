@@ -1,4 +1,4 @@
-"""A collector of spans: what services export to over OTLP."""
+"""A collector of the spans that services export over OTLP."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -24,7 +24,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
 @asynccontextmanager
 async def collecting() -> AsyncIterator[tuple[Collector, str]]:
-    """A collector, and its endpoint."""
+    """Run a collector until the context ends. Yield it with its endpoint."""
     collector, collecting_server = Collector(), grpc.aio.server()
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, collecting_server)
     port = collecting_server.add_insecure_port("127.0.0.1:0")
