@@ -197,13 +197,13 @@ class WorkerConfig:
         """Raise ValueError if `quantization` is combined with an option that cannot multiply with quantised weights."""
         if self.quantization is not None and self.cpu_products == "onednn":
             raise ValueError(
-                f"--quantization is {self.quantization} and --cpu-products is onednn, which multiplies with no codes: "
-                "leave one of them out"
+                f"--quantization is {self.quantization} and --cpu-products is onednn, which cannot multiply "
+                "with quantised weights: leave one of them out"
             )
         if self.quantization is not None and self.tensor_parallel_size > 1:
             raise ValueError(
                 f"--quantization is {self.quantization} and --tensor-parallel-size is {self.tensor_parallel_size}; "
-                "weights are quantised for one rank: leave one of them out"
+                "--quantization supports one rank only: leave one of them out"
             )
 
     def _validate_ranks(self) -> None:
@@ -214,12 +214,12 @@ class WorkerConfig:
             if self.tensor_parallel_rank > 0:
                 raise ValueError(
                     f"--tensor-parallel-rank is {self.tensor_parallel_rank}, but --tensor-parallel-address is missing; "
-                    "give all ranks the HOST:PORT where rank 0 shall listen, or leave both out to start all ranks here"
+                    "give all ranks the HOST:PORT on which rank 0 listens, or leave both out to start all ranks here"
                 )
             if size > 1 and self.socket is not None:
                 raise ValueError(
-                    "--socket is for one rank, and without --tensor-parallel-address the worker starts all; leave it "
-                    "out to have them listen on --port and the ports that follow it"
+                    "--socket is for one rank, but without --tensor-parallel-address the worker starts all ranks; "
+                    "leave --socket out, so that the ranks listen on --port and the ports that follow it"
                 )
             return
         if address.startswith("file:/"):
@@ -231,7 +231,7 @@ class WorkerConfig:
 
 def _check_socket(path: str) -> None:
     if "," in path:
-        raise ValueError(f"--socket is {path!r}; it must have no comma, which separates addresses")
+        raise ValueError(f"--socket is {path!r}; it must have no comma, because commas separate addresses")
     num_bytes = len(os.fsencode(path))
     if not 0 < num_bytes <= MAX_SOCKET_PATH_BYTES:
         raise ValueError(

@@ -195,10 +195,10 @@ def _check(added: AddedGrammar, vocab_size: int) -> None:
     ends = added.end_token_ids
     if not ends or any(first >= second for first, second in pairwise(ends)):
         raise WorkerProtocolError(
-            f"grammar {added.grammar_id} has end tokens {ends}; they rise, and there is at least one"
+            f"grammar {added.grammar_id} has end tokens {ends}; they must ascend, and there must be at least one"
         )
     if not 0 <= ends[0] <= ends[-1] < vocab_size:
-        raise WorkerProtocolError(f"grammar {added.grammar_id} has end tokens {ends}; ids are below {vocab_size}")
+        raise WorkerProtocolError(f"grammar {added.grammar_id} has end tokens {ends}; ids must be below {vocab_size}")
 
 
 def _tell_none(report: GrammarReport) -> None:

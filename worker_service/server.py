@@ -187,7 +187,10 @@ class _WorkerProcess:
         if not await asyncio.to_thread(self.engine.stop, _LAST_STEP_TIMEOUT_S):
             exit_process(f"the running step has not finished in {_LAST_STEP_TIMEOUT_S:.0f} s")
         if self._profile is not None and self._profile.num_steps_left:
-            logger.warning("--profile: no trace was written, %d steps too few have run", self._profile.num_steps_left)
+            logger.warning(
+                "--profile: no trace was written, because the worker stopped %d steps too early",
+                self._profile.num_steps_left,
+            )
 
 
 def _tracing(config: WorkerConfig) -> "StepTracing | None":

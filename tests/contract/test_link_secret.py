@@ -97,7 +97,7 @@ async def test_who_does_not_show_it_takes_no_epoch(
 
 async def test_a_worker_that_would_not_look_at_it_says_so() -> None:
     async with worker(None) as target:
-        told = "this worker has no --link-secret-file, but the scheduler has"
+        told = "the scheduler sent a secret, but this worker has no --link-secret-file"
         assert await answer(target, shown(SECRET)) == (grpc.StatusCode.UNAUTHENTICATED, told)
         assert await answer(target, ()) == LOADING
 
@@ -145,7 +145,7 @@ async def test_a_scheduler_that_is_refused_says_why_and_joins_once_the_file_is_r
         )
         running = asyncio.create_task(link.run())
         watching = asyncio.create_task(secret.file.watch())
-        told = "refused: the secret of the scheduler's --link-secret-file is not that of this worker's"
+        told = "refused: the scheduler's --link-secret-file and this worker's contain different secrets"
         while await listener.next() != ("missing", told):
             pass
         mine.write_bytes(SECRET)

@@ -288,7 +288,7 @@ def test_kernels_that_are_asked_for_and_not_there_are_told(monkeypatch):
         ("torch", CUDA, {"cache_dtype": E4M3}, "cache of bfloat16, and --kv-cache-dtype asks for float8_e4m3fn"),
         ("triton", CPU, {}, "computes on cuda, and --device is cpu: use --device cuda"),
         ("triton", CUDA, {"head_dim": 8}, "computes heads of 16 to 256 in steps of 8, and the model's are 8: use --at"),
-        ("triton", CUDA, {"num_heads": 258}, "128 query heads share a KV head, and in the model 129 do: use --attenti"),
+        ("triton", CUDA, {"num_heads": 258}, "128 query heads for each KV head, and the model has 129: use --attenti"),
         ("triton", CUDA, {"block_size": 4}, "blocks of 8 to 256 in steps of 8 positions, and --block-size is 4: use"),
         ("triton", CUDA, {"cache_dtype": torch.float16}, "cache of bfloat16 or float8_e4m3fn, and --kv-cache-dtype"),
     ],

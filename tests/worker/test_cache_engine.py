@@ -247,7 +247,7 @@ def test_positions_are_spoilt_and_no_others(dtype: torch.dtype, is_head_major: b
 
 def test_moves_without_a_host_pool_are_refused() -> None:
     cache = numbered_cache(num_host_blocks=0)
-    with pytest.raises(WorkerProtocolError, match="swap_out writes blocks 1 to 1; there are none"):
+    with pytest.raises(WorkerProtocolError, match="swap_out writes blocks 1 to 1; this pool has no blocks"):
         cache.check(StepPlan(1, 1, swap_out_device_blocks=(1,), swap_out_host_blocks=(1,)))
     assert cache.measure_bandwidth() == 0.0
 

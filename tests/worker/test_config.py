@@ -105,7 +105,7 @@ def test_a_cpu_computes_no_float16(caplog: pytest.LogCaptureFixture, name: str) 
     with caplog.at_level("INFO"):
         assert choose_dtype(name, "float32", torch.device("cpu"), kernels) is torch.float32
         assert choose_dtype(name, "bfloat16", torch.device("cpu"), None) is torch.float32
-    widened = "in float32 too, since only our C kernels widen them"
+    widened = "in float32 too, since only the C kernels convert 16-bit weights"
     found = ["held in 16 bits" if kernels else widened, widened]
     assert [record.message for record in caplog.records] == [
         f"--dtype is {name}: a CPU computes in float32, over weights {held}" for held in found

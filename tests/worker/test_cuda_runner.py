@@ -777,7 +777,7 @@ def test_graphs_that_do_not_fit_are_done_without(
     pair = Pair(checkpoints["qwen3"], 21, **SCARCE, device=device)
     assert graphs_for(pair) == (of_rows, of_tokens)
     for text, what in zip(warnings_of(caplog), told, strict=True):
-        assert f"does not hold graphs for {what}: steps of these take the next larger graph or launch" in text
+        assert f"does not hold graphs for {what}: steps of these sizes use the next larger graph or launch" in text
     rows = [Row(random_tokens(i, 3 + 9 * i), 4 + i) for i in range(6)]
     for step in plan_steps(rows, block_size=4, max_num_batched_tokens=32):
         assert_all_equal(pair, [step.plan])

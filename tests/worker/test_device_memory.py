@@ -64,7 +64,7 @@ def test_ranks_leave_room_for_what_they_exchange_by() -> None:
     alone = memory_of(80, LARGE)
     among = replace(alone, exchange=EXCHANGE_BYTES)
     assert alone.left(0.9) - among.left(0.9) == 512 << 20
-    assert "what ranks exchange by 512.00 MiB" in among.describe()
+    assert "buffers for the exchange between ranks 512.00 MiB" in among.describe()
     assert "exchange" not in alone.describe()
 
 
@@ -147,7 +147,7 @@ def test_weights_that_do_not_fit_into_a_cpus_memory_say_in_which_dtype() -> None
         ValueError, match=r"do not fit: in float32 they take 9.00 GiB, 11.00 GiB while they load, and 10."
     ):
         check_cpu_weights(available=10 * GIB, held=9 * GIB, peak=11 * GIB, held_in="float32")
-    with pytest.raises(ValueError, match=r"they take 11.00 GiB, and 10.00 GiB of memory are available: take a smaller"):
+    with pytest.raises(ValueError, match=r"they take 11.00 GiB, and 10.00 GiB of memory are available: use a smaller"):
         check_cpu_weights(available=10 * GIB, held=11 * GIB, peak=11 * GIB, held_in="float32")
 
 

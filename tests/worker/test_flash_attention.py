@@ -120,7 +120,10 @@ def test_rows_of_padding_get_zeros_and_lengths_of_the_host_are_bounds(package):
         ({"dtype": torch.float32}, "computes in bfloat16 or float16, and --dtype is float32: use --dtype bfloat16 or"),
         ({"cache_dtype": torch.float8_e4m3fn}, "reads a KV cache of bfloat16, and --kv-cache-dtype asks for float8"),
         ({"head_dim": 264}, "computes heads of 16 to 256 in steps of 8, and the model's are 264"),
-        ({"has_sinks": True}, "knows no sinks, which the model's layers have: choose another --attention-backend"),
+        (
+            {"has_sinks": True},
+            "does not support attention sinks, which the model uses: choose another --attention-backend",
+        ),
     ],
 )
 def test_what_it_cannot_do_is_refused_with_the_reason(package, changes, message):

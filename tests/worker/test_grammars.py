@@ -136,7 +136,7 @@ def test_reports_go_to_the_epoch_that_added_the_grammar_and_to_no_later_one(epoc
     [
         *((regex(grammar_id), f"grammar {grammar_id} is added after 5; ids rise, from 1") for grammar_id in range(6)),
         (regex(6, end_token_ids=()), "at least one"),
-        (regex(6, end_token_ids=(4, 4)), "they rise"),
+        (regex(6, end_token_ids=(4, 4)), "they must ascend"),
         (regex(6, end_token_ids=(4, 1024)), "below 1024"),
     ],
 )

@@ -36,8 +36,8 @@ def test_triton_kernels_compute_on_a_gpu(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"head_dim": 8}, "turn heads of 16 to 256 in steps of 8, and the model's are 8"),
-        ({"hidden_size": 65537}, "normalize rows of at most 65536, and the model's are 65537"),
+        ({"head_dim": 8}, "rotate heads of size 16 to 256 in steps of 8, and the model's heads have size 8"),
+        ({"hidden_size": 65537}, "normalize rows of at most 65536 elements, and the model's rows have 65537"),
     ],
 )
 def test_what_they_cannot_compute_is_plain_torch_and_told(tmp_path, caplog, changes, message):

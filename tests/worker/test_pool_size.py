@@ -78,9 +78,9 @@ def test_what_is_said_counts_before_the_default(options: dict[str, Any], expecte
     [
         (
             {"kv_cache_memory": "999GiB"},
-            "--kv-cache-memory is 999GiB, of which the KV cache takes 1001.00 MiB: .*--max-num-seqs 7 ",
+            "--kv-cache-memory is 999GiB, but the KV cache uses only 1001.00 MiB: .*--max-num-seqs 7 ",
         ),
-        ({"kv_cache_memory": "1002MiB"}, "--kv-cache-memory is 1002MiB, of which the KV cache takes 1001.00 MiB"),
+        ({"kv_cache_memory": "1002MiB"}, "--kv-cache-memory is 1002MiB, but the KV cache uses only 1001.00 MiB"),
         ({"kv_cache_memory": "1001.9MiB"}, None),
         ({}, None),
     ],
@@ -118,7 +118,7 @@ def test_a_pool_beyond_the_memory_of_a_cpu_names_its_flag(options: dict[str, Any
 
 
 def test_a_cpu_without_memory_has_room_for_no_block() -> None:
-    with pytest.raises(ValueError, match=r"the KV cache may take 0 bytes, two blocks take 2.00 MiB; free memory"):
+    with pytest.raises(ValueError, match=r"the KV cache may use 0 bytes, but two blocks need 2.00 MiB; free memory"):
         sizes().num_blocks_of_cpu(-GIB)
     assert sizes().num_blocks_of_cpu(GIB) == (306, 0)  # 30 %, one block of it never used
 

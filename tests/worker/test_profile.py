@@ -79,7 +79,7 @@ async def test_a_worker_says_where_its_trace_is_and_when_there_is_none(model: Pa
                 await client.complete(None, sampling, prompt_token_ids=[1, 2, 3])
         return log.read_text()
 
-    assert re.search(r"WARNING .*no trace was written, \d+ steps too few have run", await serve(5))
+    assert re.search(r"WARNING .*no trace was written, because the worker stopped \d+ steps too early", await serve(5))
     assert not list((tmp_path / "traces").iterdir())
     (path,) = re.findall(r"wrote a trace of 6 steps to (\S+)", await serve(60))
     assert len(launched_steps(Path(path))) == 6

@@ -271,7 +271,7 @@ def test_a_second_start_reads_what_the_first_has_packed(
     assert len(num_quantised) == len(set(num_quantised)) == 2 * 7 + 2
     (file,) = files(tmp_path)
     assert f"quantised to {quantization} in groups of 32" in caplog.text
-    assert re.search(rf"kept the packed weights in {re.escape(str(file))}, [1-9]\d*\.\d\d KiB", caplog.text)
+    assert re.search(rf"stored the packed weights in {re.escape(str(file))}, [1-9]\d*\.\d\d KiB", caplog.text)
     assert f"quantised the model's 27 tensors to {quantization} in" in caplog.text
     caplog.clear()
     written = file.read_bytes()
@@ -456,7 +456,7 @@ def test_random_weights_are_quantised_and_not_kept(tmp_path: Path, num_quantised
         ({"cpu_products": "onednn"}, "--quantization is int4 and --cpu-products is onednn, which "),
         (
             {"tensor_parallel_size": 2},
-            "--quantization is int4 and --tensor-parallel-size is 2; weights",
+            "--quantization is int4 and --tensor-parallel-size is 2; --quantization",
         ),
         ({"quantization": "int5"}, "--quantization is 'int5'; it must be one of int8, int4"),
     ],
@@ -485,13 +485,13 @@ def test_a_gguf_file_that_is_quantised_already_is_refused(tmp_path: Path) -> Non
 def test_without_kernels_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "off")
     path = make_checkpoint(tmp_path / "model", "llama", seed=36)
-    line = "--quantization is int8, which needs the C kernels of a CPU, but there are none: PAGEWIRE_CPU_KERNELS is off"
+    line = "int8, which needs the C kernels of a CPU, but they are not available: PAGEWIRE_CPU_KERNELS is off"
     with pytest.raises(ValueError, match=line):
         load_worker(worker_config(path, quantization="int8"), "worker")
 
 
 def test_a_gpu_without_triton_is_refused() -> None:
-    with pytest.raises(ValueError, match="--quantization is int4, which needs the Triton kernels of a GPU, but there "):
+    with pytest.raises(ValueError, match="--quantization is int4, which needs the Triton kernels of a GPU, but they "):
         check_products("int4", Operations(), torch.device("cuda"))
 
 

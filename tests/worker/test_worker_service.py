@@ -491,7 +491,7 @@ async def test_a_scheduler_that_dials_in_vain_is_one_line(tmp_path: Path, caplog
             await good.open(1 + len(caplog.records))
             await good.call.done_writing()
             assert (await good.status())[0] is grpc.StatusCode.OK
-    assert ["shows no secret" in record.getMessage() for record in caplog.records] == [True, True]
+    assert ["sent no secret" in record.getMessage() for record in caplog.records] == [True, True]
 
 
 UNKNOWN_FIELD = b"\x98\x06\x01"  # number 99, a varint

@@ -155,7 +155,7 @@ class Capability:
         num_groups = shape.num_heads // shape.num_kv_heads
         if num_groups > self.max_groups:
             raise self._error(
-                f"lets at most {self.max_groups} query heads share a KV head, and in the model {num_groups} do",
+                f"supports at most {self.max_groups} query heads for each KV head, and the model has {num_groups}",
                 other=_in_torch(shape, device),
             )
         if shape.block_size not in self.block_sizes:
@@ -164,7 +164,7 @@ class Capability:
                 f"use --block-size {self.block_sizes.start}",
             )
         if shape.has_sinks and not self.takes_sinks:
-            raise self._error("knows no sinks, which the model's layers have")
+            raise self._error("does not support attention sinks, which the model uses")
         if device.type == "cuda":
             self._check_gpu(shape, device)
 

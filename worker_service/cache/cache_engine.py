@@ -184,7 +184,7 @@ class CacheEngine:
 
 def _check_ids(what: str, block_ids: Sequence[int], num_blocks: int) -> None:
     if min(block_ids) < 1 or max(block_ids) > num_blocks:
-        ids = f"ids are 1 to {num_blocks}" if num_blocks else "there are none"
+        ids = f"ids are 1 to {num_blocks}" if num_blocks else "this pool has no blocks"
         raise WorkerProtocolError(f"{what} blocks {min(block_ids)} to {max(block_ids)}; {ids}")
 
 

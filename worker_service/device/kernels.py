@@ -53,7 +53,8 @@ def create_sampler(vocab_size: int) -> Sampler:
     gather_tokens, gather_columns = triton_gathering.gather_tokens, triton_gathering.gather_columns
     if vocab_size > sampler.MAX_VOCAB_SIZE:
         logger.warning(
-            "sampling is computed row by row, which is slow: the vocabulary has %d tokens, the Triton kernels take %d",
+            "sampling is computed row by row, which is slow: the vocabulary has %d tokens, and the Triton kernels "
+            "support at most %d",
             vocab_size,
             sampler.MAX_VOCAB_SIZE,
         )

@@ -61,7 +61,7 @@ class SizedGraphs(Generic[G]):
             # outside the handler, since the exception keeps the failed capture's tensors alive
             if size not in self._graphs:
                 torch.cuda.empty_cache()
-        logger.info("captured graphs for %d of them in %.1f s", len(self._graphs), time.perf_counter() - started)
+        logger.info("captured graphs for %d sizes in %.1f s", len(self._graphs), time.perf_counter() - started)
         self._tell_missing()
 
     def drop(self) -> None:
@@ -80,9 +80,9 @@ class SizedGraphs(Generic[G]):
         if missing != self._missing:
             self._missing = missing
             logger.warning(
-                "the GPU's memory does not hold graphs for %d of %d %s, %d to %d: steps of these take the next larger "
-                "graph or launch each kernel, which is slower: lower --max-graph-batch-size, --max-graph-tokens or "
-                "--gpu-memory-utilization",
+                "the GPU's memory does not hold graphs for %d of %d %s, %d to %d: steps of these sizes use the "
+                "next larger graph or launch each kernel, which is slower: lower --max-graph-batch-size, "
+                "--max-graph-tokens or --gpu-memory-utilization",
                 len(missing),
                 len(self.sizes),
                 self._what,

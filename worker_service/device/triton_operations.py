@@ -49,10 +49,10 @@ class TritonOperations(Operations):
         odd = next((turn.heads.head_dim for turn in turns if turn.heads.head_dim not in HEAD_DIMS), None)
         if odd is not None:
             bounds = f"{HEAD_DIMS[0]} to {HEAD_DIMS[-1]} in steps of {HEAD_DIMS.step}"
-            return f"turn heads of {bounds}, and the model's are {odd}"
+            return f"rotate heads of size {bounds}, and the model's heads have size {odd}"
         width = max((norm.weight.num_elements for norm in norms), default=0)
         if width > fused.MAX_NORM_SIZE:
-            return f"normalize rows of at most {fused.MAX_NORM_SIZE}, and the model's are {width}"
+            return f"normalize rows of at most {fused.MAX_NORM_SIZE} elements, and the model's rows have {width}"
         return None
 
     def prepare_product(

@@ -234,7 +234,7 @@ class Engine:
         if not isinstance(error, WorkerProtocolError):
             logger.error("%s failed", what, exc_info=error)
         if self._loaded.runner.is_fatal(error):
-            exit_process("the device is in an error state that only a new process gets out of")
+            exit_process("the device is in an error state, and only a new process can use it again")
         if not had_ended:
             session.deliver(error)
 

@@ -106,18 +106,18 @@ class PackedCache:
                 "the packed weights cannot be kept in %s: %s; each start quantises them anew", self.path, error
             )
             return
-        logger.info("kept the packed weights in %s, %s", self.path, describe_memory(self.path.stat().st_size))
+        logger.info("stored the packed weights in %s, %s", self.path, describe_memory(self.path.stat().st_size))
 
     def _open(self) -> dict[str, dict[str, Any]]:
         """Read the header and return the entries of all packed weights, or an empty dict if there is no valid file."""
         try:
             header, self._start = _read_header(self.path)
             if header.pop("identity") != self._identity:
-                raise ValueError("it is of another model")
+                raise ValueError("it belongs to another model")
             products: dict[str, dict[str, Any]] = header["products"]
             end = max((entry["start"] + entry["size"] for entry in products.values()), default=0)
             if self.path.stat().st_size != self._start + end:
-                raise ValueError(f"it has {self.path.stat().st_size} bytes of {self._start + end}")
+                raise ValueError(f"it has {self.path.stat().st_size} bytes instead of {self._start + end}")
         except (FileNotFoundError, NotADirectoryError):
             return {}
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -135,9 +135,9 @@ class PackedCache:
         with self.path.open("rb") as file:
             file.seek(self._start + entry["start"])
             if file.readinto(buffer) != len(buffer):
-                raise ValueError("the file is cut off")
+                raise ValueError("the file is truncated")
         if xxhash.xxh3_64_hexdigest(buffer) != entry["xxh3"]:
-            raise ValueError("it is not what was written")
+            raise ValueError("its checksum is wrong")
         form = PanelFormat(**{name: _parsed(value) for name, value in entry["format"].items()})
         return PackedLinear(panels, None, entry["in_size"], entry["out_size"], torch.int8, form)
 
@@ -183,7 +183,7 @@ class PackedCache:
                 is_useless = path.suffix == _SUFFIX and path != self.path and self._replaces(path)
             if is_useless:
                 path.unlink(missing_ok=True)
-                logger.info("removed %s, which is of no more use", path)
+                logger.info("removed %s, which is no longer needed", path)
 
     def _replaces(self, path: Path) -> bool:
         try:
@@ -209,7 +209,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
         checksum = file.read(_CHECKSUM_BYTES)
         text = file.read(min(length, _MAX_HEADER_BYTES))
         if xxhash.xxh3_64_digest(text) != checksum:
-            raise ValueError("its header is not what was written")
+            raise ValueError("the checksum of its header is wrong")
         return json.loads(text), file.tell()
 
 

@@ -103,7 +103,7 @@ class StepMasks:
 
 
 def _no_matcher(grammar_id: int) -> Matcher:
-    raise WorkerProtocolError(f"a row opens with grammar {grammar_id}, but this worker has none")
+    raise WorkerProtocolError(f"a row opens with grammar {grammar_id}, but this worker has no grammars")
 
 
 class RowMasks:

@@ -68,7 +68,7 @@ def run_in_parts(
             waiting += [second, first]
         else:
             slot = int(part.slots[0])
-            logger.error("row %d does not fit into memory alone: its request fails", slot)
+            logger.error("row %d does not fit into memory even alone: its request fails", slot)
             given_up.append(slot)
             row = rows.take(rows.slots == slot)
             give_up(WorkingRows(row.slots, part.starts, row.ends - part.starts, row.samples))
@@ -87,7 +87,7 @@ def _attempt(
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        logger.warning("%d tokens of %d rows: %s", rows.num_new_tokens.sum(), len(rows.slots), error)
+        logger.warning("out of memory for %d tokens of %d rows: %s", rows.num_new_tokens.sum(), len(rows.slots), error)
         return None
 
 

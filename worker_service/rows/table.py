@@ -285,7 +285,7 @@ class SequenceTable:
         _refuse_any(is_beyond, lambda i: f"slot {slots[i]} gets token {token_ids[i]}; ids are below {vocab_size}")
         _refuse_any(
             num_tokens >= self.limits.max_model_len,
-            lambda i: f"slot {slots[i]} gets a token and has {num_tokens[i]}, as many as max_model_len allows",
+            lambda i: f"slot {slots[i]} gets a token and has {num_tokens[i]}, the most that max_model_len allows",
         )
         self.token_ids[slots, num_tokens] = token_ids
         self.num_tokens[slots] = num_tokens + 1
@@ -336,7 +336,7 @@ def _check_lengths(phase: str, columns: Sequence[Column]) -> None:
     lengths = [len(column) for column in columns]
     if len(set(lengths)) > 1:
         what = phase.replace("_", " ")
-        raise WorkerProtocolError(f"{what}: the columns have {', '.join(map(str, lengths))} entries")
+        raise WorkerProtocolError(f"{what}: the columns have different lengths: {', '.join(map(str, lengths))}")
 
 
 def _check_distinct(what: str, values: tuple[int, ...]) -> None:
@@ -380,7 +380,7 @@ def _check_opening(opening: RowOpening, token_ids: IntArray, limits: TableLimits
         )
     if len(opening.block_ids) > limits.max_num_blocks:
         raise WorkerProtocolError(
-            f"slot {slot} opens with {len(opening.block_ids)} blocks; max_model_len takes {limits.max_num_blocks}"
+            f"slot {slot} opens with {len(opening.block_ids)} blocks; max_model_len allows {limits.max_num_blocks}"
         )
     if opening.num_computed_tokens > len(opening.block_ids) * limits.block_size:
         raise WorkerProtocolError(
@@ -413,7 +413,7 @@ def _check_sampling(slot: int, sampling: SamplingParams, vocab_size: int) -> Non
     if listed and not len(listed) == len(set(listed)) == sampling.num_logprobs:
         raise WorkerProtocolError(
             f"slot {slot} opens with num_logprobs {sampling.num_logprobs} and logprob_token_ids {listed}; these must "
-            "be that many, each once"
+            "be num_logprobs distinct tokens"
         )
     if len(token_ids) != len(sampling.logit_bias_values):
         raise WorkerProtocolError(

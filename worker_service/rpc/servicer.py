@@ -159,7 +159,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         identity = context.auth_context()
         names = {name.decode(errors="replace") for name in identity.get("peer_dns", ())}
         if not names & self._client_names:
-            reason = f"the client's certificate is not a scheduler's: it bears the names {sorted(names)}"
+            reason = f"the client's certificate has the names {sorted(names)}; --tls-client-names lists none of them"
             raise _SessionEnded(grpc.StatusCode.PERMISSION_DENIED, reason)
 
     def _check_secret(self, context: grpc.aio.ServicerContext) -> None:
@@ -169,11 +169,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """
         metadata = context.invocation_metadata() or ()
         if self._link_secret is None:
-            reason = "this worker has no --link-secret-file, but the scheduler has" if shows_one(metadata) else ""
+            reason = (
+                "the scheduler sent a secret, but this worker has no --link-secret-file" if shows_one(metadata) else ""
+            )
         elif not shows_one(metadata):
-            reason = "the scheduler shows no secret, but this worker has a --link-secret-file"
+            reason = "the scheduler sent no secret, but this worker has a --link-secret-file"
         elif not self._link_secret.is_in(metadata):
-            reason = "the secret of the scheduler's --link-secret-file is not that of this worker's"
+            reason = "the scheduler's --link-secret-file and this worker's contain different secrets"
         else:
             reason = ""
         if reason:

@@ -37,7 +37,7 @@ class Session:
         num_unfinished = self.last_planned_step - self.last_answered_step
         if num_unfinished >= self.pipeline_depth:
             raise WorkerProtocolError(
-                f"step {step} came while {num_unfinished} plans are unfinished, the pipeline depth is "
+                f"step {step} arrived while {num_unfinished} plans are unfinished; the pipeline depth is "
                 f"{self.pipeline_depth}"
             )
         self.last_planned_step = step

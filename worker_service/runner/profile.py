@@ -28,7 +28,7 @@ class StepProfile:
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ValueError(f"--profile-dir is {str(directory)!r}, which cannot be made: {error}") from error
+            raise ValueError(f"--profile-dir is {str(directory)!r}, which cannot be created: {error}") from error
         self._directory = directory
         self._num_steps = num_steps
         self.num_steps_left = NUM_STEPS_BEFORE + num_steps  # steps to launch before the trace is written

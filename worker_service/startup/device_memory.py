@@ -56,7 +56,7 @@ class DeviceMemory:
             "the largest step": self.step,
             "CUDA graphs": self.graphs,
             "staging": self.staging,
-            "what ranks exchange by": self.exchange,
+            "buffers for the exchange between ranks": self.exchange,
             "CUDA itself and other processes": self.others,
         }
         taken = ", ".join(f"{name} {describe_memory(size)}" for name, size in parts.items() if size)
@@ -84,7 +84,7 @@ def size_pool(
     if memory.left(1.0) // block_bytes - 1 >= 1:
         remedy = f"raise --gpu-memory-utilization, which is {utilization}, or {_smaller_step(step)}"
     elif memory.weights + memory.others + 2 * block_bytes > memory.total:
-        remedy = "the weights alone leave no room: use a GPU with more memory, or do not share it"
+        remedy = "the weights alone leave no room: use a GPU with more memory, or stop other programs on this GPU"
     else:
         remedy = _smaller_step(step)
     raise ValueError(
@@ -117,8 +117,8 @@ def check_cpu_weights(*, available: int, held: int, peak: int, held_in: str) -> 
     while_loading = f", {describe_memory(peak)} while they load" if peak > held else ""
     raise ValueError(
         f"the weights do not fit: in {held_in} they take {describe_memory(held)}{while_loading}, and "
-        f"{describe_memory(available)} of memory are available: take a smaller model, a machine with more memory, "
-        "or end what else uses this one's"
+        f"{describe_memory(available)} of memory are available: use a smaller model or a machine with more "
+        "memory, or stop other programs on this machine"
     )
 
 
@@ -138,8 +138,8 @@ def weights_refusal(*, total: int, free: int, needed: int) -> ValueError:
     """Return the error for weights that do not fit. Sizes are in bytes. `free` is measured before loading."""
     return ValueError(
         f"the weights do not fit: they take {describe_memory(needed)}, and {describe_memory(free)} of the GPU's "
-        f"{describe_memory(total)} are free; no block fits: use a GPU with more memory, end what else uses this one, "
-        "or share the model among ranks (--tensor-parallel-size)"
+        f"{describe_memory(total)} are free; no block fits: use a GPU with more memory, stop other programs on "
+        "this GPU, or split the model across ranks (--tensor-parallel-size)"
     )
 
 

@@ -208,8 +208,8 @@ def check_products(quantization: str | None, operations: Operations, device: tor
     else:
         needed, reason = "the Triton kernels of a GPU", "Triton cannot be imported, or they cannot compute the model"
     raise ValueError(
-        f"--quantization is {quantization}, which needs {needed}, but there are none: {reason}; leave the one or the "
-        "other out"
+        f"--quantization is {quantization}, which needs {needed}, but they are not available: {reason}; "
+        "enable them or leave out --quantization"
     )
 
 
@@ -232,7 +232,11 @@ def choose_dtype(
     in float32. `kernels` are the CPU kernels if they compute matrix multiplications.
     """
     if device.type == "cpu" and _DTYPES.get(name) == torch.float16:
-        held = "held in 16 bits" if kernels is not None else "in float32 too, since only our C kernels widen them"
+        held = (
+            "held in 16 bits"
+            if kernels is not None
+            else "in float32 too, since only the C kernels convert 16-bit weights"
+        )
         logger.info("--dtype is %s: a CPU computes in float32, over weights %s", name, held)
         return torch.float32
     if name != "auto":
@@ -385,7 +389,7 @@ def check_memory(unloaded: UnloadedModel, sizes: PoolSize) -> None:
         announce_memory(
             f"{describe_memory(footprint.held)} of weights, {describe_memory(footprint.peak)} while they load, and "
             f"{describe_memory(num_blocks * sizes.block_bytes)} of KV cache; {describe_memory(available)} were "
-            "available: take a smaller model, lower --kv-cache-memory, or end what else uses the memory"
+            "available: use a smaller model, lower --kv-cache-memory, or stop other programs that use memory"
         )
         return
     free, total = torch.cuda.mem_get_info(device)
@@ -408,9 +412,10 @@ def log_stretch(rope: RopeConfig | None, max_model_len: int) -> None:
     if rope is not None and rope.short_divisors:
         original = rope.original_max_position_embeddings
         logger.warning(
-            "LongRoPE: the model has factors for sequences of at most %d tokens and others for longer ones; since "
-            "max_model_len is %d, those for longer ones serve all, so short sequences differ from what transformers "
-            "computes; --max-model-len %d serves those alone, as it does",
+            "LongRoPE: the model has factors for sequences of at most %d tokens and other factors for longer ones; "
+            "since max_model_len is %d, all sequences use the factors for longer ones, so outputs of short sequences "
+            "differ from transformers; with --max-model-len %d all sequences use the factors for short ones, as in "
+            "transformers",
             original,
             max_model_len,
             original,
@@ -449,7 +454,7 @@ def _load_weights(unloaded: UnloadedModel, report: LoadProgress, cache: PackedCa
         if device.type == "cuda":
             raise weights_refusal(total=total, free=free, needed=needed) from error
         raise ValueError(
-            f"the weights, {describe_memory(needed)}, cannot be allocated: this process may have less"
+            f"the weights, {describe_memory(needed)}, cannot be allocated: this process may have a lower limit"
         ) from error
     if cache is not None:
         cache.keep(unloaded.model)

@@ -39,7 +39,7 @@ def count_blocks(*, cache_bytes: int, block_bytes: int, max_num_blocks: int, rem
     num_blocks = min(cache_bytes // block_bytes - 1, max_num_blocks)
     if num_blocks < 1:
         raise ValueError(
-            f"the KV cache may take {describe_memory(cache_bytes)}, two blocks take "
+            f"the KV cache may use {describe_memory(cache_bytes)}, but two blocks need "
             f"{describe_memory(2 * block_bytes)}; {remedy}"
         )
     return num_blocks
@@ -66,7 +66,9 @@ class PoolSize:
                 return 0
             num_blocks = pool_bytes // block_bytes - 1  # block 0 is never used
             if num_blocks < 1:
-                raise ValueError(f"--swap-space is {asked}; two blocks take {2 * block_bytes} bytes: raise it, or 0")
+                raise ValueError(
+                    f"--swap-space is {asked}; two blocks take {2 * block_bytes} bytes: raise it, or set it to 0"
+                )
         elif config.num_host_blocks is not None:
             flag, asked, num_blocks = "--num-host-blocks", str(config.num_host_blocks), config.num_host_blocks
             pool_bytes = (num_blocks + 1) * block_bytes if num_blocks else 0
@@ -122,8 +124,8 @@ class PoolSize:
         if asked is None or parse_memory("--kv-cache-memory", asked) < used + self.block_bytes:
             return None
         return (
-            f"--kv-cache-memory is {asked}, of which the KV cache takes {describe_memory(used)}: --max-num-seqs "
-            f"{self.config.max_num_seqs} sequences as long as --max-model-len use no more"
+            f"--kv-cache-memory is {asked}, but the KV cache uses only {describe_memory(used)}: --max-num-seqs "
+            f"{self.config.max_num_seqs} sequences of --max-model-len tokens need no more"
         )
 
     def _num_asked(self, left: int, memory: str) -> int | None:

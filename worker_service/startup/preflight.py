@@ -50,8 +50,8 @@ def check_worker(config: WorkerConfig, num_local_ranks: int = 1) -> bytes:
         if weights > available:
             raise ValueError(
                 f"--model {config.model}: its weights take at least {describe_memory(weights)}, and "
-                f"{describe_memory(available)} of memory are available: take a smaller model or a machine with more "
-                "memory, or end what else uses it"
+                f"{describe_memory(available)} of memory are available: use a smaller model or a machine with more "
+                "memory, or stop other programs on this machine"
             )
     return digest
 
@@ -64,7 +64,7 @@ def _check_unquantized(config: WorkerConfig, model: Network, headers: Mapping[st
     if found:
         raise ValueError(
             f"--quantization is {config.quantization}, but --model {config.model} is quantised already "
-            f"({', '.join(sorted(found))}); leave it out, or take the model in float32, bfloat16 or float16"
+            f"({', '.join(sorted(found))}); leave it out, or use the model in float32, bfloat16 or float16"
         )
 
 
