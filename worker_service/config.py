@@ -28,16 +28,16 @@ class WorkerConfig:
     port: int = option(50061, "port to listen on; 0 picks a free one", PORT)
     socket: str | None = option(
         None,
-        "path of a Unix socket to listen on instead of --host and --port, which a scheduler dials by --worker "
-        "unix:PATH; who may write to it, or to its directory, commands the worker",
+        "path of a Unix socket to listen on instead of --host and --port; a scheduler connects to it with --worker "
+        "unix:PATH. Any user with write access to the socket or its directory can control the worker",
     )
     device: str = option(
         "auto", "where to compute; auto: cuda if there is a GPU, otherwise cpu", choices=("auto", "cpu", "cuda")
     )
     dtype: str = option(
         "auto",
-        "data type to compute in; auto: the checkpoint's, or float32 on a CPU without fast arithmetic for that; "
-        "float16, or half: on a CPU float32 over weights held in 16 bits",
+        "data type to compute in; auto: the checkpoint's data type, or float32 on a CPU without fast arithmetic for "
+        "it; float16, or half: on a CPU, compute in float32 and keep the weights in 16 bits",
         choices=("auto", "float32", "bfloat16", "float16", "half"),
     )
     load_format: str = option(
@@ -47,37 +47,36 @@ class WorkerConfig:
     )
     quantization: str | None = option(
         None,
-        "what weights of floats are quantised to while they load, in groups of 32: int8, or int4 with embeddings and "
-        "head in 8 bits; on a CPU they are kept in the user's cache for the next start (default: weights stay as they "
-        "are)",
+        "quantise float weights while they load, in groups of 32: int8, or int4 with embeddings and output head in 8 "
+        "bits; on a CPU the result is stored in the user's cache for the next start (default: do not quantise)",
         choices=("int8", "int4"),
     )
     block_size: int | None = option(
         None,
-        "how many tokens a block of the KV cache holds (default: 16; 256 for the attention backend flash_attn)",
+        "number of tokens in a block of the KV cache (default: 16; 256 for the attention backend flash_attn)",
         between(1, 1024),
     )
     num_device_blocks: int | None = option(
-        None, "number of blocks of the KV cache (default: as many as --kv-cache-memory holds)", between(1, _MAX_BLOCKS)
+        None, "number of blocks of the KV cache (default: as --kv-cache-memory allows)", between(1, _MAX_BLOCKS)
     )
     num_host_blocks: int | None = option(
-        None, "number of blocks in host memory to swap to; an alternative to --swap-space", between(0, _MAX_BLOCKS)
+        None, "number of blocks of swap space in host memory; an alternative to --swap-space", between(0, _MAX_BLOCKS)
     )
     swap_space: str | None = option(
         None,
-        "host memory for swapped KV cache, such as 2GiB; 0 turns swapping off (default: none on a CPU; on a GPU 10 % "
-        "of the available memory divided by the ranks of the machine, at most 4GiB)",
+        "host memory for swapped KV cache, such as 2GiB; 0 turns swapping off (default: 0 on a CPU; on a GPU 10 % of "
+        "the available memory divided by the number of ranks on the machine, at most 4GiB)",
     )
     kv_cache_memory: str | None = option(
         None,
         "memory for the KV cache, such as 4GiB (default: on a CPU 30 % of the available memory, at most 4GiB; on a GPU "
-        "whatever --gpu-memory-utilization leaves)",
+        "the rest of the memory that --gpu-memory-utilization allows)",
     )
     kv_cache_dtype: str = option(
         "auto",
-        "data type of the KV cache; auto: the one the model computes in. A smaller one saves memory and bandwidth but "
-        "is less exact: 16 bits on a CPU that computes in float32; fp8 (e4m3, scale 1); on a CPU int8 (with a scale "
-        "for each head and position)",
+        "data type of the KV cache; auto: the data type that the model computes in. A smaller data type saves memory "
+        "and bandwidth but is less exact: 16 bits on a CPU that computes in float32; fp8 (e4m3, scale 1); on a CPU "
+        "int8 (with a scale for each head and position)",
         choices=("auto", "bfloat16", "float16", "fp8", "int8"),
     )
     gpu_memory_utilization: float = option(
@@ -90,17 +89,18 @@ class WorkerConfig:
         "longest sequence, prompt and output together, in tokens (default: the checkpoint's limit)",
         between(1, 1 << 24),
     )
-    max_num_seqs: int = option(256, "how many sequences can run at the same time", between(1, 1 << 16))
-    max_num_batched_tokens: int = option(2048, "how many tokens one step can compute", between(1, 1 << 20))
+    max_num_seqs: int = option(256, "maximum number of sequences that run at the same time", between(1, 1 << 16))
+    max_num_batched_tokens: int = option(2048, "maximum number of tokens in one step", between(1, 1 << 20))
     max_graph_batch_size: int = option(
         256,
-        "largest decoding batch that a GPU replays as a CUDA graph; larger ones launch each kernel; 0 turns graphs off",
+        "largest decode batch that a GPU replays as a CUDA graph; larger batches launch each kernel; 0 turns graphs "
+        "off",
         between(0, 1 << 16),
     )
     max_graph_tokens: int = option(
         512,
-        "most tokens of a step with prompts that a GPU replays as a CUDA graph; larger ones launch each kernel; 0: "
-        "such steps have no graphs",
+        "maximum number of tokens of a step with prompts that a GPU replays as a CUDA graph; larger steps launch each "
+        "kernel; 0 turns graphs for such steps off",
         between(0, 1 << 16),
     )
     attention_backend: str = option(
@@ -111,46 +111,47 @@ class WorkerConfig:
     )
     cpu_products: str = option(
         "auto",
-        "whose matrix products a CPU computes with; auto: our C kernels', in which a token's logits are the same bits "
-        "whatever it shares a step with; onednn: oneDNN's, which are faster where a CPU has AMX, without that promise",
+        "implementation of matrix multiplication on a CPU; auto: the C kernels, with which a token's logits do not "
+        "depend on the other tokens of the step, to the last bit; onednn: oneDNN, which is faster on a CPU with AMX, "
+        "but without that guarantee",
         choices=("auto", "onednn"),
     )
     tensor_parallel_size: int = option(
-        1, "number of ranks to split the model across; each is a process of its own", between(1, 1024)
+        1, "number of ranks to split the model across; each rank is a separate process", between(1, 1024)
     )
-    tensor_parallel_rank: int = option(0, "which rank this process is, counted from 0")
+    tensor_parallel_rank: int = option(0, "rank of this process, counted from 0")
     tensor_parallel_address: str | None = option(
         None,
-        "HOST:PORT on which rank 0 listens for the other ranks, or file:DIRECTORY of ranks that share a machine; the "
-        "same for all ranks. Without it the worker starts all ranks on this machine, on --port and the ports that "
+        "HOST:PORT on which rank 0 listens for the other ranks, or file:DIRECTORY for ranks on one machine; the same "
+        "for all ranks. Without this option the worker starts all ranks on this machine, on --port and the ports that "
         "follow it",
     )
     num_threads: int | None = option(
         None,
-        "number of CPU threads to compute with (default: one per core, or as many as the CPU quota pays for)",
+        "number of CPU threads to compute with (default: one per core, or fewer if a CPU quota allows less)",
         between(1, 1024),
     )
     profile: int = option(
         0,
-        "number of steps to trace with torch's profiler, once, after the first 20; 0 turns it off. Writing many "
-        "hundreds of steps takes so long that the scheduler gives the worker up",
+        "number of steps to trace with torch's profiler, once, after the first 20; 0 turns it off. Writing a "
+        "trace of many hundreds of steps takes so long that the scheduler considers the worker lost",
         between(0, 100_000),
     )
     profile_dir: str = option(".", "directory for the trace that --profile writes")
     tls_cert: str | None = option(None, "PEM file with the server's certificate chain; turns TLS on")
     tls_key: str | None = option(None, "PEM file with the server's private key")
     tls_client_ca: str | None = option(
-        None, "PEM file of the authority that clients' certificates must come from; turns mutual TLS on"
+        None, "PEM file of the authority that must have signed clients' certificates; turns mutual TLS on"
     )
     tls_client_names: str | None = option(
         None,
-        "names of the clients to admit, as in their certificates, separated by commas (default: all that "
-        "--tls-client-ca signed)",
+        "names in the certificates of permitted clients, separated by commas (default: any certificate signed by "
+        "--tls-client-ca)",
     )
     link_secret_file: str | None = option(
         None,
-        "file with the secret that a scheduler must show, which has a file with the same one; read whenever one "
-        "connects (default: who connects may command the worker, with the certificate that is asked for)",
+        "file with a secret, which must equal the secret in the scheduler's --link-secret-file; read at each "
+        "connection (default: no secret is required; any client that passes the TLS options can control the worker)",
     )
     otlp_traces_endpoint: str | None = option(
         None, "where to send traces: http://HOST:PORT of a collector, OTLP over gRPC; needs the extra `tracing`", URL
