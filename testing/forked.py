@@ -1,9 +1,8 @@
-"""Services as forked processes, which need not import their modules first.
+"""Services that start as forks of a process in which their modules are already imported.
 
-Each service is forked from a process that has already imported its modules, which takes a tenth of the time. Otherwise
-a service behaves as if `services.py` had started `pagewire VERB`: flags, signals, exit code and output are the same.
-`test_serve.py`, `test_bench.py`, `test_peers.py` and `tests/worker/test_worker_service.py` start services without a
-fork.
+A fork takes a tenth of the time of a new process. Otherwise a service behaves as if `services.py` had started `pagewire
+VERB`: flags, signals, exit code and output are the same. `test_serve.py`, `test_bench.py`, `test_peers.py` and
+`tests/worker/test_worker_service.py` start services without a fork.
 """
 
 import atexit
@@ -45,7 +44,7 @@ class ForkedProcess:
     """The part of `subprocess.Popen` that a service needs."""
 
     def __init__(self, arguments: Sequence[str], log: Path | None = None) -> None:
-        """`log` is a file for the standard error of the process; None: the standard error of the tests."""
+        """Fork `pagewire ARGUMENTS`. `log` receives its standard error; None: the standard error of the tests."""
         printed, output = FORKSERVER.Pipe(duplex=False)
         # A daemon process ends with the tests, even if a test leaves it running.
         self._process = FORKSERVER.Process(target=_run, args=(arguments, output, log), daemon=True)
@@ -75,7 +74,7 @@ class ForkedProcess:
 
 
 class LoggingStart:
-    """Starts services whose standard error goes to log files in a folder, one file per verb."""
+    """A starter of services whose standard error is written to log files in a folder, one file per verb."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

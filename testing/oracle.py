@@ -131,9 +131,10 @@ def load_rounded(checkpoint: Path) -> transformers.PreTrainedModel:
 
 
 def load_unsteady(checkpoint: Path, seed: int) -> transformers.PreTrainedModel:
-    """Load the model in bfloat16 with random noise in each module's output, up to half a unit in the last place.
+    """Load the model in bfloat16 and add random noise to the output of each leaf module.
 
-    Each call draws new noise, so that many calls sample the effect of rounding on a text.
+    The noise is at most half a unit in the last place. Each call draws new noise, so that many calls sample the effect
+    of rounding on a text.
     """
     model, generator = load_rounded(checkpoint), torch.Generator().manual_seed(seed)
 

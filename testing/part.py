@@ -2,8 +2,8 @@
 
 A part is a sequence of cases, and each result is stored at once. The process of a part writes a line `RESULT {json}` to
 standard output when it begins a case and when it has finished a case. Parts run in separate processes because a kernel
-with an invalid memory access leaves its process without a device. Such a failure costs one case, and the next case runs
-in a new process.
+with an invalid memory access leaves its process without a device. Only the failing case is lost, and the next case
+runs in a new process.
 """
 
 import contextlib

@@ -44,7 +44,7 @@ def requests_of(
 
 
 class Progress:
-    """Counts the tokens that have arrived, and lets a task wait for a given count."""
+    """A counter of the tokens that have arrived, on which a task can wait for a given count."""
 
     def __init__(self) -> None:
         self.num_tokens = 0

@@ -29,7 +29,7 @@ class CompileThread:
     """A thread that builds the compile function and then compiles grammars in the order of submission."""
 
     def __init__(self, make_compile: Callable[[], Compile]) -> None:
-        """`make_compile` runs at once on the thread, because reading a large vocabulary takes a second."""
+        """Start the thread. It runs `make_compile` at once, because reading a large vocabulary takes a second."""
         self._executor = ThreadPoolExecutor(1, "grammars", _lower_priority)
         self._compile = self._executor.submit(make_compile)
 

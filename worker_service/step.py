@@ -1,4 +1,4 @@
-"""Steps that the worker has launched."""
+"""The interface of a step that the worker has launched, and a step that is already done."""
 
 from dataclasses import dataclass
 from typing import Protocol

@@ -27,7 +27,7 @@ class Stream(Protocol):
         """
 
     def wait_for(self, event: torch.cuda.Event) -> None:
-        """Make all operations that are put on this stream later wait for the event."""
+        """Make all later operations on this stream wait for the event."""
 
 
 class Device(Protocol):

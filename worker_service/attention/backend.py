@@ -88,7 +88,7 @@ class AttentionBatch:
 
 
 class AttentionBackend(Protocol):
-    """An attention implementation.
+    """The interface of an attention implementation.
 
     `prepare` does the work that all layers of a step share. It returns the function that each layer calls.
     """

@@ -76,7 +76,7 @@ def _copy(blocks: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
 
 
 class _BlockIds:
-    """Sends block ids to the device. Each list of ids has its own host memory until a stream has read it."""
+    """Transfers of block ids to the device. Each list of ids has its own host memory until a stream has read it."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -106,7 +106,10 @@ class _BlockIds:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Adjacent blocks: staging[first : first + num], and places place, place + 1, ... of one slab of the host pool."""
+    """A run of adjacent blocks that one transfer copies.
+
+    It is staging[first : first + num], and `num` places from `place` on in one slab of the host pool.
+    """
 
     first: int
     place: int
@@ -202,7 +205,10 @@ class StreamMoves:
         return self._places.setdefault(host_block, len(self._places))
 
     def _deal_out(self, host_blocks: Sequence[int]) -> list[int]:
-        """Reassign the places of these blocks in ascending order. Return the places, in the order of the blocks."""
+        """Sort the pool places of these host blocks and reassign them to the blocks in that order.
+
+        Return the sorted places. Place i belongs to host_blocks[i].
+        """
         places = sorted([self._place(host_block) for host_block in host_blocks])
         for host_block, place in zip(host_blocks, places, strict=True):
             self._places[host_block] = place

@@ -67,7 +67,7 @@ class DeviceComputation:
         max_graph_batch_size: int = 0,
         max_graph_tokens: int = 0,
     ) -> None:
-        """`layers` are the layers of the KV cache.
+        """Create the computation. `layers` are the layers of the KV cache.
 
         Graphs are captured for decode batches of up to `max_graph_batch_size` rows, and for other steps of up to
         `max_graph_tokens` tokens. If `max_graph_batch_size` is 0, no graphs are captured.
@@ -363,7 +363,7 @@ class _StepUnderWay:
 
 @dataclass(slots=True)
 class StepTimer:
-    """Measures the durations of consecutive steps on a device."""
+    """A timer for the durations of consecutive steps on a device."""
 
     _last_done_ns: int = 0
 

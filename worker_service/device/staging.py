@@ -75,7 +75,7 @@ class PinnedBuffer:
 
 
 class UploadRing:
-    """Sends a step's upload to the device while the upload of the previous step may still be in progress.
+    """Two pinned buffers for uploads, so that a step's upload can start while the previous upload is in progress.
 
     A buffer is reused only after the device has read it.
     """

@@ -27,7 +27,9 @@ Edit = Callable[[Tensor], None]
 
 
 class DeviceTable:
-    """Tensors by slot. No sequence uses slot `max_num_seqs`, the scratch slot: padding rows read and write it.
+    """The device's copy of all rows, as tensors indexed by slot.
+
+    No sequence uses slot `max_num_seqs`, the scratch slot. Padding rows read and write it.
 
     Attributes:
         token_ids: [max_num_seqs + 1, max_model_len + 1] int32.

@@ -91,9 +91,10 @@ class Engine:
     def __init__(
         self, load: Callable[[], LoadedWorker], on_step_done: Callable[[StepPlan, int], None] = lambda plan, ns: None
     ) -> None:
-        """`on_step_done` receives every finished plan and its start time in nanoseconds since 1970.
+        """Create an engine. `load` builds the worker on the compute thread.
 
-        It is called on the thread that delivers the plan's result.
+        `on_step_done` receives every finished plan and its start time in nanoseconds since 1970. It
+        is called on the thread that delivers the plan's result.
         """
         self._load = load
         self._on_step_done = on_step_done
@@ -265,7 +266,7 @@ class _Resolver:
         self._launched.put((step, launched))
 
     def settle(self) -> None:
-        """Wait until every step that was put has been resolved."""
+        """Wait until every queued step has been resolved."""
         self._launched.join()
 
     def stop(self) -> None:

@@ -29,7 +29,7 @@ class _Phase:
 
 
 class StepTracing:
-    """Records every step, in order. It is called on the engine's thread that delivers the step."""
+    """A recorder of spans for every step, in order. The engine calls it on the thread that delivers the step."""
 
     def __init__(self, endpoint: str, *, version: str) -> None:
         """`endpoint` is the address of a collector, http://HOST:PORT for OTLP over gRPC."""

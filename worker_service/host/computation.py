@@ -45,9 +45,9 @@ class HostComputation:
         table: SequenceTable,
         kernels: CpuKernels | None,
     ) -> None:
-        """`layers` are the layers of the KV cache.
+        """Create the computation. `layers` are the layers of the KV cache.
 
-        If `kernels` is None, numpy and plain torch flatten rows and sample.
+        If `kernels` is None, numpy flattens the rows and plain torch samples.
         """
         self.table = table
         self._batches = BatchBuilder(table, kernels)
@@ -176,7 +176,7 @@ class HostComputation:
 
 
 class BatchBuilder:
-    """Flattens the working rows of a table to the tensors of one step.
+    """A converter from the working rows of a table to the flat tensors of one step.
 
     The new tokens of the rows are concatenated in slot order. The returned tensors are overwritten by the next call.
     """

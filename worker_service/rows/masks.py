@@ -26,7 +26,7 @@ class ConstrainedRow:
     """
 
     def __init__(self, matcher: Matcher, queue: MaskQueue, mask_bytes: int, token_ids: Sequence[int] = ()) -> None:
-        """`token_ids`: the output that the row already has."""
+        """Start the computation of the first mask. `token_ids` is the output that the row already has."""
         self._matcher = matcher
         self._queue = queue
         self._mask_bytes = mask_bytes
@@ -82,7 +82,7 @@ class StepMasks:
     is_late: NDArray[np.bool_]
 
     def take(self, token_ids: NDArray[np.integer], has_sampled: NDArray[np.bool_]) -> None:
-        """Advance the grammars of the rows that have sampled a token by that token."""
+        """Advance the grammar of each row that has sampled a token by that token."""
         for index, row in self.rows.items():
             if has_sampled[index]:
                 row.consume((int(token_ids[index]),))
@@ -140,7 +140,7 @@ class RowMasks:
         self.is_constrained[:] = False
 
     def open(self, slot: int, grammar_id: int, output_token_ids: Sequence[int]) -> None:
-        """Begin a row with or without (`grammar_id` 0) a grammar.
+        """Begin a row, with a grammar unless `grammar_id` is 0.
 
         Raises WorkerProtocolError if the grammar is not ready.
         """

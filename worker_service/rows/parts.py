@@ -24,7 +24,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class StepPart(Generic[R]):
-    """Rows in slot order with the result of their computation.
+    """A part of a step: rows in slot order, with the result of their computation.
 
     A row computes all or a piece of its tokens of the step.
     """

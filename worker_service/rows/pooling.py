@@ -25,7 +25,7 @@ _MIN_LENGTH = 1e-12  # smallest norm that an embedding is divided by
 
 @dataclass(frozen=True, slots=True)
 class PooledChunk:
-    """Positions of a row that requests an embedding."""
+    """The positions that one step computes of a row that requests an embedding."""
 
     slot: int
     pooling: Pooling

@@ -19,7 +19,10 @@ MAX_LOGITS_POSITIONS = 128
 
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
-    """Positions of a row that requests prompt log probabilities. Position p yields the value of prompt token p + 1."""
+    """Consecutive positions of a row that requests prompt log probabilities.
+
+    Position p yields the log probability of prompt token p + 1.
+    """
 
     slot: int
     first: int  # index of the prompt token after the first position

@@ -20,7 +20,7 @@ def flatten_to_int32(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class ValueReader:
-    """Reads flattened tensors, in their order."""
+    """A reader of the values that `flatten_to_int32` flattened, in the same order."""
 
     def __init__(self, values: NDArray[np.int32]) -> None:
         self._values = values

@@ -27,7 +27,7 @@ _SAMPLE_COLUMNS = tuple(field.name for field in fields(Samples))
 
 
 class StepWatch:
-    """Measures the parts of a step in sequence. Time starts at construction."""
+    """A stopwatch for the consecutive parts of a step. It starts when it is created."""
 
     def __init__(self) -> None:
         self.began_ns = self._last_ns = self._taken_ns = time.perf_counter_ns()

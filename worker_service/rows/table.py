@@ -81,7 +81,7 @@ class WorkingRows:
 
 
 class SequenceTable:
-    """The rows by slot.
+    """The state of all rows, in columns indexed by slot.
 
     Every column has one entry per slot. Entries of a vacant slot are undefined, except `work`, which is 0.
     """

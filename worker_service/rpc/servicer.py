@@ -231,13 +231,13 @@ class _Stream:
         self._written.set()
 
     def end(self, code: grpc.StatusCode, message: str) -> None:
-        """End the session from outside. Its queued steps are dropped."""
+        """End the session with this status. Its queued steps are dropped."""
         self._finish(_SessionEnded(code, message))
 
     async def exchange(self, heartbeat_interval_s: float) -> None:
         """Receive plans and send results and heartbeats until the scheduler closes the stream.
 
-        Raises any other reason to end.
+        Raises the reason if the session ends in another way.
         """
         await self.until_ended(self._receive(), self._transmit(), self._beat(heartbeat_interval_s))
 

@@ -43,7 +43,7 @@ class Session:
         self.last_planned_step = step
 
     def answer(self, step: int) -> None:
-        """Record that the result of the oldest unfinished step is about to be sent."""
+        """Record that the result of `step`, the oldest unfinished step, is about to be sent."""
         assert step == self.last_answered_step + 1 <= self.last_planned_step
         self.last_answered_step = step
 

@@ -74,7 +74,7 @@ class Computation(Protocol):
 
 
 class ModelRunner:
-    """The runner of one model, one KV cache and one table of running sequences."""
+    """A runner of step plans for one model, with its KV cache and its table of running sequences."""
 
     def __init__(
         self,
@@ -143,7 +143,10 @@ class ModelRunner:
         return self._cache.is_moving
 
     def is_fatal(self, error: Exception) -> bool:
-        """Return whether the device is in a permanent error state, in which waiting for it fails too."""
+        """Return whether `error` means that the device is lost.
+
+        This is also true if waiting for the device fails, but never for a WorkerProtocolError.
+        """
         if isinstance(error, WorkerProtocolError):
             return False
         try:

@@ -21,7 +21,7 @@ _NUM_TRACED_UNKEPT = 3  # the last of them, which the profiler warms up on so th
 
 
 class StepProfile:
-    """Writes one trace of some steps. Use it on the thread that launches steps."""
+    """A profiler that writes one trace of some steps. Use it on the thread that launches steps."""
 
     def __init__(self, num_steps: int, directory: Path) -> None:
         """Create `directory` if it does not exist. Raises ValueError if it cannot be created."""
@@ -36,7 +36,7 @@ class StepProfile:
 
     @contextmanager
     def around_launch(self, plan: StepPlan) -> Iterator[None]:
-        """A context in which the plan is launched."""
+        """Profile the launch of a plan inside this context, if the plan is among the steps to trace."""
         if not self.num_steps_left:
             yield
             return

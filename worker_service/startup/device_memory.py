@@ -1,4 +1,4 @@
-"""The division of a GPU's memory. This module only calculates: `loader.py` measures and allocates.
+"""The division of a GPU's memory. This module calculates sizes; `loader.py` measures and allocates.
 
  total * utilization = others + weights + largest step + graphs + staging + exchange + KV cache
 

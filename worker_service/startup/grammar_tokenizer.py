@@ -18,7 +18,7 @@ _CONFIG_FILES = ("generation_config.json", "config.json")  # end tokens come fro
 
 
 class GrammarStart:
-    """Prepares the support of grammars while the model loads."""
+    """The preparation of grammar support, concurrent with the loading of the model."""
 
     def __init__(self, path: Path, vocab_size: int) -> None:
         self._vocab_size = vocab_size

@@ -17,7 +17,7 @@ _NUM_LISTED, _NUM_PROMPT_LOGPROBS = MAX_ENTRIES["logprob_token_ids"], int(RANGES
 
 
 class CudaMeter:
-    """Measures a GPU's memory, in bytes."""
+    """A meter for a GPU's memory. All results are in bytes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

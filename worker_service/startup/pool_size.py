@@ -1,4 +1,7 @@
-"""The number of blocks in each pool, from the configuration or by default. This module only calculates with bytes."""
+"""The number of blocks in each pool, from the configuration or by default.
+
+This module calculates sizes and allocates nothing.
+"""
 
 from dataclasses import dataclass
 

@@ -10,7 +10,7 @@ _INTERVAL = 10.0  # seconds
 
 
 class LoadProgress:
-    """Receives the progress from `load_worker`. It is also the callback for the checkpoint's tensors."""
+    """A receiver of progress reports from `load_worker`. Calling it reports the number of loaded tensors."""
 
     def __init__(self, on_doing: Callable[[str], object], clock: Callable[[], float] = time.monotonic) -> None:
         """`on_doing` receives every report. `clock` returns seconds."""

@@ -124,7 +124,7 @@ def _add_grammar(grammars: EpochGrammars) -> bool:
 
 
 def _steps(limits: TableLimits, has_grammar: bool) -> Iterator[tuple[str, tuple[TrialRow, ...]]]:
-    """Yield the steps with their names."""
+    """Yield the warm-up steps with their names."""
     for num_tokens in _doubled(limits.max_num_batched_tokens):
         yield f"prompts of {num_tokens} tokens", _split(num_tokens, limits)
     # The output head multiplies one token of each row, or all tokens of a prompt in parts.

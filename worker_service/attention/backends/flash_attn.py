@@ -1,6 +1,6 @@
 """Paged attention by the package flash-attn (Dao, 2023, https://arxiv.org/abs/2307.08691).
 
-The pages of flash-attn are our blocks. Rows that decode use `flash_attn_with_kvcache`, and all other rows use
+Its pages are the blocks of the KV cache. Rows that decode use `flash_attn_with_kvcache`, and all other rows use
 `flash_attn_varlen_func`. The calls follow the interface of flash-attn 2.6 to 2.8.3. From July 2026 on (pull request
 2711), the source of `flash_attn_with_kvcache` reads the longest row's length back from the device, which a CUDA graph
 cannot contain. With such a version, turn graphs off with --max-graph-batch-size 0.
