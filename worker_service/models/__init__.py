@@ -1,1 +1,1 @@
-"""Models: checkpoints to hidden states to logits. They know nothing of paging."""
+"""Models: from checkpoints to hidden states to logits. The modules here do not depend on the paged KV cache."""

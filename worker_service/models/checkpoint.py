@@ -1,4 +1,5 @@
-"""Checkpoint directories as Hugging Face publishes them: config.json and safetensors. Nothing is ever unpickled."""
+"""Checkpoint directories as Hugging Face publishes them: config.json and safetensors files. Pickle files are never
+loaded."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
@@ -24,86 +25,85 @@ FLOATS = {"F32": HeldFormat(torch.float32), "F16": HeldFormat(torch.float16), "B
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The part to read of a checkpoint's tensor of shape `shape`, and the tensor that it goes to. Without an index it
-    is all of a tensor that is shaped as the target."""
+    """The part to read from a checkpoint's tensor of shape `shape`, and the target tensor to fill. An empty `index`
+    means the whole tensor, which then has the shape of the target."""
 
     target: Tensor
     shape: tuple[int, ...] = ()
     index: tuple[slice, ...] = ()
 
     def rows_and_columns(self) -> tuple[slice, ...]:
-        """Return what to read of a matrix: both."""
+        """Return the row slice and the column slice to read from a matrix."""
         return (*self.index, slice(None), slice(None))[:2]
 
     def transposed(self) -> "Piece":
-        """Return the piece for a checkpoint that holds this matrix transposed."""
+        """Return the piece for a checkpoint that stores this matrix transposed."""
         index = self.index and (*self.index, slice(None))[1::-1]
         return replace(self, target=self.target.t(), shape=self.shape[::-1], index=index)
 
 
 class Tensors(ABC):
-    """A source of a model's weights, by name. A weight of the model may be made of several tensors; it is of floats, in
-    one tensor, and read into its place where a source does not say otherwise."""
+    """A source of a model's weights, by name. A weight of the model may be stored as several tensors. By default a
+    weight is one tensor of floats, and it is read directly into its target."""
 
-    names: frozenset[str]  # of the tensors known beforehand, each of which must have a place in the model
-    formats: tuple[str, ...] = ()  # what quantised weights are stored in, for people; empty: there are none
+    names: frozenset[str]  # tensors known in advance; each of them must have a place in the model
+    # Names of the formats of quantised weights, for log lines; empty: no weight is quantised.
+    formats: tuple[str, ...] = ()
 
     def stored_names(self, name: str) -> frozenset[str]:
-        """Return the names of the tensors that a weight is made of, whether they are there or not."""
+        """Return the names of the tensors that store a weight, whether or not they exist."""
         return frozenset((name,))
 
     def format(self, name: str, in_size: int) -> HeldFormat | None:
-        """Return what so many inputs of a weight can be held in; None: it is not there, or in nothing that could be, as
-        groups that would be cut."""
+        """Return the format in which a weight with `in_size` inputs can be kept in memory. Return None if the weight is
+        missing, or if its format cannot be kept, for example because `in_size` would cut a group."""
         return None
 
     def working_bytes(self, name: str, num_elements: int) -> int:
-        """Return how much memory beside the target reading a weight of this many elements takes at most."""
+        """Return the most memory in bytes, besides the target, needed to read a weight with `num_elements` elements."""
         return 0
 
     @abstractmethod
     def check(self, name: str, piece: Piece) -> None:
-        """Raises CheckpointError if there is no weight that fits, and ValueError if it cannot be cut like this. The
-        piece's target need hold no memory."""
+        """Raise CheckpointError if no stored weight fits the piece, and ValueError if the weight cannot be cut as
+        requested. The target of the piece may be without memory (a meta tensor)."""
 
     @abstractmethod
     def copy(self, name: str, piece: Piece) -> None:
-        """Fills the target of a piece that has been checked. Raises CheckpointError if a file cannot be read."""
+        """Fill the target of a piece that has passed `check`. Raises CheckpointError if a file cannot be read."""
 
     def quantized(self, name: str, piece: Piece) -> HeldWeight:
-        """Return what a piece that has been checked has of a weight with scales; its target is left alone. It is
-        in float32 where, against its format, groups of codes cannot say the same."""
+        """Return the part of a quantised weight that a piece describes. The piece must have passed `check`; its target
+        is not written. If groups of codes cannot represent the weight, the result is in float32, even though `format`
+        reports another format."""
         raise AssertionError(f"{name} is not quantised")
 
 
 class Checkpoint(Tensors):
-    """The tensors of a checkpoint directory by name. Opening it reads headers only; a tensor is read when asked for."""
+    """The tensors of a checkpoint directory, by name. Opening it reads only the headers; each tensor is read on
+    request."""
 
     def __init__(self, path: Path, stacks: Stacks | None = None) -> None:
-        """
-        Args:
-            stacks: of tensors that may be there of all experts, each of which has names of its own here.
-
-        Raises:
-            CheckpointError: no safetensors files, an index naming a missing file, or a file that is not safetensors.
-        """
+        """Read the headers of all tensors in the directory `path`. `stacks` describes tensors that may contain the
+        weights of all experts; each expert's part gets a name of its own. Raises CheckpointError if there are no
+        safetensors files, if the index names a missing file, or if a file is not safetensors."""
         self.path = path
         self._headers = read_headers(path)
         unstacked = {
             name: frozenset(unstacked_names(stacks or {}, name, header)) for name, header in self._headers.items()
         }
-        # A stack of what is also there by itself has no place in a model.
+        # If an expert's tensor is also stored by itself, the stack that contains it has no place in the model.
         own_names = [frozenset((name,)) if names & self._headers.keys() else names for name, names in unstacked.items()]
         self.names = frozenset().union(*own_names)
         self._stacks = {} if self.names == self._headers.keys() else stacks or {}
 
     def header(self, name: str) -> TensorHeader:
-        """Return the header of a tensor that is there."""
+        """Return the header of an existing tensor."""
         part = self._part(name)
         return self._headers[name] if part is None else part.header(self._headers[part.stack])
 
     def described(self, name: str) -> str:
-        """Return the name of a tensor, there or not, as it stands in the files."""
+        """Return a tensor's name as it appears in the files, whether or not the tensor exists."""
         part = self._part(name)
         return name if part is None else part.describe()
 
@@ -115,7 +115,8 @@ class Checkpoint(Tensors):
         return FLOATS.get(self.header(name).dtype) if name in self.names else None
 
     def working_bytes(self, name: str, num_elements: int) -> int:
-        """See `Tensors.working_bytes`: files are read straight into targets, but for projections that take turns."""
+        """See `Tensors.working_bytes`. Files are read directly into their targets, except for interleaved
+        projections."""
         part = self._part(name)
         return 0 if part is None else part.num_turns * num_elements * torch.float32.itemsize
 
@@ -136,14 +137,15 @@ class Checkpoint(Tensors):
             )
 
     def copy(self, name: str, piece: Piece) -> None:
-        """Reads a tensor, or no more than a part of it, straight into the piece's target, to its dtype and device.
+        """Read a tensor, or the requested part of it, into the piece's target, with conversion to the target's dtype
+        and device.
 
-        The piece has been checked. Raises CheckpointError if the file cannot be read.
+        The piece must have passed `check`. Raises CheckpointError if the file cannot be read.
         """
         piece.target.copy_(self.read(name, piece.index))
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
-        """Return a tensor that is there, or a part of it. Raises CheckpointError if the file cannot be read."""
+        """Return an existing tensor, or a part of it. Raises CheckpointError if the file cannot be read."""
         part = self._part(name)
         stored = name if part is None else part.stack
         stored_index = index if part is None else part.index(self._headers[stored], index)
@@ -161,7 +163,8 @@ class Checkpoint(Tensors):
 
     @staticmethod
     def _open(file: Path) -> Any:
-        """Opened anew each time: a file that stays open keeps in memory all that was read of it."""
+        """Open a safetensors file. It is opened again for each read, because an open file keeps all data read from it
+        in memory."""
         try:
             return safe_open(file, framework="pt", device="cpu")
         except (SafetensorError, OSError) as error:
@@ -169,11 +172,11 @@ class Checkpoint(Tensors):
 
 
 class DummyTensors(Tensors):
-    """Random weights for any model, to measure speed without a checkpoint: the same ones on every start.
+    """Random weights for any model, to measure speed without a checkpoint. Every start draws the same weights.
 
-    They are of whatever dtype the model computes in. Norms scale by 1, biases are 0, and all else is normal with a
-    deviation of 0.02, as untrained models begin (Radford et al., 2019, GPT-2), so that no activation grows out of
-    bounds.
+    The weights have the dtype in which the model computes. Scales of norms are 1 and biases are 0. All other weights
+    are normally distributed with a standard deviation of 0.02, the initialization of GPT-2 (Radford et al., 2019), so
+    that activations stay bounded.
     """
 
     names: frozenset[str] = frozenset()
@@ -182,10 +185,10 @@ class DummyTensors(Tensors):
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def check(self, name: str, piece: Piece) -> None:
-        """Whatever is asked for can be drawn."""
+        """Accept every piece, since any weight can be drawn."""
 
     def copy(self, name: str, piece: Piece) -> None:
-        """Draws the piece's target where it is."""
+        """Fill the piece's target in place with random values."""
         target = piece.target
         if target.dim() == 1:
             target.fill_(1.0 if name.endswith(".weight") else 0.0)

@@ -1,13 +1,14 @@
-"""How the ranks of a tensor parallel model meet. Models see a `Communicator` and know nothing of processes; these meet
-through torch.distributed: gloo on a CPU, NCCL on a GPU.
+"""Communication between the ranks of a tensor-parallel model. Models use a `Communicator` and know nothing about
+processes. The ranks communicate through torch.distributed: gloo on a CPU, NCCL on a GPU.
 
-In each epoch they meet anew, in a store of that epoch (`RankStore`): a process that was started again finds the
-others, and none hears of an epoch before. They meet when the first step asks for it, since by then every rank has
-answered, and none is missing.
+In each epoch, the ranks form a new process group through a store of that epoch (`RankStore`). A restarted process
+therefore finds the other ranks, and no message of an earlier epoch reaches it. The group is formed when the first step
+needs it: by then every rank has answered, so no rank is missing.
 
-All ranks choose equal tokens: each computes its part of the logits, gathering copies the parts bit for bit, and
-sampling is a pure function of logits that all of them hold. (Sums, and so hidden states, are equal too: each element is
-added up by one rank and handed to the others.)
+All ranks choose the same tokens. Each rank computes its part of the logits, `all_gather` copies the parts bit for bit,
+and sampling is a pure function of the complete logits. Sums, and therefore hidden states, are equal on all ranks too:
+on a CPU every rank adds the parts in the same order, and NCCL adds each element on one rank and sends the result to the
+others.
 """
 
 import socket
@@ -20,15 +21,16 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-# Its annotations do not name what it exports.
+# The annotations of torch.distributed do not list all that it exports.
 dist: Any = torch.distributed
 
-# All ranks are idle when they meet, and in step from then on: what takes longer than this is lost.
+# All ranks are idle when they form a group, and run in step afterwards. A rank that exceeds these timeouts is lost.
 _MEETING_TIMEOUT = timedelta(seconds=10)
 _COLLECTIVE_TIMEOUT = timedelta(seconds=30)
 
 _FILE_SCHEME = "file:"
-_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}  # where this process reaches a store that listens everywhere
+# The address at which this process reaches a store that listens on all interfaces.
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}
 _EPOCH_FILE = "epoch-"
 
 
@@ -37,25 +39,25 @@ class Communicator(Protocol):
 
     @property
     def rank(self) -> int:
-        """From 0."""
+        """The index of this rank, from 0."""
 
     @property
     def size(self) -> int:
         """The number of ranks."""
 
     def begin(self, epoch: int) -> None:
-        """An epoch begins: any of the other ranks may be another process now."""
+        """Begin an epoch. Any other rank may be a new process from now on."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of what all ranks pass, of one shape; may be written to `x`."""
+        """Return the sum of the tensors `x` of all ranks, which have one shape. The sum may be written to `x`."""
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return what all ranks pass, [R, L] each, side by side in their order: [R, size * L], the same bits on every
-        rank."""
+        """Concatenate the tensors `x` of all ranks, [R, L] each, along the columns in the order of the ranks. The
+        result is [R, size * L] and has the same bits on every rank."""
 
 
 class SingleRank:
-    """A model that is computed by one rank alone."""
+    """The communicator of a model that one rank computes alone."""
 
     rank = 0
     size = 1
@@ -71,15 +73,17 @@ class SingleRank:
 
 
 class RankGroup:
-    """A `Communicator`. Before the first epoch each is alone: sums and logits are its own.
+    """A `Communicator` for several ranks. Before the first epoch, each rank computes alone: `all_reduce` returns its
+    input, and `all_gather` repeats it.
 
-    Where a rank is lost, calls of the others raise: at once if its connections close, else after a timeout. NCCL ends
-    the process instead.
+    If a rank is lost, calls on the other ranks raise an error: at once if the lost rank's connections close, otherwise
+    after a timeout. NCCL terminates the process instead.
     """
 
     def __init__(self, rank: int, size: int, address: str, listen_host: str, device: torch.device) -> None:
-        """`address`: where they meet, HOST:PORT of rank 0's store, which listens at `listen_host`, or file:DIRECTORY.
-        Raises OSError."""
+        """Create rank `rank` of `size` ranks. `address` is where the ranks meet: HOST:PORT of rank 0's store, which
+        listens on `listen_host`, or file:DIRECTORY. Raises OSError if the directory does not exist or rank 0 cannot
+        listen."""
         self.rank = rank
         self.size = size
         self._device = device
@@ -92,7 +96,7 @@ class RankGroup:
         self._group: Any = None
 
     def begin(self, epoch: int) -> None:
-        """Leave the group of the epoch before: who still waits there gets an error."""
+        """Leave the process group of the previous epoch. A rank that still waits in that group gets an error."""
         if self._group is not None and self._device.type == "cuda":
             self._group.abort()
         self._group = None
@@ -104,7 +108,7 @@ class RankGroup:
         if self._device.type == "cuda":
             self._meet().allreduce([x]).wait()
             return x
-        # In the order of ranks, so that a row's sums are the same bits however many rows there are.
+        # Add in the order of ranks, so that a row's sums have the same bits for any number of rows.
         gathered = x.new_empty(self.size * x.numel())
         self._meet()._allgather_base(gathered, x.contiguous().flatten()).wait()
         parts = gathered.view(self.size, *x.shape)
@@ -139,24 +143,26 @@ class RankGroup:
 
 
 class RankStore(Protocol):
+    """Gives the ranks a store for each epoch, through which they form a process group."""
+
     def of_epoch(self, epoch: int) -> Any:
-        """A torch.distributed.Store that is empty until a rank writes to it in this epoch."""
+        """Return a torch.distributed.Store that is empty until a rank writes to it in this epoch."""
 
     def own_address(self) -> str:
-        """Return the address of the interface on which the other ranks reach this one."""
+        """Return the address of the interface on which the other ranks reach this rank."""
 
 
 class FileRankStore:
-    """A file for each epoch, in a directory to which the ranks alone may write."""
+    """A `RankStore` with one file per epoch, in a directory to which only the ranks may write."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises OSError."""
+        """Use the files in `directory`. Raises OSError if the directory does not exist."""
         if not directory.is_dir():
             raise OSError(f"the ranks' directory {directory} is not there; see --tensor-parallel-address")
         self._directory = directory
 
     def of_epoch(self, epoch: int) -> Any:
-        # All ranks have begun this epoch: no rank looks for those before.
+        # All ranks have begun this epoch, so no rank needs the files of earlier epochs.
         for path in self._directory.glob(f"{_EPOCH_FILE}*"):
             if int(path.name.removeprefix(_EPOCH_FILE)) < epoch:
                 with suppress(FileNotFoundError):
@@ -170,15 +176,17 @@ class FileRankStore:
 
 
 class TcpRankStore:
+    """A `RankStore` in the process of rank 0, which the other ranks reach over TCP."""
+
     def __init__(self, rank: int, address: str, listen_host: str) -> None:
-        """Raises OSError if rank 0 cannot listen."""
+        """Start to listen if this is rank 0. Raises OSError if rank 0 cannot listen."""
         host, port = address.rsplit(":", 1)
         self._host = host.strip("[]")
         self._port = int(port)
         self._served = _serve(listen_host, self._port) if rank == 0 else None
 
     def of_epoch(self, epoch: int) -> Any:
-        # Rank 0 may be another process than in the epoch before.
+        # Rank 0 may be a different process than in the previous epoch.
         store = self._served or dist.TCPStore(
             self._host, self._port, is_master=False, timeout=_MEETING_TIMEOUT, wait_for_workers=False
         )
@@ -193,8 +201,8 @@ class TcpRankStore:
 
 
 def _serve(host: str, port: int) -> Any:
-    """Return a store that listens on `host` and `port` alone: torch's own socket would listen on every interface.
-    Raises OSError."""
+    """Return a store that listens only on `host` and `port`; the socket that torch opens would listen on every
+    interface. Raises OSError if the address is not available."""
     if host == "::" and not socket.has_dualstack_ipv6():
         host = "0.0.0.0"
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,4 +1,4 @@
-"""A model: the weights that a list of operations names, and the functions that carry it out."""
+"""A model as a torch module: the weights that a list of operations names, and the code that runs the list."""
 
 import hashlib
 import struct
@@ -33,28 +33,29 @@ from worker_service.models.torch_operations import Attend, Operations
 
 
 class Outputs(NamedTuple):
-    """The outputs of a model for a step of T tokens, R of which have logits."""
+    """The outputs of a model for a step of T tokens. Logits are computed for R of these tokens."""
 
-    hidden: Tensor  # [T, hidden_size], final hidden states
+    hidden: Tensor  # [T, hidden_size], the final hidden states
     logits: Tensor  # [R, vocab_size] float32
-    highest: Tensor | None  # [R] int64, as `highest_logits` gives it; None: not looked for
-    times: dict[str, int]  # nanoseconds by part, as `StepParts` names them, as far as they are told apart
+    highest: Tensor | None  # [R] int64, as `highest_logits` returns it; None: not computed
+    times: dict[str, int]  # nanoseconds by part, named as in `StepParts`; only the parts that are measured separately
 
 
 class Place(NamedTuple):
-    """What holds a weight; each expert's has its own."""
+    """A weight of the model and the object that stores it. Each expert's weight has a place of its own."""
 
-    name: str  # in the model
-    weight: Any  # of `pagewire.network.operations`
-    holder: Any  # a `Linear` or an `Embedding`; None: a parameter
-    experts: ExpertLinear | None = None  # to whose holders it belongs
+    name: str  # of the weight in the model
+    weight: Any  # a weight description from `pagewire.network.operations`
+    holder: Any  # a `Linear` or an `Embedding`; None: the weight is a parameter of the model itself
+    experts: ExpertLinear | None = None  # the expert layer that the holder belongs to
 
 
 class Decoder(nn.Module):
-    """Token ids to final hidden states to logits, of one rank's part of a model.
+    """A model, or one rank's part of it: from token ids to final hidden states to logits.
 
-    Each weight is held by a module of its name in the checkpoint, but for the head's, which is "head"; `bind` has them
-    ready to compute once they are loaded. Callers hold `torch.inference_mode`.
+    Each weight is stored in a module with its name in the checkpoint, except for the head, whose module is named
+    "head". After the weights are loaded, `bind` makes the model ready to compute. Callers must run it under
+    `torch.inference_mode`.
     """
 
     head: Linear
@@ -67,9 +68,10 @@ class Decoder(nn.Module):
         *before, head = network.operations
         assert type(head) is LmHead
         self._head = head
-        self._before = list(zip(before, last_uses(network.operations), strict=False))  # and the buffers that they leave
-        self._steps: list[tuple[Any, tuple[str, ...]]] = []  # the same, bound
-        self.holders: dict[Weight, Any] = {}  # of vectors their values, once they are bound
+        # With the buffers that are released after each operation.
+        self._before = list(zip(before, last_uses(network.operations), strict=False))
+        self._steps: list[tuple[Any, tuple[str, ...]]] = []  # the same, with weights replaced by their holders
+        self.holders: dict[Weight, Any] = {}  # for a vector, its values once `bind` has run
         self.places: list[Place] = []
         for weight in weights_of(network.operations):
             self._hold(weight, "head" if weight == head.head else weight.name)
@@ -77,7 +79,7 @@ class Decoder(nn.Module):
         ropes = {turn.rope: (turn.heads.head_dim, turn.num_positions) for turn in turns if turn.rope is not None}
         self.ropes = [RotaryEmbedding(rope, *sizes) for rope, sizes in ropes.items()]
         self._ropes = nn.ModuleList(self.ropes)
-        # What is looked up by position, by what it is made of.
+        # The lookup tables by position, keyed by the configuration that they are computed from.
         self.tables: dict[RopeConfig | QueryGrowth, Any] = {
             **dict(zip(ropes, self.ropes, strict=True)),
             **{turn.growth: partial(query_scales, turn.growth) for turn in turns if turn.growth is not None},
@@ -97,11 +99,12 @@ class Decoder(nn.Module):
 
     @property
     def embedding(self) -> Any:
-        """What holds the embedding: an `Embedding`, or a `Linear`, such as the head."""
+        """The holder of the embedding: an `Embedding`, or a `Linear` such as the head."""
         return self.holders[embedding_of(self.network.operations)]
 
     def keep_float32(self) -> None:
-        """Leaves in float32 what is computed in that, whatever the model is."""
+        """Convert the weights that are always computed with in float32 back to float32, whatever the dtype of the
+        model."""
         for name, weight, holder, _ in self.places:
             if type(weight) is Vector and weight.is_float32:
                 self.get_parameter(name).data = self.get_parameter(name).data.float()
@@ -109,7 +112,7 @@ class Decoder(nn.Module):
                 holder.float()
 
     def bind(self) -> None:
-        """Has the operations find their weights, which are loaded."""
+        """Connect the operations with their loaded weights. Call it once, after loading."""
         for weight in self.holders:
             if type(weight) is Vector:
                 self.holders[weight] = self._values(weight)
@@ -124,7 +127,8 @@ class Decoder(nn.Module):
         return values.add_(1) if vector.adds_one else values
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Final hidden states, [T, hidden_size], of a flat batch: token_ids and positions are [T] int64."""
+        """Return the final hidden states [T, hidden_size] of a flat batch. `token_ids` and `positions` are [T]
+        int64."""
         step = Step(self, token_ids, positions, attend)
         for operation, released in self._steps:
             step.carry_out(operation)
@@ -133,7 +137,8 @@ class Decoder(nn.Module):
         return step.buffers[self._head.input]
 
     def forward_logits(self, token_ids: Tensor, positions: Tensor, attend: Attend, logit_rows: Tensor) -> Outputs:
-        """Compute a step: token_ids and positions are [T] int64, logit_rows the tokens that have logits, [R] int64."""
+        """Compute a step. `token_ids` and `positions` are [T] int64. `logit_rows` [R] int64 selects the tokens for
+        which logits are computed."""
         hidden = self.forward(token_ids, positions, attend)
         began_ns = time.perf_counter_ns()
         if len(logit_rows):
@@ -144,13 +149,15 @@ class Decoder(nn.Module):
         return Outputs(hidden, logits, None, {"head": time.perf_counter_ns() - began_ns})
 
     def tables_digest(self, slopes: Sequence[float]) -> str:
-        """Return SHA-256, in hexadecimal, over what was computed of config.json alone while the model loaded: cosines
-        and sines of all positions, slopes of all heads. All ranks have the same."""
+        """Return the SHA-256 in hexadecimal of the tables that were computed from config.json alone while the model
+        loaded: cosines and sines of all positions, and the ALiBi `slopes` of all heads. All ranks return the same
+        digest."""
         digests = [rope.digest for rope in self.ropes]
         return hashlib.sha256(b"".join([*digests, *(struct.pack("<d", slope) for slope in slopes)])).hexdigest()
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[R, hidden_size] -> [R, vocab_size] float32. `out`: where to write them, dense; None: new memory."""
+        """Return the logits of hidden states: [R, hidden_size] -> [R, vocab_size] float32. `out` is a dense tensor to
+        write them to; None allocates memory."""
         if self.communicator.size == 1:
             logits = self.head.multiply_to_float32(hidden, out)
         else:
@@ -171,7 +178,7 @@ def _hold_projection(projection: Projection, operations: Operations) -> Linear |
     return ExpertLinear([Linear(each, operations) for each in of_each], operations)
 
 
-# What holds a weight.
+# The holder to create for each type of weight.
 _HOLDERS: dict[type, Callable[[Any, Operations], nn.Module | nn.Parameter]] = {
     Table: lambda table, operations: Embedding(table.num_rows, table.width),
     Vector: lambda vector, operations: nn.Parameter(torch.empty(vector.num_elements), requires_grad=False),
@@ -180,7 +187,8 @@ _HOLDERS: dict[type, Callable[[Any, Operations], nn.Module | nn.Parameter]] = {
 
 
 def _place(root: nn.Module, name: str, holder: nn.Module | nn.Parameter) -> None:
-    """Adds what holds a weight by its dotted name, and the modules on the way where they are not there."""
+    """Register the holder of a weight under its dotted name, and create the intermediate modules that do not exist
+    yet."""
     *path, last = name.split(".")
     for part, following in pairwise([*path, last]):
         if not hasattr(root, part):

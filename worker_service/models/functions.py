@@ -1,7 +1,8 @@
-"""A function for each kind of operation of a model, on any device: what `Operations` compute, over buffers.
+"""One function for each type of operation of a model. Each function applies `Operations` to the buffers of a step, on
+any device.
 
-Operations have in place of each weight what holds it: tensors of vectors, modules of products and tables; and in place
-of ropes and growths what gives cosines and sines, or factors, of positions.
+In the operations, the holder of each weight replaces the weight: a tensor for a vector, a module for a projection or a
+table. A callable that returns cosines and sines, or factors, for positions replaces each rope and query growth.
 """
 
 from collections.abc import Callable
@@ -38,23 +39,25 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Step:
-    """What a model computes of T tokens."""
+    """The inputs and buffers of one forward pass over T tokens."""
 
     model: "Decoder"
     token_ids: Tensor  # [T] int64
-    positions: Tensor  # the same
+    positions: Tensor  # [T] int64
     attend: Attend
-    # [T, width] by name; routes are ids and weights of experts, and queries what `Operations.turn` gives.
+    # Tensors [T, width] by name. Routes are the ids and weights of experts; queries are the result of
+    # `Operations.turn`.
     buffers: dict[str, Any] = field(default_factory=dict)
     _looked_up: dict[object, Any] = field(default_factory=dict)
 
     def carry_out(self, operation: Any) -> None:
-        """Writes what an operation gives to its output; a sum to what is added to."""
+        """Run an operation and store its result in its output buffer. The result of an `Add` replaces its input."""
         name = operation.input if type(operation) is Add else operation.output
         self.buffers[name] = _FUNCTIONS[type(operation)](operation, self)
 
     def at_positions(self, table: Callable[[Tensor], Any]) -> Any:
-        """Return what a table has of the positions, for which several layers ask."""
+        """Return the values of a table at the step's positions. The result is cached, because several layers need
+        it."""
         if table not in self._looked_up:
             self._looked_up[table] = table(self.positions)
         return self._looked_up[table]
@@ -96,7 +99,7 @@ def _normalize_projections(operation: Any, step: Step) -> Tensor:
         normed = [step.model.operations.rms_norm(x, weight, eps) for x, weight in zip(parts, weights, strict=True)]
         return torch.cat([*normed, values], dim=1)
     sums = torch.cat([x.float().square().sum(1, keepdim=True) for x in parts], dim=1)
-    # Where several ranks hold a key head, all are held equally often.
+    # Invariant: if several ranks store the same key head, every key head is stored equally often.
     totals = communicator.all_reduce(sums).split(1, dim=1)
     means = [total / (communicator.size * size) for total, size in zip(totals, sizes, strict=True)]
     normed = [
@@ -111,7 +114,7 @@ def _multiply(operation: Any, step: Step) -> Tensor:
     return operation.projection(x.float() if operation.projection.projection.is_float32 else x)
 
 
-# Of plain MLPs, or of the first half of gated ones.
+# For plain MLPs, and for the gate half of gated MLPs.
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,

@@ -1,4 +1,4 @@
-"""The weights of a GGUF file, under the names that checkpoint directories have for them."""
+"""The weights of a GGUF file, under the names that checkpoint directories use for them."""
 
 import re
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ _LAYER_MODULES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# What some architectures call otherwise, or have beside these.
+# Modules that some architectures name differently or have in addition.
 _GEMMA_MODULES = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -52,16 +52,16 @@ _OTHER_LAYER_MODULES = {
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
 }
 _OWN_MODULES = {ours: own for own, ours in _MODULES.items()}
-_SINKS = {"self_attn.sinks": "attn_sinks.weight"}  # neither weight nor bias in checkpoint directories
-_IN_CONFIG = frozenset({"rope_freqs.weight", *ROPE_FACTORS.values()})  # tensors that hold no weights
+_SINKS = {"self_attn.sinks": "attn_sinks.weight"}  # has neither ".weight" nor ".bias" in checkpoint directories
+_IN_CONFIG = frozenset({"rope_freqs.weight", *ROPE_FACTORS.values()})  # tensors that describe the rope, not weights
 _TURNED = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")
-_MAX_CHUNK = 1 << 20  # elements that are decoded at once; one row, or head, that is longer too
-_WORKING_BYTES = 16  # that an element takes meanwhile: codes and their parts, and twice float32
+_MAX_CHUNK = 1 << 20  # elements decoded at once; one row or head is always decoded whole
+_WORKING_BYTES = 16  # temporary bytes per element: the code and its group's parts, and two float32 values
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What a tensor of a checkpoint directory is in the file: a tensor, or what one has of an expert."""
+    """The place in the file of a tensor of a checkpoint directory: a whole tensor, or one expert's rows of a tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -69,10 +69,10 @@ class _Source:
 
 
 class GgufCheckpoint(Tensors):
-    """The tensors of a file by name. Opening it reads the header only; a tensor is read when asked for."""
+    """The tensors of a GGUF file, by name. Opening it reads only the header; each tensor is read on request."""
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError for a file that cannot be served."""
+        """Read the header of the file `path`. Raises CheckpointError if the file is not supported."""
         self._file = open_gguf(path)
         architecture = self._file.metadata.get("general.architecture", "")
         self._own_names = _own_names(architecture)
@@ -82,7 +82,8 @@ class GgufCheckpoint(Tensors):
         self.names = frozenset(self._sources)
         self.formats = tuple(sorted({info.type_name for info in self._file.tensors.values()} - FLOATS.keys()))
         self._adds_one = architecture in ARCHITECTURES and ARCHITECTURES[architecture].adds_one_to_norms
-        # These files turn pairs of neighbours: halves of heads are interleaved in what makes queries and keys.
+        # These files use the interleaved rope layout: the rows of query and key projections pair neighbours within a
+        # head.
         self._turned_rows = config_json(self._file)["head_dim"] if architecture == "llama" else 0
 
     def format(self, name: str, in_size: int) -> HeldFormat | None:
@@ -98,7 +99,7 @@ class GgufCheckpoint(Tensors):
         return HeldWeight.join([rows.cut(columns) for _, rows in self._rows(name, row_index)])
 
     def working_bytes(self, name: str, num_elements: int) -> int:
-        """Return how much memory beside the target reading a weight of this many elements takes at most."""
+        """Return the most memory in bytes, besides the target, needed to read a weight with `num_elements` elements."""
         return _WORKING_BYTES * min(num_elements, _MAX_CHUNK)
 
     def check(self, name: str, piece: Piece) -> None:
@@ -124,19 +125,20 @@ class GgufCheckpoint(Tensors):
             )
 
     def copy(self, name: str, piece: Piece) -> None:
-        """Reads a tensor, or the rows of a part of it, into the piece's target, to its dtype and device.
+        """Read a tensor, or the rows of a part of it, into the piece's target, with conversion to its dtype and device.
 
-        The piece has been checked. Raises CheckpointError if the file cannot be read, or a scale is no number.
+        The piece must have passed `check`. Raises CheckpointError if the file cannot be read, or if a scale is not
+        finite.
         """
         row_index, *columns = piece.index or (slice(None),)
         for place, rows in self._rows(name, row_index):
             piece.target[place].copy_(rows.dequantized()[(slice(None), *columns)])
 
     def _rows(self, name: str, index: slice) -> Iterator[tuple[slice, HeldWeight]]:
-        """Yield rows of a tensor as they are stored, some at a time, until all of `index` are there; and their place
-        among these.
+        """Yield the rows `index` of a tensor in chunks, as stored, each with its position relative to the start of
+        `index`.
 
-        Of what makes queries and keys, `index` has whole heads. Raises CheckpointError as `copy` does.
+        For query and key projections, `index` must cover whole heads. Raises CheckpointError as `copy` does.
         """
         source = self._sources[name]
         own_name, shape = source.name, source.shape
@@ -162,10 +164,11 @@ class GgufCheckpoint(Tensors):
     def _decode(
         self, own_name: str, element_type: ElementType, buffer: bytearray, shape: tuple[int, ...], head_dim: int
     ) -> HeldWeight:
-        """Decode whole rows, which the file has in pairs of neighbours if heads have more than one."""
+        """Decode whole rows. If `head_dim` is not 1, convert the heads from interleaved pairs to pairs of two
+        halves."""
         if not element_type.is_quantized:
             rows = _halved(torch.frombuffer(buffer, dtype=FLOATS[element_type.name].element).view(shape), head_dim)
-            # What a file has of 1 + w comes out bit for bit when 1 is added again.
+            # The file stores 1 + w; adding 1 again later restores the stored value bit for bit.
             return HeldWeight(rows.float() - 1 if self._adds_one and own_name.endswith("_norm.weight") else rows)
         weight = decode_rows(element_type, torch.frombuffer(buffer, dtype=torch.uint8).view(shape[0], -1))
         if not is_finite(weight):
@@ -173,11 +176,11 @@ class GgufCheckpoint(Tensors):
         return weight.with_each(lambda rows: _halved(rows, head_dim))
 
     def _type_name(self, name: str) -> str:
-        """Return the type of a tensor; nothing, if it is not there."""
+        """Return the name of a tensor's type, or an empty string if the tensor does not exist."""
         return self._file.tensors[self._sources[name].name].type_name if name in self._sources else ""
 
     def _found_in(self, own_name: str) -> Iterator[tuple[str, _Source]]:
-        """Yield what a tensor of the file holds: itself, or a tensor of each expert."""
+        """Yield the tensors that a tensor of the file contains: itself, or one tensor for each expert."""
         name, shape = self._our_name(own_name), self._file.tensors[own_name].shape
         if "{expert}" not in name or len(shape) != (2 if own_name.endswith(".bias") else 3):
             yield name, _Source(own_name, shape)
@@ -186,7 +189,8 @@ class GgufCheckpoint(Tensors):
             yield name.format(expert=expert), _Source(own_name, shape[1:], expert * shape[1])
 
     def _our_name(self, own_name: str) -> str:
-        """Return the name that checkpoint directories have for a tensor; its own for one that they do not have."""
+        """Return the checkpoint directory's name for a tensor of the file, or the same name if it has no
+        counterpart."""
         module, _, kind = own_name.rpartition(".")
         match = re.fullmatch(r"blk\.(\d+)\.(.+)", own_name)
         if match is None:
@@ -195,7 +199,7 @@ class GgufCheckpoint(Tensors):
         return f"model.layers.{layer}.{self._our_names[part]}" if part in self._our_names else own_name
 
     def _own_name(self, name: str) -> str:
-        """Return the name that GGUF files have for a tensor of a checkpoint directory."""
+        """Return the GGUF name of a tensor of a checkpoint directory."""
         module, _, kind = name.rpartition(".")
         match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
         if match is None:
@@ -206,9 +210,10 @@ class GgufCheckpoint(Tensors):
 
 
 def _own_names(architecture: str) -> dict[str, str]:
-    """Return what files of an architecture call the tensors of a layer, by their names in checkpoint directories."""
+    """Return the GGUF names of a layer's tensors for an architecture, keyed by their names in checkpoint
+    directories."""
     modules = {**_LAYER_MODULES, **_OTHER_LAYER_MODULES.get(architecture, {})}
-    # Of two words for one module, the architecture's own is the last, which stays.
+    # If two GGUF names map to one module, the architecture's own name comes last and wins.
     own_modules = {ours: own for own, ours in modules.items()}
     return {
         f"{ours}.{kind}": f"{own}.{kind}" for ours, own in own_modules.items() for kind in ("weight", "bias")
@@ -216,8 +221,8 @@ def _own_names(architecture: str) -> dict[str, str]:
 
 
 def _halved(rows: Tensor, head_dim: int) -> Tensor:
-    """Bring rows of whole heads from pairs of neighbours, (0, 1), (2, 3) and so on, to pairs of two halves. Heads of
-    one row stay as they are."""
+    """Reorder the rows of whole heads from neighbouring pairs, (0, 1), (2, 3) and so on, to pairs of two halves. If
+    `head_dim` is 1, the rows stay as they are."""
     if head_dim == 1:
         return rows
     heads = rows.unflatten(0, (-1, head_dim // 2, 2))

@@ -1,4 +1,5 @@
-"""Layers that load their weights: linear ones, laid out as the product likes them, and embeddings."""
+"""Layers that load their weights: linear layers in the layout that their matrix multiplication needs, and
+embeddings."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,14 +11,14 @@ from pagewire.kernels.weight import HeldFormat, HeldWeight
 from pagewire.network.operations import Projection
 from worker_service.models.torch_operations import ExpertProduct, Operations, Product
 
-# Makes a product, with its bias, of a weight that was quantised and packed at an earlier start.
+# Creates a `Product` with the given bias from a weight that was quantised and packed at an earlier start.
 KeptProduct = Callable[[Tensor | None], Product]
 
 
 class Linear(nn.Module):
-    """A `Projection` that belongs to no expert, or to one: x W^T + b.
+    """A `Projection` without experts, or of a single expert: x W^T + b.
 
-    `finish_loading` must be called once the weights are in.
+    Call `finish_loading` after the weights are loaded.
     """
 
     def __init__(self, projection: Projection, operations: Operations) -> None:
@@ -29,13 +30,13 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(num_rows), requires_grad=False) if projection.has_bias else None
         self.product: Product | None = None
         self._dtype = torch.float32
-        self.format = HeldFormat(self.weight.dtype)  # what the weight is held in
+        self.format = HeldFormat(self.weight.dtype)  # the format in which the weight is kept
         self._parts: list[HeldWeight] = []
         self._operations = operations
 
     def finish_loading(self, dtype: torch.dtype, kept: KeptProduct | None = None) -> None:
-        """Hands the weight over to the product, once. `dtype`: what the model computes in; `kept` has the weight
-        already."""
+        """Hand the weight over to a `Product`; later calls do nothing. `dtype` is the dtype in which the model
+        computes. If `kept` is given, it already has the packed weight."""
         if self.weight is None or self.product is not None:
             return
         self._dtype = dtype = torch.float32 if self.projection.is_float32 else dtype
@@ -50,7 +51,7 @@ class Linear(nn.Module):
         self.weight = weight if self.projection.gives_rows and not self.product.gives_rows else None
 
     def take_weight(self) -> HeldWeight:
-        """Give the weight away, in the order of rows that the product has."""
+        """Return the weight with its rows in the order of the outputs, and release it from this layer."""
         assert self.weight is not None
         weight = HeldWeight.join(self._parts or [HeldWeight(self.weight.data)])
         self.weight, self._parts = None, []
@@ -58,36 +59,37 @@ class Linear(nn.Module):
         return weight[torch.tensor(order)] if order else weight
 
     def added_bias(self) -> Tensor | None:
-        """The bias that the product adds."""
+        """Return the bias that the product adds, or None."""
         if self.bias is None or not self.projection.adds_bias:
             return None
         order = self.projection.row_order
         return self.bias.data[torch.tensor(order)] if order else self.bias.data
 
     def add_part(self, weight: HeldWeight) -> None:
-        """Take the next projection, in place of rows of the weight."""
+        """Append the quantised weight of the next part, which replaces the corresponding rows of `weight`."""
         self._parts.append(weight)
 
     def take_rows(self, indexes: Tensor) -> Tensor:
-        """Rows of the weight by their indexes, in the model's dtype: [T] int64 -> [T, in_size]."""
+        """Return rows of the weight by index, in the model's dtype: [T] int64 -> [T, in_size]."""
         if self.weight is not None:
             return _rows(self.weight, self._dtype, indexes)
         assert self.product is not None
         return self.product.take_rows(indexes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, in_size] -> [T, sum(out_sizes)]"""
+        """Return x W^T + b: [T, in_size] -> [T, sum(out_sizes)]."""
         assert self.product is not None
         return self.product(x)
 
     def multiply_to_float32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[T, in_size] -> [T, sum(out_sizes)] float32. See `Product.to_float32`."""
+        """Return the output in float32: [T, in_size] -> [T, sum(out_sizes)]. See `Product.to_float32`."""
         assert self.product is not None
         return self.product.to_float32(x, out)
 
 
 class ExpertLinear(nn.ModuleList):
-    """A `Linear` of each expert, of one size, by which slots are multiplied: see `ExpertProduct`."""
+    """The `Linear` layers of all experts, of one size, through which routed slots are multiplied; see
+    `ExpertProduct`."""
 
     def __init__(self, linears: Sequence[Linear], operations: Operations) -> None:
         super().__init__(linears)
@@ -96,12 +98,13 @@ class ExpertLinear(nn.ModuleList):
         self._operations = operations
 
     def num_bytes(self) -> int:
-        """Return what the weights take that are not quantised."""
+        """Return the bytes of the weights that are not quantised."""
         linears = [linear for linear in self.linears if not linear.format.group_size]
         return sum(linear.weight.nbytes for linear in linears if linear.weight is not None)
 
     def allocate(self, device: torch.device) -> dict[int, Tensor]:
-        """Return memory for parameters by their ids: that of all experts is one, so that `stack` need not copy."""
+        """Allocate memory for the parameters and return it by their ids. The parameters of all experts share one
+        allocation, so that `stack` needs no copy."""
         memory: dict[int, Tensor] = {}
         linears = [linear for linear in self.linears if not linear.format.group_size]
         for parameters in ([linear.weight for linear in linears], [linear.bias for linear in self.linears]):
@@ -112,13 +115,14 @@ class ExpertLinear(nn.ModuleList):
         return memory
 
     def finish_loading(self, dtype: torch.dtype) -> None:
-        """Hands the weights over to the product. Those that are quantised have been already."""
+        """Hand the weights over to one product for all experts. Quantised weights already have a product for each
+        expert; these products are joined."""
         products = [linear.product for linear in self.linears if linear.product is not None]
         if products:
             assert len(products) == len(self)
             self.product = self._operations.join_experts(products)
             for linear in self.linears:
-                linear.product = None  # or what was joined in one memory would be held twice
+                linear.product = None  # otherwise the joined weights would be in memory twice
             return
         biases = [linear.added_bias() for linear in self.linears]
         added = [bias for bias in biases if bias is not None]
@@ -126,13 +130,14 @@ class ExpertLinear(nn.ModuleList):
         self.product = self._operations.prepare_experts(weights, stack(added) if added else None, dtype)
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        """[T or T * num_chosen, in_size] and [T, num_chosen] -> [T * num_chosen, sum(out_sizes)]"""
+        """Multiply each slot by its expert's weight. `x` is [T, in_size] or [T * num_chosen, in_size], `ids` is [T,
+        num_chosen]; the result is [T * num_chosen, sum(out_sizes)]."""
         assert self.product is not None
         return self.product(x, ids)
 
 
 def stack(tensors: Sequence[Tensor]) -> Tensor:
-    """As `torch.stack`, but without a copy where they lie one behind the other in one memory."""
+    """Stack tensors as `torch.stack` does, but without a copy if they are adjacent in one allocation."""
     first, size = tensors[0], tensors[0].nbytes
     are_neighbours = all(
         tensor.is_contiguous()
@@ -146,20 +151,20 @@ def stack(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class Embedding(nn.Module):
-    """A row of weights for each index, in the model's dtype. No random weights are drawn: they are loaded."""
+    """A table with one row of weights for each index. Its memory is uninitialized until the weights are loaded."""
 
     def __init__(self, num_embeddings: int, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_embeddings, size), requires_grad=False)
-        self.format = HeldFormat(self.weight.dtype)  # what the weight is held in
+        self.format = HeldFormat(self.weight.dtype)  # the format in which the weight is kept
         self._dtype = torch.float32
 
     def finish_loading(self, dtype: torch.dtype) -> None:
-        """`dtype`: what rows are given in."""
+        """Set the dtype of the rows that `take_rows` returns."""
         self._dtype = dtype
 
     def take_rows(self, indexes: Tensor) -> Tensor:
-        """[T] int64 -> [T, size]"""
+        """Return rows by index, in the model's dtype: [T] int64 -> [T, size]."""
         return _rows(self.weight, self._dtype, indexes)
 
 

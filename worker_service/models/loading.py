@@ -1,4 +1,4 @@
-"""Loads a checkpoint directory or a GGUF file into a model, tensor by tensor."""
+"""Loads a checkpoint directory or a GGUF file into a model, one tensor at a time."""
 
 import math
 from collections.abc import Callable
@@ -42,7 +42,7 @@ from worker_service.models.weights import (
     working_bytes,
 )
 
-# Of a quantised element before it is packed: a code, and at most a scale and a minimum for each 16.
+# Bytes of a quantised element before packing: a code, and at most a scale and a minimum for each 16 elements.
 _UNPACKED_BYTES = 1.5
 
 
@@ -58,23 +58,25 @@ def prepare_model(
     max_model_len: int | None = None,
     held_dtype: torch.dtype | None = None,
 ) -> "UnloadedModel":
-    """Return a model, or one rank's part of it, compared with the headers of the files, and ready to be loaded.
+    """Return a model, or one rank's part of it, checked against the headers of the files and ready to be loaded.
 
     Args:
-        path: a directory that holds config.json and the safetensors files, or a GGUF file.
-        dtype: what the model computes in. Weights are converted as they are read, except where `operations` multiply
-            with them in the dtype of the checkpoint.
-        device: where it computes.
-        operations: what the model computes with; by default plain torch.
-        is_dummy: the directory need hold nothing but config.json, and the weights are random.
-        communicator: the rank whose part it is, of how many, and how they meet; by default there is one.
-        quantization: "int8" or "int4", for one rank's weights of floats where `operations` multiply with codes.
-        max_model_len: the longest sequence that there will be; by default as many positions as the model has.
-        held_dtype: what weights of float32 are rounded to, where `operations` multiply with that; by default they stay.
+        path: a directory that contains config.json and the safetensors files, or a GGUF file.
+        dtype: the dtype in which the model computes. Weights are converted as they are read, unless `operations` can
+            multiply in the checkpoint's dtype.
+        device: the device on which the model computes.
+        operations: the implementation of the model's operations; plain torch by default.
+        is_dummy: draw random weights. The directory then needs no file but config.json.
+        communicator: this rank, the number of ranks, and how they communicate; a single rank by default.
+        quantization: "int8" or "int4" quantises float weights while they load. Supported on one rank, if `operations`
+            can multiply with codes.
+        max_model_len: the length of the longest sequence in tokens; the model's number of positions by default.
+        held_dtype: the dtype to which float32 weights are rounded, if `operations` can multiply in it; None keeps
+            float32.
 
     Raises:
         CheckpointError: the checkpoint is broken or not supported.
-        ValueError: the model cannot be shared out among so many ranks.
+        ValueError: the model cannot be split among the given number of ranks.
     """
     communicator, operations = communicator or SingleRank(), operations or Operations()
     network = load_config(path).serving(max_model_len)
@@ -105,7 +107,8 @@ def prepare_model(
 
 
 def _named(listed: Listing, family: Family, checkpoint: Tensors) -> Listing:
-    """Return the model in the names that this checkpoint has for its weights."""
+    """Return the operations with the weight names of this checkpoint: the renaming of `family` that matches most
+    tensors."""
     named = (renamed(listed, renaming) for renaming in family.renamings)
     return max(named, key=lambda each: _num_stored(each, checkpoint))
 
@@ -116,8 +119,9 @@ def _num_stored(listed: Listing, checkpoint: Tensors) -> int:
 
 
 def _lacks_head(checkpoint: Tensors, listed: Listing, path: Path, *, is_tied: bool) -> bool:
-    """Return whether the embedding is the head too. As in transformers, a head that the checkpoint holds counts, though
-    config.json says that they are tied. Raises CheckpointError where there is neither."""
+    """Return whether the head has no weight of its own and shares the embedding's. As in transformers, a head in the
+    checkpoint is used even if config.json ties it to the embedding. Raises CheckpointError if the head is missing and
+    not tied."""
     head = head_of(listed).name
     if not checkpoint.names.isdisjoint(checkpoint.stored_names(f"{head}.weight")):
         return False
@@ -130,14 +134,15 @@ def _lacks_head(checkpoint: Tensors, listed: Listing, path: Path, *, is_tied: bo
 
 
 def _modules(listed: Listing) -> list[str]:
-    """The checkpoint's names of what may be quantised."""
+    """Return the checkpoint's names of the modules that may be quantised."""
     projections = [weight for weight in weights_of(listed) if type(weight) is Projection]
     return [module for projection in projections for module in projection.modules]
 
 
 def _with_rows(listed: Listing, checkpoint: Tensors, operations: Operations) -> Listing:
-    """Take the rows of tokens from the head where it has their weight, or from a product of their own where the
-    checkpoint has codes that can be held."""
+    """Let the embedding read its rows from a projection. If the weights are tied, the projection is the head. If the
+    checkpoint's embedding is quantised in a format that can be kept, the embedding becomes a projection itself.
+    Otherwise nothing changes."""
     embedding, head = embedding_of(listed), head_of(listed)
     if embedding.name == head.name:
         return with_rows_of(listed, head)
@@ -152,8 +157,8 @@ def _with_rows(listed: Listing, checkpoint: Tensors, operations: Operations) -> 
 def _quantizing(
     listed: Listing, checkpoint: Tensors, bits: int, operations: Operations, head_dim: int
 ) -> tuple[QuantizingTensors, Listing]:
-    """Return the checkpoint whose weights are codes, and what it then has: the head and the embedding are of 8 bits,
-    and no matrix is transposed."""
+    """Return a checkpoint that quantises its weights, and the operations adapted to it. The head and the embedding get
+    8 bits, and no matrix is transposed."""
     found = [weight for weight in weights_of(listed) if type(weight) is Projection and not weight.is_float32]
     by_name = {f"{module}.weight": bits for weight in found for module in weight.modules}
     by_name |= {f"{weight.name}.weight": 8 for weight in (head_of(listed), embedding_of(listed))}
@@ -163,8 +168,9 @@ def _quantizing(
 
 
 def _keep_float32(model: Decoder, device: torch.device) -> None:
-    """Leaves in float32 what is computed in it: routers, sinks, and weights of norms to which one is added. On a CPU
-    cosines and sines stay so too, which a fused decoder reads: it would make tables of its own of others."""
+    """Keep in float32 the weights that are computed with in float32: routers, sinks, and norm weights to which 1 is
+    added. On a CPU, cosines and sines stay in float32 too, because the fused decoder needs them in float32 and would
+    otherwise convert them to a second copy."""
     model.keep_float32()
     for rope in model.ropes if device.type == "cpu" else ():
         rope.keep_float32()
@@ -172,27 +178,27 @@ def _keep_float32(model: Decoder, device: torch.device) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of memory that a model takes where it computes."""
+    """The memory in bytes that a model needs on its device."""
 
-    held: int  # once it is loaded
-    peak: int  # the most at any time until then
+    held: int  # once the model is loaded
+    peak: int  # the maximum at any time while it loads
 
 
 @dataclass(frozen=True, slots=True)
 class UnloadedModel:
-    """A model whose weights take no memory yet, and where they are to come from."""
+    """A model whose weights are not allocated yet, and the checkpoint to load them from."""
 
     model: Decoder
     checkpoint: Tensors
     dtype: torch.dtype
     device: torch.device
     operations: Operations
-    reading_bytes: int  # that reading a weight takes at most beside the model
-    quantization: str | None = None  # what its weights become while they load
+    reading_bytes: int  # the most memory besides the model that reading a weight needs
+    quantization: str | None = None  # the format to which weights are quantised while they load
 
     def footprint(self) -> Footprint:
-        """Return how much memory the model takes. Packing a weight for its product copies it, and the weight is let go
-        before the next one is packed. A weight that is quantised is decoded on the way."""
+        """Return the memory that the model needs. Packing a weight copies it; the original is released before the next
+        weight is packed. Quantised weights are decoded before they are packed."""
         operations, experts = self.operations, self._experts()
         scaled = [linear for linear in self._linears() if linear.format.group_size]
         floats = [(linear, linear.weight.nbytes) for linear in self._linears() if linear.weight is not None]
@@ -202,9 +208,9 @@ class UnloadedModel:
         packs, has_rows = operations.packs(self.dtype, self.device), operations.takes_rows()
         held = weights + sum(size for linear, size in floats if packs and not has_rows and linear.projection.gives_rows)
         copies = [self.reading_bytes, *map(self._unpacked_bytes, scaled)]
-        if packs:  # the weights of a layer's experts lie in one memory, which is let go with the last of them
+        if packs:  # The weights of a layer's experts share one allocation, which is released after the last expert.
             copies += [*(size for _, size in floats), *(each.num_bytes() for each in experts)]
-        if self.device.type != "cpu":  # where experts are joined in one memory
+        if self.device.type != "cpu":  # on a GPU, the experts are joined in one allocation
             copies += [
                 sum(self._packed_bytes(linear) for linear in each.linears if linear.format.group_size)
                 for each in experts
@@ -223,17 +229,18 @@ class UnloadedModel:
         return self.operations.quantized_bytes(linear.format, *linear.shape)
 
     def _unpacked_bytes(self, linear: Linear) -> int:
-        """Return what codes and scales take beside the panels while these are packed: twice, where parts are joined."""
+        """Return the bytes of codes and scales that exist besides the packed panels while a weight is packed. They are
+        counted twice if parts have to be joined."""
         is_whole = self.quantization is not None and len(linear.projection.parts) == 1
         return int((1 if is_whole else 2) * _UNPACKED_BYTES * math.prod(linear.shape))
 
     def _parameters(self) -> list[Tensor]:
-        """The parameters without the weights that stay quantised."""
+        """Return the parameters, without the weights that stay quantised."""
         left_out = {id(linear.weight) for linear in self._linears() if linear.format.group_size}
         return [parameter for parameter in self.model.parameters() if id(parameter) not in left_out]
 
     def describe_quantization(self) -> str | None:
-        """Say in a line what becomes of quantised weights; None: there are none."""
+        """Describe in one line how quantised weights are used; None: no weight is quantised."""
         if self.quantization is not None:
             eight = ", but embedding and head to 8 bits" if BITS[self.quantization] < 8 else ""
             return f"weights of products are quantised to {self.quantization} in groups of {GROUP_SIZE}{eight}"
@@ -247,13 +254,15 @@ class UnloadedModel:
         )
 
     def describe_weights(self) -> str:
-        """Name the format of the weights: what they are quantised to, else what they are held in."""
+        """Return the name of the weights' format: the target of quantisation, else the format in the checkpoint, else
+        the dtypes."""
         return self.quantization or " and ".join(self.checkpoint.formats) or self.describe_dtypes()
 
     def describe_dtypes(self) -> str:
-        """Say what the weights of products and embeddings are in, which need not be what the model computes in."""
+        """Return the dtypes of the weights of projections and embeddings, which may differ from the dtype of the
+        computation."""
         formats = [place.holder.format for place in self.model.places if place.holder is not None]
-        # Those with scales first.
+        # Formats with scales come first.
         found = sorted({(not each.group_size, each.describe()) for each in formats})
         return " and ".join(described for _, described in found)
 
@@ -262,10 +271,11 @@ class UnloadedModel:
         progress: TensorProgress | None = None,
         find_kept: Callable[[str], KeptProduct | None] = lambda target: None,
     ) -> Decoder:
-        """`progress` is called after each tensor with (tensors loaded, tensors in all); `find_kept` as in
-        `load_weights`."""
+        """Load the weights and return the model, ready to compute. `progress` is called after each tensor with the
+        number of tensors loaded and the total; `find_kept` is passed to `load_weights`. Raises CheckpointError if a
+        file cannot be read."""
         model, device = self.model, self.device
-        # Not `to_empty`: torch lays out meta tensors with symbolic shapes, and importing their sympy takes half a
+        # Do not use `to_empty`: torch lays out meta tensors with symbolic shapes, which imports sympy and takes half a
         # second.
         allocated = {id(tensor) for tensor in [*self._parameters(), *model.buffers()]}
         shared: dict[int, Tensor] = {}

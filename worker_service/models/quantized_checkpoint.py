@@ -1,4 +1,4 @@
-"""A checkpoint whose linear weights are quantised: each is made of several tensors."""
+"""A checkpoint with quantised linear weights, each of which is stored as several tensors."""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -18,14 +18,15 @@ from worker_service.models.layouts.layout import (
 )
 
 _SUFFIX = ".weight"
-# Of CPU time: one pattern and one module take microseconds, and all of the largest models a second or two.
+# Limits on CPU time. Matching one pattern with one module takes microseconds; the largest models take a second or two
+# in total.
 _MAX_MATCH_S = 0.2
 _MAX_MATCHING_S = 60.0
 
 
 def formats_of(quantization: Quantization, modules: Iterable[str]) -> dict[str, WeightFormat]:
-    """Return the formats of those linear modules of a checkpoint that are quantised. Raises CheckpointError for
-    patterns that take too long."""
+    """Return the formats of the linear modules in `modules` that are quantised, by name. Raises CheckpointError if
+    matching the patterns takes too long."""
     end, found = time.thread_time() + _MAX_MATCHING_S, {}
     for module in modules:
         for rule in quantization.rules:
@@ -41,11 +42,11 @@ def formats_of(quantization: Quantization, modules: Iterable[str]) -> dict[str, 
 
 
 def is_found(rule: QuantizationRule, module: str, timeout_s: float) -> bool:
-    """Return whether a rule speaks of a module. Raises CheckpointError for a regular expression that has no end, for
-    which Python's own has no limit."""
+    """Return whether a rule applies to a module. Raises CheckpointError if a regular expression from the checkpoint
+    does not finish within `timeout_s` seconds; Python's `re` has no timeout."""
     if not rule.source[0]:
         return rule.pattern.search(module) is not None
-    import regex  # which only these need
+    import regex  # needed only for the checkpoint's own patterns
 
     try:
         return regex.search(rule.pattern.pattern, module, timeout=timeout_s) is not None
@@ -55,7 +56,7 @@ def is_found(rule: QuantizationRule, module: str, timeout_s: float) -> bool:
 
 
 class _Weight(NamedTuple):
-    """A linear module's weight that is made of several tensors."""
+    """The quantised weight of a linear module, stored as several tensors."""
 
     module: str
     format: WeightFormat
@@ -63,19 +64,14 @@ class _Weight(NamedTuple):
 
 
 class QuantizedCheckpoint(Tensors):
-    """The weights of a checkpoint by name, where quantised ones are decoded as they are read. See `Tensors`.
+    """The weights of a checkpoint, by name. Quantised weights are decoded as they are read; see `Tensors`.
 
-    A linear module whose weight lies there as floats, with nothing of its format beside it, is taken as it is.
+    If a linear module's weight is stored as floats, without other tensors of its format, it is read as it is.
     """
 
     def __init__(self, checkpoint: Checkpoint, formats: Mapping[str, WeightFormat]) -> None:
-        """
-        Args:
-            formats: of modules, by their names in the checkpoint.
-
-        Raises:
-            CheckpointError: a file cannot be read, or a layout is not known.
-        """
+        """Wrap `checkpoint`. `formats` maps the checkpoint's names of modules to their quantised formats. Raises
+        CheckpointError if a file cannot be read or a layout is unknown."""
         self._checkpoint = checkpoint
         weights = [_Weight(module, kept, layout_of(module, kept)) for module, kept in formats.items()]
         self._weights = {f"{weight.module}{_SUFFIX}": weight for weight in weights if self._is_stored(weight)}
@@ -104,7 +100,7 @@ class QuantizedCheckpoint(Tensors):
         return weight.layout.working_bytes(weight.format, num_elements)
 
     def check(self, name: str, piece: Piece) -> None:
-        """See `Tensors.check`. Raises ValueError if a rank's part cuts a group."""
+        """See `Tensors.check`. Raises ValueError if a rank's part of the weight would cut a group."""
         weight = self._weights.get(name)
         if weight is None:
             self._checkpoint.check(name, piece)
@@ -119,14 +115,14 @@ class QuantizedCheckpoint(Tensors):
             )
 
     def copy(self, name: str, piece: Piece) -> None:
-        """See `Tensors.copy`: the weight is dequantised into the target's dtype."""
+        """See `Tensors.copy`. A quantised weight is dequantised to the target's dtype."""
         if name in self._weights:
             copy_floats(piece.target, self.quantized(name, piece))
         else:
             self._checkpoint.copy(name, piece)
 
     def quantized(self, name: str, piece: Piece) -> HeldWeight:
-        """See `Tensors.quantized`. Raises CheckpointError if a tensor cannot be read, or holds what it cannot."""
+        """See `Tensors.quantized`. Raises CheckpointError if a tensor cannot be read or has invalid content."""
         weight, (rows, columns) = self._weights[name], piece.rows_and_columns()
         names = self._names(weight)
         tensors = {kind: self._checkpoint.read(each) for kind, each in names.items() if each in self._checkpoint.names}
@@ -143,12 +139,14 @@ class QuantizedCheckpoint(Tensors):
         return has_others or own_name not in names or self._checkpoint.header(own_name).dtype not in FLOAT_BYTES
 
     def _names(self, weight: _Weight) -> dict[str, str]:
-        """The names of a weight's tensors, by their ends. They do not depend on its size."""
+        """Return the names of a weight's tensors, keyed by their suffixes. The names do not depend on the weight's
+        size."""
         size = 32 * (weight.format.columns or 1)
         return {kind: f"{weight.module}.{kind}" for kind in self._stored(weight, 32, size)}
 
     def _stored(self, weight: _Weight, out_size: int, in_size: int) -> dict[str, StoredTensor]:
-        """Raises CheckpointError if a weight of these sizes cannot be in this format."""
+        """Return the tensors of a weight of these sizes, keyed by their suffixes. Raises CheckpointError if a weight of
+        these sizes cannot have this format."""
         try:
             stored = weight.layout.stored(weight.format, out_size, in_size)
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint of floats, of which products and the embedding read theirs quantised."""
+"""A checkpoint of floats whose projections and embedding are quantised as they are read."""
 
 from collections.abc import Callable, Mapping
 
@@ -10,12 +10,13 @@ from pagewire.kernels.weight import HeldFormat, HeldWeight
 from pagewire.network.checkpoint_files import CheckpointError
 from worker_service.models.checkpoint import Piece, Tensors
 
-_CHUNK_ELEMENTS = 1 << 20  # that are read and quantised at once, and whole heads of rows at least
-_WORKING_BYTES = 8  # that an element takes on the way: itself in float32, its code, and scales
+_CHUNK_ELEMENTS = 1 << 20  # elements that are read and quantised at once; at least the rows of one head
+_WORKING_BYTES = 8  # temporary bytes per element: its float32 value, its code, and scales
 
 
 class QuantizingTensors(Tensors):
-    """See `Tensors`. All weights are [outputs, inputs], however the checkpoint has them."""
+    """Weights of a float checkpoint, quantised as they are read; see `Tensors`. Every matrix is presented as [outputs,
+    inputs], even if the checkpoint stores it transposed."""
 
     def __init__(
         self,
@@ -25,13 +26,14 @@ class QuantizingTensors(Tensors):
         transposed: frozenset[str],
         head_dim: int,
     ) -> None:
-        """
+        """Wrap a source of float weights.
+
         Args:
-            source: whose weights are floats.
-            quantize: makes codes of float32 [rows, columns], in 8 or 4 bits.
-            bits: of the weights that are quantised, by name.
-            transposed: names of those that the checkpoint has as [inputs, outputs].
-            head_dim: rows that `source` can read are multiples of it.
+            source: the checkpoint with float weights.
+            quantize: quantises float32 [rows, columns] to the given number of bits, 8 or 4.
+            bits: the number of bits of each weight to quantise, by name.
+            transposed: names of the weights that the checkpoint stores as [inputs, outputs].
+            head_dim: rows are read from `source` in multiples of this number.
         """
         self.names = source.names
         self._source = source
@@ -45,12 +47,12 @@ class QuantizingTensors(Tensors):
         return self._source.stored_names(name)
 
     def working_bytes(self, name: str, num_elements: int) -> int:
-        """See `Tensors.working_bytes`. Of one weight at a time, rows of whole heads are floats."""
+        """See `Tensors.working_bytes`. Only rows of whole heads of one weight are in floats at a time."""
         own = self._source.working_bytes(name, num_elements)
         return own + _WORKING_BYTES * min(num_elements, 2 * _CHUNK_ELEMENTS) if name in self._bits else own
 
     def check(self, name: str, piece: Piece) -> None:
-        """See `Tensors.check`. Raises CheckpointError if groups do not divide the inputs."""
+        """See `Tensors.check`. Raises CheckpointError if the group size does not divide the number of inputs."""
         if name not in self._bits:
             self._source.check(name, piece)
             return
@@ -63,7 +65,7 @@ class QuantizingTensors(Tensors):
             )
 
     def copy(self, name: str, piece: Piece) -> None:
-        """See `Tensors.copy`: floats as they are."""
+        """See `Tensors.copy`. The floats are copied without quantisation."""
         self._source.copy(name, piece.transposed() if name in self._transposed else piece)
 
     def format(self, name: str, in_size: int) -> HeldFormat | None:
@@ -71,7 +73,7 @@ class QuantizingTensors(Tensors):
         return quantized_format(self._bits[name]) if name in self._bits else self._source.format(name, in_size)
 
     def quantized(self, name: str, piece: Piece) -> HeldWeight:
-        """See `Tensors.quantized`. Raises CheckpointError for numbers that cannot be quantised."""
+        """See `Tensors.quantized`. Raises CheckpointError if the weight contains values that cannot be quantised."""
         out_size, in_size = piece.target.shape
         first = (piece.index[0].start or 0) if piece.index else 0
         codes = torch.empty(out_size, in_size, dtype=torch.int8)

@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864), in the half-split layout of Llama.
 
-Checkpoints that turn pairs of neighbours, or a part of each head, are brought to that layout while they are loaded
-(`RopeConfig.head_order`), so that one kernel does for all.
+Checkpoints that rotate neighbouring pairs, or only a part of each head, are converted to this layout while they load
+(`RopeConfig.head_order`). One kernel then supports them all.
 """
 
 import hashlib
@@ -14,34 +14,36 @@ from torch import Tensor, nn
 
 from pagewire.network.rope import QueryGrowth, RopeConfig
 
-_NUM_CHUNK_POSITIONS = 1024  # of which tables are filled at a time
+_NUM_CHUNK_POSITIONS = 1024  # number of positions for which tables are filled at a time
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines by position, computed once in float32 and kept in the model's dtype, or as they are."""
+    """Tables of cosines and sines by position. They are computed once in float32, and kept in the model's dtype or in
+    float32."""
 
     def __init__(self, config: RopeConfig, head_dim: int, max_position_embeddings: int) -> None:
         super().__init__()
         self._config = config
         self.cos = nn.Buffer(torch.empty(max_position_embeddings, head_dim))
         self.sin = nn.Buffer(torch.empty(max_position_embeddings, head_dim))
-        self._dtype: torch.dtype | None = None  # what rows are rounded to
-        self.digest = b""  # SHA-256 over the tables in float32, once they are filled
+        # The dtype to which looked-up rows are rounded; None: the dtype of the tables.
+        self._dtype: torch.dtype | None = None
+        self.digest = b""  # SHA-256 of the tables in float32, once they are filled
 
     def keep_float32(self) -> None:
-        """Keeps the tables as they are computed; rows of them have the dtype that the tables had."""
+        """Keep the tables in float32. Rows that are looked up are still rounded to the previous dtype of the tables."""
         self._dtype = self.cos.dtype
         self.float()
 
     def finish_loading(self) -> None:
-        """Fills the tables. The first half of the sines is negated: see `rotate`.
+        """Fill the tables. The first half of the sines is negated: see `rotate`.
 
-        Not by torch's own cosines: its first vectorised call may be rounded badly where it has several threads. Rounded
-        once from float64, the values are those of any machine.
+        numpy computes the values in float64, and they are rounded once, so that all machines get the same tables.
+        torch's cosine is not used: its first vectorized call may round incorrectly when it runs on several threads.
         """
         num_positions, head_dim = self.cos.shape
         frequencies = inverse_frequencies(self._config, head_dim).numpy()
-        # The other pairs stay as they are.
+        # The pairs that are not rotated get cosine 1 and sine 0.
         others = (0, head_dim // 2 - len(frequencies))
         digest = hashlib.sha256()
         for start in range(0, num_positions, _NUM_CHUNK_POSITIONS):
@@ -61,31 +63,31 @@ class RotaryEmbedding(nn.Module):
         self.digest = digest.digest()
 
     def working_bytes(self) -> int:
-        """Return the most bytes that `finish_loading` takes for a while beside the tables: a chunk of angles, and of
-        both tables, in float64 and float32."""
+        """Return the most temporary memory in bytes that `finish_loading` needs: a chunk of angles and of both tables,
+        in float64 and float32."""
         return 8 * min(_NUM_CHUNK_POSITIONS, self.cos.shape[0]) * self.cos.shape[1] * torch.float32.itemsize
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """[T] -> cosines and sines, [T, head_dim] each."""
+        """Return the cosines and sines of positions: [T] -> [T, head_dim] each."""
         cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
         return (cos, sin) if self._dtype is None else (cos.to(self._dtype), sin.to(self._dtype))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns pairs (x[i], x[i + head_dim / 2]) of every head by their angle: [T, num_heads, head_dim]."""
+    """Rotate the pairs (x[i], x[i + head_dim / 2]) of every head by their angles: [T, num_heads, head_dim]."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 def query_scales(growth: QueryGrowth, positions: Tensor) -> Tensor:
-    """Return what queries of these positions are multiplied with, [T] float32."""
+    """Return the factors by which queries at these positions are multiplied: [T] float32."""
     return 1 + growth.beta * torch.log1p((positions // growth.num_positions).float())
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    """Angle per position of each pair that is turned: [rotary_size / 2], float32."""
+    """Return the angle per position of each rotated pair: [rotary_size / 2], float32."""
     rotary_size = config.rotary_size(head_dim)
     exponents = torch.arange(0, rotary_size, 2, dtype=torch.float32) / rotary_size
-    # Powers by Python: torch's differ in their last bit from one kind of processor to another.
+    # Python computes the powers: the last bit of torch's powers depends on the kind of processor.
     frequencies = 1.0 / torch.tensor([config.theta**exponent for exponent in exponents.tolist()], dtype=torch.float32)
     if config.divisors:
         frequencies = frequencies / torch.tensor(config.divisors)
@@ -99,7 +101,8 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3(config: RopeConfig, frequencies: Tensor) -> Tensor:
-    """Slows low frequencies by `factor`, leaves high ones, and blends between; as Llama 3.1 was published."""
+    """Divide low frequencies by `factor`, keep high frequencies, and blend between them, as published with Llama
+    3.1."""
     wavelengths = 2 * math.pi / frequencies
     low_wavelength = config.original_max_position_embeddings / config.low_freq_factor
     high_wavelength = config.original_max_position_embeddings / config.high_freq_factor
@@ -111,7 +114,8 @@ def _llama3(config: RopeConfig, frequencies: Tensor) -> Tensor:
 
 
 def _yarn(config: RopeConfig, frequencies: Tensor) -> Tensor:
-    """Slows pairs that turn seldom in the original context, leaves those that turn often, and ramps between.
+    """Divide the frequencies of pairs that rotate few times within the original context by `factor`. Frequencies of
+    pairs that rotate often are kept, and frequencies in between are interpolated linearly.
 
     YaRN (Peng et al., 2023, https://arxiv.org/abs/2309.00071), section 3.2.
     """

@@ -1,4 +1,4 @@
-"""The operations of a model, which faster code can override."""
+"""The operations of a model in plain torch. Faster implementations override them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -14,43 +14,44 @@ from pagewire.kernels.quantized import quantize
 from pagewire.kernels.weight import HeldFormat, HeldWeight
 from worker_service.models.rope import rotate
 
-# oneDNN lays a weight out for a number of rows; small batches are where the layout matters.
+# oneDNN chooses a weight's layout for a number of rows. The layout matters for small batches.
 PACKED_NUM_ROWS = 16
-# Where torch multiplies narrower floats to float32, without rounding the sums.
+# Devices on which torch multiplies narrower floats to float32 without rounding the sums.
 FLOAT32_PRODUCT_DEVICES = ("cuda",)
 
 
 # attend(layer, query [T, num_heads, head_dim], key and value [T, num_kv_heads, head_dim], the layer's `Scoring.sinks`)
-# -> [T, num_heads, head_dim]. Where keys and values are kept, and which tokens belong together, is its own business.
+# -> [T, num_heads, head_dim]. The implementation decides where keys and values are stored and which tokens form a
+# sequence.
 Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
-# Such weights of experts, ready to be multiplied with by slots: x, [T, in_size] of tokens or [T * num_chosen, in_size]
-# of slots, and the ids [T, num_chosen] of their experts, to slots [T * num_chosen, out_size].
+# The prepared weights of all experts. Arguments: x, [T, in_size] for tokens or [T * num_chosen, in_size] for slots, and
+# the ids [T, num_chosen] of their experts. Result: slots [T * num_chosen, out_size].
 ExpertProduct = Callable[[Tensor, Tensor], Tensor]
 
 
 class Product(ABC):
-    """A weight [out_size, in_size] and its bias, ready to be multiplied with."""
+    """A weight [out_size, in_size] and its bias, prepared for matrix multiplication."""
 
-    gives_rows = False  # whether there is `take_rows`
+    gives_rows = False  # whether `take_rows` is implemented
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
-        """x W^T + b: [T, in_size] -> [T, out_size]."""
+        """Return x W^T + b: [T, in_size] -> [T, out_size]."""
 
     def to_float32(self, x: Tensor, out: Tensor | None) -> Tensor:
-        """The same, where there is no bias, in float32, not rounded to the model's dtype if that is possible. `out`:
-        where to write, dense; None: new memory."""
+        """Return x W^T in float32, if possible without rounding to the model's dtype. The product must have no bias.
+        `out` is a dense tensor to write to; None allocates memory."""
         values = self(x)
         return values.float() if out is None else out.copy_(values)
 
     def take_rows(self, indexes: Tensor) -> Tensor:
-        """Rows of the weight by their indexes, in the model's dtype: [T] int64 -> [T, in_size]."""
+        """Return rows of the weight by index, in the model's dtype: [T] int64 -> [T, in_size]."""
         raise NotImplementedError("this layout is not good for that")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DenseProduct(Product):
-    """A product with a weight as it is."""
+    """A product whose weight stays in torch's dense layout."""
 
     weight: Tensor
     bias: Tensor | None
@@ -68,7 +69,7 @@ class DenseProduct(Product):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OnednnProduct(Product):
-    """A product with a weight in oneDNN's layout."""
+    """A product whose weight is in oneDNN's packed layout."""
 
     packed: Tensor
     bias: Tensor | None
@@ -78,93 +79,98 @@ class OnednnProduct(Product):
 
 
 class Operations:
-    """The operations in plain torch, on any device; those in faster code are its subclasses.
+    """The operations in plain torch, on any device. Faster implementations are subclasses.
 
-    All tensors are of the model's dtype; what is computed in float32 in between is rounded as transformers does.
+    All tensors have the model's dtype. Intermediate results in float32 are rounded at the same points as in
+    transformers.
     """
 
     route_tokens = staticmethod(route_tokens)
     sum_slots = staticmethod(sum_slots)
 
     def can_hold(self, held: torch.dtype, computed: torch.dtype) -> bool:
-        """Whether a weight may stay in the element `held` of the checkpoint where the model computes in `computed`."""
+        """Return whether a weight may stay in the checkpoint's dtype `held` when the model computes in `computed`."""
         return held == computed
 
     def prepare_product(
         self, weight: HeldWeight, bias: Tensor | None, computed: torch.dtype, *, rounds_inputs: bool = False
     ) -> Product:
-        """Lays a weight out for its product, of activations and to outputs of the dtype `computed`, and widens what
-        cannot be held to that. `rounds_inputs`: it was made for inputs that are rounded as it is, which may be done."""
+        """Prepare a weight for multiplication with activations in the dtype `computed`; outputs have that dtype too. A
+        weight in a format that cannot be kept is widened to `computed`. `rounds_inputs` says that the weight was made
+        for inputs rounded to 8 bits, so an implementation may round them."""
         floats = weight.to_floats(computed)
         if not self.packs(computed, floats.device):
             return DenseProduct(floats, bias)
         return OnednnProduct(torch.ops.mkldnn._reorder_linear_weight(floats, PACKED_NUM_ROWS), bias)
 
     def quantized_bytes(self, stored: HeldFormat, out_size: int, in_size: int) -> int:
-        """Estimate the memory that `prepare_product` takes for a weight in a format that is held."""
+        """Estimate the bytes that a prepared weight of these sizes needs in the format `stored`."""
         return stored.num_bytes(out_size, in_size)
 
     def quantize(self, values: Tensor, bits: int) -> HeldWeight:
-        """Makes codes of 8 or 4 bits of float32 [rows, columns]: see `pagewire.kernels.quantized`."""
+        """Quantise float32 [rows, columns] to codes of 8 or 4 bits: see `pagewire.kernels.quantized`."""
         return quantize(values, bits)
 
     def prepare_experts(self, weights: Tensor, biases: Tensor | None, computed: torch.dtype) -> ExpertProduct:
-        """Lays weights [num_experts, out_size, in_size], and biases [num_experts, out_size], out as `prepare_product`
-        does. See `multiply_routed` of `pagewire.kernels.experts`."""
+        """Prepare weights [num_experts, out_size, in_size] and biases [num_experts, out_size] as `prepare_product`
+        does. See `multiply_routed` in `pagewire.kernels.experts`."""
         multiply = multiply_routed if weights.device.type == "cpu" else multiply_all
         return lambda x, ids: multiply(x, weights, ids, biases)
 
     def join_experts(self, products: Sequence[Product]) -> ExpertProduct:
-        """The product of experts of which each has one, of a weight with scales, that are needed no more."""
+        """Join the products of single experts, whose weights are quantised, to one product. The given products must not
+        be used afterwards."""
         raise NotImplementedError("weights are widened")
 
     def packs(self, computed: torch.dtype, device: torch.device) -> bool:
-        """Whether `prepare_product` makes a copy of a weight on this device, in a layout of its own."""
+        """Return whether `prepare_product` copies a weight on this device to a packed layout."""
         if device.type != "cpu" or not torch.backends.mkldnn.is_available():
             return False
         is_native_bfloat16 = computed == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
         return computed == torch.float32 or is_native_bfloat16
 
     def takes_rows(self) -> bool:
-        """Whether rows can be taken from such a copy."""
+        """Return whether rows can be read from a packed weight."""
         return False
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) in float32, rounded to the dtype of the weight, times that: [T, size] by [size].
+        """Return x / sqrt(mean(x^2) + eps), computed in float32 and rounded to the weight's dtype, times the weight:
+        [T, size] by [size] -> [T, size].
 
         Root mean square normalization (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467).
         """
-        # Rounded to the weight's dtype before it is multiplied, as transformers does.
+        # Round to the weight's dtype before the multiplication, as transformers does.
         return (F.rms_norm(x.float(), x.shape[-1:], None, eps).to(weight.dtype) * weight).to(x.dtype)
 
     def add_rms_norm(self, x: Tensor, update: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x += update in place, both [T, size]; returns `rms_norm` of the sum."""
+        """Add `update` to x in place, both [T, size], and return `rms_norm` of the sum."""
         return self.rms_norm(x.add_(update), weight, eps)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up: [T, 2 * size], gates first, to [T, size]."""
+        """Return silu(gate) * up: [T, 2 * size], with the gates in the first half, -> [T, size]."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
     def turn(self, attend: Attend, layer: int, heads: Tensor, preparation: HeadPreparation) -> tuple[Tensor, ...]:
-        """Normalizes each head of queries and keys where it has a weight, and turns it by its position.
+        """Normalize the query and key heads that have a norm weight, and rotate them by their positions.
 
-        Args:
-            attend, layer: of the step, and its layer.
-            heads: [T, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values. May be written to.
+        `attend` is the attention of the step and `layer` the index of the layer. `heads` [T, num_heads + 2 *
+        num_kv_heads, head_dim] contains queries, keys and values, and may be overwritten.
 
-        Returns:
-            What `attend_turned` takes: queries, [T, num_heads, head_dim], and keys and values, if they are not stored.
+        Returns the input of `attend_turned`: queries [T, num_heads, head_dim], and keys and values unless they are
+        already stored in the KV cache.
         """
         return self.norm_rope(heads, preparation)
 
     def attend_turned(self, attend: Attend, layer: int, turned: tuple[Tensor, ...], sinks: Tensor | None) -> Tensor:
-        """What `attend` gives: [T, num_heads, head_dim]. `sinks`: of the layer; see `Scoring.sinks`."""
+        """Return the result of `attend`, [T, num_heads, head_dim]. `sinks` are the sinks of the layer's heads; see
+        `Scoring.sinks`."""
         query, key, value = turned
         return attend(layer, query, key, value, sinks)
 
     def norm_rope(self, heads: Tensor, preparation: HeadPreparation) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [T, num_heads, head_dim], and keys and values [T, num_kv_heads, head_dim], ready to attend."""
+        """Return queries [T, num_heads, head_dim], and keys and values [T, num_kv_heads, head_dim], ready for
+        attention."""
         num_heads, query_weight, key_weight, eps, cos, sin = preparation
         num_kv_heads = (heads.shape[1] - num_heads) // 2
         query, key, value = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
@@ -176,7 +182,8 @@ class Operations:
 
 
 def multiply_all(x: Tensor, weights: Tensor, ids: Tensor, biases: Tensor | None) -> Tensor:
-    """As `multiply_routed`, by all experts: which are chosen, a host that captures a graph cannot know."""
+    """Multiply slots as `multiply_routed` does, but run every expert and select the results. While a CUDA graph is
+    captured, the host cannot know the chosen experts."""
     experts = ids.flatten()[:, None]
     slots = x if len(x) == len(experts) else x.repeat_interleave(ids.shape[1], 0)
     outputs = slots.new_zeros(len(slots), weights.shape[1])

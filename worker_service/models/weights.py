@@ -1,4 +1,4 @@
-"""From tensors of a checkpoint to what holds the weights of a model: formats, places, and the loader."""
+"""Moves the weights of a checkpoint to their holders in a model: chooses formats, finds targets and loads."""
 
 import math
 import re
@@ -16,13 +16,13 @@ from worker_service.models.checkpoint import Piece, Tensors
 from worker_service.models.decoder import Decoder, Place
 from worker_service.models.linear import KeptProduct, Linear
 
-# Of each parameter: its name in the checkpoint, and what is read of it and where it goes.
+# For each parameter: its name in the checkpoint, and the pieces to read.
 Targets = Sequence[tuple[str, Sequence[Piece]]]
-# Names of scales for activations and caches, which are not followed, whatever the weights beside them are.
+# Names of scales for activations and caches. They are ignored, whatever the format of the weights.
 _UNFOLLOWED_SCALES = (
     r"\.((input|output|activation)_(scale|zero_point)|input_global_scale|(kv|[qkv])_(scale|zero_point))$"
 )
-# Called after each tensor with (tensors loaded, tensors in all).
+# Called after each tensor with (tensors loaded, total number of tensors).
 TensorProgress = Callable[[int, int], None]
 
 
@@ -33,15 +33,12 @@ def load_weights(
     dtype: torch.dtype,
     find_kept: Callable[[str], KeptProduct | None] = lambda target: None,
 ) -> None:
-    """Copies every tensor of the checkpoint, or this rank's part of it, to its parameter. What stays quantised goes to
-    its product at once, since its codes take more memory than that.
+    """Copy every tensor of the checkpoint, or this rank's part of it, to its parameter. A weight that stays quantised
+    is packed at once, since its unpacked codes need more memory than its packed panels.
 
-    Args:
-        model: its parameters are allocated, but of what stays quantised, and `check_weights` has passed it.
-        find_kept: finds the weight of a place that stays quantised, by its name, where it is packed already.
-
-    Raises:
-        CheckpointError: a file cannot be read.
+    The parameters of `model` must be allocated, except weights that stay quantised, and `check_weights` must have
+    passed. `find_kept` returns, for the name of a quantised weight, its packed copy from an earlier start, or None.
+    Raises CheckpointError if a file cannot be read.
     """
     found = [(place, dict(targets_of(model, place))) for place in model.places]
     num_loaded, num_all = 0, sum(len(sources) for _, sources in found)
@@ -63,7 +60,8 @@ def load_weights(
 
 
 def _add_codes(product: Linear, checkpoint: Tensors, name: str, piece: Piece) -> None:
-    """Adds a projection, whose last rows may stand for nothing: those of a head on the last of several ranks."""
+    """Append a part to a quantised projection. If its last rows are padding, as in the head on the last of several
+    ranks, the padding rows are zeros."""
     num_rows, in_size = piece.target.shape
     if num_rows:
         product.add_part(checkpoint.quantized(name, piece))
@@ -74,15 +72,11 @@ def _add_codes(product: Linear, checkpoint: Tensors, name: str, piece: Piece) ->
 
 
 def check_weights(model: nn.Module, checkpoint: Tensors, targets: Targets, ignored: str) -> None:
-    """Compares the checkpoint with a model whose parameters need not be allocated.
+    """Check that the checkpoint fits a model, whose parameters need not be allocated.
 
-    Args:
-        targets: of the model.
-        ignored: pattern of checkpoint names that hold no weights.
-
-    Raises:
-        CheckpointError: a tensor is missing, has another shape, or has no place in the model.
-        ValueError: a weight cannot be cut into this rank's part.
+    `targets` are the targets of all places of the model. `ignored` is a pattern of checkpoint names that contain no
+    weights. Raises CheckpointError if a tensor is missing, has a wrong shape, or has no place in the model. Raises
+    ValueError if a weight cannot be cut into this rank's part.
     """
     known = frozenset().union(*(checkpoint.stored_names(name) for name, _ in targets))
     unread = re.compile(rf"{ignored}|{_UNFOLLOWED_SCALES}")
@@ -102,10 +96,12 @@ def choose_formats(
     narrowed: torch.dtype | None,
     can_hold: Callable[[torch.dtype], bool],
 ) -> None:
-    """Gives weights of products and embeddings the format in which the checkpoint has them, or for float32 another one
-    where that is `narrowed`, as far as it can be held, else `computed`.
+    """Choose the format of the weight of every projection and embedding. The format in the checkpoint is kept if it can
+    be held, else the weight is widened to `computed`. For float32 weights, the format to keep is `narrowed` unless it
+    is None.
 
-    The parts of a merged one must agree in their elements, and all experts of a layer. Parameters hold no values yet.
+    All parts of a merged projection must have the same element type, and so must all experts of a layer; otherwise they
+    are widened. Call this before the parameters have values.
     """
     kinds = [(place, type(place.weight)) for place in model.places]
     places = [place for place, kind in kinds if kind is Table or (kind is Projection and not place.weight.is_float32)]
@@ -122,7 +118,7 @@ def choose_formats(
             chosen = HeldFormat(computed)
         else:
             joined = HeldFormat.join([each for each in formats if each is not None])
-            # Slots are multiplied as they are.
+            # Routed slots are multiplied without rounding.
             chosen = replace(joined, element=element, rounds_inputs=joined.rounds_inputs and place.experts is None)
         place.holder.format = chosen
         if not chosen.group_size:
@@ -130,7 +126,8 @@ def choose_formats(
 
 
 def _stored_formats(checkpoint: Tensors, weight: Any) -> Iterator[HeldFormat | None]:
-    """Yield the formats of a weight's parts. None: not held so, as tables with scales, and what is transposed."""
+    """Yield the stored formats of a weight's parts. None: the part cannot be kept as stored, such as a quantised table
+    or a transposed quantised weight."""
     is_table = type(weight) is Table
     for module in weight.modules:
         stored = checkpoint.format(f"{module}.weight", weight.width if is_table else weight.in_size)
@@ -139,14 +136,14 @@ def _stored_formats(checkpoint: Tensors, weight: Any) -> Iterator[HeldFormat | N
 
 
 def working_bytes(checkpoint: Tensors, targets: Targets) -> int:
-    """Return how much memory beside the parameters reading any one weight takes at most."""
+    """Return the most memory in bytes, besides the parameters, needed to read any one weight."""
     sizes = {name: math.prod(pieces[0].shape or pieces[0].target.shape) for name, pieces in targets}
     return max((checkpoint.working_bytes(name, size) for name, size in sizes.items()), default=0)
 
 
 def targets_of(model: Decoder, place: Place) -> Iterator[tuple[str, list[Piece]]]:
-    """Yield where this rank's part of each parameter of a place is in the checkpoint: the name of a tensor there, and
-    what is read of it and where that goes."""
+    """Yield the sources in the checkpoint for this rank's part of each parameter of a place: the name of a tensor, and
+    the pieces to read from it."""
     weight, holder = place.weight, place.holder
     if type(weight) is Vector:
         yield weight.name, [_piece(model.get_parameter(place.name).data, weight.values)]
@@ -166,7 +163,7 @@ def targets_of(model: Decoder, place: Place) -> Iterator[tuple[str, list[Piece]]
 
 
 def _joined(parts: Sequence[Part]) -> Iterator[Part]:
-    """Yield neighbours that lie one behind the other in one tensor as one part."""
+    """Yield the parts, with parts that are adjacent in one tensor joined to one part."""
     joined, *others = parts
     for part in others:
         if part.name == joined.name and part.rows.first == joined.rows.first + joined.rows.size:
@@ -178,7 +175,7 @@ def _joined(parts: Sequence[Part]) -> Iterator[Part]:
 
 
 def _piece(target: Tensor, *shares: Share) -> Piece:
-    """Return what a rank has of a tensor, by the dimensions that are shared out."""
+    """Return the piece of a tensor that a rank reads, given the rank's share of each dimension."""
     if all(share.is_whole for share in shares):
         return Piece(target)
     places = [share.stored for share in shares]

@@ -1,6 +1,7 @@
-"""The layouts in which checkpoints store quantised weights, relatives in a file: all that a worker knows of one.
+"""The layouts in which checkpoints store quantised weights, one file per group of related layouts.
 
-One more is a `Layout` in a file here, and what reads its name from config.json in `pagewire/network/quantization.py`.
+To add a layout, define a `Layout` in a file of this package, and parse its name from config.json in
+`pagewire/network/quantization.py`.
 """
 
 from pkgutil import iter_modules, resolve_name
@@ -17,7 +18,8 @@ BY_NAME = {
 
 
 def layout_of(module: str, kept: WeightFormat) -> Layout:
-    """Return the layout of the weight of a linear module. Raises CheckpointError if no file here has it."""
+    """Return the layout of the weight of a linear module. Raises CheckpointError if no file of this package defines
+    it."""
     if kept.layout not in BY_NAME:
         raise unserved(f"{module}.weight", kept.layout, f"in one of {', '.join(BY_NAME)}")
     return BY_NAME[kept.layout]

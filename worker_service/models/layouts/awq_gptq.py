@@ -1,5 +1,6 @@
-"""Words of codes, zero points and scales by group: AutoAWQ (https://github.com/casper-hansen/AutoAWQ) packs outputs,
-GPTQModel (https://github.com/ModelCloud/GPTQModel) inputs."""
+"""Layouts with codes packed in 32-bit words, and zero points and scales per group. AutoAWQ
+(https://github.com/casper-hansen/AutoAWQ) packs along outputs, GPTQModel (https://github.com/ModelCloud/GPTQModel)
+along inputs."""
 
 from dataclasses import replace
 from functools import partial
@@ -23,7 +24,7 @@ from worker_service.models.layouts.layout import (
     unpack,
 )
 
-# Column 8c + j of AutoAWQ's layout is in this nibble of word c.
+# Column 8c + j of AutoAWQ's layout is stored in this nibble of word c.
 _AWQ_NIBBLES = torch.tensor((0, 4, 1, 5, 2, 6, 3, 7))
 
 
@@ -62,18 +63,18 @@ def _decode_awq(kept: WeightFormat, tensors: ReadTensors, out_size: int, in_size
 
 
 def _awq_columns(numbers: Tensor) -> Tensor:
-    """Brings the columns of AutoAWQ's layout into their order."""
+    """Reorder the columns of AutoAWQ's layout to their natural order."""
     return numbers.unflatten(1, (-1, 8)).index_select(2, _AWQ_NIBBLES).flatten(1)
 
 
 def _decode_gptq(num_less: int, kept: WeightFormat, tensors: ReadTensors, out_size: int, in_size: int) -> HeldWeight:
-    """`num_less`: by how much the zero points that are stored are less than those that are meant."""
+    """Decode a GPTQ weight. `num_less` is the amount by which stored zero points are smaller than the real ones."""
     zeros = (unpack(tensors["qzeros"], kept.bits) + num_less) & (2**kept.bits - 1)
     return _assembled(kept, tensors, unpack(tensors["qweight"].t(), kept.bits), zeros)
 
 
 def _assembled(kept: WeightFormat, tensors: ReadTensors, codes: Tensor, zeros: Tensor) -> HeldWeight:
-    """The weight of codes [out, in] and zero points [groups, out], as unsigned numbers."""
+    """Return the weight for codes [out, in] and zero points [groups, out], both unsigned."""
     scale, middle = checked_scale("scales", tensors["scales"].t()), 1 << (kept.bits - 1)
     if kept.is_symmetric and (zeros != middle).any():
         raise FaultyTensorError("qzeros", f"holds other zero points than {middle}, but sym is true")
@@ -86,6 +87,6 @@ def _assembled(kept: WeightFormat, tensors: ReadTensors, codes: Tensor, zeros: T
 
 
 AWQ = Layout("awq", _stored_awq, _decode_awq)
-# The first version stores zero points less 1.
+# The first version of the format stores each zero point minus 1.
 GPTQ = Layout("gptq", _stored_gptq, partial(_decode_gptq, 1), has_spare_biases=True)
 GPTQ_V2 = replace(GPTQ, name="gptq_v2", decode=partial(_decode_gptq, 0))

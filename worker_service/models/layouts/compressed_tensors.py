@@ -1,4 +1,5 @@
-"""Whole numbers of compressed-tensors (https://github.com/vllm-project/compressed-tensors), in bytes or in words."""
+"""Integer formats of compressed-tensors (https://github.com/vllm-project/compressed-tensors), stored in bytes or packed
+in 32-bit words."""
 
 from collections.abc import Mapping
 
@@ -31,7 +32,7 @@ def _stored_bytes(kept: WeightFormat, out_size: int, in_size: int) -> dict[str, 
 
 
 def _stored_words(kept: WeightFormat, out_size: int, in_size: int) -> dict[str, StoredTensor]:
-    """Zero points may be packed too, along the outputs."""
+    """Return the tensors of a packed weight. Zero points may also be packed, along the outputs."""
     packed = {"I32": ((_num_words(kept, num_blocks(out_size, kept.rows)), num_blocks(in_size, kept.columns)),)}
     return {
         "weight_packed": StoredTensor.of(("I32",), (out_size, _num_words(kept, in_size))),
@@ -44,7 +45,8 @@ def _stored_words(kept: WeightFormat, out_size: int, in_size: int) -> dict[str, 
 def _scales_and_zeros(
     kept: WeightFormat, out_size: int, in_size: int, packed: Mapping[str, tuple[TensorShape, ...]] | None = None
 ) -> dict[str, StoredTensor]:
-    """`packed`: shapes of zero points that are not in bytes."""
+    """Return the tensors for scales and zero points. `packed` gives the shapes of zero points that are not stored in
+    bytes."""
     num_groups(kept, in_size)
     shapes = scale_shapes(kept, out_size, in_size)
     zeros = {} if kept.is_symmetric else {"weight_zero_point": StoredTensor({"I8": shapes, **(packed or {})})}

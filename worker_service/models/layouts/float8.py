@@ -1,4 +1,4 @@
-"""FP8 with a scale for each block: of DeepSeek's checkpoints, and of compressed-tensors."""
+"""FP8 with a scale for each block, as in DeepSeek's checkpoints and in compressed-tensors."""
 
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,8 @@ from worker_service.models.layouts.layout import (
 
 
 def _stored(scale_kind: str, kept: WeightFormat, out_size: int, in_size: int) -> dict[str, StoredTensor]:
-    """Scales that belong to a whole tensor have the name that says what they are."""
+    """Return the tensors of an FP8 weight. A scale for the whole tensor is named `weight_scale`, also if `scale_kind`
+    differs."""
     dtypes, shapes = (*SCALES, "F8_E8M0"), scale_shapes(kept, out_size, in_size)
     return {
         "weight": StoredTensor.of(("F8_E4M3",), (out_size, in_size)),
@@ -33,7 +34,7 @@ def _decode(kept: WeightFormat, tensors: ReadTensors, out_size: int, in_size: in
     scale = checked_scale(kind, tensors[kind])
     if (scale < 0).any():
         raise FaultyTensorError(kind, "holds a negative scale")
-    if values.numel() and (values.view(torch.uint8) & 0x7F).max() == 0x7F:  # whatever its sign
+    if values.numel() and (values.view(torch.uint8) & 0x7F).max() == 0x7F:  # 0x7F is NaN, with either sign
         raise FaultyTensorError("weight", "holds values that are no numbers")
     return HeldWeight(values, by_row(scale, kept, out_size), kept.columns or in_size)
 

@@ -1,7 +1,7 @@
-"""Blocks of quantized weights as GGUF files store them, to integers with their scales.
+"""Quantised blocks of GGUF files, decoded to integer codes with their scales.
 
-Each type is w = scale * code - minimum in float32, bit for bit as PyPI `gguf` dequantizes it. Scales and minimums of
-K-quants are integers, with factors for each 256 inputs. The layouts are those of llama.cpp's ggml-common.h.
+Each type means w = scale * code - minimum in float32, bit for bit the values that PyPI `gguf` computes. Scales and
+minimums of K-quants are integers, with float factors for each 256 inputs. The layouts follow llama.cpp's ggml-common.h.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _CODE_BITS = torch.arange(8, dtype=torch.uint8)
 
 
 def decode_rows(element_type: ElementType, rows: Tensor) -> HeldWeight:
-    """Decode rows of bytes, [rows, bytes of a row], of a type that is quantized."""
+    """Decode rows of bytes [rows, bytes per row] of a quantised type."""
     layout = BLOCKS[element_type.name]
     blocks = rows.unflatten(1, (-1, element_type.block_bytes))  # [rows, blocks, block_bytes]
     parts = {name: values.flatten(1) for name, values in layout.decode(blocks).items()}
@@ -33,34 +33,34 @@ def decode_rows(element_type: ElementType, rows: Tensor) -> HeldWeight:
 
 
 def is_finite(weight: HeldWeight) -> bool:
-    """Return whether scales and minimums are numbers."""
+    """Return whether all scales and minimums are finite."""
     return all(bool(part.isfinite().all()) for part in weight.parts().values() if part.is_floating_point())
 
 
-# The parts of `HeldWeight`, [rows, blocks, how many a block has]. Codes may be bytes, and scales integers.
+# The parts of a `HeldWeight`, each [rows, blocks, values per block]. Codes may be bytes, and scales integers.
 _Parts = dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """All that is known of a type, but for the size of its blocks, which `ElementType` has."""
+    """The memory format and the decoder of a quantised type. `ElementType` describes the size of its blocks."""
 
     format: HeldFormat
     decode: Callable[[Tensor], _Parts]
 
 
 def _half(blocks: Tensor, start: int) -> Tensor:
-    """Return the float16 number at a place of each block, in float32: [rows, blocks, 1]."""
+    """Return the float16 number at byte `start` of each block, as float32 [rows, blocks, 1]."""
     return blocks[..., start : start + 2].contiguous().view(torch.float16).float()
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """All the low halves of the bytes, then the high ones: [..., n] -> [..., 2n]."""
+    """Return the low halves of all bytes, followed by the high halves: [..., n] -> [..., 2n]."""
     return torch.cat([packed & 15, packed >> 4], dim=-1)
 
 
 def _fifth_bits(packed: Tensor) -> Tensor:
-    """[..., 4] -> [..., 32], each 0 or 16."""
+    """Return the fifth bits of the codes, each as 0 or 16: [..., 4] -> [..., 32]."""
     return ((packed[..., None] >> _CODE_BITS) & 1).flatten(-2) << 4
 
 
@@ -86,7 +86,7 @@ def _decode_q5_1(blocks: Tensor) -> _Parts:
 
 
 def _scales_and_minimums(blocks: Tensor) -> _Parts:
-    """The eight scales and minimums of a K-block, of 6 bits each, and their two float16 factors."""
+    """Return the eight 6-bit scales and minimums of a K-block, and their two float16 factors."""
     low, middle, high = blocks[..., 4:16].split(4, dim=-1)
     scale = torch.cat([low & 63, (high & 15) | (low >> 6 << 4)], dim=-1)
     minimum = torch.cat([middle & 63, (high >> 4) | (middle >> 6 << 4)], dim=-1)

@@ -1,6 +1,6 @@
-"""What a layout of quantised weights says, and what several have in common.
+"""The description of a layout of quantised weights, and functions that several layouts share.
 
-A weight [out, in] is `(code - zero) * scale`, in float32, whatever the scale is stored in.
+A weight [out, in] is `(code - zero) * scale`, computed in float32 for any dtype of the scale.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,46 +14,47 @@ from pagewire.network.quantization import WeightFormat
 
 SCALES = ("F32", "BF16", "F16")
 _CODES = HeldFormat(torch.int8, GROUP_UNIT, has_half_scales=True)
-_CHUNK_ELEMENTS = 1 << 20  # of a weight that are made floats at a time
+_CHUNK_ELEMENTS = 1 << 20  # elements of a weight that are converted to floats at a time
 
 
 TensorShape = tuple[int, ...]
-ReadTensors = Mapping[str, Tensor]  # by the ends of their names
+ReadTensors = Mapping[str, Tensor]  # keyed by the suffixes of their names
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """What a tensor of a weight must be in the checkpoint: of one of these dtypes, as safetensors spells them, in one
-    of the shapes of that."""
+    """The dtypes and shapes that a tensor of a weight may have in the checkpoint. `shapes` maps each allowed dtype, as
+    safetensors spells it, to the shapes allowed with it."""
 
     shapes: Mapping[str, tuple[TensorShape, ...]]
     is_optional: bool = False
-    other_kind: str = ""  # the end of another name that it may have
+    other_kind: str = ""  # the suffix of an alternative name for the tensor
 
     @staticmethod
     def of(
         dtypes: Iterable[str], *shapes: TensorShape, is_optional: bool = False, other_kind: str = ""
     ) -> "StoredTensor":
-        """One of these shapes, whichever dtype it has."""
+        """Return a tensor for which each of these shapes is allowed with each of these dtypes."""
         return StoredTensor(dict.fromkeys(dtypes, shapes), is_optional, other_kind)
 
 
 class FaultyTensorError(Exception):
-    """A tensor of a weight holds what it cannot. Of two arguments: the end of its name, and the fault."""
+    """Raised for a tensor of a weight with invalid content. The two arguments are the suffix of its name and the
+    fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All that is known of a layout. Its functions are given a `WeightFormat` that has its name.
+    """A layout of quantised weights. Its functions receive a `WeightFormat` that names this layout.
 
     Attributes:
-        stored: returns the tensors that a weight [out_size, in_size] is made of, by the ends of their names. Raises
-            ValueError if none of these sizes can be in this format.
-        decode: returns the weight that these tensors make up. Raises FaultyTensorError if one holds what it cannot.
-        held: what kernels hold a weight in, but for what its own format says.
-        read_bytes: for an element, those that are read, and the numbers that they become on their way into the order of
-            columns.
-        has_spare_biases: checkpoints may hold biases of 0 for models without any.
+        stored: returns the tensors that store a weight [out_size, in_size], keyed by the suffixes of their names.
+            Raises ValueError if a weight of these sizes cannot have this format.
+        decode: returns the weight that these tensors represent. Raises FaultyTensorError if one has invalid content.
+        held: the format in which kernels keep a weight, before the fields of its `WeightFormat` are applied.
+        read_bytes: memory per element while a weight is decoded: the bytes read, and the numbers they are converted to
+            before their columns are reordered.
+        has_spare_biases: checkpoints may contain biases of 0 for models without biases.
     """
 
     name: str
@@ -64,8 +65,8 @@ class Layout:
     has_spare_biases: bool = False
 
     def held_format(self, kept: WeightFormat, in_size: int, has_wide_scales: bool) -> HeldFormat | None:
-        """Return what kernels hold a weight of so many inputs in; None: in floats, as groups that have no panels, and
-        those of columns that are not neighbours."""
+        """Return the format in which kernels keep a weight with `in_size` inputs. Return None if the weight must be
+        widened to floats: for group sizes without packed panels, and for groups of columns that are not neighbours."""
         group_size = kept.columns or in_size
         if kept.has_ordered_columns or not unit_size(self.held.element, group_size, in_size):
             return None
@@ -79,15 +80,16 @@ class Layout:
         )
 
     def working_bytes(self, kept: WeightFormat, num_elements: int) -> int:
-        """Return how much memory decoding a weight and `copy_floats` take at most beside the target."""
-        # As stored, and by row in floats.
+        """Return the most memory in bytes, besides the target, needed to decode a weight and run `copy_floats`."""
+        # The scales as stored, and expanded to one float32 row per output.
         scales = 12 * num_elements // kept.columns if kept.columns else 0
         chunk = 16 * min(num_elements, _CHUNK_ELEMENTS)
         return (self.read_bytes + 4 * kept.has_ordered_columns) * num_elements + scales + chunk
 
 
 def num_groups(kept: WeightFormat, in_size: int) -> int:
-    """Return how many groups the inputs make up. Raises ValueError where one would be cut."""
+    """Return the number of groups in `in_size` inputs. Raises ValueError if the group size does not divide
+    `in_size`."""
     group_size = kept.columns or in_size
     if in_size % group_size:
         raise ValueError(f"its {in_size} inputs are no multiple of the group size {group_size}")
@@ -95,7 +97,8 @@ def num_groups(kept: WeightFormat, in_size: int) -> int:
 
 
 def scale_shapes(kept: WeightFormat, out_size: int, in_size: int) -> tuple[TensorShape, ...]:
-    """A scale for each block; dimensions of length 1 may be left out from the end."""
+    """Return the shapes allowed for the scales, with one scale per block. Trailing dimensions of length 1 may be
+    omitted."""
     num_rows, num_columns = num_blocks(out_size, kept.rows), num_blocks(in_size, kept.columns)
     if num_columns > 1:
         return ((num_rows, num_columns),)
@@ -105,29 +108,30 @@ def scale_shapes(kept: WeightFormat, out_size: int, in_size: int) -> tuple[Tenso
 
 
 def num_blocks(size: int, block: int) -> int:
+    """Return the number of blocks in a dimension of `size`; a `block` of 0 is one block that covers the dimension."""
     return -(-size // block) if block else 1
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """Return the 4 or 8 bits wide numbers of words of 32 bits, lowest bits first: uint8 [rows, words * 32 / bits]."""
-    # Flat, since strides of dimensions of length 1 are anything. All CPUs that torch is built for are little-endian.
+    """Unpack 4-bit or 8-bit numbers from 32-bit words, lowest bits first: uint8 [rows, words * 32 / bits]."""
+    # Flatten first: strides of dimensions of length 1 are arbitrary. All CPUs that torch supports are little-endian.
     numbers = words.contiguous().flatten().view(torch.uint8).view(len(words), -1)
     return numbers if bits == 8 else torch.stack((numbers & 15, numbers >> 4), dim=-1).flatten(1)
 
 
 def signed(numbers: Tensor, bits: int) -> Tensor:
-    """Return what is stored with an offset of half the range as int8."""
+    """Convert numbers stored with an offset of half the range to int8."""
     return (numbers - (1 << (bits - 1))).view(torch.int8)
 
 
 def by_row(blocks: Tensor, kept: WeightFormat, out_size: int) -> Tensor:
-    """Return what belongs to blocks for each output: [out, blocks of columns]."""
+    """Expand values per block to values per output: [out, blocks of columns]."""
     rows = blocks.reshape(blocks.shape[0] if blocks.dim() else 1, -1)
     return rows if len(rows) == out_size else rows.repeat_interleave(kept.rows or out_size, 0)[:out_size]
 
 
 def checked_scale(kind: str, stored: Tensor) -> Tensor:
-    """Return the scales in float32. Raises FaultyTensorError if one is no number."""
+    """Return the scales in float32. Raises FaultyTensorError if a scale is not finite."""
     scale = stored.float().contiguous()
     if not scale.isfinite().all():
         raise FaultyTensorError(kind, "holds scales that are no numbers")
@@ -135,7 +139,8 @@ def checked_scale(kind: str, stored: Tensor) -> Tensor:
 
 
 def groups_of_columns(kind: str, tensors: ReadTensors, num_groups: int) -> Tensor | None:
-    """The group of each column; None: groups are consecutive columns."""
+    """Return the group of each column, or None if the groups are consecutive columns. Raises FaultyTensorError if a
+    group does not exist."""
     groups = tensors.get(kind)
     if groups is None:
         return None
@@ -148,8 +153,8 @@ def groups_of_columns(kind: str, tensors: ReadTensors, num_groups: int) -> Tenso
 
 
 def assemble(codes: Tensor, scale: Tensor, zeros: Tensor | None, column_groups: Tensor | None) -> HeldWeight:
-    """(code - zero) * scale, for codes int8 [out, in], and scales and zeros [out, groups]; floats, where groups are not
-    of neighbours."""
+    """Return the weight `(code - zero) * scale` for int8 codes [out, in], and scales and zeros [out, groups]. If the
+    columns of a group are not neighbours (`column_groups` is given), the result is in floats."""
     zeros = None if zeros is None or not zeros.any() else zeros.contiguous()
     if column_groups is None:
         return HeldWeight(codes, scale, codes.shape[1] // scale.shape[1], zero=zeros)
@@ -163,7 +168,7 @@ def assemble(codes: Tensor, scale: Tensor, zeros: Tensor | None, column_groups: 
 
 
 def copy_floats(target: Tensor, weight: HeldWeight) -> None:
-    """Fills a tensor [out, in] of any dtype with a weight, dequantised."""
+    """Dequantise a weight into `target` [out, in], which may have any dtype."""
     for rows in _chunks(*target.shape):
         target[rows].copy_(weight[rows].dequantized())
 

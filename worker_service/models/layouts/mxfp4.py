@@ -1,4 +1,4 @@
-"""MXFP4 as in gpt-oss' checkpoints: a power of two for each 32 floats of 4 bits."""
+"""MXFP4 as in gpt-oss checkpoints: 4-bit floats, and a power of two as the scale of each group of 32."""
 
 from pagewire.kernels.quantized import MXFP4, mxfp4_codes, mxfp4_scales
 from pagewire.kernels.weight import HeldWeight
