@@ -1,2 +1,2 @@
-"""Networks as their files describe them, before any weight is read, so that a model can be refused before anything is
-started that computes."""
+"""The structure of a model, read from its files before any weight is loaded. An unsupported model can therefore be
+refused before a process that computes is started."""

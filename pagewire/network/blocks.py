@@ -1,7 +1,8 @@
-"""The blocks of models, which families compose: each yields operations over weights of a checkpoint's own names.
+"""The building blocks of models, which families compose. Each block yields operations on weights with the names that
+they have in the checkpoint.
 
-A layer adds to its input `x` what attention makes of it, then what the MLP makes of that. Blocks read `normed` and
-write `update`, where they are not told otherwise.
+A layer adds the output of attention to its input `x`, then the output of the MLP. Blocks read the buffer `normed` and
+write the buffer `update` unless the caller names others.
 """
 
 from collections.abc import Iterator
@@ -39,13 +40,13 @@ from pagewire.network.rope import QueryGrowth, RopeConfig
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """The norms of a model, over its hidden states: RMS norms, or centered ones."""
+    """The norms of a model over its hidden states: RMS norms or, if `is_centered`, layer norms."""
 
     size: int
     eps: float
     is_centered: bool = False
     has_bias: bool = False
-    adds_one: bool = False  # they multiply by 1 + weight, in float32; those of heads too
+    adds_one: bool = False  # multiply by 1 + weight, in float32; norms of heads do so too
 
     def __call__(self, name: str, source: str = "x", target: str = "normed") -> Normalize:
         values, adds_one = Share.of(self.size), self.adds_one
@@ -56,7 +57,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """What the attention of a layer is, but for the names of its weights."""
+    """The attention of a layer, except for the names of its weights."""
 
     layer: int
     hidden_size: int
@@ -65,10 +66,12 @@ class Attention:
     num_positions: int
     qkv_bias: bool = False
     output_bias: bool = False
-    qk_norm: Literal["none", "head", "projection"] = "none"  # RMS norm of queries and keys: each head, or all of them
+    # RMS norm of queries and keys: over each head, or over all heads.
+    qk_norm: Literal["none", "head", "projection"] = "none"
     norm_eps: float = 0.0
     norm_adds_one: bool = False
-    limit: float = 0.0  # of queries, keys and values, behind norms of projections, on both sides; 0: there is none
+    # Bound on the absolute values of queries, keys and values, applied after norms of projections; 0: no bound.
+    limit: float = 0.0
     growth: QueryGrowth | None = None
     has_sinks: bool = False
 
@@ -82,13 +85,16 @@ class Attention:
         is_transposed: bool = False,
         source: str = "normed",
     ) -> Iterator[Operation]:
-        """Yield paged attention.
+        """Yield the operations of paged attention.
 
         Args:
-            name: of the module.
-            qkv: names in it of queries, keys and values; one: of all three, one below the other.
-            are_by_head: that one has the rows of each head's query, key and value together instead.
-            is_transposed: weights are [in, out].
+            name: the name of the module.
+            qkv: the names within the module of the projections for queries, keys and values. A single name is a
+                projection that contains all three, one below the other.
+            output: the name within the module of the output projection.
+            are_by_head: the single projection contains the query, key and value rows of each head together.
+            is_transposed: weights are stored as [in, out].
+            source: the buffer to read.
         """
         heads, order = self.heads, () if self.rope is None else self.rope.head_order(self.heads.head_dim)
         rows = HeadRows(heads.head_dim, order, are_by_head) if order or are_by_head else None
@@ -120,7 +126,8 @@ class Attention:
         return tuple(parts_of([f"{name}.{each}" for each in qkv], shares))
 
     def _norm(self, name: str, num_heads: int, order: tuple[int, ...]) -> Vector | None:
-        """Of the values of one of so many heads, or of all; None: they are not normalized."""
+        """Return the norm weight for `num_heads` heads: one for each head or one over all heads. None: no
+        normalization."""
         size, adds_one = self.heads.head_dim, self.norm_adds_one
         if self.qk_norm == "none":
             return None
@@ -135,7 +142,8 @@ def _of_heads(size: int, head_dim: int) -> Share:
 
 
 def parts_of(names: list[str], shares: list[Share]) -> Iterator[Part]:
-    """Yield the parts of a projection, one below the other: of modules of their own, or all of one."""
+    """Yield the parts of a projection, one below the other. Each part is a module of its own, or all parts are rows of
+    one module."""
     whole, first = sum(share.size for share in shares), 0
     for number, share in enumerate(shares):
         if len(names) == len(shares):
@@ -147,8 +155,8 @@ def parts_of(names: list[str], shares: list[Share]) -> Iterator[Part]:
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """An activation between two products; gated, as GLU variants are (Shazeer, 2020,
-    https://arxiv.org/abs/2002.05202)."""
+    """An activation between two matrix multiplications. If the activation is gated, this is a GLU variant (Shazeer,
+    2020, https://arxiv.org/abs/2002.05202)."""
 
     hidden_size: int
     size: int
@@ -167,12 +175,16 @@ class Mlp:
         target: str = "update",
         prefix: str = "",
     ) -> Iterator[Operation]:
-        """Yield an MLP.
+        """Yield the operations of an MLP.
 
         Args:
-            up: names in the module `name` of gates and ups, or of one that has both; where it is not gated, of the one.
-            is_transposed: weights are [in, out].
-            prefix: of the buffers in between.
+            name: the name of the module.
+            up: the names within the module of the gate and up projections. A single name is a projection that contains
+                both or, without a gate, the up projection.
+            down: the name within the module of the down projection.
+            is_transposed: weights are stored as [in, out].
+            source, target: the buffers to read and to write.
+            prefix: prefix of the names of intermediate buffers.
         """
         ups = self.up(name, up, is_transposed=is_transposed)
         yield Multiply(source, f"{prefix}up", ups)
@@ -180,7 +192,7 @@ class Mlp:
         yield Multiply(f"{prefix}activated", target, self.down(name, down, is_transposed=is_transposed))
 
     def up(self, name: str, names: tuple[str, ...], *, is_transposed: bool = False, num_experts: int = 0) -> Projection:
-        """Return the first product."""
+        """Return the first projection."""
         shares = [self._share()] * (2 if self.activation.is_gated else 1)
         parts = tuple(parts_of([f"{name}.{each}" for each in names], shares))
         return Projection(
@@ -188,7 +200,7 @@ class Mlp:
         )
 
     def down(self, name: str, down: str, *, is_transposed: bool = False, num_experts: int = 0) -> Projection:
-        """Return the second product."""
+        """Return the second projection."""
         parts = (Part(f"{name}.{down}", Share.of(self.hidden_size)),)
         return Projection(parts, self._share(), self.has_bias, is_transposed=is_transposed, num_experts=num_experts)
 
@@ -198,11 +210,12 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """MLPs of which each token goes to a few: see `pagewire.kernels.experts`. A router's logits are float32."""
+    """A mixture of experts: a router sends each token to a few MLPs. See `pagewire.kernels.experts`. The router's
+    logits are float32."""
 
     routing: ExpertRouting
     num_experts: int
-    mlp: Mlp  # each
+    mlp: Mlp  # of each expert
 
     def __call__(
         self,
@@ -216,13 +229,18 @@ class Experts:
         source: str = "normed",
         target: str = "update",
     ) -> Iterator[Operation]:
-        """Yield the sum of what a token's experts make of it, times their weights (Shazeer et al., 2017,
-        https://arxiv.org/abs/1701.06538). Ranks have some columns of each expert, and all of the router.
+        """Yield the sum of the outputs of each token's experts, times their weights (Shazeer et al., 2017,
+        https://arxiv.org/abs/1701.06538). With several ranks, each rank has some columns of every expert and the whole
+        router.
 
         Args:
-            router: the name of its module.
-            name: of the modules of experts, with `{expert}`; `up` and `down`: as `Mlp` has them in each.
-            has_correction: something is added to the router's scores for the routing alone.
+            router: the name of the router's module.
+            name: the names of the experts' modules, with `{expert}` for the number of the expert.
+            up, down: the names within an expert's module, as in `Mlp`.
+            router_bias: the router has a bias.
+            has_correction: a vector is added to the router's scores for the choice of experts, but not for their
+                weights.
+            source, target: the buffers to read and to write.
         """
         num_experts, chosen = self.num_experts, self.routing.num_chosen
         yield Multiply(source, "router_logits", whole(router, self.mlp.hidden_size, num_experts, has_bias=router_bias))
@@ -236,13 +254,13 @@ class Experts:
 
 
 def whole(name: str, in_size: int, out_size: int, *, has_bias: bool = False) -> Projection:
-    """Return a projection in float32 that all ranks have, such as a router."""
+    """Return a float32 projection that every rank has in full, such as a router."""
     return Projection((Part(name, Share.of(out_size)),), Share.of(in_size), has_bias, is_float32=True)
 
 
 def shared_expert(mlp: Mlp, name: str, gate: str | None = None) -> Iterator[Operation]:
-    """Yield what adds to the experts' sum what one gives to which every token goes; with a gate, times the sigmoid of
-    its product of the input."""
+    """Yield operations that add the output of a shared expert, which processes every token, to the experts' sum. If
+    `gate` names a projection, the output is multiplied by the sigmoid of this projection of the input."""
     yield from replace(mlp, counted="columns of the shared expert")(name, target="shared", prefix="shared_")
     if gate is not None:
         yield Multiply("normed", "shared_gate", whole(gate, mlp.hidden_size, 1))
@@ -259,12 +277,10 @@ def layer(
     post_norms: tuple[str, str] | None = None,
     factor: float = 1.0,
 ) -> Iterator[Operation]:
-    """Yield a layer with norms before attention and MLP.
+    """Yield a layer with a norm before attention and a norm before the MLP.
 
-    Args:
-        norms: their names.
-        post_norms: of those behind attention and MLP; None: there are none.
-        factor: of what both add.
+    `norms` are the names of these norms. `post_norms` are the names of the norms after attention and MLP; None: the
+    layer has no such norms. `factor` scales both updates before they are added to `x`.
     """
     for number, block in enumerate((attention, mlp)):
         yield norm(norms[number])
@@ -273,23 +289,23 @@ def layer(
 
 
 def added(norm: Norm, post_norm: str | None, factor: float = 1.0) -> Iterator[Operation]:
-    """Yield what adds an update to `x`, normalized where there is a norm for that."""
+    """Yield operations that add the update to `x`, after a norm if `post_norm` names one."""
     if post_norm is not None:
         yield norm(post_norm, "update", "normed_update")
     yield Add("x", "update" if post_norm is None else "normed_update", factor)
 
 
 def embed(name: str, vocab_size: int, width: int, factor: float = 1.0) -> Embed:
-    """Return what makes hidden states of tokens."""
+    """Return the operation that converts token ids to hidden states."""
     return Embed("x", Table(name, vocab_size, width), None, factor)
 
 
 def lm_head(name: str, hidden_size: int, vocab_size: int, factor: float = 1.0, softcap: float = 0.0) -> LmHead:
-    """Return what makes logits of hidden states, of which each rank has equally many."""
+    """Return the operation that converts hidden states to logits. Every rank computes the same number of logits."""
     rows = Share.of(vocab_size, 1, "tokens", is_padded=True)
     return LmHead("normed", Projection((Part(name, rows),), Share.of(hidden_size), gives_float32=True), factor, softcap)
 
 
 def activation(function: Activation, *, is_gated: bool = True, alpha: float = 1.0, limit: float = 0.0) -> Activate:
-    """Return what is between the products of an MLP, whose buffers are the MLP's."""
+    """Return the activation between the projections of an MLP. The MLP sets its buffers."""
     return Activate("", "", function, is_gated, alpha=alpha, limit=limit)

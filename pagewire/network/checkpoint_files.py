@@ -1,4 +1,4 @@
-"""Reads the files of a checkpoint directory without their weights: JSON, and the headers of safetensors."""
+"""Reads the files of a checkpoint directory without their weights: JSON files and safetensors headers."""
 
 import json
 import math
@@ -19,29 +19,31 @@ from pagewire.common.gguf.tokenizer_files import TokenizerFiles, directory_diges
 CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-FLOAT_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # of an element, by its dtype's name in safetensors
-# Of what quantised weights are made of.
+FLOAT_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # bytes per element, by the dtype's name in safetensors
+# Element types that quantised weights are stored in.
 _QUANTISED_BYTES = {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
 _ELEMENT_BYTES = {**FLOAT_BYTES, **_QUANTISED_BYTES}
-_MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, by the format
+_MAX_HEADER_BYTES = 100_000_000  # of a safetensors file; the format's own limit
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 
 
 class CheckpointError(Exception):
-    """A checkpoint that cannot be served. The text names the file or tensor at fault and what was expected."""
+    """A checkpoint that is not supported or broken. The message names the file or tensor at fault, and the expected
+    value."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """A tensor as its file describes it."""
+    """A tensor as described in the header of its file."""
 
-    file: str  # name
+    file: str  # file name
     dtype: str  # as safetensors spells it
     shape: tuple[int, ...]
 
 
 def read_json(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises CheckpointError if the file is missing, or holds something else."""
+    """Return the JSON object in a file. Raises CheckpointError if the file is missing or does not contain a JSON
+    object."""
     try:
         return read_settings(path, required=True, max_bytes=max_bytes)
     except (OSError, ValueError) as error:
@@ -49,7 +51,8 @@ def read_json(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> dict[str, Any]
 
 
 def model_digest(path: Path) -> bytes:
-    """The 32 bytes by which both services know that they speak of the same model. Raises CheckpointError."""
+    """Return a digest of 32 bytes that identifies the model. Both services compare it to verify that they use the same
+    model. Raises CheckpointError."""
     try:
         return directory_digest(path, TokenizerFiles.in_directory(path))
     except FileNotFoundError as error:
@@ -59,11 +62,12 @@ def model_digest(path: Path) -> bytes:
 
 
 def read_headers(path: Path) -> dict[str, TensorHeader]:
-    """Every tensor of a checkpoint directory by name. As in transformers, model.safetensors is the whole where it is
-    there, whatever an index of former files says beside it; but where an index names it with others, it is a part.
+    """Return the headers of all tensors of a checkpoint directory, by name. As in transformers, model.safetensors is
+    the whole checkpoint if it exists, even beside an outdated index. If the index lists it together with other files,
+    it is one of several shards.
 
-    Raises:
-        CheckpointError: no safetensors files, an index naming a missing file, or a file that is not safetensors.
+    Raises CheckpointError if there are no safetensors files, if the index names a missing file, or if a file is not
+    safetensors.
     """
     has_single, has_index = (path / SINGLE_FILE).is_file(), (path / INDEX_FILE).is_file()
     if not has_single and not has_index:
@@ -88,7 +92,7 @@ def read_headers(path: Path) -> dict[str, TensorHeader]:
 
 
 def _is_part(index: Path) -> bool:
-    """Whether an index names model.safetensors beside other files."""
+    """Return whether an index lists model.safetensors together with other files."""
     try:
         weight_map = read_json(index, MAX_LISTING_BYTES).get("weight_map")
     except CheckpointError:
@@ -106,7 +110,8 @@ def _without_weights(path: Path) -> str:
 
 
 def _read_header(file: Path) -> dict[str, TensorHeader]:
-    """The tensors of one file, which is whole: its header says how long it must be."""
+    """Return the headers of the tensors in one file. Raises CheckpointError if the file is shorter or longer than its
+    header says."""
     try:
         check_pointer(file)
         with file.open("rb") as stream:
@@ -137,7 +142,8 @@ def _read_header(file: Path) -> dict[str, TensorHeader]:
 
 
 def _parse_entry(file_name: str, entry: Any) -> tuple[TensorHeader, int]:
-    """A tensor, and where its bytes end. Raises KeyError, TypeError or ValueError if there is no sense in it."""
+    """Return the header of a tensor and the end offset of its data. Raises KeyError, TypeError or ValueError if the
+    entry is invalid."""
     dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     if not isinstance(dtype, str) or not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
         raise ValueError

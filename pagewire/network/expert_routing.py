@@ -1,4 +1,4 @@
-"""How a router's logits become the experts of a token."""
+"""The settings by which a router's logits select the experts of a token."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,16 +6,16 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class ExpertRouting:
-    """How the experts of a token follow from a router's logits.
+    """The settings by which a router's logits select the experts of a token, and their weights.
 
     Attributes:
-        num_chosen: experts of a token.
-        scoring: what logits become, in float32: their softmax over all experts, or the sigmoid of each.
-        renormalizes: the weights of a token's experts are divided by their sum.
-        factor: of the weights, in the end.
-        num_groups: of experts that lie one behind the other, as many in each; 1: they are not grouped.
-        num_chosen_groups: only experts of this many groups, those with the highest sums of their two best, are chosen
-            (DeepSeek-V3, https://arxiv.org/abs/2412.19437).
+        num_chosen: the number of experts per token.
+        scoring: the function from logits to scores, in float32: softmax over all experts, or the sigmoid of each.
+        renormalizes: divide the weights of a token's experts by their sum.
+        factor: multiplies the weights at the end.
+        num_groups: the number of groups of consecutive experts, all of one size; 1: no groups.
+        num_chosen_groups: the number of groups from which experts are chosen: the groups with the highest sums of their
+            two best scores (DeepSeek-V3, https://arxiv.org/abs/2412.19437).
     """
 
     num_chosen: int

@@ -1,4 +1,4 @@
-"""The model that a GGUF file describes."""
+"""Reads the description of a model from a GGUF file."""
 
 import math
 from array import array
@@ -15,7 +15,8 @@ _FREQUENCIES = "rope_freqs.weight"
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Read the header of a file. Raises CheckpointError, as all here do, for one that cannot be served."""
+    """Read the header of a GGUF file. Like all functions of this module, it raises CheckpointError for an unsupported
+    file."""
     try:
         return GgufFile.open(path)
     except GgufError as error:
@@ -23,7 +24,8 @@ def open_gguf(path: Path) -> GgufFile:
 
 
 def load_gguf_config(path: Path) -> Network:
-    """Return the model of a file, whose tensors have been looked for but not read."""
+    """Return the model that a GGUF file describes. The file's tensors are checked, but their data is not read. Raises
+    CheckpointError."""
     file = open_gguf(path)
     try:
         file.check_tensors()
@@ -46,12 +48,12 @@ def load_gguf_config(path: Path) -> Network:
 
 
 def read_gguf_headers(path: Path) -> dict[str, TensorHeader]:
-    """Return every tensor, under the file's own names and types."""
+    """Return the headers of all tensors, with the names and types of the GGUF file."""
     return {name: TensorHeader(path.name, info.type_name, info.shape) for name, info in open_gguf(path).tensors.items()}
 
 
 def _read_divisors(file: GgufFile, name: str, length: int) -> tuple[float, ...]:
-    """Return what each frequency of the rotary embedding is divided by."""
+    """Return the divisors of the frequencies of rotary embedding, one for each pair of values."""
     info = file.tensors[name]
     if info.type_name != "F32" or info.shape != (length,):
         raise CheckpointError(

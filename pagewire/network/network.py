@@ -1,4 +1,4 @@
-"""A model as the files of a checkpoint describe it."""
+"""A model as described by the files of a checkpoint."""
 
 from dataclasses import dataclass, replace
 
@@ -16,50 +16,51 @@ from pagewire.network.rope import RopeConfig
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What a model computes, and what is said of all of it."""
+    """The operations of a model and its global properties."""
 
     architecture: str
     operations: Listing
-    max_position_embeddings: int  # positions the model can tell apart, rope scaling included
-    tie_word_embeddings: bool  # unless the checkpoint has a head
-    dtype: str  # the checkpoint's own; float32 where it names none
-    quantization: Quantization | None = None  # of the checkpoint's weights
-    ignored: str = ""  # pattern of names that this model has no place for, beside those of its family
+    max_position_embeddings: int  # the number of positions that the model distinguishes, including rope scaling
+    tie_word_embeddings: bool  # the head uses the embedding's weight, unless the checkpoint has a head
+    dtype: str  # the checkpoint's dtype; float32 if it names none
+    quantization: Quantization | None = None  # the quantisation of the checkpoint's weights
+    ignored: str = ""  # pattern of tensor names that this model does not use, in addition to the family's pattern
 
     @property
     def layers(self) -> tuple[AttentionHeads, ...]:
-        """The heads of each layer that attends."""
+        """The heads of each attention layer."""
         return tuple(operation.heads for operation in self.operations if type(operation) is AttendPaged)
 
     @property
     def heads(self) -> AttentionHeads:
-        """Those of the first layer, which all have but for their windows."""
+        """The heads of the first layer. All layers have the same heads, except for their windows."""
         return self.layers[0]
 
     @property
     def has_sinks(self) -> bool:
-        """Whether scores have sinks."""
+        """Whether any attention layer has sinks."""
         return any(type(operation) is AttendPaged and operation.sinks is not None for operation in self.operations)
 
     @property
     def sliding_window(self) -> int:
-        """Positions that any layer attends to from a query, its own included; 0: all up to its own."""
+        """The largest window of any layer: the number of positions that a query attends to, including its own. 0: at
+        least one layer attends to all preceding positions."""
         windows = [heads.window for heads in self.layers]
         return max(windows) if all(windows) else 0
 
     @property
     def ropes(self) -> tuple[RopeConfig | None, ...]:
-        """How each layer turns heads by their position; None: it does not."""
+        """The rotary embedding of each layer; None: the layer does not rotate heads."""
         return tuple(operation.rope for operation in self.operations if type(operation) is QkNormRopeStore)
 
     @property
     def rope(self) -> RopeConfig | None:
-        """That of the first layer that has one; None: there is none."""
+        """The rotary embedding of the first layer that has one; None: no layer has one."""
         return next((rope for rope in self.ropes if rope is not None), None)
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens there are."""
+        """The number of tokens in the vocabulary."""
         return head_of(self.operations).parts[0].rows.whole
 
     @property
@@ -68,10 +69,12 @@ class Network:
         return head_of(self.operations).in_size
 
     def of_rank(self, rank: int, num_ranks: int) -> "Network":
-        """Return what one of several ranks computes. Raises ValueError if the model cannot be shared out so."""
+        """Return the part of the model that rank `rank` of `num_ranks` computes. Raises ValueError if the model cannot
+        be split among that many ranks."""
         return replace(self, operations=cut(self.operations, rank, num_ranks))
 
     def serving(self, max_model_len: int | None) -> "Network":
-        """Return the model where no sequence is longer than that, or than its positions."""
+        """Return the model for sequences of at most `max_model_len` tokens; None: up to the model's number of
+        positions. This selects the factors of LongRoPE."""
         served = self.max_position_embeddings if max_model_len is None else max_model_len
         return replace(self, operations=with_ropes(self.operations, lambda rope: rope.serving(served)))

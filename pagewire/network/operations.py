@@ -1,7 +1,7 @@
-"""The operations that a model is a list of, over weights that they name as checkpoints do.
+"""The operations of which a model is a list. They refer to weights by the names in the checkpoint.
 
-Operations name the buffers that they read and write: [T, width] for a step of T tokens. Executors carry them out in
-their order: one call of C on a CPU, or a function for each on any device.
+Operations name the buffers that they read and write, which are [T, width] for a step of T tokens. An executor runs the
+operations in order: with one call of C code on a CPU, or with one Python function per operation on any device.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,38 +11,42 @@ from typing import Any, TypeAlias
 from pagewire.network.expert_routing import ExpertRouting
 from pagewire.network.rope import QueryGrowth, RopeConfig
 
-Activation: TypeAlias = str  # a name of `_ACTIVATIONS` in `worker_service/models/functions.py`, and of C's FUNCTION_
+# A key of `_ACTIVATIONS` in `worker_service/models/functions.py`, and a FUNCTION_ constant in C.
+Activation: TypeAlias = str
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Places of a dimension of a tensor: `size` of them, from `first` on, of as many as `whole` says."""
+    """A range of indices in one dimension of a tensor: `size` indices from `first`, in a dimension of length
+    `whole`."""
 
     size: int
     whole: int
     first: int = 0
-    unit: int = 0  # places that stay together where ranks share them out; 0: each rank has all
-    counted: str = ""  # what units are
-    is_repeated: bool = False  # of fewer units than ranks several have the same; else ranks must divide them
-    is_padded: bool = False  # all ranks have equally many, of which the last of them may stand for nothing
+    unit: int = 0  # indices that must stay together when ranks split the range; 0: each rank has the whole range
+    counted: str = ""  # name of the units, for error messages
+    # If there are fewer units than ranks, several ranks have the same unit. If False, the number of ranks must divide
+    # the number of units.
+    is_repeated: bool = False
+    is_padded: bool = False  # all ranks have ranges of equal size, and the last ranks' ranges may extend past `whole`
 
     @staticmethod
     def of(size: int, unit: int = 0, counted: str = "", **how: bool) -> "Share":
-        """All of a dimension."""
+        """Return the whole range of a dimension."""
         return Share(size, size, 0, unit, counted, **how)
 
     @property
     def is_whole(self) -> bool:
-        """Whether this is all of the dimension, in its order."""
+        """Whether this is the whole dimension."""
         return self.size == self.whole
 
     @property
     def stored(self) -> slice:
-        """Which places of the tensor these are, as far as they are there."""
+        """The slice of the stored tensor; indices past `whole` are left out."""
         return slice(min(self.first, self.whole), min(self.first + self.size, self.whole))
 
     def of_rank(self, rank: int, num_ranks: int) -> "Share":
-        """Return what one rank has. Raises ValueError if so many cannot share it out."""
+        """Return the range of one rank. Raises ValueError if `num_ranks` ranks cannot split the units."""
         if not self.unit or num_ranks == 1:
             return self
         num_units = self.size // self.unit
@@ -57,28 +61,29 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """Numbers that belong to the places of a vector, or to heads."""
+    """A one-dimensional weight, such as the weight of a norm or one number per head."""
 
     name: str
     values: Share
-    is_float32: bool = False  # whatever the model computes in
-    adds_one: bool = False  # to what is stored
-    head_order: tuple[int, ...] = ()  # which of the values of a checkpoint's head each is; none: they are in that order
+    is_float32: bool = False  # in any case, independent of the model's dtype
+    adds_one: bool = False  # 1 is added to the stored values
+    # For each value of a head, its index in the checkpoint's head; empty: the same order.
+    head_order: tuple[int, ...] = ()
 
     @property
     def num_elements(self) -> int:
-        """What is stored of it."""
+        """The number of stored values."""
         return self.values.size
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Which of the checkpoint's each is; none: they are in that order."""
+        """For each value, its index in the checkpoint's vector; empty: the same order."""
         return _repeated(self.head_order, self.num_elements)
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The weight [num_rows, width] of which a row is taken for each index."""
+    """A weight [num_rows, width] that is read by row index, such as an embedding."""
 
     name: str
     num_rows: int
@@ -86,18 +91,18 @@ class Table:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Its name alone, as that of a projection of one part."""
+        """The name of the table's module, as a tuple like `Projection.modules`."""
         return (self.name,)
 
     @property
     def num_elements(self) -> int:
-        """What is stored of it."""
+        """The number of stored values."""
         return self.num_rows * self.width
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows of the weight, and of the bias, of a module of the checkpoint."""
+    """Rows of the weight and of the bias of a module in the checkpoint."""
 
     name: str
     rows: Share
@@ -105,67 +110,71 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """x W^T + b, where W [out_size, in_size] may be several projections of one input, one below the other; or one of
-    each expert, all of one size, in whose names `{expert}` counts from 0."""
+    """A linear projection x W^T + b, with W [out_size, in_size]. W may consist of several projections of the same
+    input, one below the other. With `num_experts`, there is one such projection per expert, all of one size, and
+    `{expert}` in their names is the number of the expert, from 0."""
 
     parts: tuple[Part, ...]  # one below the other
     columns: Share
     has_bias: bool = False
-    adds_bias: bool = True  # of several ranks whose outputs are summed one alone does
-    is_transposed: bool = False  # the checkpoint holds [in, out]
-    num_experts: int = 0  # 0: it belongs to none
-    is_float32: bool = False  # whatever the model computes in, and not quantised
+    adds_bias: bool = True  # with several ranks whose outputs are summed, only one rank adds the bias
+    is_transposed: bool = False  # the checkpoint stores [in, out]
+    num_experts: int = 0  # 0: the projection belongs to no expert
+    is_float32: bool = False  # in any case, independent of the model's dtype, and never quantised
     gives_float32: bool = False
-    gives_rows: bool = False  # by their indexes too
-    heads: "HeadRows | None" = None  # queries, keys and values; None: rows are in the checkpoint's order
+    gives_rows: bool = False  # single rows of the weight can be read by index, too
+    # The head layout of query, key and value rows; None: rows are in the checkpoint's order.
+    heads: "HeadRows | None" = None
 
     @property
     def name(self) -> str:
-        """That of its first part."""
+        """The name of the first part."""
         return self.parts[0].name
 
     @property
     def in_size(self) -> int:
-        """How many inputs it has."""
+        """The number of inputs."""
         return self.columns.size
 
     @property
     def out_sizes(self) -> tuple[int, ...]:
-        """The rows of each part."""
+        """The number of rows of each part."""
         return tuple(part.rows.size for part in self.parts)
 
     @property
     def num_elements(self) -> int:
-        """What is stored of it."""
+        """The number of stored values, including biases and all experts."""
         return max(1, self.num_experts) * sum(self.out_sizes) * (self.in_size + self.has_bias)
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The names of its parts, each once, of all experts."""
+        """The distinct names of the parts' modules, for all experts."""
         experts = range(max(1, self.num_experts))
         return tuple(dict.fromkeys(part.name.format(expert=expert) for expert in experts for part in self.parts))
 
     @property
     def row_order(self) -> tuple[int, ...]:
-        """Which row of the checkpoint's each is; none: they are in that order."""
+        """For each row, its index in the checkpoint's rows; empty: the same order."""
         return () if self.heads is None else self.heads.row_order(self.out_sizes)
 
     def of_expert(self, expert: int) -> "Projection":
-        """Return that of one expert alone."""
+        """Return the projection of a single expert."""
         parts = tuple(replace(part, name=part.name.format(expert=expert)) for part in self.parts)
         return replace(self, parts=parts, num_experts=0)
 
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
-    """In which order a checkpoint has the rows of queries, keys and values."""
+    """The order in which a checkpoint stores the rows of queries, keys and values."""
 
     head_dim: int
-    order: tuple[int, ...] = ()  # which of the values of its heads, of queries and keys, each is; none: in that order
-    are_by_head: bool = False  # the rows of each head's query, key and value are together
+    # For each value of a query or key head, its index in the checkpoint's head; empty: the same order.
+    order: tuple[int, ...] = ()
+    are_by_head: bool = False  # the query, key and value rows of each head are stored together
 
     def row_order(self, out_sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """See `Projection`."""
+        """Return, for each row, its index in the checkpoint's rows; empty: the same order. `out_sizes` are the numbers
+        of rows of queries, keys and values."""
         if not self.order and not self.are_by_head:
             return ()
         size, num_rows = self.head_dim, sum(out_sizes)
@@ -181,7 +190,7 @@ Weight: TypeAlias = Vector | Table | Projection
 
 
 def _repeated(order: tuple[int, ...], size: int) -> tuple[int, ...]:
-    """The order of the values of several heads."""
+    """Return `order` repeated for several heads, as indices into a vector of length `size`."""
     return tuple(first + value for first in range(0, size, max(1, len(order))) for value in order)
 
 
@@ -190,7 +199,7 @@ class Embed:
     """output = table[token] * factor + positions[position]."""
 
     output: str
-    table: Table | Projection  # the latter where rows are taken of what a product has too, or of codes
+    table: Table | Projection  # a projection if the head's weight, or a quantised weight, provides the rows
     positions: Table | None = None
     factor: float = 1.0
 
@@ -206,9 +215,9 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Normalize:
-    """input += update * factor, where there is one; then output = input / rms(input) * weight (Zhang and Sennrich,
-    2019, https://arxiv.org/abs/1910.07467); or, centered, (input - mean) / deviation * weight + bias (Ba et al., 2016,
-    https://arxiv.org/abs/1607.06450)."""
+    """output = input / rms(input) * weight (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467). If
+    `is_centered`, output = (input - mean) / deviation * weight + bias (Ba et al., 2016,
+    https://arxiv.org/abs/1607.06450). If there is an update, input += update * factor comes first."""
 
     input: str
     output: str
@@ -222,8 +231,8 @@ class Normalize:
 
 @dataclass(frozen=True, slots=True)
 class NormalizeProjections:
-    """output = input, queries, keys and values, of which all queries are normalized together, and all keys, of all
-    ranks."""
+    """output = the input's queries, keys and values, with RMS norms over all queries together and over all keys
+    together. The norms cover the heads of all ranks."""
 
     input: str
     output: str
@@ -234,7 +243,7 @@ class NormalizeProjections:
 
 @dataclass(frozen=True, slots=True)
 class Multiply:
-    """output = input W^T + b; gated, silu of its first half times its second."""
+    """output = input W^T + b. If gated, output = silu(first half) * second half of that result."""
 
     input: str
     output: str
@@ -244,11 +253,11 @@ class Multiply:
 
 @dataclass(frozen=True, slots=True)
 class Activate:
-    """output = f(input); gated, that of the first half of the input times the second. The input may have several parts
-    as wide as one another, each with such halves: the slots of a token.
+    """output = f(input). If gated, output = f(first half of the input) * second half. The input may consist of several
+    parts of equal width, each with such halves: the slots of a token.
 
-    `clamped_swiglu` is gated: (up + 1) * gate * sigmoid(alpha * gate), of gates up to a limit, and ups up to it on both
-    sides: that of gpt-oss (OpenAI, 2025, https://arxiv.org/abs/2508.10925).
+    `clamped_swiglu` is gated: (up + 1) * gate * sigmoid(alpha * gate), with gates clamped from above to `limit`, and
+    ups to -limit and limit (gpt-oss, OpenAI, 2025, https://arxiv.org/abs/2508.10925).
     """
 
     input: str
@@ -262,20 +271,20 @@ class Activate:
 
 @dataclass(frozen=True, slots=True)
 class RouteTopK:
-    """The experts of each token and their weights, which others read as `routes`: see `route_tokens` in
-    `kernels/experts.py`, whose words are used here."""
+    """The experts of each token and their weights. Other operations read them as `routes`. See `route_tokens` in
+    `kernels/experts.py`, which defines the terms."""
 
     input: str  # [T, num_experts], the router's logits
     output: str
     routing: ExpertRouting
-    correction: Vector | None = None  # is added to scores for the routing alone
+    correction: Vector | None = None  # added to the scores for the choice of experts only
 
 
 @dataclass(frozen=True, slots=True)
 class MultiplyRouted:
-    """output = x W^T + b of each slot, with the weight and bias of its expert; gated as `Multiply`."""
+    """output = x W^T + b for each slot, with the weight and bias of the slot's expert. Gated as in `Multiply`."""
 
-    input: str  # [T, in_size] of tokens, or [T, num_chosen * in_size] of slots
+    input: str  # [T, in_size] for tokens, or [T, num_chosen * in_size] for slots
     output: str  # [T, num_chosen * out_size]
     routes: str
     projection: Projection
@@ -284,7 +293,7 @@ class MultiplyRouted:
 
 @dataclass(frozen=True, slots=True)
 class CombineExperts:
-    """output = the slots of each token, times the weights of their experts, summed up in the order of the experts."""
+    """output = the sum of each token's slots, times the weights of their experts, in the order of the experts."""
 
     input: str  # [T, num_chosen * width]
     output: str  # [T, width]
@@ -302,7 +311,7 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """output = input, bounded to -limit and limit; NaN stays."""
+    """output = input, clamped to -limit and limit. NaN stays NaN."""
 
     input: str
     output: str
@@ -311,19 +320,20 @@ class Clip:
 
 @dataclass(frozen=True, slots=True)
 class AttentionHeads:
-    """Heads of queries, and those of keys and values that they share (Ainslie et al., 2023,
-    https://arxiv.org/abs/2305.13245), and how they score: see `Scoring` of `pagewire.kernels.arguments`."""
+    """The query heads of a layer, the key and value heads that they share (Ainslie et al., 2023,
+    https://arxiv.org/abs/2305.13245), and the computation of scores: see `Scoring` in `pagewire.kernels.arguments`."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    scale: float  # of the products of queries and keys
-    window: int = 0  # positions a query attends to, its own included; 0: all up to its own
-    softcap: float = 0.0  # scores are bounded to softcap * tanh(score / softcap); 0: they are not
-    alibi_slopes: tuple[float, ...] = ()  # [num_heads]; none: scores fall by no distance
+    scale: float  # factor of the dot products of queries and keys
+    # Number of positions that a query attends to, including its own; 0: all preceding positions and its own.
+    window: int = 0
+    softcap: float = 0.0  # scores are bounded to softcap * tanh(score / softcap); 0: no bound
+    alibi_slopes: tuple[float, ...] = ()  # [num_heads]; empty: no ALiBi
 
     def of_rank(self, rank: int, num_ranks: int) -> "AttentionHeads":
-        """Return what one rank has. Where there are more ranks than KV heads, several have the same one."""
+        """Return the heads of one rank. If there are more ranks than KV heads, several ranks have the same KV head."""
         share = self.num_heads // num_ranks
         slopes = self.alibi_slopes[rank * share : (rank + 1) * share]
         num_kv_heads = max(1, self.num_kv_heads // num_ranks)
@@ -332,14 +342,15 @@ class AttentionHeads:
 
 @dataclass(frozen=True, slots=True)
 class QkNormRopeStore:
-    """Of heads (queries, then keys, then values), normalizes those of queries and keys where there is a weight, turns
-    them by their position where there is a rope, gives the queries, and stores keys and values."""
+    """Prepares heads for attention. The input contains queries, then keys, then values. Queries and keys are normalized
+    if they have a norm weight, and rotated by their positions if there is a rope. Keys and values are stored in the KV
+    cache, and the queries are the output."""
 
     input: str  # [T, (num_heads + 2 * num_kv_heads) * head_dim]
     output: str  # [T, num_heads * head_dim]
     layer: int
     heads: AttentionHeads
-    num_positions: int  # that there are
+    num_positions: int  # the number of positions in the rope's tables
     query_norm: Vector | None = None
     key_norm: Vector | None = None
     eps: float = 0.0
@@ -349,7 +360,8 @@ class QkNormRopeStore:
 
 @dataclass(frozen=True, slots=True)
 class AttendPaged:
-    """Queries to all that a layer has stored of their row (Kwon et al., 2023, https://arxiv.org/abs/2309.06180)."""
+    """Attention of queries to the keys and values that a layer has stored for their row (Kwon et al., 2023,
+    https://arxiv.org/abs/2309.06180)."""
 
     input: str
     output: str
@@ -360,8 +372,8 @@ class AttendPaged:
 
 @dataclass(frozen=True, slots=True)
 class LmHead:
-    """The input is the final hidden states, and the head's product of it, times a factor, the logits; with a softcap
-    they are bounded to softcap * tanh(logit / softcap)."""
+    """The logits: the head's projection of the input, the final hidden states, times `factor`. With a softcap, logits
+    are bounded to softcap * tanh(logit / softcap)."""
 
     input: str
     head: Projection
@@ -371,7 +383,7 @@ class LmHead:
 
 @dataclass(frozen=True, slots=True)
 class AllReduce:
-    """output = the sum of what all ranks have as input."""
+    """output = the sum of the inputs of all ranks."""
 
     input: str
     output: str
@@ -399,42 +411,45 @@ Listing: TypeAlias = tuple[Operation, ...]
 
 
 def weights_of(operations: Listing) -> tuple[Weight, ...]:
-    """Return all weights, in the order in which they are first used."""
+    """Return all weights in the order of their first use."""
     values = (getattr(operation, field.name) for operation in operations for field in fields(operation))
     return tuple(dict.fromkeys(value for value in values if type(value) in (Vector, Table, Projection)))
 
 
 def head_of(operations: Listing) -> Projection:
-    """Return what makes logits of hidden states."""
+    """Return the projection that computes logits from hidden states."""
     (head,) = [operation.head for operation in operations if type(operation) is LmHead]
     return head
 
 
 def embedding_of(operations: Listing) -> Table | Projection:
-    """Return what makes hidden states of tokens."""
+    """Return the weight that maps tokens to hidden states."""
     (table,) = [operation.table for operation in operations if type(operation) is Embed]
     return table
 
 
 def replaced(operation: Any, change: Mapping[type, Callable[[Any], Any]]) -> Any:
-    """Return the operation in which each operand is what `change` has for its type, where it has that."""
+    """Return the operation with its operands changed. `change` maps the type of an operand to a function from the old
+    operand to the new operand; operands of other types stay."""
     operands = {field.name: getattr(operation, field.name) for field in fields(operation)}
     changed = {name: change[type(value)](value) for name, value in operands.items() if type(value) in change}
     return replace(operation, **changed) if changed else operation
 
 
 def buffers_read(operation: Operation) -> set[str]:
-    """Return the names of what an operation reads."""
+    """Return the names of the buffers that an operation reads."""
     return {getattr(operation, name) for name in _READ if getattr(operation, name, None) is not None}
 
 
 def output_of(operation: Operation) -> str | None:
-    """Return the name of what an operation writes; of an `Add` that is its input. None: nothing, which is the head."""
+    """Return the name of the buffer that an operation writes, which for an `Add` is its input. None: the operation
+    writes no buffer, as the head."""
     return operation.input if type(operation) is Add else getattr(operation, "output", None)
 
 
 def last_uses(operations: Listing) -> list[tuple[str, ...]]:
-    """Return for each operation the buffers that none behind it reads before they are written anew."""
+    """Return, for each operation, the buffers that it reads last: no later operation reads them before they are written
+    again."""
     needed: set[str] = set()
     released = []
     for operation in reversed(operations):
@@ -445,8 +460,8 @@ def last_uses(operations: Listing) -> list[tuple[str, ...]]:
 
 
 def num_elements(operations: Listing) -> int:
-    """Return how many numbers a model holds: those of its weights, and cosines and sines of all positions. An embedding
-    that is the head too, all of it, counts once."""
+    """Return the number of values that a model stores: its weights, and cosines and sines of all positions. If the
+    whole embedding is also the head, it counts once."""
     weights = {(weight.name, weight.num_elements) for weight in weights_of(operations)}
     turns = [operation for operation in operations if type(operation) is QkNormRopeStore]
     tables = {turn.rope: turn.num_positions * turn.heads.head_dim for turn in turns if turn.rope is not None}

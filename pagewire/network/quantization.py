@@ -1,7 +1,8 @@
-"""How a checkpoint's weights are quantised, as the `quantization_config` of its config.json says.
+"""Parses how a checkpoint's weights are quantised, from `quantization_config` in config.json.
 
-Weights count, and whether activations are to be rounded to 8 bits before they are multiplied. Scales that are published
-for activations are not followed: each row is given its own. What is not served is refused by name, with what is.
+Two things are read: the formats of weights, and whether inputs are rounded to 8 bits before the matrix multiplication.
+Published scales for activations are ignored; each row gets a scale of its own. An unsupported setting is refused by
+name, and the error lists the supported values.
 """
 
 import re
@@ -13,8 +14,8 @@ from typing import Any
 from pagewire.common.gguf import shown
 from pagewire.network.checkpoint_files import CONFIG_FILE, CheckpointError, read_json
 
-# The layouts of compressed-tensors by the names of its formats: the type of their numbers, how many bits these may
-# have, and whether inputs may be rounded.
+# The layouts of compressed-tensors by format name: the type of the numbers, the numbers of bits that are supported, and
+# whether inputs may be rounded.
 _COMPRESSED = {
     "pack-quantized": ("int", (4, 8), False),
     "int-quantized": ("int", (8,), True),
@@ -23,52 +24,51 @@ _COMPRESSED = {
 _MAX_SIZE = 1 << 24
 _MAX_PATTERN_CHARS = 10_000
 SECTION = "quantization_config"
-_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # and whose they are, unless they say
-_FIRST_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # of AWQ
+# With the quant_method to assume if the file does not name one.
+_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+_FIRST_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # AWQ's names for these settings
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """How one weight [out, in] lies in a checkpoint.
+    """The format in which a checkpoint stores one weight [out, in].
 
-    A scale belongs to a block of `rows` outputs by `columns` inputs; 0 stands for all of them.
+    A scale covers a block of `rows` outputs by `columns` inputs; 0 means all outputs or all inputs.
     """
 
-    layout: str  # the name of a `Layout` of the worker
+    layout: str  # the name of a `Layout` in the worker
     bits: int
     rows: int
     columns: int
-    is_symmetric: bool = True  # no zero points, or those of the middle alone
-    has_ordered_columns: bool = False  # which group a column belongs to is said column by column
-    rounds_inputs: bool = False  # made for inputs that are rounded to 8 bits of the same kind
+    is_symmetric: bool = True  # there are no zero points, or all are in the middle of the range
+    has_ordered_columns: bool = False  # the group of each column is stored (act-order)
+    rounds_inputs: bool = False  # the weight was made for inputs rounded to 8 bits of the same type
 
     def describe(self) -> str:
+        """Return the layout and the number of bits, for messages."""
         return f"{self.layout} in {self.bits} bits"
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationRule:
-    """The format of the linear modules whose names a pattern finds; None: they are not quantised."""
+    """The format of the linear modules whose names match a pattern. If `format` is None, they are not quantised."""
 
     pattern: re.Pattern[str]
     format: WeightFormat | None
-    source: tuple[str, str] = ("", "")  # the key and the value of a regular expression that the checkpoint brings
+    source: tuple[str, str] = ("", "")  # the key and value of a regular expression given by the checkpoint
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The formats of a checkpoint's linear modules, each by the first rule that speaks of it."""
+    """The formats of a checkpoint's linear modules. The first rule that matches a module's name decides."""
 
     method: str
     rules: tuple[QuantizationRule, ...]
 
 
 def parse_quantization(config: Mapping[str, Any]) -> Quantization | None:
-    """The quantisation that the contents of a config.json describe; None: there is none.
-
-    Raises:
-        CheckpointError: it is broken, or not supported.
-    """
+    """Return the quantisation that the contents of a config.json describe, or None if no weight is quantised. Raises
+    CheckpointError if the description is broken or not supported."""
     section = config.get(SECTION) or config.get("compression_config")
     if not section:
         return None
@@ -82,8 +82,8 @@ def parse_quantization(config: Mapping[str, Any]) -> Quantization | None:
 
 
 def with_quantization_file(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """Return the contents of a config.json with those of the file of its own in which the first tools of GPTQ and AWQ
-    say how weights are quantised. Raises CheckpointError."""
+    """Return the contents of a config.json, completed from the separate file in which early GPTQ and AWQ tools stored
+    the quantisation settings. Raises CheckpointError."""
     name = next((name for name in _FILES if (path / name).is_file()), None)
     if name is None or config.get(SECTION) or config.get("compression_config"):
         return config
@@ -100,7 +100,8 @@ def with_quantization_file(config: Mapping[str, Any], path: Path) -> Mapping[str
 
 
 def _compressed_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
-    """Names come before patterns, and patterns before classes, as in the package of that name."""
+    """Yield the rules of compressed-tensors. As in that package, names precede patterns, and patterns precede
+    classes."""
     for key in ("transform_config", "sparsity_config"):
         value = section.get(key)
         if value and not (isinstance(value, Mapping) and value.get("format") == "dense"):
@@ -152,7 +153,7 @@ def _compressed_format(section: Mapping[str, Any], group: Mapping[str, Any]) -> 
 
 
 def _compressed_block(weights: Mapping[str, Any]) -> tuple[int, int]:
-    """Rows and columns that share a scale. Without a strategy the group size tells it."""
+    """Return the rows and columns that share a scale. Without a strategy, the group size determines them."""
     group_size, strategy = weights.get("group_size"), weights.get("strategy")
     if strategy is None:
         strategy = "tensor" if group_size is None else "channel" if group_size == -1 else "group"
@@ -168,13 +169,13 @@ def _compressed_block(weights: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _target_rule(key: str, target: str, weight_format: WeightFormat | None) -> QuantizationRule:
-    """The rule for a module's name, for names by a pattern after `re:`, or for all modules of the class Linear."""
+    """Return the rule for a target: a module's name, a pattern after `re:`, or all modules of the class Linear."""
     if target.startswith("re:"):
         return _pattern_rule(key, target, target.removeprefix("re:"), weight_format)
     return QuantizationRule(_ANY if target == "Linear" else re.compile(rf"^{re.escape(target)}$"), weight_format)
 
 
-# The other methods. Heads are not quantised unless that is said.
+# The other methods. The head is not quantised unless the settings say so.
 
 
 def _awq_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
@@ -218,7 +219,7 @@ def _gptq_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
 
 
 def _gptq_format(base: WeightFormat, section: Mapping[str, Any]) -> WeightFormat:
-    """`base` with what a section or an override says of it."""
+    """Return `base` with the settings of a section or an override applied."""
     return replace(
         base,
         bits=_choice(section, "bits", base.bits, (4, 8), " with gptq"),
@@ -240,7 +241,7 @@ def _fp8_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
 
 
 def _mxfp4_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
-    """Names of what is not quantised may hold patterns, such as `model.layers.*.self_attn`."""
+    """Yield the rules of MXFP4. Names of modules to skip may be patterns, such as `model.layers.*.self_attn`."""
     for name in _names(section, "modules_to_not_convert"):
         yield _pattern_rule("modules_to_not_convert", name, rf"(?:{name})(\.|$)", None)
     yield QuantizationRule(_HEAD, None)
@@ -260,7 +261,8 @@ _ANY = re.compile("")
 
 
 def _skipped(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
-    """Modules by whole parts of their names: `mlp.gate` does not speak of `mlp.gate_proj`."""
+    """Yield a rule for each module to skip. A name matches whole dotted components: `mlp.gate` does not match
+    `mlp.gate_proj`."""
     for key in ("modules_to_not_convert", "ignored_layers"):
         for name in _names(section, key):
             yield QuantizationRule(re.compile(rf"(^|\.){re.escape(name.strip('.'))}(\.|$)"), None)
@@ -277,7 +279,7 @@ def _names(section: Mapping[str, Any], key: str) -> Iterable[str]:
 
 
 def _pattern_rule(key: str, name: str, expression: str, weight_format: WeightFormat | None) -> QuantizationRule:
-    """A rule by a regular expression, which is found at the beginning of a name, as `re.match` does."""
+    """Return the rule for a regular expression, which must match from the start of a name, as with `re.match`."""
     if len(expression) > _MAX_PATTERN_CHARS:
         raise unserved(key, name, f"a regular expression of at most {_MAX_PATTERN_CHARS} characters")
     try:
@@ -287,7 +289,7 @@ def _pattern_rule(key: str, name: str, expression: str, weight_format: WeightFor
 
 
 def _group_size(section: Mapping[str, Any], default: int = 128) -> int:
-    """0 for -1, which stands for all inputs."""
+    """Return the group size; 0 stands for all inputs, which files write as -1."""
     value = section.get("group_size", default)
     return 0 if value == -1 or (value == 0 and default == 0) else _positive("group_size", value)
 

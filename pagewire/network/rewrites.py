@@ -1,4 +1,4 @@
-"""Lists of operations made of others: what a rank has, what a checkpoint calls weights, what is computed in one go."""
+"""Functions that rewrite a list of operations: for one rank, for other weight names, and to fuse operations."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,22 +29,22 @@ from pagewire.network.operations import (
 )
 from pagewire.network.rope import RopeConfig
 
-# Patterns of names, and what stands in their place.
+# Patterns of names, and their replacements.
 Renaming = tuple[tuple[str, str], ...]
 
 
 def rewrite(operations: Listing, change: Mapping[type, Callable[[Any], Any]]) -> Listing:
-    """Change the operands of all operations by their types."""
+    """Return the operations with all operands changed by the functions that `change` has for their types."""
     return tuple(replaced(operation, change) for operation in operations)
 
 
 def with_ropes(operations: Listing, change: Callable[[RopeConfig], RopeConfig]) -> Listing:
-    """Turn heads in other ways."""
+    """Return the operations with every rope configuration changed."""
     return rewrite(operations, {RopeConfig: change})
 
 
 def renamed(operations: Listing, renaming: Renaming) -> Listing:
-    """Give weights the names that another checkpoint has for them."""
+    """Return the operations with the weights renamed for another checkpoint."""
 
     def name_of(name: str) -> str:
         for pattern, replacement in renaming:
@@ -61,25 +61,25 @@ def renamed(operations: Listing, renaming: Renaming) -> Listing:
 
 
 def tied(operations: Listing) -> Listing:
-    """Let the head have the weight of the embedding."""
+    """Return the operations with the embedding's weight as the weight of the head."""
     head, name = head_of(operations), embedding_of(operations).name
     own = replace(head, parts=(replace(head.parts[0], name=name),))
     return rewrite(operations, {Projection: lambda each: own if each == head else each})
 
 
 def with_rows_of(operations: Listing, projection: Projection) -> Listing:
-    """Take the rows of tokens from a projection, which may be the head."""
+    """Return the operations with the embedding's rows read from a projection, which may be the head."""
     both = replace(projection, gives_rows=True)
     changed = rewrite(operations, {Projection: lambda each: both if each == projection else each})
     return tuple(replace(each, table=both) if type(each) is Embed else each for each in changed)
 
 
 def cut(operations: Listing, rank: int, num_ranks: int) -> Listing:
-    """Return what one of several ranks computes, as in Megatron-LM (Shoeybi et al., 2019,
-    https://arxiv.org/abs/1909.08053): of projections it has some outputs, or some inputs, and then ranks sum up what
-    came of these before it is used. Embeddings, norms and routers are whole.
+    """Return the operations of one rank, split as in Megatron-LM (Shoeybi et al., 2019,
+    https://arxiv.org/abs/1909.08053). A rank has some outputs or some inputs of each projection. Partial results are
+    summed over the ranks before they are used. Embeddings, norms and routers are not split.
 
-    Raises ValueError if the model cannot be shared out among so many.
+    Raises ValueError if the model cannot be split among `num_ranks` ranks.
     """
     if num_ranks == 1:
         return operations
@@ -100,7 +100,8 @@ def cut(operations: Listing, rank: int, num_ranks: int) -> Listing:
 
 
 def _summed(operations: Listing) -> Iterator[Operation]:
-    """Has ranks sum up what each has a part of, before anything else than a sum is made of it."""
+    """Insert an AllReduce for each partial result before the first operation that needs the complete sum. Operations in
+    `_SUMS` also work on partial results."""
     partial: set[str | None] = set()
     for operation in operations:
         parts = buffers_read(operation) & partial
@@ -113,17 +114,17 @@ def _summed(operations: Listing) -> Iterator[Operation]:
         yield operation
 
 
-# What operations read that give a part of what they gave of the whole, where each of these is a part.
+# Inputs for which an operation commutes with the sum over ranks: if exactly these are partial, so is its result.
 _SUMS: dict[type, tuple[str, ...]] = {Add: ("input", "update"), CombineExperts: ("input",), Gate: ("input",)}
 
 
 def _has_some_inputs(operation: Any) -> bool:
-    """Whether a rank multiplies a part of the inputs, and others the rest."""
+    """Return whether this rank multiplies only a part of the inputs, so that its result is partial."""
     return type(operation) in (Multiply, MultiplyRouted) and not operation.projection.columns.is_whole
 
 
 def fuse_updates(operations: Listing) -> Iterator[Operation]:
-    """Let norms add to what they read what was to be added to it just before."""
+    """Fuse each `Add` with a norm of the same buffer directly after it: the norm adds the update itself."""
     before: Operation | None = None
     for operation in operations:
         if isinstance(before, Add) and type(operation) is Normalize and operation.input == before.input:
@@ -136,7 +137,8 @@ def fuse_updates(operations: Listing) -> Iterator[Operation]:
 
 
 def gate_projections(operations: Sequence[Operation], can_gate: Callable[[Projection], bool]) -> Iterator[Operation]:
-    """Have projections compute the silu by which half of their outputs gates the other, where they can."""
+    """Fuse projections with the gated silu that follows them, where `can_gate` allows it. The projection then
+    multiplies silu of the first half of its outputs by the second half."""
     left = iter([*operations, None])
     operation = next(left)
     while operation is not None:
@@ -147,7 +149,7 @@ def gate_projections(operations: Sequence[Operation], can_gate: Callable[[Projec
 
 
 def _gated(operation: Any, following: Operation | None, can_gate: Callable[[Projection], bool]) -> Operation | None:
-    """Both operations as one; None: they stay two."""
+    """Return both operations fused to one, or None if they cannot be fused."""
     if type(following) is not Activate or following.function != "silu" or not following.is_gated:
         return None
     if type(operation) not in (Multiply, MultiplyRouted) or not can_gate(operation.projection):

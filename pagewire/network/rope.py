@@ -1,39 +1,41 @@
-"""How heads are turned by their position, or grow with it."""
+"""Settings that depend on positions: rotary embedding, and the growth of queries."""
 
 from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864) and how its frequencies are scaled.
+    """The settings of rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864), including the
+    scaling of frequencies.
 
-    A type uses the fields of its own line and leaves the others alone.
+    The comment on each field names the rope types that use the field.
     """
 
     rope_type: str = "default"
     theta: float = 10_000.0
     factor: float = 1.0  # linear, llama3, yarn
-    original_max_position_embeddings: int = 0  # llama3, yarn, and where there are short_divisors
+    original_max_position_embeddings: int = 0  # llama3, yarn, and any type with short_divisors
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
-    attention_factor: float = 1.0  # multiplies cos and sin, by any type
+    attention_factor: float = 1.0  # any type; multiplies cos and sin
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
-    divisors: tuple[float, ...] = ()  # [rotary_size / 2] of the frequencies, by any type; none: not divided
-    short_divisors: tuple[float, ...] = ()  # in their place where no sequence is longer than the original length
-    rotary_share: float = 1.0  # of a head's values, the first of them; the others are left as they are
-    is_interleaved: bool = False  # the checkpoint's pairs are neighbours, not elements of two halves
+    divisors: tuple[float, ...] = ()  # [rotary_size / 2], any type; divisors of the frequencies; empty: not divided
+    short_divisors: tuple[float, ...] = ()  # replace divisors if no sequence is longer than the original length
+    # The share of a head's values that is rotated, from its start; the other values stay as they are.
+    rotary_share: float = 1.0
+    is_interleaved: bool = False  # the checkpoint pairs neighbouring values, instead of values of the two halves
 
     def rotary_size(self, head_dim: int) -> int:
-        """Return how many values of a head are turned."""
+        """Return the number of values of a head that are rotated."""
         return int(head_dim * self.rotary_share)
 
     def head_order(self, head_dim: int) -> tuple[int, ...]:
-        """Return which value of a checkpoint's head each value of ours is, such that pairs are (i, i + head_dim / 2)
-        and those that are turned come first; none: they are so already.
+        """Return, for each value of a head in our order, its index in the checkpoint's head. In our order, pairs are
+        (i, i + head_dim / 2), and rotated pairs come first. The result is empty if the checkpoint has this order.
 
-        Queries and keys in one order have the products that they had before.
+        The dot products of queries and keys stay the same, since both are reordered in the same way.
         """
         size = self.rotary_size(head_dim)
         turned = [*range(0, size, 2), *range(1, size, 2)] if self.is_interleaved else list(range(size))
@@ -43,8 +45,9 @@ class RopeConfig:
         return (*turned[: size // 2], *range(size, middle), *turned[size // 2 :], *range(middle, head_dim))
 
     def serving(self, max_model_len: int) -> "RopeConfig":
-        """Return what turns sequences that are at most so long. One list of divisors serves all of them, however short
-        they are, since a key that is cached was turned before it is known how long its sequence becomes."""
+        """Return the settings for sequences of at most `max_model_len` tokens. One list of divisors applies to all
+        sequences, even short ones: cached keys are already rotated, and the final length of their sequence is not known
+        at that time."""
         if not self.short_divisors or max_model_len > self.original_max_position_embeddings:
             return self
         return replace(self, divisors=self.short_divisors, short_divisors=())
@@ -52,8 +55,8 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class QueryGrowth:
-    """Queries grow with their position, by 1 + beta * log(1 + floor(position / num_positions)); Llama 4's attention
-    temperature, https://arxiv.org/abs/2501.19399."""
+    """The growth of queries with their position: by 1 + beta * log(1 + floor(position / num_positions)). This is the
+    attention temperature of Llama 4 (https://arxiv.org/abs/2501.19399)."""
 
     beta: float
     num_positions: int

@@ -1,4 +1,4 @@
-"""What is read of a model before its weights: from a checkpoint directory, or from a GGUF file."""
+"""Reads the description of a model, before its weights, from a checkpoint directory or a GGUF file."""
 
 import hashlib
 import os
@@ -12,35 +12,35 @@ from pagewire.network.gguf_files import load_gguf_config, open_gguf, read_gguf_h
 from pagewire.network.network import Network
 from pagewire.network.quantization import with_quantization_file
 
-# Of what `weights_digest` looks at.
+# Limits on the samples that `weights_digest` reads.
 _SAMPLE_BYTES = 1 << 12
 _MIN_STRIDE = 1 << 20
 _MAX_SAMPLES = 1 << 12
 
 
 def load_config(path: Path) -> Network:
-    """Return what a GGUF file describes, or config.json in a checkpoint directory, with a file beside it that says how
-    weights are quantised. Raises CheckpointError for a model that is broken or asks for something that is not
-    supported."""
+    """Return the model described by a GGUF file, or by a checkpoint directory: its config.json and, if present, a
+    separate file of quantisation settings. Raises CheckpointError if the model is broken or not supported."""
     if is_gguf(path):
         return load_gguf_config(path)
     return parse_config(with_quantization_file(read_json(path / CONFIG_FILE), path))
 
 
 def read_headers(path: Path) -> dict[str, TensorHeader]:
-    """Return every tensor by the name that its files have for it. Raises CheckpointError."""
+    """Return the headers of all tensors, by their names in the model's files. Raises CheckpointError."""
     return read_gguf_headers(path) if is_gguf(path) else checkpoint_files.read_headers(path)
 
 
 def model_digest(path: Path) -> bytes:
-    """Return the 32 bytes by which both services know that they speak of the same model. Raises CheckpointError."""
+    """Return a digest of 32 bytes that identifies the model. Both services compare it to verify that they use the same
+    model. Raises CheckpointError."""
     return open_gguf(path).digest if is_gguf(path) else checkpoint_files.model_digest(path)
 
 
 def weights_digest(path: Path) -> str:
-    """Say in hexadecimal digits which weights a model has, as far as that is seen at once: by names, sizes and times of
-    its files, and by samples of their bytes, of each MiB where there are not too many. Raises OSError.
-    """
+    """Return a hexadecimal digest that identifies the weights of a model without reading all of them. It covers the
+    names, sizes and modification times of the files, and samples of their bytes: one sample per MiB, at most about 4096
+    per file. Raises OSError."""
     files = {path} if is_gguf(path) else {path / header.file for header in read_headers(path).values()}
     digest = hashlib.sha256()
     for file in sorted(files):

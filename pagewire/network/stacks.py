@@ -1,7 +1,8 @@
-"""Tensors of a checkpoint that stack up what belongs to each expert of a layer, which has names of its own here.
+"""Tensors of a checkpoint that contain the weights of all experts of a layer. Each expert's part gets a name of its
+own.
 
-`experts.gate_up_proj` may hold `experts.0.gate_proj.weight`, `experts.0.up_proj.weight` and so on; the other tensors of
-these modules are in `experts.gate_up_proj_bias`, `_blocks` and `_scales`.
+`experts.gate_up_proj` may contain `experts.0.gate_proj.weight`, `experts.0.up_proj.weight` and so on. The other tensors
+of these modules are in `experts.gate_up_proj_bias`, `_blocks` and `_scales`.
 """
 
 import re
@@ -13,30 +14,32 @@ from pagewire.network.checkpoint_files import CheckpointError, TensorHeader
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """What a tensor stacks up of each expert."""
+    """The form of a stacked tensor: the projections of each expert that it contains, and their order."""
 
     projections: tuple[str, ...]
-    takes_turns: bool = False  # outputs of the projections do; else those of one lie behind those of the other
-    is_transposed: bool = False  # floats are [experts, inputs, outputs]
+    # Outputs of the projections are interleaved; otherwise the outputs of each projection are consecutive.
+    takes_turns: bool = False
+    is_transposed: bool = False  # float weights are [experts, inputs, outputs]
 
 
-# By their names. Those of transformers, which computes with experts that are stacked up:
+# Stacks by name, and the stacks of transformers, which computes with stacked experts.
 Stacks = Mapping[str, Stack]
 STACKS = {"gate_up_proj": Stack(("gate_proj", "up_proj")), "down_proj": Stack(("down_proj",))}
-# How the names of stacks end, by the kind of tensor of an expert, and the dimensions that the expert's has.
+# For each kind of an expert's tensor, the suffix of the stack's name, and the number of dimensions of the expert's
+# tensor.
 _KINDS = {"weight": ("", 2), "bias": ("_bias", 1), "blocks": ("_blocks", 3), "scales": ("_scales", 2)}
 _PART = re.compile(rf"(.*)\.(\d+)\.(\w+)\.({'|'.join(_KINDS)})")
 
 
 @dataclass(frozen=True, slots=True)
 class StackedPart:
-    """What a stack has of a projection of an expert."""
+    """One projection of one expert within a stack."""
 
     stack: str
     expert: int
     kind: str
     form: Stack
-    number: int  # of the projection
+    number: int  # the index of the projection in `Stack.projections`
 
     @property
     def is_transposed(self) -> bool:
@@ -45,16 +48,16 @@ class StackedPart:
 
     @property
     def turns(self) -> slice:
-        """Which outputs of those that `index` finds are the projection's."""
+        """The slice that selects the projection's outputs from the outputs that `index` returns."""
         return slice(self.number, None, self.num_turns) if self.form.takes_turns else slice(None)
 
     @property
     def num_turns(self) -> int:
-        """How many projections take turns."""
+        """The number of projections that are interleaved; 1: no interleaving."""
         return len(self.form.projections) if self.form.takes_turns else 1
 
     def describe(self) -> str:
-        """The part as it would be written in Python."""
+        """Return the part as a Python indexing expression, for messages."""
         num_projections = len(self.form.projections)
         if num_projections > 1 and not self.form.takes_turns:
             return f"{self.stack}[{self.expert}].chunk({num_projections})[{self.number}]"
@@ -62,7 +65,7 @@ class StackedPart:
         return f"{self.stack}[{self.expert}, {':, ' if self.is_transposed else ''}{outputs}]"
 
     def header(self, of_stack: TensorHeader) -> TensorHeader:
-        """Return the header that this would have as a tensor of its own.
+        """Return the header that this part would have as a separate tensor. `of_stack` is the header of the stack.
 
         Raises CheckpointError if the stack has too few or too many dimensions.
         """
@@ -77,7 +80,8 @@ class StackedPart:
         return TensorHeader(of_stack.file, of_stack.dtype, tuple(shape))
 
     def index(self, of_stack: TensorHeader, index: tuple[slice, ...]) -> tuple[slice, ...]:
-        """Return where the stack has a part of this tensor; all projections that take turns are in it."""
+        """Return the index into the stack for a part of this tensor. If projections are interleaved, the index covers
+        all of them; `turns` then selects the outputs of this projection."""
         rows, *columns = index or (slice(None),)
         own = self._outputs(of_stack)
         start, stop, _ = rows.indices(len(own))
@@ -89,7 +93,7 @@ class StackedPart:
         return (expert, *(columns or [slice(None)]), outputs) if self.is_transposed else (expert, outputs, *columns)
 
     def _outputs(self, of_stack: TensorHeader) -> range:
-        """The outputs of an expert in the stack that are the projection's."""
+        """Return the indices of the projection's outputs among an expert's outputs in the stack."""
         num_outputs, num_projections = of_stack.shape[-1 if self.is_transposed else 1], len(self.form.projections)
         if self.form.takes_turns:
             return range(self.number, num_outputs, num_projections)
@@ -98,7 +102,7 @@ class StackedPart:
 
 
 def find_part(stacks: Stacks, name: str) -> StackedPart | None:
-    """Return where a tensor of an expert would be; None: in no stack."""
+    """Return the part of a stack that would contain an expert's tensor, or None if no stack contains it."""
     match = _PART.fullmatch(name)
     if match is None:
         return None
@@ -111,7 +115,8 @@ def find_part(stacks: Stacks, name: str) -> StackedPart | None:
 
 
 def unstacked_names(stacks: Stacks, name: str, header: TensorHeader) -> Iterator[str]:
-    """Yield the names of what a tensor has of each expert; its own, if it is no stack, or empty."""
+    """Yield the names of the experts' tensors that a stack contains. A tensor that is no stack, or is empty, yields its
+    own name."""
     experts, _, own = name.rpartition(".")
     for stack, form in stacks.items():
         for kind, (end, _) in _KINDS.items():

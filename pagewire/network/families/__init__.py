@@ -1,6 +1,8 @@
-"""The families of models that are served, relatives in a file: how config.json becomes a list of operations.
+"""The supported families of models, one file per group of related families. They convert a config.json to a list of
+operations.
 
-One more is a `Family` with a name in a file here, which composes its model of `pagewire.network.blocks`.
+To add a family, define a `Family` at module level in a file of this package, and compose its model from
+`pagewire.network.blocks`.
 """
 
 from pkgutil import iter_modules, resolve_name
@@ -21,10 +23,10 @@ BY_ARCHITECTURE: dict[str, Family] = {
 
 
 def text_settings(config: JsonObject) -> tuple[dict[str, Any], str]:
-    """Return what a config.json says of the model of text that is served, completed by what files of its family leave
-    out, and under which key its greatest length stands there. Nothing is refused.
+    """Return the settings of the text model in a config.json, and the key of its maximum length. Settings that the file
+    omits get the family's defaults. The function raises no errors for unsupported settings.
 
-    Of a multimodal model, what is said of its text model is taken where the whole says nothing.
+    For a multimodal model, settings of the text model take precedence over settings of the whole model.
     """
     text = config.get("text_config")
     parts = (text, config) if isinstance(text, dict) else (config,)
@@ -33,17 +35,15 @@ def text_settings(config: JsonObject) -> tuple[dict[str, Any], str]:
     names = map(str, named if isinstance(named, list) else ())
     family = next((BY_ARCHITECTURE[name] for name in names if name in BY_ARCHITECTURE), LLAMA)
     settings = {**family.defaults, **said}
-    # That of another family too, whose name the file does not have: whether it is served is for `parse_config` to say.
+    # Keys of other families count too, if the file does not name a known architecture. `parse_config` decides whether
+    # the model is supported.
     keys = dict.fromkeys(each.length_key for each in (family, *_FAMILIES))
     return settings, next((key for key in keys if key in settings), " or ".join(keys))
 
 
 def parse_config(config: JsonObject) -> Network:
-    """The model that the contents of a config.json describe.
-
-    Raises:
-        CheckpointError: they are broken, or ask for something that is not supported.
-    """
+    """Return the model that the contents of a config.json describe. Raises CheckpointError if the contents are broken
+    or ask for something unsupported."""
     architecture = _architecture(config)
     check_names(config)
     network = BY_ARCHITECTURE[architecture].parse(config, architecture)

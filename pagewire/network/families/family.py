@@ -1,6 +1,6 @@
-"""What a family is: the architectures it serves, and how their config.json becomes a model.
+"""A family of models: its architectures, and how its config.json becomes a list of operations.
 
-`TextConfig` reads what most families spell as Llama does, and has the blocks of such a model ready to be composed.
+`TextConfig` reads the settings that most families name as Llama does, and provides the blocks of such a model.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,38 +34,41 @@ from pagewire.network.rewrites import Renaming
 from pagewire.network.rope import RopeConfig
 from pagewire.network.stacks import STACKS, Stacks
 
-# Published files lack the first part of names where they hold no head.
+# Some published files of headless models lack the first part of the names.
 WITHOUT_PREFIX: Renaming = ((r"^model\.", ""),)
 _UNREAD = r"^(model\.)?(vision_tower|multi_modal_projector)\."  # of multimodal checkpoints
-# Of the whole checkpoint, if its config.json says them there.
+# Settings of the whole checkpoint that override the text model's settings.
 _OUTER = ("dtype", "torch_dtype", "quantization_config")
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Models that config.json and checkpoints describe in the same words."""
+    """A group of architectures whose config.json and checkpoints use the same names."""
 
     architectures: tuple[str, ...]
-    read: Callable[[JsonObject, str], Network]  # of config.json and the architecture
-    ignored: str = r"\.rotary_emb\.inv_freq$"  # pattern of checkpoint names that hold no weights
-    # What checkpoints may do with the names of `read`: that by which the most are there is taken.
+    read: Callable[[JsonObject, str], Network]  # reads a config.json for one of the architectures
+    ignored: str = r"\.rotary_emb\.inv_freq$"  # pattern of tensor names to ignore
+    # Alternative names of the weights that `read` names. The renaming that matches the most tensors is used.
     renamings: tuple[Renaming, ...] = ((), WITHOUT_PREFIX)
-    # Tensors that may be there of all experts, whose parts have names of their own.
+    # Tensors that may contain the weights of all experts; each expert's part gets a name of its own.
     stacks: Stacks = field(default_factory=lambda: STACKS)
-    defaults: JsonObject = field(default_factory=dict)  # what files may leave out
-    length_key: str = "max_position_embeddings"  # of the greatest length
-    default_rope: JsonObject = field(default_factory=dict)  # the rope_parameters of files that say nothing of them
+    defaults: JsonObject = field(default_factory=dict)  # values of settings that files may omit
+    length_key: str = "max_position_embeddings"  # the key of the maximum length
+    # The rope_parameters to assume if a file has no rope settings.
+    default_rope: JsonObject = field(default_factory=dict)
 
     def parse(self, config: JsonObject, architecture: str) -> Network:
-        """Return the model that the contents of a config.json describe."""
+        """Return the model that the contents of a config.json describe, with the family's defaults for omitted
+        settings."""
         has_rope = config.get("rope_parameters") is not None or config.get("rope_scaling")
         rope = {} if has_rope or not self.default_rope else {"rope_parameters": self.default_rope}
         return self.read({**self.defaults, **config, **rope}, architecture)
 
 
 def inside(family: Family, architecture: str, model_types: tuple[str, ...]) -> Family:
-    """Return the family of multimodal checkpoints that hold a model of another in their text_config, which is of one of
-    these types. Published files and those of transformers 5 name its weights differently."""
+    """Return the family of multimodal checkpoints whose text_config describes a model of `family`. `model_types` are
+    the accepted values of its model_type. The weight names differ between published files and files written by
+    transformers 5, so both are supported."""
     return replace(
         family,
         architectures=(architecture,),
@@ -82,13 +85,13 @@ def _text_config(config: JsonObject, model_types: tuple[str, ...]) -> JsonObject
     check_names(text)
     choice(text, "model_type", model_types[0], model_types)
     outer = {key: config[key] for key in _OUTER if config.get(key) is not None}
-    # Whether weights are tied is a matter of the whole.
+    # The whole model's setting decides whether weights are tied.
     return {**text, **outer, "tie_word_embeddings": config.get("tie_word_embeddings", True)}
 
 
 @dataclass(frozen=True, slots=True)
 class TextConfig:
-    """What most families' config.json says of a model."""
+    """The settings of a model that most families have in config.json."""
 
     config: JsonObject
     architecture: str
@@ -101,7 +104,7 @@ class TextConfig:
     vocab_size: int
     num_positions: int
     norm_eps: float
-    ropes: tuple[RopeConfig | None, ...]  # [num_layers] how heads are turned by their position; None: they are not
+    ropes: tuple[RopeConfig | None, ...]  # [num_layers] the rotary embedding of each layer; None: heads are not rotated
     windows: tuple[int, ...]  # [num_layers] see `AttentionHeads`
     activation: Activation
     tie_word_embeddings: bool
@@ -120,12 +123,14 @@ class TextConfig:
         activation_key: str = "hidden_act",
         activations: tuple[str, ...] = ("silu",),
     ) -> "TextConfig":
-        """Read what most families spell as Llama does.
+        """Read the settings that most families name as Llama does.
 
         Args:
-            ropes: by default one for all layers, which turns whole heads.
-            windows: of the layers; by default there are none.
-            activations: that are served, the default first.
+            ropes: the rotary embedding of the layers; by default one setting for all layers, which rotates whole heads.
+            windows: the sliding windows of the layers; by default no windows.
+            eps_key, default_eps: the key and the default of the epsilon of norms.
+            activation_key: the key of the activation.
+            activations: the supported activations; the first is the default.
         """
         num_heads, head_dim = positive(config, "num_attention_heads"), head_dim_of(config)
         of_layers, num_positions = ropes or read_rope(config)
@@ -150,24 +155,24 @@ class TextConfig:
         )
 
     def norm(self, **how: bool) -> Norm:
-        """Return the norms over hidden states."""
+        """Return the norms over hidden states. `how` sets other fields of `Norm`."""
         return Norm(self.hidden_size, self.norm_eps, **how)
 
     def heads(
         self, layer: int, scale: float | None = None, softcap: float = 0.0, slopes: tuple[float, ...] = ()
     ) -> AttentionHeads:
-        """Return the heads of a layer. `scale`: by default by the length of heads."""
+        """Return the heads of a layer. By default, `scale` is head_dim ** -0.5."""
         scale = self.head_dim**-0.5 if scale is None else scale
         window = self.windows[layer]
         return AttentionHeads(self.num_heads, self.num_kv_heads, self.head_dim, scale, window, softcap, slopes)
 
     def attention(self, layer: int, heads: AttentionHeads | None = None, **how: Any) -> Attention:
-        """Return the attention of a layer. `how`: other fields of `Attention`."""
+        """Return the attention of a layer. `how` sets other fields of `Attention`."""
         heads, rope = heads or self.heads(layer), self.ropes[layer]
         return Attention(layer, self.hidden_size, heads, rope, self.num_positions, norm_eps=self.norm_eps, **how)
 
     def mlp(self, size: int | None = None, **how: Any) -> Mlp:
-        """Return an MLP, by default that of dense layers, gated. `how`: other fields of `Mlp`."""
+        """Return an MLP, by default the gated MLP of dense layers. `how` sets other fields of `Mlp`."""
         how = {"activation": activation(self.activation), **how}
         return Mlp(self.hidden_size, size or self.intermediate_size, **how)
 
@@ -180,12 +185,13 @@ class TextConfig:
         has_bias: bool = False,
         **routing: Any,
     ) -> Experts:
-        """Read experts of which num_experts_per_tok are chosen.
+        """Read the experts of a layer, of which each token uses num_experts_per_tok.
 
         Args:
-            num_key, intermediate_key: where config.json says how many experts there are, and of what size.
-            act: by default the model's, gated.
-            routing: fields of `ExpertRouting`.
+            num_key, intermediate_key: the keys in config.json for the number of experts and their intermediate size.
+            act: the activation; by default the model's activation, gated.
+            has_bias: the experts' projections have biases.
+            routing: other fields of `ExpertRouting`.
         """
         num_experts, chosen = read_routing(self.config, num_key, **routing)
         size, act = positive(self.config, intermediate_key), act or activation(self.activation)
@@ -193,7 +199,7 @@ class TextConfig:
         return Experts(chosen, num_experts, mlp)
 
     def network(self, operations: Iterator[Operation], ignored: str = "") -> Network:
-        """Return the model of these operations."""
+        """Return the model with these operations. `ignored` is a pattern of tensor names that it does not use."""
         return Network(
             self.architecture,
             tuple(operations),
@@ -214,7 +220,8 @@ class TextConfig:
         softcap: float = 0.0,
         ignored: str = "",
     ) -> Network:
-        """Return a model of layers by their numbers and names, in Llama's names around them."""
+        """Return a model with an embedding, layers, a final norm and a head, with Llama's names. `layers` yields the
+        operations of a layer, given its number and name."""
 
         def operations() -> Iterator[Operation]:
             yield embed("model.embed_tokens", self.vocab_size, self.hidden_size, embedding_factor)
@@ -233,12 +240,8 @@ class TextConfig:
         ignored: str = "",
         **how: Any,
     ) -> Network:
-        """Return a model of Llama's layers in Llama's names.
-
-        Args:
-            mlp: of a layer by its number and name, where it is another than Llama's.
-            how: fields of `Attention`.
-        """
+        """Return a model of Llama's layers, with Llama's names. `mlp` yields the MLP of a layer, given the layer's
+        number and name; by default Llama's MLP. `how` sets fields of `Attention`."""
         norm, dense = self.norm(), self.mlp(has_bias=has_mlp_bias)
 
         def layers(number: int, name: str) -> Iterator[Operation]:
@@ -249,22 +252,20 @@ class TextConfig:
 
 
 def norms_of(layer: str) -> tuple[str, str]:
-    """Return the names of the norms before attention and MLP, as Llama has them."""
+    """Return Llama's names of the norms before attention and before the MLP."""
     return f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"
 
 
 def head_dim_of(config: JsonObject) -> int:
-    """As config.json says, else the hidden size shared out among the heads."""
+    """Return the head dimension from config.json, or the hidden size divided by the number of heads."""
     if config.get("head_dim") is not None:
         return positive(config, "head_dim")
     return split_evenly("hidden_size", positive(config, "hidden_size"), positive(config, "num_attention_heads"))
 
 
 def read_routing(config: JsonObject, num_key: str, **fields: Any) -> tuple[int, ExpertRouting]:
-    """Read how many experts there are, and how num_experts_per_tok of them are chosen.
-
-    `fields`: others of `ExpertRouting`.
-    """
+    """Return the number of experts, and the routing that chooses num_experts_per_tok of them. `fields` sets other
+    fields of `ExpertRouting`."""
     num_key = first_key(config, num_key, *NUM_EXPERTS)
     num_experts = positive(config, num_key, limit=MAX_EXPERTS)
     num_chosen = positive(config, "num_experts_per_tok", limit=MAX_EXPERTS)

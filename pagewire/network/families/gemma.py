@@ -1,7 +1,8 @@
 """Gemma 2 (Gemma team, 2024, https://arxiv.org/abs/2408.00118) and 3 (2025, https://arxiv.org/abs/2503.19786).
 
-Norms on both sides of attention and MLP multiply by 1 + weight, and embeddings are scaled up. Gemma 2 bounds scores and
-logits; Gemma 3 normalizes heads instead, and its layers with a sliding window have another base of positions.
+Norms precede and follow attention and the MLP, and multiply by 1 + weight. Embeddings are multiplied by the square root
+of the hidden size. Gemma 2 bounds scores and logits. Gemma 3 normalizes heads instead, and its sliding-window layers
+use a different rope base.
 """
 
 import math
@@ -23,7 +24,7 @@ from pagewire.network.families.reading import (
 from pagewire.network.network import Network
 from pagewire.network.operations import Operation
 
-# What files may leave out.
+# Defaults of settings that files may omit.
 _DEFAULTS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True}
 _GEMMA3_DEFAULTS = {**_DEFAULTS, "vocab_size": 262_208, "max_position_embeddings": 131_072}
 
@@ -35,7 +36,7 @@ def _read(
     ropes: Ropes | None,
     softcaps: tuple[float, float],
 ) -> Network:
-    """Read what both share. `softcaps`: of scores and of logits."""
+    """Read the settings that Gemma 2 and 3 share. `softcaps` are the bounds of scores and of logits."""
     text = TextConfig.read(
         config,
         architecture,
@@ -62,7 +63,7 @@ def _read(
 
 
 def _softcaps(config: JsonObject, of_scores: float, of_logits: float) -> tuple[float, float]:
-    """Bounds of scores and of logits. The numbers are those where config.json does not say."""
+    """Return the bounds of scores and of logits. `of_scores` and `of_logits` are the defaults."""
     attention = number_or_none(config, "attn_logit_softcapping", of_scores)
     return attention, number_or_none(config, "final_logit_softcapping", of_logits)
 
@@ -78,7 +79,7 @@ def _read_gemma3(config: JsonObject, architecture: str) -> Network:
     layer_types, windows = read_windows(config, kinds)
     thetas = {FULL: 1_000_000.0, SLIDING: number(config, "rope_local_base_freq", 10_000.0)}
     ropes, _ = read_ropes_by_kind(config, layer_types, thetas, shares_theta=False)
-    # The positions that config.json names are those that scaling has stretched.
+    # max_position_embeddings already includes the rope scaling.
     num_positions = positive(config, "max_position_embeddings")
     softcaps = _softcaps(config, 0.0, 0.0)
     if softcaps[0]:

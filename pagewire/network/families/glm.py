@@ -1,10 +1,11 @@
 """GLM-4 (Zeng et al., 2024, https://arxiv.org/abs/2406.12793).
 
-As "glm" it has norms before attention and MLP, as "glm4" behind them too. A half of each head is turned, in pairs of
-neighbours.
+The architecture "glm" has norms before attention and the MLP; "glm4" has norms after them, too. Half of each head is
+rotated, in pairs of neighbours.
 
-GLM-4.5 (2025, https://arxiv.org/abs/2508.06471), "glm4_moe", has norms before them, pairs of elements of two halves,
-and experts behind its first layers, as DeepSeek-V3 has them. What it has for predicting several tokens is left alone.
+GLM-4.5 (2025, https://arxiv.org/abs/2508.06471), "glm4_moe", has norms before attention and the MLP, and pairs values
+of the two halves of a head. All layers but the first ones have experts, as in DeepSeek-V3. Its layers for multi-token
+prediction are ignored.
 """
 
 from collections.abc import Iterator
@@ -79,7 +80,7 @@ def _read_moe(config: JsonObject, architecture: str) -> Network:
 
 
 def _num_further_layers(config: JsonObject) -> int:
-    """How many layers the checkpoint has behind the last one, to predict further tokens."""
+    """Return the number of extra layers for multi-token prediction that the checkpoint stores after the last layer."""
     key = first_key(config, "num_nextn_predict_layers", "num_mtp_layers")
     number = 1 if config.get(key) is None else config[key]
     if not is_whole(number) or not 0 <= number <= MAX_LAYERS:
@@ -87,7 +88,7 @@ def _num_further_layers(config: JsonObject) -> int:
     return number
 
 
-# What files may leave out.
+# Defaults of settings that files may omit.
 _DEFAULTS = {"num_key_value_heads": 2, "head_dim": 128}
 GLM = Family(("GlmForCausalLM",), _read, defaults=_DEFAULTS)
 GLM4 = Family(("Glm4ForCausalLM",), _read, defaults=_DEFAULTS)

@@ -1,9 +1,10 @@
-"""GPT-2 (Radford et al., 2019, "Language Models are Unsupervised Multitask Learners"): layer norms, a plain MLP, and
-learnt positions; and two of its shape without positions, whose scores fall by the distance (ALiBi).
+"""GPT-2 (Radford et al., 2019, "Language Models are Unsupervised Multitask Learners"), BLOOM and MPT.
 
-BLOOM (Le Scao et al., 2022, https://arxiv.org/abs/2211.05100) has a norm behind the embedding; its queries, keys and
-values are one product, head by head. MPT (MosaicML, 2023, https://www.databricks.com/blog/mpt-7b) has slopes of its
-own, layer norms that have no bias, as nothing has, and queries, keys and values that may be bounded.
+GPT-2 has layer norms, a plain MLP, and learned positions. BLOOM and MPT have the same structure but no position
+embeddings: their scores decrease with the distance (ALiBi). BLOOM (Le Scao et al., 2022,
+https://arxiv.org/abs/2211.05100) has a norm after the embedding, and stores queries, keys and values as one projection,
+head by head. MPT (MosaicML, 2023, https://www.databricks.com/blog/mpt-7b) uses different ALiBi slopes, has no biases by
+default, and may clip queries, keys and values.
 """
 
 from collections.abc import Iterator
@@ -34,8 +35,8 @@ from pagewire.network.quantization import parse_quantization
 from pagewire.network.rewrites import Renaming
 
 _GPT2 = "GPT2LMHeadModel"
-_BLOOM_LENGTH = 2048  # where a file says null, or nothing
-# What MPT's attention is served without.
+_BLOOM_LENGTH = 2048  # the default if the setting is null or missing
+# Settings of MPT's attention that are not supported.
 _WITHOUT = ("prefix_lm", "qk_ln", "qk_gn", "rope", "attn_uses_sequence_id")
 
 
@@ -48,11 +49,10 @@ def _read(
     layers_key: str,
     **others: Any,
 ) -> TextConfig:
-    """Read what all of these have.
+    """Read the settings that all three families have.
 
-    Args:
-        hidden_key, heads_key, layers_key: where config.json says the hidden size, and how many heads and layers.
-        others: fields of `TextConfig`.
+    `hidden_key`, `heads_key` and `layers_key` are the keys in config.json of the hidden size and of the numbers of
+    heads and layers. `others` sets further fields of `TextConfig`.
     """
     hidden_size, num_heads = positive(config, hidden_key), positive(config, heads_key)
     num_layers = positive(config, layers_key, limit=MAX_LAYERS)
@@ -96,7 +96,7 @@ def _read_gpt2(config: JsonObject, architecture: str) -> Network:
 
 
 def _gpt2(text: TextConfig) -> Iterator[Operation]:
-    """Linear layers were 1-d convolutions: their weights are [in, out]."""
+    """Yield GPT-2's operations. Its linear layers were 1-d convolutions, so the weights are [in, out]."""
     norm = text.norm(is_centered=True, has_bias=True)
     mlp = text.mlp(activation=activation(text.activation, is_gated=False), has_bias=True)
     tokens = Table("transformer.wte", text.vocab_size, text.hidden_size)
@@ -148,7 +148,8 @@ def _bloom(text: TextConfig) -> Iterator[Operation]:
 
 
 def _bloom_slopes(num_heads: int) -> tuple[float, ...]:
-    """2^(-8 / n), 2^(-16 / n) ... of the largest power of two n; other heads have every other slope of 2 n."""
+    """Return the ALiBi slopes 2^(-8 / n), 2^(-16 / n) ... for n heads, with n the largest power of two that is at most
+    `num_heads`. The remaining heads get every other slope of 2 n heads."""
     num_first = 1 << (num_heads.bit_length() - 1)
     first = [2.0 ** (-8 * number / num_first) for number in range(1, num_first + 1)]
     between = [2.0 ** (-4 * number / num_first) for number in range(1, 2 * num_first, 2)]
@@ -176,7 +177,7 @@ def _read_mpt(config: JsonObject, architecture: str) -> Network:
 
 
 def _mpt(text: TextConfig, attention: JsonObject, *, has_bias: bool) -> Iterator[Operation]:
-    """`has_bias`: norms and products have."""
+    """Yield MPT's operations. `has_bias` says whether norms and projections have biases."""
     scale = number(attention, "softmax_scale", text.head_dim**-0.5)
     slopes = _mpt_slopes(text.num_heads, positive(attention, "alibi_bias_max", 8))
     limit = number(attention, "clip_qkv") if attention.get("clip_qkv") not in (None, 0) else 0.0
@@ -197,7 +198,7 @@ def _mpt(text: TextConfig, attention: JsonObject, *, has_bias: bool) -> Iterator
 
 
 def _mpt_attention(config: JsonObject) -> JsonObject:
-    """What is said of attention, where that is served."""
+    """Return the settings of attention. Raises CheckpointError for unsupported ones."""
     attention = json_object(config, "attn_config")
     choice(attention, "attn_type", "multihead_attention", ("multihead_attention",))
     expect(attention, "alibi", True)
@@ -209,15 +210,16 @@ def _mpt_attention(config: JsonObject) -> JsonObject:
 
 
 def _mpt_slopes(num_heads: int, bias_max: int) -> tuple[float, ...]:
-    """2^(-bias_max / n), 2^(-2 bias_max / n) ... of the smallest power of two n that suffices; where it is not the
-    number of heads, every other of these first, from the second on, then the others."""
+    """Return the ALiBi slopes 2^(-bias_max / n), 2^(-2 bias_max / n) ..., with n the smallest power of two that is at
+    least `num_heads`. If n differs from the number of heads, every other slope comes first, starting with the second,
+    then the remaining slopes."""
     num_slopes = 1 << (num_heads - 1).bit_length()
     slopes = [2.0 ** (-bias_max * number / num_slopes) for number in range(1, num_slopes + 1)]
     return tuple(slopes if num_slopes == num_heads else [*slopes[1::2], *slopes[::2]][:num_heads])
 
 
 _RENAMINGS: tuple[Renaming, ...] = ((), ((r"^transformer\.", ""),))
-# Old checkpoints carry the causal mask of every layer.
+# Old checkpoints store the causal mask of every layer.
 GPT2 = Family((_GPT2,), _read_gpt2, ignored=r"\.attn\.(masked_)?bias$", renamings=_RENAMINGS, length_key="n_positions")
 BLOOM = Family(
     ("BloomForCausalLM",),
@@ -226,5 +228,5 @@ BLOOM = Family(
     defaults={"seq_length": _BLOOM_LENGTH},
     length_key="seq_length",
 )
-# The first name is that of transformers, the second that of the published files.
+# The first name is used by transformers, the second by the published files.
 MPT = Family(("MptForCausalLM", "MPTForCausalLM"), _read_mpt, renamings=_RENAMINGS, length_key="max_seq_len")

@@ -1,7 +1,7 @@
 """GPT-NeoX (Black et al., 2022, https://arxiv.org/abs/2204.06745) and Pythia.
 
-Attention and MLP read the same, a part of each head is turned, and queries, keys and values are one product, head by
-head.
+By default, attention and the MLP run in parallel on the layer's input. A part of each head is rotated. Queries, keys
+and values are one projection, stored head by head.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ def _read(config: JsonObject, architecture: str) -> Network:
     default_theta = config.get("rotary_emb_base") or 10_000.0
     settings = rope_settings(config, default_theta, config.get("rotary_pct", 0.25))
     share = read_share(config, settings, "rotary_pct", 0.25)
-    plain = {**config, "num_key_value_heads": None, "head_dim": None}  # which the model does not have
+    plain = {**config, "num_key_value_heads": None, "head_dim": None}  # settings that the model does not have
     if config.get("head_dim") not in (None, head_dim_of(plain)):
         raise unserved("head_dim", config["head_dim"], f"unset for {architecture}, or {head_dim_of(plain)}")
     text = TextConfig.read(
@@ -57,5 +57,5 @@ def _operations(text: TextConfig) -> Iterator[Operation]:
     yield lm_head("embed_out", text.hidden_size, text.vocab_size)
 
 
-# Old checkpoints carry the causal mask of every layer.
+# Old checkpoints store the causal mask of every layer.
 FAMILY = Family(("GPTNeoXForCausalLM",), _read, ignored=r"\.(rotary_emb\.inv_freq|attention\.(masked_)?bias)$")

@@ -1,5 +1,8 @@
-"""gpt-oss (OpenAI, 2025, https://arxiv.org/abs/2508.10925): experts in all layers, whose gates and ups are clamped, a
-sink in each head's softmax, and windows in every other layer. Experts are published in MXFP4."""
+"""gpt-oss (OpenAI, 2025, https://arxiv.org/abs/2508.10925).
+
+All layers have experts, with clamped gates and ups. Each head has a sink in its softmax, and every other layer has a
+sliding window. The published experts are in MXFP4.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +15,7 @@ from pagewire.network.network import Network
 from pagewire.network.operations import Operation
 from pagewire.network.stacks import STACKS
 
-# What files may leave out.
+# Defaults of settings that files may omit.
 _DEFAULTS = {
     "num_local_experts": 128,
     "num_experts_per_tok": 4,

@@ -1,13 +1,14 @@
 """Llama (Touvron et al., 2023, https://arxiv.org/abs/2302.13971) with grouped-query attention (Ainslie et al., 2023,
-https://arxiv.org/abs/2305.13245), and those that changed little of it.
+https://arxiv.org/abs/2305.13245), and models that differ little from it.
 
-Granite 3, dense (https://arxiv.org/abs/2405.04324 describes their forebears), has four factors, which are those of
-maximal update parametrization (https://arxiv.org/abs/2203.03466). In Seed-OSS (ByteDance Seed, 2025,
-https://huggingface.co/ByteDance-Seed/Seed-OSS-36B-Base) biases of queries, keys and values and of attention's output
-are chosen apart. In SmolLM3 (Bakouch et al., 2025, https://huggingface.co/blog/smollm3) one layer of four has no
-positions (NoPE, https://arxiv.org/abs/2501.18795); those layers alone may have a sliding window. In
-Phi-3 (Abdin et al., 2024, https://arxiv.org/abs/2404.14219) and Phi-4 queries, keys and values are one product, gates
-and ups another; Phi-4-mini turns a part of each head, and both stretch positions by LongRoPE.
+Dense Granite 3 (https://arxiv.org/abs/2405.04324 describes its predecessors) has the four factors of maximal update
+parametrization (https://arxiv.org/abs/2203.03466). Seed-OSS (ByteDance Seed, 2025,
+https://huggingface.co/ByteDance-Seed/Seed-OSS-36B-Base) has separate settings for the biases of queries, keys and
+values, and for the bias of attention's output. In SmolLM3 (Bakouch et al., 2025, https://huggingface.co/blog/smollm3),
+one layer of four has no positions (NoPE, https://arxiv.org/abs/2501.18795), and only these layers may have a sliding
+window. Phi-3 (Abdin et al., 2024, https://arxiv.org/abs/2404.14219) and Phi-4 store queries, keys and values as one
+projection, and gates and ups as another. Phi-4-mini rotates a part of each head. Phi-3 and Phi-4-mini may extend their
+positions by LongRoPE.
 """
 
 from collections.abc import Iterator
@@ -81,7 +82,7 @@ def _read_smollm3(config: JsonObject, architecture: str) -> Network:
 def _layers_with_rope(config: JsonObject) -> list[bool]:
     num_layers = num_layers_of(config)
     interval = positive(config, "no_rope_layer_interval", 4)
-    given = config.get("no_rope_layers")  # 1: the layer has positions
+    given = config.get("no_rope_layers")  # one number per layer; 1: the layer has positions
     if given is None:
         return [(layer + 1) % interval != 0 for layer in range(num_layers)]
     if not isinstance(given, list) or len(given) != num_layers or any(has not in (0, 1) for has in given):
@@ -92,7 +93,7 @@ def _layers_with_rope(config: JsonObject) -> list[bool]:
 def _read_phi3(config: JsonObject, architecture: str) -> Network:
     settings = rope_settings(config, default_share=1.0)
     rope_type = settings.get("rope_type") or settings.get("type") or "default"
-    if rope_type in ("longrope", "su", "yarn"):  # as transformers reads them
+    if rope_type in ("longrope", "su", "yarn"):  # transformers reads all three names as LongRoPE
         ropes = read_longrope(config, settings, head_dim_of(config))
     elif rope_type == "default":
         ropes = read_rope(config, default_share=1.0)

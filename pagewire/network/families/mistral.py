@@ -1,6 +1,9 @@
-"""Mistral (Jiang et al., 2023, https://arxiv.org/abs/2310.06825): a Llama whose layers all have a sliding window.
-Ministral 3 (2025, https://arxiv.org/abs/2601.08584) lets queries grow with their position instead. Mixtral (2024,
-https://arxiv.org/abs/2401.04088) has experts in all layers."""
+"""Mistral (Jiang et al., 2023, https://arxiv.org/abs/2310.06825): a Llama with a sliding window in all layers by
+default.
+
+Ministral 3 (2025, https://arxiv.org/abs/2601.08584) has no window by default; its queries grow with their position.
+Mixtral (2024, https://arxiv.org/abs/2401.04088) has experts in all layers.
+"""
 
 from collections.abc import Iterator
 
@@ -17,7 +20,7 @@ def _read(config: JsonObject, architecture: str) -> Network:
 
 
 def _read_text(config: JsonObject, architecture: str) -> Network:
-    """Of Mistral Small 3 and Ministral 3, which tell by their types which they are."""
+    """Read the text model of Mistral Small 3 or Ministral 3, which differ in their model_type."""
     return (MINISTRAL3 if config.get("model_type") == "ministral3" else MISTRAL).parse(config, architecture)
 
 
@@ -42,7 +45,7 @@ def _read_mixtral(config: JsonObject, architecture: str) -> Network:
     return text.llama(mlp)
 
 
-# Mixtral as transformers 5 can write it.
+# Mixtral's names as transformers 5 can write them.
 _NEW_NAMES = (
     (r"\.block_sparse_moe\.", ".mlp."),
     (r"\.w1$", ".gate_proj"),

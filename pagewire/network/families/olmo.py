@@ -1,9 +1,11 @@
 """OLMo 2 (OLMo team, 2024, https://arxiv.org/abs/2501.00656) and OLMo 3 (2025, https://arxiv.org/abs/2512.13961).
 
-They have norms behind attention and MLP instead of before them, and one over all heads of queries, and one over all of
-keys. In OLMo 3 three layers of four have a sliding window, and only the fourth stretches its positions.
+They have norms after attention and the MLP instead of before them. One norm covers the queries of all heads, and
+another covers the keys of all heads. In OLMo 3, three layers of four have a sliding window, and rope scaling applies
+only to the fourth.
 
-OLMoE (2024, https://arxiv.org/abs/2409.02060) has norms before them, those over all heads too, and experts.
+OLMoE (2024, https://arxiv.org/abs/2409.02060) has norms before attention and the MLP, the same norms of queries and
+keys, and experts.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What config.json says of positions: rotary embedding, windows, and the kinds of layers that have their own."""
+"""Reads the settings of config.json about positions: rotary embedding, sliding windows, and layer types."""
 
 import math
 from collections.abc import Mapping
@@ -24,9 +24,9 @@ from pagewire.network.rope import RopeConfig
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 FULL, SLIDING = "full_attention", "sliding_attention"
 ORIGINAL = "original_max_position_embeddings"
-_LONGROPE_ORIGINAL = 4096  # where config.json does not say
+_LONGROPE_ORIGINAL = 4096  # the default if config.json does not set the original length
 
-# The rope settings of each layer, and how many positions they serve.
+# The rope settings of each layer, and the number of positions that they support.
 Ropes = tuple[tuple[RopeConfig | None, ...], int]
 
 
@@ -37,12 +37,11 @@ def read_rope(
     default_share: float | None = None,
     is_interleaved: bool = False,
 ) -> Ropes:
-    """The rope settings of all layers, which are the same.
+    """Return the rope settings of all layers, which are the same, and the number of positions.
 
-    Defaults are those of transformers. As in vLLM, linear and yarn scaling stretch the positions by their factor.
-
-    Args:
-        default_share: of a head's values, that are turned; None: the family turns all of them.
+    The defaults match transformers. As in vLLM, linear and yarn scaling multiply the number of positions by their
+    factor. `default_share` is the default share of a head's values that is rotated; None: the family always rotates all
+    values.
     """
     rope = rope_settings(config, default_theta, default_share)
     for key, value in rope.items():
@@ -61,10 +60,10 @@ def read_ropes_by_kind(
     *,
     shares_theta: bool = True,
 ) -> Ropes:
-    """The rope settings of layers by their kinds; the positions are those that layers of full attention serve.
+    """Return the rope settings of each layer by its type, and the number of positions of full-attention layers.
 
-    Where there is but one set, of transformers 4, its scaling is that of full attention alone, and so is its base
-    unless `shares_theta`.
+    transformers 4 writes a single set of settings. Its scaling then applies to full attention only, and so does its
+    base, unless `shares_theta` is set.
     """
     settings = rope_settings(config, default_thetas[FULL])
     nested = {kind: json_object(settings, kind) for kind in default_thetas}
@@ -74,7 +73,7 @@ def read_ropes_by_kind(
     ropes = {}
     for kind, theta in default_thetas.items():
         _read_share(config, nested[kind], None)
-        expect(nested[kind], "truncate", True)  # transformers reads none of a kind
+        expect(nested[kind], "truncate", True)  # transformers ignores this setting for a single layer type
         ropes[kind] = _read_settings(nested[kind], positive(config, "max_position_embeddings"), theta)
     return tuple(ropes[kind][0] for kind in layer_types), ropes[FULL][1]
 
@@ -82,9 +81,13 @@ def read_ropes_by_kind(
 def rope_settings(
     config: JsonObject, default_theta: float = 10_000.0, default_share: float | None = None
 ) -> dict[str, Any]:
-    """Both spellings are read: transformers 4 (`rope_theta`, `rope_scaling`), which wrote null where it left no
-    scaling, and transformers 5 (`rope_parameters`). In a file that has both, since model cards tell people to add
-    rope_scaling, that one counts, as in transformers. The original length may stand beside them."""
+    """Return the rope settings of a config.json in one form. Two forms are read: `rope_theta` and `rope_scaling` of
+    transformers 4, which wrote null for no scaling, and `rope_parameters` of transformers 5. If a file has both,
+    `rope_scaling` wins, as in transformers, since model cards ask users to add it. The original length may be a setting
+    next to them.
+
+    Raises CheckpointError if settings contradict each other.
+    """
     parameters, scaling = json_object(config, "rope_parameters"), json_object(config, "rope_scaling")
     outer = {"rope_theta": config.get("rope_theta")}
     settings = {**outer, **(scaling or parameters)}
@@ -94,7 +97,7 @@ def rope_settings(
         settings = {**outer, **parameters, FULL: scaled}
     elif parameters and scaling:
         defaults = {"rope_theta": default_theta, "partial_rotary_factor": default_share}
-        # What transformers takes for values that rope_scaling does not have.
+        # The values that transformers uses if rope_scaling omits them.
         around = {key: value if config.get(key) is None else config[key] for key, value in defaults.items()}
         _check_agreement(parameters, {**around, **scaling})
     original = config.get(ORIGINAL)
@@ -107,8 +110,8 @@ def rope_settings(
 
 
 def _check_agreement(parameters: JsonObject, scaling: JsonObject) -> None:
-    """Raises CheckpointError where rope_scaling says something else than rope_parameters beside it: it is not for us to
-    choose. Scaling where rope_parameters has none is what the other was added for."""
+    """Raise CheckpointError if rope_scaling contradicts rope_parameters in the same file, because neither choice is
+    certain. Scaling where rope_parameters has none is no contradiction: that is why users add rope_scaling."""
     for key, value in parameters.items():
         names = ("rope_type", "type") if key in ("rope_type", "type") else (key,)
         given = next((scaling[name] for name in names if scaling.get(name) is not None), None)
@@ -121,6 +124,8 @@ def _check_agreement(parameters: JsonObject, scaling: JsonObject) -> None:
 
 
 def read_layer_types(config: JsonObject, default: list[str], kinds: tuple[str, ...]) -> list[str]:
+    """Return the type of each layer, or `default` if config.json does not list them. Raises CheckpointError for a type
+    that is not in `kinds`."""
     num_layers = num_layers_of(config)
     layer_types = config.get("layer_types") or default
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
@@ -134,14 +139,15 @@ def read_layer_types(config: JsonObject, default: list[str], kinds: tuple[str, .
 def read_windows(
     config: JsonObject, default_types: list[str], default_window: int = 4096
 ) -> tuple[list[str], tuple[int, ...]]:
-    """The kinds of the layers, and the window of each."""
+    """Return the type and the sliding window of each layer; a window of 0 means full attention."""
     window = sliding_window(config, default_window)
     layer_types = read_layer_types(config, default_types, (FULL, SLIDING))
     return layer_types, tuple(window if layer_type == SLIDING else 0 for layer_type in layer_types)
 
 
 def read_chosen_windows(config: JsonObject) -> tuple[int, ...]:
-    """Each layer's window: of those that use_sliding_window, max_window_layers and layer_types choose."""
+    """Return the sliding window of each layer, as chosen by use_sliding_window, max_window_layers and layer_types; 0:
+    no window."""
     window = sliding_window(config) if flag(config, "use_sliding_window", False) else 0
     if not config.get("layer_types"):
         max_window_layers = from_zero(config, "max_window_layers", 28)
@@ -151,29 +157,31 @@ def read_chosen_windows(config: JsonObject) -> tuple[int, ...]:
 
 
 def read_equal_windows(config: JsonObject, default_window: int | None = 4096) -> tuple[int, ...]:
-    """The same window in every layer."""
+    """Return the sliding window of each layer, which is the same in every layer. Raises CheckpointError if layer_types
+    is set."""
     if config.get("layer_types"):
         raise unserved("layer_types", config["layer_types"], "unset: every layer of this architecture is of one type")
     return (sliding_window(config, default_window),) * num_layers_of(config)
 
 
 def read_no_windows(config: JsonObject, architecture: str) -> tuple[int, ...]:
+    """Return a window of 0 for each layer. Raises CheckpointError if use_sliding_window is set."""
     if config.get("use_sliding_window"):
         raise unserved("use_sliding_window", True, f"false for {architecture}")
     return (0,) * num_layers_of(config)
 
 
 def sliding_window(config: JsonObject, default: int | None = 4096) -> int:
-    """0 where it is null, which stands for none."""
+    """Return the size of the sliding window; 0 if the setting is null, which means no window."""
     if config.get("sliding_window", default) is None:
         return 0
     return positive(config, "sliding_window", default)
 
 
 def read_longrope(config: JsonObject, rope: JsonObject, head_dim: int) -> Ropes:
-    """LongRoPE (Ding et al., 2024, https://arxiv.org/abs/2402.13753). It has factors for sequences up to the original
-    length and others for longer ones (`RopeConfig.serving`); the factor of attention is that of the whole stretch for
-    both."""
+    """Return the settings of LongRoPE (Ding et al., 2024, https://arxiv.org/abs/2402.13753) and the number of
+    positions. LongRoPE has one list of factors for sequences up to the original length, and another for longer
+    sequences (`RopeConfig.serving`). Both use the attention factor of the full extension."""
     num_positions = positive(config, "max_position_embeddings")
     share = read_share(config, rope, "partial_rotary_factor", 1.0)
     short = _read_factors(rope, "short_factor", int(head_dim * share) // 2)
@@ -202,7 +210,7 @@ def _read_factors(rope: JsonObject, key: str, num_pairs: int) -> tuple[float, ..
 
 
 def read_share(config: JsonObject, rope: JsonObject, key: str, default: float) -> float:
-    """What part of a head's values is turned."""
+    """Return the share of a head's values that is rotated, from 0 to 1. Raises CheckpointError for a larger number."""
     key = "partial_rotary_factor" if rope.get("partial_rotary_factor") is not None else key
     value = rope.get(key, config.get(key))
     share = checked_number(key, default if value is None else value)
@@ -259,8 +267,8 @@ def _stretched(num_positions: int, factor: float) -> int:
 
 
 def _yarn_attention_factor(rope: JsonObject, factor: float) -> float:
-    """Return the factor of cosines and sines; YaRN (Peng et al., 2023, https://arxiv.org/abs/2309.00071), section
-    3.4."""
+    """Return the factor of cosines and sines according to YaRN (Peng et al., 2023, https://arxiv.org/abs/2309.00071),
+    section 3.4."""
 
     def magnitude(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0

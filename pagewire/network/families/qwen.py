@@ -1,6 +1,9 @@
-"""Qwen2 (https://arxiv.org/abs/2407.10671): biases of queries, keys and values. Qwen3 (https://arxiv.org/abs/2505.09388)
-normalizes each head of queries and keys instead. In both some layers may have a sliding window. Both have relatives
-whose layers, or some of them, have experts; of Qwen2's one is shared, and has a gate."""
+"""Qwen2 (https://arxiv.org/abs/2407.10671) and Qwen3 (https://arxiv.org/abs/2505.09388).
+
+Qwen2 has biases of queries, keys and values. Qwen3 normalizes each head of queries and keys instead. In both, some
+layers may have a sliding window. Both have variants with experts in all or some layers; the variant of Qwen2 has a
+shared expert with a gate, too.
+"""
 
 from collections.abc import Iterator
 
@@ -68,7 +71,8 @@ def _read_qwen3_moe(config: JsonObject, architecture: str) -> Network:
 
 
 def _read_expert_layers(config: JsonObject) -> tuple[bool, ...]:
-    """Each layer whose number, from 1, decoder_sparse_step divides has experts, but those of mlp_only_layers."""
+    """Return whether each layer has experts. These are the layers whose number, counted from 1, is a multiple of
+    decoder_sparse_step, except for those in mlp_only_layers."""
     step = positive(config, "decoder_sparse_step", 1)
     without = config.get("mlp_only_layers") or []
     if not isinstance(without, list) or not all(is_whole(layer) for layer in without):

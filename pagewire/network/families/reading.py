@@ -1,4 +1,5 @@
-"""Checked values of a config.json. Whatever is refused is named with its value and what would be served."""
+"""Functions that read and check values of a config.json. An error names the setting, its value, and the supported
+values."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,18 +8,18 @@ from pagewire.common.gguf import is_whole, shown
 from pagewire.network.checkpoint_files import CONFIG_FILE, CheckpointError
 from pagewire.network.operations import Activation
 
-# Far above any model there is: what lies beyond is a mistake, and would be built before memory says so.
+# Limits far above any existing model. A larger value is a mistake, and would use up memory before it is noticed.
 MAX_LAYERS = 1 << 12
 MAX_EXPERTS = 1 << 10
-MAX_SIZE = 1 << 24  # of a vector, a vocabulary, a head count, and of the positions of a sequence
+MAX_SIZE = 1 << 24  # of a vector, a vocabulary, a number of heads, and the positions of a sequence
 
-JsonObject = Mapping[str, Any]  # config.json, or an object in it
+JsonObject = Mapping[str, Any]  # a config.json, or an object in it
 
 DTYPES = ("float32", "bfloat16", "float16")
-# The names that transformers has for activations, where they are others than ours.
+# The names of activations in transformers that differ from ours.
 _ACTIVATIONS: dict[str, Activation] = dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh")
 GELUS = ("gelu", "gelu_new", "gelu_pytorch_tanh")
-# The names that files have for one thing.
+# Alternative names of the same setting.
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 HIDDEN_SIZE = ("hidden_size", "n_embd", "n_embed", "d_model")
 _SAME = (
@@ -29,11 +30,11 @@ _SAME = (
     ("max_position_embeddings", "n_positions"),
     ("num_nextn_predict_layers", "num_mtp_layers"),
 )
-_NUMBERS = (1e-30, 1e30)  # whose powers and products are finite in float32
+_NUMBERS = (1e-30, 1e30)  # limits between which powers and products are finite in float32
 
 
 def check_names(config: JsonObject) -> None:
-    """Raises CheckpointError where two names of one thing have different values."""
+    """Raise CheckpointError if two names of the same setting have different values."""
     for names in _SAME:
         first, *others = [name for name in names if config.get(name) is not None] or [""]
         for name in others:
@@ -42,6 +43,8 @@ def check_names(config: JsonObject) -> None:
 
 
 def positive(config: JsonObject, key: str, default: int | None = None, limit: int = MAX_SIZE) -> int:
+    """Return a whole number from 1 to `limit`. Raises CheckpointError for another value, or if the setting is missing
+    or null and has no default."""
     value = config.get(key)
     value = default if value is None else value
     if value is None:
@@ -52,6 +55,8 @@ def positive(config: JsonObject, key: str, default: int | None = None, limit: in
 
 
 def number(config: JsonObject, key: str, default: float | None = None) -> float:
+    """Return a number from 1e-30 to 1e30. Raises CheckpointError for another value, or if the setting is missing or
+    null and has no default."""
     value = config.get(key)
     value = default if value is None else value
     if value is None:
@@ -60,6 +65,7 @@ def number(config: JsonObject, key: str, default: float | None = None) -> float:
 
 
 def checked_number(key: str, value: object) -> float:
+    """Return a value as a float. Raises CheckpointError if it is not a number from 1e-30 to 1e30."""
     least, most = _NUMBERS
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
         raise unserved(key, value, f"a number from {least:g} to {most:g}")
@@ -71,6 +77,7 @@ def num_layers_of(config: JsonObject) -> int:
 
 
 def from_zero(config: JsonObject, key: str, default: int) -> int:
+    """Return a whole number from 0. Raises CheckpointError for another value."""
     value = config.get(key, default)
     if not is_whole(value) or value < 0:
         raise unserved(key, value, "a whole number from 0")
@@ -78,18 +85,20 @@ def from_zero(config: JsonObject, key: str, default: int) -> int:
 
 
 def first_key(config: JsonObject, *names: str) -> str:
-    """Return the name that this file has for something."""
+    """Return the first of several alternative names that this file uses for a setting, or the first name if it uses no
+    name."""
     return next((name for name in names if config.get(name) is not None), names[0])
 
 
 def number_or_none(config: JsonObject, key: str, default: float) -> float:
-    """0 where it is null; the default where it is missing."""
+    """Return a number, 0 if the setting is null, or the default if it is missing."""
     if key not in config:
         return default
     return 0.0 if config[key] is None else number(config, key)
 
 
 def flag(config: JsonObject, key: str, default: bool) -> bool:
+    """Return a boolean, or the default if the setting is missing or null. Raises CheckpointError for another value."""
     value = config.get(key)
     value = default if value is None else value
     if not isinstance(value, bool):
@@ -98,12 +107,13 @@ def flag(config: JsonObject, key: str, default: bool) -> bool:
 
 
 def attention_biases(config: JsonObject, default: bool = False) -> dict[str, Any]:
-    """Flags of `Attention` for which most families have one word."""
+    """Return the bias fields of `Attention`, which most families set together with attention_bias."""
     return dict.fromkeys(("qkv_bias", "output_bias"), flag(config, "attention_bias", default))
 
 
 def json_object(config: JsonObject, key: str) -> JsonObject:
-    """Empty where it is null or missing."""
+    """Return a JSON object, which is empty if the setting is null or missing. Raises CheckpointError for another
+    value."""
     value = config.get(key)
     if value is not None and not isinstance(value, Mapping):
         raise unserved(key, value, "an object")
@@ -111,6 +121,7 @@ def json_object(config: JsonObject, key: str) -> JsonObject:
 
 
 def choice(config: JsonObject, key: str, default: str, choices: tuple[str, ...]) -> str:
+    """Return a value that must be in `choices`. Raises CheckpointError for another value."""
     value = config.get(key, default)
     if value not in choices:
         raise unserved(key, value, f"one of {', '.join(choices)}")
@@ -135,10 +146,12 @@ def split_evenly(key: str, hidden_size: int, num_heads: int) -> int:
 
 
 def expect(config: JsonObject, key: str, expected: bool) -> None:
-    """Raises CheckpointError if something is there that is not served in any other way."""
+    """Raise CheckpointError if a setting has another value than `expected`, the only supported value and the
+    default."""
     if config.get(key, expected) is not expected:
         raise unserved(key, config[key], shown(expected))
 
 
 def unserved(key: str, value: object, expected: str) -> CheckpointError:
+    """Return the error for a setting whose value is not supported."""
     return CheckpointError(f"{CONFIG_FILE}: {key} is {shown(value)}, but must be {expected}")

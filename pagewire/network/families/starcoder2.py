@@ -1,6 +1,7 @@
 """StarCoder2 (Lozhkov et al., 2024, https://arxiv.org/abs/2402.19173).
 
-Rotary positions, layer norms, a plain MLP, biases everywhere, and a sliding window in all layers.
+It has rotary positions, layer norms, a plain MLP, biases everywhere by default, and the same sliding window, if any, in
+all layers.
 """
 
 from collections.abc import Iterator
