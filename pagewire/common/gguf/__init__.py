@@ -1,7 +1,7 @@
-"""GGUF files: what both services read of them. The scheduler takes the tokenizer, the worker the weights.
+"""Reads GGUF files for both services: the tokenizer for the scheduler, the weights for the worker.
 
-Reading costs neither torch nor numpy, and a file is data of strangers: whatever it claims is compared with its length
-before it is believed. The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+The package needs neither torch nor numpy. A file is untrusted input: its claims about sizes are checked against the
+length of the file before they are used. The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from pagewire.common.gguf.architectures import ARCHITECTURES, ROPE_FACTORS, architecture_of

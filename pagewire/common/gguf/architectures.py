@@ -1,4 +1,4 @@
-"""The architectures of GGUF files that are served: what config.json calls each, and what it says beside the others."""
+"""The supported architectures of GGUF files: their names in config.json, and the settings specific to each."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,20 +11,22 @@ ROPE_FACTORS = {"long_factor": "rope_factors_long.weight", "short_factor": "rope
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One that a file names in general.architecture."""
+    """A supported value of general.architecture in a GGUF file."""
 
-    in_config: str  # its name there
-    settings: Callable[[Metadata], dict[str, Any]] = lambda keys: {}  # in the words of config.json, beside the common
-    others: tuple[str, ...] = ()  # that config.json tells apart, and files do not
-    served: frozenset[str] = frozenset()  # keys that mean something to it which no other computes
-    adds_one_to_norms: bool = False  # files hold 1 + w of the norms, checkpoints w
-    turns_a_part: bool = False  # rope.dimension_count may be less than a head
-    has_rope_factors: bool = False  # in tensors, for short sequences and for long ones
-    rounds_yarn: bool = True  # the bounds between which frequencies are blended
+    in_config: str  # the architecture's name in config.json
+    settings: Callable[[Metadata], dict[str, Any]] = lambda keys: {}  # further settings, named as in config.json
+    others: tuple[str, ...] = ()  # architectures that only config.json distinguishes from this architecture
+    # Keys that change the computation of this architecture, and are unsupported elsewhere.
+    served: frozenset[str] = frozenset()
+    adds_one_to_norms: bool = False  # for norms, files store 1 + w and checkpoint directories store w
+    turns_a_part: bool = False  # rope.dimension_count may be smaller than the head dimension
+    has_rope_factors: bool = False  # LongRoPE factors are stored as tensors, for short and for long sequences
+    rounds_yarn: bool = True  # round the bounds between which YaRN blends frequencies
 
 
 def _llama(keys: Metadata) -> dict[str, Any]:
-    """Mistral, which is "llama" here too, differs by its windows."""
+    """Return the settings of Mistral if the file has a sliding window: Mistral models also have the architecture
+    "llama"."""
     window = keys.whole("attention.sliding_window", 0)
     return {"architectures": ["MistralForCausalLM"], "sliding_window": window} if window else {}
 
@@ -39,9 +41,9 @@ def _gemma2(keys: Metadata) -> dict[str, Any]:
 
 
 def _gemma3(keys: Metadata) -> dict[str, Any]:
-    """A file without a window has no layer that differs from the others."""
+    """Return the settings of Gemma 3. In a file without a window, all layers have full attention."""
     window = keys.whole("attention.sliding_window", 0)
-    # Scaling is that of layers without a window alone, as in config.json.
+    # As in config.json, rope scaling applies only to layers without a window.
     return {
         **_gemma(keys, large=62),
         "sliding_window": window or None,
@@ -53,7 +55,8 @@ def _gemma3(keys: Metadata) -> dict[str, Any]:
 
 
 def _gemma(keys: Metadata, large: int) -> dict[str, Any]:
-    """As in llama.cpp, the scale of scores follows from the number of layers, which tells the largest model."""
+    """Return the settings of both versions. As in llama.cpp, the scale of scores differs for the largest model. That
+    model has `large` layers."""
     head_dim = keys.whole("attention.key_length")
     is_large = keys.whole("block_count") == large
     scalar = keys.whole("embedding_length") // keys.whole("attention.head_count") if is_large else head_dim
@@ -65,7 +68,8 @@ def _phi3(keys: Metadata) -> dict[str, Any]:
 
 
 def _qwen3moe(keys: Metadata) -> dict[str, Any]:
-    """As in llama.cpp, every layer has experts, and the weights of those that are chosen are brought to a sum of 1."""
+    """Return the settings of the experts. As in llama.cpp, every layer has experts, and the weights of the chosen
+    experts are normalized to a sum of 1."""
     return {
         "num_experts": keys.whole("expert_count"),
         "num_experts_per_tok": keys.whole("expert_used_count"),
@@ -75,7 +79,8 @@ def _qwen3moe(keys: Metadata) -> dict[str, Any]:
 
 
 def _gpt_oss(keys: Metadata) -> dict[str, Any]:
-    """Windows are in every other layer from the first on, which is what config.json means without layer_types."""
+    """Return the settings of experts and windows. Every other layer has a window, starting with the first; config.json
+    means the same if it has no layer_types."""
     if keys.has("attention.sliding_window_pattern") and keys.whole("attention.sliding_window_pattern") != 2:
         raise keys.error("attention.sliding_window_pattern", "2: nothing else is served")
     return {
@@ -112,7 +117,7 @@ ARCHITECTURES = {
         turns_a_part=True,
         has_rope_factors=True,
     ),
-    # ggml rounds the bounds of yarn; the model was trained without.
+    # ggml rounds the bounds of YaRN; the model was trained without rounding.
     "gpt-oss": Architecture(
         "GptOssForCausalLM",
         _gpt_oss,
@@ -123,7 +128,7 @@ ARCHITECTURES = {
 
 
 def architecture_of(file: GgufFile) -> str:
-    """Return what general.architecture says. Raises GgufError for one that is not served."""
+    """Return the architecture in general.architecture. Raises GgufError if it is not supported."""
     name = Metadata(file, "general.").text("architecture")
     if name not in ARCHITECTURES:
         raise GgufError(

@@ -1,7 +1,7 @@
-"""What stands in the small files of a checkpoint directory, told of a GGUF file: configuration and special tokens.
+"""Converts the metadata of a GGUF file to the JSON files of a checkpoint directory: configuration and special tokens.
 
-The services read these as they read the files, so that there is one meaning of every setting. What a file asks for and
-what is not computed is refused by its key, never ignored.
+The services parse these as they parse the files of a checkpoint directory, so that each setting has one meaning. A
+setting that changes the computation in an unsupported way is refused by its key; it is never ignored.
 """
 
 from typing import Any
@@ -11,12 +11,12 @@ from pagewire.common.gguf.file import GgufError, GgufFile, Metadata
 from pagewire.common.gguf.tokenizer import SpecialTokens
 from pagewire.common.wire.sampling_rules import CHECKPOINTS_OPTIONS
 
-# Settings that change what is computed, with the values that change nothing.
+# Settings that change the computation, with the values that have no effect.
 _INERT: dict[str, tuple[object, ...]] = {
     "expert_count": (0,),
     "expert_shared_count": (0,),
     "expert_group_count": (0, 1),
-    "expert_gating_func": (0, 1),  # none is named, or softmax
+    "expert_gating_func": (0, 1),  # 0: unset; 1: softmax
     "expert_weights_scale": (0.0, 1.0),
     "logit_scale": (0.0, 1.0),
     "residual_scale": (0.0, 1.0),
@@ -28,18 +28,18 @@ _INERT: dict[str, tuple[object, ...]] = {
     "attn_logit_softcapping": (0.0,),
     "final_logit_softcapping": (0.0,),
     "attention.sliding_window": (0,),
-    "pooling_type": (0, 1, 3),  # none, mean, last: of embeddings alone
+    "pooling_type": (0, 1, 3),  # none, mean, last; used for embeddings only
     "nextn_predict_layers": (0,),
     "rope.scaling.alpha": (0.0,),
 }
-_EXACT = (".ffn_gate_inp.weight", ".bias")  # which are in float32 whatever the model computes in
-# GGUF's keys of the options that it names otherwise.
+_EXACT = (".ffn_gate_inp.weight", ".bias")  # in float32, whatever the dtype of the model
+# Sampling options with a different name in GGUF.
 _OTHER_NAMES = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
 _SAMPLING = {_OTHER_NAMES.get(name, name): name for name in CHECKPOINTS_OPTIONS}
 
 
 def config_json(file: GgufFile) -> dict[str, Any]:
-    """Return the model of a file as config.json would describe it. Raises GgufError."""
+    """Return the config.json that describes the model of a GGUF file. Raises GgufError."""
     name = architecture_of(file)
     architecture, keys = ARCHITECTURES[name], Metadata(file, f"{name}.")
     _refuse_unsupported(keys, architecture.served)
@@ -70,22 +70,22 @@ def config_json(file: GgufFile) -> dict[str, Any]:
 
 
 def generation_config_json(file: GgufFile) -> dict[str, Any]:
-    """Return what requests mean that leave sampling unset, as generation_config.json would say it, and further keys of
-    sampling, which have no name there."""
+    """Return the generation_config.json with the file's sampling defaults. Other sampling keys of the file, which have
+    no name in generation_config.json, are included under their own names. Raises GgufError."""
     sampling = Metadata(file, "general.sampling.")
     found: dict[str, Any] = {name: sampling.number(key) for key, name in _SAMPLING.items() if sampling.has(key)}
     if "top_k" in found:
-        found["top_k"] = file.metadata["general.sampling.top_k"]  # which may be -1
+        found["top_k"] = file.metadata["general.sampling.top_k"]  # may be -1
     read = {sampling.prefix + key for key in _SAMPLING}
     found |= {key: value for key, value in file.metadata.items() if key.startswith(sampling.prefix) and key not in read}
     tokenizer = Metadata(file, "tokenizer.ggml.")
     suppressed = tokenizer.numbers("suppress_tokens")
-    # As in llama.cpp, ids that no token can have are left out.
+    # As in llama.cpp, ids that no token can have are dropped.
     return found if suppressed is None else {**found, "suppress_tokens": [id for id in suppressed if id >= 0]}
 
 
 def tokenizer_config_json(file: GgufFile) -> dict[str, Any]:
-    """Return the chat template, and the special tokens that it uses, as tokenizer_config.json would have them."""
+    """Return the tokenizer_config.json with the chat template and the special tokens that it uses. Raises GgufError."""
     found: dict[str, Any] = dict(SpecialTokens.of(file).texts())
     keys = Metadata(file, "tokenizer.")
     if keys.has("chat_template"):
@@ -125,15 +125,15 @@ def _vocab_size(file: GgufFile) -> int:
 
 
 def _dtype(file: GgufFile) -> str:
-    """Return what the model computes in where no option says it: weights of fewer bits than 16 are widened to
-    bfloat16."""
+    """Return the default dtype of the model. Weights of fewer than 16 bits are widened to bfloat16."""
     tensors = {name: info for name, info in file.tensors.items() if not name.endswith(_EXACT)}
     names = {info.type_name for info in tensors.values() if len(info.shape) > 1}
     return {frozenset({"F32"}): "float32", frozenset({"F16"}): "float16"}.get(frozenset(names), "bfloat16")
 
 
 def _rope(keys: Metadata, architecture: Architecture, head_dim: int) -> dict[str, Any]:
-    """Frequencies that a file scales one by one, in its tensor rope_freqs.weight, are read with the weights."""
+    """Return the rope settings. Divisors of single frequencies, in the tensor rope_freqs.weight, are read separately
+    with the weights."""
     scaling = Metadata(keys.file, f"{keys.prefix}rope.scaling.")
     kind = scaling.text("type", "linear" if scaling.has("factor") else "none")
     rope: dict[str, Any] = {"rope_theta": keys.number("rope.freq_base", 10_000.0)}

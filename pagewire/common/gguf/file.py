@@ -1,4 +1,4 @@
-"""The header of a GGUF file: its metadata, where its tensors are, and of what types these are."""
+"""The header of a GGUF file: its metadata, and the positions and types of its tensors."""
 
 import hashlib
 import math
@@ -15,27 +15,28 @@ from pagewire.common.gguf.model_file import ModelFileError, check_pointer
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-# Headers are tokens and merges above all, a few megabytes. What claims more is broken, and would be held in memory.
+# Headers consist mostly of tokens and merges, a few megabytes. A larger header is broken, and would fill the memory.
 _MAX_HEADER_BYTES = 64 << 20
 _MAX_DIMENSIONS = 4
 _MAX_ALIGNMENT = 1 << 20
 _DEFAULT_ALIGNMENT = 32
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_LEAST_ENTRY_BYTES = 12  # of a key with its value, and of a tensor: lengths and types alone take more
-_MAX_SHOWN = 100  # characters of a value
+# The least size of a key with its value, or of a tensor's entry: lengths and types alone need more.
+_LEAST_ENTRY_BYTES = 12
+_MAX_SHOWN = 100  # characters of a value in an error message
 
 
 class GgufError(ValueError):
-    """A GGUF file that cannot be served. The text is one line that names the file and what is wrong in it."""
+    """A GGUF file that is not supported or broken. The message is one line that names the file and the fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class ElementType:
-    """A type that is served. Elements are stored in blocks, which no row shares with another."""
+    """A supported element type. Elements are stored in blocks, and a block never spans two rows."""
 
     name: str
-    block_size: int  # elements
+    block_size: int  # number of elements
     block_bytes: int
 
     @property
@@ -84,31 +85,34 @@ _OTHER_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor as the header describes it."""
+    """A tensor as described in the header."""
 
-    shape: tuple[int, ...]  # the last dimension is contiguous
+    shape: tuple[int, ...]  # row-major: the last dimension is contiguous
     type_number: int
-    offset: int  # of its first byte in the file
+    offset: int  # of the first byte, from the start of the file
 
     @property
     def type_name(self) -> str:
-        """The name of its elements' type, or the number of one that has no name."""
+        """The name of the element type, or its number if the type has no known name."""
         served = SERVED_TYPES.get(self.type_number)
         return served.name if served is not None else _OTHER_NAMES.get(self.type_number, f"number {self.type_number}")
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """The header of a file, read whole. `metadata` has numbers, texts, arrays and lists of them, by key."""
+    """The complete header of a GGUF file. `metadata` maps keys to numbers, strings, arrays of numbers and lists of
+    strings."""
 
     path: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
-    digest: bytes  # SHA-256 over the header: configuration, tokenizer, and every tensor's type and shape
+    # SHA-256 of the header, which contains the configuration, the tokenizer, and the types and shapes of all tensors.
+    digest: bytes
 
     @staticmethod
     def open(path: Path) -> "GgufFile":
-        """Read a file's header. Raises GgufError for what is no such file, is broken, or is only a part of a model."""
+        """Read the header of a file. Raises GgufError if it is not a GGUF file, is broken, or contains only a part of a
+        model."""
         try:
             check_pointer(path)
             with path.open("rb") as stream:
@@ -128,7 +132,7 @@ class GgufFile:
         return file
 
     def element_type(self, name: str) -> ElementType:
-        """Return the type of a tensor. Raises GgufError if it is not served."""
+        """Return the element type of a tensor. Raises GgufError if the type is not supported."""
         info = self.tensors[name]
         if info.type_number not in SERVED_TYPES:
             served = ", ".join(element_type.name for element_type in SERVED_TYPES.values())
@@ -138,8 +142,8 @@ class GgufFile:
         return SERVED_TYPES[info.type_number]
 
     def row_bytes(self, name: str) -> int:
-        """Return the bytes of a row of a tensor. Raises GgufError if its type is not served, or blocks do not divide
-        the row."""
+        """Return the number of bytes in a row of a tensor. Raises GgufError if the type is not supported, or if the
+        block size does not divide the row."""
         element_type, row_size = self.element_type(name), self.tensors[name].shape[-1]
         if row_size % element_type.block_size:
             raise GgufError(
@@ -149,7 +153,7 @@ class GgufFile:
         return row_size // element_type.block_size * element_type.block_bytes
 
     def check_tensors(self) -> None:
-        """Raises GgufError if a tensor's type is not served, or the file ends before a tensor does."""
+        """Raise GgufError if a tensor's type is not supported, or if the file ends before the end of a tensor."""
         size = self.path.stat().st_size
         for name, info in self.tensors.items():
             end = info.offset + math.prod(info.shape[:-1]) * self.row_bytes(name)
@@ -161,14 +165,14 @@ class GgufFile:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """Looks keys up, and checks their values. Each method raises GgufError, which names file and key, for a value of
-    another kind."""
+    """Looks up keys of a GGUF file and checks their values. If a key without a default is missing, or a value has
+    another type, the methods raise GgufError, which names the file and the key."""
 
     file: GgufFile
-    prefix: str  # of every key that is asked for
+    prefix: str  # prepended to every key
 
     def error(self, key: str, expected: str) -> GgufError:
-        """Return the error for a value that is missing or is not as expected."""
+        """Return the error for a value that is missing or not as expected."""
         name = self.prefix + key
         value = self.file.metadata.get(name)
         if value is None:
@@ -193,7 +197,8 @@ class Metadata:
         return self._checked(key, None, lambda value: isinstance(value, list), "an array of texts")
 
     def numbers(self, key: str, length: int | None = None) -> Sequence[float] | None:
-        """Return an array of numbers, one for each of so many or as many as there are, or None if there is none."""
+        """Return an array of numbers, or None if the key is missing. If `length` is given, the array must have that
+        length."""
         if not self.has(key):
             return None
         expected = f"an array of {'' if length is None else f'{length} '}numbers"
@@ -212,7 +217,7 @@ class Metadata:
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether a path is to be read as a GGUF file: it is a file, and its name or its first bytes say so."""
+    """Return whether a path is a GGUF file. Its suffix must be .gguf, or the file must begin with the bytes `GGUF`."""
     if not path.is_file():
         return False
     if path.suffix.lower() == ".gguf":
@@ -222,13 +227,14 @@ def is_gguf(path: Path) -> bool:
 
 
 def shown(value: object) -> str:
-    """Return a value as a line can hold it."""
+    """Return the representation of a value, shortened for one line of an error message."""
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 class _Cursor:
-    """Reads values one after another, none of which may end behind the file or the greatest header."""
+    """Reads values in sequence. Raises GgufError for a value that would extend past the end of the file or past the
+    maximum header size."""
 
     def __init__(self, path: Path, stream: BinaryIO) -> None:
         self.path = path
@@ -246,7 +252,7 @@ class _Cursor:
         return taken
 
     def expect(self, num_bytes: int) -> None:
-        """Raises GgufError unless so many bytes are left."""
+        """Raise GgufError unless `num_bytes` bytes are left."""
         if num_bytes <= self._end - self.position:
             return
         if self._end < self._size:
@@ -267,7 +273,7 @@ class _Cursor:
             raise self.error(f"{what} is {shown(taken)}, which is not UTF-8") from error
 
     def texts(self, number: int, key: str) -> list[str]:
-        """Read many texts, as `text` reads one, in a third of the time."""
+        """Read `number` strings. This takes a third of the time of `number` calls of `text`."""
         read, found, left = self._stream.read, [], self._end - self.position
         for _ in range(number):
             length = int.from_bytes(read(8), "little")
@@ -339,7 +345,8 @@ def _read_value(cursor: _Cursor, key: str, kind: int) -> Any:
 
 
 def _shortest(value: float) -> float:
-    """Return the number of fewest digits that float32 rounds to this one: the one that a converter was given."""
+    """Return the number with the fewest digits that rounds to this float32. This is the number that the converter
+    received."""
     if not math.isfinite(value):
         return value
     pack: Callable[[float], bytes] = struct.Struct("<f").pack
@@ -359,7 +366,7 @@ def _read_tensor_info(cursor: _Cursor, name: str) -> TensorInfo:
 
 
 def _data_start(cursor: _Cursor, metadata: Mapping[str, Any]) -> int:
-    """Return where the first tensor may begin, which is what offsets count from."""
+    """Return the offset of the first tensor's data, from which tensor offsets count."""
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     is_power = type(alignment) is int and 1 <= alignment <= _MAX_ALIGNMENT and not alignment & (alignment - 1)
     if not is_power:

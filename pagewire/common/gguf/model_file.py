@@ -1,5 +1,6 @@
-"""Files of a model that are read whole: of bounded size, and never pointers of Git LFS, which a clone holds in place of
-large files that were not fetched. Those of settings are JSON objects, whose values are checked where they are read."""
+"""Reads files of a model that are small enough to read as a whole, up to a maximum size. Git LFS pointer files are
+refused: a clone contains them in place of large files that were not fetched. Settings files are JSON objects; their
+values are checked by the code that uses them."""
 
 import json
 import os
@@ -7,26 +8,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-# Of settings, which have far below a megabyte as published, or some 12 where they list a codebook's tokens; and of a
-# vocabulary or an index of weights, of which the largest have some 30 MB.
+# Published settings are far below 1 MB, or about 12 MB if they list the tokens of a codebook. The largest vocabularies
+# and weight indexes have about 30 MB.
 MAX_SETTINGS_BYTES = 16 << 20
 MAX_LISTING_BYTES = 128 << 20
-_MAX_SHOWN = 100  # characters of a value in an error
+_MAX_SHOWN = 100  # characters of a value in an error message
 _POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 class ModelFileError(ValueError):
-    """A file that is not read. The text is one line that names the file and the remedy."""
+    """A file that cannot be used. The message is one line that names the file and the remedy."""
 
 
 def check_pointer(path: Path) -> None:
-    """Raises ModelFileError for a pointer, and OSError for what cannot be read."""
+    """Raise ModelFileError if the file is a Git LFS pointer, and OSError if it cannot be read."""
     with path.open("rb") as stream:
         _check(path, stream.read(len(_POINTER)))
 
 
 def read_bytes(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> bytes:
-    """Read a file, but not one that is larger than it can be. Raises ModelFileError, OSError."""
+    """Return the content of a file. Raises ModelFileError if it has more than `max_bytes` bytes or is a Git LFS
+    pointer, and OSError if it cannot be read."""
     with path.open("rb") as stream:
         content = stream.read(max_bytes + 1)
         if len(content) > max_bytes:
@@ -39,7 +41,7 @@ def read_bytes(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> bytes:
 
 
 def read_text(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> str:
-    """Raises ModelFileError, OSError, or UnicodeDecodeError for what is no text."""
+    """Return the content of a UTF-8 file. Raises as `read_bytes` does, and UnicodeDecodeError if it is not UTF-8."""
     return read_bytes(path, max_bytes).decode("utf-8")
 
 
@@ -51,7 +53,8 @@ def _check(path: Path, content: bytes) -> None:
 
 
 def read_json_value(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> Any:
-    """Raises ValueError, one line that names the file, and OSError."""
+    """Return the JSON value in a file. Raises ValueError with one line that names the file, and OSError if it cannot be
+    read."""
     content = read_bytes(path, max_bytes)
     try:
         value = json.loads(content.decode())
@@ -66,7 +69,8 @@ def read_json_value(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> Any:
 
 
 def read_settings(path: Path, *, required: bool = False, max_bytes: int = MAX_SETTINGS_BYTES) -> dict[str, Any]:
-    """Read a JSON object, which is empty where the file is missing. Raises ValueError, one line that names the file."""
+    """Return the JSON object in a file, or an empty object if the file is missing and not `required`. Raises ValueError
+    with one line that names the file."""
     if not path.is_file():
         if required:
             raise ValueError(f"{path} is missing: --model must name a checkpoint directory as published")
@@ -78,22 +82,23 @@ def read_settings(path: Path, *, required: bool = False, max_bytes: int = MAX_SE
 
 
 def unserved(file: Path, key: str, value: Any, expected: str) -> ValueError:
-    """Return the error for a value that means nothing here."""
+    """Return the error for a setting with an unsupported value."""
     return ValueError(f"{file}: {key} is {shown(value)}, but must be {expected}")
 
 
 def shown(value: Any) -> str:
-    """Return a value as a message shows it, cut short."""
+    """Return a value as JSON, shortened for an error message."""
     text = json.dumps(value, default=str)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def is_whole(value: Any) -> TypeGuard[int]:
+    """Return whether a value is an integer and not a boolean."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def token_ids_of(settings: Mapping[str, Any], key: str, file: Path) -> set[int]:
-    """Return the ids that a setting names, one or a list of them. Raises ValueError."""
+    """Return the token ids in a setting, which may be one id or a list of ids. Raises ValueError for an invalid id."""
     value = settings.get(key)
     token_ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(is_whole(token_id) and 0 <= token_id < 2**31 for token_id in token_ids):

@@ -1,7 +1,8 @@
-"""How texts are cut before pairs are merged, by the name in `tokenizer.ggml.pre`.
+"""Pre-tokenizers by their names in `tokenizer.ggml.pre`. They split a text before merges are applied.
 
-A converter finds the name by comparing what a published tokenizer does, so these are the patterns of the tokenizer.json
-files that stand behind the names, not llama.cpp's own, which its regular expressions make it adapt.
+The converter of llama.cpp finds the name by comparing the output of a published tokenizer. The patterns here are
+therefore those in the published tokenizer.json files. llama.cpp's own patterns differ, since its regular expressions
+are more limited.
 """
 
 from dataclasses import dataclass
@@ -30,21 +31,21 @@ _DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
-# Of files without a name, which came before there were names, llama.cpp makes this.
+# llama.cpp's default for files without a name, which are older than the names.
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """Patterns, each of which cuts what those before it left whole."""
+    """A sequence of patterns, each of which splits the pieces that the previous patterns left."""
 
     patterns: tuple[str, ...]
-    takes_whole_words: bool = False  # a word that is a token is that token, whatever the merges make of it
-    adds_bos: bool = False  # where the file does not say
-    is_composed: bool = False  # texts are brought into Unicode's normal form C
+    takes_whole_words: bool = False  # a piece that is a token becomes this token, without merges
+    adds_bos: bool = False  # the default if the file has no setting
+    is_composed: bool = False  # texts are normalized to Unicode NFC first
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as tokenizer.json has it."""
+        """Return the pre-tokenizer in the format of tokenizer.json."""
         splits: list[dict[str, Any]] = [
             {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
             for pattern in self.patterns

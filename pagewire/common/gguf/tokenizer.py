@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file, as a tokenizer.json would describe it, and its special tokens."""
+"""Converts the tokenizer of a GGUF file to a tokenizer.json, and finds its special tokens."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -8,16 +8,16 @@ from typing import Any
 from pagewire.common.gguf.file import GgufError, GgufFile, Metadata, shown
 from pagewire.common.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
-_BYTE_LEVEL, _SENTENCEPIECE = "gpt2", "llama"  # of tokenizer.ggml.model
-_SPACE = "▁"  # in tokens of SentencePiece
-# Special tokens that leave white space alone where others take it: files do not say which do, and llama.cpp, too,
-# knows it of Phi-3.
+_BYTE_LEVEL, _SENTENCEPIECE = "gpt2", "llama"  # values of tokenizer.ggml.model
+_SPACE = "▁"  # stands for a space in SentencePiece tokens
+# Special tokens that keep the white space after them, in models whose other special tokens remove it. Files do not
+# contain this property; llama.cpp has a special case for Phi-3, too.
 _KEEPING = frozenset({"<unk>", "<s>", "<|endoftext|>"})
-# Of tokenizer.ggml.token_type.
+# Values of tokenizer.ggml.token_type.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
-# The names of tokens in checkpoints, by those here.
+# The names of special tokens in checkpoint directories, keyed by their names in GGUF files.
 _NAMES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
-# Tokens that end an answer by their text, whatever their type. After llama.cpp (llama-vocab.cpp), which reads all so.
+# Texts of tokens that end an answer, whatever their type. The list follows llama.cpp (llama-vocab.cpp).
 _ENDS = frozenset(
     (
         "<|eot_id|>",
@@ -44,13 +44,15 @@ _ENDS = frozenset(
         "[e~[",
     )
 )
-# Those of code models that end an answer too, by the keys that name them and, where no key does, by their text.
+# Fill-in-the-middle tokens that end an answer, by the keys that name them. If a key is missing, the token is found by
+# its text.
 _FILL_IN_ENDS = {
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-# A text that ends no answer where the vocabulary has all ends of a set: there it stands between parts of an answer.
+# A text that does not end an answer if the vocabulary contains the given other texts: it then separates parts of an
+# answer.
 _KEPT_WITH: tuple[tuple[str, frozenset[str]], ...] = (
     *(
         ("<|end|>", frozenset((last, call)))  # harmony (gpt-oss), Solar Open
@@ -59,13 +61,14 @@ _KEPT_WITH: tuple[tuple[str, frozenset[str]], ...] = (
     ),
     ("</s>", frozenset(("<|tool_response>",))),  # Gemma 4
 )
-# What llama.cpp takes a SentencePiece vocabulary to mean that names none. The 11 that it takes for both ends of a
-# byte-level one is Falcon's, and a piece of text in all others.
+# llama.cpp's defaults for a SentencePiece vocabulary that names no special tokens. Its default of 11 for byte-level
+# vocabularies fits only Falcon; in others, 11 is an ordinary token.
 _SENTENCEPIECE_DEFAULTS = {"bos": 1, "eos": 2, "unknown": 0}
 
 
 def tokenizer_json(file: GgufFile) -> dict[str, Any]:
-    """Return what a tokenizer.json has. Raises GgufError for a tokenizer that is broken or of no known kind."""
+    """Return the tokenizer.json of a GGUF file. Raises GgufError if the tokenizer is broken or of an unsupported
+    kind."""
     keys = Metadata(file, "tokenizer.ggml.")
     model = keys.text("model")
     if model not in (_BYTE_LEVEL, _SENTENCEPIECE):
@@ -84,16 +87,16 @@ def tokenizer_json(file: GgufFile) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class SpecialTokens:
-    """Those that a file names by id, and those that end an answer."""
+    """The special tokens that a file names by id, and the tokens that end an answer."""
 
-    by_name: Mapping[str, int]  # "bos", "eos", "unk" and "pad", as far as there are such
+    by_name: Mapping[str, int]  # "bos", "eos", "unk" and "pad", if they exist
     ends: tuple[int, ...]
-    controls: frozenset[int]  # tokens that are of control type by their text, whatever the file says
+    controls: frozenset[int]  # tokens that are control tokens because of their text, whatever their type in the file
     tokens: list[str]
 
     @staticmethod
     def of(file: GgufFile) -> "SpecialTokens":
-        """Raises GgufError for an id that no token has."""
+        """Return the special tokens of a file. Raises GgufError for an id outside of the vocabulary."""
         keys = Metadata(file, "tokenizer.ggml.")
         tokens = keys.texts("tokens")
         known = {key: token_id for key, token_id in _SENTENCEPIECE_DEFAULTS.items() if token_id < len(tokens)}
@@ -109,23 +112,23 @@ class SpecialTokens:
         return SpecialTokens(by_name, tuple(sorted(ends)), frozenset(by_text), tokens)
 
     def ids(self) -> dict[str, int | list[int]]:
-        """Return the ids, under the names that config.json has for them."""
+        """Return the ids, with the names of config.json."""
         found: dict[str, int | list[int]] = {
             f"{name}_token_id": self.by_name[name] for name in ("bos", "pad") if name in self.by_name
         }
         return {**found, "eos_token_id": list(self.ends)}
 
     def texts(self) -> dict[str, str]:
-        """Return the texts, under the names that tokenizer_config.json has for them."""
+        """Return the texts, with the names of tokenizer_config.json."""
         return {f"{name}_token": self.tokens[token_id] for name, token_id in self.by_name.items()}
 
 
 def _by_text(keys: Metadata, tokens: list[str]) -> set[int]:
-    """Return the tokens that end an answer by their text."""
+    """Return the ids of the tokens that end an answer because of their text."""
     ids = {token: token_id for token_id, token in enumerate(tokens)}
     found = {ids[text] for text in _ENDS & ids.keys()}
     for key, texts in _FILL_IN_ENDS.items():
-        # Of several, llama.cpp takes whichever its table has first; here it is the first of the list.
+        # If several texts exist, llama.cpp chooses the first in its hash table; here the first in the list counts.
         text = next((text for text in texts if text in ids), None)
         if text is not None and not keys.has(f"{key}_token_id"):
             found.add(ids[text])
@@ -148,8 +151,8 @@ class _Vocabulary:
 
     tokens: list[str]
     types: Sequence[float]
-    ids: Mapping[str, int]  # without the tokens that only fill the embedding up
-    strips_behind: bool  # special tokens take the white space that follows them
+    ids: Mapping[str, int]  # without the padding tokens that only fill up the embedding
+    strips_behind: bool  # special tokens remove the white space that follows them
 
     @staticmethod
     def of(keys: Metadata, special: SpecialTokens) -> "_Vocabulary":
@@ -176,7 +179,7 @@ class _Vocabulary:
         return _Vocabulary(tokens, types, ids, strips_behind=is_phi3)
 
     def added_tokens(self) -> Iterator[dict[str, Any]]:
-        """Yield the tokens that are found in a text as they are, before anything else is done to it."""
+        """Yield the added tokens, which are matched in a text before all other processing."""
         for token_id, token in enumerate(self.tokens):
             if self.types[token_id] in (_CONTROL, _UNKNOWN, _USER_DEFINED) and token:
                 yield {
@@ -244,10 +247,11 @@ def _sentencepiece(keys: Metadata, vocabulary: _Vocabulary, special: SpecialToke
 
 
 def _post_processor(keys: Metadata, special: SpecialTokens, *, adds_bos: bool) -> dict[str, Any] | None:
-    """Return what stands around every prompt."""
+    """Return the post-processor that adds BOS and EOS tokens to prompts, or None if it adds no token. Raises GgufError
+    if a token to add has no id."""
     names = []
     for name, is_default in (("bos", adds_bos), ("eos", False)):
-        # A default asks for no token that the file does not name.
+        # The default adds only tokens that the file names.
         if keys.flag(f"add_{name}_token", is_default and name in special.by_name):
             if name not in special.by_name:
                 raise keys.error(f"{name}_token_id", f"the id of a token: add_{name}_token is true")
@@ -289,8 +293,8 @@ def _written_merges(keys: Metadata, ids: Mapping[str, int]) -> list[tuple[str, s
 
 
 def _merges_by_score(keys: Metadata, vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """Return the merges that SentencePiece carries out: whichever pair of neighbours makes the token of the highest
-    score comes first. Where scores are equal, as in files whose converter had none, the lower id does."""
+    """Return the merges of SentencePiece in order of priority: the pair whose merged token has the highest score comes
+    first. Between equal scores, as in files converted without scores, the lower id comes first."""
     scores = keys.numbers("scores", len(vocabulary.tokens))
     if scores is None:
         raise keys.error("scores", "an array of numbers: without tokenizer.ggml.merges, merges follow from it")
@@ -306,7 +310,8 @@ def _merges_by_score(keys: Metadata, vocabulary: _Vocabulary) -> list[tuple[str,
 
 
 def _halves(token: str, ids: Mapping[str, int]) -> Iterable[tuple[str, str]]:
-    """Return the pairs of tokens that make up this one. As in transformers, long left halves come first."""
+    """Return the pairs of tokens that concatenate to this token. As in transformers, pairs with long left halves come
+    first."""
     return (
         (token[:length], token[length:])
         for length in range(len(token) - 1, 0, -1)

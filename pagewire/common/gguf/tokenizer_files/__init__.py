@@ -1,4 +1,4 @@
-"""A model's tokenizer out of its files: one reading of them, in transformers' order, for both services and routers."""
+"""Reads a model's tokenizer from its files in the same way as transformers, for both services and routers."""
 
 from pagewire.common.gguf.tokenizer_files.files import TokenizerFiles, directory_digest, read_tokenizer
 from pagewire.common.gguf.tokenizer_files.settings import ADDED, NAMES, settings_of

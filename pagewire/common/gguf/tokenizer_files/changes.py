@@ -1,4 +1,4 @@
-"""What becomes of a tokenizer.json by what the files beside it say."""
+"""Applies the settings of the other tokenizer files to a tokenizer.json."""
 
 import json
 from collections.abc import Container, Iterator, Mapping
@@ -12,27 +12,28 @@ from pagewire.common.gguf.tokenizer_files.settings import DeclaredToken, Token, 
 
 _MODEL = ("unk_token", "fuse_unk", "byte_fallback", "ignore_merges", "dropout", "continuing_subword_prefix")
 _OF_OFFSETS = "trim_offsets"
-_BYTE_LEVEL = "ByteLevel"  # as a decoder it has no options that count
-_ADDING_NOTHING = (_BYTE_LEVEL, "TemplateProcessing")  # of post-processors, where they have no special tokens
+_BYTE_LEVEL = "ByteLevel"  # a decoder of this type has no options with an effect
+# post-processors that add nothing unless they have special tokens.
+_ADDING_NOTHING = (_BYTE_LEVEL, "TemplateProcessing")
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerChanges:
-    """The parts that are put in place of tokenizer.json's own, and the tokens that are added then, in order."""
+    """The changes to a tokenizer.json: the parts to replace, and the tokens to add afterwards, in order."""
 
-    parts: Parts | None  # None: all stay
+    parts: Parts | None  # None: all parts stay
     tokens: tuple[DeclaredToken, ...]
-    again: tuple[DeclaredToken, ...]  # are added once more: what is said last counts
-    first: str | None  # a token that is put before prompts, with nothing else around them
-    ids: tuple[tuple[str, int], ...]  # the tokens that the files give ids, with these
+    again: tuple[DeclaredToken, ...]  # tokens to add a second time; the last addition of a token counts
+    first: str | None  # a token to put before prompts, as the only token around them
+    ids: tuple[tuple[str, int], ...]  # the tokens to which the files assign ids, with these ids
 
     def key(self) -> bytes:
-        """Return what is the same for the same changes."""
+        """Return bytes that are equal for equal changes."""
         return json.dumps(asdict(self), sort_keys=True).encode()
 
     def apply(self, document: Mapping[str, Any], path: Path) -> str:
-        """Return the changed tokenizer.json. Raises ValueError if there can be none."""
-        # Commands that only compare files need not wait for the library.
+        """Return the changed tokenizer.json. Raises ValueError if the result is not a valid tokenizer."""
+        # Import here: commands that only compare files do not need the library.
         from tokenizers import AddedToken, Tokenizer
         from tokenizers.processors import TemplateProcessing
 
@@ -64,7 +65,8 @@ class TokenizerChanges:
 
 
 def changes_of(settings: TokenizerSettings, document: Mapping[str, Any], path: Path) -> TokenizerChanges | None:
-    """Compare tokenizer.json with the other files. None: they change nothing. Raises ValueError."""
+    """Compare tokenizer.json with the other files. Return the changes, or None if the files change nothing. Raises
+    ValueError."""
     kind, own = settings.kind, dict(_own(document, path))
     declared = {**settings.declared, **(own if settings.takes_own else {})}
     added: list[Token] = [declared[token_id] for token_id in sorted(declared)]
@@ -74,7 +76,7 @@ def changes_of(settings: TokenizerSettings, document: Mapping[str, Any], path: P
     added += dict.fromkeys(token for token in special if str(token) not in texts)
     names = set(settings.texts().values())
     tokens = [_final(token, names) for token in added if str(token)]
-    # As in the library, what has been special once is left out of texts for good.
+    # As in the tokenizers library, a text that has once been special is always removed from decoded texts.
     always = {token.content for token in (*present, *tokens) if token.special}
     tokens = [replace(token, special=token.content in always) for token in tokens]
     again = [_final(text, names) for text in dict.fromkeys(map(str, special)) if text]
@@ -90,7 +92,7 @@ def changes_of(settings: TokenizerSettings, document: Mapping[str, Any], path: P
 
 
 def _own(document: Mapping[str, Any], path: Path) -> Iterator[tuple[int, DeclaredToken]]:
-    """Yield the added tokens of tokenizer.json by their ids."""
+    """Yield the added tokens of tokenizer.json with their ids."""
     entries = document.get("added_tokens") or []
     for entry in entries if isinstance(entries, list) else [entries]:
         if not isinstance(entry, dict) or not is_whole(entry.get("id")):
@@ -99,7 +101,7 @@ def _own(document: Mapping[str, Any], path: Path) -> Iterator[tuple[int, Declare
 
 
 def _final(token: Token, names: Container[str]) -> DeclaredToken:
-    """Say all of a token: what is named is special, and so is what is known as a text alone."""
+    """Return a token with all its properties set. Tokens in `names`, and tokens given only as a text, are special."""
     if isinstance(token, str):
         token = DeclaredToken(token, special=True)
     special = token.special or token.content in names
@@ -107,7 +109,7 @@ def _final(token: Token, names: Container[str]) -> DeclaredToken:
 
 
 def _matters(changes: TokenizerChanges, document: Mapping[str, Any], own: Mapping[int, DeclaredToken]) -> bool:
-    """Whether tokenizer.json is not already as it is changed to be."""
+    """Return whether the changes have an effect on tokenizer.json."""
     by_text = {token.content: token for token in own.values()}
     if any(by_text.get(token.content) != token for token in (*changes.tokens, *changes.again)):
         return True
@@ -122,7 +124,7 @@ def _matters(changes: TokenizerChanges, document: Mapping[str, Any], own: Mappin
 
 
 def _comparable(name: str, part: Any) -> Any:
-    """Return a part of tokenizer.json without what makes no difference."""
+    """Return a part of tokenizer.json without the options that have no effect."""
     if isinstance(part, list):
         return [_comparable(name, inner) for inner in part]
     if not isinstance(part, dict):
@@ -137,7 +139,7 @@ def _comparable(name: str, part: Any) -> Any:
 
 
 def _rebuilt(document: Mapping[str, Any], parts: Parts, path: Path) -> dict[str, Any]:
-    """Put a pipeline around the vocabulary and merges of tokenizer.json. Its added tokens are not among them."""
+    """Return tokenizer.json with the given parts around its own vocabulary and merges. Its added tokens are removed."""
     model = document["model"]
     if not isinstance(model.get("vocab"), dict) or "merges" not in model:
         raise ValueError(

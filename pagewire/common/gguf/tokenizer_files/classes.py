@@ -1,7 +1,7 @@
-"""The tokenizer classes of transformers, as far as they mean more than a name for what tokenizer.json describes.
+"""The tokenizer classes of transformers that differ from the tokenizer described by tokenizer.json.
 
-Most take tokenizer.json as it is. Those here take its vocabulary and merges alone, put a pipeline of their own around
-them, and have special tokens that no file need name.
+Most classes use tokenizer.json as it is. The classes here use only its vocabulary and merges, and build the other parts
+themselves. They also have default special tokens, which no file needs to name.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,8 +10,8 @@ from typing import Any
 
 from pagewire.common.gguf.pre_tokenizers import PRE_TOKENIZERS
 
-Parts = dict[str, Any]  # of tokenizer.json; "model" without vocabulary and merges
-_SPACE = "▁"  # in tokens of SentencePiece
+Parts = dict[str, Any]  # parts of a tokenizer.json; "model" lacks the vocabulary and merges
+_SPACE = "▁"  # stands for a space in SentencePiece tokens
 _NFC = {"type": "NFC"}
 _BYTES: Parts = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
 _WORDS: list[Parts] = [
@@ -25,14 +25,17 @@ _END = "<|endoftext|>"
 
 @dataclass(frozen=True, slots=True)
 class TokenizerClass:
+    """A tokenizer class of transformers, and its differences from tokenizer.json."""
+
     name: str
-    # Of the options that the files give, and the text of unk_token. None: tokenizer.json is taken as it is.
+    # Returns the parts, given the options in the files and the text of unk_token. None: tokenizer.json is used as it
+    # is.
     parts: Callable[[Mapping[str, Any], str | None], Parts] | None = None
-    tokens: Mapping[str, str] = field(default_factory=dict)  # special ones, where the files do not say
-    extra: tuple[str, ...] = ()  # the names of those that are special without a name, too, where no others are
-    adds_special: bool = False  # every special token is added a second time, as special
-    keeps_post_processor: bool = True  # or puts nothing around prompts
-    adds_bos: bool = False  # puts bos_token before prompts, whatever tokenizer.json does
+    tokens: Mapping[str, str] = field(default_factory=dict)  # default special tokens
+    extra: tuple[str, ...] = ()  # names of tokens that are also extra special tokens, if the files list no extra ones
+    adds_special: bool = False  # every special token is added a second time, as a special token
+    keeps_post_processor: bool = True  # False: nothing is added to prompts
+    adds_bos: bool = False  # put bos_token before prompts, whatever tokenizer.json specifies
 
 
 PLAIN = TokenizerClass("PreTrainedTokenizerFast")
@@ -121,7 +124,7 @@ _CLASSES = (
     TokenizerClass("GemmaTokenizer", _gemma, _GEMMAS),
 )
 _BY_NAME = {found.name: found for found in _CLASSES}
-# Of model types. PLAIN counts whichever class the files name.
+# Classes by model type. For the types with PLAIN, the class that the files name is ignored.
 _OF_MODEL_TYPE = {
     **dict.fromkeys(("gpt2", "starcoder2"), "GPT2Tokenizer"),
     **dict.fromkeys(("gpt_neox", "mpt", "olmoe"), "GPTNeoXTokenizer"),
@@ -130,9 +133,9 @@ _OF_MODEL_TYPE = {
     **dict.fromkeys(("mistral", "mistral3", "ministral3", "mixtral", "phi3"), PLAIN.name),
     **dict.fromkeys(("glm", "glm4", "glm4_moe", "granite", "olmo2", "olmo3"), PLAIN.name),
 }
-_OVERRULED = "qwen2"  # the model type whose class counts whichever its files name
+_OVERRULED = "qwen2"  # the model type whose class overrides the class that the files name
 _BYTE_LEVEL = '"ByteLevel"'
-# Classes of transformers that make of tokenizer.json, or of other files, what nothing here does.
+# Classes of transformers that change the tokenizer in ways that are not supported here.
 _UNSERVED = """
 Albert Bart Barthez Bartpho Bert BertGeneration BertJapanese Bertweet BigBird BioGpt Blenderbot BlenderbotSmall
 ByT5 CLIP CTRL Camembert Canine Clvp Cohere Cpm CpmAnt DPRContextEncoder DPRQuestionEncoder DPRReader Deberta
@@ -145,17 +148,18 @@ Tipsv2 Udop VideoPrism Vits Wav2Vec2CTC Wav2Vec2PhonemeCTC Whisper XGLM XLM XLMR
 
 
 class UnservedClassError(ValueError):
-    """The class of a tokenizer that is not served. The text names it and the remedy."""
+    """A tokenizer class that is not supported. The message names the class and the remedy."""
 
 
 def class_of(model_type: str, named: str, tokenizer_json: str) -> TokenizerClass:
-    """Choose as transformers' AutoTokenizer does. `named` is the tokenizer_class of tokenizer_config.json, else that of
-    config.json, and may be empty. Raises UnservedClassError."""
+    """Return the tokenizer class that transformers' AutoTokenizer would choose. `named` is the tokenizer_class of
+    tokenizer_config.json, else of config.json, and may be empty. `tokenizer_json` is the text of tokenizer.json. Raises
+    UnservedClassError."""
     own, said = _OF_MODEL_TYPE.get(model_type, ""), named.removesuffix("Fast")
     own_class = _BY_NAME.get(own, PLAIN)
     if not said:
         return own_class
-    # LlamaTokenizer is the name that many files bear whose tokens are bytes, as Llama 3's are.
+    # Many files name LlamaTokenizer although their tokens are bytes, as in Llama 3.
     if said == "LlamaTokenizer" and model_type != _OVERRULED and _BYTE_LEVEL in tokenizer_json:
         return PLAIN
     if own and said != own and (own_class is PLAIN or model_type == _OVERRULED):

@@ -24,19 +24,19 @@ from pagewire.common.gguf.tokenizer_files.settings import (
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """What a checkpoint directory or a GGUF file says of its tokenizer."""
+    """The tokenizer of a checkpoint directory or a GGUF file, as described by its files."""
 
     path: Path  # of tokenizer.json or the GGUF file
-    config: Mapping[str, Any]  # what tokenizer_config.json has
+    config: Mapping[str, Any]  # the content of tokenizer_config.json
     settings: TokenizerSettings
-    changes: TokenizerChanges | None  # of tokenizer.json, by the other files
-    text: str  # of tokenizer.json as it lies there
-    document: Mapping[str, Any]  # what that holds, as far as it matters here
+    changes: TokenizerChanges | None  # of tokenizer.json, according to the other files
+    text: str  # the unchanged text of tokenizer.json
+    document: Mapping[str, Any]  # the parsed text; empty if no other file affects it
 
     @staticmethod
     def of(path: Path) -> "TokenizerFiles":
-        """Read a GGUF file, or a tokenizer.json with the files beside it. Raises OSError, GgufError, or ValueError, one
-        line that names the file."""
+        """Read a GGUF file, or a tokenizer.json with the files beside it. Raises OSError, GgufError, or ValueError with
+        one line that names the file."""
         if is_gguf(path):
             file = GgufFile.open(path)
             config, document = tokenizer_config_json(file), tokenizer_json(file)
@@ -44,7 +44,7 @@ class TokenizerFiles:
         else:
             text = _text(path)
             config, settings = read_settings(path.parent / CONFIG), settings_of(path.parent, text)
-            # Of many a tokenizer.json nothing else is said, and what is no tokenizer stays none.
+            # Without other settings there is nothing to parse. A tokenizer.json that is invalid is reported later.
             document = {} if settings == TokenizerSettings() else _parsed(text, path)
         is_changeable = isinstance(document.get("model"), dict)
         changes = changes_of(settings, document, path) if is_changeable else None
@@ -52,24 +52,25 @@ class TokenizerFiles:
 
     @staticmethod
     def in_directory(directory: Path) -> "TokenizerFiles | None":
-        """Read the files of a checkpoint directory, if it has a tokenizer.json. Raises as `of` does."""
+        """Read the files of a checkpoint directory. Return None if it has no tokenizer.json. Raises as `of` does."""
         path = directory / "tokenizer.json"
         return TokenizerFiles.of(path) if path.is_file() else None
 
     @property
     def is_plain(self) -> bool:
-        """Whether tokenizer.json and tokenizer_config.json alone say all, each of what it is for."""
+        """Whether tokenizer.json and tokenizer_config.json are complete, so that no other file has an effect."""
         given = {
             name: value.get("content") if isinstance(value, dict) else value for name, value in self.config.items()
         }
         return self.changes is None and all(given.get(name) == text for name, text in self.settings.texts().items())
 
     def identity(self) -> bytes:
-        """Return what is equal for equal tokenizers. Of files that change nothing it knows nothing."""
+        """Return bytes that are equal for equal tokenizers. Files that change nothing do not affect them."""
         return self.text.encode() + (b"" if self.changes is None else self.changes.key())
 
     def token_id(self, text: str) -> int | None:
-        """Return the id that the files give a token. What is only named has none: it came after the model."""
+        """Return the id that the files assign to a token. Return None for a token that is only named: it was added
+        after the model was made."""
         model = self.document.get("model")
         vocab = model.get("vocab") if isinstance(model, dict) else None
         if isinstance(vocab, list):
@@ -83,23 +84,24 @@ class TokenizerFiles:
         return found.get(text)
 
     def tokenizer_json(self) -> str:
-        """Return a tokenizer.json that says all by itself. Raises ValueError for files that contradict each other."""
+        """Return a complete tokenizer.json that needs no other files. Raises ValueError if the files contradict each
+        other."""
         return self.text if self.changes is None else self.changes.apply(self.document, self.path)
 
     def tokenizer_config(self) -> dict[str, Any]:
-        """Return a tokenizer_config.json to go with it."""
+        """Return the tokenizer_config.json that belongs to the result of `tokenizer_json`."""
         return {**without_tokens(self.config), **self.settings.texts(), "tokenizer_class": PLAIN.name}
 
 
 def read_tokenizer(path: Path) -> str:
-    """Return the tokenizer.json that a GGUF file, or a tokenizer.json with the files beside it, amounts to. Raises as
+    """Return the complete tokenizer.json of a GGUF file, or of a tokenizer.json with the files beside it. Raises as
     `TokenizerFiles.of` does."""
     return TokenizerFiles.of(path).tokenizer_json()
 
 
 def directory_digest(directory: Path, tokenizer: TokenizerFiles | None) -> bytes:
-    """Return SHA-256 over config.json and, where there is one, the tokenizer after it: equal digests mean that both
-    services speak of the same model. Raises ModelFileError, OSError."""
+    """Return the SHA-256 of config.json followed by the tokenizer, if any. Equal digests mean that both services use
+    the same model. Raises ModelFileError and OSError."""
     digest = hashlib.sha256(read_bytes(directory / "config.json"))
     if tokenizer is not None:
         digest.update(tokenizer.identity())

@@ -1,6 +1,7 @@
-"""What the files beside tokenizer.json say of a tokenizer: its class, its options, and tokens.
+"""Reads the tokenizer settings in the files beside tokenizer.json: the class, its options, and tokens.
 
-They are read in transformers' order, so that a token, and what is said of it, is the one that AutoTokenizer takes.
+The files are read in the same order as in transformers, so that each token has the properties that AutoTokenizer gives
+it.
 """
 
 import json
@@ -18,49 +19,52 @@ _EXTRA, _ADDITIONAL, _SPECIFIC = "extra_special_tokens", "additional_special_tok
 _DECODER = "added_tokens_decoder"
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _OPTIONS = ("add_prefix_space", "legacy")
-# What would change texts or tokens, with the values that change nothing.
+# Settings that would change texts or tokens, with the values that have no effect.
 _INERT: dict[str, tuple[Any, ...]] = {
     "split_special_tokens": (None, False),
     "fast_tokenizer_files": (None, [], ["tokenizer.json"]),
     "init_inputs": (None, []),
 }
-_MAX_ID = 1 << 24  # far above any vocabulary there is
+_MAX_ID = 1 << 24  # far above any existing vocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class DeclaredToken:
-    """A token that is found in texts as it is, before anything else is done to them."""
+    """A token that is matched in texts before all other processing."""
 
     content: str
     single_word: bool = False
     lstrip: bool = False
     rstrip: bool = False
-    normalized: bool | None = None  # None: it is, unless it is special
+    normalized: bool | None = None  # None: normalized unless the token is special
     special: bool = False
 
     def __str__(self) -> str:
         return self.content
 
 
-Token = str | DeclaredToken  # of a text alone it is not said how it is found
+Token = str | DeclaredToken  # a plain text has no properties
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerSettings:
+    """The tokenizer settings in the files beside tokenizer.json."""
+
     kind: TokenizerClass = PLAIN
     options: Mapping[str, Any] = field(default_factory=dict)
-    named: Mapping[str, Token] = field(default_factory=dict)  # by the names that a chat template uses, in their order
+    # Special tokens by the names that chat templates use, in order.
+    named: Mapping[str, Token] = field(default_factory=dict)
     extra: tuple[Token, ...] = ()  # further special tokens
-    declared: Mapping[int, DeclaredToken] = field(default_factory=dict)  # by the ids that the files give them
-    takes_own: bool = True  # those of tokenizer.json count besides
+    declared: Mapping[int, DeclaredToken] = field(default_factory=dict)  # by the ids that the files assign
+    takes_own: bool = True  # the added tokens of tokenizer.json count, too
 
     def texts(self) -> dict[str, str]:
-        """Return the special tokens that have a name, as texts."""
+        """Return the texts of the named special tokens."""
         return {name: str(token) for name, token in self.named.items()}
 
 
 def settings_of(directory: Path, tokenizer_json: str) -> TokenizerSettings:
-    """Read the files of a checkpoint directory. Raises ValueError, one line that names the file."""
+    """Read the files of a checkpoint directory. Raises ValueError with one line that names the file."""
     path = directory / CONFIG
     config, model = read_settings(path), read_settings(directory / "config.json")
     for name, inert in _INERT.items():
@@ -73,14 +77,14 @@ def settings_of(directory: Path, tokenizer_json: str) -> TokenizerSettings:
     except UnservedClassError as error:
         raise ValueError(f"{path}: {error}") from None
     tokens = _by_name(_tokens_in(config, path))
-    # As in transformers, the older two files count where the newer one has no list of tokens.
+    # As in transformers, the two older files count only if tokenizer_config.json has no list of tokens.
     is_listed = _DECODER in config
     if is_listed:
         declared = _listed(config, path)
     else:
         older = _tokens_in(read_settings(directory / NAMES), directory / NAMES, is_special=True)
         tokens = _merged(tokens, older)
-        # As there, too, what tokenizer_config.json has as an object does not count here.
+        # As in transformers, tokens that tokenizer_config.json gives as objects do not count here.
         special = {*(token for token in _flat(tokens) if isinstance(token, str)), *map(str, _flat(older))}
         declared = _added(directory / ADDED, special)
     named_tokens, extra = _special(tokens, kind)
@@ -92,19 +96,19 @@ def settings_of(directory: Path, tokenizer_json: str) -> TokenizerSettings:
 
 
 def settings_in(config: Mapping[str, Any], path: Path) -> TokenizerSettings:
-    """Return what a GGUF file says, as tokenizer_config.json would. Raises ValueError."""
+    """Return the settings in the tokenizer_config.json of a GGUF file. Raises ValueError."""
     named, extra = _special(_by_name(_tokens_in(config, path)), PLAIN)
     return TokenizerSettings(named=named, extra=extra)
 
 
 def without_tokens(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a tokenizer_config.json says besides."""
+    """Return the settings of a tokenizer_config.json that are not about tokens or the class."""
     keys = {_EXTRA, _ADDITIONAL, _SPECIFIC, _DECODER, "tokenizer_class"}
     return {key: value for key, value in config.items() if key not in keys and not _is_token(key, value)}
 
 
 def token_of(value: Any, path: Path, key: str, *, is_special: bool = False) -> Token:
-    """Return a token as a file has it. Raises ValueError."""
+    """Return a token from its value in a file. Raises ValueError for an invalid value."""
     if isinstance(value, str):
         return value
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
@@ -117,13 +121,14 @@ def token_of(value: Any, path: Path, key: str, *, is_special: bool = False) -> T
 
 
 def _is_token(key: str, value: Any) -> bool:
-    """Whether a setting names a special token. Of others, such as add_bos_token, the value is no text."""
+    """Return whether a setting names a special token. Other settings, such as add_bos_token, do not have a text as
+    value."""
     is_named = isinstance(value, str | None) or (isinstance(value, dict) and "content" in value)
     return key.endswith("_token") and is_named
 
 
 def _tokens_in(values: Mapping[str, Any], path: Path, *, is_special: bool = False) -> dict[str, Any]:
-    """Return what a file says of special tokens: a token, None, or for some keys a list or mapping of tokens."""
+    """Return the special tokens in a file: for each key a token, None, or a list or mapping of tokens."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         if key in _STANDARD or _is_token(key, value):
@@ -140,8 +145,8 @@ def _tokens_in(values: Mapping[str, Any], path: Path, *, is_special: bool = Fals
 
 
 def _by_name(tokens: Mapping[str, Any]) -> dict[str, Any]:
-    """Bring what a tokenizer_config.json of any time says into the keys of today: special tokens without a name are
-    extra ones, and those whose names are not standard are specific to the model."""
+    """Convert the tokens of a tokenizer_config.json of any version to the current keys. Special tokens without names
+    become extra tokens, and tokens with non-standard names become model-specific tokens."""
     found = dict(tokens)
     if not found.get(_EXTRA) and _ADDITIONAL in found:
         found[_EXTRA] = found.pop(_ADDITIONAL)
@@ -154,7 +159,7 @@ def _by_name(tokens: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merged(tokens: Mapping[str, Any], older: Mapping[str, Any]) -> dict[str, Any]:
-    """Let special_tokens_map.json say anew what tokenizer_config.json says."""
+    """Return the tokens of tokenizer_config.json, overridden by the tokens of special_tokens_map.json."""
     found, extra = {**tokens, **older}, older.get(_EXTRA)
     if isinstance(extra, list):
         had = list(tokens.get(_EXTRA) or ())
@@ -165,7 +170,7 @@ def _merged(tokens: Mapping[str, Any], older: Mapping[str, Any]) -> dict[str, An
 
 
 def _special(tokens: Mapping[str, Any], kind: TokenizerClass) -> tuple[dict[str, Token], tuple[Token, ...]]:
-    """Return the special tokens that have names, and the others."""
+    """Return the named special tokens, and the other special tokens."""
     found = {**kind.tokens, **tokens}
     if kind.extra:
         own = (found[name] for name in kind.extra if found[name] is not None)
@@ -178,14 +183,14 @@ def _special(tokens: Mapping[str, Any], kind: TokenizerClass) -> tuple[dict[str,
 
 
 def _flat(tokens: Mapping[str, Any]) -> Iterator[Token]:
-    """Yield the tokens under standard names, and those without a name."""
+    """Yield the tokens with standard names, and the tokens without names."""
     extra = tokens.get(_EXTRA)
     yield from (tokens[key] for key in _STANDARD if tokens.get(key))
     yield from extra if isinstance(extra, list) else ()
 
 
 def _listed(config: Mapping[str, Any], path: Path) -> dict[int, DeclaredToken]:
-    """Return the tokens of added_tokens_decoder by their ids."""
+    """Return the tokens of added_tokens_decoder by id. Raises ValueError for invalid entries."""
     listed = config[_DECODER]
     if not isinstance(listed, dict):
         raise unserved(path, _DECODER, listed, "an object of tokens by their ids")
@@ -199,7 +204,7 @@ def _listed(config: Mapping[str, Any], path: Path) -> dict[int, DeclaredToken]:
 
 
 def _added(path: Path, special: Container[str]) -> dict[int, DeclaredToken]:
-    """Return the tokens of added_tokens.json, which has ids by texts."""
+    """Return the tokens of added_tokens.json by id. The file maps texts to ids. Raises ValueError for an invalid id."""
     found = {}
     for text, token_id in read_settings(path).items():
         if not is_whole(token_id) or not 0 <= token_id < _MAX_ID:
