@@ -1,1 +1,1 @@
-"""Checkpoints that are made on the spot, with random weights."""
+"""Generators of checkpoints with random weights for tests and benchmarks."""

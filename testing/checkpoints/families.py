@@ -1,4 +1,4 @@
-"""Small random checkpoints of every family, written by transformers as it publishes them."""
+"""Creates small random checkpoints of every family, written by transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ DECODER = {
     "max_position_embeddings": 1024,
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
-# Under transformers' own names; no end token, so that greedy continuations have the length asked for.
+# Keyed by transformers' model types. There is no end token, so that greedy continuations have the requested length.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": DECODER,
     "mistral": {**DECODER, "sliding_window": 20},
@@ -96,7 +96,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "sliding_window": 20,
-        "swiglu_limit": 1.5,  # as large as gates are
+        "swiglu_limit": 1.5,  # within the range of gate values, so that clamping has an effect
         "rope_parameters": {
             "rope_type": "yarn",
             "rope_theta": 150_000.0,
@@ -119,16 +119,18 @@ NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id":
 def make_checkpoint(
     directory: Path, family: str, *, seed: int, dtype: str = "float32", max_shard_size: str = "1GB", **overrides: Any
 ) -> Path:
-    """Writes a random model of a family to `directory` and returns it.
+    """Write a random model of a family to `directory` and return the directory.
 
-    The weights are scaled so that every layer matters and logits are spread over several units: near ties are rare, and
-    greedy continuations do not fall into loops at once.
+    The weights are scaled so that every layer affects the result and logits differ by several units. Near ties are then
+    rare, and greedy continuations do not repeat at once.
 
     Args:
         family: one of FAMILIES.
-        dtype: what the weights are stored in.
-        max_shard_size: below the size of the weights, for example "100KB": several files and an index.
-        overrides: fields of the transformers configuration, for example num_key_value_heads=1.
+        seed: the seed of the random weights.
+        dtype: the dtype in which the weights are stored.
+        max_shard_size: a value below the size of the weights, such as "100KB", splits them into several files with an
+            index.
+        overrides: fields of the transformers configuration, such as num_key_value_heads=1.
     """
     config_class = transformers.AutoConfig.for_model(family).__class__
     config = config_class(**{**DEFAULTS[family], **NO_SPECIAL_TOKENS, **overrides})
@@ -141,7 +143,7 @@ def make_checkpoint(
 
 @torch.no_grad()
 def draw_weights(model: Any, seed: int) -> None:
-    """Gives a model of transformers the weights that `make_checkpoint` speaks of."""
+    """Fill a transformers model with the random weights that `make_checkpoint` describes."""
     generator = torch.Generator().manual_seed(seed)
     corrections = [named for named in model.named_buffers() if named[0].endswith("e_score_correction_bias")]
     for name, parameter in [*model.named_parameters(), *corrections]:
@@ -150,9 +152,9 @@ def draw_weights(model: Any, seed: int) -> None:
 
 
 def _scaled(name: str, noise: torch.Tensor, around: int) -> torch.Tensor:
-    """`around`: what norms' weights are near."""
+    """Return the weight for a parameter's noise. `around` is the mean of norm weights."""
     if noise.dim() == 1:
-        is_scale = name.endswith("weight")  # of a norm
+        is_scale = name.endswith("weight")  # the weight of a norm
         return around + 0.1 * noise if is_scale else 0.2 * noise
     if any(part in name for part in ("embed_tokens", "wte", "wpe", "lm_head", "embed_in", "embed_out", "word_emb")):
         return 0.4 * noise

@@ -1,4 +1,4 @@
-"""GGUF files of checkpoints, written with PyPI `gguf` as llama.cpp's converter writes them."""
+"""Writes checkpoints as GGUF files with PyPI `gguf`, in the same form as llama.cpp's converter."""
 
 import json
 import math
@@ -24,7 +24,7 @@ ARCHITECTURES = {
     "Phi3ForCausalLM": gguf.MODEL_ARCH.PHI3,
     "GptOssForCausalLM": gguf.MODEL_ARCH.GPT_OSS,
 }
-_GEMMAS = (gguf.MODEL_ARCH.GEMMA2, gguf.MODEL_ARCH.GEMMA3)  # whose files hold 1 + w of norms
+_GEMMAS = (gguf.MODEL_ARCH.GEMMA2, gguf.MODEL_ARCH.GEMMA3)  # files of these architectures store 1 + w for norms
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 _K_BLOCK_BYTES = {"Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
 
@@ -39,14 +39,15 @@ def write_gguf(
     settings: Mapping[str, Any] | None = None,
     replaced: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Writes a checkpoint's model and tokenizer.
+    """Write a checkpoint's model and tokenizer to the GGUF file `path` and return the path.
 
     Args:
-        type_name: of the matrices; vectors are F32.
-        types: those of some matrices, by the ending of their names.
-        tokenizer: keys of `tokenizer.ggml.`, instead of those that follow from tokenizer.json.
-        settings: further keys and values; None leaves one out that would be there.
-        replaced: values of keys in place of the checkpoint's.
+        checkpoint: the checkpoint directory.
+        type_name: the element type of matrices; vectors are F32.
+        types: the element types of some matrices, by the suffixes of their names.
+        tokenizer: keys of `tokenizer.ggml.`; by default they are derived from tokenizer.json.
+        settings: further keys and values; None removes a key.
+        replaced: tensors by name, each with its type, in place of the checkpoint's tensors.
     """
     config = json.loads((checkpoint / "config.json").read_text())
     arch = ARCHITECTURES[config["architectures"][0]]
@@ -81,7 +82,7 @@ _OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)(\..*)")
 
 
 def _stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """With those of all experts as one, as llama.cpp's converter has them."""
+    """Return the tensors with the tensors of all experts stacked, as in llama.cpp's converter."""
     found: dict[str, torch.Tensor] = {}
     stacks: dict[str, dict[int, torch.Tensor]] = {}
     for name, tensor in tensors.items():
@@ -98,13 +99,13 @@ _PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_pr
 
 
 def _parts(match: re.Match[str]) -> list[str]:
-    """What llama.cpp's converter calls the projections that gpt-oss has in one tensor, where their outputs take
-    turns."""
+    """Return the names that llama.cpp's converter gives to the projections that gpt-oss interleaves in one tensor."""
     return [f"{match[1]}.{projection}.{'bias' if match[3] else 'weight'}" for projection in _PROJECTIONS[match[2]]]
 
 
 def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """With each projection of gpt-oss for itself, [experts, outputs, inputs], as llama.cpp's converter has them."""
+    """Return the tensors with the stacked projections of gpt-oss separated, each [experts, outputs, inputs], as in
+    llama.cpp's converter."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         match = _OF_ALL_EXPERTS.fullmatch(name)
@@ -117,17 +118,19 @@ def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _together(parts: list[torch.Tensor]) -> torch.Tensor:
-    """What `_apart` takes apart."""
+    """Interleave the projections again that `_apart` has separated."""
     stacked = torch.stack(parts, dim=2).flatten(1, 2)
     return stacked if stacked.dim() == 2 else stacked.swapaxes(1, 2)
 
 
 def permuted(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """The rows of each head from two halves to pairs of neighbours, as llama.cpp's converter has them for llama."""
+    """Reorder the rows of each head from two halves to neighbouring pairs, as llama.cpp's converter does for
+    "llama"."""
     return tensor.reshape(num_heads, 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
 
 
 def add_tensor(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, type_name: str) -> None:
+    """Quantise a tensor to the given type and add it to the file."""
     qtype = GGMLQuantizationType[type_name]
     if type_name in _K_BLOCK_BYTES:
         writer.add_tensor(name, k_blocks(tensor, type_name), raw_dtype=qtype)
@@ -137,8 +140,8 @@ def add_tensor(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, type_na
 
 
 def k_blocks(tensor: torch.Tensor, type_name: str) -> np.ndarray:
-    """Blocks of a type that PyPI `gguf` reads but does not write: random codes of about the tensor's size, of a seed
-    that follows from the tensor."""
+    """Return random blocks of a type that PyPI `gguf` can read but not write. The weights have about the size of the
+    tensor's, and the random seed is derived from the tensor."""
     seed = int(tensor.float().abs().sum().item() * 1000) % (1 << 32)
     rng = np.random.default_rng(seed)
     rows, num_blocks = tensor.shape[:-1].numel(), tensor.shape[-1] // 256
@@ -149,15 +152,15 @@ def k_blocks(tensor: torch.Tensor, type_name: str) -> np.ndarray:
     else:
         largest = 15 if type_name == "Q4_K" else 31
         scale = tensor.float().std().item() / (largest * 10)
-        # Minimums in the middle of the codes, so that weights have both signs.
+        # Place the minimums in the middle of the codes, so that weights have both signs.
         blocks[..., 0:2] = np.array([scale], np.float16).view(np.uint8)
         blocks[..., 2:4] = np.array([scale * largest / 2], np.float16).view(np.uint8)
     return blocks.reshape(*tensor.shape[:-1], -1)
 
 
 def requantized(source: Path, path: Path, type_name: str) -> Path:
-    """Writes a GGUF file with the matrices of another in a type, but for the embedding's, which keep 8 bits at least,
-    as in llama.cpp's files."""
+    """Write a copy of a GGUF file with its matrices in another type. As in llama.cpp's files, the embedding keeps at
+    least 8 bits. Returns `path`."""
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
     for key, found in reader.fields.items():
@@ -174,7 +177,7 @@ def requantized(source: Path, path: Path, type_name: str) -> Path:
 
 
 def dequantized(path: Path) -> dict[str, np.ndarray]:
-    """What PyPI `gguf` makes of every tensor: float32, by the file's own names."""
+    """Return the float32 values that PyPI `gguf` reads from every tensor, by the file's own names."""
     return {
         tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type) for tensor in gguf.GGUFReader(path).tensors
     }
@@ -222,7 +225,7 @@ def _settings(arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _attention_factor(rope: Mapping[str, Any], num_positions: int) -> float:
-    """As llama.cpp's converter computes LongRoPE's."""
+    """Return the attention factor of LongRoPE as llama.cpp's converter computes it."""
     original = rope["original_max_position_embeddings"]
     scale = num_positions / original
     return math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
@@ -253,7 +256,7 @@ def _tokenizer_keys(checkpoint: Path, config: Mapping[str, Any], tokenizer: Mapp
 
 
 def byte_level_keys(tokenizer: Mapping[str, Any], vocab_size: int, pre: str = "gpt-2") -> dict[str, Any]:
-    """The keys of a tokenizer.json with byte-level BPE."""
+    """Return the GGUF keys for a tokenizer.json with byte-level BPE."""
     by_id = {token_id: token for token, token_id in tokenizer["model"]["vocab"].items()}
     types = dict.fromkeys(by_id, NORMAL)
     for added in tokenizer["added_tokens"]:
@@ -275,7 +278,8 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 
 def write_dequantized(directory: Path, path: Path, checkpoint: Path) -> Path:
-    """Writes the checkpoint that a GGUF file was made of, with the weights that PyPI `gguf` reads of it, in float32."""
+    """Write the checkpoint from which a GGUF file was made, with the float32 weights that PyPI `gguf` reads from the
+    file. Returns `directory`."""
     config = json.loads((checkpoint / "config.json").read_text())
     arch = ARCHITECTURES[config["architectures"][0]]
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
@@ -293,7 +297,7 @@ def write_dequantized(directory: Path, path: Path, checkpoint: Path) -> Path:
         tensor = torch.from_numpy(values[own_name][int(match[2])].copy() if match else values[own_name].copy())
         if arch is gguf.MODEL_ARCH.LLAMA and (".attn_q." in own_name or ".attn_k." in own_name):
             heads = config["num_attention_heads" if ".attn_q." in own_name else "num_key_value_heads"]
-            # As transformers does it.
+            # The inverse permutation, as in transformers.
             tensor = tensor.reshape(heads, -1, 2, *tensor.shape[1:]).swapaxes(2, 1).reshape(tensor.shape)
         if arch in _GEMMAS and own_name.endswith("_norm.weight"):
             tensor = tensor - 1

@@ -1,7 +1,7 @@
-"""Quantised weights and checkpoints that are packed here, made of random codes, with the weights that they mean.
+"""Quantised weights and checkpoints made of random codes, together with the weights that the codes represent.
 
-AWQ, GPTQ and W8A8 are packed number by number from the codes, FP8 by torch's conversion, and what MXFP4 means is said
-by transformers. `quantized_checkpoints` has more, which a package packs that not every machine has.
+AWQ, GPTQ and W8A8 are packed here number by number, FP8 uses torch's conversion, and transformers decodes MXFP4.
+`quantized` in this folder has further formats, which need a package that is not installed on every machine.
 """
 
 import json
@@ -24,7 +24,8 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """A format: its `quantization_config`, and random tensors of a weight [out, in] with the weight in float32."""
+    """A quantised format: its `quantization_config`, and a function `draw`. For a random weight [out, in], `draw`
+    returns the stored tensors and the weight in float32."""
 
     name: str
     section: dict[str, Any]
@@ -32,7 +33,8 @@ class Case:
 
 
 def random_scales(generator: torch.Generator, shape: tuple[int, ...], levels: int, in_size: int) -> torch.Tensor:
-    """Float32 scales with which weights of that many levels have about the size of `make_checkpoint`'s."""
+    """Return float32 scales for codes with `levels` levels. The weights then have about the size of
+    `make_checkpoint`'s."""
     return (0.5 + torch.rand(shape, generator=generator)) * 5 / levels * in_size**-0.5
 
 
@@ -40,7 +42,8 @@ def random_scales(generator: torch.Generator, shape: tuple[int, ...], levels: in
 
 
 def pack(numbers: np.ndarray, bits: int) -> np.ndarray:
-    """[rows, columns] to words of 32 bits, [rows, columns * bits / 32]: the first number in the lowest bits."""
+    """Pack numbers [rows, columns] in 32-bit words [rows, columns * bits / 32]. The first number is in the lowest
+    bits."""
     per_word = 32 // bits
     words = np.zeros((numbers.shape[0], numbers.shape[1] // per_word), dtype=np.uint32)
     for position in range(per_word):
@@ -52,6 +55,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def pack_awq(numbers: np.ndarray) -> np.ndarray:
+    """Pack 4-bit numbers in AWQ's column order."""
     reordered = np.empty_like(numbers)
     for column in range(numbers.shape[1]):
         reordered[:, column] = numbers[:, column - column % 8 + AWQ_ORDER[column % 8]]
@@ -59,7 +63,8 @@ def pack_awq(numbers: np.ndarray) -> np.ndarray:
 
 
 def meaning(codes: np.ndarray, zeros: np.ndarray, scales: np.ndarray, groups: np.ndarray) -> torch.Tensor:
-    """(code - zero) * scale in float32 for codes [in, out], zeros and scales [groups, out]: [out, in]."""
+    """Return (code - zero) * scale in float32 as [out, in], for codes [in, out], and zeros and scales [groups, out].
+    `groups` is the group of each input."""
     differences = (codes.astype(np.int64) - zeros.astype(np.int64)[groups]).astype(np.float32)
     return torch.from_numpy(np.ascontiguousarray((differences * scales.astype(np.float32)[groups]).T))
 
@@ -67,7 +72,7 @@ def meaning(codes: np.ndarray, zeros: np.ndarray, scales: np.ndarray, groups: np
 def draw_codes(
     generator: torch.Generator, out_size: int, in_size: int, num_groups: int, bits: int
 ) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
-    """Codes [in, out], zeros [groups, out], and scales of 16 bits [groups, out]."""
+    """Return random codes [in, out], zero points [groups, out], and float16 scales [groups, out]."""
     codes = torch.randint(0, 2**bits, (in_size, out_size), generator=generator).numpy()
     middle = 2 ** (bits - 1)
     zeros = torch.randint(middle // 2, middle + middle // 2, (num_groups, out_size), generator=generator).numpy()
@@ -78,7 +83,7 @@ def draw_codes(
 def gptq(
     name: str, bits: int, group_size: int, *, version: str, sym: bool, g_idx: str, desc_act: bool = False, **more: Any
 ) -> Case:
-    """`g_idx`: "none", "in order" or "shuffled"."""
+    """Return a GPTQ case. `g_idx` is "none", "in order" or "shuffled"."""
     section = {
         "quant_method": "gptq",
         "bits": bits,
@@ -133,11 +138,11 @@ def awq(name: str, group_size: int, **more: Any) -> Case:
     return Case(name, section, draw)
 
 
-# 8 bits by 8 bits
+# 8-bit weights and 8-bit activations
 
 
 def w8a8(name: str) -> Case:
-    """Weights of compressed-tensors with a scale for each output, made for inputs that are rounded as they come."""
+    """Return a compressed-tensors case with one scale per output, for inputs that are rounded dynamically."""
     inputs = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
     weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
     section = {
@@ -185,8 +190,8 @@ def fp8(
 
 
 def compressed_in_order(name: str, zero_dtype: torch.dtype) -> Case:
-    """What early versions of compressed-tensors wrote: columns in the order of activations, and zero points that are
-    packed or not. Today's reads neither."""
+    """Return a case in the format of early versions of compressed-tensors: columns in activation order, and zero points
+    packed or not. Current versions read neither."""
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16, "symmetric": False}
     section = {
         "quant_method": "compressed-tensors",
@@ -217,9 +222,9 @@ def mxfp4(name: str) -> Case:
 
     def draw(generator: torch.Generator, out_size: int, in_size: int) -> tuple[Tensors, torch.Tensor]:
         blocks = torch.randint(0, 256, (out_size, in_size // 32, 16), generator=generator, dtype=torch.uint8)
-        common = 127 + round(math.log2(0.35 * in_size**-0.5))  # with which weights are as large as others'
+        common = 127 + round(math.log2(0.35 * in_size**-0.5))  # keeps weights about as large as in other formats
         exponents = common + torch.randint(-1, 2, blocks.shape[:2], generator=generator)
-        blocks[0, 0], exponents[0, 0] = 0, 0  # what is written of groups of zeros
+        blocks[0, 0], exponents[0, 0] = 0, 0  # as written for groups of zeros
         scales = exponents.to(torch.uint8)
         meant = convert_moe_packed_tensors(blocks[None], scales[None], dtype=torch.float32)[0].t().contiguous()
         return {"blocks": blocks, "scales": scales}, meant
@@ -227,15 +232,15 @@ def mxfp4(name: str) -> Case:
     return Case(name, section, draw)
 
 
-# How the families name the modules whose weights are quantised.
+# Suffixes of the modules whose weights are quantised, in all families.
 LINEAR = ("_proj", "lm_head", "c_fc", "query_key_value", "dense", "_to_4h", "_to_h", "Wqkv", ".w1", ".w2", ".w3")
 
 
 def make_quantized(
     directory: Path, family: str, case: Case, *, seed: int, skips: tuple[str, ...] = ("lm_head",), **overrides: Any
 ) -> tuple[Path, Path]:
-    """Writes a random model whose linear weights, but for `skips`, are quantised, and the same model with the weights
-    that these mean, in float32; returns both directories."""
+    """Write a random model with quantised linear weights, except for the modules in `skips`. Also write the same model
+    with the float32 weights that the codes represent. Return the directories of the quantised and the float32 model."""
     plain = make_checkpoint(directory / "plain", family, seed=seed, **overrides)
     quantized = directory / "quantized"
     quantized.mkdir()
@@ -256,12 +261,13 @@ def make_quantized(
 
 
 def with_section(case: Case, **changes: Any) -> Case:
+    """Return the case with changed settings in its `quantization_config`."""
     return replace(case, section={**case.section, **changes})
 
 
 def make_mxfp4(directory: Path, *, seed: int, dtype: str = "float32", **overrides: Any) -> tuple[Path, Path]:
-    """Writes a random gpt-oss whose experts are in MXFP4, as it is published, and the same model with the weights that
-    these mean, in `dtype`; returns both directories."""
+    """Write a random gpt-oss with its experts in MXFP4, as published. Also write the same model with the weights that
+    the codes represent, in `dtype`. Return the directories of the MXFP4 and the plain model."""
     plain = make_checkpoint(directory / "plain", "gpt_oss", seed=seed, dtype=dtype, **overrides)
     quantized = directory / "quantized"
     quantized.mkdir()

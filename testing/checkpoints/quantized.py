@@ -1,6 +1,6 @@
-"""Quantised weights and checkpoints of every format, made of random codes, with the weights that they mean.
+"""Quantised weights and checkpoints of every format, made of random codes, with the weights that the codes represent.
 
-compressed-tensors packs its own formats, and says what they mean. The others are packed by `packed_checkpoints`.
+The package compressed-tensors packs and decodes its own formats. `testing.checkpoints.packed` packs the others.
 """
 
 import json
