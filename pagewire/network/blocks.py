@@ -85,16 +85,12 @@ class Attention:
         is_transposed: bool = False,
         source: str = "normed",
     ) -> Iterator[Operation]:
-        """Yield the operations of paged attention.
+        """Yield the operations of paged attention of the module `name`, which reads the buffer `source`.
 
-        Args:
-            name: the name of the module.
-            qkv: the names within the module of the projections for queries, keys and values. A single name is a
-                projection that contains all three, one below the other.
-            output: the name within the module of the output projection.
-            are_by_head: the single projection contains the query, key and value rows of each head together.
-            is_transposed: weights are stored as [in, out].
-            source: the buffer to read.
+        `qkv` are the names within the module of the projections for queries, keys and values. A single name is a
+        projection that contains all three, one below the other; with `are_by_head`, it contains the query, key and
+        value rows of each head together. `output` is the name of the output projection. With `is_transposed`, weights
+        are stored as [in, out].
         """
         heads, order = self.heads, () if self.rope is None else self.rope.head_order(self.heads.head_dim)
         rows = HeadRows(heads.head_dim, order, are_by_head) if order or are_by_head else None
@@ -175,16 +171,11 @@ class Mlp:
         target: str = "update",
         prefix: str = "",
     ) -> Iterator[Operation]:
-        """Yield the operations of an MLP.
+        """Yield the operations of the MLP with the module `name`. It reads the buffer `source` and writes `target`.
 
-        Args:
-            name: the name of the module.
-            up: the names within the module of the gate and up projections. A single name is a projection that contains
-                both or, without a gate, the up projection.
-            down: the name within the module of the down projection.
-            is_transposed: weights are stored as [in, out].
-            source, target: the buffers to read and to write.
-            prefix: prefix of the names of intermediate buffers.
+        `up` are the names within the module of the gate and up projections. A single name is a projection that contains
+        both or, without a gate, the up projection. `down` is the name of the down projection. With `is_transposed`,
+        weights are stored as [in, out]. `prefix` begins the names of intermediate buffers.
         """
         ups = self.up(name, up, is_transposed=is_transposed)
         yield Multiply(source, f"{prefix}up", ups)
@@ -233,14 +224,9 @@ class Experts:
         https://arxiv.org/abs/1701.06538). With several ranks, each rank has some columns of every expert and the whole
         router.
 
-        Args:
-            router: the name of the router's module.
-            name: the names of the experts' modules, with `{expert}` for the number of the expert.
-            up, down: the names within an expert's module, as in `Mlp`.
-            router_bias: the router has a bias.
-            has_correction: a vector is added to the router's scores for the choice of experts, but not for their
-                weights.
-            source, target: the buffers to read and to write.
+        `router` is the name of the router's module. `name` is the name of the experts' modules, with `{expert}` for the
+        number of the expert, and `up` and `down` are names within an expert's module, as in `Mlp`. With
+        `has_correction`, a vector is added to the router's scores for the choice of experts, but not for their weights.
         """
         num_experts, chosen = self.num_experts, self.routing.num_chosen
         yield Multiply(source, "router_logits", whole(router, self.mlp.hidden_size, num_experts, has_bias=router_bias))

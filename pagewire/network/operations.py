@@ -360,7 +360,7 @@ class QkNormRopeStore:
 
 @dataclass(frozen=True, slots=True)
 class AttendPaged:
-    """Attention of queries to the keys and values that a layer has stored for their row (Kwon et al., 2023,
+    """Paged attention: queries attend to the keys and values stored in a layer for their row (Kwon et al., 2023,
     https://arxiv.org/abs/2309.06180)."""
 
     input: str
@@ -372,7 +372,7 @@ class AttendPaged:
 
 @dataclass(frozen=True, slots=True)
 class LmHead:
-    """The logits: the head's projection of the input, the final hidden states, times `factor`. With a softcap, logits
+    """The logits: the projection `head` of the input (the final hidden states), times `factor`. With a softcap, logits
     are bounded to softcap * tanh(logit / softcap)."""
 
     input: str

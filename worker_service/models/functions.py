@@ -1,8 +1,9 @@
 """One function for each type of operation of a model. Each function applies `Operations` to the buffers of a step, on
 any device.
 
-In the operations, the holder of each weight replaces the weight: a tensor for a vector, a module for a projection or a
-table. A callable that returns cosines and sines, or factors, for positions replaces each rope and query growth.
+`Decoder.bind` has replaced the operands of the operations. A weight is replaced by its holder: a tensor for a vector, a
+module for a projection or a table. A rope or a query growth is replaced by a callable that returns cosines and sines,
+or factors, for positions.
 """
 
 from collections.abc import Callable

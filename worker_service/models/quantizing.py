@@ -47,7 +47,8 @@ class QuantizingTensors(Tensors):
         return self._source.stored_names(name)
 
     def working_bytes(self, name: str, num_elements: int) -> int:
-        """See `Tensors.working_bytes`. Only rows of whole heads of one weight are in floats at a time."""
+        """See `Tensors.working_bytes`. Only a few rows of one weight, in units of whole heads, are in floats at a
+        time."""
         own = self._source.working_bytes(name, num_elements)
         return own + _WORKING_BYTES * min(num_elements, 2 * _CHUNK_ELEMENTS) if name in self._bits else own
 

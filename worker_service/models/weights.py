@@ -142,8 +142,8 @@ def working_bytes(checkpoint: Tensors, targets: Targets) -> int:
 
 
 def targets_of(model: Decoder, place: Place) -> Iterator[tuple[str, list[Piece]]]:
-    """Yield the sources in the checkpoint for this rank's part of each parameter of a place: the name of a tensor, and
-    the pieces to read from it."""
+    """Yield, for each parameter of a place, the name of a tensor in the checkpoint and the pieces of it that this rank
+    reads."""
     weight, holder = place.weight, place.holder
     if type(weight) is Vector:
         yield weight.name, [_piece(model.get_parameter(place.name).data, weight.values)]

@@ -112,14 +112,15 @@ class SpecialTokens:
         return SpecialTokens(by_name, tuple(sorted(ends)), frozenset(by_text), tokens)
 
     def ids(self) -> dict[str, int | list[int]]:
-        """Return the ids, with the names of config.json."""
+        """Return the ids of special tokens by their keys in config.json, such as "bos_token_id". "eos_token_id" lists
+        all tokens that end an answer."""
         found: dict[str, int | list[int]] = {
             f"{name}_token_id": self.by_name[name] for name in ("bos", "pad") if name in self.by_name
         }
         return {**found, "eos_token_id": list(self.ends)}
 
     def texts(self) -> dict[str, str]:
-        """Return the texts, with the names of tokenizer_config.json."""
+        """Return the texts of special tokens by their keys in tokenizer_config.json, such as "bos_token"."""
         return {f"{name}_token": self.tokens[token_id] for name, token_id in self.by_name.items()}
 
 

@@ -125,12 +125,10 @@ class TextConfig:
     ) -> "TextConfig":
         """Read the settings that most families name as Llama does.
 
-        Args:
-            ropes: the rotary embedding of the layers; by default one setting for all layers, which rotates whole heads.
-            windows: the sliding windows of the layers; by default no windows.
-            eps_key, default_eps: the key and the default of the epsilon of norms.
-            activation_key: the key of the activation.
-            activations: the supported activations; the first is the default.
+        `ropes` are the rotary embeddings of the layers; by default one setting for all layers, which rotates whole
+        heads. `windows` are the sliding windows of the layers; by default no windows. `eps_key` and `default_eps` are
+        the key and the default of the epsilon of norms. `activation_key` is the key of the activation, and
+        `activations` are the supported values, with the default first.
         """
         num_heads, head_dim = positive(config, "num_attention_heads"), head_dim_of(config)
         of_layers, num_positions = ropes or read_rope(config)

@@ -77,7 +77,8 @@ def num_layers_of(config: JsonObject) -> int:
 
 
 def from_zero(config: JsonObject, key: str, default: int) -> int:
-    """Return a whole number from 0. Raises CheckpointError for another value."""
+    """Return a whole number that is at least 0, or the default if the setting is missing. Raises CheckpointError
+    otherwise."""
     value = config.get(key, default)
     if not is_whole(value) or value < 0:
         raise unserved(key, value, "a whole number from 0")
