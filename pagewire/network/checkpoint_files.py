@@ -80,14 +80,16 @@ def read_headers(path: Path) -> dict[str, TensorHeader]:
     found: dict[str, TensorHeader] = {}
     for file_name in {shown(name): name for name in weight_map.values()}.values():
         if not isinstance(file_name, str) or Path(file_name).name != file_name:
-            raise CheckpointError(f"{path / INDEX_FILE} names {shown(file_name)}, which is no file beside it")
+            raise CheckpointError(
+                f"{path / INDEX_FILE} names {shown(file_name)}, which is not a file in the same directory"
+            )
         if not (path / file_name).is_file():
             raise CheckpointError(f"{path / file_name} is missing; {INDEX_FILE} names it")
         in_file = _read_header(path / file_name)
         found |= {name: header for name, header in in_file.items() if weight_map.get(name) == file_name}
     for name, file_name in weight_map.items():
         if name not in found:
-            raise CheckpointError(f"tensor {name} is not in {path / file_name}, though {INDEX_FILE} says so")
+            raise CheckpointError(f"tensor {name} is not in {path / file_name}, although {INDEX_FILE} lists it there")
     return found
 
 
@@ -105,8 +107,8 @@ def _without_weights(path: Path) -> str:
     pickled = sorted(file.name for pattern in _PICKLED for file in path.glob(pattern))
     text = f"{path} holds neither {SINGLE_FILE} nor {INDEX_FILE}"
     if not pickled:
-        return f"{text}; take a checkpoint with safetensors, or convert it"
-    return f"{text}; weights as pickles, such as {pickled[0]}, are never read: convert it to safetensors"
+        return f"{text}; use a checkpoint with safetensors files, or convert this one"
+    return f"{text}; pickled weights, such as {pickled[0]}, are never loaded: convert the checkpoint to safetensors"
 
 
 def _read_header(file: Path) -> dict[str, TensorHeader]:
@@ -118,7 +120,7 @@ def _read_header(file: Path) -> dict[str, TensorHeader]:
             size = file.stat().st_size
             length = int.from_bytes(stream.read(8), "little")
             if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-                raise _broken(file, f"it has {size} bytes, and its header does not fit into them")
+                raise _broken(file, f"it has {size} bytes, too few for its header")
             header = json.loads(stream.read(length))
     except ModelFileError as error:
         raise CheckpointError(str(error)) from error
@@ -137,7 +139,9 @@ def _read_header(file: Path) -> dict[str, TensorHeader]:
             raise _broken(file, f"its header describes tensor {shown(name)} as {shown(entry)}") from error
         end = max(end, tensor_end)
     if size != 8 + length + end:
-        raise _broken(file, f"it has {size} bytes, and its header speaks of {8 + length + end}: it may be cut off")
+        raise _broken(
+            file, f"it has {size} bytes, but its header describes {8 + length + end}: the file may be truncated"
+        )
     return tensors
 
 
@@ -153,4 +157,4 @@ def _parse_entry(file_name: str, entry: Any) -> tuple[TensorHeader, int]:
 
 
 def _broken(file: Path, why: str) -> CheckpointError:
-    return CheckpointError(f"{file} is not a whole safetensors file: {why}")
+    return CheckpointError(f"{file} is not a complete safetensors file: {why}")

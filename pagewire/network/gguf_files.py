@@ -40,7 +40,7 @@ def load_gguf_config(path: Path) -> Network:
     try:
         model = parse_config(config)
     except CheckpointError as error:
-        raise CheckpointError(f"{path}: what it says of the model makes no config.json: {error}") from error
+        raise CheckpointError(f"{path}: its metadata does not describe a supported model: {error}") from error
     if _FREQUENCIES not in file.tensors or model.rope is None:
         return model
     divisors = _read_divisors(file, _FREQUENCIES, model.heads.head_dim // 2)
@@ -64,5 +64,5 @@ def _read_divisors(file: GgufFile, name: str, length: int) -> tuple[float, ...]:
         stream.seek(info.offset)
         divisors = array("f", stream.read(4 * length))
     if not all(math.isfinite(divisor) and divisor > 0 for divisor in divisors):
-        raise CheckpointError(f"{file.path}: tensor {name} has numbers that are not finite and above 0")
+        raise CheckpointError(f"{file.path}: tensor {name} has numbers that are not finite or not above 0")
     return tuple(divisors)

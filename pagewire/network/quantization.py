@@ -110,7 +110,7 @@ def _compressed_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
         yield _target_rule("ignore", target, None)
     groups = section.get("config_groups")
     if not isinstance(groups, Mapping):
-        raise unserved("config_groups", groups, "an object of groups of weights, empty where none are quantised")
+        raise unserved("config_groups", groups, "an object of groups of weights, empty if no weight is quantised")
     found: list[tuple[int, QuantizationRule]] = []
     for name, group in groups.items():
         if not isinstance(group, Mapping):
@@ -274,7 +274,7 @@ def _skipped(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
 def _names(section: Mapping[str, Any], key: str) -> Iterable[str]:
     value = section.get(key) or []
     if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
-        raise unserved(key, value, "a list of names of modules")
+        raise unserved(key, value, "a list of module names")
     return value
 
 

@@ -73,7 +73,7 @@ class StackedPart:
         if len(of_stack.shape) != num_dims:
             raise CheckpointError(
                 f"tensor {self.stack} in {of_stack.file} has shape {list(of_stack.shape)}, expected {num_dims} "
-                "dimensions, of which the first counts experts"
+                "dimensions; the first is the number of experts"
             )
         shape = list(of_stack.shape[:0:-1] if self.is_transposed else of_stack.shape[1:])
         shape[0] = len(self._outputs(of_stack))

@@ -26,7 +26,7 @@ TEMPLATE = "chat_template.jinja"
         (TEMPLATE, b"{{ messages }}\n\xff\n", f"{TEMPLATE}, line 2: not UTF-8 (invalid start byte, byte 0xff)"),
         (CONFIG, b'{\n"chat_template":\n}', f"{CONFIG} is not JSON: Expecting value: line 3 column 1"),
         (CONFIG, b'{"a": "\xff"}', f"{CONFIG} is not JSON: 'utf-8' codec can't decode byte 0xff"),
-        (CONFIG, b"[" * 100_000, f"{CONFIG} is not JSON that can be read: it is nested too deeply"),
+        (CONFIG, b"[" * 100_000, f"{CONFIG} is not readable JSON: it is nested too deeply"),
         (CONFIG, b"[]", f"{CONFIG} holds list"),
         (CONFIG, b'{"chat_template": 5}', f"{CONFIG}: chat_template is int, but must be a text or a list"),
         (CONFIG, b'{"chat_template": ["a"]}', f"{CONFIG}: chat_template is a list, but not one of objects"),

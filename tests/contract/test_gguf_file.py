@@ -111,12 +111,12 @@ def patched(path: Path, at: int, content: bytes) -> Path:
     ("at", "content", "text"),
     [
         (0, b"GGML", r"x\.gguf is not a GGUF file: it begins with b'GGML', not with b'GGUF'"),
-        (4, struct.pack("<I", 1), r"x\.gguf is a GGUF file of version 1; versions 2 and 3 are served, little-endian"),
-        (4, struct.pack("<I", 4), r"of version 4; versions 2 and 3 are served"),
-        (4, struct.pack(">I", 3), r"of a machine of the other byte order; versions 2 and 3"),
-        (8, struct.pack("<Q", 2**60), r"x\.gguf is not a whole GGUF file: it has \d+ bytes, and its header speaks of"),
-        (16, struct.pack("<Q", 2**64 - 1), r"not a whole GGUF file: it has \d+ bytes, and its header speaks of"),
-        (24, struct.pack("<Q", 2**63), r"not a whole GGUF file: it has \d+ bytes, and its header speaks of"),
+        (4, struct.pack("<I", 1), r"x\.gguf is a GGUF file of version 1; supported are versions 2 and 3, little"),
+        (4, struct.pack("<I", 4), r"of version 4; supported are versions 2 and 3"),
+        (4, struct.pack(">I", 3), r"in big-endian byte order; supported are versions 2 and 3"),
+        (8, struct.pack("<Q", 2**60), r"x\.gguf is not a complete GGUF file: it has \d+ bytes, but its header req"),
+        (16, struct.pack("<Q", 2**64 - 1), r"not a complete GGUF file: it has \d+ bytes, but its header requires"),
+        (24, struct.pack("<Q", 2**63), r"not a complete GGUF file: it has \d+ bytes, but its header requires"),
     ],
 )  # fmt: skip
 def test_a_broken_beginning_is_named(tmp_path: Path, at: int, content: bytes, text: str) -> None:
@@ -129,11 +129,11 @@ def test_a_broken_beginning_is_named(tmp_path: Path, at: int, content: bytes, te
     ("values", "text"),
     [
         ({"split__count": ("uint16", 2)}, r"x\.gguf is one of 2 parts of a model: join them first, with llama-gguf"),
-        ({"general__type": ("string", "adapter")}, r"x\.gguf holds no model: general\.type is 'adapter'"),
+        ({"general__type": ("string", "adapter")}, r"x\.gguf contains no model: general\.type is 'adapter'"),
         ({"general__alignment": ("uint32", 48)}, r"general\.alignment is 48, not a power of two"),
         ({"general__alignment": ("uint32", 0)}, r"general\.alignment is 0, not a power of two"),
         ({"general__alignment": ("uint32", 1 << 31)}, r"general\.alignment is 2147483648, not a power of two"),
-        ({"deep": ("array", [[1, 2], [3]])}, r"'deep' is an array of type 9, which is not read"),
+        ({"deep": ("array", [[1, 2], [3]])}, r"'deep' is an array of type 9, which is not supported"),
     ],
 )
 def test_what_is_no_whole_model_is_refused(tmp_path: Path, values: dict[str, Any], text: str) -> None:
@@ -223,7 +223,7 @@ def test_a_type_that_is_not_served_is_named_with_those_that_are(tmp_path: Path) 
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    text = r"x\.gguf: tensor blk\.0\.x\.weight is of type Q2_K, which is not served; F32, F16, Q4_0, .*BF16, MXFP4 are"
+    text = r"x\.gguf: tensor blk\.0\.x\.weight is of type Q2_K, which is not supported; supported: F32, .*BF16, MXFP4"
     with pytest.raises(GgufError, match=text):
         GgufFile.open(tmp_path / "x.gguf").check_tensors()
 
@@ -240,11 +240,11 @@ def test_a_file_cut_at_any_byte_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     for num_bytes in range(len(whole)):
         path.write_bytes(whole[:num_bytes])
-        with pytest.raises(GgufError, match=r"x\.gguf (is not a (whole )?GGUF file|has \d+ bytes, but tensor)"):
+        with pytest.raises(GgufError, match=r"x\.gguf (is not a (complete )?GGUF file|has \d+ bytes, but tensor)"):
             GgufFile.open(path).check_tensors()
     end = whole.index(b"three") + len(b"three")
     path.write_bytes(whole[: end - 1])
-    with pytest.raises(GgufError, match=rf"it has {end - 1} bytes, and its header speaks of {end} or more"):
+    with pytest.raises(GgufError, match=rf"it has {end - 1} bytes, but its header requires {end} or more"):
         GgufFile.open(path)
 
 

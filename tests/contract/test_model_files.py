@@ -89,9 +89,9 @@ def test_a_file_that_is_not_what_it_is_called_is_named(
     model: Path, name: str, is_workers: bool, is_schedulers: bool, max_bytes: int | None
 ) -> None:
     file = next(model.glob(f"{name}*"), model / name)
-    faults = {rf"{name}.* is a pointer of Git LFS .* run `git lfs pull`": lambda: file.write_text(POINTER)}
+    faults = {rf"{name}.* is a Git LFS pointer .* run `git lfs pull`": lambda: file.write_text(POINTER)}
     if max_bytes is not None:
-        told = rf"{name} has {max_bytes + 1} bytes; {max_bytes} are the most: take the file that"
+        told = rf"{name} has {max_bytes + 1} bytes; the maximum is {max_bytes}: use the file"
         faults[told] = lambda: os.truncate(file, max_bytes + 1)
     for told, spoil in faults.items():
         spoil()
@@ -109,7 +109,7 @@ def test_templates_in_other_files_have_bounds_too(model: Path) -> None:
     file = model / "chat_template.json"
     file.touch()
     os.truncate(file, MAX_SETTINGS_BYTES + 1)
-    with pytest.raises(ValueError, match=rf"chat_template\.json has .*; {MAX_SETTINGS_BYTES} are the most"):
+    with pytest.raises(ValueError, match=rf"chat_template\.json has .*; the maximum is {MAX_SETTINGS_BYTES}:"):
         start(model, is_worker=False)
 
 
@@ -136,5 +136,5 @@ def test_a_single_file_of_weights_and_a_gguf_file(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_text(POINTER)
     (path / "model.safetensors").write_text(POINTER)
     for pointer, is_worker in ((path, True), (tmp_path / "m.gguf", True), (tmp_path / "m.gguf", False)):
-        with pytest.raises(ValueError, match=r"is a pointer of Git LFS .* run `git lfs pull`"):
+        with pytest.raises(ValueError, match=r"is a Git LFS pointer .* run `git lfs pull`"):
             start(pointer, is_worker=is_worker)

@@ -139,7 +139,7 @@ def test_what_no_model_has_is_named(tmp_path: Path, fields: dict[str, object], m
 def test_a_text_that_cannot_be_told_to_clients_is_refused(tmp_path: Path, name: str) -> None:
     write(tmp_path, CONFIG, GENERATION)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({name: "a\ud800"}))
-    with pytest.raises(ValueError, match=r"tokenizer_config.json: '\\ud800' is half a character, which no text may"):
+    with pytest.raises(ValueError, match=r"tokenizer_config.json: '\\ud800' is an unpaired surrogate, which text may"):
         read_model_info(str(tmp_path))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({name: "a\U0001f98a"}))
     read_model_info(str(tmp_path))
@@ -252,5 +252,5 @@ def test_a_directory_without_a_tokenizer_says_what_makes_one(tmp_path: Path, nam
     assert f"transformers makes one of {name}: python -c" in warning
     (tmp_path / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 499723\n")
     (warning,) = read_model_info(str(tmp_path)).warnings()
-    assert f"{tmp_path / name} is a pointer" in warning
+    assert f"{tmp_path / name} is a Git LFS pointer" in warning
     assert "git lfs pull" in warning

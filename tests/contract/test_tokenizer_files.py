@@ -35,7 +35,10 @@ TEMPLATE = "|".join(
 )
 QUESTION = [{"role": "user", "content": "x"}]
 # What the files contradict each other in, or what cannot be made of them.
-REFUSALS = r"give the token .* the id \d+, but (it gets \d+ from them|its class leaves it out)|its model is not of BPE"
+REFUSALS = (
+    r"give the token .* the id \d+, but (loading them gives it the id \d+|the tokenizer class omits it)"
+    r"|its model is not BPE"
+)
 Encoded = list[int] | str
 
 
@@ -241,7 +244,7 @@ def test_the_classes_are_those_of_transformers() -> None:
         ),
         ("added_tokens.json", {"<a>": True}, "<a> is true, but must be the id of a token"),
         ("added_tokens.json", {"<a>": 2**40}, "<a> is 1099511627776, but must be the id of a token"),
-        ("added_tokens.json", {"<a>": 900}, 'give the token "<a>" the id 900, but it gets 3'),
+        ("added_tokens.json", {"<a>": 900}, 'give the token "<a>" the id 900, but loading them gives it the id 3'),
     ],
 )
 def test_what_cannot_be_honoured_is_named(tmp_path: Path, name: str, content: dict[str, Any], message: str) -> None:
@@ -258,7 +261,7 @@ def test_what_cannot_be_honoured_is_named(tmp_path: Path, name: str, content: di
 def test_a_class_of_bpe_makes_nothing_of_other_models(tmp_path: Path) -> None:
     described = {"tokenizer_class": "LlamaTokenizer"}
     folder = write(tmp_path, {"tokenizer.json": unigram(), "config.json": {}, "tokenizer_config.json": described})
-    with pytest.raises(ValueError, match="its model is not of BPE, of which the tokenizer_class in tokenizer_config"):
+    with pytest.raises(ValueError, match="its model is not BPE, which the tokenizer_class in tokenizer_config"):
         load_tokenizer(folder / "tokenizer.json")
     write(folder, {"tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast"}})
     load_tokenizer(folder / "tokenizer.json")
@@ -276,7 +279,7 @@ def test_files_of_a_hostile_size_or_depth_are_refused_in_one_line(tmp_path: Path
         read_model_info(str(folder))
     with (folder / name).open("wb") as file:
         file.truncate(10**12)  # a file without blocks
-    with pytest.raises(ValueError, match=rf"{name} has 1000000000000 bytes; \d+ are the most") as large:
+    with pytest.raises(ValueError, match=rf"{name} has 1000000000000 bytes; the maximum is \d+") as large:
         read_model_info(str(folder))
     with pytest.raises(CheckpointError, match=rf"{name} has 1000000000000 bytes"):
         model_digest(folder)

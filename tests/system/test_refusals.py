@@ -81,7 +81,7 @@ KNOWN_BEFORE: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
         [],
         "only pickled weights (pytorch_model.bin), which can run any code and are never loaded: convert them",
     ),
-    "cut off": (cut, [], "model.safetensors is not a whole safetensors file"),
+    "cut off": (cut, [], "model.safetensors is not a complete safetensors file"),
     "layers": (edit(num_hidden_layers=10**9), [], "num_hidden_layers is 1000000000, but must be a whole number"),
     "vocabulary": (edit(vocab_size=2**31), [], "vocab_size is 2147483648, but must be"),
     "positions": (edit(max_position_embeddings=2**40), [], "max_position_embeddings is 1099511627776, but must be"),

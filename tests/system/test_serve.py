@@ -273,7 +273,7 @@ def test_a_worker_that_cannot_start_ends_the_server(tmp_path: Path, model: Path)
     assert process.returncode == 78
     assert out == ""
     [line] = err.splitlines()
-    assert "model.safetensors is not a whole safetensors file" in line
+    assert "model.safetensors is not a complete safetensors file" in line
 
 
 def test_options_from_a_file_and_the_environment(tmp_path: Path, model: Path) -> None:

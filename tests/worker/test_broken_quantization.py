@@ -32,12 +32,16 @@ def load(path):
 
 
 HEADERS = {
-    "no scale": ("W4A16", "weight_scale", None, r"is missing in .*; pack-quantized in 4 bits has it in shape \[64, 4"),
+    "no scale": (
+        "W4A16", "weight_scale", None, r"is missing in .*; pack-quantized in 4 bits requires it in shape \[64, 4"
+    ),
     "no scale of floats": ("FP8 by channel", "weight_scale", None, r"is missing in .* shape \[64, 1\] or \[64\]"),
-    "no scale of blocks": ("FP8 block", "weight_scale_inv", None, r"is missing in .*; fp8 in 8 bits has it in shape"),
-    "no words": ("GPTQ", "qweight", None, r"is missing in .*; gptq in 4 bits has it in shape \[8, 64\]"),
+    "no scale of blocks": (
+        "FP8 block", "weight_scale_inv", None, r"is missing in .*; fp8 in 8 bits requires it in shape"
+    ),
+    "no words": ("GPTQ", "qweight", None, r"is missing in .*; gptq in 4 bits requires it in shape \[8, 64\]"),
     "no zero points": ("W4A16 asymmetric", "weight_zero_point", None, r"is missing"),
-    "no order": ("GPTQ in act-order", "g_idx", None, r"is missing in .* has it in shape \[64\]"),
+    "no order": ("GPTQ in act-order", "g_idx", None, r"is missing in .* requires it in shape \[64\]"),
     "zero points too many": (
         "W4A16", "weight_zero_point", torch.zeros(8, 4, dtype=torch.int32), r" in the checkpoint has no place in Dec"
     ),
@@ -83,18 +87,23 @@ def scale_with(value, shape, dtype=torch.float32):
 ORDER = torch.arange(64, dtype=torch.int32) // 16
 NAN = torch.nan
 CONTENTS = {
-    "NaN in W4A16": ("W4A16", "weight_scale", scale_with(NAN, (64, 4), torch.bfloat16), "holds scales that are no num"),
-    "infinity in GPTQ": ("GPTQ", "scales", scale_with(torch.inf, (4, 64), torch.half), "holds scales that are no num"),
-    "NaN in AWQ": ("AWQ", "scales", scale_with(NAN, (4, 64)), "holds scales that are no numbers"),
-    "NaN in FP8": ("FP8 block", "weight_scale_inv", scale_with(NAN, (4, 2)), "holds scales that are no numbers"),
-    "no power of two": (
-        "FP8 block", "weight_scale_inv", scale_with(NAN, (4, 2)).to(torch.float8_e8m0fnu), "holds scales that are no n"
+    "NaN in W4A16": (
+        "W4A16", "weight_scale", scale_with(NAN, (64, 4), torch.bfloat16), "has scales that are not finite"
     ),
-    "negative FP8": ("FP8 tensor", "weight_scale", torch.tensor(-1.0), "holds a negative scale"),
-    "NaN among values": ("FP8 by channel", "weight", scale_with(NAN, (64, 64)).to(E4M3), "holds values that are no nu"),
-    "a group too far": ("GPTQ", "g_idx", ORDER + 1, "names group 4 of a weight that has 4"),
-    "a group before the first": ("GPTQ in act-order", "g_idx", ORDER - 1, "names group -1 of a weight that has 4"),
-    "other zero points": ("GPTQ", "qzeros", torch.zeros(4, 8, dtype=torch.int32), "holds other zero points than 8, b"),
+    "infinity in GPTQ": (
+        "GPTQ", "scales", scale_with(torch.inf, (4, 64), torch.half), "has scales that are not finite"
+    ),
+    "NaN in AWQ": ("AWQ", "scales", scale_with(NAN, (4, 64)), "has scales that are not finite"),
+    "NaN in FP8": ("FP8 block", "weight_scale_inv", scale_with(NAN, (4, 2)), "has scales that are not finite"),
+    "no power of two": (
+        "FP8 block", "weight_scale_inv", scale_with(NAN, (4, 2)).to(torch.float8_e8m0fnu),
+        "has scales that are not finite",
+    ),
+    "negative FP8": ("FP8 tensor", "weight_scale", torch.tensor(-1.0), "contains a negative scale"),
+    "NaN among values": ("FP8 by channel", "weight", scale_with(NAN, (64, 64)).to(E4M3), "has NaN values"),
+    "a group too far": ("GPTQ", "g_idx", ORDER + 1, "refers to group 4 of a weight that has 4"),
+    "a group before the first": ("GPTQ in act-order", "g_idx", ORDER - 1, "refers to group -1 of a weight that has 4"),
+    "other zero points": ("GPTQ", "qzeros", torch.zeros(4, 8, dtype=torch.int32), "contains zero points other than 8,"),
     "another size": ("W8A16", "weight_shape", torch.tensor([64, 63]), r"says \[64, 63\], expected \[64, 64\]"),
 }  # fmt: skip
 
@@ -111,8 +120,8 @@ def test_a_tensor_that_holds_what_it_cannot_is_refused_as_it_is_loaded(tmp_path,
 @pytest.mark.parametrize(
     ("case", "changes", "message"),
     [
-        ("AWQ", {"group_size": 48}, "q_proj.weight: its 64 inputs are no multiple of the group size 48"),
-        ("GPTQ", {"group_size": 128}, "q_proj.weight: its 64 inputs are no multiple of the group size 128"),
+        ("AWQ", {"group_size": 48}, "q_proj.weight: its 64 inputs are not a multiple of the group size 48"),
+        ("GPTQ", {"group_size": 128}, "q_proj.weight: its 64 inputs are not a multiple of the group size 128"),
     ],
 )
 def test_a_group_size_that_does_not_divide_is_refused(tmp_path, case, changes, message):
@@ -154,7 +163,7 @@ def test_integers_without_a_config_are_refused(tmp_path):
     del config["quantization_config"]
     (path / "config.json").write_text(json.dumps(config))
     edited(path, **{name: None for name in load_file(path / "model.safetensors") if name.endswith("_scale")})
-    with pytest.raises(CheckpointError, match=rf"in {FILE} is I8, which are no floats; config\.json has no quantizat"):
+    with pytest.raises(CheckpointError, match=rf"in {FILE} is I8, which is not a float type; config\.json has no quan"):
         prepare(path)
 
 

@@ -169,7 +169,9 @@ def test_more_layers_than_config_says(path):
 
 def test_integer_weights(path):
     edit_tensors(path, **{"lm_head.weight": torch.zeros(151, 64, dtype=torch.int8)})
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight in model\.safetensors is I8, which are no floats"):
+    with pytest.raises(
+        CheckpointError, match=r"lm_head\.weight in model\.safetensors is I8, which is not a float type"
+    ):
         load(path)
 
 
@@ -219,14 +221,16 @@ def test_index_that_names_a_file_elsewhere(sharded):
     index = json.loads((sharded / "model.safetensors.index.json").read_text())
     index["weight_map"]["model.norm.weight"] = "../other.safetensors"
     (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r'names "\.\./other\.safetensors", which is no file beside it'):
+    with pytest.raises(
+        CheckpointError, match=r'names "\.\./other\.safetensors", which is not a file in the same directory'
+    ):
         load(sharded)
 
 
 def test_truncated_file(path):
     data = (path / "model.safetensors").read_bytes()
     (path / "model.safetensors").write_bytes(data[: len(data) // 2])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a whole safetensors file"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a complete safetensors file"):
         load(path)
 
 
@@ -234,7 +238,7 @@ def test_pickled_weights_are_not_read(path):
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
     with pytest.raises(
         CheckpointError,
-        match=r"holds neither model\.safetensors nor .* such as pytorch_model\.bin, are never read: convert it to s",
+        match=r"holds neither model\.safetensors nor .* such as pytorch_model\.bin, are never loaded: convert",
     ):
         load(path)
 
@@ -244,9 +248,9 @@ def test_pickled_weights_are_not_read(path):
     [
         (None, r"config\.json is missing: --model must name a checkpoint directory"),
         ("{", r"config\.json is not JSON: Expecting property name"),
-        ("[" * 100_000, r"config\.json is not JSON that can be read: it is nested too deeply"),
+        ("[" * 100_000, r"config\.json is not readable JSON: it is nested too deeply"),
         ("[]", r"config\.json holds list, but must hold an object"),
-        (r'{"model_type": "\ud800"}', r"config\.json: '\\ud800' is half a character, which no text may have"),
+        (r'{"model_type": "\ud800"}', r"config\.json: '\\ud800' is an unpaired surrogate, which text may not contain"),
     ],
 )
 def test_broken_config(path, text, message):

@@ -237,7 +237,7 @@ def test_a_worker_says_what_becomes_of_quantized_weights(checkpoints: dict[str, 
     assert load_config(path).dtype == "bfloat16"
     unloaded = prepare_model(path, dtype=torch.bfloat16, device=torch.device("cpu"))
     assert unloaded.describe_quantization() == (
-        "weights are stored in Q4_K, Q6_K: 0 of 9 products read them as they are, whatever else is quantised is "
+        "weights are stored in Q4_K, Q6_K: 0 of 9 linear layers use them directly, other quantised weights are "
         "widened to bfloat16"
     )
 
@@ -274,7 +274,8 @@ def broken(tmp_path: Path, source: Path, **changes: Any) -> Path:
         ),
         (
             {"replaced": {"blk.1.ffn_norm.weight": (torch.ones(256), "Q8_0")}},
-            r"tensor blk\.1\.ffn_norm\.weight in .*model\.gguf is Q8_0; one of one dimension must be F32, F16, BF16",
+            r"tensor blk\.1\.ffn_norm\.weight in .*model\.gguf is Q8_0; a one-dimensional tensor must "
+            "be F32, F16, BF16",
         ),
         (
             {"replaced": {"blk.0.attn_strange.weight": (torch.ones(4, 32), "F32")}},
@@ -290,15 +291,15 @@ def broken(tmp_path: Path, source: Path, **changes: Any) -> Path:
         ),
         (
             {"replaced": {"rope_freqs.weight": (torch.tensor([0.0] * 32), "F32")}},
-            r"model\.gguf: tensor rope_freqs\.weight has numbers that are not finite and above 0",
+            r"model\.gguf: tensor rope_freqs\.weight has numbers that are not finite or not above 0",
         ),
         (
             {"settings": {"qwen3.attention.head_count_kv": 3}},
-            r"model\.gguf: what it says of the model makes no config\.json: .*num_key_value_heads is 3",
+            r"model\.gguf: its metadata does not describe a supported model: .*num_key_value_heads is 3",
         ),
         ({"settings": {"qwen3.attention.sliding_window": 9}}, r"qwen3\.attention\.sliding_window is 9, but must be 0"),
         ({"settings": {"qwen3.rope.dimension_count": 32}}, r"qwen3\.rope\.dimension_count is 32, but must be 64"),
-        ({"settings": {"qwen3.expert_count": 8}}, r"qwen3\.expert_count is 8, but must be 0: nothing else is served"),
+        ({"settings": {"qwen3.expert_count": 8}}, r"qwen3\.expert_count is 8, but must be 0: no other value is supp"),
         ({"settings": {"qwen3.context_length": None}}, r"has no qwen3\.context_length, which must be a whole number"),
         ({"settings": {"qwen3.block_count": "two"}}, r"qwen3\.block_count is 'two', but must be a whole number"),
         ({"settings": {"qwen3.rope.scaling.type": "longrope"}}, r"is 'longrope', but must be none, linear or yarn"),
@@ -324,7 +325,8 @@ def test_what_cannot_be_served_is_refused_by_name(
         ),
         (
             {"replaced": {"blk.1.ffn_up_exps.bias": (torch.ones(4, 512), "Q8_0")}},
-            r"tensor blk\.1\.ffn_up_exps\.bias in .*model\.gguf is Q8_0; one of one dimension must be F32, F16, BF16",
+            r"tensor blk\.1\.ffn_up_exps\.bias in .*model\.gguf is Q8_0; a one-dimensional tensor must "
+            "be F32, F16, BF16",
         ),
         (
             {"replaced": {"blk.0.attn_sinks.weight": (torch.ones(3), "F32")}},
@@ -337,7 +339,7 @@ def test_what_cannot_be_served_is_refused_by_name(
         ({"settings": {"gpt-oss.attention.sliding_window": None}}, r"has no gpt-oss\.attention\.sliding_window, which"),
         (
             {"settings": {"gpt-oss.attention.sliding_window_pattern": 3}},
-            r"gpt-oss\.attention\.sliding_window_pattern is 3, but must be 2: nothing else is served",
+            r"gpt-oss\.attention\.sliding_window_pattern is 3, but must be 2: no other value is supported",
         ),
     ],
 )  # fmt: skip
@@ -458,7 +460,7 @@ def test_a_weight_whose_groups_shares_would_cut_is_widened(tmp_path: Path, monke
     unloaded = prepare_model(path, dtype=torch.float32, device=cpu, operations=operations, communicator=Rank(1, 2))
     description = unloaded.describe_quantization()
     assert description is not None
-    assert "7 of 9 products read them as they are" in description
+    assert "7 of 9 linear layers use them directly" in description
     plain = write_dequantized(tmp_path / "plain", path, source)
     expected = load_model(plain, dtype=torch.float32, device=cpu, operations=operations, communicator=Rank(1, 2))
     model, rows = unloaded.load(), torch.arange(128)

@@ -151,7 +151,7 @@ def test_names_come_before_patterns_and_classes():
             r'strategy is "tensor_group", but must be one of tens',
         ),
         (compressed(group({**INT4, "actorder": "odd"})), r'actorder is "odd", but must be null, weight or group'),
-        (compressed(group(INT4, 7)), r"targets is \[7\], but must be a list of names of modules"),
+        (compressed(group(INT4, 7)), r"targets is \[7\], but must be a list of module names"),
         (compressed(group(INT4), ignore=["re:["]), r'ignore is "re:\[", but must be a regular expression'),
         ({**compressed(), "config_groups": None}, r"config_groups is null, but must be an object of groups"),
         ({**compressed(), "config_groups": {"W4A16": ["Linear"]}}, r"config_groups is .* of objects with targets"),
@@ -220,7 +220,7 @@ def test_a_pattern_without_end_is_refused_by_name(pattern: str, place: int) -> N
     key, section = brought(pattern)[place]
     quantization = parse_quantization({"quantization_config": section})
     assert quantization is not None
-    with pytest.raises(CheckpointError, match=rf"{key} is .*, but must be a pattern that is compared with model\."):
+    with pytest.raises(CheckpointError, match=rf"{key} is .*, but must be a pattern that can be matched with model\."):
         formats_of(quantization, MODULES)
 
 

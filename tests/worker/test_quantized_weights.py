@@ -244,7 +244,7 @@ def test_a_worker_says_what_becomes_of_quantised_weights(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         load_worker(config, "worker")
     assert "weights are stored in gptq in 8 bits: " in caplog.text
-    assert "whatever else is quantised is widened to float32; the model takes " in caplog.text
+    assert "other quantised weights are widened to float32; the model takes " in caplog.text
 
 
 def test_a_layout_without_a_file_is_refused(tmp_path):

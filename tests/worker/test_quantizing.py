@@ -212,13 +212,13 @@ def test_a_weight_that_is_joined_takes_room_for_its_parts_and_itself(
     assert footprint.peak - footprint.held == num_copies * 1.5 * num_elements
 
 
-@pytest.mark.parametrize(("quantization", "end"), [("int8", ""), ("int4", ", but embedding and head to 8 bits")])
+@pytest.mark.parametrize(("quantization", "end"), [("int8", ""), ("int4", ", embedding and head to 8 bits")])
 def test_what_becomes_of_weights_is_said(tmp_path: Path, quantization: str, end: str) -> None:
     path = make_checkpoint(tmp_path / "model", "llama", seed=28)
     operations = create_host_operations(load_cpu_kernels())
     unloaded = prepare_model(path, dtype=torch.float32, device=CPU, operations=operations, quantization=quantization)
     said = unloaded.describe_quantization()
-    assert said == f"weights of products are quantised to {quantization} in groups of 32{end}"
+    assert said == f"linear weights are quantised to {quantization} in groups of 32{end}"
 
 
 # From one start to the next
@@ -508,7 +508,7 @@ def test_inputs_that_groups_do_not_divide_are_refused(
     tmp_path: Path, family: str, sizes: dict[str, int], tensor: str, num_inputs: int
 ) -> None:
     path = make_checkpoint(tmp_path / "model", family, seed=37, **sizes)
-    line = f"tensor {tensor} cannot be quantised: its {num_inputs} inputs are no multiple of the group size 32"
+    line = f"tensor {tensor} cannot be quantised: its {num_inputs} inputs are not a multiple of the group size 32"
     with pytest.raises(CheckpointError, match=line):
         load(path, "int8")
 

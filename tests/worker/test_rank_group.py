@@ -102,7 +102,7 @@ def test_files_of_epochs_that_are_over_do_not_pile_up(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_is_not_there_is_told_with_its_flag(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match=r"the ranks' directory .*/none is not there; see --tensor-parallel-address"):
+    with pytest.raises(OSError, match=r"the ranks' directory .*/none does not exist; see --tensor-parallel-address"):
         group(0, f"file:{tmp_path}/none")
 
 

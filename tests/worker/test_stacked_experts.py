@@ -108,7 +108,7 @@ BROKEN = {
     ),
     "too few dimensions": (
         f"{DOWN}_scales", torch.zeros(4, 64, dtype=torch.uint8),
-        rf"tensor {DOWN}_scales in {FILE} has shape \[4, 64\], expected 3 dimensions, of which the first counts",
+        rf"tensor {DOWN}_scales in {FILE} has shape \[4, 64\], expected 3 dimensions; the first is the number",
     ),
     "an expert too many": (
         f"{DOWN}_bias", torch.zeros(5, 64), r"tensor model.layers.1.mlp.experts.4.down_proj.bias in the .* no place in"
@@ -137,7 +137,7 @@ def test_an_exponent_that_stands_for_no_number_is_refused(tmp_path):
     scales = load_file(path / "model.safetensors")[f"{DOWN}_scales"]
     scales[2, 5, 1] = 255
     edited(path, **{f"{DOWN}_scales": scales})
-    message = rf"tensor {DOWN}_scales\[2, :\] in {FILE} holds scales that are no numbers"
+    message = rf"tensor {DOWN}_scales\[2, :\] in {FILE} has scales that are not finite"
     with pytest.raises(CheckpointError, match=message):
         load_model(path, dtype=torch.float32, device=CPU)
 

@@ -132,8 +132,8 @@ class Checkpoint(Tensors):
             raise CheckpointError(f"tensor {described} in {header.file} has {shapes} from {CONFIG_FILE}")
         if header.dtype not in FLOAT_BYTES:
             raise CheckpointError(
-                f"tensor {described} in {header.file} is {header.dtype}, which are no floats; {CONFIG_FILE} has no "
-                "quantization_config that says what they mean"
+                f"tensor {described} in {header.file} is {header.dtype}, which is not a float type; {CONFIG_FILE} "
+                "has no quantization_config that describes it"
             )
 
     def copy(self, name: str, piece: Piece) -> None:
@@ -168,7 +168,7 @@ class Checkpoint(Tensors):
         try:
             return safe_open(file, framework="pt", device="cpu")
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file} is not a whole safetensors file: {error}") from error
+            raise CheckpointError(f"{file} is not a complete safetensors file: {error}") from error
 
 
 class DummyTensors(Tensors):

@@ -158,7 +158,7 @@ class FileRankStore:
     def __init__(self, directory: Path) -> None:
         """Use the files in `directory`. Raises OSError if the directory does not exist."""
         if not directory.is_dir():
-            raise OSError(f"the ranks' directory {directory} is not there; see --tensor-parallel-address")
+            raise OSError(f"the ranks' directory {directory} does not exist; see --tensor-parallel-address")
         self._directory = directory
 
     def of_epoch(self, epoch: int) -> Any:

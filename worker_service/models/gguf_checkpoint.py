@@ -120,7 +120,7 @@ class GgufCheckpoint(Tensors):
             raise CheckpointError(str(error)) from error
         if element_type.is_quantized and len(shape) == 1:
             raise CheckpointError(
-                f"tensor {own_name} in {self._file.path} is {element_type.name}; one of one dimension must be "
+                f"tensor {own_name} in {self._file.path} is {element_type.name}; a one-dimensional tensor must be "
                 f"{', '.join(FLOATS)}"
             )
 
@@ -155,7 +155,7 @@ class GgufCheckpoint(Tensors):
                     stream.seek(info.offset + (source.first_row + start) * row_bytes)
                     buffer = bytearray(length * row_bytes)
                     if stream.readinto(buffer) != len(buffer):
-                        raise CheckpointError(f"tensor {own_name} cannot be read: {self._file.path} is cut off")
+                        raise CheckpointError(f"tensor {own_name} cannot be read: {self._file.path} is truncated")
                     place = slice(start - first, start - first + length)
                     yield place, self._decode(own_name, element_type, buffer, (length, *shape[1:]), unit)
         except OSError as error:
@@ -172,7 +172,7 @@ class GgufCheckpoint(Tensors):
             return HeldWeight(rows.float() - 1 if self._adds_one and own_name.endswith("_norm.weight") else rows)
         weight = decode_rows(element_type, torch.frombuffer(buffer, dtype=torch.uint8).view(shape[0], -1))
         if not is_finite(weight):
-            raise CheckpointError(f"tensor {own_name} in {self._file.path} has a scale that is not a number")
+            raise CheckpointError(f"tensor {own_name} in {self._file.path} has a scale that is not finite")
         return weight.with_each(lambda rows: _halved(rows, head_dim))
 
     def _type_name(self, name: str) -> str:

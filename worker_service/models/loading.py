@@ -127,8 +127,8 @@ def _lacks_head(checkpoint: Tensors, listed: Listing, path: Path, *, is_tied: bo
         return False
     if not is_tied:
         raise CheckpointError(
-            f"tensor {head}.weight is missing in {path}; if the model's head is its embedding, set tie_word_embeddings "
-            f"to true in {CONFIG_FILE}"
+            f"tensor {head}.weight is missing in {path}; if the head shares the embedding's weight, set "
+            f"tie_word_embeddings to true in {CONFIG_FILE}"
         )
     return True
 
@@ -242,15 +242,15 @@ class UnloadedModel:
     def describe_quantization(self) -> str | None:
         """Describe in one line how quantised weights are used; None: no weight is quantised."""
         if self.quantization is not None:
-            eight = ", but embedding and head to 8 bits" if BITS[self.quantization] < 8 else ""
-            return f"weights of products are quantised to {self.quantization} in groups of {GROUP_SIZE}{eight}"
+            eight = ", embedding and head to 8 bits" if BITS[self.quantization] < 8 else ""
+            return f"linear weights are quantised to {self.quantization} in groups of {GROUP_SIZE}{eight}"
         if not self.checkpoint.formats:
             return None
         linears, dtype = self._linears(), str(self.dtype).removeprefix("torch.")
         num_scaled = sum(linear.format.group_size > 0 for linear in linears)
         return (
-            f"weights are stored in {', '.join(self.checkpoint.formats)}: {num_scaled} of {len(linears)} products read "
-            f"them as they are, whatever else is quantised is widened to {dtype}"
+            f"weights are stored in {', '.join(self.checkpoint.formats)}: {num_scaled} of {len(linears)} linear "
+            f"layers use them directly, other quantised weights are widened to {dtype}"
         )
 
     def describe_weights(self) -> str:

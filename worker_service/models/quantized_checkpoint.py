@@ -32,7 +32,7 @@ def formats_of(quantization: Quantization, modules: Iterable[str]) -> dict[str, 
         for rule in quantization.rules:
             left = end - time.thread_time()
             if left <= 0:
-                expected = f"patterns that are compared with the model's modules in {_MAX_MATCHING_S} s"
+                expected = f"patterns that can be matched with all modules in {_MAX_MATCHING_S} s"
                 raise unserved(SECTION, f"{len(quantization.rules)} rules", expected)
             if is_found(rule, module, min(left, _MAX_MATCH_S)):
                 if rule.format is not None:
@@ -51,7 +51,7 @@ def is_found(rule: QuantizationRule, module: str, timeout_s: float) -> bool:
     try:
         return regex.search(rule.pattern.pattern, module, timeout=timeout_s) is not None
     except (TimeoutError, regex.error, RecursionError) as error:
-        expected = f"a pattern that is compared with {module} in less than {_MAX_MATCH_S} s"
+        expected = f"a pattern that can be matched with {module} in less than {_MAX_MATCH_S} s"
         raise unserved(*rule.source, expected) from error
 
 
@@ -110,7 +110,7 @@ class QuantizedCheckpoint(Tensors):
         (_, columns), group_size = piece.rows_and_columns(), weight.format.columns
         if columns != slice(None) and group_size and (columns.start % group_size or columns.stop % group_size):
             raise ValueError(
-                f"--tensor-parallel-size cuts the groups of {group_size} inputs of {name}: a rank would have inputs "
+                f"--tensor-parallel-size cuts the groups of {group_size} inputs of {name}: this rank would get inputs "
                 f"{columns.start} to {columns.stop - 1}; lower it"
             )
 
@@ -163,7 +163,7 @@ class QuantizedCheckpoint(Tensors):
             if stored.is_optional:
                 return
             shapes = _alternatives(shape for shapes in stored.shapes.values() for shape in shapes)
-            place = f"{weight_format.describe()} has it in shape {shapes}"
+            place = f"{weight_format.describe()} requires it in shape {shapes}"
             raise CheckpointError(
                 f"tensor {self._checkpoint.described(name)} is missing in {self._checkpoint.path}; {place}"
             )

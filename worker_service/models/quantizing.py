@@ -61,8 +61,8 @@ class QuantizingTensors(Tensors):
         in_size = (piece.shape or piece.target.shape)[1]
         if in_size % GROUP_SIZE:
             raise CheckpointError(
-                f"tensor {name} cannot be quantised: its {in_size} inputs are no multiple of the group size "
-                f"{GROUP_SIZE}; leave --quantization out"
+                f"tensor {name} cannot be quantised: its {in_size} inputs are not a multiple of the group size "
+                f"{GROUP_SIZE}; remove --quantization"
             )
 
     def copy(self, name: str, piece: Piece) -> None:

@@ -46,7 +46,7 @@ class Product(ABC):
 
     def take_rows(self, indexes: Tensor) -> Tensor:
         """Return rows of the weight by index, in the model's dtype: [T] int64 -> [T, in_size]."""
-        raise NotImplementedError("this layout is not good for that")
+        raise NotImplementedError("this weight layout does not support reading rows")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,7 +120,7 @@ class Operations:
     def join_experts(self, products: Sequence[Product]) -> ExpertProduct:
         """Join the products of single experts, whose weights are quantised, to one product. The given products must not
         be used afterwards."""
-        raise NotImplementedError("weights are widened")
+        raise NotImplementedError("plain torch widens quantised weights")
 
     def packs(self, computed: torch.dtype, device: torch.device) -> bool:
         """Return whether `prepare_product` copies a weight on this device to a packed layout."""

@@ -82,7 +82,7 @@ def _gpt_oss(keys: Metadata) -> dict[str, Any]:
     """Return the settings of experts and windows. Every other layer has a window, starting with the first; config.json
     means the same if it has no layer_types."""
     if keys.has("attention.sliding_window_pattern") and keys.whole("attention.sliding_window_pattern") != 2:
-        raise keys.error("attention.sliding_window_pattern", "2: nothing else is served")
+        raise keys.error("attention.sliding_window_pattern", "2: no other value is supported")
     return {
         "num_local_experts": keys.whole("expert_count"),
         "num_experts_per_tok": keys.whole("expert_used_count"),
@@ -132,6 +132,7 @@ def architecture_of(file: GgufFile) -> str:
     name = Metadata(file, "general.").text("architecture")
     if name not in ARCHITECTURES:
         raise GgufError(
-            f"{file.path}: general.architecture is {name!r}, which is not served; {', '.join(ARCHITECTURES)} are"
+            f"{file.path}: general.architecture is {name!r}, which is not supported; supported: "
+            f"{', '.join(ARCHITECTURES)}"
         )
     return name

@@ -102,7 +102,7 @@ def _refuse_unsupported(keys: Metadata, served: frozenset[str]) -> None:
     for key, inert in _INERT.items():
         value = keys.file.metadata.get(keys.prefix + key)
         if value is not None and key not in served and value not in inert:
-            raise keys.error(key, f"{inert[-1]!r}: nothing else is served")
+            raise keys.error(key, f"{inert[-1]!r}: no other value is supported")
 
 
 def _head_dim(keys: Metadata, hidden_size: int, num_heads: int, *, turns_a_part: bool) -> int:
@@ -147,7 +147,7 @@ def _rope(keys: Metadata, architecture: Architecture, head_dim: int) -> dict[str
         raise scaling.error("type", "none, linear or yarn")
     factor = scaling.number("factor", keys.number("rope.scale_linear", 1.0))
     if kind != "yarn" and scaling.number("attn_factor", 1.0) != 1.0:
-        raise scaling.error("attn_factor", "1.0: nothing else is served")
+        raise scaling.error("attn_factor", "1.0: no other value is supported")
     if kind == "linear" and factor not in (0.0, 1.0):
         rope |= {"rope_type": "linear", "factor": factor}
     elif kind == "yarn":
@@ -158,7 +158,7 @@ def _rope(keys: Metadata, architecture: Architecture, head_dim: int) -> dict[str
 def _yarn(scaling: Metadata) -> dict[str, Any]:
     for key, inert in (("yarn_ext_factor", 1.0), ("yarn_log_multiplier", 0.0), ("attn_factor", 1.0)):
         if scaling.number(key, inert) != inert:
-            raise scaling.error(key, f"{inert}: nothing else is served")
+            raise scaling.error(key, f"{inert}: no other value is supported")
     found: dict[str, Any] = {
         name: scaling.number(key)
         for key, name in (

@@ -128,7 +128,7 @@ class GgufFile:
             )
         kind = file.metadata.get("general.type", "model")
         if kind != "model":
-            raise GgufError(f"{path} holds no model: general.type is {shown(kind)}")
+            raise GgufError(f"{path} contains no model: general.type is {shown(kind)}")
         return file
 
     def element_type(self, name: str) -> ElementType:
@@ -137,7 +137,7 @@ class GgufFile:
         if info.type_number not in SERVED_TYPES:
             served = ", ".join(element_type.name for element_type in SERVED_TYPES.values())
             raise GgufError(
-                f"{self.path}: tensor {name} is of type {info.type_name}, which is not served; {served} are"
+                f"{self.path}: tensor {name} is of type {info.type_name}, which is not supported; supported: {served}"
             )
         return SERVED_TYPES[info.type_number]
 
@@ -159,7 +159,7 @@ class GgufFile:
             end = info.offset + math.prod(info.shape[:-1]) * self.row_bytes(name)
             if end > size:
                 raise GgufError(
-                    f"{self.path} has {size} bytes, but tensor {name} ends at byte {end}: the file may be cut off"
+                    f"{self.path} has {size} bytes, but tensor {name} ends at byte {end}: the file may be truncated"
                 )
 
 
@@ -248,7 +248,7 @@ class _Cursor:
         self.position += num_bytes
         taken = self._stream.read(num_bytes)
         if len(taken) != num_bytes:
-            raise self.error("it was cut off while it was read")
+            raise self.error("it was truncated while it was read")
         return taken
 
     def expect(self, num_bytes: int) -> None:
@@ -256,10 +256,10 @@ class _Cursor:
         if num_bytes <= self._end - self.position:
             return
         if self._end < self._size:
-            raise self.error(f"its header takes more than {_MAX_HEADER_BYTES >> 20} MiB")
+            raise self.error(f"its header has more than {_MAX_HEADER_BYTES >> 20} MiB")
         raise self.error(
-            f"it has {self._size} bytes, and its header speaks of {self.position + num_bytes} or more: it may be cut "
-            "off"
+            f"it has {self._size} bytes, but its header requires {self.position + num_bytes} or more: the file may be "
+            "truncated"
         )
 
     def number(self, code: str) -> Any:
@@ -289,7 +289,7 @@ class _Cursor:
             raise self.error(f"{shown(key)} has {shown(error.object)}, which is not UTF-8") from error
 
     def error(self, why: str) -> GgufError:
-        return GgufError(f"{self.path} is not a whole GGUF file: {why}")
+        return GgufError(f"{self.path} is not a complete GGUF file: {why}")
 
 
 def _read_header(path: Path, stream: BinaryIO) -> GgufFile:
@@ -301,8 +301,8 @@ def _read_header(path: Path, stream: BinaryIO) -> GgufFile:
     version = cursor.number("I")
     if version not in _VERSIONS:
         is_swapped = version and not version & 0xFFFF
-        kind = "of a machine of the other byte order" if is_swapped else f"of version {version}"
-        raise GgufError(f"{path} is a GGUF file {kind}; versions 2 and 3 are served, little-endian")
+        kind = "in big-endian byte order" if is_swapped else f"of version {version}"
+        raise GgufError(f"{path} is a GGUF file {kind}; supported are versions 2 and 3, little-endian")
     num_tensors, num_keys = cursor.number("Q"), cursor.number("Q")
     cursor.expect(_LEAST_ENTRY_BYTES * (num_tensors + num_keys))
     metadata: dict[str, Any] = {}
@@ -331,12 +331,12 @@ def _read_value(cursor: _Cursor, key: str, kind: int) -> Any:
         value = cursor.number(_SCALARS[kind])
         return _shortest(value) if _SCALARS[kind] == "f" else value
     if kind != _ARRAY:
-        raise cursor.error(f"{shown(key)} is of type {kind}, which the format does not have")
+        raise cursor.error(f"{shown(key)} is of type {kind}, which does not exist in the format")
     item_kind, length = cursor.number("I"), cursor.number("Q")
     if item_kind == _STRING:
         return cursor.texts(length, key)
     if item_kind not in _SCALARS:
-        raise cursor.error(f"{shown(key)} is an array of type {item_kind}, which is not read")
+        raise cursor.error(f"{shown(key)} is an array of type {item_kind}, which is not supported")
     code = _SCALARS[item_kind]
     numbers = array("B" if code == "?" else code, cursor.take(length * struct.calcsize("<" + code)))
     if sys.byteorder == "big":

@@ -34,7 +34,7 @@ def read_bytes(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> bytes:
         if len(content) > max_bytes:
             size = max(len(content), os.fstat(stream.fileno()).st_size)
             raise ModelFileError(
-                f"{path} has {size} bytes; {max_bytes} are the most: take the file that the model was published with"
+                f"{path} has {size} bytes; the maximum is {max_bytes}: use the file published with the model"
             )
     _check(path, content)
     return content
@@ -48,7 +48,7 @@ def read_text(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> str:
 def _check(path: Path, content: bytes) -> None:
     if content.startswith(_POINTER):
         raise ModelFileError(
-            f"{path} is a pointer of Git LFS in place of the file: run `git lfs pull` in the clone that it is from"
+            f"{path} is a Git LFS pointer in place of the file: run `git lfs pull` in the clone that it is from"
         )
 
 
@@ -60,11 +60,13 @@ def read_json_value(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> Any:
         value = json.loads(content.decode())
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{path}: {error.object[error.start]!r} is half a character, which no text may have") from None
+        raise ValueError(
+            f"{path}: {error.object[error.start]!r} is an unpaired surrogate, which text may not contain"
+        ) from None
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     except RecursionError as error:
-        raise ValueError(f"{path} is not JSON that can be read: it is nested too deeply") from error
+        raise ValueError(f"{path} is not readable JSON: it is nested too deeply") from error
     return value
 
 

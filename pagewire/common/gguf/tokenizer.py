@@ -216,7 +216,7 @@ def _byte_level(keys: Metadata, vocabulary: _Vocabulary, special: SpecialTokens)
 def _sentencepiece(keys: Metadata, vocabulary: _Vocabulary, special: SpecialTokens) -> dict[str, Any]:
     has_prefix = keys.flag("add_space_prefix", True)
     if keys.flag("remove_extra_whitespaces", False):
-        raise keys.error("remove_extra_whitespaces", "false: nothing else is served")
+        raise keys.error("remove_extra_whitespaces", "false: no other value is supported")
     prefix = [{"type": "Prepend", "prepend": _SPACE}] if has_prefix else []
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if has_prefix else []
     merges = _written_merges(keys, vocabulary.ids) if keys.has("merges") else _merges_by_score(keys, vocabulary)
@@ -287,7 +287,7 @@ def _written_merges(keys: Metadata, ids: Mapping[str, int]) -> list[tuple[str, s
         left, right = merge[:middle], merge[middle + 1 :]
         if middle < 0 or any(part not in ids for part in (left, right, left + right)):
             raise GgufError(
-                f"{keys.file.path}: tokenizer.ggml.merges has {shown(merge)}, not two tokens that make a third"
+                f"{keys.file.path}: tokenizer.ggml.merges has {shown(merge)}, which is not two tokens that form a third"
             )
         merges.append((left, right))
     return merges
@@ -298,13 +298,15 @@ def _merges_by_score(keys: Metadata, vocabulary: _Vocabulary) -> list[tuple[str,
     first. Between equal scores, as in files converted without scores, the lower id comes first."""
     scores = keys.numbers("scores", len(vocabulary.tokens))
     if scores is None:
-        raise keys.error("scores", "an array of numbers: without tokenizer.ggml.merges, merges follow from it")
+        raise keys.error(
+            "scores", "an array of numbers: without tokenizer.ggml.merges, merges are computed from scores"
+        )
     found = []
     for token, token_id in vocabulary.ids.items():
         if vocabulary.types[token_id] not in (_NORMAL, _USER_DEFINED, _UNUSED):
             continue
         if not math.isfinite(scores[token_id]):
-            raise keys.error("scores", f"finite throughout, which that of {shown(token)} is not")
+            raise keys.error("scores", f"finite numbers, but the score of token {shown(token)} is not finite")
         found += [(-scores[token_id], token_id, pair) for pair in _halves(token, vocabulary.ids)]
     found.sort(key=lambda merge: merge[:2])
     return [pair for _, _, pair in found]

@@ -57,7 +57,9 @@ def parse_config(config: JsonObject) -> Network:
     rotary_size = rope.rotary_size(heads.head_dim)
     if rotary_size < 2 or rotary_size % 2:
         raise unserved(
-            "partial_rotary_factor", rope.rotary_share, f"such that an even part of {heads.head_dim} is turned"
+            "partial_rotary_factor",
+            rope.rotary_share,
+            f"a share that rotates an even number of {heads.head_dim} values",
         )
     return network
 

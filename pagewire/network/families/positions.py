@@ -46,7 +46,11 @@ def read_rope(
     rope = rope_settings(config, default_theta, default_share)
     for key, value in rope.items():
         if isinstance(value, Mapping):
-            raise unserved(f"rope_parameters.{key}", value, "a value: one set of parameters serves all layers")
+            raise unserved(
+                f"rope_parameters.{key}",
+                value,
+                "a single value: all layers of this architecture use the same parameters",
+            )
     share = _read_share(config, rope, default_share)
     read, num_positions = _read_settings(rope, positive(config, "max_position_embeddings"), default_theta)
     read = replace(read, rotary_share=share, is_interleaved=is_interleaved)
@@ -104,7 +108,7 @@ def rope_settings(
     if original is None:
         return settings
     if settings.get(ORIGINAL) not in (None, original):
-        expected = f"{shown(original)}, as {ORIGINAL} beside it is"
+        expected = f"{shown(original)}, the same as {ORIGINAL}"
         raise unserved(f"rope_parameters.{ORIGINAL}", settings[ORIGINAL], expected)
     return {**settings, ORIGINAL: original}
 
@@ -118,7 +122,8 @@ def _check_agreement(parameters: JsonObject, scaling: JsonObject) -> None:
         is_unscaled = len(names) > 1 and value == "default"
         if value is not None and not is_unscaled and given != value:
             expected = (
-                f"{shown(value)}, as rope_parameters.{key} beside it is; change either, or have one of both alone"
+                f"{shown(value)}, the same as rope_parameters.{key}; change one of them, or remove one of the two "
+                "objects"
             )
             raise unserved(f"rope_scaling.{key}", given, expected)
 
@@ -160,7 +165,9 @@ def read_equal_windows(config: JsonObject, default_window: int | None = 4096) ->
     """Return the sliding window of each layer, which is the same in every layer. Raises CheckpointError if layer_types
     is set."""
     if config.get("layer_types"):
-        raise unserved("layer_types", config["layer_types"], "unset: every layer of this architecture is of one type")
+        raise unserved(
+            "layer_types", config["layer_types"], "unset: all layers of this architecture have the same type"
+        )
     return (sliding_window(config, default_window),) * num_layers_of(config)
 
 
@@ -187,7 +194,7 @@ def read_longrope(config: JsonObject, rope: JsonObject, head_dim: int) -> Ropes:
     short = _read_factors(rope, "short_factor", int(head_dim * share) // 2)
     original = positive(config, ORIGINAL, _LONGROPE_ORIGINAL)
     if rope.get(ORIGINAL) not in (None, original):
-        raise unserved(f"rope_parameters.{ORIGINAL}", rope[ORIGINAL], f"{original}, as {ORIGINAL} beside it is")
+        raise unserved(f"rope_parameters.{ORIGINAL}", rope[ORIGINAL], f"{original}, the same as {ORIGINAL}")
     factor = number(rope, "factor", num_positions / original)
     attention_factor = number(rope, "attention_factor", _longrope_attention_factor(factor, original))
     is_stretched = num_positions > original
@@ -205,7 +212,7 @@ def read_longrope(config: JsonObject, rope: JsonObject, head_dim: int) -> Ropes:
 def _read_factors(rope: JsonObject, key: str, num_pairs: int) -> tuple[float, ...]:
     factors = rope.get(key)
     if not isinstance(factors, list) or len(factors) != num_pairs:
-        raise unserved(key, factors, f"a list of {num_pairs} numbers, one for each pair of values that is turned")
+        raise unserved(key, factors, f"a list of {num_pairs} numbers, one for each pair of values that is rotated")
     return tuple(checked_number(key, value) for value in factors)
 
 
@@ -245,7 +252,7 @@ def _read_settings(rope: JsonObject, max_position_embeddings: int, default_theta
             raise unserved("high_freq_factor", high, f"above low_freq_factor, {low:g}")
         return RopeConfig("llama3", theta, factor, original, low, high), max_position_embeddings
     if theta == 1.0:
-        raise unserved("rope_theta", theta, "another number than 1 with yarn")
+        raise unserved("rope_theta", theta, "a number other than 1 with yarn")
     yarn = RopeConfig(
         "yarn",
         theta,
@@ -262,7 +269,7 @@ def _read_settings(rope: JsonObject, max_position_embeddings: int, default_theta
 def _stretched(num_positions: int, factor: float) -> int:
     stretched = int(num_positions * factor)
     if not 1 <= stretched <= MAX_SIZE:
-        raise unserved("factor", factor, f"a number that makes 1 to {MAX_SIZE} of {num_positions} positions")
+        raise unserved("factor", factor, f"a number for which 1 to {MAX_SIZE} positions result from {num_positions}")
     return stretched
 
 

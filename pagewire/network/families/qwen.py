@@ -76,7 +76,7 @@ def _read_expert_layers(config: JsonObject) -> tuple[bool, ...]:
     step = positive(config, "decoder_sparse_step", 1)
     without = config.get("mlp_only_layers") or []
     if not isinstance(without, list) or not all(is_whole(layer) for layer in without):
-        raise unserved("mlp_only_layers", without, "a list of numbers of layers")
+        raise unserved("mlp_only_layers", without, "a list of layer numbers")
     return tuple(layer not in without and (layer + 1) % step == 0 for layer in range(num_layers_of(config)))
 
 

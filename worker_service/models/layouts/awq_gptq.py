@@ -53,7 +53,7 @@ def _scales_and_zeros(kept: WeightFormat, out_size: int, in_size: int) -> dict[s
 def _num_words(kept: WeightFormat, size: int, what: str) -> int:
     per_word = 32 // kept.bits
     if size % per_word:
-        raise ValueError(f"its {size} {what} are no multiple of the {per_word} that a word of 32 bits holds")
+        raise ValueError(f"its {size} {what} are not a multiple of {per_word}, the number of codes in a 32-bit word")
     return size // per_word
 
 
@@ -77,7 +77,7 @@ def _assembled(kept: WeightFormat, tensors: ReadTensors, codes: Tensor, zeros: T
     """Return the weight for codes [out, in] and zero points [groups, out], both unsigned."""
     scale, middle = checked_scale("scales", tensors["scales"].t()), 1 << (kept.bits - 1)
     if kept.is_symmetric and (zeros != middle).any():
-        raise FaultyTensorError("qzeros", f"holds other zero points than {middle}, but sym is true")
+        raise FaultyTensorError("qzeros", f"contains zero points other than {middle}, but sym is true")
     return assemble(
         signed(codes, kept.bits).contiguous(),
         scale,

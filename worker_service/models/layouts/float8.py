@@ -33,9 +33,9 @@ def _decode(kept: WeightFormat, tensors: ReadTensors, out_size: int, in_size: in
     [kind], values = tensors.keys() - {"weight"}, tensors["weight"]
     scale = checked_scale(kind, tensors[kind])
     if (scale < 0).any():
-        raise FaultyTensorError(kind, "holds a negative scale")
+        raise FaultyTensorError(kind, "contains a negative scale")
     if values.numel() and (values.view(torch.uint8) & 0x7F).max() == 0x7F:  # 0x7F is NaN, with either sign
-        raise FaultyTensorError("weight", "holds values that are no numbers")
+        raise FaultyTensorError("weight", "has NaN values")
     return HeldWeight(values, by_row(scale, kept, out_size), kept.columns or in_size)
 
 

@@ -92,7 +92,7 @@ def num_groups(kept: WeightFormat, in_size: int) -> int:
     `in_size`."""
     group_size = kept.columns or in_size
     if in_size % group_size:
-        raise ValueError(f"its {in_size} inputs are no multiple of the group size {group_size}")
+        raise ValueError(f"its {in_size} inputs are not a multiple of the group size {group_size}")
     return in_size // group_size
 
 
@@ -134,7 +134,7 @@ def checked_scale(kind: str, stored: Tensor) -> Tensor:
     """Return the scales in float32. Raises FaultyTensorError if a scale is not finite."""
     scale = stored.float().contiguous()
     if not scale.isfinite().all():
-        raise FaultyTensorError(kind, "holds scales that are no numbers")
+        raise FaultyTensorError(kind, "has scales that are not finite")
     return scale
 
 
@@ -147,7 +147,7 @@ def groups_of_columns(kind: str, tensors: ReadTensors, num_groups: int) -> Tenso
     found = groups.long()
     if found.min() < 0 or found.max() >= num_groups:
         odd = found[(found < 0) | (found >= num_groups)][0].item()
-        raise FaultyTensorError(kind, f"names group {odd} of a weight that has {num_groups}")
+        raise FaultyTensorError(kind, f"refers to group {odd} of a weight that has {num_groups} groups")
     consecutive = torch.arange(len(found)) // (len(found) // num_groups)
     return None if torch.equal(found, consecutive) else found
 

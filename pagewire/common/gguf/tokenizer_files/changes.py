@@ -56,11 +56,11 @@ class TokenizerChanges:
     def _check_ids(self, found: Mapping[str, int], path: Path) -> None:
         for text, token_id in self.ids:
             if found.get(text) != token_id:
-                has = f"it gets {found[text]} from them" if text in found else "its class leaves it out"
+                has = f"loading them gives it the id {found[text]}" if text in found else "the tokenizer class omits it"
                 raise ValueError(
-                    f"{path}: the files of the tokenizer give the token {shown(text)} the id {token_id}, but {has}; "
-                    "where tokenizer.json is right, make tokenizer_class of tokenizer_config.json "
-                    "PreTrainedTokenizerFast and take added_tokens_decoder out"
+                    f"{path}: the tokenizer files give the token {shown(text)} the id {token_id}, but {has}; if "
+                    "tokenizer.json is right, set tokenizer_class in tokenizer_config.json to "
+                    "PreTrainedTokenizerFast and remove added_tokens_decoder"
                 )
 
 
@@ -143,8 +143,8 @@ def _rebuilt(document: Mapping[str, Any], parts: Parts, path: Path) -> dict[str,
     model = document["model"]
     if not isinstance(model.get("vocab"), dict) or "merges" not in model:
         raise ValueError(
-            f"{path}: its model is not of BPE, of which the tokenizer_class in tokenizer_config.json makes its own; "
-            "PreTrainedTokenizerFast there takes it as it is"
+            f"{path}: its model is not BPE, which the tokenizer_class in tokenizer_config.json requires; set "
+            "it to PreTrainedTokenizerFast to use tokenizer.json as it is"
         )
     given = {name: model[name] for name in ("vocab", "merges")}
     return {**document, **parts, "added_tokens": [], "model": {**parts["model"], **given}}

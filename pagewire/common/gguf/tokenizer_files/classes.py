@@ -166,6 +166,6 @@ def class_of(model_type: str, named: str, tokenizer_json: str) -> TokenizerClass
         return own_class
     if said.removesuffix("Tokenizer") in _UNSERVED.split():
         raise UnservedClassError(
-            f"tokenizer_class is {said}, which is not served; {PLAIN.name} there takes tokenizer.json as it is"
+            f"tokenizer_class is {said}, which is not supported; set it to {PLAIN.name} to use tokenizer.json as it is"
         )
     return _BY_NAME.get(said, PLAIN)

@@ -69,7 +69,7 @@ def settings_of(directory: Path, tokenizer_json: str) -> TokenizerSettings:
     config, model = read_settings(path), read_settings(directory / "config.json")
     for name, inert in _INERT.items():
         if config.get(name) not in inert:
-            raise unserved(path, name, config[name], f"{json.dumps(inert[-1])}: nothing else is served")
+            raise unserved(path, name, config[name], f"{json.dumps(inert[-1])}: no other value is supported")
     named = (model.get("model_type"), config.get("tokenizer_class"), model.get("tokenizer_class"))
     model_type, class_name, in_model = (name if isinstance(name, str) else "" for name in named)
     try:
