@@ -225,8 +225,8 @@ class Experts:
         router.
 
         `router` is the name of the router's module. `name` is the name of the experts' modules, with `{expert}` for the
-        number of the expert, and `up` and `down` are names within an expert's module, as in `Mlp`. With
-        `has_correction`, a vector is added to the router's scores for the choice of experts, but not for their weights.
+        number of the expert. `up` and `down` are names within an expert's module, as in `Mlp`. With `has_correction`, a
+        vector is added to the router's scores for the choice of experts, but not for their weights.
         """
         num_experts, chosen = self.num_experts, self.routing.num_chosen
         yield Multiply(source, "router_logits", whole(router, self.mlp.hidden_size, num_experts, has_bias=router_bias))

@@ -77,7 +77,7 @@ class Vector:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """For each value, its index in the checkpoint's vector; empty: the same order."""
+        """For each value, its index in the checkpoint's vector. Empty if the order is the same."""
         return _repeated(self.head_order, self.num_elements)
 
 
@@ -111,8 +111,8 @@ class Part:
 @dataclass(frozen=True, slots=True)
 class Projection:
     """A linear projection x W^T + b, with W [out_size, in_size]. W may consist of several projections of the same
-    input, one below the other. With `num_experts`, there is one such projection per expert, all of one size, and
-    `{expert}` in their names is the number of the expert, from 0."""
+    input, one below the other. With `num_experts`, there is one such projection per expert, and all have one size.
+    `{expert}` in their names stands for the number of the expert, from 0."""
 
     parts: tuple[Part, ...]  # one below the other
     columns: Share
@@ -154,7 +154,7 @@ class Projection:
 
     @property
     def row_order(self) -> tuple[int, ...]:
-        """For each row, its index in the checkpoint's rows; empty: the same order."""
+        """For each row, its index in the checkpoint's rows. Empty if the order is the same."""
         return () if self.heads is None else self.heads.row_order(self.out_sizes)
 
     def of_expert(self, expert: int) -> "Projection":
@@ -173,8 +173,8 @@ class HeadRows:
     are_by_head: bool = False  # the query, key and value rows of each head are stored together
 
     def row_order(self, out_sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """Return, for each row, its index in the checkpoint's rows; empty: the same order. `out_sizes` are the numbers
-        of rows of queries, keys and values."""
+        """Return, for each row, its index in the checkpoint's rows, or an empty tuple if the order is the same.
+        `out_sizes` are the numbers of rows of queries, keys and values."""
         if not self.order and not self.are_by_head:
             return ()
         size, num_rows = self.head_dim, sum(out_sizes)
@@ -256,8 +256,8 @@ class Activate:
     """output = f(input). If gated, output = f(first half of the input) * second half. The input may consist of several
     parts of equal width, each with such halves: the slots of a token.
 
-    `clamped_swiglu` is gated: (up + 1) * gate * sigmoid(alpha * gate), with gates clamped from above to `limit`, and
-    ups to -limit and limit (gpt-oss, OpenAI, 2025, https://arxiv.org/abs/2508.10925).
+    `clamped_swiglu` (gpt-oss, OpenAI, 2025, https://arxiv.org/abs/2508.10925) is gated: (up + 1) * gate * sigmoid(alpha
+    * gate). Gates are first clamped from above to `limit`, and ups to -limit and limit.
     """
 
     input: str

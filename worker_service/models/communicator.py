@@ -179,7 +179,8 @@ class TcpRankStore:
     """A `RankStore` in the process of rank 0, which the other ranks reach over TCP."""
 
     def __init__(self, rank: int, address: str, listen_host: str) -> None:
-        """Start to listen if this is rank 0. Raises OSError if rank 0 cannot listen."""
+        """Use the store at `address`, HOST:PORT of rank 0. Rank 0 begins to listen on `listen_host`. Raises OSError if
+        rank 0 cannot listen."""
         host, port = address.rsplit(":", 1)
         self._host = host.strip("[]")
         self._port = int(port)

@@ -169,8 +169,8 @@ def _quantizing(
 
 def _keep_float32(model: Decoder, device: torch.device) -> None:
     """Keep in float32 the weights that are computed with in float32: routers, sinks, and norm weights to which 1 is
-    added. On a CPU, cosines and sines stay in float32 too, because the fused decoder needs them in float32 and would
-    otherwise convert them to a second copy."""
+    added. On a CPU, cosines and sines stay in float32 too. The fused decoder needs them in float32 and would otherwise
+    hold a second copy."""
     model.keep_float32()
     for rope in model.ropes if device.type == "cpu" else ():
         rope.keep_float32()

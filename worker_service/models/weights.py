@@ -1,4 +1,4 @@
-"""Moves the weights of a checkpoint to their holders in a model: chooses formats, finds targets and loads."""
+"""Chooses the formats of a model's weights, and loads the weights from a checkpoint."""
 
 import math
 import re

@@ -30,7 +30,7 @@ _MAX_ID = 1 << 24  # far above any existing vocabulary
 
 @dataclass(frozen=True, slots=True)
 class DeclaredToken:
-    """A token that is matched in texts before all other processing."""
+    """An added token and its matching options. The tokenizer matches it in a text before all other processing."""
 
     content: str
     single_word: bool = False
@@ -96,7 +96,7 @@ def settings_of(directory: Path, tokenizer_json: str) -> TokenizerSettings:
 
 
 def settings_in(config: Mapping[str, Any], path: Path) -> TokenizerSettings:
-    """Return the settings in the tokenizer_config.json of a GGUF file. Raises ValueError."""
+    """Return the tokenizer settings of a GGUF file from the content of its tokenizer_config.json. Raises ValueError."""
     named, extra = _special(_by_name(_tokens_in(config, path)), PLAIN)
     return TokenizerSettings(named=named, extra=extra)
 
