@@ -1,4 +1,4 @@
-"""Checks what users give as arguments. An error names the argument."""
+"""Checks for the arguments that users pass. Every error names the argument."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from numbers import Integral, Real
@@ -6,16 +6,16 @@ from typing import Any, TypeGuard
 
 from pagewire.client.errors import InvalidText
 
-# What has elements, but is no list of them.
+# Types that are sequences but are not accepted as lists.
 _TEXTS = str | bytes | bytearray | memoryview
-# What is added to a byte that is no UTF-8 to make a character of it (PEP 383).
+# Python decodes an invalid UTF-8 byte to the code point _ESCAPED + byte (PEP 383, "surrogateescape").
 _ESCAPED = 0xDC00
-# The longest time that gRPC can still count.
+# The longest timeout, in seconds, that gRPC can represent.
 _MAX_SECONDS = 1e8
 
 
 def require(argument: str, value: object, is_legal: bool, kind: str) -> None:
-    """Raises TypeError for an argument that is not of a kind."""
+    """Raise TypeError unless `is_legal`. The message says that `argument` must be `kind`, and shows `value`."""
     if not is_legal:
         raise TypeError(f"{argument} must be {kind}{';' if ',' in kind else ','} got {value!r:.80}")
 
@@ -29,13 +29,16 @@ def is_real(value: object) -> bool:
 
 
 def is_listed(value: object) -> TypeGuard[Sequence[Any]]:
-    """Whether these are several things, not one: a sequence, and no text."""
+    """Return whether the value is a sequence other than a text or bytes."""
     return isinstance(value, Sequence) and not isinstance(value, _TEXTS)
 
 
 def as_list(argument: str, value: object, kind: str) -> list[Any]:
-    """Returns the elements of what must be a list. Raises TypeError for an argument that has none, or whose elements
-    are something else, such as characters, bytes and keys, or have no order."""
+    """Return the elements of an iterable as a list.
+
+    Raise TypeError for a value that is not iterable, and for iterables that are not accepted as lists: texts, bytes,
+    mappings and sets.
+    """
     try:
         if not isinstance(value, Mapping | set | frozenset | _TEXTS):
             return list(value)  # type: ignore[call-overload]
@@ -45,7 +48,10 @@ def as_list(argument: str, value: object, kind: str) -> list[Any]:
 
 
 def split_prompt(prompt: object, index: int, prefix: str = "") -> tuple[str | None, Sequence[int] | None]:
-    """Returns the text or the token ids of the prompt at a place of a list. Raises TypeError."""
+    """Return the prompt as a pair of text and token ids, of which one is None.
+
+    `index` is the position of the prompt in its list, for the error message. Raise TypeError for any other value.
+    """
     if isinstance(prompt, str):
         return prompt, None
     if are_token_ids(prompt):
@@ -55,7 +61,10 @@ def split_prompt(prompt: object, index: int, prefix: str = "") -> tuple[str | No
 
 
 def as_prompts(token_ids: object) -> tuple[list[Sequence[int]], bool]:
-    """Returns lists of token ids, and whether there was only one that was not in a list. Raises TypeError."""
+    """Return a list of token id lists, and whether the argument was a single list of token ids.
+
+    Raise TypeError for anything else.
+    """
     kind = "a list of integers, or a list of such lists"
     given = as_list("token_ids", token_ids, kind)
     if all(map(is_integer, given)):
@@ -65,24 +74,30 @@ def as_prompts(token_ids: object) -> tuple[list[Sequence[int]], bool]:
 
 
 def are_token_ids(value: object) -> TypeGuard[Sequence[int]]:
-    """Whether these are integers that are there to stay, unlike those of an iterator, and no bytes."""
+    """Return whether the value is a reusable iterable of integers, such as a list or an array.
+
+    Iterators, mappings, sets, texts and bytes are not accepted.
+    """
     if not isinstance(value, Iterable) or isinstance(value, Iterator | Mapping | Set | _TEXTS):
         return False
     try:
         return all(map(is_integer, value))
-    except TypeError:  # an array of no dimension
+    except TypeError:  # a zero-dimensional array
         return False
 
 
 def refuse_unknown(callee: str, options: Mapping[str, object], legal: type) -> None:
-    """Raises TypeError for an option that a typed mapping does not have."""
+    """Raise TypeError for an option that the TypedDict `legal` does not declare."""
     for name in options.keys() - legal.__annotations__.keys():
         raise TypeError(f"{callee} takes no {name!r}, but {', '.join(legal.__annotations__)}")
 
 
 def check_text(path: str, text: str, argument: str = "") -> None:
-    """Raises InvalidText for a string with half a character, which stands for a byte where Python has read what is not
-    UTF-8; where the `path` is not what the caller calls it, the error names the `argument` too."""
+    """Raise InvalidText for a string that contains a surrogate, which UTF-8 cannot encode.
+
+    Python decodes an invalid UTF-8 byte to such a surrogate. `path` is the field of the message. The error also names
+    `argument` if the caller passed the text under another name.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -94,8 +109,10 @@ def check_text(path: str, text: str, argument: str = "") -> None:
 
 
 def as_seconds(name: str, value: Any) -> float:
-    """Returns a time that a user has given, or the longest that there is if that is less. Raises TypeError, or
-    ValueError for one that is below 0 or NaN."""
+    """Return a user's time in seconds, limited to the longest timeout that gRPC supports.
+
+    Raise TypeError for a value that is not a number, and ValueError for a negative number or NaN.
+    """
     require(name, value, is_real(value), "a number of seconds")
     if not value >= 0:
         raise ValueError(f"{name} is {value}, but must be a number of seconds from 0")

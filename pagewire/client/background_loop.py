@@ -1,7 +1,8 @@
-"""Runs asynchronous code for threads that block, on one event loop in the background of the process.
+"""One event loop on a background thread, which runs asynchronous code for blocking callers.
 
-Ctrl-C raises its exception in the main thread wherever that is, and a lock that gRPC or asyncio takes just then is
-never freed. So a thread waits for what comes from the loop in a queue, which no exception harms.
+Ctrl-C raises KeyboardInterrupt in the main thread at any point. A lock that gRPC or asyncio acquires at that moment
+would never be released. Therefore blocking callers never run gRPC or asyncio code. They wait for results in a queue,
+which an exception cannot corrupt.
 """
 
 import asyncio
@@ -20,16 +21,20 @@ from pagewire.client.errors import PagewireError
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-# Items that wait for the thread that takes them. The loop is told of room once half of them are taken.
+# The number of unread items at which the generator on the loop pauses. It continues when half of the items have been
+# read.
 MAX_READ_AHEAD = 64
 
-# The task that keeps the loop running, as long as this process has one.
+# The task that keeps the loop running, or None while this process has no loop.
 _current: asyncio.Task[None] | None = None
 _starting = threading.Lock()
 
 
 def run(function: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
-    """Runs the coroutine of a function on the loop, where it is made. An exception in this thread cancels it."""
+    """Call `function` on the background loop, await its coroutine, and return the result.
+
+    An exception in the calling thread, such as KeyboardInterrupt, cancels the coroutine.
+    """
 
     async def result() -> AsyncGenerator[Result, None]:
         yield await function()
@@ -39,23 +44,32 @@ def run(function: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
 
 
 def finish(function: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Runs what closes things of the loop, if there is one: without, nothing is open."""
+    """Run a cleanup coroutine on the background loop and wait for it.
+
+    Do nothing if there is no loop, since nothing is open then.
+    """
     if _current is not None:
         run(function)
 
 
 def begin(function: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Does the same in the background, for what must not wait."""
+    """Start a cleanup coroutine on the background loop without waiting for it.
+
+    Do nothing if there is no loop.
+    """
     if _current is not None:
         _call(_current, lambda: asyncio.ensure_future(function()))
 
 
 def iterate(items: AsyncGenerator[Item, None]) -> Generator[Item, None, None]:
-    """Yields what an asynchronous generator yields on the loop, where it is read a bounded number of items ahead. It
-    ends with this one."""
+    """Yield the items of an asynchronous generator that runs on the background loop.
+
+    The loop reads at most MAX_READ_AHEAD items ahead. Closing this generator closes the asynchronous one. Raise
+    PagewireError in a process that was forked after the iteration began.
+    """
     background = _started()
     tasks: list[asyncio.Future[None]] = []
-    # Items, each in a tuple, and at the end the exception that ended them, or None.
+    # Each item is wrapped in a tuple. The last entry is the exception that ended the generator, or None.
     inbox: queue.SimpleQueue[tuple[Item] | BaseException | None] = queue.SimpleQueue()
     has_room = asyncio.Event()
 
@@ -90,7 +104,7 @@ def iterate(items: AsyncGenerator[Item, None]) -> Generator[Item, None, None]:
 
 
 def _call(background: asyncio.Task[None], function: Callable[[], object]) -> None:
-    """Calls a function on a loop, if this process still has it."""
+    """Schedule a function on the background loop, if the loop belongs to this process."""
     if background is _current:
         background.get_loop().call_soon_threadsafe(function)
 
@@ -112,7 +126,7 @@ async def _run(started: "queue.SimpleQueue[Any]") -> None:
 
 
 def _end() -> None:
-    """Ends the loop before the interpreter ends, which would stop its thread anywhere."""
+    """Stop the loop before the interpreter exits, which would stop its thread at an arbitrary point."""
     global _current
     if _current is not None:
         _call(_current, _current.cancel)
@@ -123,8 +137,10 @@ def _end() -> None:
 
 
 def _forget() -> None:
-    """Forgets, in a process that was just forked, the loop of its parent: its thread is not here. Nor does this process
-    end its tasks, of which asyncio would complain."""
+    """Drop the parent's loop in a process that was just forked, which does not have the loop's thread.
+
+    The tasks of that loop are not cancelled here. A no-op exception handler keeps asyncio from reporting them.
+    """
     global _current, _starting
     if _current is not None:
         _current.get_loop().set_exception_handler(lambda loop, context: None)

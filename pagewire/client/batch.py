@@ -1,5 +1,7 @@
-"""Runs a list of requests on the call that a client's requests share: as many at a time as the server takes, with
-results in order."""
+"""Lists of requests that run concurrently over the client's shared call.
+
+The number of requests in flight adapts to the server's queue. Results keep the order of the requests.
+"""
 
 import asyncio
 import contextlib
@@ -18,9 +20,10 @@ from pagewire.client.errors import PagewireError, ResourceExhausted
 from pagewire.client.retry import Attempts
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 
-# Samples in flight at most: enough for the server to have some waiting, few enough to leave room in its queue.
+# The limit on samples in flight. It is high enough to keep some requests waiting at the server, and low enough to leave
+# room in the server's queue.
 MAX_IN_FLIGHT = 1024
-# What says nothing of the request that it ended.
+# Status codes of failures that do not concern an individual request.
 _OF_THE_CALL = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.CANCELLED,
@@ -31,7 +34,7 @@ _OF_THE_CALL = (
 
 @dataclass(slots=True)
 class _Running:
-    """A request in flight, and the output that it has had so far."""
+    """A request in flight, and the output received so far."""
 
     builder: CompletionBuilder
     num_samples: int
@@ -39,17 +42,17 @@ class _Running:
 
 
 class RequestBatch:
-    """The requests of one caller that run together.
+    """The requests of one call, run together.
 
-    A server whose queue is full gets fewer at a time. A request that the server refuses for another reason ends them
-    all, with an error that names its place in the list.
+    If the server's queue is full, fewer requests are kept in flight. If the server refuses a request for another
+    reason, all requests are aborted. The error names the position of the refused request in the list.
     """
 
     def __init__(self, requests: Sequence[pb.GenerateRequest], channels: Channels, attempts: Attempts) -> None:
         self._requests = requests
         self._channels = channels
         self._attempts = attempts
-        self._completions: dict[int, Completion] = {}  # by their places in the list
+        self._completions: dict[int, Completion] = {}  # by position in the list
         self._waiting = deque(range(len(requests)))
         self._running: dict[int, _Running] = {}
         self._refused: dict[int, PagewireError] = {}
@@ -60,19 +63,25 @@ class RequestBatch:
 
     @property
     def completions(self) -> list[Completion]:
-        """The results, in the order of the requests, once all have ended."""
+        """The results in the order of the requests. Only valid once all requests have ended."""
         return [self._completions[index] for index in range(len(self._requests))]
 
     async def run(self) -> list[Completion]:
-        """Returns all results. Raises PagewireError. No exception leaves a request running."""
+        """Run all requests and return their results in order.
+
+        Raise PagewireError if a request fails. Every exception aborts the requests that are still running.
+        """
         async with contextlib.aclosing(self.news()) as news:
             async for _ in news:
                 pass
         return self.completions
 
     async def news(self) -> AsyncGenerator[list[tuple[int, bool]], None]:
-        """Runs the requests, and yields what has come meanwhile: numbers of tokens, each with whether its request has
-        ended with them. Raises PagewireError. Closing it leaves no request running."""
+        """Run the requests and yield progress updates.
+
+        Each update is a list of pairs: a number of new tokens, and whether their request has ended. Raise PagewireError
+        if a request fails. Closing the generator aborts the requests that are still running.
+        """
         with self._channels.connected() as connection:
             try:
                 while len(self._completions) < len(self._requests):
@@ -106,7 +115,10 @@ class RequestBatch:
         return running
 
     def _put(self, index: int, response: pb.GenerateResponse | PagewireError | None) -> None:
-        """Takes a delta, the end or the failure of a request. A delta that cannot be is a failure too."""
+        """Record a delta, the end (None) or the failure of a request.
+
+        A delta that violates the protocol counts as a failure.
+        """
         builder = self._running[index].builder
         try:
             if isinstance(response, PagewireError):
@@ -125,8 +137,11 @@ class RequestBatch:
         self._has_news.set()
 
     async def _put_back(self, connection: Connection) -> None:
-        """Lets requests that the server cannot take now wait until others of the list have ended, or else for as long
-        as the server says. Raises the failure where waiting does not help."""
+        """Return refused requests to the waiting queue.
+
+        If the server's queue is full and other requests of the list are running, wait until one of them ends.
+        Otherwise, wait for the retry delay. Raise the failure if a retry cannot help.
+        """
         refused, self._refused = self._refused, {}
         self._waiting.extendleft(sorted(refused, reverse=True))
         index, failure = min(refused.items(), key=lambda item: isinstance(item[1], ResourceExhausted))

@@ -1,8 +1,9 @@
-"""Holds a client's connections to one server: one for each event loop, opened when it is first used.
+"""The gRPC connections of a client to one server, one for each event loop.
 
-gRPC does not survive a fork of the process as long as a channel of `grpc.aio` is open: calls of the child would wait
-for ever, or crash. So what is open and idle on the loop in the background is closed before a fork, and parent and child
-open connections of their own afterwards. Where something else is open, calls in the child fail and say so.
+A connection is opened at its first use. gRPC does not survive a fork while a channel of `grpc.aio` is open: calls in
+the child would hang or crash. Therefore idle connections of the background loop are closed before a fork, and parent
+and child open new connections afterwards. If any other connection is open at the fork, calls in the child fail with an
+error that explains the cause.
 """
 
 import asyncio
@@ -37,14 +38,15 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_g
 OPTIONS = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    # A long prefill sends no data for a while; pings go on.
+    # A long prefill sends no data for a while. Keepalive pings continue.
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", 64 << 20),
-    # A server that comes back is found soon after.
+    # Reconnect soon after a restarted server is available.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
-# Of a request that shares a call. A server refuses a message that is too large together with the call that brought it.
+# The size limit in bytes for a request on a shared call. A server that refuses an oversized message ends the whole
+# call.
 MAX_SHARED_BYTES = 1 << 20
 Metadata = tuple[tuple[str, str], ...]
 _FORKED = (
@@ -54,7 +56,7 @@ _FORKED = (
 
 
 class ConnectionOptions(TypedDict, total=False):
-    """How a client proves who it is, and who it believes the server to be."""
+    """The options that authenticate the client and verify the server."""
 
     tls_ca: str | None
     tls_cert: str | None
@@ -62,12 +64,12 @@ class ConnectionOptions(TypedDict, total=False):
     api_key: str | None
 
 
-# What comes of a request: its responses, and at its end None, or the error that it failed with.
+# Receives the responses to a request, and at its end None, or the error that ended the request.
 Put = Callable[[pb.GenerateResponse | PagewireError | None], None]
 
 
 class NotShared(PagewireError):
-    """UNIMPLEMENTED: the server does not know GenerateMany."""
+    """UNIMPLEMENTED: the server does not support GenerateMany."""
 
 
 @dataclass(slots=True)
@@ -80,7 +82,10 @@ class _Request:
 
 
 class GenerateManyCall:
-    """One GenerateMany call, while it lasts. One with a request too large to share `is_alone`, and ends with that."""
+    """One open GenerateMany call.
+
+    If `is_alone`, the call carries a single request that is too large to share a call, and ends with that request.
+    """
 
     def __init__(self, call: grpc.aio.StreamStreamCall, url: str, *, is_alone: bool = False) -> None:
         self._client = GenerateManyClient(call)
@@ -91,7 +96,11 @@ class GenerateManyCall:
         self._receiving = asyncio.create_task(self._receive())
 
     def submit(self, request: pb.GenerateRequest, put: Put, timeout: float | None) -> Callable[[], None]:
-        """Sends a request. Returns what aborts it if it has not ended; nothing comes of it then."""
+        """Send a request and return a function that aborts it.
+
+        `put` receives the responses and the end of the request, but nothing after the abort. Aborting a request that
+        has ended does nothing. `timeout` is in seconds.
+        """
         stream_id, num_samples = self._client.next_stream_id, wire.num_samples(request)
         submitted = self._requests[stream_id] = _Request(put, num_samples)
         if timeout is not None:
@@ -110,7 +119,10 @@ class GenerateManyCall:
             self._client.abort(stream_id)
 
     def _end(self, stream_id: int) -> _Request | None:
-        """Forgets a request, which ends a call that was its own."""
+        """Remove a request, and cancel the call if it carries only this request.
+
+        Return the removed request, or None if it has already ended.
+        """
         request = self._requests.pop(stream_id, None)
         if request is not None and request.timer is not None:
             request.timer.cancel()
@@ -154,7 +166,10 @@ class GenerateManyCall:
 
 
 class Connection:
-    """What the tasks of one event loop share. `can_share` is False for a server without GenerateMany."""
+    """A gRPC channel and the shared calls of one event loop.
+
+    `can_share` is False for a server without GenerateMany.
+    """
 
     def __init__(self, channel: Any, url: str, metadata: Metadata) -> None:
         self.channel = channel
@@ -165,22 +180,25 @@ class Connection:
         self.stub = pb_grpc.SchedulerServiceStub(channel)
         self.can_share = True
         self._shared_calls: list[GenerateManyCall] = []
-        self.num_calls = 0  # of the client's methods that run
-        self.num_requests = 0  # of them, those that stream one
+        self.num_calls = 0  # client methods in progress
+        self.num_requests = 0  # client methods in progress that stream a request
 
     @property
     def is_closed(self) -> bool:
         return self._closed.is_set() or self.loop.is_closed()
 
     def check_open(self) -> None:
-        """Raises Cancelled once the connection is closed."""
+        """Raise Cancelled if the connection is closed."""
         if self.is_closed:
             raise wire.closed()
 
     @contextlib.contextmanager
     def translated(self) -> Iterator[None]:
-        """Raises a PagewireError for what gRPC raises inside: for calls that end with the connection too, which are
-        cancelled, though the tasks that wait for them are not."""
+        """Translate gRPC errors raised inside the block into PagewireError.
+
+        Closing the connection cancels its gRPC calls, but not the tasks that wait for them. The resulting
+        CancelledError becomes Cancelled.
+        """
         try:
             yield
         except grpc.RpcError as error:
@@ -192,8 +210,11 @@ class Connection:
             raise wire.closed() from None
 
     def submit(self, request: pb.GenerateRequest, put: Put, timeout: float | None) -> Callable[[], None]:
-        """Sends a request on a call that is shared, and opened where there is none. Returns what aborts it if it has
-        not ended. Raises Cancelled once the connection is closed."""
+        """Send a request on the shared call, which is opened if necessary, and return a function that aborts it.
+
+        A request larger than MAX_SHARED_BYTES gets a call of its own. Aborting a request that has ended does nothing.
+        Raise Cancelled if the connection is closed.
+        """
         self.check_open()
         is_alone = request.ByteSize() > MAX_SHARED_BYTES
         self._shared_calls = [call for call in self._shared_calls if not call.is_over]
@@ -206,7 +227,7 @@ class Connection:
     async def responses(
         self, request: pb.GenerateRequest, timeout: float | None
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """Yields the responses to a request that shares a call. Closing the generator aborts the request."""
+        """Yield the responses to a request on the shared call. Closing the generator aborts the request."""
         inbox: asyncio.Queue[pb.GenerateResponse | PagewireError | None] = asyncio.Queue()
         abort = self.submit(request, inbox.put_nowait, timeout)
         try:
@@ -218,7 +239,7 @@ class Connection:
             abort()
 
     async def read(self, method: str, request: object, timeout: float | None) -> AsyncGenerator[Any, None]:
-        """Yields the responses of a call of its own. Closing the generator cancels it."""
+        """Yield the responses of a separate streaming call. Closing the generator cancels the call."""
         with self.translated():
             call = getattr(self.stub, method)(request, timeout=timeout, metadata=self.metadata)
             try:
@@ -228,13 +249,13 @@ class Connection:
                 call.cancel()
 
     async def wait(self, seconds: float) -> None:
-        """Waits before the next attempt. Raises Cancelled once the connection is closed."""
+        """Wait before the next attempt. Raise Cancelled if the connection is closed, also while waiting."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._closed.wait(), seconds)
         self.check_open()
 
     async def close(self) -> None:
-        """Ends all calls."""
+        """End all calls and close the channel."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -244,29 +265,36 @@ class Connection:
         self.release()
 
     def release(self) -> None:
-        """Lets go of a channel that was closed, or whose loop has ended, so that it can be collected."""
+        """Drop the references to a channel that was closed, or whose loop has ended, so that it can be collected."""
         self.channel = self.stub = None
         self._shared_calls = []
         _open_connections.discard(self)
 
 
 class Channels:
-    """The connections of a client. One that is used after it was closed is opened again."""
+    """The connections of one client, by event loop. A closed connection is reopened at its next use."""
 
     def __init__(self, url: str, **options: Unpack[ConnectionOptions]) -> None:
-        """Opens nothing yet. Raises ValueError for a url without a port, a key or a set of files that cannot be."""
+        """Check the options without opening a connection.
+
+        Raise TypeError for an unknown option. Raise ValueError for a URL without a port, an invalid API key, or an
+        invalid combination of TLS files.
+        """
         refuse_unknown("a client", options, ConnectionOptions)
         self._url = url
         self._target = _target(url)
         self._credentials = _credentials(url, **options)
         api_key = options.get("api_key")
-        # It works in plaintext too, unlike gRPC's own call credentials.
+        # Metadata works without TLS too, unlike gRPC's own call credentials.
         self._metadata: Metadata = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
         self._connections: dict[asyncio.AbstractEventLoop, Connection] = {}
 
     @contextlib.contextmanager
     def connected(self, *, is_request: bool = False) -> Iterator[Connection]:
-        """Gives a call the connection of the running event loop, for as long as it lasts."""
+        """Provide the connection of the running event loop to one call.
+
+        The call is counted as in progress until the block ends.
+        """
         connection = self._of_loop()
         connection.num_calls += 1
         connection.num_requests += is_request
@@ -277,7 +305,7 @@ class Channels:
             connection.num_requests -= is_request
 
     async def aclose(self) -> None:
-        """Closes the connection of the running event loop."""
+        """Close the connection of the running event loop."""
         connection = self._connections.pop(asyncio.get_running_loop(), None)
         if connection is not None and not _is_inherited:
             await connection.close()
@@ -304,13 +332,13 @@ class Channels:
 
 
 def _target(url: str) -> str:
-    """Makes a gRPC target of a url. Raises ValueError for a url without a port."""
+    """Return the gRPC target of a URL. Raise ValueError for a URL without a valid port."""
     require("url", url, isinstance(url, str), "a text such as '127.0.0.1:50051'")
     check_text("url", url)
     target = re.sub("^grpcs?://", "", url).rstrip("/")
     if re.match("(dns|unix|unix-abstract|ipv4|ipv6|vsock|xds):", target):
         return target
-    # gRPC would dial port 70000 modulo 65536.
+    # gRPC would reduce a port above 65535 modulo 65536.
     parts = re.fullmatch(r"(\[[0-9a-fA-F:.%]+\]|[^:/\[\]\s]+):0*([1-9][0-9]{0,4})", target)
     if parts is None or int(parts[2]) > 65_535:
         raise ValueError(f"{url!r} is not a server's address: give HOST:PORT, such as 127.0.0.1:50051")
@@ -324,7 +352,11 @@ def _credentials(
     tls_key: str | None = None,
     api_key: str | None = None,
 ) -> grpc.ChannelCredentials | None:
-    """Returns those of TLS, or None for plaintext. Raises ValueError for what cannot be."""
+    """Return the TLS credentials, or None for plaintext.
+
+    TLS is used if the URL starts with "grpcs://" or a TLS file is given. Raise ValueError for an invalid API key or for
+    only one of `tls_cert` and `tls_key`.
+    """
     for name, path in (("tls_ca", tls_ca), ("tls_cert", tls_cert), ("tls_key", tls_key)):
         require(name, path, isinstance(path, str | os.PathLike | None), "the path of a PEM file")
     if (tls_cert is None) != (tls_key is None):
@@ -341,19 +373,20 @@ def _credentials(
 
 
 _open_connections: WeakSet[Connection] = WeakSet()
-# Held while a channel is opened, and while the process is forked.
+# Held while a channel is opened and while the process is forked.
 _forking = threading.Lock()
-# What a process inherits that is forked now, or was: a gRPC whose threads are not there.
+# _inherits: whether a child forked now would inherit a gRPC without its threads. _is_inherited: whether this process is
+# such a child.
 _inherits = _is_inherited = False
 _has_opened = False
-# How gRPC calls its threads: the one of Python in which `grpc.aio` waits for events, and those of its core.
+# The names of gRPC's threads: the Python thread in which `grpc.aio` polls for events, and the threads of the gRPC core.
 _POLLER, _CORE = "_poll_wrapper", ("event_engine", "grpc_", "lifeguard")
-# They end soon after the last channel was closed.
+# How long to wait, in seconds, for these threads to end after the last channel was closed.
 _THREADS_END_S = 1.0
 
 
 async def _close_idle() -> None:
-    """Closes the connections of the loop in the background that no call uses."""
+    """Close the connections of the background loop that no call uses."""
     loop = asyncio.get_running_loop()
     for connection in list(_open_connections):
         if connection.loop is loop and connection.num_calls == 0:
@@ -374,7 +407,7 @@ def _before_fork() -> None:
         if _has_opened and not _open_connections:
             seconds = _THREADS_END_S / 128
             while _is_awake() and seconds < _THREADS_END_S:
-                gc.collect()  # what is left of calls, some of which end only now, holds on to their channels
+                gc.collect()  # leftovers of ended calls keep their channels alive
                 _wait_for_sleep(seconds)
                 seconds *= 2
     finally:
@@ -389,9 +422,9 @@ def _wait_for_sleep(seconds: float) -> None:
 
 
 def _is_awake() -> bool:
-    """Whether gRPC has threads, which a process that is forked now would lack."""
+    """Return whether gRPC has running threads. A process forked now would lack them."""
     for task in Path("/proc/self/task").glob("*/comm"):
-        with contextlib.suppress(OSError):  # of a thread that has just ended
+        with contextlib.suppress(OSError):  # the thread has just ended
             if task.read_text().startswith(_CORE):
                 return True
     return any(_POLLER in thread.name for thread in threading.enumerate())
@@ -401,7 +434,8 @@ def _after_fork_in_child() -> None:
     global _is_inherited
     _is_inherited = _is_inherited or _inherits
     if _inherits:
-        # gRPC crashes where calls and channels of the parent are taken apart, also as the child ends: they stay.
+        # gRPC crashes when the parent's calls and channels are destroyed in the child, even at exit. Extra references
+        # keep them alive.
         for connection in list(_open_connections):
             for kept in (connection, *asyncio.all_tasks(connection.loop)):
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))

@@ -1,4 +1,4 @@
-"""The clients of a scheduler: `AsyncClient` for asyncio, and `Client`, whose calls block."""
+"""The clients of a server: `AsyncClient` for asyncio, and `Client` for blocking code."""
 
 import asyncio
 import contextlib
@@ -32,15 +32,15 @@ from pagewire.client.sampling_params import UNSET, SamplingFields, SamplingParam
 from pagewire.client.server_info import BlockMap, Loads, RequestReport, ServerInfo
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 
-# Of each attempt of a call that answers at once, where the caller sets no other time.
+# The timeout in seconds of each attempt of a unary call, unless the caller sets another one.
 UNARY_TIMEOUT_S = 10.0
-# Requests in flight, the new one included, from which on new ones share a call: fewer messages, for the server and for
-# this process. A message that a request has to itself costs as much as a message for all.
+# The number of requests in flight, including the new one, from which a new request uses the shared call. A message for
+# a single request costs the server and the client as much as a message that several requests share.
 MIN_SHARED = 2
-# Of one message of Tokenize and of Detokenize, far below what a server accepts.
+# The size of one Tokenize or Detokenize message, far below the server's limit.
 MAX_TOKENIZED_CHARS = 500_000
 MAX_DETOKENIZED_TOKENS = 200_000
-# Calls of earlier versions, and what to use instead.
+# The methods of earlier versions and their replacements, for error messages.
 _FORMER_NAMES = {
     "generate": "stream of AsyncClient",
     "acomplete": "complete of AsyncClient",
@@ -57,10 +57,13 @@ _Returned = TypeVar("_Returned")
 
 
 class QueueOptions(TypedDict, total=False):
-    """What any request can say besides its prompt.
+    """The options that every request accepts besides its prompt.
 
-    A lower `priority` runs first. `timeout` in seconds covers the whole call, time in the queue and attempts to make it
-    again included. Cached prefixes are shared only among requests of the same `cache_salt`.
+    - `request_id`: a unique id of at most 128 characters. By default, the server generates one.
+    - `priority`: requests with a lower number run first. The default is 0.
+    - `timeout`: the limit in seconds for the whole call, including the time in the queue and retries.
+    - `cache_salt`: cached prefixes are shared only among requests with the same salt.
+    - `tenant`: the tenant that the request belongs to.
     """
 
     request_id: str | None
@@ -71,15 +74,23 @@ class QueueOptions(TypedDict, total=False):
 
 
 class RequestOptions(QueueOptions, SamplingFields, total=False):
-    """What a request for tokens can say: also fields of `SamplingParams`, which win over those of `sampling`, and the
-    conversation that it is part of."""
+    """The options of a generation request.
+
+    Besides `QueueOptions`, these are the fields of `SamplingParams`, which override the fields of `sampling`, and
+    `session`, the conversation that the request belongs to.
+    """
 
     session: Session | None
 
 
 class ChatOptions(RequestOptions, total=False):
-    """What a chat can say: also a template in the place of the model's own, a text or a name if the model has several,
-    and the variables that are passed to it."""
+    """The options of a chat request.
+
+    - `chat_template`: the text of a template, or the name of one of the model's templates. By default, the model's own
+      default template is used.
+    - `add_generation_prompt`: whether the prompt ends with the beginning of the model's answer. The default is True.
+    - `template_variables`: additional variables for the template, such as `{"enable_thinking": False}`.
+    """
 
     chat_template: str | None
     add_generation_prompt: bool
@@ -93,21 +104,29 @@ def _say_new_name(self: object, name: str) -> NoReturn:
 
 
 class AsyncClient:
-    """A connection to a scheduler, for asyncio. `Client` has the same calls for programs that block.
+    """A client of a Pagewire server, for asyncio programs. `Client` has the same methods for blocking code.
 
-    `url` is "host:port", "grpc://host:port", "grpcs://host:port" (TLS) or a gRPC target such as "dns:///name:port".
-    TLS is used with "grpcs://" or any of the PEM files `tls_ca` (who signs the server; default: the system's),
-    `tls_cert` and `tls_key` (this client, for mutual TLS). `api_key` says whose requests these are, where the server
-    has tenants; without TLS others can read it. ValueError for a url, a key or a set of files that cannot be.
+        async with AsyncClient("127.0.0.1:50051", retry=60) as client:
+            completion = await client.complete("Once upon a time", max_tokens=32)
+            print(completion.outputs[0].text)
 
-    `retry` is for how many seconds after its begin a call is made again that the server could not take: nothing answers
-    at the url yet, it restarts, has no worker, or its queue is full. Output that has begun is never begun again. Every
-    call takes a `timeout` in seconds, which wins over `retry`.
+    The connection opens at its first use. It closes with `aclose`, at the end of `async with`, or with the process. A
+    closed client reconnects at its next use. Any number of tasks may share one client, also on several event loops.
+    Concurrent requests share one gRPC call, which changes neither results nor errors.
 
-    The connection is opened at its first use and closed by `aclose`, at the end of `async with`, or with the process;
-    used again, it is opened again. Any number of tasks may use the client, those of other event loops too. Requests
-    that begin while others are in flight share a call: same results, same errors. Calls fail with a `PagewireError`. A
-    lost worker is no error: the stream goes on where it was.
+    - `url`: "host:port", "grpc://host:port", "grpcs://host:port" for TLS, or a gRPC target such as "dns:///name:port".
+    - `retry`: how long, in seconds, a call is retried if the server cannot accept it: the server is unreachable,
+      restarting, without a worker, or its queue is full. The default is 0, no retries. Output that has begun is never
+      restarted. Every method accepts a `timeout` in seconds, which takes precedence over `retry`.
+    - `tls_ca`: the PEM file of the authority that signed the server's certificate. The default is the system's set.
+    - `tls_cert`, `tls_key`: the PEM files of the client's certificate and private key, for mutual TLS.
+    - `api_key`: identifies the tenant on a server that has tenants. Without TLS, the key is readable on the network.
+
+    TLS is used if the URL begins with "grpcs://" or if `tls_ca` or `tls_cert` is given. The constructor raises
+    ValueError for an invalid URL, API key or set of TLS files.
+
+    Methods raise a subclass of `PagewireError` if a call fails. The loss of a worker is not an error: the stream
+    continues where it stopped as soon as the server has a worker again.
     """
 
     def __init__(self, url: str, *, retry: float = 0.0, **connection: Unpack[ConnectionOptions]) -> None:
@@ -122,7 +141,7 @@ class AsyncClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Closes the connection of this event loop. Calls that run end with Cancelled."""
+        """Close the connection of the running event loop. Calls in progress raise Cancelled."""
         await self._channels.aclose()
 
     def stream(
@@ -133,12 +152,14 @@ class AsyncClient:
         prompt_token_ids: Sequence[int] | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[Output, None]:
-        """Yields the deltas of 1 to n samples of a prompt as they come.
+        """Generate text for one prompt, and yield the deltas of its samples as they arrive.
 
-        Give either `prompt` or `prompt_token_ids`. `sampling`, and fields of `SamplingParams` as keyword arguments, say
-        how tokens are chosen; what neither names is left to the server. The other options are those of
-        `RequestOptions`. Closing the generator or cancelling its task aborts the request; leave the loop early inside
-        `contextlib.aclosing` (`closing` with `Client`), so that this happens at once.
+        Give either `prompt` or `prompt_token_ids`. `sampling` and the fields of `SamplingParams` as keyword arguments
+        control the sampling. Keyword arguments override `sampling`, and unset fields use the server's defaults. The
+        other options are described in `RequestOptions`.
+
+        Closing the generator or cancelling its task aborts the request. To leave the loop early, wrap the generator in
+        `contextlib.aclosing` (`contextlib.closing` for `Client`), so that the abort happens immediately.
         """
         request = _request(prompt, sampling, prompt_token_ids, options)
         return self._stream(request, self._attempts(options), _builder(request))
@@ -169,11 +190,12 @@ class AsyncClient:
         prompt_token_ids: Sequence[int] | None = None,
         **options: Unpack[RequestOptions],
     ) -> Completion | list[Completion]:
-        """Returns the whole output of a request, with the same arguments as `stream`.
+        """Generate text for one prompt or a list of prompts, and return the complete results.
 
-        A list of prompts, each a text or token ids, gives a list of results in the same order; `sampling` may then be a
-        list of the same length. The requests run at the same time, as many as the server takes; one that fails ends
-        all.
+        The arguments are the same as for `stream`. A list of prompts, each a text or a list of token ids, returns a
+        list of results in the same order. `sampling` may then be a list of the same length. The requests run
+        concurrently, limited by the server's queue. If a request fails, the others are aborted, and the error names the
+        position of the failed prompt.
         """
         requests = _requests(prompt, sampling, prompt_token_ids, options)
         return await self._complete(requests, self._attempts(options))
@@ -199,9 +221,11 @@ class AsyncClient:
         prompt_token_ids: Sequence[int] | None = None,
         **options: Unpack[QueueOptions],
     ) -> PromptEmbedding | list[PromptEmbedding]:
-        """Returns the embedding of a prompt, or of each prompt of a list, with the arguments of `complete`.
+        """Return the embedding of a prompt, or of each prompt in a list.
 
-        It is made of the hidden states of the prompt's tokens, pooled as the checkpoint says, and has the length 1.
+        The prompt arguments are the same as for `complete`; the options are described in `QueueOptions`. The embedding
+        is computed from the hidden states of the prompt's tokens, pooled as the checkpoint specifies, and normalized to
+        length 1.
         """
         refuse_unknown("embed", options, QueueOptions)
         requests = _requests(prompt, None, prompt_token_ids, options)
@@ -234,12 +258,14 @@ class AsyncClient:
         sampling: SamplingParams | Sequence[SamplingParams | None] | None = None,
         **options: Unpack[ChatOptions],
     ) -> Completion | list[Completion]:
-        """Returns the model's answer to a conversation, or a list of answers to a list of conversations.
+        """Return the model's answer to a conversation, or a list of answers to a list of conversations.
 
-        A conversation is a list of messages such as {"role": "user", "content": "Hello"}. The model's chat template, or
-        `chat_template` in its place, makes the prompt of it: a text, or a name if the model has several;
-        `template_variables` are passed to the template. Everything else is as in `complete`. Raises InvalidRequest for
-        a model without a template, and for a template that fails.
+        A conversation is a list of messages such as `{"role": "user", "content": "Hello"}`. The client renders the
+        messages to a prompt with the model's chat template. `chat_template` selects another template, by its text or by
+        its name, and `template_variables` are passed to the template. The other arguments are the same as for
+        `complete`.
+
+        Raise InvalidRequest if the model has no chat template, or if the template fails.
         """
         attempts = self._attempts(options)
         conversations, is_one = conversation.as_conversations(messages)
@@ -251,7 +277,7 @@ class AsyncClient:
         requests = _requests(several, sampling, one, options)
         with self._channels.connected() as connection:
             info = wire.decode_server_info(await self._call("GetServerInfo", pb.GetServerInfoRequest(), attempts))
-            # In a thread, since a template may take its time, in which the client may be closed.
+            # Rendering runs in a thread, because it may be slow. The client may be closed meanwhile.
             texts = await asyncio.to_thread(
                 conversation.prompts_of, info, template, add_generation_prompt, conversations, variables
             )
@@ -274,9 +300,9 @@ class AsyncClient:
     async def tokenize(
         self, text: str | Sequence[str], *, add_special_tokens: bool = True, timeout: float | None = None
     ) -> list[int] | list[list[int]]:
-        """Returns the token ids of a text, or of each text of a list, as the server makes them of a prompt.
+        """Return the token ids of a text, or of each text in a list, as the server tokenizes prompts.
 
-        Without `add_special_tokens`, the only special tokens are those that the text itself names.
+        With `add_special_tokens` False, the result contains only those special tokens that are spelled out in the text.
         """
         texts = [text] if isinstance(text, str) else as_list("text", text, "a text, or a list of texts")
         for index, each in enumerate(texts):
@@ -301,7 +327,10 @@ class AsyncClient:
         skip_special_tokens: bool = True,
         timeout: float | None = None,
     ) -> str | list[str]:
-        """Returns the text of a list of token ids, or the text of each list in a list of such lists."""
+        """Return the text of a list of token ids, or a list of texts for a list of such lists.
+
+        With `skip_special_tokens` False, the text includes special tokens.
+        """
         prompts, is_one = as_prompts(token_ids)
         attempts = Attempts(self._retry_s, timeout)
         texts: list[str] = []
@@ -318,17 +347,18 @@ class AsyncClient:
         prompt_token_ids: Sequence[int] | None = None,
         **options: Unpack[RequestOptions],
     ) -> str:
-        """Queues a detached request and returns its id: it runs whatever becomes of this client.
+        """Queue a detached request and return its id. The request runs independently of this client.
 
-        The arguments are those of `stream`; `timeout` is that of queueing it. Where the client retries, it draws the
-        id, so that a request whose answer was lost is not queued twice.
+        The arguments are the same as for `stream`, except that `timeout` limits only the submission. With `retry`, the
+        client chooses the request id itself. If the server's response is lost, the retry then does not queue the
+        request twice.
         """
         drawn_id = f"req-{secrets.token_hex(8)}" if self._retry_s and options.get("request_id") is None else None
         if drawn_id is not None:
             options["request_id"] = drawn_id
         request = pb.SubmitRequest(request=_request(prompt, sampling, prompt_token_ids, options))
         try:
-            # No time of its own: until its first worker is there, a server that has just started lets requests wait.
+            # No default timeout: a server that has just started holds requests until its first worker connects.
             return (await self._call("Submit", request, self._attempts(options), limit=None)).request_id
         except AlreadyExists:
             if drawn_id is None:
@@ -344,12 +374,12 @@ class AsyncClient:
         max_reconnects: int = 5,
         timeout: float | None = None,
     ) -> AsyncGenerator[Output, None]:
-        """Yields the deltas of a detached request as `stream` does, of every sample from `from_token` on.
+        """Yield the deltas of a detached request as `stream` does, for every sample from token `from_token` on.
 
-        If the connection breaks, it is made again and the deltas go on with the next token. Raises Unavailable after
-        `max_reconnects` attempts in a row that brought nothing, NotFound for an unknown id, and OutOfRange for a token
-        beyond those that there are; a request that failed ends with its error. Closing the generator leaves the request
-        alone.
+        If the connection breaks, the client reconnects and continues with the next token. Raise Unavailable after
+        `max_reconnects` consecutive attempts without output, NotFound for an unknown id, and OutOfRange if `from_token`
+        is beyond the end of the output. If the request failed, its error is raised. Closing the generator does not
+        abort the request.
         """
         is_legal = is_integer(max_reconnects) and max_reconnects >= 0
         require("max_reconnects", max_reconnects, is_legal, "an integer from 0")
@@ -357,7 +387,7 @@ class AsyncClient:
         return self._attach(request, Attempts(0.0, timeout), max_reconnects)
 
     async def result(self, request_id: str, *, tenant: str = "", timeout: float | None = None) -> Result:
-        """Returns the state of a detached request and all of its output so far. Raises NotFound for an unknown id."""
+        """Return the state of a detached request and its output so far. Raise NotFound for an unknown id."""
         response = await self._ask("GetResult", timeout, request_id=request_id, tenant=tenant or "")
         if not response.outputs:
             text = f"what is kept of {request_id!r} is a record, and not of a detached request"
@@ -365,27 +395,32 @@ class AsyncClient:
         return wire.decode_result(response)
 
     async def get_request(self, request_id: str, *, tenant: str = "", timeout: float | None = None) -> RequestReport:
-        """Reports the state of an unfinished request and why it waits. Raises NotFound if none of this id runs."""
+        """Return the state of an unfinished request and the reason why it waits.
+
+        Raise NotFound if no request with this id is running or waiting.
+        """
         return wire.decode_report(await self._ask("GetRequest", timeout, request_id=request_id, tenant=tenant or ""))
 
     async def abort(self, request_id: str, *, tenant: str = "", timeout: float | None = None) -> None:
-        """Ends a running request of the tenant; its stream ends with finish_reason "abort". Raises NotFound if none
-        runs."""
+        """Abort an unfinished request of the tenant. Its stream ends with the finish_reason "abort".
+
+        Raise NotFound if no request with this id is running or waiting.
+        """
         await self._ask("Abort", timeout, request_id=request_id, tenant=tenant or "")
 
     async def info(self, *, timeout: float | None = None) -> ServerInfo:
-        """Describes the model that is served, and the limits of the server."""
+        """Return the served model and the limits of the server."""
         return wire.decode_server_info(await self._ask("GetServerInfo", timeout))
 
     async def blocks(self, *, timeout: float | None = None) -> BlockMap:
-        """Reports the use of every block of the KV cache."""
+        """Return the current use of every KV cache block."""
         return wire.decode_block_map(await self._ask("GetBlocks", timeout))
 
     async def loads(self, *, timeout: float | None = None) -> Loads:
-        """Reports how much the server is doing now."""
+        """Return the current load of the server."""
         return wire.decode_loads(await self._ask("GetLoads", timeout))
 
-    if not TYPE_CHECKING:  # for a type checker, what is not above is a mistake
+    if not TYPE_CHECKING:  # so that type checkers report unknown attributes
         __getattr__ = _say_new_name
 
         def __enter__(self) -> NoReturn:
@@ -462,7 +497,7 @@ class AsyncClient:
                     attachment.finish()
                     return
                 except Unavailable as error:
-                    # What comes with a retry delay is the server's own word, not a broken connection.
+                    # An error with a retry delay was sent by the server, so the connection is not broken.
                     if error.retry_delay is not None or num_failures == max_reconnects:
                         raise
                     await connection.wait(attempts.bounded(DELAYS_S[min(num_failures, len(DELAYS_S) - 1)], error))
@@ -486,7 +521,7 @@ class AsyncClient:
 def _blocking(
     method: Callable[Concatenate[AsyncClient, _Parameters], Coroutine[Any, Any, _Returned]],
 ) -> "Callable[Concatenate[Client, _Parameters], _Returned]":
-    """Returns the method of `Client` that waits for what one of `AsyncClient` returns."""
+    """Return a blocking version of a coroutine method of `AsyncClient`, for use as a method of `Client`."""
 
     @functools.wraps(method)
     def call(self: "Client", /, *arguments: _Parameters.args, **options: _Parameters.kwargs) -> _Returned:
@@ -498,7 +533,7 @@ def _blocking(
 def _iterating(
     method: Callable[Concatenate[AsyncClient, _Parameters], AsyncGenerator[_Returned, None]],
 ) -> "Callable[Concatenate[Client, _Parameters], Generator[_Returned, None, None]]":
-    """Returns the method of `Client` that yields what one of `AsyncClient` yields."""
+    """Return a blocking version of a generator method of `AsyncClient`, for use as a method of `Client`."""
 
     @functools.wraps(method)
     def call(
@@ -510,11 +545,23 @@ def _iterating(
 
 
 class Client:
-    """A connection to a scheduler, for programs that block: the calls of `AsyncClient`, which take the same arguments.
+    """A client of a Pagewire server, for blocking code. It has the same methods as `AsyncClient`.
 
-    They run on an event loop in the background. Any number of threads may use the client. The connection is opened at
-    its first use and closed by `close`, at the end of `with`, or with the process; used again, it is opened again, also
-    in a process that was forked while no call ran.
+        with Client("127.0.0.1:50051", retry=60) as client:
+            completion = client.complete("Once upon a time", max_tokens=32)
+            print(completion.outputs[0].text)
+
+    The connection opens at its first use. It closes with `close`, at the end of `with`, or with the process. A closed
+    client reconnects at its next use. Any number of threads may share one client. The calls run on an event loop in a
+    background thread. After a fork, the child may use the client if no call was in progress and no `AsyncClient` was
+    open.
+
+    - `url`: "host:port", "grpc://host:port", "grpcs://host:port" for TLS, or a gRPC target such as "dns:///name:port".
+    - `retry`: how long, in seconds, a call is retried if the server cannot accept it. The default is 0, no retries.
+    - `tls_ca`, `tls_cert`, `tls_key`, `api_key`: see `AsyncClient`.
+
+    Methods raise a subclass of `PagewireError` if a call fails. The constructor raises ValueError for an invalid URL,
+    API key or set of TLS files.
     """
 
     def __init__(self, url: str, *, retry: float = 0.0, **connection: Unpack[ConnectionOptions]) -> None:
@@ -529,11 +576,14 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Closes the connection. Calls that run, in other threads, end with Cancelled."""
+        """Close the connection. Calls in progress in other threads raise Cancelled."""
         background_loop.finish(self._client.aclose)
 
     def _iterate(self, items: AsyncGenerator[_Returned, None]) -> Generator[_Returned, None, None]:
-        """Keeps the client, and so its connection, as long as something of it is read."""
+        """Yield the items of an asynchronous generator.
+
+        The reference to `self` keeps the client, and therefore its connection, alive during the iteration.
+        """
         yield from background_loop.iterate(items)
 
     stream = _iterating(AsyncClient.stream)
@@ -551,7 +601,7 @@ class Client:
     blocks = _blocking(AsyncClient.blocks)
     loads = _blocking(AsyncClient.loads)
 
-    if not TYPE_CHECKING:  # for a type checker, what is not above is a mistake
+    if not TYPE_CHECKING:  # so that type checkers report unknown attributes
         __getattr__ = _say_new_name
 
         def __aenter__(self) -> NoReturn:
@@ -570,7 +620,7 @@ def _requests(
     prompt_token_ids: Sequence[int] | None,
     options: Mapping[str, Any],
 ) -> pb.GenerateRequest | list[pb.GenerateRequest]:
-    """Encodes one request for one prompt, or a list of requests for a list of prompts."""
+    """Encode one request for one prompt, or a list of requests for a list of prompts."""
     if prompt is None or isinstance(prompt, str):
         if is_listed(sampling):
             raise TypeError("a list of sampling parameters needs a list of prompts")
@@ -602,7 +652,10 @@ def _request(
 
 
 def one_each(given: Any, num_prompts: int, kind: str = "sampling parameters") -> Sequence[Any]:
-    """Returns a value for each of a number of prompts, of one for all or a list."""
+    """Return one value for each of `num_prompts` prompts, from a single value for all or a list of values.
+
+    Raise ValueError for a list of another length. `kind` names the values in the error.
+    """
     if not is_listed(given):
         return [given] * num_prompts
     if len(given) != num_prompts:
@@ -611,7 +664,7 @@ def one_each(given: Any, num_prompts: int, kind: str = "sampling parameters") ->
 
 
 def _parts(items: Sequence[Any], max_size: int) -> Iterator[list[Any]]:
-    """Yields the items in groups. The lengths of a group's items add up to about `max_size` at most."""
+    """Yield the items in groups whose lengths add up to at most `max_size`. A longer item forms its own group."""
     part: list[Any] = []
     size = 0
     for item in items:

@@ -1,4 +1,4 @@
-"""The output of a request: deltas as they come, and the whole of them."""
+"""The output of a request: streamed deltas, complete results, and the code that assembles them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -10,7 +10,7 @@ from pagewire.client.errors import Cancelled, InternalError, PagewireError
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The numbers of a request's tokens. `cached_tokens` are prompt tokens that needed no computing."""
+    """The token counts of a request. `cached_tokens` counts the prompt tokens that were found in the prefix cache."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -19,9 +19,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The log-probability of a token: natural, after penalties and bias, before temperature and filters.
+    """The natural log-probability of a token, after penalties and bias, before temperature and filters.
 
-    `rank` counts from 1. `top` holds the most likely tokens as (token id, logprob), best first.
+    `rank` is the rank of the token among all tokens, from 1. `top` lists the most likely tokens as pairs (token id,
+    log-probability), most likely first.
     """
 
     token_id: int
@@ -34,12 +35,20 @@ class TokenLogprobs:
 class Output:
     """A delta of one sample.
 
-    `token_ids` and `text` are what is new; `first_token` is the index in the sample of the first of `token_ids`. The
-    text may trail the tokens by an unfinished character or a possible stop text. `finish_reason` is None until the last
-    delta of a sample, then "stop", "length" or "abort"; with "stop", `stop_reason` is the token id or the text that
-    ended it. `usage` is set with the finish reason. `prompt_logprobs` come in deltas of sample 0.
-    `cumulative_logprob` is that of the output so far, where log-probabilities were asked for; of a hypothesis it comes
-    with the finish reason. `embedding` comes alone, and only where it was asked for.
+    Attributes:
+        request_id: The id of the request.
+        index: The index of the sample, from 0.
+        token_ids: The new tokens.
+        text: The new text. It may lack the end of the tokens: an incomplete character or a possible stop text.
+        finish_reason: None until the last delta of the sample, then "stop", "length" or "abort".
+        logprobs: The log-probabilities of the new tokens, or None if none were requested.
+        cumulative_logprob: The sum of the log-probabilities of the output so far, if log-probabilities were
+            requested. For a beam search hypothesis, it is set together with the finish reason.
+        prompt_logprobs: Log-probabilities of prompt tokens. They arrive in deltas of sample 0.
+        usage: The token counts, set together with the finish reason.
+        first_token: The index in the sample of the first of `token_ids`.
+        stop_reason: With "stop", the token id or the stop text that ended the sample.
+        embedding: The prompt's embedding. It is the only content of the response, and only set if it was requested.
     """
 
     request_id: str
@@ -58,7 +67,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One whole sample; the fields are those of `Output`."""
+    """One complete sample. The fields mean the same as in `Output`."""
 
     index: int
     token_ids: tuple[int, ...]
@@ -73,9 +82,16 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole request. Times are in seconds from sending the request; `ttft_s` is None if there was no token.
+    """The complete output of a request.
 
-    `usage` counts the prompt once, adds up the completions, and takes the smallest `cached_tokens` of the samples.
+    Attributes:
+        request_id: The id of the request.
+        outputs: The samples, by index.
+        prompt_logprobs: The log-probabilities of the prompt tokens, or None if none were requested.
+        usage: The token counts. The prompt counts once, the completion tokens of all samples are added, and
+            `cached_tokens` is the smallest count of any sample.
+        ttft_s: The time from sending the request to the first token, in seconds, or None without a token.
+        total_s: The time from sending the request to its end, in seconds.
     """
 
     request_id: str
@@ -88,7 +104,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class PromptEmbedding:
-    """The embedding of a prompt: a vector of length 1, with as many numbers as the model's hidden states have."""
+    """The embedding of a prompt: a unit vector with the dimension of the model's hidden states."""
 
     request_id: str
     values: tuple[float, ...]
@@ -96,7 +112,10 @@ class PromptEmbedding:
 
     @classmethod
     def of(cls, completion: Completion) -> "PromptEmbedding":
-        """Takes it from a request that asked for one. Raises Cancelled if that was aborted."""
+        """Return the embedding from the completion of an embedding request.
+
+        Raise Cancelled if the request was aborted.
+        """
         (output,) = completion.outputs
         if not output.embedding:
             message = "the request was aborted before its embedding was made"
@@ -106,9 +125,10 @@ class PromptEmbedding:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A detached request: "running", "finished" or "failed", and all of its output so far.
+    """The state of a detached request and its output so far.
 
-    `outputs` has a delta from token 0 on for each sample. `error` says why it failed.
+    `state` is "running", "finished" or "failed". `outputs` has one `Output` for each sample, with all tokens from 0.
+    `error` is the error of a failed request, otherwise None.
     """
 
     request_id: str
@@ -119,7 +139,7 @@ class Result:
 
 @dataclass(slots=True)
 class _Sample:
-    """The output of one sample that has come so far."""
+    """The output received so far for one sample."""
 
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -129,10 +149,11 @@ class _Sample:
 
 
 class CompletionBuilder:
-    """Puts the deltas of a request together, and holds the stream to its promise.
+    """Assembles the deltas of a request and verifies the stream.
 
-    Each sample's tokens come once and in order, and each sample ends once (design, S6); anything else is an
-    InternalError, never a text with a hole. Times are of the caller's clock.
+    Invariant: each sample's tokens arrive once and in order, and each sample ends once (design, S6). Any violation
+    raises InternalError, so that a text with a gap is never returned. All times are readings of the caller's clock, in
+    seconds.
     """
 
     def __init__(self, num_samples: int, started_at: float) -> None:
@@ -144,7 +165,7 @@ class CompletionBuilder:
         self._prompt_logprobs: list[TokenLogprobs] = []
 
     def add(self, output: Output, now: float) -> None:
-        """Takes the next delta. Raises InternalError for one that is out of order."""
+        """Add the next delta. Raise InternalError for a delta that is out of order."""
         if output.index >= self._num_samples:
             raise _broken_stream(output, f"tokens that were not asked for: the request has {self._num_samples} samples")
         sample = self._samples.setdefault(output.index, _Sample())
@@ -165,7 +186,7 @@ class CompletionBuilder:
             sample.last = output
 
     def finish(self, now: float) -> Completion:
-        """Returns the whole output. Raises InternalError if a sample has not ended."""
+        """Return the complete output. Raise InternalError if a sample has not ended."""
         outputs = tuple(self._output(index) for index in range(self._num_samples))
         usage = Usage(
             prompt_tokens=outputs[0].usage.prompt_tokens,
@@ -195,25 +216,29 @@ class CompletionBuilder:
 
 
 class Attachment:
-    """Follows the output of a detached request over all connections of a client that attaches to it.
+    """The position of a client in the output of a detached request, across reconnects.
 
-    Hands on each token, each log-probability of the prompt and each sample's end once and in order, whatever the
-    server sends again after a reconnect. Raises InternalError for anything that is missing."""
+    Invariant: each token, each prompt log-probability and the end of each sample are returned once and in order. The
+    server may send them again after a reconnect. A gap in the output raises InternalError.
+    """
 
     def __init__(self, from_token: int) -> None:
         self._from_token = from_token
-        self._next_tokens: list[int] = []  # of the samples seen, by index
+        self._next_tokens: list[int] = []  # by index of the samples seen so far
         self._ended: set[int] = set()
         self._num_prompt_logprobs = 0
-        self._num_prompt_logprobs_sent = 0  # in this connection
+        self._num_prompt_logprobs_sent = 0  # on this connection
 
     def reconnect(self) -> Sequence[int]:
-        """Begins a new connection. Returns the first token to ask for, of each sample that was seen."""
+        """Begin a new connection and return the next token index to request for each sample seen so far."""
         self._num_prompt_logprobs_sent = 0
         return self._next_tokens
 
     def take(self, output: Output) -> Output | None:
-        """Returns the part of a delta that is new, or None if nothing is."""
+        """Return the new part of a delta, or None if nothing in it is new.
+
+        Raise InternalError if tokens are missing, or if tokens follow the end of the sample.
+        """
         while len(self._next_tokens) <= output.index:
             self._next_tokens.append(self._from_token)
         if output.prompt_logprobs is not None:
@@ -231,7 +256,8 @@ class Attachment:
         return output
 
     def finish(self) -> None:
-        """Checks, when the stream has ended well, that every sample has ended."""
+        """Check, after the stream has ended without an error, that every sample has ended. Raise InternalError
+        otherwise."""
         if not self._next_tokens or len(self._ended) < len(self._next_tokens):
             raise InternalError("the stream ended before its samples", code=grpc.StatusCode.INTERNAL)
 
@@ -244,6 +270,6 @@ class Attachment:
 
 
 def _broken_stream(output: Output, what: str) -> InternalError:
-    """Makes the error of a stream that brought a delta which cannot follow those before it."""
+    """Return the error for a delta that cannot follow the previous ones."""
     message = f"the stream of request {output.request_id!r} broke: sample {output.index} brought {what}"
     return InternalError(message, code=grpc.StatusCode.INTERNAL)

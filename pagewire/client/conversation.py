@@ -1,4 +1,4 @@
-"""Conversations: which one a request is part of, and prompts of those that are lists of messages."""
+"""Sessions, and the prompts rendered from lists of chat messages."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,17 +10,21 @@ from pagewire.client.arguments import check_text, is_listed, require
 from pagewire.client.errors import InvalidRequest
 from pagewire.client.server_info import ServerInfo
 
-# A message is a mapping with a role and a content, as a model's chat template takes it.
+# A message is a mapping with a role and a content, as the model's chat template expects it.
 Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """The conversation that a request is part of, such as a chat or an agent's run.
+    """The conversation that a request belongs to, such as a chat or an agent's run.
 
-    `id` names it within its tenant, in at most 128 characters; empty, it is found by its prefix. `will_return` says
-    whether another request is to follow that begins with this one's prompt and output, and `retention_seconds` how long
-    its cached blocks are worth keeping, from 1: a hint, which the server bounds. None: not known.
+    Attributes:
+        id: The name of the conversation within its tenant, at most 128 characters. If empty, the server finds the
+            conversation by its prefix.
+        will_return: Whether another request is expected that begins with the prompt and the output of this request.
+            None means unknown.
+        retention_seconds: How long the cached blocks of the request are worth keeping after it ends, at least 1.
+            This is a hint, which the server limits. None leaves the decision to the server.
     """
 
     id: str = ""
@@ -29,8 +33,11 @@ class Session:
 
 
 def as_conversations(messages: Any) -> tuple[Sequence[Sequence[Message]], bool]:
-    """Returns conversations, and whether there was only one that was not in a list. Raises TypeError for what is no
-    list of mappings; what they hold is checked for the template."""
+    """Return a list of conversations, and whether the argument was a single conversation.
+
+    Raise TypeError for a value that is neither a list of mappings nor a list of such lists. The chat template checks
+    the content of the messages.
+    """
     is_one = is_listed(messages) and (not messages or isinstance(messages[0], Mapping))
     conversations = [messages] if is_one else messages
     is_legal = is_listed(conversations) and all(
@@ -42,7 +49,7 @@ def as_conversations(messages: Any) -> tuple[Sequence[Sequence[Message]], bool]:
 
 
 def check_template(template: object, add_generation_prompt: object, **variables: object) -> None:
-    """Raises TypeError for what cannot make a prompt. `variables` have the name by which the caller calls them."""
+    """Raise TypeError for chat arguments of the wrong type. `variables` are keyed by the caller's argument names."""
     require("chat_template", template, isinstance(template, str | None), "a text or None")
     require("add_generation_prompt", add_generation_prompt, isinstance(add_generation_prompt, bool), "a bool")
     for name, value in variables.items():
@@ -58,12 +65,13 @@ def prompts_of(
     *,
     continue_final_message: bool = False,
 ) -> list[str]:
-    """Returns the prompts that continue conversations, or their last messages, special tokens included.
+    """Render each conversation to a prompt, special tokens included.
 
-    They are made by the served model's chat template, or the one of that name, or the given text; it gets `variables`
-    too. Raises InvalidRequest.
+    `template` is the text of a template, the name of one of the model's templates, or None for the model's default
+    template. `variables` are passed to the template. With `continue_final_message`, each prompt ends inside its last
+    message. Raise InvalidRequest if there is no template, if a conversation is empty, or if rendering fails.
     """
-    from pagewire.common.chat import chat_template  # with Jinja2, which no other call needs
+    from pagewire.common.chat import chat_template  # lazy: loads Jinja2, which no other call needs
 
     if continue_final_message and add_generation_prompt:
         raise _invalid(chat_template.GOES_TWO_WAYS)
@@ -94,8 +102,12 @@ def prompts_of(
 
 
 def template_of(info: ServerInfo, template: str | None) -> str | None:
-    """Returns the model's own template if there is one, or that of a name, or the text that is one. Raises
-    InvalidRequest for what makes the same prompt of every conversation."""
+    """Return the text of the template to use, or None if the model has no default template.
+
+    `template` is the name of one of the model's templates, the text of a template, or None for the model's default.
+    Raise InvalidRequest for an unknown name, which is any text without "{". Such a text would render every conversation
+    to the same prompt.
+    """
     if template is None:
         return info.chat_template
     if template not in info.named_chat_templates and "{" not in template:

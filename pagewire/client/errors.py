@@ -1,4 +1,4 @@
-"""The errors of calls: one class for each status that a caller may want to tell apart."""
+"""The exceptions of the client, one for each gRPC status that a caller may need to distinguish."""
 
 from dataclasses import dataclass
 
@@ -7,17 +7,21 @@ import grpc
 
 @dataclass(frozen=True, slots=True)
 class FieldViolation:
-    """A field of the request that the server refused, and why."""
+    """A request field that the server refused, and the reason."""
 
     field: str
     description: str
 
 
 class PagewireError(Exception):
-    """A call failed. The text names the limit, the actual value and the remedy where the server knows them.
+    """The base class of all errors of calls.
 
-    `code` is the gRPC status; `field_violations` names the fields at fault; `retry_delay` is the time in seconds after
-    which the server suggests to try again, or None.
+    The message names the limit, the actual value and the remedy where the server knows them.
+
+    Attributes:
+        code: The gRPC status code.
+        field_violations: The fields at fault, each with a description.
+        retry_delay: The time in seconds after which the server suggests a retry, or None.
     """
 
     def __init__(
@@ -35,53 +39,53 @@ class PagewireError(Exception):
 
 
 class InvalidRequest(PagewireError, ValueError):
-    """INVALID_ARGUMENT: a field is out of its range, or the request can never fit."""
+    """INVALID_ARGUMENT: a field is out of range, or the request can never fit the server's limits."""
 
     @classmethod
     def of_field(cls, field: str, text: str) -> "InvalidRequest":
-        """Returns the error of a field that is refused before it is sent."""
+        """Return the error for a field that the client refuses before sending."""
         return cls(text, code=grpc.StatusCode.INVALID_ARGUMENT, field_violations=(FieldViolation(field, text),))
 
 
 class InvalidText(InvalidRequest, TypeError):
-    """A string that is no text: it holds half a character, which cannot be sent."""
+    """A string contains an unpaired surrogate, which cannot be encoded as UTF-8 and sent."""
 
 
 class NotFound(PagewireError):
-    """NOT_FOUND: no running request, or none that is kept, of this tenant has that id."""
+    """NOT_FOUND: no running or retained request of this tenant has this id."""
 
 
 class AlreadyExists(PagewireError):
-    """ALREADY_EXISTS: a request of this tenant that runs or is kept has that id."""
+    """ALREADY_EXISTS: a running or retained request of this tenant already has this id."""
 
 
 class OutOfRange(PagewireError):
-    """OUT_OF_RANGE: the output has fewer tokens than were asked for."""
+    """OUT_OF_RANGE: the requested first token is beyond the end of the output."""
 
 
 class ResourceExhausted(PagewireError):
-    """RESOURCE_EXHAUSTED: the queue is full; try again after `retry_delay`."""
+    """RESOURCE_EXHAUSTED: the request queue is full. Retry after `retry_delay`."""
 
 
 class Unavailable(PagewireError):
-    """UNAVAILABLE: the server is not there, is draining, or has had no worker for too long."""
+    """UNAVAILABLE: the server is unreachable or draining, or has had no worker for too long."""
 
 
 class DeadlineExceeded(PagewireError):
-    """DEADLINE_EXCEEDED: `timeout` passed before the request was done."""
+    """DEADLINE_EXCEEDED: `timeout` passed before the request completed."""
 
 
 class Cancelled(PagewireError):
-    """CANCELLED: the call was cancelled, and not by its caller; or the client was closed while it ran."""
+    """CANCELLED: the call was cancelled, but not by its caller, or the client was closed during the call."""
 
 
 class InternalError(PagewireError):
-    """INTERNAL: a fault of the server, or a stream that lost or repeated a token."""
+    """INTERNAL: the server failed, or a stream lost or repeated a token."""
 
 
 class StartError(PagewireError):
-    """The services that this process started for itself did not come up. The text gives the reason that they gave."""
+    """The services that this process launched failed to start. The message is the reason that they reported."""
 
 
 class CommandError(Exception):
-    """A verb of the command cannot go on. The text tells its user why, in one line."""
+    """A command verb cannot continue. The message is one line for the user."""

@@ -1,4 +1,4 @@
-"""Decides when a call that the server could not take is made again, and for how long it may last in all."""
+"""The retry policy: when a failed call is repeated, and how long all attempts may take."""
 
 import random
 import time
@@ -8,19 +8,23 @@ import grpc
 from pagewire.client.arguments import as_seconds
 from pagewire.client.errors import DeadlineExceeded, PagewireError, ResourceExhausted, Unavailable
 
-# Before the second, third ... attempt in a row, where the server suggests nothing; the last goes on. Each is spread by
-# JITTER in both directions, so that clients which failed together do not come back together.
+# The delays in seconds before the second, third ... consecutive attempt, if the server suggests no delay. The last
+# value repeats. Each delay varies randomly by JITTER in both directions, so that clients that failed together do not
+# retry together.
 DELAYS_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 JITTER = 0.2
 _TIMEOUT_PASSED = "the timeout passed while the call was made again and again; the last time: "
 
 
 class Attempts:
-    """The attempts of one call. `retry_s` is the time after its begin in which it may be made again, `timeout_s` the
-    time that it may take in all, or None."""
+    """The attempts of one call.
+
+    `retry_s` is the time after the start of the call during which it may be retried. `timeout_s` limits the time of all
+    attempts together. None means no limit. Both are in seconds.
+    """
 
     def __init__(self, retry_s: float, timeout_s: float | None = None) -> None:
-        """Raises TypeError or ValueError for a `timeout_s` that is no time."""
+        """Start the clock. Raise TypeError or ValueError for an invalid `timeout_s`."""
         self.started_at = time.monotonic()
         self._retry_until = self.started_at + retry_s
         self._timeout_at = None
@@ -30,11 +34,11 @@ class Attempts:
 
     @property
     def timeout_s(self) -> float | None:
-        """The seconds that are left for the next attempt, or None where there is no limit."""
+        """The remaining seconds for the next attempt, or None without a limit."""
         return None if self._timeout_at is None else max(0.0, self._timeout_at - time.monotonic())
 
     def delay_after(self, failure: PagewireError) -> float | None:
-        """Returns the seconds to wait before the next attempt, or None if the failure is for the caller."""
+        """Return the seconds to wait before the next attempt, or None if the call must not be retried."""
         remaining_s = self._retry_until - time.monotonic()
         if not isinstance(failure, Unavailable | ResourceExhausted) or remaining_s <= 0:
             return None
@@ -45,15 +49,17 @@ class Attempts:
         return min(delay_s * random.uniform(1 - JITTER, 1 + JITTER), remaining_s)
 
     def next_delay(self, failure: PagewireError) -> float:
-        """Returns the seconds to wait before the next attempt. Raises the failure if there is none, and
-        DeadlineExceeded once the time of the whole call is over."""
+        """Return the seconds to wait before the next attempt.
+
+        Raise `failure` if the call must not be retried, and DeadlineExceeded if the time for all attempts has passed.
+        """
         delay_s = self.delay_after(failure)
         if delay_s is None:
             raise failure
         return self.bounded(delay_s, failure)
 
     def bounded(self, delay_s: float, failure: PagewireError) -> float:
-        """Returns a delay, or what is left of the time if that is less. Raises DeadlineExceeded if nothing is."""
+        """Return a delay, shortened to the remaining time. Raise DeadlineExceeded if no time remains."""
         timeout_s = self.timeout_s
         if timeout_s == 0:
             code = grpc.StatusCode.DEADLINE_EXCEEDED
@@ -61,5 +67,5 @@ class Attempts:
         return delay_s if timeout_s is None else min(delay_s, timeout_s)
 
     def end(self) -> None:
-        """Makes this attempt the last one: what has begun is never begun again."""
+        """Make the current attempt the last one. Output that has begun is never restarted."""
         self._retry_until = self.started_at

@@ -1,4 +1,4 @@
-"""The parameters by which tokens are chosen, with vLLM's names and defaults, and what an output must match."""
+"""Sampling parameters with vLLM's names and defaults, and structured output constraints."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -11,39 +11,40 @@ from pagewire.client.errors import InvalidRequest
 from pagewire.common.wire.sampling_rules import faults_in
 from pagewire.compatibility import SAMPLING_FIELDS, STRUCTURED_OUTPUTS_FIELDS, judge, suggestion
 
-# Names of when a beam search ends, and transformers' values for the same.
+# The conditions that end a beam search, and transformers' values for the first two.
 EARLY_STOPPING = ("heuristic", "first", "never", False, True)
 Value = TypeVar("Value")
 
 
 class Default(float):
-    """A number that stands where the user chose none."""
+    """A number that the user did not set explicitly."""
 
 
 def _flag(default: Value, help_text: str, *, is_benched: bool = False) -> Value:
-    """A field that the client verbs have a flag for, and the bench verbs too where it `is_benched`.
+    """Return a dataclass field that has a flag in the client verbs, and also in the bench verbs if `is_benched`.
 
-    The flag of a truth value turns the default into its opposite.
+    The flag of a boolean field inverts its default.
     """
     return field(default=default, metadata={"help": help_text, "is_benched": is_benched})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """What each output of a request must match: exactly one of these is given.
+    """A constraint that each output of a request must match. Exactly one field must be given.
 
-    Here types are checked alone (TypeError), and that there is one (ValueError). The server checks what it says.
+    The constructor raises TypeError for a value of the wrong type, and ValueError unless exactly one field is given.
+    The server checks the content of the field.
 
     Attributes:
         json: A JSON Schema as a dict or as JSON, or a class with `model_json_schema()`, such as a pydantic model.
-        regex: A regular expression that the whole output matches.
-        choice: Texts, one of which the output is.
+        regex: A regular expression that the whole output must match.
+        choice: A list of texts. The output is one of them.
         grammar: A context-free grammar, in llguidance's variant of Lark or in EBNF.
         json_object: True for any JSON object.
         structural_tag: A structural tag as a dict or as JSON.
 
-    Of vLLM's fields those that Pagewire does not have are taken too: ignored with a warning or refused (ValueError),
-    as `pagewire.compatibility` lists them.
+    The constructor also accepts vLLM's fields that Pagewire does not support. Each such field is ignored with a warning
+    or refused with ValueError, as listed in `pagewire.compatibility`.
     """
 
     json: str | Mapping[str, Any] | type | None = None
@@ -70,11 +71,14 @@ class StructuredOutputs:
             )
         is_legal, what = STRUCTURES[self.kind]
         require(self.kind, self._value, is_legal(self._value), what)
-        self.option  # noqa: B018  # raises what JSON cannot write at the call, not when the request is sent
+        self.option  # noqa: B018  # raises now for a value that cannot be written as JSON
 
     @staticmethod
     def of(given: "StructuredOutputs | Mapping[str, Any]") -> "StructuredOutputs":
-        """Returns what a dict of the same names says. Raises TypeError, ValueError."""
+        """Return the structured outputs for a dict with the same field names.
+
+        Raise TypeError for an unknown name or a wrong type, and ValueError unless exactly one field is given.
+        """
         if isinstance(given, StructuredOutputs):
             return given
         require("structured_outputs", given, isinstance(given, Mapping), "StructuredOutputs or a dict or None")
@@ -87,12 +91,15 @@ class StructuredOutputs:
 
     @property
     def kind(self) -> str:
-        """The one that is given."""
+        """The name of the field that is given."""
         return next(name for name in STRUCTURES if getattr(self, name) is not None)
 
     @property
     def option(self) -> tuple[str, Any]:
-        """Its name in the public proto, and its value, a dict as JSON. Raises TypeError, ValueError."""
+        """The field's name in the public proto and its value. A dict is written as JSON.
+
+        Raise TypeError or ValueError for a value that cannot be written as JSON.
+        """
         name, value = "json_schema" if self.kind == "json" else self.kind, self._value
         if not isinstance(value, Mapping):
             return name, value
@@ -106,29 +113,56 @@ class StructuredOutputs:
         return getattr(self, self.kind)
 
 
-# vLLM's name, by which its users import the class.
+# vLLM's name of the class.
 StructuredOutputsParams = StructuredOutputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling parameters of a request. Types are checked at once (TypeError), and whatever hangs on parameters alone
-    (InvalidRequest, which is a ValueError); what hangs on the model or the prompt the server checks.
+    """Sampling parameters of a request, with vLLM's names and defaults.
 
-    None leaves a field to the server: the checkpoint's generation_config.json, then the default that the public
-    proto names, which for `max_tokens` is as many tokens as fit. `top_k` takes 0 and -1 for off. `logprobs=k` asks for
-    the chosen token's log-probability and those of the k most likely tokens, -1 for those of all tokens, and
-    `logprob_token_ids` for those of the given tokens instead.
+        SamplingParams(temperature=0.6, top_p=0.95, max_tokens=256)
 
-    `beam_width` turns to beam search: the `n` best hypotheses come, best first, once the search has ended, each with
-    its `cumulative_logprob`. A hypothesis scores cumulative_logprob / tokens ** `length_penalty`. `early_stopping` is
-    "heuristic" (or False), "first" (or True) or "never", as in transformers. A temperature that was chosen and is not
-    0 is refused.
+    None leaves a field to the server, which uses the checkpoint's generation_config.json, then the default of the
+    public proto. The constructor raises TypeError for a wrong type, and InvalidRequest (a ValueError) for an invalid
+    value or combination. The server checks the limits that depend on the model or the prompt.
 
-    `structured_outputs` is what each output must match: `StructuredOutputs`, or a dict of its names.
+    Attributes:
+        n: The number of samples to generate, 1 to 16. With `beam_width`, the number of hypotheses to return.
+        max_tokens: The maximum number of output tokens, at least 1. None generates up to the context length.
+        temperature: The randomness of the sampling, 0 to 100. 0 always selects the most likely token.
+        top_p: Sample from the most likely tokens whose probabilities add up to this value, above 0 and up to 1.
+            1 disables the filter.
+        top_k: Sample from this number of most likely tokens. 0 and -1 disable the filter.
+        min_p: Sample from tokens whose probability is at least this fraction of the highest probability, 0 to 1.
+            0 disables the filter.
+        presence_penalty: Subtracted from the logit of every token that the output already contains, -2 to 2.
+        frequency_penalty: Subtracted from a token's logit for each occurrence in the output, -2 to 2.
+        repetition_penalty: Divides the positive logits and multiplies the negative logits of tokens that the prompt
+            or the output contains, above 0 and up to 100. 1 has no effect.
+        seed: The seed of the sampling. Equal seeds give equal samples. None lets the server choose a seed.
+        min_tokens: The minimum number of output tokens before an end token or a stop text may end the output.
+        ignore_eos: Whether to continue after the checkpoint's end tokens.
+        include_stop_str_in_output: Whether the output keeps the stop text that ended it.
+        skip_special_tokens: Whether to leave special tokens out of the text.
+        stop: A text, or up to 16 texts, that end the output. Each has 1 to 256 characters.
+        stop_token_ids: Up to 64 tokens that end the output, in addition to the checkpoint's end tokens.
+        logit_bias: Values from -100 to 100 that are added to the logits of up to 1,024 tokens, by token id.
+        logprobs: Return the log-probability of each output token and of this number of most likely tokens, 0 to 20.
+            -1 returns the log-probabilities of all tokens of the vocabulary.
+        prompt_logprobs: The same for each prompt token except the first. Such a request uses no cached prefix.
+        logprob_token_ids: Return the log-probabilities of these tokens, at most 128, instead of the most likely ones.
+        beam_width: The number of beams, 1 to 16. If set, beam search replaces sampling: the `n` best hypotheses are
+            returned when the search has ended, best first, each with its `cumulative_logprob`. Beam search
+            refuses stop texts, log-probabilities, sampling filters, and an explicit temperature other than 0.
+        length_penalty: The score of a hypothesis is cumulative_logprob / num_tokens ** length_penalty. Only with
+            `beam_width`, where the default is 1.
+        early_stopping: The condition that ends a beam search with `beam_width` finished hypotheses, as in
+            transformers: "heuristic" (or False, the default), "first" (or True) or "never".
+        structured_outputs: A constraint that each output must match: `StructuredOutputs`, or a dict of its fields.
 
-    Of vLLM's fields those that Pagewire does not have are taken too: ignored with a warning or refused (ValueError),
-    as `pagewire.compatibility` lists them.
+    The constructor also accepts vLLM's fields that Pagewire does not support. Each such field is ignored with a warning
+    or refused with ValueError, as listed in `pagewire.compatibility`.
     """
 
     n: int | None = 1
@@ -188,7 +222,7 @@ class SamplingParams:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What is set, by its names in the public proto."""
+        """The fields that are set, by their names in the public proto."""
         options = {name: value for name in SamplingFields.__annotations__ if (value := getattr(self, name)) is not None}
         if self.top_k == -1:
             options["top_k"] = 0
@@ -201,7 +235,7 @@ class SamplingParams:
         return options
 
     def updated(self, **changes: Unpack["SamplingFields"]) -> "SamplingParams":
-        """Returns parameters with other values of some fields. Raises TypeError for an unknown name."""
+        """Return a copy in which the given fields are replaced. Raise TypeError for an unknown field."""
         for name in changes:
             if name not in SamplingFields.__annotations__:
                 near = suggestion(name, SamplingFields.__annotations__)
@@ -209,16 +243,17 @@ class SamplingParams:
         return replace(self, **changes)
 
     def clone(self) -> "SamplingParams":
-        """Returns a copy that shares no list with these."""
+        """Return a deep copy."""
         return deepcopy(self)
 
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
-    """Parameters of `LLM.beam_search`, with vLLM's names and defaults: the `beam_width` best hypotheses come. They are
-    checked as those of `SamplingParams` are, which says what they mean.
+    """Parameters of `LLM.beam_search`, with vLLM's names and defaults.
 
-    As in vLLM a search goes on while a better hypothesis can still come; `early_stopping` may say otherwise.
+    The search returns the `beam_width` best hypotheses. The fields mean the same as in `SamplingParams`, and the
+    constructor checks them in the same way. As in vLLM, the search continues as long as a better hypothesis is
+    possible, unless `early_stopping` says otherwise.
     """
 
     beam_width: int
@@ -233,11 +268,11 @@ class BeamSearchParams:
 
     def __post_init__(self) -> None:
         require("beam_width", self.beam_width, is_integer(self.beam_width), "an integer")
-        self.sampling  # noqa: B018  # raises what is wrong with the others
+        self.sampling  # noqa: B018  # raises an error for an invalid field
 
     @property
     def sampling(self) -> SamplingParams:
-        """The same as parameters of a request."""
+        """The equivalent `SamplingParams`."""
         return SamplingParams(n=self.beam_width, **{field.name: getattr(self, field.name) for field in fields(self)})
 
 
@@ -257,7 +292,7 @@ def _is_json(value: object) -> bool:
     return isinstance(value, str | Mapping)
 
 
-# What structured outputs take: exactly one of these, of such a value.
+# The fields of StructuredOutputs: a check of the value, and a description of the expected value.
 STRUCTURES: dict[str, tuple[Callable[[object], bool], str]] = {
     "json": (_is_json, "a JSON Schema: a dict, JSON, or a class with model_json_schema()"),
     "regex": (_is_text, "a text"),
@@ -316,8 +351,8 @@ _LEGAL: dict[str, tuple[Callable[[Any], bool], str]] = {
         f"one of {', '.join(map(repr, EARLY_STOPPING))}",
     ),
 }
-# Those that flags of the client verbs set, and of them those that flags of the bench verbs set.
+# The fields that have flags in the client verbs, and the subset that has flags in the bench verbs.
 FLAGS: tuple[Field, ...] = tuple(field for field in fields(SamplingParams) if field.metadata)
 BENCH_FIELDS = tuple(field.name for field in FLAGS if field.metadata["is_benched"])
-# What a request without sampling parameters asks for: the server's own choices.
+# All fields None: the server chooses every parameter.
 UNSET = SamplingParams(**{field.name: None for field in fields(SamplingParams)})

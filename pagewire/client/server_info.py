@@ -1,4 +1,4 @@
-"""The state and the limits of a server. The fields are those of the public proto; its comments give units."""
+"""The state and limits of a server. The fields match the public proto, whose comments give their units."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from operator import attrgetter
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """The worker that is connected."""
+    """The worker that is connected to the server."""
 
     worker_id: str
     epoch: int
@@ -27,13 +27,19 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """The model that a server has, and the server's limits. `worker` is None while none is connected.
+    """The served model and the limits of the server.
 
-    `model_digest` is hexadecimal, `max_sequence_tokens` the most that a request may have now, `unavailable_reason` why
-    requests are refused now, or nothing, `structured_output_refusal` why those are that ask for structured output.
-    `special_tokens` holds texts by the names that a chat template uses, such as eos_token. `named_chat_templates` are
-    those that are chosen by name, and `chat_refusals` says which kinds of conversation `chat_template` fails on.
-    Requests over HTTP may name the model by `served_model_aliases` too.
+    Attributes that need an explanation:
+
+    - `worker`: None while no worker is connected.
+    - `model_digest`: hexadecimal.
+    - `max_sequence_tokens`: the largest total of prompt and output tokens that a request may have now.
+    - `unavailable_reason`: the reason why requests are refused now, or an empty text.
+    - `structured_output_refusal`: the reason why requests for structured output are refused, or an empty text.
+    - `special_tokens`: texts by the variable names that chat templates use, such as eos_token.
+    - `named_chat_templates`: the texts of the templates that can be selected by name.
+    - `chat_refusals`: the kinds of conversation for which `chat_template` fails.
+    - `served_model_aliases`: additional model names that HTTP requests may use.
     """
 
     version: str
@@ -61,7 +67,7 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """The load of a server now: sequences, prompt tokens, blocks, and counts since its start."""
+    """The current load of a server: sequences, prompt tokens and blocks, and counters since its start."""
 
     num_running: int
     num_waiting: int
@@ -93,7 +99,7 @@ class Loads:
 
 @dataclass(frozen=True, slots=True)
 class BlockHolder:
-    """A request that holds device blocks. `request_id` is None for a request of another tenant."""
+    """A request to which device blocks are allocated. `request_id` is None for a request of another tenant."""
 
     request_id: str | None
     num_blocks: int
@@ -101,7 +107,11 @@ class BlockHolder:
 
 @dataclass(frozen=True, slots=True)
 class RequestReport:
-    """The state of a request ("waiting", "running", "swapping out", "swapped", "swapping in") and why it waits."""
+    """The state of an unfinished request and the reason why it waits.
+
+    `state` is "waiting", "running", "swapping out", "swapped" or "swapping in". `reason` is empty while the request
+    runs without limits.
+    """
 
     request_id: str
     tenant: str
@@ -122,13 +132,14 @@ class RequestReport:
     age_seconds: float
 
 
-# What a block is used for. From HELD on it is held by request `owners[use - HELD]` of the map.
+# The uses of a block. A value from HELD on means that the block is allocated to request `owners[use - HELD]` of the
+# map.
 FREE, CACHED, MOVING, SHARED, HELD = range(5)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """The use of every block of both pools. Entry i is about block i + 1."""
+    """The use of every block in the device pool and the host pool. Entry i describes block i + 1."""
 
     owners: tuple[str, ...]
     device_blocks: tuple[int, ...]
@@ -137,7 +148,7 @@ class BlockMap:
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
-    """A number that goes up and down."""
+    """A metric that can increase and decrease."""
 
     name: str
     labels: Mapping[str, str]
@@ -146,7 +157,7 @@ class Gauge:
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """A number that goes up."""
+    """A metric that only increases."""
 
     name: str
     labels: Mapping[str, str]
@@ -154,7 +165,7 @@ class Counter:
 
 
 Metric = Gauge | Counter
-# By the names that docs/metrics.md has for the same; those of counters end in _total there, as in vLLM's /metrics.
+# The names match docs/metrics.md, except that counter names end in _total there, as in vLLM's /metrics.
 _GAUGES: dict[str, Callable[[Loads], float]] = {
     "vllm:num_requests_running": attrgetter("num_running"),
     "vllm:num_requests_waiting": attrgetter("num_waiting"),
@@ -172,7 +183,7 @@ _COUNTERS: dict[str, Callable[[Loads], int]] = {
 
 
 def metrics_of(loads: Loads, model_name: str) -> list[Metric]:
-    """Returns the load of a server as vLLM's metrics."""
+    """Return the load of a server as vLLM's gauges and counters."""
     labels = {"model_name": model_name, "engine": "0"}
     gauges = [Gauge(name, labels, read(loads)) for name, read in _GAUGES.items()]
     return [*gauges, *(Counter(name, labels, read(loads)) for name, read in _COUNTERS.items())]

@@ -1,4 +1,4 @@
-"""Translates the client's data to and from `pagewire.scheduler.v1`. It does no I/O."""
+"""The translation between the client's data types and `pagewire.scheduler.v1`, without I/O."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,11 +36,11 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 
 try:
     from google.rpc import error_details_pb2, status_pb2
-except ImportError:  # a machine with a grpcio of its own may lack googleapis-common-protos: errors then have no details
+except ImportError:  # googleapis-common-protos may be missing beside a system grpcio: errors then lack details
     error_details_pb2 = status_pb2 = None
 
 FINISH_REASONS = {pb.FINISH_REASON_UNSPECIFIED: None} | enum_names(pb.FinishReason.DESCRIPTOR)
-# What the kinds of fields take, and of integers, which.
+# The range of each integer type, and the check of each field type.
 _INTEGERS = {
     FieldDescriptor.CPPTYPE_INT32: Range(-(2**31), 2**31 - 1),
     FieldDescriptor.CPPTYPE_UINT32: UINT32,
@@ -68,9 +68,10 @@ _SCHEDULERS_PORT = RightPort(
     give_name="call it by the name that is in there",
     with_tls="a port with TLS (grpcs://), one that asks for another certificate, or for one that is good (tls_cert)",
 )
-# How gRPC begins to say that there is no connection.
+# The beginnings of gRPC's messages about a failed connection.
 _NO_CONNECTION = ("failed to connect", "errors resolving")
-# What gRPC itself makes of a connection that fails. A server of ours says then when to try again.
+# The status codes that gRPC itself reports for a failed connection. A Pagewire server always adds a retry delay to
+# these codes.
 _LOST_ON_THE_WAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 TIMEOUT_PASSED = "the timeout passed before the request was done; raise it or ask for fewer tokens"
 STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -95,8 +96,10 @@ def encode_request(
     session: object = None,
     **fields: object,
 ) -> pb.GenerateRequest:
-    """Makes the message of a request; `fields` are more of its own. Raises InvalidRequest for a number that the wire
-    cannot hold, and TypeError unless there is exactly one prompt."""
+    """Encode a request. `fields` are additional fields of the message.
+
+    Raise TypeError unless exactly one prompt is given, and InvalidRequest for a number that its field cannot represent.
+    """
     if (prompt is None) == (prompt_token_ids is None):
         raise TypeError("give either prompt or prompt_token_ids")
     kind = "a text; token ids go into prompt_token_ids, and only complete, chat and embed take lists"
@@ -119,7 +122,7 @@ def encode_request(
 
 @contextmanager
 def at_place(index: int) -> Iterator[None]:
-    """Names the place of a prompt in its list in an error of what it asks for."""
+    """Prefix the errors raised inside the block with the position of the prompt in its list."""
     try:
         yield
     except InvalidRequest as error:
@@ -128,17 +131,17 @@ def at_place(index: int) -> Iterator[None]:
 
 
 def closed() -> Cancelled:
-    """Makes the error of a call during which the client was closed."""
+    """Return the error for a call during which the client was closed."""
     return Cancelled("the client was closed", code=grpc.StatusCode.CANCELLED)
 
 
 def num_samples(request: pb.GenerateRequest) -> int:
-    """Returns how many samples a request asks for; where it does not say, the server makes one."""
+    """Return the number of samples of a request. If the request does not set it, the server generates one."""
     return max(1, request.sampling.n)
 
 
 def encode_detokenize(prompts: Iterable[Sequence[int]], skip_special_tokens: bool) -> pb.DetokenizeRequest:
-    """Makes the message of lists of token ids. Raises InvalidRequest for an id that the wire cannot hold."""
+    """Encode lists of token ids. Raise InvalidRequest for an id that the field cannot represent."""
     request = message(pb.DetokenizeRequest, skip_special_tokens=skip_special_tokens)
     for index, prompt in enumerate(prompts):
         put(request.prompts.add(), "ids", prompt, f"prompts[{index}].ids")
@@ -164,7 +167,7 @@ def _encode_sampling(sampling: SamplingParams, message: pb.SamplingParams) -> No
 
 
 def message(kind: type[Any], **fields: Any) -> Any:
-    """Makes a message of a kind. None leaves out what may be absent. Raises as `put` does."""
+    """Create a message of the type `kind`. None leaves an optional field unset. Raise the errors of `put`."""
     made = kind()
     for name, value in fields.items():
         if value is not None or not kind.DESCRIPTOR.fields_by_name[name].has_presence:
@@ -173,15 +176,14 @@ def message(kind: type[Any], **fields: Any) -> Any:
 
 
 def put(message: Message, name: str, value: Any, path: str = "", argument: str = "") -> None:
-    """Sets a field of a message, which users know by its `path`, or as an `argument` of another name. This is the one
-    place where their values enter one.
+    """Set a field of a message. All values from users enter messages through this function.
 
-    Raises TypeError for a value of another kind, and InvalidRequest for one that the field cannot hold: protobuf's own
-    errors name no field, and the server never sees the value. What protobuf takes for a text or a number, such as bytes
-    and tensors, is no better.
+    `path` is the name of the field in errors. `argument` is the caller's name of the value if it differs. Raise
+    TypeError for a value of the wrong type. This includes bytes and tensors, which protobuf would convert. Raise
+    InvalidRequest for a value that the field cannot represent. protobuf's own errors would not name the field.
     """
     field, path = message.DESCRIPTOR.fields_by_name[name], path or name
-    # Of token ids there are many; `are_token_ids` has seen them.
+    # Lists of token ids can be long. `are_token_ids` has already checked their elements.
     if not (field.is_repeated and field.cpp_type in _INTEGERS):
         _check(field, value, path, argument)
     try:
@@ -192,7 +194,7 @@ def put(message: Message, name: str, value: Any, path: str = "", argument: str =
 
 
 def _parts(field: FieldDescriptor, value: Any, path: str) -> Iterator[tuple[FieldDescriptor, Any, str]]:
-    """Yields the fields that hold the parts of a value, such as the elements of a list."""
+    """Yield the elements of a list or map value, each with its field descriptor and path, or the value itself."""
     if isinstance(value, Mapping) and field.is_repeated:
         key, part = (field.message_type.fields_by_name[name] for name in ("key", "value"))
         for each in value:
@@ -206,7 +208,7 @@ def _parts(field: FieldDescriptor, value: Any, path: str) -> Iterator[tuple[Fiel
 
 
 def _check(field: FieldDescriptor, value: Any, path: str, argument: str) -> None:
-    """Raises TypeError or InvalidRequest unless a field can hold a value."""
+    """Raise TypeError or InvalidRequest if a field cannot represent a value."""
     for place, part, part_path in _parts(field, value, path):
         kind, is_of_kind = _KINDS.get(place.cpp_type, ("", lambda value: True))
         require(part_path, part, is_of_kind(part), kind)
@@ -280,7 +282,10 @@ def decode_result(response: pb.GetResultResponse) -> Result:
 
 
 def decode_error(error: Any, url: str) -> PagewireError:
-    """Returns the typed error of a failed grpc call (`grpc.RpcError` of either API), with google.rpc details."""
+    """Return the typed error for a failed gRPC call, with its google.rpc details.
+
+    `error` is a `grpc.RpcError` of the synchronous or the asyncio API.
+    """
     code = error.code()
     message = error.details() or code.name
     reading = _SCHEDULERS_PORT.reading(url, message)
@@ -291,10 +296,10 @@ def decode_error(error: Any, url: str) -> PagewireError:
     if code is grpc.StatusCode.DEADLINE_EXCEEDED and "Deadline Exceeded" in message:
         message = TIMEOUT_PASSED
     if code is grpc.StatusCode.CANCELLED and message == code.name:
-        # The word of gRPC itself where too many calls wait already. Pagewire says why it cancels one.
+        # gRPC itself cancels calls without a message if too many calls are waiting. Pagewire always gives a reason.
         code, message = grpc.StatusCode.UNAVAILABLE, f"too many calls wait at {url}; try again later"
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and (too_large := of_cut_off(message)):
-        # It will be as large the next time.
+        # A retry would fail again, since the message would have the same size.
         code, message = grpc.StatusCode.INVALID_ARGUMENT, too_large
     field_violations, retry_delay = _decode_details(error.trailing_metadata() or ())
     if reading is not None or (code in _LOST_ON_THE_WAY and retry_delay is None):
@@ -305,7 +310,10 @@ def decode_error(error: Any, url: str) -> PagewireError:
 
 
 def decode_failure(failure: pb.StreamFailure) -> PagewireError:
-    """Returns the typed error of a request that shares a call: the one that `decode_error` makes of its own call."""
+    """Return the typed error for a request on a shared call.
+
+    It equals the error that `decode_error` returns for the same failure of a separate call.
+    """
     code = STATUS_CODES[failure.code]
     return ERRORS.get(code, PagewireError)(
         failure.message,
@@ -316,7 +324,7 @@ def decode_failure(failure: pb.StreamFailure) -> PagewireError:
 
 
 def _decode_details(metadata: Iterable[tuple[str, Any]]) -> tuple[tuple[FieldViolation, ...], float | None]:
-    """Returns the field violations and the retry delay in seconds of a status."""
+    """Return the field violations of a status, and its retry delay in seconds or None."""
     field_violations: list[FieldViolation] = []
     retry_delay = None
     packed = dict(metadata).get("grpc-status-details-bin")
