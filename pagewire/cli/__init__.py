@@ -1,9 +1,9 @@
-"""The `pagewire` command: modules of verbs, apart from the client library that most verbs use.
+"""The `pagewire` command. Each verb is in a module of its own.
 
-Importing this package loads no gRPC, since the command makes settings that gRPC reads when it is imported. For the same
-reason four modules are used beside what is named here: `connection`, the flags that say which server to talk to;
-`client_flags`, other flags of client verbs; `chat`, for its `Conversation`; and `services`, for the options of
-`pagewire serve`.
+Importing this package does not load gRPC, because the command sets environment variables that gRPC reads when it is
+imported. For the same reason, other packages import four of the modules directly: `connection` (the flags that select a
+server), `client_flags` (other flags of client verbs), `chat` (the class `Conversation`), and `services` (the options of
+`pagewire serve`).
 """
 
 from pagewire.cli.command import FAILURE, GRPC_EXPERIMENTS, INTERRUPTED, SUCCESS, USAGE, VERBS, main

@@ -1,4 +1,4 @@
-"""Draws the blocks of the KV cache as a map for a terminal: a cell for a block, or for several where there are many."""
+"""A map of the KV cache blocks for a terminal. A cell stands for one block, or for several in a large pool."""
 
 import re
 from collections import Counter
@@ -9,26 +9,28 @@ from pagewire.client.server_info import CACHED, FREE, HELD, MOVING, SHARED, Bloc
 from pagewire.hosting.printable import printable
 
 PLAIN = "\033[0m"
-# What a cell shows, and how it is coloured, where no one request holds it.
+# The mark and the colour of a cell that does not belong to a single request.
 MARKS = {FREE: ".", CACHED: "+", MOVING: "~", SHARED: "#"}
 NAMES = {FREE: "free", CACHED: "cached", MOVING: "moving", SHARED: "shared"}
 COLOURS = {FREE: "\033[2m", CACHED: "\033[36m", MOVING: "\033[1;33m", SHARED: "\033[7m"}
-# Owners take these in turn; bright ones of the 256 colours that are told apart on black and on white.
+# The colours of owners, assigned in turn: bright colours of the 256 that are distinguishable on black and on white.
 OWNER_COLOURS = tuple(f"\033[1;38;5;{number}m" for number in (33, 160, 34, 133, 172, 37, 197, 69, 106, 202, 99, 30))
 MAX_NAMED_OWNERS = 12
 GAP = "  "
 
 
 class BlockView:
-    """Draws one map after the other. A request keeps its letter and its colour as long as it holds blocks."""
+    """Draws a sequence of maps. A request keeps its letter and colour as long as it has blocks."""
 
     def __init__(self, *, colour: bool) -> None:
         self._colour = colour
         self._places: dict[str, int] = {}  # by owner
 
     def draw(self, block_map: BlockMap, num_columns: int, num_lines: int) -> str:
-        """Returns both pools and the legend as text of at most so many columns. The pools share the lines by their
-        sizes."""
+        """Return both pools and a legend as text of at most `num_columns` columns.
+
+        The pools share `num_lines` lines in proportion to their sizes.
+        """
         self._place(block_map.owners)
         pools = {"device blocks": block_map.device_blocks, "host blocks, counted after the +": block_map.host_blocks}
         pools = {name: uses for name, uses in pools.items() if uses}
@@ -64,14 +66,14 @@ class BlockView:
         return "".join(parts) + (PLAIN if self._colour else "")
 
     def _style(self, use: int, owners: Sequence[str]) -> tuple[str, str]:
-        """Returns the mark and the colour of a use."""
+        """Return the mark and the colour for a use."""
         if use < HELD:
             return MARKS[use], COLOURS[use]
         place = self._places[owners[use - HELD]]
         return ascii_letters[place % len(ascii_letters)], OWNER_COLOURS[place % len(OWNER_COLOURS)]
 
     def _legend(self, block_map: BlockMap, num_columns: int) -> list[str]:
-        """Returns lines that count the blocks of each use: device blocks, and after a plus host blocks."""
+        """Return lines with the number of blocks for each use: device blocks, then a plus sign and host blocks."""
         device, host = Counter(block_map.device_blocks), Counter(block_map.host_blocks)
         held = sorted((use for use in device | host if use >= HELD), key=lambda use: (-device[use] - host[use], use))
         entries = [(use, NAMES[use]) for use in (FREE, CACHED, SHARED, MOVING)]
@@ -86,7 +88,7 @@ class BlockView:
 
 
 def _flow(texts: Sequence[str], num_columns: int) -> list[str]:
-    """Joins the texts to lines, as many in each as fit."""
+    """Join texts into lines of at most `num_columns` visible characters."""
     lines: list[str] = []
     width = 0
     for text in texts:
@@ -101,7 +103,6 @@ def _flow(texts: Sequence[str], num_columns: int) -> list[str]:
 
 
 def _summary(uses: Sequence[int]) -> int:
-    """Returns the use that a cell for several blocks shows: the most frequent one, and of equally frequent ones the one
-    that says most."""
+    """Return the use to show for a cell of several blocks: the most frequent, or the highest value in a tie."""
     counts = Counter(uses)
     return max(counts, key=lambda use: (counts[use], use))

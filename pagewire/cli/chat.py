@@ -1,4 +1,4 @@
-"""`pagewire chat` holds a conversation on the terminal; `pagewire run` serves the model for it."""
+"""`pagewire chat`, a chat on the terminal, and `pagewire run`, which also serves the model."""
 
 import argparse
 import os
@@ -35,27 +35,27 @@ _NO_TEXTS = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), 
 
 
 class Conversation:
-    """The messages so far, and the prompt that continues them.
+    """The messages so far, and the rendering of the prompt that continues them.
 
-    With a chat template the prompt is the rendered messages; without one it is all the text so far, which the model
-    goes on with. `special_tokens` are what a template names by variable, but for `bos_token`, which renders as nothing:
-    the server's tokenizer adds its own. Raises CommandError for a template that fails.
+    With a chat template, the prompt is the rendered messages. Without a template, the prompt is the concatenation of
+    all texts, which the model continues. `special_tokens` are variables of the template. `bos_token` renders as an
+    empty text, since the server's tokenizer adds this token. Raise CommandError if the template fails.
     """
 
     def __init__(self, template: str | None, system: str | None, special_tokens: Mapping[str, str] = _NO_TEXTS) -> None:
         self._template = template
         self._special_tokens = {**_NO_TEXTS, **special_tokens, "bos_token": ""}
         self.system = system
-        self.turns: list[tuple[str, str]] = []  # what the user said, and what the model answered
+        self.turns: list[tuple[str, str]] = []  # pairs of user message and model answer
         self.session_id = secrets.token_hex(8)
 
     def clear(self) -> None:
-        """Forgets the turns. What follows is another session."""
+        """Remove all turns and begin a new session."""
         self.turns.clear()
         self.session_id = secrets.token_hex(8)
 
     def ask(self, text: str) -> str:
-        """Returns the prompt for the user's next message."""
+        """Return the prompt for the user's next message."""
         messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         for said, answer in self.turns:
             messages += [{"role": "user", "content": said}, {"role": "assistant", "content": answer}]
@@ -64,7 +64,7 @@ class Conversation:
     def _prompt(self, messages: list[dict[str, str]]) -> str:
         if self._template is None:
             return "".join(message["content"] for message in messages)
-        from pagewire.common.chat import chat_template  # with Jinja2, which --help need not load
+        from pagewire.common.chat import chat_template  # lazy: loads Jinja2, which --help does not need
 
         try:
             return chat_template.render(self._template, messages, special_tokens=self._special_tokens)
@@ -73,7 +73,7 @@ class Conversation:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Chats with a model that a server has; one that is named first is served for it."""
+    """Chat with the model of a server. If the first argument is a model, serve the model like `pagewire run`."""
     if arguments and not arguments[0].startswith(("-", DESCRIBE)):
         return run(arguments, "chat")
     explained = {"--model": "`pagewire run MODEL` serves one and chats with it"}
@@ -93,8 +93,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(arguments: Sequence[str], verb: str = "run") -> int:
-    """Serves a model on loopback, chats with it or prints one answer, and ends the server."""
-    from pagewire.cli import services  # with the services' options, which need not load for a chat with a server
+    """Serve a model on loopback, chat with it or print the answer to one prompt, then stop the server."""
+    from pagewire.cli import services  # lazy: loads the services' options, which `pagewire chat` does not need
 
     known, groups = services.serve_options(), services.OWN_GROUPS
     names = {name for names in groups.values() for name in names}
@@ -129,7 +129,7 @@ def run(arguments: Sequence[str], verb: str = "run") -> int:
 
 
 def _given_prompt(parser: Parser, text: str | None) -> str | None:
-    """Returns the one prompt to answer, or None for a chat. Ends the command for an empty one."""
+    """Return the single prompt to answer, or None for a chat. End the command if the prompt is empty."""
     if text is None and sys.stdin.isatty():
         return None
     prompt = read_input(sys.stdin.read).removesuffix("\n") if text in (None, "-") else text
@@ -140,7 +140,7 @@ def _given_prompt(parser: Parser, text: str | None) -> str | None:
 
 
 def _parser(verb: str, usage: str, description: str, explained: Mapping[str, str]) -> Parser:
-    """Returns a parser of the flags of a chat, wherever its server is."""
+    """Return a parser with the flags that `pagewire chat` and `pagewire run` share."""
     parser = Parser(
         prog=f"pagewire {verb}", usage=f"pagewire {verb} {usage}", description=description, explained=explained
     )
@@ -155,7 +155,10 @@ def _parser(verb: str, usage: str, description: str, explained: Mapping[str, str
 
 
 def _talk(client: Client, parsed: argparse.Namespace, prompt: str | None, server: LocalServer | None = None) -> None:
-    """Prints the answer to a prompt, or chats, with a `server` of this process's own or another."""
+    """Print the answer to `prompt`, or chat if it is None.
+
+    `server` is the local server, if this process started the server.
+    """
     info = client.info()
     conversation = Conversation(template_of(info, parsed.chat_template), parsed.system, info.special_tokens)
     sampling = client_flags.sampling(parsed)
@@ -171,7 +174,7 @@ def _talk(client: Client, parsed: argparse.Namespace, prompt: str | None, server
 
 
 class Chat:
-    """Answers messages and carries out commands until the input ends."""
+    """The interactive loop: answers messages and executes commands until the input ends."""
 
     def __init__(
         self,
@@ -193,7 +196,7 @@ class Chat:
         self._server = server
 
     def run(self) -> None:
-        """Chats until the user ends it. Raises Unavailable if a server of this process's own ends before."""
+        """Chat until the user ends the chat. Raise Unavailable if the local server of this process ends earlier."""
         kind = "chat" if self._info.chat_template is not None else "no chat template: it continues your text"
         tell(f"{self._info.served_model_name} ({kind}). /help lists commands, Ctrl-D ends.")
         while True:
@@ -214,7 +217,10 @@ class Chat:
                 tell(f"error: {error}")
 
     def _is_carried_out(self, message: str) -> bool:
-        """Carries out a command. Returns False for a message to the model. Raises EOFError to end the chat."""
+        """Execute a command and return True, or return False for a message to the model.
+
+        Raise EOFError to end the chat.
+        """
         word, _, rest = message.strip().partition(" ")
         if not message.startswith("/") or message.startswith("//") or "\n" in message:
             return False
@@ -233,9 +239,9 @@ class Chat:
         return True
 
     def _answer(self, message: str) -> None:
-        """Answers a message. Where the conversation has outgrown the context, it offers to forget the oldest turns.
+        """Answer a message. If the conversation exceeds the context, offer to drop the oldest turns.
 
-        If the message cannot be answered either way, the conversation stays as it was.
+        If the message still cannot be answered, the conversation stays unchanged.
         """
         kept = list(self._conversation.turns)
         while True:
@@ -244,7 +250,7 @@ class Chat:
                 return
             except InvalidRequest as error:
                 turns = self._conversation.turns
-                # A request is too long by its text, or by what it asks for.
+                # The prompt itself or the requested number of tokens may be too long.
                 if not turns or {"text", "sampling.max_tokens"}.isdisjoint(
                     each.field for each in error.field_violations
                 ):
@@ -255,14 +261,16 @@ class Chat:
                     if not self._terminal.confirms("Forget the oldest turns and go on?"):
                         tell("the message was not sent; /clear forgets the whole conversation")
                         return
-                # Half of them, so that there is room for more than the next answer.
+                # Drop half of the turns, so that there is room for several answers.
                 self._conversation.turns = turns[(len(turns) + 1) // 2 :]
                 num_forgotten = len(kept) - len(self._conversation.turns)
                 tell(f"forgot the {num_forgotten} oldest of {len(kept)} turns")
 
     def _stream(self, message: str) -> None:
-        """Streams an answer to standard output and keeps it. Of an answer that is interrupted, it keeps the part that
-        came."""
+        """Stream an answer to standard output and add the turn to the conversation.
+
+        If the user interrupts the answer, keep the part that was received.
+        """
         printer = request.SamplePrinter(1, sys.stdout)
         prompt = self._conversation.ask(message)
         session = Session(self._conversation.session_id, will_return=True)

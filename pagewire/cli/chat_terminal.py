@@ -1,4 +1,4 @@
-"""Reads what a user types into a chat: lines with editing and history, and messages of several lines."""
+"""Terminal input for a chat: line editing, history, and messages of several lines."""
 
 import contextlib
 import os
@@ -16,14 +16,14 @@ MAX_HISTORY_LINES = 1000
 
 
 def history_path(environ: Mapping[str, str]) -> Path:
-    """Returns the path of the history, which is where the XDG base directory specification says."""
+    """Return the path of the history file, as the XDG base directory specification defines it."""
     state = environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(state) / "pagewire" / "chat_history"
 
 
 def read_input(read: Callable[[], str]) -> str:
-    """Returns what a function reads from standard input. Raises CommandError where that is closed or broken."""
-    sys.stdout.flush()  # which `input` does too: what cannot be written is no fault of the input
+    """Return the result of `read`, which reads standard input. Raise CommandError if standard input cannot be read."""
+    sys.stdout.flush()  # `input` would flush too, and its error would look like an input error
     try:
         return read()
     except OSError as error:
@@ -31,10 +31,10 @@ def read_input(read: Callable[[], str]) -> str:
 
 
 class ChatTerminal:
-    """Reads standard input. Where that is no terminal, lines are read without prompts, editing and history."""
+    """The reader of standard input. If it is not a terminal, lines are read without prompts, editing or history."""
 
     def __init__(self, history: Path | None) -> None:
-        """Reads the `history` and keeps it, if it can be; no other user may read it, since it holds what was said."""
+        """Load the `history` file if possible. Only the user may read the file, since it contains the conversation."""
         self.is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
         self._history = history
         self._readline: Any = None
@@ -43,9 +43,9 @@ class ChatTerminal:
             self._start_readline()
 
     def read_message(self) -> str:
-        """Returns the next message: a line, or several that a backslash joins, or a block in triple quotes.
+        """Return the next message: one line, several lines joined by a trailing backslash, or a triple-quoted block.
 
-        Raises EOFError at the end of the input. A block that the end cuts off is a message.
+        Raise EOFError at the end of the input. A block that the end of the input cuts off still counts as a message.
         """
         line = self._read_line(PROMPT)
         if line.lstrip().startswith(BLOCK):
@@ -58,8 +58,10 @@ class ChatTerminal:
         return "\n".join(lines)
 
     def confirms(self, question: str) -> bool:
-        """Asks a question and returns whether the answer is yes, which is the default. Without a terminal, it is
-        yes."""
+        """Ask a yes/no question and return the answer. The default is yes.
+
+        Return True without asking if standard input is not a terminal.
+        """
         if not self.is_interactive:
             return True
         try:
@@ -84,7 +86,7 @@ class ChatTerminal:
         return line
 
     def _ask(self, prompt: str) -> str:
-        """Returns the line that is typed at this prompt. This is for the main thread."""
+        """Return the line that the user types at the prompt. Only the main thread may call this."""
         # Python's line editing runs signal handlers only if a signal interrupts its wait for a key. A SIGTERM or Ctrl-C
         # that arrives before the wait would stay unnoticed until the next key; the timer interrupts the wait again.
         signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
@@ -96,7 +98,7 @@ class ChatTerminal:
     def _start_readline(self) -> None:
         try:
             import readline
-        except ImportError:  # a Python that was built without it
+        except ImportError:  # Python was built without readline
             return
         self._readline = readline
         readline.set_history_length(MAX_HISTORY_LINES)
@@ -110,7 +112,7 @@ class ChatTerminal:
             self._history = None
 
     def _keep_history(self) -> None:
-        """Writes the history after every line, so that nothing is lost when the terminal is closed."""
+        """Write the history after every line, so that closing the terminal loses nothing."""
         if self._readline is None or self._history is None:
             return
         try:
@@ -119,6 +121,6 @@ class ChatTerminal:
             self._history = None
 
     def _forget_last_line(self) -> None:
-        """Takes the answer to a question out of the history."""
+        """Remove the answer to a question from the history."""
         if self._readline is not None and self._readline.get_current_history_length():
             self._readline.remove_history_item(self._readline.get_current_history_length() - 1)

@@ -1,6 +1,6 @@
-"""The flags of the client verbs: how numbers are parsed, and those that become `SamplingParams`.
+"""The flags of the client verbs: number parsers, and the flags that set fields of `SamplingParams`.
 
-What is not given of these is left to the server.
+Fields without a flag on the command line are left to the server.
 """
 
 import argparse
@@ -26,17 +26,17 @@ from pagewire.compatibility import suggestion
 
 
 def count(text: str) -> int:
-    """Parses an integer of at least 1."""
+    """Parse an integer of at least 1."""
     return _integer(text, 1)
 
 
 def count_or_zero(text: str) -> int:
-    """Parses an integer of at least 0."""
+    """Parse an integer of at least 0."""
     return _integer(text, 0)
 
 
 def number(text: str) -> float:
-    """Parses any number; "inf" is one too."""
+    """Parse any number including "inf", but not NaN."""
     try:
         value = float(text)
     except ValueError:
@@ -47,7 +47,7 @@ def number(text: str) -> float:
 
 
 def positive(text: str) -> float:
-    """Parses a number above 0; "inf" is one too."""
+    """Parse a number above 0, including "inf"."""
     value = number(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
@@ -55,7 +55,7 @@ def positive(text: str) -> float:
 
 
 def sampled(name: str) -> Callable[[str], float]:
-    """Makes a parser of the numbers that `SamplingParams` takes for a field."""
+    """Return a parser for the numbers that a field of `SamplingParams` accepts."""
 
     def parse(text: str) -> float:
         value = _whole(text) if name in INTEGER_FIELDS else number(text)
@@ -84,7 +84,7 @@ def _integer(text: str, minimum: int) -> int:
 
 
 def names_among(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """Makes a parser of "A,B", names that are known."""
+    """Return a parser for a comma-separated list of known names."""
 
     def parse(text: str) -> list[str]:
         names = text.split(",")
@@ -98,7 +98,10 @@ def names_among(known: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds a flag for each field but the number of samples and the log-probabilities, which few verbs can show."""
+    """Add the flags of all sampling fields, except for the number of samples and the log-probabilities.
+
+    `add_sample_flags` adds those, since few verbs can show them.
+    """
     group = parser.add_argument_group("sampling", "Whatever is not given takes the model's own default.")
     for field in FLAGS:
         if field.name in BOOLEAN_FIELDS:
@@ -129,7 +132,7 @@ def add_number_flag(
 
 
 def add_sample_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that `add_flags` leaves out."""
+    """Add the flags for several samples, log-probabilities and beam search."""
     parser.add_argument("--n", type=sampled("n"), metavar="INT", help="how many outputs to generate (default: 1)")
     parser.add_argument(
         "--logprobs",
@@ -155,7 +158,7 @@ def add_sample_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_structured_output_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of which one may say what outputs must match."""
+    """Add the flags for structured output. At most one of them may be given."""
     section = parser.add_argument_group("structured output", "What each output must match: one of these at most.")
     group = section.add_mutually_exclusive_group()
     group.add_argument("--json-schema", metavar="FILE", type=_text_of, help="a JSON Schema")
@@ -167,13 +170,13 @@ def _add_structured_output_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _structured_outputs(arguments: argparse.Namespace) -> StructuredOutputs | None:
-    """Returns what the one flag that is given says."""
+    """Return the structured output constraint of the parsed flags, or None."""
     given = {kind: getattr(arguments, "json_schema" if kind == "json" else kind, None) for kind in STRUCTURES}
     return None if set(given.values()) == {None} else StructuredOutputs(**given)
 
 
 def _text_of(path: str) -> str:
-    """Reads a file."""
+    """Return the content of a UTF-8 file."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -183,7 +186,7 @@ def _text_of(path: str) -> str:
 
 
 def _choice(text: str) -> tuple[str, ...]:
-    """Parses "A,B", a list of texts."""
+    """Parse a comma-separated list of non-empty texts."""
     texts = tuple(text.split(","))
     if not all(texts):
         raise argparse.ArgumentTypeError(f"{text!r} has an empty text; give texts separated by commas, such as yes,no")
@@ -191,7 +194,7 @@ def _choice(text: str) -> tuple[str, ...]:
 
 
 def sampling(arguments: argparse.Namespace) -> SamplingParams:
-    """Returns the parameters that the flags give, and None for all others."""
+    """Return the sampling parameters of the parsed flags. Parameters without a flag are None."""
     given = {field.name: getattr(arguments, field.name, None) for field in fields(SamplingParams)}
     if given["logit_bias"] is not None:
         given["logit_bias"] = dict(given["logit_bias"])
@@ -200,7 +203,7 @@ def sampling(arguments: argparse.Namespace) -> SamplingParams:
 
 
 def token_ids(text: str) -> Sequence[int]:
-    """Parses "1,2,3", a list of token ids."""
+    """Parse a list of token ids such as "1,2,3"."""
     try:
         return [int(part) for part in text.replace(",", " ").split()]
     except ValueError:

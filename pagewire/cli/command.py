@@ -1,4 +1,4 @@
-"""Runs the `pagewire` command. Each verb is a function in a module that is imported only when the verb runs."""
+"""The dispatch of `pagewire` verbs. The module of a verb is imported only when the verb runs."""
 
 import contextlib
 import errno
@@ -17,7 +17,7 @@ from pagewire.common.process.limits import describe_address_space, obstacle, rai
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """The place of a verb's function, the line of help about it, and the extra of pyproject.toml that it needs."""
+    """The module and function of a verb, its line of help, and the extra of pyproject.toml that it needs."""
 
     module: str
     function: str
@@ -57,18 +57,18 @@ BENCHES = {
     ),
 }
 SUCCESS, FAILURE, USAGE, INTERRUPTED = 0, 1, 2, 130
-# Of gRPC 1.85: reads and writes by the thread that polls, not by a pool of threads that hand every message on.
+# For gRPC 1.85: the polling thread itself reads and writes, instead of a thread pool that passes every message on.
 GRPC_EXPERIMENTS = "-event_engine_client,-event_engine_listener"
-# gRPC's core would write to standard error itself, a line for each bad handshake, and where that is not read, its
-# threads would wait there for ever. What matters it tells Python too.
+# gRPC's core would write a line to standard error for each failed handshake. If standard error is not read, its threads
+# would block there. gRPC reports the errors that matter to Python as well.
 GRPC_VERBOSITY = "NONE"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code: 0, 1 for an error, 2 for a wrong usage, 130 for Ctrl-C."""
+    """Run the command and return its exit code: 0, 1 for an error, 2 for wrong usage, 130 for Ctrl-C."""
     arguments = sys.argv[1:] if argv is None else list(argv)
-    # What is no UTF-8 is refused where a text is checked. Models write what they like, also to a terminal that is not
-    # UTF-8: escaped there, as on standard error.
+    # Invalid UTF-8 input is refused later, when a text is checked. Model output may contain any character. Characters
+    # that a terminal's encoding lacks are escaped, as on standard error.
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
@@ -77,17 +77,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except OSError as error:
-        # What writing ends with. Reading standard input and writing standard error have errors of their own.
+        # These errors come from writing to standard output. Errors of standard input and standard error are handled
+        # elsewhere.
         if error.errno not in (errno.EBADF, errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
             raise
         _lose(sys.stdout)
-        if not isinstance(error, BrokenPipeError):  # whose reader has gone, and knows
+        if not isinstance(error, BrokenPipeError):  # the reader closed the pipe on purpose
             tell(f"pagewire: error: cannot write the output: {error.strerror}")
         return FAILURE
 
 
 def tell(text: str) -> None:
-    """Writes a line to standard error, since standard output is for results. Where it cannot be written it is lost."""
+    """Write a line to standard error, since standard output is for results. Ignore write errors."""
     try:
         print(f"{text}\n", end="", file=sys.stderr, flush=True)  # one write, even with PYTHONUNBUFFERED
     except OSError:
@@ -95,19 +96,19 @@ def tell(text: str) -> None:
 
 
 def _lose(stream: TextIO) -> None:
-    """Lets all that goes to a stream be lost, so that what is still buffered for it does not fail again at exit."""
+    """Redirect a stream to the null device, so that flushing its buffer at exit does not fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def bench(arguments: Sequence[str]) -> int:
-    """Runs the benchmark that the first argument names."""
+    """Run the benchmark that the first argument names."""
     return dispatch("pagewire bench", BENCHES, arguments, lambda verb, rest: load(verb)(rest))
 
 
 def dispatch(
     program: str, verbs: Mapping[str, Verb], arguments: Sequence[str], perform: Callable[[Verb, Sequence[str]], int]
 ) -> int:
-    """Performs the verb that the first argument names, or says which there are."""
+    """Perform the verb that the first argument names, or print the list of verbs."""
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:], "--help"]
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -131,8 +132,8 @@ def dispatch(
 
 
 def run(verb: Verb, arguments: Sequence[str]) -> int:
-    """Runs one verb. An error that it ends with becomes one line on standard error."""
-    # gRPC reads them when it is imported.
+    """Run one verb and return its exit code. An error becomes one line on standard error."""
+    # gRPC reads these variables when it is imported.
     os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)
     os.environ.setdefault("GRPC_VERBOSITY", GRPC_VERBOSITY)
     if verb.module == _SERVICES:
@@ -184,10 +185,10 @@ def _run(verb: Verb, arguments: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _interrupts(verb: Verb) -> Iterator[None]:
-    """Lets Ctrl-C raise KeyboardInterrupt while a verb runs, so that clients leave what they hold.
+    """Let Ctrl-C raise KeyboardInterrupt while a client verb runs, so that the client can clean up.
 
-    This is for a process that is the command's own (`pagewire.__main__`). Services drain instead: until their event
-    loop has taken the signal over they hold nothing, and Ctrl-C ends them as it ends a process that still loads.
+    This applies only if the process belongs to the command (`pagewire.__main__`). Services drain on Ctrl-C instead.
+    They hold no resources until their event loop handles the signal, so that Ctrl-C may end them at once before.
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:
         yield
@@ -197,7 +198,7 @@ def _interrupts(verb: Verb) -> Iterator[None]:
     try:
         yield
     finally:
-        # An event loop leaves Python's own handler behind, which would print its exception as the interpreter ends.
+        # An event loop restores Python's default handler, which would print a traceback during interpreter shutdown.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -1,4 +1,4 @@
-"""The flags that say which server a verb talks to, and the client for that server."""
+"""The flags that select a server, and the client for that server."""
 
 import argparse
 import os
@@ -11,13 +11,16 @@ AnyClient = TypeVar("AnyClient", AsyncClient, Client)
 
 DEFAULT_URL = "127.0.0.1:50051"
 URL_VARIABLE = "PAGEWIRE_URL"
-# No flag: the arguments of a process are seen by everybody on its machine.
+# An environment variable, since every user of a machine can read the arguments of a process.
 API_KEY_VARIABLE = "PAGEWIRE_API_KEY"
 
 
 def add_flags(parser: argparse.ArgumentParser, *, without_url: str | None = None) -> None:
-    """Adds the flags. For a verb that needs no server, `without_url` says what it does without; `--url` then has no
-    default, whatever the environment says."""
+    """Add the connection flags to a parser.
+
+    A verb that works without a server gives `without_url`, a description of the alternative. `--url` then has no
+    default, not even from the environment.
+    """
     group = parser.add_argument_group("connection")
     text = "address of the server: HOST:PORT, or grpcs://HOST:PORT for TLS"
     if without_url is None:
@@ -37,7 +40,7 @@ def default_url() -> str:
 
 
 def client(parser: Parser, arguments: argparse.Namespace, kind: type[AnyClient]) -> AnyClient:
-    """Returns a client of this kind as the flags say. Ends the command for flags that cannot be."""
+    """Return a client for the parsed flags. End the command if the flags are invalid."""
     tls = {"tls_ca": arguments.tls_ca, "tls_cert": arguments.tls_cert, "tls_key": arguments.tls_key}
     try:
         return kind(arguments.url, **tls, api_key=os.environ.get(API_KEY_VARIABLE) or None)

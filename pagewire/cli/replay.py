@@ -1,4 +1,4 @@
-"""`pagewire replay` runs a recording again, without a worker, and checks that every plan is the same."""
+"""`pagewire replay`: replays a recording without a worker and verifies that every plan is the same."""
 
 import sys
 import time
@@ -24,7 +24,10 @@ SUCCESS, DIFFERENT, UNREADABLE = 0, 1, 2
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns 0 if all is the same, 1 if something differs or the recording is cut short, 2 if it cannot be read."""
+    """Replay a recording and return the exit code.
+
+    0: no difference. 1: a difference, or the recording is cut short. 2: the recording cannot be read.
+    """
     parser = Parser(
         prog="pagewire replay",
         description="Run a scheduler's recording (--record FILE) again without a worker, and check that all plans are "
@@ -87,10 +90,10 @@ def _replay(reader: RecordingReader, *, prints_plans: bool) -> int:
 
 
 def _perform(scheduler: Scheduler, event: Event) -> tuple[Any, Any]:
-    """Performs an event. Returns its result, and the result as a recording tells it."""
+    """Apply an event to the scheduler. Return its result, and the result as recordings encode it."""
     try:
         value = getattr(scheduler, event.name)(*event.arguments, event.now)
-    except Exception as error:  # it is compared with what was raised when it was recorded
+    except Exception as error:  # compared with the recorded exception
         return None, failure(error)
     scheduler.take_kv_events()  # a replay has no subscriber
     return value, outcome(value)

@@ -1,4 +1,4 @@
-"""The verbs of a request: `pagewire complete`; `submit`, `attach` and `result` for one that outlives its client."""
+"""The request verbs: `pagewire complete`, and `submit`, `attach` and `result` for detached requests."""
 
 import argparse
 import contextlib
@@ -21,7 +21,7 @@ from pagewire.options import Parser
 
 
 def complete(arguments: Sequence[str]) -> int:
-    """Prints one completion as it comes, and its statistics on standard error."""
+    """Print one completion as it is generated, and its statistics on standard error."""
     parser = Parser(
         prog="pagewire complete",
         usage="pagewire complete TEXT [flags]",
@@ -47,7 +47,10 @@ def complete(arguments: Sequence[str]) -> int:
 
 
 def add_request_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Adds the flags of a request: its prompt, its sampling and the rest. Returns the group of the last ones."""
+    """Add the flags of a request: its prompt, its sampling parameters and its options.
+
+    Return the argument group of the options.
+    """
     parser.add_argument("text", nargs="?", help="the prompt, or - to read it from standard input")
     parser.add_argument(
         "--prompt-token-ids",
@@ -80,7 +83,7 @@ def add_request_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
 
 
 def request_arguments(parser: Parser, parsed: argparse.Namespace) -> dict[str, Any]:
-    """Returns the arguments of a request, as `Client` takes them, from these flags."""
+    """Return the keyword arguments for `Client` methods from the parsed flags."""
     if (parsed.text is None) == (parsed.prompt_token_ids is None):
         parser.error("give either a text (or - for standard input) or --prompt-token-ids")
     text = read_input(sys.stdin.read) if parsed.text == "-" else parsed.text
@@ -93,7 +96,7 @@ def request_arguments(parser: Parser, parsed: argparse.Namespace) -> dict[str, A
 def stream(
     client: Client, prompt: str | None, sampling: SamplingParams, printer: "SamplePrinter", **request: Any
 ) -> Completion:
-    """Prints the output of a request as it comes, and returns the whole of it. Ctrl-C ends the request."""
+    """Print the output of a request as it arrives, and return the complete output. Ctrl-C aborts the request."""
     builder = CompletionBuilder(sampling.n or 1, time.monotonic())
     with printer.errors_apart(), contextlib.closing(client.stream(prompt, sampling, **request)) as outputs:
         for output in outputs:
@@ -103,9 +106,9 @@ def stream(
 
 
 class SamplePrinter:
-    """Writes samples one after the other, under a label if there are several.
+    """Writes samples one after another, with labels if there are several.
 
-    The first sample that has not ended is written as it comes. The output of later ones waits for their turn.
+    The current sample is written as it arrives. The output of later samples is buffered until their turn.
     """
 
     def __init__(self, num_samples: int, file: TextIO) -> None:
@@ -114,12 +117,12 @@ class SamplePrinter:
         self._waiting: list[list[Output]] = [[] for _ in range(num_samples)]
         self._current = 0
         self._texts: list[str] = []
-        self._in_line = False  # whether the line that was written last has not ended
+        self._in_line = False  # whether the last written line has not ended
         self._label()
 
     @property
     def text(self) -> str:
-        """The text that was written, without labels and the ends of lines after samples."""
+        """The text written so far, without labels and without the line breaks after samples."""
         return "".join(self._texts)
 
     def add(self, output: Output) -> None:
@@ -130,7 +133,7 @@ class SamplePrinter:
 
     @contextlib.contextmanager
     def errors_apart(self) -> Iterator[None]:
-        """Ends the line that was begun where the block ends in an error, which gets a line of its own."""
+        """End the current line if the block raises a PagewireError, so that the error message begins a new line."""
         try:
             yield
         except PagewireError:
@@ -138,7 +141,7 @@ class SamplePrinter:
             raise
 
     def _write_current(self) -> bool:
-        """Writes the output of the current sample that has come. Returns True at its end."""
+        """Write the new output of the current sample. Return whether the sample has ended."""
         deltas, self._waiting[self._current] = self._waiting[self._current], []
         ended = any(delta.finish_reason is not None for delta in deltas)
         text = "".join(delta.text for delta in deltas)
@@ -156,7 +159,7 @@ class SamplePrinter:
 
 
 def statistics(completion: Completion) -> str:
-    """Describes a completion in one line. Its tokens/s count the output tokens over the whole time of the request."""
+    """Describe a completion in one line. The rate is the number of output tokens over the total request time."""
     usage = completion.usage
     ttft = "no token" if completion.ttft_s is None else f"time to first token {completion.ttft_s * 1e3:.1f} ms"
     rate = usage.completion_tokens / completion.total_s
@@ -167,8 +170,10 @@ def statistics(completion: Completion) -> str:
 
 
 def describe(completion: Completion) -> dict[str, Any]:
-    """Returns the object that `--json` prints. Log-probabilities are in it where they were asked for, and their sum for
-    hypotheses."""
+    """Return the JSON object that `--json` prints for a completion.
+
+    Log-probabilities are included if they were requested, and `cumulative_logprob` also for hypotheses.
+    """
     described: dict[str, Any] = {
         **asdict(completion.usage),
         "ttft_s": completion.ttft_s,
@@ -192,7 +197,7 @@ def _describe_output(output: CompletionOutput) -> dict[str, Any]:
 
 
 def submit(arguments: Sequence[str]) -> int:
-    """Queues a request that runs without a connection, and prints its id."""
+    """Queue a detached request and print its id."""
     parser = Parser(
         prog="pagewire submit",
         usage="pagewire submit TEXT [flags]",
@@ -207,7 +212,7 @@ def submit(arguments: Sequence[str]) -> int:
 
 
 def attach(arguments: Sequence[str]) -> int:
-    """Streams the output of a submitted request."""
+    """Stream the output of a detached request."""
     parser = _submitted_parser(
         "attach",
         "Stream the output of a submitted request. Ctrl-C leaves it running. A broken connection is retried.",
@@ -232,7 +237,7 @@ def attach(arguments: Sequence[str]) -> int:
 
 
 def result(arguments: Sequence[str]) -> int:
-    """Shows the state of a submitted request and its output so far."""
+    """Print the state of a detached request and its output so far."""
     parser = _submitted_parser("result", "Show the state of a submitted request and its output so far.")
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of the text")
     parsed = parser.parse_args(arguments)
@@ -253,7 +258,7 @@ def result(arguments: Sequence[str]) -> int:
 
 
 def describe_result(found: Result) -> dict[str, Any]:
-    """Returns the object that `--json` prints."""
+    """Return the JSON object that `--json` prints for a detached request."""
     described = asdict(found)
     for output in described["outputs"]:
         del output["request_id"], output["first_token"]

@@ -1,4 +1,4 @@
-"""The verbs that run services: serve, scheduler, frontend, worker. Services are imported only when one of them runs."""
+"""The verbs that run services: serve, scheduler, frontend, worker. A service is imported only when its verb runs."""
 
 import argparse
 import asyncio
@@ -43,11 +43,11 @@ from pagewire.hosting.supervisor import Supervisor, child_environ
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-# Threads that work on clients' texts leave the interpreter's lock to the event loop after so long. A loop that makes
-# system calls waits for it after each.
+# The interval in seconds after which threads that process clients' texts release the interpreter lock to the event
+# loop. A loop that makes system calls waits for the lock after each call.
 _SWITCH_INTERVAL_S = 0.0005
-# Under which titles `--help` shows the options, and in which order: what matters first stands first.
-# tests/contract/test_options.py sees that every option stands in one group.
+# The groups of options in `--help`, in order of importance. tests/contract/test_options.py verifies that every option
+# belongs to exactly one group.
 MOST_USED = "most used"
 
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -151,14 +151,14 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "profile_dir",
     ),
 }
-# Those of a server that only the process talks to which has started it.
+# The groups for a local server that serves only the process that started it.
 OWN_GROUPS = {
     title: tuple(name for name in GROUPS[title] if name not in ("host", "port", "http_port"))
     for title in (MOST_USED, "model", "memory and KV cache", "scheduling", "computing")
 }
-# With these that process, which shows no credentials, could not talk to it.
+# The starting process sends no credentials, so a local server must not require any.
 DOOR_OPTIONS = GROUPS["tenants and TLS"]
-# `serve` connects the two by itself, over sockets that no other user can reach: these have no meaning there.
+# `serve` connects the scheduler and the worker over private sockets, so these options do not apply there.
 LINK_OPTIONS = (
     "worker",
     "socket",
@@ -172,12 +172,12 @@ LINK_OPTIONS = (
     "worker_http_proxy",
     "tls_client_names",
 )
-# Flags of earlier releases, which started another server of the OpenAI API.
+# Flags of earlier releases, which started a separate server for the OpenAI API.
 GATEWAY_FLAGS = ("--gateway", "--gateway-host", "--gateway-port", "--gateway-metrics-port")
 
 
 def serve(arguments: Sequence[str]) -> int:
-    """Runs a scheduler in this process and its worker, each rank of it, as a child."""
+    """Run a scheduler in this process, and each rank of its worker as a child process."""
     exit_with_parent()
     from scheduler_service.config import FrontEndConfig, SchedulerConfig
     from worker_service.config import WorkerConfig
@@ -216,7 +216,7 @@ def serve(arguments: Sequence[str]) -> int:
     inherited = options.options_of(WorkerConfig, FrontEndConfig, ModelSourceConfig, logs.LogConfig)
     variables = [option.variable for option in inherited.values()]
     environ = child_environ(os.environ, [*variables, options.CONFIG_VARIABLE])
-    children = []  # the ranks first
+    children = []  # the worker's ranks come first
     for rank, config in enumerate(ranks):
         name = "worker" if len(ranks) == 1 else f"worker's rank {rank}"
         children.append(Supervisor(_command("worker", config, log_config), environ, name=name))
@@ -233,13 +233,13 @@ def _front_end(config: Any, log_config: logs.LogConfig, environ: Mapping[str, st
 
 
 def _command(verb: str, config: Any, log_config: logs.LogConfig) -> list[str]:
-    """Make the command of a service that ends with this process."""
+    """Return the command of a child service, which ends together with this process."""
     flags = [*options.to_flags(config), *options.to_flags(replace(log_config, termination_log=""))]
     return python_command("pagewire", verb, *flags)
 
 
 def serve_options() -> dict[str, options.Option]:
-    """Find the options that `pagewire serve` takes, by name."""
+    """Return the options of `pagewire serve` by name."""
     from scheduler_service.config import HttpOptions, SchedulerConfig
     from worker_service.config import WorkerConfig
 
@@ -248,14 +248,14 @@ def serve_options() -> dict[str, options.Option]:
 
 
 def _check_http(parser: options.Parser, http: Any, scheduler_config: Any) -> None:
-    """Refuse options that a scheduler and the front end beside it cannot have both."""
+    """End the command if the scheduler and the front end would use the same port."""
     for flag, port in (("--port", scheduler_config.port), ("--metrics-port", scheduler_config.metrics_port)):
         if port == http.http_port:
             parser.error(f"{flag} and --http-port are both {port}; choose another for one of them")
 
 
 def _ranks(resolved: options.Resolved, directory: Path) -> list[dict[str, Any]]:
-    """Find the options that each rank of the worker has for itself: a socket in the directory, a share of the CPU."""
+    """Return the options that differ between the worker's ranks: a socket in `directory`, and a share of the CPUs."""
     size = max(1, resolved.values["tensor_parallel_size"])
     sockets = [str(directory / f"rank-{rank}") for rank in range(size)]
     if size == 1:
@@ -268,7 +268,7 @@ def _ranks(resolved: options.Resolved, directory: Path) -> list[dict[str, Any]]:
 
 
 def scheduler(arguments: Sequence[str]) -> int:
-    """Runs a scheduler that dials its worker elsewhere."""
+    """Run a scheduler that connects to a worker elsewhere."""
     from scheduler_service.config import SchedulerConfig
 
     config = _service_config(
@@ -280,7 +280,7 @@ def scheduler(arguments: Sequence[str]) -> int:
 
 
 def frontend(arguments: Sequence[str]) -> int:
-    """Runs a front end of a scheduler that is elsewhere, or of `serve`, with which it then ends."""
+    """Run a front end for a scheduler elsewhere, or as a child process of `pagewire serve`, with which it ends."""
     exit_with_parent()
     from scheduler_service.config import FrontEndConfig
 
@@ -298,7 +298,7 @@ def frontend(arguments: Sequence[str]) -> int:
 
 
 async def _serve(run: Callable[..., Coroutine[Any, Any, int]], config: Any) -> int:
-    """Serves until the first signal, then drains; a second signal ends at once."""
+    """Run a service until the first signal, then drain. A second signal ends it immediately."""
     _spare_memory()
     stop, stop_now = stops()
     return await run(
@@ -307,7 +307,7 @@ async def _serve(run: Callable[..., Coroutine[Any, Any, int]], config: Any) -> i
 
 
 def worker(arguments: Sequence[str]) -> int:
-    """Runs a worker that a scheduler dials."""
+    """Run a worker to which a scheduler connects."""
     from worker_service.config import WorkerConfig
 
     description = "Run a worker: it holds weights and KV cache, and computes what a scheduler that dials it plans."
@@ -326,7 +326,7 @@ def worker(arguments: Sequence[str]) -> int:
 
 
 def _spare_memory() -> None:
-    """Set how this process, which holds texts and tokens, frees memory."""
+    """Configure how this process, which stores texts and tokens, frees memory."""
     freed_memory.give_back_large()
     freed_memory.share_small()
     garbage_collection.keep_short()
@@ -334,8 +334,11 @@ def _spare_memory() -> None:
 
 @contextlib.contextmanager
 def _ending() -> Iterator[None]:
-    """Ends the process for a ValueError, which says why it will never be able to start, and for an OSError, after which
-    another try may help."""
+    """Convert errors during the start into exit codes.
+
+    A ValueError means that the process can never start, and ends it with EXIT_REFUSED. An OSError may be temporary, and
+    ends it with exit code 1.
+    """
     try:
         yield
     except ValueError as error:
@@ -346,7 +349,10 @@ def _ending() -> Iterator[None]:
 
 
 def _refuse(reason: str) -> int:
-    """Says why this process will never be able to start, once: to the process that watches it, else in the log."""
+    """Report why this process can never start, and return the exit code EXIT_REFUSED.
+
+    The reason goes to the supervising process if there is one, otherwise to the log.
+    """
     reason = " ".join(reason.split())
     if is_child():
         announce_refusal(reason)
@@ -367,9 +373,10 @@ def _service_config(
 
 
 def _locate(verb: str, resolved: options.Resolved, *, with_weights: bool) -> LocatedModel:
-    """Find the checkpoint directory of MODEL, downloaded if need be; not for a service that could not run here.
+    """Return the checkpoint of MODEL, downloaded if necessary.
 
-    Raises SystemExit for what will not change by trying again.
+    Raise SystemExit for an error that a retry cannot fix. Missing packages are reported before any download starts.
+    Raise DownloadError if the download fails.
     """
     reads_weights = with_weights and resolved.values["load_format"] != "dummy"
     try:
@@ -385,7 +392,7 @@ def _locate(verb: str, resolved: options.Resolved, *, with_weights: bool) -> Loc
 
 
 def _at(config: Any, found: LocatedModel) -> Any:
-    """Put the directory into a service's config as its model. Clients know a model of the hub by its id."""
+    """Set the model directory in a service's config. A Hugging Face model is served under its hub id by default."""
     changes = {"model": found.directory}
     if found.hub_id is not None and getattr(config, "served_model_name", "") is None:
         changes["served_model_name"] = found.hub_id
@@ -423,7 +430,7 @@ def _resolve(parser: options.Parser, known: Mapping[str, options.Option], argume
 
 
 def _with_http_port(parser: options.Parser, resolved: options.Resolved) -> options.Resolved:
-    """Choose the port of the OpenAI API if none is named: there is none without its packages."""
+    """Choose the default port of the OpenAI API, or 0 if its packages are not installed."""
     from scheduler_service.config import HTTP_PORT
 
     missing, port = installation.shortage("http"), resolved.values["http_port"]
@@ -450,7 +457,7 @@ def _start_logging(known: Mapping[str, options.Option], resolved: options.Resolv
     logs.configure(config)
     for line in [*resolved.ignored, *options.unknown_variables(known, os.environ)]:
         log.warning("%s", line)
-    # What a supervisor's child is given was told by its parent.
+    # The parent process has already logged the options of its child processes.
     level = logging.DEBUG if is_child() else logging.INFO
     for line in resolved.describe():
         log.log(level, "%s", line)
@@ -459,7 +466,10 @@ def _start_logging(known: Mapping[str, options.Option], resolved: options.Resolv
 
 
 async def _run(config: Any, children: Sequence[Supervisor], directory: RuntimeDirectory) -> int:
-    """Serves until the first signal, then drains; a second signal ends at once. The directory lasts as long."""
+    """Run all services until the first signal, then drain. A second signal ends them immediately.
+
+    `directory` exists as long as the services run.
+    """
     _spare_memory()
     stop, stop_now = stops()
     with contextlib.ExitStack() as stack:
@@ -474,7 +484,10 @@ async def _run(config: Any, children: Sequence[Supervisor], directory: RuntimeDi
 async def _run_services(
     config: Any, children: Sequence[Supervisor], stop: asyncio.Event, stop_now: asyncio.Event
 ) -> int:
-    """Run all until `stop`, not beyond `stop_now`. The front end ends after the scheduler, and the workers last."""
+    """Run all services until `stop`, then drain, but at most until `stop_now`.
+
+    The front end ends after the scheduler, and the workers end last.
+    """
     from scheduler_service import server
 
     serving = asyncio.create_task(

@@ -1,4 +1,4 @@
-"""`pagewire completion SHELL` prints a script by which bash, zsh or fish complete verbs, flags and their values."""
+"""`pagewire completion SHELL`: prints a script that completes verbs, flags and values in bash, zsh or fish."""
 
 import argparse
 import shlex
@@ -53,7 +53,7 @@ def completion(arguments: Sequence[str]) -> int:
 
 
 def _parsers(before: str, verbs: Mapping[str, Verb]) -> Iterator[tuple[str, Parser]]:
-    """Yields the parsers of verbs. What a verb needs may not be installed: then it has no flags here either."""
+    """Yield the parsers of verbs. A verb whose packages are not installed is skipped."""
     for name, verb in verbs.items():
         try:
             load(verb)([DESCRIBE])
@@ -64,7 +64,7 @@ def _parsers(before: str, verbs: Mapping[str, Verb]) -> Iterator[tuple[str, Pars
 
 
 def _flags(parser: Parser) -> Iterator[tuple[argparse.Action, list[str]]]:
-    """Yields the flags that help shows, each with the values to choose from."""
+    """Yield each visible flag with the list of values to choose from, if any."""
     for action in parser._actions:
         if action.option_strings and action.help != argparse.SUPPRESS:
             values = action.choices or (action.metavar.split("|") if isinstance(action.metavar, str) else [])

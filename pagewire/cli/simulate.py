@@ -1,4 +1,4 @@
-"""`pagewire simulate` drives the scheduler through a trace of requests in simulated time, without a model."""
+"""`pagewire simulate`: drives the scheduler through a request trace in simulated time, without a model."""
 
 import argparse
 import json
@@ -33,7 +33,10 @@ FORMS = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns 0. Raises CommandError if the trace cannot be read, or does not go with the flags."""
+    """Run the simulation and return 0.
+
+    Raise CommandError if the trace cannot be read. End the command if the trace does not fit the flags.
+    """
     parser = _parser()
     parsed = parser.parse_args(arguments)
     for path in (parsed.json, parsed.chart):
@@ -184,7 +187,7 @@ def _simulate(trace: Trace, name: str, settings: SimulationSettings, parsed: arg
 
 
 def _progress(name: str, num_requests: int) -> Callable[[SimulatedRun, float], None]:
-    """Returns what says on standard error, every ten seconds, how far a run is."""
+    """Return a callback that reports the progress of a run on standard error every ten seconds."""
     started_at = written_at = time.monotonic()
 
     def write(run: SimulatedRun, now: float) -> None:
@@ -199,7 +202,7 @@ def _progress(name: str, num_requests: int) -> Callable[[SimulatedRun, float], N
 
 
 def draw(by_policy: dict[str, dict[str, Any]], path: Path) -> None:
-    """Draws a bar for each policy in a panel for each figure. Does nothing without matplotlib, which is an extra."""
+    """Draw a bar for each policy in a panel for each figure. Without matplotlib, print a notice instead."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

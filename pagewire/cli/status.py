@@ -1,4 +1,4 @@
-"""`pagewire status` shows what a server is doing, why a request waits, and where the blocks are."""
+"""`pagewire status`: shows the load of a server, why a request waits, and the use of KV cache blocks."""
 
 import contextlib
 import os
@@ -22,13 +22,13 @@ from pagewire.common.strict_json import to_json
 from pagewire.hosting.printable import printable
 from pagewire.options import Parser
 
-# The other screen of the terminal, without a cursor; and back to how it was.
+# Switch to the terminal's alternate screen without a cursor, and back.
 ENTER_SCREEN, LEAVE_SCREEN = "\033[?1049h\033[?25l", "\033[?25h\033[?1049l"
 HOME, CLEAR_LINE, CLEAR_BELOW = "\033[H", "\033[K", "\033[J"
 BOLD, PLAIN = "\033[1m", "\033[0m"
 WATCH_INTERVAL_S = 1.0
 MIN_MAP_LINES = 4
-LEGEND_LINES = 8  # of the block map, with what stands around it
+LEGEND_LINES = 8  # of the block map, including its headings
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _screen() -> Iterator[None]:
-    """Takes the whole terminal for a block of code, and gives it back as it was, whatever happens."""
+    """Switch to the alternate screen inside the block, and always restore the terminal afterwards."""
     print(ENTER_SCREEN, end="", flush=True)
     try:
         yield
@@ -74,13 +74,13 @@ def _watch(view: "_View", as_json: bool) -> NoReturn:
 
 
 def _frame(text: str) -> str:
-    """Returns a text that is drawn over the one before. Lines that do not fit the terminal's height are left out."""
+    """Return a text that overwrites the previous one. Lines beyond the height of the terminal are left out."""
     lines = text.split("\n")[: shutil.get_terminal_size().lines - 1]
     return HOME + "".join(f"{line}{CLEAR_LINE}\n" for line in lines) + CLEAR_BELOW
 
 
 class _View:
-    """Shows a server, or one request."""
+    """A view of a server, or of one request."""
 
     def __init__(self, client: Client, request_id: str | None, tenant: str, *, with_map: bool) -> None:
         self._client = client
@@ -106,7 +106,7 @@ class _View:
         return f"{described}\n\n{self._blocks.draw(blocks, size.columns, num_lines)}"
 
     def _loads(self) -> Loads | None:
-        """Returns the loads, or None where only operators may see them."""
+        """Return the load, or None if only operators may read it."""
         try:
             return self._client.loads()
         except PagewireError as error:
@@ -116,13 +116,13 @@ class _View:
 
 
 def table(info: ServerInfo, loads: Loads | None, *, colour: bool) -> str:
-    """Returns two columns, names and values, about a server."""
+    """Return a table of names and values that describes a server."""
     load_rows = [("load", "only operators may see it")] if loads is None else _load_rows(loads)
     return _rows_text([*_info_rows(info), *load_rows], colour)
 
 
 def report_table(report: RequestReport, *, colour: bool) -> str:
-    """Returns two columns, names and values, about a request."""
+    """Return a table of names and values that describes a request."""
     position = "" if report.queue_position is None else f", number {report.queue_position} in the queue"
     holders = [f"{holder.request_id or 'another tenant'} {holder.num_blocks}" for holder in report.holders]
     rows = [
