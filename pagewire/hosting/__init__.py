@@ -1,5 +1,5 @@
-"""Everything around services that run on this machine: finding the model, starting processes and watching them, logs.
+"""The environment of services on this machine: model lookup and download, process supervision, and logging.
 
-Services know nothing of this package; the command and `LLM` put it around them. Its modules are imported one by one,
-since each process needs few of them: a client's `LocalServer`, for instance, nothing of models.
+The services do not depend on this package. The command and `LLM` use it to run them. Other packages import its modules
+one by one, since each process needs only a few of them.
 """

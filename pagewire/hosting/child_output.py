@@ -1,22 +1,22 @@
-"""What a child process writes, as lines of bounded length: no line of a child can end the reading of its output."""
+"""The output of a child process, split into lines of bounded length, so that no line can stop the reader."""
 
 import codecs
 
 READ_BYTES = 65_536  # at a time
-# Of a longer line, the rest is left out.
+# The rest of a longer line is dropped.
 MAX_LINE_CHARS = 8192
 
 
 class ChildOutput:
-    """Makes lines of the pieces in which output comes."""
+    """Splits the chunks of a child's output into lines."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._line = ""  # what has come of the line that has not ended, and is told of it
-        self._num_left_out = 0  # of its characters
+        self._line = ""  # the kept part of the unfinished line
+        self._num_left_out = 0  # dropped characters of the unfinished line
 
     def add(self, data: bytes) -> list[str]:
-        """Returns the lines that end with this piece."""
+        """Add a chunk and return the lines that it completes."""
         first, *others = self._decoder.decode(data).split("\n")
         self._extend(first)
         lines = []
@@ -26,7 +26,7 @@ class ChildOutput:
         return lines
 
     def end(self) -> list[str]:
-        """Returns the line that has no end, if there is one, when no more will come."""
+        """Return the unfinished last line, if any, at the end of the output."""
         return [self._take()] if self._line else []
 
     def _extend(self, text: str) -> None:

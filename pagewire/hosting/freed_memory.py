@@ -1,27 +1,27 @@
-"""Lets a service give memory back to the system when it has done with it, and use it again meanwhile."""
+"""Settings of the C library's allocator that let a service return or reuse freed memory."""
 
 import ctypes
 
-# Of glibc's malloc.h. Once this is set, glibc no longer raises it, and the size that it keeps for itself, to whatever
-# was last freed.
+# Constants of glibc's malloc.h. Setting the threshold also stops glibc from raising it, and the memory that glibc
+# retains, to the size of the last freed block.
 _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
 _LARGE_BYTES = 256 * 1024
 
 
 def give_back_large() -> None:
-    """Lets the system have large blocks of memory as soon as they are freed.
+    """Return large blocks of memory to the system as soon as they are freed.
 
-    It is to be called once in a process. With a C library other than glibc it changes nothing.
+    Call this once in a process. With a C library other than glibc, it has no effect.
     """
     _mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def share_small() -> None:
-    """Lets all threads of this process use the same memory again that one has freed.
+    """Let all threads of this process reuse memory that any of them has freed.
 
-    gRPC's threads make and free calls on each other's behalf: with memory of its own for each thread, a service under a
-    flood of calls takes twice as much. With a C library other than glibc it changes nothing.
+    gRPC's threads allocate and free calls on each other's behalf. With one arena for each thread, a service under many
+    calls uses twice the memory. With a C library other than glibc, this function has no effect.
     """
     _mallopt(_M_ARENA_MAX, 1)
 

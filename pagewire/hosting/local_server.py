@@ -1,4 +1,4 @@
-"""Runs a `pagewire serve` for this process: both services on loopback, until a block of code or the process ends."""
+"""A `pagewire serve` process on loopback that lives as long as a block of code or this process."""
 
 import os
 import re
@@ -19,7 +19,7 @@ from pagewire.common.process.queued_writer import QueuedWriter, stream_writer
 from pagewire.hosting.child_output import READ_BYTES, ChildOutput
 from pagewire.options import FLAGS_ONLY_VARIABLE
 
-# Ports of its own choice, so that it runs beside anything.
+# Free ports, so that the server can run beside any other server.
 SERVE_FLAGS = (
     "--host=127.0.0.1",
     "--port=0",
@@ -30,16 +30,16 @@ SERVE_FLAGS = (
 )
 STOP_TIMEOUT_S = 45.0
 SEPARATOR = "--"
-END_TIMEOUT_S = 2.0  # from the first call that fails because the server dies to its end
-_FLUSH_TIMEOUT_S = 2.0  # for the server's last lines to be read
-# Of what the server has written on standard error, to say why it ended.
+END_TIMEOUT_S = 2.0  # from the first failed call of a dying server to the end of its process
+_FLUSH_TIMEOUT_S = 2.0  # for reading the server's last lines
+# The size of the retained end of the server's standard error, from which the reason for its exit is read.
 MAX_TAIL_BYTES = 4096
-# What stands before the message in a log line, and in an error of the command.
+# The prefix of the message in a log line, and in an error of the command.
 _LINE_PREFIX = re.compile(r"^(\S+ \S+ (WARNING|ERROR|CRITICAL) [\w.]+: |pagewire( \w+)?: error: )")
 
 
 def split_serve_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Splits arguments at `--` into the verb's own and the flags of `pagewire serve`."""
+    """Split arguments at `--` into the verb's own flags and the flags of `pagewire serve`."""
     own = list(arguments)
     if SEPARATOR not in own:
         return own, []
@@ -48,14 +48,17 @@ def split_serve_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 class LocalServer:
-    """The process of a `pagewire serve`. It ends with this process, however that ends.
+    """A child process that runs `pagewire serve`. It ends with this process, also if this process is killed.
 
-    Its standard error goes to this process's. Any thread may start and stop it.
+    The server's standard error is passed on to this process's standard error. Any thread may start and stop the server.
     """
 
     def __init__(self, model: str, flags: Sequence[str] = (), *, flags_only: Collection[str]) -> None:
-        """Prepares a server, which `start` starts. `flags` are those of `pagewire serve`; `flags_only` are names of
-        options that it takes neither from the environment nor from a file."""
+        """Prepare the command. `start` starts the server.
+
+        `flags` are flags of `pagewire serve`. `flags_only` names options that the server reads neither from the
+        environment nor from a file.
+        """
         self._command = python_command("pagewire", "serve", model, *SERVE_FLAGS, *flags)
         self.owner = os.getpid()
         self._environ = os.environ | {EXIT_WITH_PARENT: str(self.owner), FLAGS_ONLY_VARIABLE: ",".join(flags_only)}
@@ -64,13 +67,15 @@ class LocalServer:
         self._errors = QueuedWriter(stream_writer(lambda: sys.stderr), _dropped_notice)
         self._process: subprocess.Popen[bytes] | None = None
         self._launched = threading.Event()
-        # The kernel kills the server when the thread ends that has started it (PAGEWIRE_EXIT_WITH_PARENT). This one
-        # lives as long as the server; whichever called `start` may not.
+        # The kernel kills the server when the thread that started it ends (PAGEWIRE_EXIT_WITH_PARENT). This thread
+        # lives as long as the server; the thread that calls `start` may not.
         self._watching = threading.Thread(target=self._watch, name="pagewire serve", daemon=True)
 
     def start(self) -> str:
-        """Starts the server and returns its url, once it serves. Raises StartError if it does not come up. After an
-        exception nothing runs on."""
+        """Start the server and return its URL when it is ready.
+
+        Raise StartError if the server does not start. After any exception, no server process is left.
+        """
         self._watching.start()
         try:
             return self._url.result()
@@ -79,32 +84,37 @@ class LocalServer:
             raise
 
     def ends_within(self, timeout_s: float) -> bool:
-        """Returns whether the server has ended, or does so within this time. A process that was forked from the one
-        that started it cannot tell, and says no."""
+        """Return whether the server has ended or ends within the given time.
+
+        Always return False in a process that was forked from the server's owner.
+        """
         self._watching.join(timeout_s)
         return not self._watching.is_alive() and os.getpid() == self.owner
 
     def tell(self, line: str) -> None:
-        """Writes a line of this process's to standard error, within no line of the server's."""
+        """Write a line to standard error without interleaving it with a line of the server."""
         self._errors.put(f"{line}\n".encode(errors="backslashreplace"))
         self._errors.flush(_FLUSH_TIMEOUT_S)
 
     @property
     def reason(self) -> str:
-        """The last line that the server wrote to standard error, without the time and the level before the message."""
+        """The last line of the server's standard error, without the log prefix."""
         lines = self._tail.decode(errors="replace").strip().splitlines()
         return _LINE_PREFIX.sub("", lines[-1].strip()) if lines else ""
 
     @property
     def exit(self) -> str:
-        """How the server ended: its exit code, or the signal."""
+        """A description of how the server ended: its exit code, or the signal."""
         code = None if self._process is None else self._process.returncode
         if code is None:
             return "not started"
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     def stop(self) -> None:
-        """Ends the server, and returns when it has ended."""
+        """Terminate the server and wait for its end.
+
+        Send SIGTERM first, then SIGKILL after STOP_TIMEOUT_S seconds.
+        """
         if not self._watching.is_alive():
             return
         self._launched.wait()
@@ -117,7 +127,8 @@ class LocalServer:
 
     def _watch(self) -> None:
         try:
-            # A group of its own: Ctrl-C on the terminal is for this process, which then ends the server.
+            # A separate process group: Ctrl-C on the terminal interrupts only this process, which then stops the
+            # server.
             self._process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,
@@ -141,8 +152,10 @@ class LocalServer:
             self._url.set_exception(StartError(reason or f"pagewire serve ended with {self.exit} and gave no reason"))
 
     def _read(self, process: "subprocess.Popen[bytes]") -> str:
-        """Reads both outputs of the server until they are closed. Returns what it said on standard output instead of
-        its url."""
+        """Read both outputs of the server until they are closed.
+
+        Return the last line of standard output if the server ended without reporting a URL, otherwise an empty text.
+        """
         assert process.stdout is not None
         assert process.stderr is not None
         said, output, errors = "", ChildOutput(), ChildOutput()
@@ -170,8 +183,8 @@ class LocalServer:
             self._errors.put("".join(f"{line}\n" for line in lines).encode())
 
     def _hear(self, line: str) -> str:
-        """Takes note of the server's url. Returns what else it says."""
-        # A front end reports that it is ready too.
+        """Record the server's URL from a "ready on" line. Return the text of any other line."""
+        # Front ends report ready lines with other schemes.
         if line.startswith(f"{READY_PREFIX}grpc://") and not self._url.done():
             self._url.set_result(line.removeprefix(READY_PREFIX).strip())
         return "" if line.startswith(READY_PREFIX) else line.strip().removeprefix(REFUSAL_PREFIX)
@@ -183,20 +196,20 @@ def _dropped_notice(num_dropped: int) -> bytes:
 
 @contextmanager
 def serving(model: str, flags: Sequence[str] = (), *, flags_only: Collection[str]) -> Iterator[tuple[str, LocalServer]]:
-    """Runs a server inside the block, which gets its url and it. Raises CommandError if it does not come up, or a call
-    fails because it has ended.
+    """Run a server inside the block and provide its URL and the server.
 
-    `flags` and `flags_only` are those of LocalServer. This is for the main thread only: from now on SIGTERM unwinds the
-    block as Ctrl-C does, and then raises SystemExit.
+    Raise CommandError if the server does not start, or if a call in the block fails because the server has ended.
+    `flags` and `flags_only` are the arguments of LocalServer. Only the main thread may call this. From then on, SIGTERM
+    unwinds the block as Ctrl-C does, and then raises SystemExit.
     """
     terminations: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        # Raising here would throw out of any line of an event loop, gRPC's callbacks among them, which crashes: what
-        # handles Ctrl-C at this time, asyncio's handler inside `asyncio.run`, knows how to unwind.
+        # Raising an exception here could interrupt any line of an event loop or a gRPC callback, which crashes. The
+        # current handler of SIGINT, such as asyncio's inside `asyncio.run`, can unwind safely.
         terminations.append(number)
         handler = signal.getsignal(signal.SIGINT)
-        if handler is signal.default_int_handler:  # no loop, but what asks a user may go on after Ctrl-C
+        if handler is signal.default_int_handler:  # no event loop, but an input prompt may survive Ctrl-C
             sys.exit(128 + number)
         assert callable(handler)
         handler(signal.SIGINT, frame)
@@ -209,7 +222,7 @@ def serving(model: str, flags: Sequence[str] = (), *, flags_only: Collection[str
         try:
             url = server.start()
         except StartError as error:
-            # What it wrote on standard error stands there already.
+            # The last line of the server's standard error has already been shown.
             reason = "" if str(error) == server.reason else f": {error}"
             raise CommandError(f"pagewire serve {model} ended with {server.exit}{reason}") from None
         server.tell(f"{READY_PREFIX}{url} after {time.monotonic() - started_at:.1f} s")

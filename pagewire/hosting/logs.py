@@ -1,6 +1,6 @@
-"""Sets up the logging of the services, which goes to standard error: standard output is for results.
+"""The logging of the services. Logs go to standard error, since standard output is for results.
 
-Lines go through a queue (`queued_writer.py`), so that a standard error which is not read stops no service.
+Lines pass through a queue (`queued_writer.py`), so that an unread standard error does not block a service.
 """
 
 import atexit
@@ -21,11 +21,11 @@ from pagewire.hosting.printable import printable, printable_json, printable_line
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
-MAX_TERMINATION_LOG = 4096  # bytes that Kubernetes reads of one
-# Seconds that a process which ends waits for its last lines to be read.
+MAX_TERMINATION_LOG = 4096  # bytes of a termination log that Kubernetes reads
+# The seconds that an exiting process waits for its last lines to be written.
 FLUSH_TIMEOUT = 2.0
 _STDERR = 2
-# What every record has; the rest is what a caller gave as `extra`.
+# The attributes of every log record. All other attributes come from a caller's `extra`.
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -43,7 +43,8 @@ _to_json = StrictEncoder(str, ensure_ascii=False, default=str).encode
 
 
 class JsonFormatter(logging.Formatter):
-    """Writes one object per line: time (UTC), level, logger, message, then the caller's `extra`, then the exception."""
+    """Formats a record as one JSON object: time (UTC), level, logger, message, the caller's `extra`, and the
+    exception."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {
@@ -60,9 +61,9 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Writes one line, whatever the message holds that came from outside, then the exception, indented.
+    """Formats a record as one line, whatever characters the message contains, followed by the indented exception.
 
-    No line that begins with a time can be forged: each begins in this process.
+    A message cannot forge a log line: only this formatter writes a line that begins with a time.
     """
 
     def __init__(self) -> None:
@@ -76,8 +77,10 @@ class TextFormatter(logging.Formatter):
 
 
 class TerminationLog(logging.Handler):
-    """Writes the last critical line, after which a process ends, to a file that is there already. A file that takes no
-    bytes holds up no exit."""
+    """Writes the last critical line before the process ends to an existing file.
+
+    A file that blocks on writing delays the exit by at most FLUSH_TIMEOUT seconds.
+    """
 
     def __init__(self, path: str) -> None:
         super().__init__(logging.CRITICAL)
@@ -90,14 +93,14 @@ class TerminationLog(logging.Handler):
         writing.join(FLUSH_TIMEOUT)
 
     def _write(self, line: bytes) -> None:
-        # Not there, or not for us to write: this is no pod.
+        # The file does not exist or is not writable: the process does not run in a pod.
         with contextlib.suppress(OSError), open(self._path, "r+b") as file:
             file.truncate()
             file.write(line)
 
 
 class LogQueue(logging.Handler):
-    """Hands the lines of this process to a writer. `logging.shutdown`, at the end of a process, flushes it."""
+    """Passes the log lines of this process to a queued writer. `logging.shutdown` flushes it at exit."""
 
     def __init__(self, descriptor: int, formatter: logging.Formatter) -> None:
         super().__init__()
@@ -128,7 +131,7 @@ class LogQueue(logging.Handler):
 
 
 class _QueuedFile(io.RawIOBase):
-    """A standard error for the interpreter and `print` that writes to the same queue as the log lines."""
+    """A replacement for standard error that writes to the same queue as the log lines."""
 
     def __init__(self, writer: QueuedWriter, descriptor: int) -> None:
         self._writer = writer
@@ -149,7 +152,7 @@ class _QueuedFile(io.RawIOBase):
 
 
 def configure(config: LogConfig) -> None:
-    """Sends the log lines of this process to standard error, and in order with them what else is written there."""
+    """Send the log lines of this process, and all other output to `sys.stderr`, to standard error in order."""
     queue = LogQueue(_STDERR, JsonFormatter() if config.log_format == "json" else TextFormatter())
     handlers: list[logging.Handler] = [queue]
     if config.termination_log:
@@ -162,10 +165,10 @@ def configure(config: LogConfig) -> None:
             errors="backslashreplace",
             line_buffering=True,
         )
-        atexit.register(sys.stderr.flush)  # before the queue, what has no end of its line
+        atexit.register(sys.stderr.flush)  # flush an unfinished line before the queue is closed
 
 
 def num_dropped_lines() -> int:
-    """Returns how many lines of this process were dropped because standard error was not read."""
+    """Return the number of lines that were dropped because standard error was not read."""
     queues = [handler for handler in logging.getLogger().handlers if isinstance(handler, LogQueue)]
     return sum(queue.writer.num_dropped for queue in queues)

@@ -1,7 +1,8 @@
-"""Finds MODEL: a checkpoint directory, a GGUF file, or a model of the Hugging Face hub, which becomes a directory.
+"""The lookup of MODEL: a checkpoint directory, a GGUF file, or a Hugging Face model, which becomes a directory.
 
-A hub id is looked up in the local cache of huggingface_hub. Files that are not there are downloaded into it, unless
-HF_HUB_OFFLINE says otherwise. Only files that are read are taken: never pickled weights, never a second format.
+A hub id is looked up in huggingface_hub's local cache. Missing files are downloaded into the cache, unless
+HF_HUB_OFFLINE is set. Only files that the services read are downloaded, never pickled weights or a second weight
+format.
 """
 
 import hashlib
@@ -28,7 +29,7 @@ from pagewire.compatibility import suggestion
 log = logging.getLogger(__name__)
 
 EXAMPLE = "Qwen/Qwen3-0.6B"
-# A link to models/storyteller of the source tree; an installed package has the files themselves.
+# In a source tree, this is a link to models/storyteller. An installed package contains the files.
 BUNDLED = Path(__file__).parents[1] / "storyteller"
 GIVE = (
     f"give a checkpoint directory, a GGUF file, or the id of a Hugging Face model such as {EXAMPLE}; {BUNDLED.name} is "
@@ -37,7 +38,7 @@ GIVE = (
 MISSING = f"MODEL is missing (also --model): {GIVE}"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-# What is read besides the weights, by the scheduler, the worker and routers.
+# The files besides the weights that the scheduler, the worker and routers read.
 SMALL_FILES = (
     "config.json",
     "generation_config.json",
@@ -56,17 +57,18 @@ SMALL_FILES = (
     INDEX,
 )
 PICKLED = (".bin", ".pt", ".pth")
-# The hub has no owner `models`, where its list of all models is: that is a folder, as of our README's commands.
+# "models/..." is never a hub id, since the hub has no owner of that name. It is a folder, as in the commands of the
+# README.
 _HUB_ID = re.compile(r"(?!models/)[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_ADDRESS = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([^/]+/[^/?#]+).*")
 
 
 class ModelSourceError(CommandError):
-    """MODEL cannot be served. The text says what it is and what to give instead."""
+    """MODEL cannot be served. The message names the problem and suggests a valid MODEL."""
 
 
 class DownloadError(ModelSourceError):
-    """A download failed. Trying again may help."""
+    """A download failed. A retry may succeed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,22 +78,22 @@ class ModelSourceConfig:
     )
 
     def validate(self) -> None:
-        """Accepts every text as a revision; the hub knows which there are."""
+        """Accept any revision. The hub checks whether it exists."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocatedModel:
-    """A checkpoint directory or a GGUF file, and the hub id by which it was found, or None."""
+    """A checkpoint directory or a GGUF file, and its hub id or None."""
 
     directory: str
     hub_id: str | None = None
 
 
 def locate(model: str, revision: str | None = None, *, with_weights: bool = True) -> LocatedModel:
-    """Returns the checkpoint directory of MODEL, which it downloads if it has to; or the GGUF file that MODEL is.
+    """Return the checkpoint directory or GGUF file of MODEL, and download the files that are missing.
 
-    `with_weights` False asks only for the files that a scheduler or a front end reads. Raises ModelSourceError for a
-    MODEL that cannot be served.
+    With `with_weights` False, only the files that a scheduler or a front end reads are required. Raise ModelSourceError
+    for a MODEL that cannot be served, and DownloadError if a download fails.
     """
     if model == BUNDLED.name and not Path(model).exists():
         model = str(BUNDLED)
@@ -118,7 +120,7 @@ def locate(model: str, revision: str | None = None, *, with_weights: bool = True
 
 
 def check_directory(path: Path, *, with_weights: bool) -> None:
-    """Raises ModelSourceError if a directory does not hold a checkpoint in the format that is read."""
+    """Raise ModelSourceError unless a directory contains a checkpoint in a supported format."""
     try:
         names = sorted(entry.name for entry in path.iterdir())
     except OSError as error:
@@ -138,7 +140,7 @@ def check_directory(path: Path, *, with_weights: bool) -> None:
 
 
 def _without_safetensors(names: Iterable[str]) -> str:
-    """Returns a phrase on what stands where safetensors should be, and what to do."""
+    """Return a phrase that describes the weights of a checkpoint without safetensors, with a remedy."""
     native = _native_format(names)
     pickled = [name for name in names if name.endswith(PICKLED)]
     if native and all(_is_native(name) for name in pickled):
@@ -155,7 +157,8 @@ def _without_safetensors(names: Iterable[str]) -> str:
 
 
 def _native_format(names: Iterable[str]) -> str:
-    """Returns what to do about weights as Meta and Mistral have them before they are converted, or nothing."""
+    """Return a remedy for weights in the unconverted formats of Meta and Mistral, or an empty text without such
+    weights."""
     native = [name for name in names if _is_native(name)]
     if not native:
         return ""
@@ -170,7 +173,7 @@ def _is_native(name: str) -> bool:
 
 
 def _gguf_models(names: Iterable[str]) -> list[str]:
-    """Returns the GGUF files that may hold a model, without those of encoders of pictures."""
+    """Return the names of GGUF files that may contain a model, without image encoders."""
     return [name for name in names if _is_gguf_name(name) and "mmproj" not in name.lower()]
 
 
@@ -179,7 +182,7 @@ def _is_gguf_name(name: str) -> bool:
 
 
 def _near(path: Path, names: Iterable[str]) -> str:
-    """Returns a hint at what stands beside a path that is not there, by the most similar of these names."""
+    """Return a hint with the name most similar to the missing path, or a general hint."""
     near = suggestion(path.name, names)
     return near.replace("did you mean ", f"did you mean {path.parent}/") if near else f": {GIVE}"
 
@@ -191,13 +194,19 @@ def _file_refusal(path: Path) -> str:
 
 
 def _is_hub_id(model: str) -> bool:
-    """Returns whether MODEL can be a hub id. A name in a directory that exists is a path, though one with a mistake."""
+    """Return whether MODEL may be a hub id.
+
+    A name inside an existing directory is a mistyped path instead.
+    """
     return bool(_HUB_ID.fullmatch(model)) and not ("/" in model and Path(model).parent.is_dir())
 
 
 def _weight_files(snapshot: Path, there: Container[str]) -> list[str]:
-    """Returns the names of the safetensors in a snapshot's index. There is but one file without an index, and where
-    the index, of former files, does not name that one, which is there."""
+    """Return the names of the safetensors files of a snapshot.
+
+    Without an index, there is one file. If the index is outdated and does not name that file, the file is used if it
+    exists. Raise ModelSourceError if the index cannot be read.
+    """
     index = snapshot / INDEX
     if not index.is_file():
         return [SINGLE]
@@ -211,8 +220,11 @@ def _weight_files(snapshot: Path, there: Container[str]) -> list[str]:
 
 
 def _is_whole(blob: Path) -> bool:
-    """Returns whether a blob of the cache has the bytes whose digest is its name, as the hub tells it: SHA-256 of files
-    in Git LFS, git's own of others. Where the cache has no blobs, it cannot be known."""
+    """Return whether a blob of the cache has the digest that its name states.
+
+    The hub uses SHA-256 for files in Git LFS and git's own digest for other files. Return True for a file with any
+    other name, which cannot be verified.
+    """
     with blob.open("rb") as stream:
         if len(blob.name) == 2 * hashlib.sha256().digest_size:
             return hashlib.file_digest(stream, "sha256").hexdigest() == blob.name
@@ -224,14 +236,14 @@ def _is_whole(blob: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Removes a file of a snapshot, and the blob that it is a link to."""
+    """Remove a file of a snapshot and the blob that it links to."""
     path.resolve().unlink(missing_ok=True)
     path.unlink(missing_ok=True)
 
 
 @contextmanager
 def _ending_at_once() -> Iterator[None]:
-    """Lets Ctrl-C end the process inside the block. Python would wait for the threads that download."""
+    """Let Ctrl-C end the process immediately inside the block. Python would wait for the download threads."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -243,7 +255,7 @@ def _ending_at_once() -> Iterator[None]:
 
 
 class _HubModel:
-    """One revision of a model of the hub."""
+    """One revision of a Hugging Face model."""
 
     def __init__(self, hub_id: str, revision: str | None, *, with_weights: bool) -> None:
         self._id = hub_id
@@ -252,7 +264,7 @@ class _HubModel:
         self._name = hub_id if revision is None else f"{hub_id} at revision {revision}"
 
     def directory(self) -> Path:
-        """Returns the snapshot with all files that are needed. If the cache has them, the hub is not asked."""
+        """Return the snapshot with all required files. If the cache is complete, the hub is not contacted."""
         try:
             from huggingface_hub import constants, get_cached_repo_tree, snapshot_download  # noqa: F401
             from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -261,7 +273,7 @@ class _HubModel:
                 f"{self._id} is not a directory here, and finding it on Hugging Face needs huggingface_hub ({error}): "
                 f"{installation.command('hub', installation.NEEDED['hub'])}"
             ) from None
-        for client in ("httpx", "httpx2"):  # their lines at INFO are one per HTTP request
+        for client in ("httpx", "httpx2"):  # at INFO they log every HTTP request
             logging.getLogger(client).setLevel(logging.WARNING)
         cached = self._cached()
         if cached is not None:
@@ -274,7 +286,7 @@ class _HubModel:
         return self._downloaded()
 
     def _cached(self) -> Path | None:
-        """Returns the snapshot in the cache, or None if a file is missing, or is another than was downloaded."""
+        """Return the cached snapshot, or None if a required file is missing or truncated."""
         from huggingface_hub.errors import LocalEntryNotFoundError
 
         try:
@@ -289,8 +301,10 @@ class _HubModel:
         return snapshot
 
     def _remove_cut_files(self, snapshot: Path) -> bool:
-        """Removes the files of a snapshot that have not the size which the hub told, as after a crash or on a full
-        disk, so that they are downloaded again. Returns whether there were any."""
+        """Remove the files of a snapshot whose size differs from the hub's, so that they are downloaded again.
+
+        A crash or a full disk leaves such files. Return whether a file was removed.
+        """
         from huggingface_hub import get_cached_repo_tree
         from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
@@ -311,7 +325,7 @@ class _HubModel:
                 return self._download()
         except ModelSourceError:
             raise
-        except Exception as error:  # its HTTP client has errors of its own, by names that change with its version
+        except Exception as error:  # the HTTP client's exceptions have other names in each version
             raise DownloadError(self._explain(error)) from None
 
     def _download(self) -> Path:
@@ -320,7 +334,7 @@ class _HubModel:
         there = self._blobs()
         snapshot = self._fetch(SMALL_FILES)
         self._check_new_files(snapshot, there)
-        # The commit is known now, and its list of files is on the disk: weights come from the same commit.
+        # The commit is now known, and its list of files is cached. The weights come from the same commit.
         sizes = {file.path: file.size for file in get_cached_repo_tree(self._id, revision=snapshot.name)}
         if "config.json" not in sizes:
             raise ModelSourceError(f"the Hugging Face repository {self._name} has {self._without_config(sizes)}")
@@ -331,7 +345,7 @@ class _HubModel:
         return snapshot
 
     def _blobs(self) -> set[str]:
-        """Returns the names of the files that the cache has of this model, of whatever revision."""
+        """Return the names of all cached files of this model, of any revision."""
         from huggingface_hub import constants
         from huggingface_hub.file_download import repo_folder_name
 
@@ -339,8 +353,10 @@ class _HubModel:
         return {path.name for path in folder.glob("*")}
 
     def _check_new_files(self, snapshot: Path, there: Container[str]) -> None:
-        """Compares what has been downloaded beside the blobs that were there with the hub's digests. Raises
-        DownloadError for a file of other bytes, which it removes."""
+        """Verify the files downloaded since `there` was listed against the hub's digests.
+
+        Remove corrupt files and raise DownloadError.
+        """
         paths = [path for path in snapshot.rglob("*") if path.is_file() and path.resolve().name not in there]
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             are_whole = list(threads.map(lambda path: _is_whole(path.resolve()), paths))
@@ -370,14 +386,15 @@ class _HubModel:
         if missing:
             raise ModelSourceError(f"the Hugging Face repository {self._name} lacks {missing[0]}, which {INDEX} names")
         size = describe_memory(sum(sizes[name] for name in names))
-        # Whatever the log level is: it may take long, and only a terminal has a progress bar.
+        # Logged as a warning to be always visible: the download may take long, and only a terminal shows a progress
+        # bar.
         log.warning("downloading %s: weights in %d files, %s", self._name, len(names), size)
         started_at = time.monotonic()
         self._fetch(names, revision=snapshot.name)
         log.warning("downloaded %s in %.1f s to %s", self._name, time.monotonic() - started_at, snapshot)
 
     def _fetch(self, names: Iterable[str], *, revision: str | None = None, local_files_only: bool = False) -> Path:
-        """Returns the snapshot's directory with these files, as far as the repository has them."""
+        """Return the snapshot's directory after fetching the named files, as far as the repository has them."""
         from huggingface_hub import snapshot_download
 
         return Path(
@@ -405,7 +422,7 @@ class _HubModel:
                 "check the name; for a private model, log in "
                 "with `hf auth login` or set HF_TOKEN"
             )
-        # Without the hub, a snapshot with files missing is found where no list of them was kept.
+        # If the hub is unreachable, an incomplete snapshot without a cached list of its files is found here.
         if isinstance(error, errors.LocalEntryNotFoundError | errors.CachedRepoTreeNotFoundError):
             cause = f" ({' '.join(str(error.__cause__).split())})" if error.__cause__ else ""
             return self._not_here(f"{constants.ENDPOINT} cannot be reached{cause}:")

@@ -1,34 +1,34 @@
-"""Text from outside as a log or a terminal is given it: in one line, and with no code that a terminal obeys."""
+"""Escaping of untrusted text for logs and terminals: one line, without terminal control codes."""
 
 import re
 
-# Of a longer text, the rest is left out.
+# The rest of a longer text is dropped.
 MAX_CHARS = 8192
 _PLAIN = re.compile("[^ -~]")
 
 
 def printable(text: str) -> str:
-    """Write every character that is not printed as Python's escape for it, and cut what is longer than a line can be.
+    """Replace each non-printable character by its Python escape, and truncate the text to MAX_CHARS characters.
 
-    These are line ends, control characters, marks that turn the direction of writing, and halves of surrogate pairs.
+    Non-printable characters are line ends, control characters, marks that change the writing direction, and surrogates.
     """
     text = shortened(text)
     return text if text.isprintable() else _PLAIN.sub(_escaped, text)
 
 
 def shortened(text: str) -> str:
-    """Cut what is longer than a line can be."""
+    """Truncate a text to MAX_CHARS characters. The result ends with the number of dropped characters."""
     num_left_out = len(text) - MAX_CHARS
     return text if num_left_out <= 0 else f"{text[:MAX_CHARS]} [{num_left_out} more characters]"
 
 
 def printable_lines(text: str) -> str:
-    """Write each line of a text as `printable` does."""
+    """Apply `printable` to each line of a text."""
     return "\n".join(map(printable, text.split("\n")))
 
 
 def printable_json(text: str) -> str:
-    """Write JSON whose strings show no such character, and mean the same."""
+    """Replace each non-printable character in JSON by a JSON escape with the same meaning."""
     return text if text.isprintable() else _PLAIN.sub(_escaped_json, text)
 
 

@@ -1,4 +1,4 @@
-"""The directory of a running `pagewire serve`. Its worker listens on sockets there, and no other user may enter it."""
+"""The private directory of a running `pagewire serve`, which contains the Unix sockets of its services."""
 
 import fcntl
 import os
@@ -12,13 +12,14 @@ from types import TracebackType
 _FALLBACK = "/tmp"
 _PREFIX = "pagewire-serve-"
 _NAME = re.compile(rf"{_PREFIX}[0-9a-f]{{16}}")
-_MAX_BASE_BYTES = 56  # the path of a socket has 107 at most
+_MAX_BASE_BYTES = 56  # the path of a socket has at most 107 bytes
 
 
 class RuntimeDirectory:
-    """A directory that lasts as long as the block of a `with` statement. Its path is known before it is made.
+    """A directory that exists inside a `with` block. Its path is known before the directory is created.
 
-    While it lasts it is locked. No killed process leaves a lock behind, and systemd-tmpfiles keeps what is locked.
+    The directory is locked while it exists. The kernel releases the lock of a killed process, and systemd-tmpfiles does
+    not remove a locked directory.
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
@@ -26,9 +27,10 @@ class RuntimeDirectory:
         self._lock: int | None = None
 
     def __enter__(self) -> Path:
-        """Makes the directory, and removes those that killed processes have left. Raises OSError with one line."""
+        """Create the directory and remove the directories of killed processes. Raise OSError with a one-line
+        message."""
         base = self.path.parent
-        # Under a name that is not looked for, until it is locked.
+        # Created under a name that other processes do not clean up, until it is locked.
         unlocked = base / f".{self.path.name}"
         try:
             _remove_abandoned(base)
@@ -51,14 +53,16 @@ class RuntimeDirectory:
 
 
 def _base(named: str) -> Path:
-    """Returns the user's own directory for such things if it can be used, else the one for everybody."""
+    """Return the user's own runtime directory if it is usable, otherwise the shared one."""
     is_usable = os.path.isabs(named) and len(os.fsencode(named)) <= _MAX_BASE_BYTES and "," not in named
     return Path(named if is_usable and os.access(named, os.W_OK | os.X_OK) else _FALLBACK)
 
 
 def _lock(directory: Path) -> int:
-    """Locks a directory and returns the file descriptor that holds the lock. Raises OSError if another process holds
-    it."""
+    """Lock a directory and return the file descriptor of the lock.
+
+    Raise OSError if another process holds the lock.
+    """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -69,13 +73,13 @@ def _lock(directory: Path) -> int:
 
 
 def _remove_abandoned(base: Path) -> None:
-    """Removes the directories of this user that no process has locked."""
+    """Remove this user's directories that no process has locked."""
     for path in base.glob(f"{_PREFIX}*"):
         try:
             if not _NAME.fullmatch(path.name) or path.lstat().st_uid != os.getuid():
                 continue
             lock = _lock(path)
-        except OSError:  # its server runs, or has removed it
+        except OSError:  # its server is running, or has just removed it
             continue
         shutil.rmtree(path, ignore_errors=True)
         os.close(lock)

@@ -1,5 +1,4 @@
-"""Keeps a child process running, a worker or a front end: starts it, restarts it when it dies, and never leaves one
-behind."""
+"""The supervision of a child process, a worker or a front end: start, restart after a failure, and termination."""
 
 import asyncio
 import contextlib
@@ -27,16 +26,18 @@ from pagewire.hosting.child_output import READ_BYTES, ChildOutput
 log = logging.getLogger(__name__)
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-# Below the ports that Linux gives to outgoing connections: no other process takes the port while the worker restarts,
-# and a client that dials it meanwhile cannot connect to itself.
+# Below Linux's ephemeral ports. No outgoing connection of another process can occupy the port while the worker
+# restarts, and a client that dials the port meanwhile cannot connect to itself.
 WORKER_PORTS = range(20_000, 32_768)
-_found: deque[int] = deque(maxlen=1000)  # ports found by this process last, which may not be taken yet
+_found: deque[int] = deque(maxlen=1000)  # ports found recently, which may not be bound yet
 
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """How often and how soon a child is started again. The delay doubles with each death until the child has run for
-    `steady_s`."""
+    """The timing and limits of restarts.
+
+    The delay doubles with each exit until the child has run for `steady_s` seconds.
+    """
 
     first_delay_s: float = 0.1
     max_delay_s: float = 5.0
@@ -47,9 +48,16 @@ class RestartPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How a run of the worker ended. `code` is negative for a signal; `refusal` says why it cannot start, if so, and
-    `failure` why it was not started this time. `memory` is what it said of the memory that it takes. `was_replaced`:
-    its supervisor has killed it."""
+    """The outcome of one run of the child.
+
+    - `code`: the exit code, negative for a signal.
+    - `was_ready`: whether the child reported that it was ready.
+    - `ran_s`: the duration of the run in seconds.
+    - `refusal`: the reason why the child can never start, or an empty text.
+    - `failure`: the reason why the child could not be launched this time, or an empty text.
+    - `memory`: the child's report of its memory use, or an empty text.
+    - `was_replaced`: whether the supervisor killed the child to restart it.
+    """
 
     code: int
     was_ready: bool
@@ -68,7 +76,7 @@ class Exit:
 
 
 class Restarts:
-    """Decides what follows an exit, without any effect."""
+    """Decides when to restart after an exit. It has no side effects."""
 
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
@@ -77,7 +85,7 @@ class Restarts:
         self._num_failed_starts = 0
 
     def delay_after(self, ended: Exit) -> float | None:
-        """Return the seconds to wait before the next start, or None to give up: the worker has never come up."""
+        """Return the seconds to wait before the next start, or None to give up on a child that was never ready."""
         self._ever_ready |= ended.was_ready
         if ended.code == EXIT_REFUSED and not self._ever_ready:
             return None
@@ -94,18 +102,18 @@ class Restarts:
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """The reason for which a child is not started again, and the exit code that says so."""
+    """The reason why a child is not restarted, and the exit code for this process."""
 
     reason: str
     code: int
 
 
 class Supervisor:
-    """Runs `command` as a child in a process group of its own, so that a Ctrl-C reaches only its parent.
+    """Runs `command` as a child in its own process group, so that Ctrl-C reaches only the parent.
 
-    The child's standard error passes through. Its standard output does not: its "ready on" line says that it is up,
-    other lines are logged. What it announces begins with a word that only the two know, since a child may print what
-    clients have sent.
+    The child's standard error passes through. Its standard output is read line by line: a "ready on" line means that
+    the child is ready, and other lines are logged. Announcements begin with a random word that only the two processes
+    know, because a child may print text that clients have sent.
     """
 
     def __init__(
@@ -117,7 +125,8 @@ class Supervisor:
         name: str = "worker",
         on_ready: Callable[[str], None] = lambda url: None,
     ) -> None:
-        """`name` is what log lines call the child. `on_ready` gets its URL whenever it comes up."""
+        """`name` is the child's name in log lines. `on_ready` is called with the child's URL whenever it becomes
+        ready."""
         self._command = command
         self._environ = environ
         self._policy = policy or RestartPolicy()
@@ -129,14 +138,14 @@ class Supervisor:
         self._was_replaced = False
 
     def restart(self, reason: str) -> None:
-        """End a child that is of no use any more; `run` starts the next one."""
+        """Kill the running child. `run` then starts a new one."""
         if self._process is not None and self._process.returncode is None:
             log.warning("killing the %s, process %d: %s", self._name, self._process.pid, reason)
             self._was_replaced = True
             self._process.kill()
 
     async def run(self) -> "GivenUp":
-        """Keeps the child running until cancelled, which ends it; returns why if it gives up."""
+        """Keep the child running until cancelled, which terminates it. Return the reason if the supervisor gives up."""
         restarts = Restarts(self._policy)
         while True:
             ended = await self.run_once()
@@ -150,12 +159,12 @@ class Supervisor:
             await asyncio.sleep(delay_s)
 
     async def run_once(self) -> Exit:
-        """Starts the child and waits for its end; when cancelled, ends it."""
+        """Start the child and wait for its end. Cancellation terminates the child."""
         started_at = time.monotonic()
         try:
             process = await self._start()
         except OSError as error:
-            # No descriptor, process or memory is left: that may change, as it may for a child that ends by itself.
+            # No file descriptor, process or memory is available. This may be temporary, so a restart may succeed.
             return Exit(1, was_ready=False, ran_s=0.0, failure=f"it could not be started: {error}")
         self._process, self._refusal, self._memory, self._was_replaced = process, "", "", False
         log.info("the %s is process %d", self._name, process.pid)
@@ -163,7 +172,7 @@ class Supervisor:
         watching = asyncio.create_task(self._watch(process, ready))
         try:
             code = await process.wait()
-            # What it printed before it died may still be in the pipe.
+            # Output from before the child's end may still be in the pipe.
             await asyncio.wait({watching}, timeout=1.0)
         finally:
             watching.cancel()
@@ -188,8 +197,11 @@ class Supervisor:
         )
 
     async def _watch(self, process: asyncio.subprocess.Process, ready: asyncio.Event) -> None:
-        """Reads the child's standard output to its end, whatever comes: a child whose output is not read stands still,
-        and asyncio does not tell of its death."""
+        """Read the child's standard output to its end.
+
+        Nothing may stop the reading. A child blocks if its output is not read, and asyncio does not report the end of
+        such a child.
+        """
         assert process.stdout is not None
         output = ChildOutput()
         while data := await process.stdout.read(READ_BYTES):
@@ -204,11 +216,11 @@ class Supervisor:
         if announced.startswith(REFUSAL_PREFIX):
             self._refusal = announced.removeprefix(REFUSAL_PREFIX)
             with contextlib.suppress(ProcessLookupError):
-                process.kill()  # all that is left for it is to take itself apart, which takes seconds
+                process.kill()  # the orderly shutdown of the child would take seconds
             return
         if announced.startswith(MEMORY_PREFIX):
             self._memory = announced.removeprefix(MEMORY_PREFIX)
-        # Its listener tells that it is ready; what memory it takes, and what to do about it, matters if it is killed.
+        # Ready lines are reported by the listener. The memory report matters only if the child is killed.
         is_told_elsewhere = announced.startswith((READY_PREFIX, MEMORY_PREFIX))
         log.log(logging.DEBUG if is_told_elsewhere else logging.INFO, "%s: %s", self._name, announced or text)
         if announced.startswith(READY_PREFIX):
@@ -230,8 +242,11 @@ class Supervisor:
 
 
 def free_port(host: str, promised: Collection[int] = ()) -> int:
-    """Find a port that is free, and none that is promised to somebody: who is to have it may not have taken it yet."""
-    # Neither a seed nor a fork makes two processes draw the same.
+    """Return a free port of WORKER_PORTS that is not in `promised`. Raise OSError if 100 random ports are in use.
+
+    `promised` are ports that other processes are going to bind.
+    """
+    # The system's random source, so that neither a seed nor a fork makes two processes draw the same ports.
     drawn = random.SystemRandom().choices(WORKER_PORTS, k=100)
     for port in {*drawn}.difference(promised, _found):
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -242,6 +257,7 @@ def free_port(host: str, promised: Collection[int] = ()) -> int:
 
 
 def child_environ(environ: Mapping[str, str], option_variables: Sequence[str]) -> dict[str, str]:
-    """Make the child's environment: without its parent's options, and with the process that it must not outlive."""
+    """Return the child's environment: without the parent's options, and with the id of the parent it must not
+    outlive."""
     inherited = {name: value for name, value in environ.items() if name not in option_variables}
     return inherited | {EXIT_WITH_PARENT: str(os.getpid())}

@@ -1,7 +1,7 @@
-"""Starts all ranks of a worker on this machine, for a `pagewire worker` that is told their number, but no address.
+"""All ranks of a worker on this machine, for a `pagewire worker` without --tensor-parallel-address.
 
-The ranks are child processes. Each listens on a port of its own, and they meet over loopback. When one ends, all are
-ended and started again: a worker without one of its ranks is of no use.
+The ranks are child processes. Each listens on its own port, and they communicate over loopback. When one rank ends, all
+ranks are stopped and restarted, since a worker cannot run without all of its ranks.
 """
 
 import asyncio
@@ -22,14 +22,14 @@ from worker_service.startup.resources import num_usable_cpus
 log = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"
-# A rank that stops finishes its step.
+# The timeout gives a rank time to finish its step.
 _POLICY = RestartPolicy(stop_timeout_s=30.0)
 
 
 def rank_configs(config: WorkerConfig) -> list[WorkerConfig]:
-    """Returns the configuration of each rank: ports that follow each other, and a share of the CPU.
+    """Return the configuration of each rank, with consecutive ports and an equal share of the CPUs.
 
-    Raises ValueError for what cannot be, and OSError if no port is free.
+    Raise ValueError for an invalid configuration, and OSError if no port is free.
     """
     size = config.tensor_parallel_size
     if config.port == 0:
@@ -55,14 +55,16 @@ def rank_configs(config: WorkerConfig) -> list[WorkerConfig]:
 
 
 def serve(config: WorkerConfig, arguments: Sequence[str], refuse: Callable[[str], int]) -> int:
-    """Runs the ranks until a signal comes. Each gets the `arguments` of the command and flags of its own. `refuse` says
-    why a rank will never be able to start, and returns the exit code. Raises ValueError and OSError as `rank_configs`.
+    """Run the ranks until a signal arrives, and return the exit code.
+
+    Each rank gets the command's `arguments` and additional flags. `refuse` reports why a rank can never start and
+    returns the exit code. Raise the errors of `rank_configs`.
     """
     exit_with_parent()
     starting: set[int] = set()
 
     def note(rank: int, url: str) -> None:
-        """Announces that the worker is ready whenever all its ranks have become so."""
+        """Announce that the worker is ready when all of its ranks are ready."""
         starting.discard(rank)
         if not starting:
             announce_ready(f"grpc://{join(config.host, config.port)}")
@@ -72,7 +74,7 @@ def serve(config: WorkerConfig, arguments: Sequence[str], refuse: Callable[[str]
         name, on_ready = f"worker's rank {own.tensor_parallel_rank}", partial(note, own.tensor_parallel_rank)
         return Supervisor(command, child_environ(os.environ, []), _POLICY, name=name, on_ready=on_ready)
 
-    # At each start they meet at another port, should somebody have taken the last.
+    # A new address at every start, in case another process has taken the previous port.
     return asyncio.run(_until_signalled(lambda: [*map(supervisor_of, rank_configs(config))], starting, refuse))
 
 
@@ -84,8 +86,10 @@ def _own_flags(config: WorkerConfig) -> list[str]:
 async def _until_signalled(
     make_ranks: Callable[[], Sequence[Supervisor]], starting: set[int], refuse: Callable[[str], int]
 ) -> int:
-    """Returns 0 after SIGTERM or SIGINT, or another exit code if the ranks cannot be started. `starting` gets the
-    numbers of those that are started."""
+    """Run and restart the ranks. Return 0 after SIGTERM or SIGINT, or the exit code if the ranks cannot start.
+
+    `starting` is filled with the numbers of the ranks at every start.
+    """
     stopping = asyncio.create_task(stop_at_signals(lambda number: None).wait())
     restarts = Restarts(_POLICY)
     while True:
@@ -105,7 +109,10 @@ async def _until_signalled(
 
 
 async def _run_once(ranks: Sequence[Supervisor], stopping: "asyncio.Task[bool]") -> Exit | None:
-    """Runs all ranks until one ends or `stopping` does, and ends the others. Returns how the first ended, or None."""
+    """Run all ranks until one ends or `stopping` is done, then stop the others.
+
+    Return the exit of the first rank that ended, or None if `stopping` was done.
+    """
     if stopping.done():
         return None
     runs = [asyncio.create_task(rank.run_once()) for rank in ranks]
