@@ -1,4 +1,4 @@
-"""`LLM`: a model for a program on the same machine, with both services in the background, in the style of vLLM."""
+"""`LLM`: offline inference in the style of vLLM, with both services in the background on this machine."""
 
 from pagewire.client.server_info import Counter, Gauge, Metric
 from pagewire.llm.llm import LLM, TextPrompt, TokensPrompt

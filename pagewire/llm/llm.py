@@ -1,4 +1,4 @@
-"""`LLM` completes and embeds lists of prompts, in the way that users of vLLM and nano-vllm know."""
+"""The class `LLM`, which generates and embeds lists of prompts with the interface of vLLM and nano-vllm."""
 
 import itertools
 import json
@@ -40,44 +40,52 @@ from pagewire.llm.request_output import (
 from pagewire.options import spelled
 from pagewire.progress import ForeignProgress, Progress
 
-# Where `generate` is given no sampling parameters, vLLM's number of tokens and the checkpoint's own choices.
+# The default of `generate`: vLLM's number of tokens, and the checkpoint's own sampling parameters.
 DEFAULT_SAMPLING = replace(UNSET, max_tokens=16)
 _TOOLS = "a list of mappings, or None"
-# A run that is ended by the program's end does not drain.
+# Stop the services without draining: no client is left when the program ends.
 FLAGS = ("--drain-timeout=0",)
 _SEEDS = 1 << 64
 
 
 class TextPrompt(TypedDict):
-    """A prompt as a mapping with a text, which is one of vLLM's forms."""
+    """A prompt as a dict with a text, one of vLLM's prompt types."""
 
     prompt: str
 
 
 class TokensPrompt(TypedDict):
-    """A prompt as a mapping with token ids. A `prompt` beside them is only handed back with the result."""
+    """A prompt as a dict with token ids. An additional `prompt` text is only copied to the result."""
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str]
 
 
-# A mapping is one of the two above; literals of them are easier to type so.
+# A mapping is a TextPrompt or a TokensPrompt. The wider type also admits plain dict variables.
 Prompt = str | Sequence[int] | Mapping[str, object]
-# The text and the token ids of a prompt, one of which may be None.
+# The text and the token ids of a prompt. One of them may be None.
 _SplitPrompt = tuple[str | None, Sequence[int] | None]
 
 
 class LLM:
-    """A model with both services in the background on this machine. They start here, and end with `close`, at the end
-    of `with`, or with the process, however that ends.
+    """A model for offline inference, served by background processes on this machine.
 
-    `model` is what `pagewire serve` takes. `options` are those of `pagewire serve` under the names of its YAML keys,
-    such as `max_model_len=4096`, and those of vLLM and nano-vllm: an option that means the same becomes ours, one that
-    makes no difference is ignored with a warning, and any other is refused with ValueError, as
-    `pagewire.compatibility` lists them. With `seed`, equal programs give equal outputs.
+        llm = LLM("Qwen/Qwen3-0.6B", max_model_len=4096)
+        for output in llm.generate(["Once upon a time", "The little fox"], SamplingParams(max_tokens=64)):
+            print(output.outputs[0].text)
 
-    Raises StartError, with the services' reason, if they do not come up, and ImportError, in one line, without torch.
-    Any thread may make an LLM and use it, also at the same time.
+    The constructor starts a scheduler and a worker. They end with `close`, at the end of `with`, when the object is
+    garbage collected, or with the process, also if it is killed. Any number of threads may create and share instances.
+
+    - `model`: a checkpoint directory, a GGUF file, or the id of a Hugging Face model.
+    - `seed`: makes outputs reproducible: programs that send equal requests in the same order get equal outputs.
+    - `options`: the options of `pagewire serve` under their YAML names, such as `max_model_len=4096`, and the options
+      of vLLM and nano-vllm. A foreign option with an equivalent is translated. A foreign option that does not affect
+      results is ignored with a warning, and any other is refused with ValueError. `pagewire.compatibility` lists them
+      all.
+
+    The constructor raises StartError with the services' reason if they do not start, and ImportError with an
+    installation command if a package such as torch is missing.
     """
 
     def __init__(self, model: str | os.PathLike[str], *, seed: int | None = None, **options: Any) -> None:
@@ -103,12 +111,12 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Ends both services and everything that runs. The LLM cannot be used afterwards."""
+        """Stop both services and abort all requests. The LLM cannot be used afterwards."""
         self._finalizer()
 
     @property
     def client(self) -> Client:
-        """A client of the services. Raises StartError once they have ended."""
+        """A client of the services. Raise StartError if the services have ended."""
         if not self._finalizer.alive or self._server.ends_within(0.0):
             raise StartError(self._end())
         return self._client
@@ -122,12 +130,17 @@ class LLM:
         priority: Sequence[int] | None = None,
         lora_request: None = None,
     ) -> list[RequestOutput]:
-        """Returns the results of all prompts, in their order. The result of a single prompt is in a list too.
+        """Generate text for each prompt and return the results in the order of the prompts.
 
-        A prompt is a text, a list of token ids, or a mapping with `prompt` or `prompt_token_ids`. `sampling_params` are
-        for all, or a list with one for each; None takes the checkpoint's own and 16 tokens. If `max_tokens` is more
-        than the model's context allows, as many tokens as fit are made. `use_tqdm` False shows no progress; tqdm's
-        class, or one like it, shows its own. `priority` has a number for each prompt, and lower ones run first.
+        A single prompt also returns a list.
+
+        - `prompts`: a prompt or a list of prompts. A prompt is a text, a list of token ids, or a dict with `prompt` or
+          `prompt_token_ids`.
+        - `sampling_params`: the parameters for all prompts, or a list with one entry for each prompt. None uses the
+          checkpoint's own parameters and 16 tokens. A `max_tokens` beyond the context length is reduced to fit.
+        - `use_tqdm`: whether to show progress. A class such as tqdm's own shows its progress bar instead.
+        - `priority`: a number for each prompt. Prompts with lower numbers run first.
+        - `lora_request`: must be None. Any other value raises ValueError.
         """
         _refuse_adapters(lora_request)
         return self._generate(_split(prompts), sampling_params, use_tqdm, priority, add_special_tokens=True)
@@ -146,12 +159,17 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Returns the answers to a conversation, or to each conversation of a list; the rest is as in `generate`.
+        """Return the model's answers to a conversation, or to each conversation in a list.
 
-        A conversation is a list of messages such as {"role": "user", "content": "Hello"}. The model's chat template, or
-        `chat_template`, makes the prompt of it, of `tools` and of `chat_template_kwargs`. An answer that calls a tool
-        does so in its text, in the model's own form. With `continue_final_message`, and without
-        `add_generation_prompt`, it goes on with the last message.
+        A conversation is a list of messages such as `{"role": "user", "content": "Hello"}`. The remaining arguments are
+        the same as for `generate`.
+
+        - `chat_template`: the text or the name of a template to use instead of the model's default.
+        - `tools`, `chat_template_kwargs`: variables for the template. The answer contains tool calls as text, in the
+          model's own format.
+        - `add_generation_prompt`: whether the prompt ends with the beginning of the model's answer.
+        - `continue_final_message`: continue the last message instead of answering it. Requires `add_generation_prompt`
+          False.
         """
         _refuse_adapters(lora_request)
         conversations, _ = conversation.as_conversations(messages)
@@ -182,10 +200,11 @@ class LLM:
         concurrency_limit: int | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[BeamSearchOutput]:
-        """Returns the best continuations of all prompts, in their order: `.sequences[0].text` is the best of the first,
-        behind the prompt. The prompts and the rest are as in `generate`.
+        """Return the best continuations of each prompt, in the order of the prompts.
 
-        `concurrency_limit` makes no difference: as many searches run at a time as there is room for.
+        `.sequences[0].text` of a result is the prompt followed by its best continuation. The prompts and the remaining
+        arguments are the same as for `generate`. `concurrency_limit` has no effect: the scheduler runs as many searches
+        as memory allows.
         """
         _refuse_adapters(lora_request)
         require("params", params, isinstance(params, BeamSearchParams), "pagewire.BeamSearchParams")
@@ -209,9 +228,10 @@ class LLM:
         priority: Sequence[int] | None = None,
         lora_request: None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """Returns the embeddings of all prompts, in their order; the prompts and the rest are as in `generate`.
+        """Return the embedding of each prompt, in the order of the prompts.
 
-        They are made of the hidden states of a prompt's tokens, pooled as the checkpoint says, and have the length 1.
+        An embedding is computed from the hidden states of the prompt's tokens, pooled as the checkpoint specifies, and
+        normalized to length 1. The arguments are the same as for `generate`.
         """
         _refuse_adapters(lora_request)
         given = _split(prompts)
@@ -227,9 +247,10 @@ class LLM:
         lora_request: None = None,
         pooling_task: str | None = None,
     ) -> list[PoolingRequestOutput]:
-        """Returns what `embed` does, under vLLM's other name: `.outputs.data` is the vector as a tensor of torch.
+        """Return the embedding of each prompt. This is vLLM's name for `embed`.
 
-        There is no `pooling_task` but "embed", and how embeddings are pooled is the checkpoint's choice.
+        `.outputs.data` is the vector as a torch tensor. The only supported `pooling_task` is "embed", and the
+        checkpoint determines the pooling. Raise ValueError for another `pooling_task` or for `pooling_params`.
         """
         for name, value, known in (("pooling_params", pooling_params, None), ("pooling_task", pooling_task, "embed")):
             if value not in (None, known):
@@ -239,19 +260,22 @@ class LLM:
         return self.embed(prompts, use_tqdm, lora_request=lora_request)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Returns vLLM's defaults with the checkpoint's own choices, which its generation_config.json makes."""
+        """Return vLLM's default parameters, overridden by the checkpoint's generation_config.json."""
         self.client  # noqa: B018  # raises StartError once the services have ended
         with self._telling_of_the_end():
             return SamplingParams(**background_loop.run(lambda: _chosen_sampling(self._channels)))
 
     def get_metrics(self) -> list[Metric]:
-        """Returns vLLM's gauges and counters as they are now: each has a `name`, `labels` and a `value`."""
+        """Return the current values of vLLM's gauges and counters, each with a `name`, `labels` and a `value`."""
         client = self.client
         with self._telling_of_the_end():
             return metrics_of(client.loads(), client.info().served_model_name)
 
     def get_tokenizer(self) -> Any:
-        """Returns the model's tokenizer as transformers loads it. Raises ImportError, in one line, without that."""
+        """Return the model's tokenizer, loaded by transformers.
+
+        Raise ImportError with an installation command if transformers is missing.
+        """
         if missing := installation.shortage("transformers"):
             raise ImportError(f"get_tokenizer needs transformers, but {missing}")
         from transformers import AutoTokenizer
@@ -288,7 +312,7 @@ class LLM:
         add_special_tokens: bool = True,
         embed: bool = False,
     ) -> list[tuple[list[int], Completion]]:
-        """Returns the token ids and the result of each prompt."""
+        """Run one request for each prompt, and return the token ids and the result of each."""
         given_priorities = 0 if priority is None else as_list("priority", priority, "a list of integers")
         priorities = one_each(given_priorities, len(prompts), "priorities")
         require(
@@ -315,7 +339,7 @@ class LLM:
 
     @contextmanager
     def _telling_of_the_end(self) -> Iterator[None]:
-        """Raises StartError where services are unavailable inside because they have ended."""
+        """Raise StartError instead of Unavailable or Cancelled if the services have ended."""
         try:
             yield
         except (Unavailable, Cancelled) as error:
@@ -324,14 +348,14 @@ class LLM:
             raise StartError(self._end()) from error
 
     def _end(self) -> str:
-        """Says why there are no services any more."""
+        """Return the reason why the services are not running."""
         if not self._finalizer.alive:
             return "this LLM is closed, and its services have ended: make another one"
         reason = f": {self._server.reason}" if self._server.reason else ""
         return f"the services of this LLM have ended ({self._server.exit}){reason}"
 
     def _resolve(self, sampling: SamplingParams | None, num_free: int) -> SamplingParams | None:
-        """Returns the parameters of a request whose prompt leaves room for `num_free` tokens."""
+        """Return the final parameters of a request whose prompt leaves room for `num_free` tokens."""
         if sampling is None:
             return None
         require("sampling_params", sampling, isinstance(sampling, SamplingParams), "pagewire.SamplingParams")
@@ -346,7 +370,7 @@ class LLM:
         if not use_tqdm:
             return background_loop.run(batch.run)
         num_requests = len(requests)
-        # Programs without a console have no standard error.
+        # sys.stderr is None in programs without a console.
         progress = Progress(num_requests, sys.stderr) if use_tqdm is True else ForeignProgress(num_requests, use_tqdm)
         with closing(progress), closing(background_loop.iterate(batch.news())) as all_news:
             for news in all_news:
@@ -355,7 +379,7 @@ class LLM:
         return batch.completions
 
     def _names(self, completions: Sequence[Completion]) -> dict[int, str]:
-        """Returns the texts of all tokens that log-probabilities name."""
+        """Return the text of every token that appears in log-probabilities, by token id."""
         token_ids = sorted(set().union(*map(token_ids_of, completions)))
         if not token_ids or not self.client.info().has_tokenizer:
             return {}
@@ -364,8 +388,10 @@ class LLM:
 
 
 def _close(server: LocalServer, client: Client, channels: Channels) -> None:
-    """Ends everything, except in a process that was forked from the one that started the server: gRPC is of no use
-    there."""
+    """Close the clients and stop the server.
+
+    Do nothing in a process that was forked from the server's owner, where gRPC is unusable.
+    """
     if os.getpid() != server.owner:
         return
     client.close()
@@ -379,7 +405,7 @@ def _refuse_adapters(lora_request: object) -> None:
 
 
 def _split(prompts: Any) -> list[_SplitPrompt]:
-    """Returns the text and the token ids of each prompt, also where only one is given."""
+    """Return the text and the token ids of each prompt. A single prompt gives a list too."""
     if isinstance(prompts, str | Mapping):
         prompts = [prompts]
     given = as_list("prompts", prompts, "a text, token ids, a mapping, or a list of those")
@@ -407,14 +433,14 @@ def _split_one(prompt: Any, index: int) -> _SplitPrompt:
 
 
 def _tokens_of(client: Client, prompts: Sequence[_SplitPrompt], add_special_tokens: bool) -> list[Sequence[int]]:
-    """Returns the token ids of each prompt: those that were given, or those of its text."""
+    """Return the token ids of each prompt. Prompts that are texts are tokenized."""
     unknown = [text for text, token_ids in prompts if token_ids is None and text is not None]
     made = iter(client.tokenize(unknown, add_special_tokens=add_special_tokens) if unknown else [])
     return [next(made) if token_ids is None else token_ids for _, token_ids in prompts]
 
 
 async def _chosen_sampling(channels: Channels) -> dict[str, Any]:
-    """Asks for what the checkpoint chooses, which servers tell vLLM's routers."""
+    """Return the checkpoint's sampling parameters, which the server reports through the VllmEngine service."""
     from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 
     with channels.connected() as connection, connection.translated():
@@ -425,9 +451,9 @@ async def _chosen_sampling(channels: Channels) -> dict[str, Any]:
 
 
 def serve_flags(model: str, given: Mapping[str, Any]) -> list[str]:
-    """Returns the flags of `pagewire serve` for options of either kind. Warns of those that are ignored.
+    """Return the flags of `pagewire serve` for a mix of Pagewire and foreign options. Warn about ignored options.
 
-    Raises TypeError for an unknown name, and ValueError for a value that cannot be.
+    Raise TypeError for an unknown name, and ValueError for an invalid value.
     """
     known = serve_options().keys() - {"model"}
     for name in given:
@@ -446,5 +472,5 @@ def serve_flags(model: str, given: Mapping[str, Any]) -> list[str]:
 
 
 def _in_gib(name: str, value: Any) -> Any:
-    """Returns the text of a number of GiB, which `swap_space` is in Python; 0 is none."""
+    """Return `swap_space` as a text with a unit, since a number means GiB in Python. Return other values unchanged."""
     return f"{value}GiB" if name == "swap_space" and is_real(value) else value

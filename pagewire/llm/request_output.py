@@ -1,4 +1,4 @@
-"""The results of `LLM`, which read as vLLM's do, and as nano-vllm's."""
+"""The results of `LLM`, with the attributes of vLLM's results and the keys of nano-vllm's."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -7,16 +7,16 @@ from typing import Any
 
 from pagewire.client.completion import Completion, CompletionOutput, PromptEmbedding, TokenLogprobs
 
-# The keys by which nano-vllm's users read a result.
+# The keys of nano-vllm's results.
 KEYS = ("text", "token_ids")
 
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """The natural logarithm of a token's probability, after penalties and bias, before temperature and filters.
+    """The natural log-probability of a token, after penalties and bias, before temperature and filters.
 
-    `rank` counts from 1, and is None for a token of `logprob_token_ids` that was not chosen. `decoded_token` is None
-    where the checkpoint has no tokenizer.
+    `rank` counts from 1. It is None for a token of `logprob_token_ids` that was not sampled. `decoded_token` is None if
+    the checkpoint has no tokenizer.
     """
 
     logprob: float
@@ -26,7 +26,10 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class SampleOutput:
-    """One sample of a prompt, or one hypothesis. `logprobs` has, for each token, the chosen one and the likeliest."""
+    """One sample of a prompt, or one beam search hypothesis.
+
+    `logprobs` has a dict for each output token, with the sampled token and the most likely tokens by id.
+    """
 
     index: int
     text: str
@@ -45,8 +48,11 @@ class SampleOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """When things happened to a request. `arrival_time` is when `LLM` was called, in seconds of Unix time; the others
-    are in seconds since the request was sent, and None without a token."""
+    """The timing of a request.
+
+    `arrival_time` is the Unix time, in seconds, at which the method of `LLM` was called. The other times are in seconds
+    since the request was sent, and None if no token was generated.
+    """
 
     num_generation_tokens: int
     arrival_time: float
@@ -57,10 +63,11 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The result of one prompt: `.outputs[0].text`, or `["text"]` and `["token_ids"]` of the first sample.
+    """The result of one prompt.
 
-    `prompt` is None for a prompt of token ids. `prompt_logprobs` has None for the prompt's first token. What vLLM has
-    besides and Pagewire does not is None.
+    Read the text as `.outputs[0].text`. `["text"]` and `["token_ids"]` return the values of the first sample. `prompt`
+    is None for a prompt of token ids. The first entry of `prompt_logprobs` is None. Attributes of vLLM's results that
+    Pagewire does not support are None.
     """
 
     request_id: str
@@ -77,8 +84,11 @@ class RequestOutput:
     kv_transfer_params: None = None
 
     def add(self, next_output: "RequestOutput", aggregate: bool) -> None:
-        """Takes in the samples of another result, those of an index that is here already in place of what is here, or
-        behind it where they `aggregate`."""
+        """Merge the samples of another result into this one.
+
+        A sample with a new index is appended. A sample with a known index replaces the existing one, or extends it if
+        `aggregate`.
+        """
         for sample in next_output.outputs:
             for place, before in enumerate(self.outputs):
                 if before.index == sample.index:
@@ -103,7 +113,10 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchSequence:
-    """A hypothesis. As in vLLM, `tokens` and `text` begin with the prompt's; `text` is None without a tokenizer."""
+    """A beam search hypothesis.
+
+    As in vLLM, `tokens` and `text` begin with the prompt. `text` is None if the checkpoint has no tokenizer.
+    """
 
     orig_prompt: Mapping[str, object]
     tokens: list[int]
@@ -124,7 +137,7 @@ class BeamSearchOutput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """A vector of length 1."""
+    """An embedding vector, normalized to length 1."""
 
     embedding: list[float]
 
@@ -134,7 +147,7 @@ class EmbeddingOutput:
 
     @property
     def data(self) -> Any:
-        """The vector as a tensor of torch, which vLLM's users read from what `LLM.encode` returns."""
+        """The vector as a torch tensor, as in the results of vLLM's `LLM.encode`."""
         import torch
 
         return torch.tensor(self.embedding)
@@ -151,12 +164,12 @@ class EmbeddingRequestOutput:
     finished: bool = True
 
 
-# vLLM's name of what `LLM.encode` returns.
+# vLLM's name for the result of `LLM.encode`.
 PoolingRequestOutput = EmbeddingRequestOutput
 
 
 def embedding_output(completion: Completion, prompt_token_ids: list[int]) -> EmbeddingRequestOutput:
-    """Makes the result of `LLM.embed` from the client's."""
+    """Return the result of `LLM.embed` for a client's completion."""
     found = PromptEmbedding.of(completion)
     output = EmbeddingOutput(list(found.values))
     return EmbeddingRequestOutput(found.request_id, output, prompt_token_ids, found.usage.cached_tokens)
@@ -165,7 +178,10 @@ def embedding_output(completion: Completion, prompt_token_ids: list[int]) -> Emb
 def beam_search_output(
     completion: Completion, prompt: str | None, prompt_token_ids: list[int], texts: Iterator[str | None]
 ) -> BeamSearchOutput:
-    """Makes the result of `LLM.beam_search` from the client's. The next `texts` are those of its hypotheses."""
+    """Return the result of `LLM.beam_search` for a client's completion.
+
+    `texts` yields the text of each hypothesis. This function reads one text for each output of the completion.
+    """
     orig_prompt = {"type": "token", "prompt": prompt, "prompt_token_ids": prompt_token_ids}
     return BeamSearchOutput(
         [
@@ -183,7 +199,7 @@ def beam_search_output(
 
 
 def token_ids_of(completion: Completion) -> set[int]:
-    """Returns all tokens that the log-probabilities of a result name."""
+    """Return all token ids that appear in the log-probabilities of a completion."""
     entries = chain(completion.prompt_logprobs or (), *(output.logprobs or () for output in completion.outputs))
     return {token_id for entry in entries for token_id in (entry.token_id, *(top[0] for top in entry.top))}
 
@@ -197,8 +213,11 @@ def request_output(
     *,
     is_ranked: bool = True,
 ) -> RequestOutput:
-    """Makes the result of `LLM` from the client's. `texts` are those of single tokens, as far as they are known. The
-    tokens beside a chosen one are the most likely ones if `is_ranked`, else those that were asked for."""
+    """Return the result of `LLM.generate` for a client's completion.
+
+    `texts` maps token ids to the texts of single tokens, where known. If `is_ranked`, the tokens listed beside a
+    sampled token are the most likely ones; otherwise, they are the tokens that the request named.
+    """
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     if completion.prompt_logprobs is not None:
         prompt_logprobs = [None, *_logprobs(completion.prompt_logprobs, texts)]
