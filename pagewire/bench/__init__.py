@@ -1,1 +1,1 @@
-"""`pagewire bench`: what a server can do, seen by its clients. Flags and JSON keys are those of `vllm bench`."""
+"""`pagewire bench`: benchmarks of a server as its clients see it, with the flags and JSON keys of `vllm bench`."""

@@ -1,4 +1,4 @@
-"""Makes the parsers of the bench verbs, and reads what they parsed. Names of flags are those of `vllm bench`."""
+"""The command line parsers of the bench verbs. The flags have the names of `vllm bench`."""
 
 import argparse
 import json
@@ -11,20 +11,20 @@ from pagewire.client.sampling_params import BENCH_FIELDS, BOOLEAN_FIELDS, FLAGS,
 from pagewire.compatibility import FOREIGN_BENCH_FLAGS
 from pagewire.options import Parser
 
-# By the names of a flag: what parses its value, its default and its help.
+# Maps the names of a flag to the parser of its value, its default and its help text.
 Integers = Mapping[str, tuple[Callable[[str], int], int, str]]
 
 
 @dataclass(frozen=True, slots=True)
 class RangeRatio:
-    """How far lengths are spread about the one asked for, in [0, 1)."""
+    """The relative spread of input and output lengths around the requested length, in [0, 1)."""
 
     input: float
     output: float
 
 
 def range_ratio(text: str) -> RangeRatio:
-    """Parses 0.5, or {"input": 0.5, "output": 0}, as vLLM takes it."""
+    """Parse a number such as 0.5, or a JSON object {"input": 0.5, "output": 0}, as vLLM does."""
     if not text.lstrip().startswith("{"):
         value = _ratio(text)
         return RangeRatio(value, value)
@@ -38,7 +38,10 @@ def range_ratio(text: str) -> RangeRatio:
 
 
 def bench_parser(verb: str, description: str, own: Integers, *, input_len: int, output_len: int) -> Parser:
-    """Returns a parser of a verb's own integers, and of the flags that all have, lengths with these defaults."""
+    """Return the parser of a bench verb, with its own integer flags and the common flags.
+
+    `input_len` and `output_len` are the default lengths in tokens.
+    """
     parser = Parser(
         prog=f"pagewire bench {verb}",
         usage=f"pagewire bench {verb} [flags]",
@@ -74,7 +77,10 @@ def _add_integers(group: argparse._ActionsContainer, integers: Integers) -> None
 
 
 def sampling(parsed: argparse.Namespace) -> SamplingParams:
-    """Returns the parameters that the flags give, without an end but the length. The server chooses all others."""
+    """Return the sampling parameters of the flags, with `ignore_eos` set.
+
+    Each output therefore has its full length. All other parameters are left to the server.
+    """
     left = {field.name: None for field in FLAGS if field.name not in (*BOOLEAN_FIELDS, "max_tokens")}
     return SamplingParams(**left | {name: getattr(parsed, name) for name in BENCH_FIELDS}, ignore_eos=True)
 

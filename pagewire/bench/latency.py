@@ -1,4 +1,4 @@
-"""`pagewire bench latency` measures how long one batch of requests takes that has the server to itself."""
+"""`pagewire bench latency`: the latency of one batch of requests on an otherwise idle server."""
 
 import argparse
 import asyncio
@@ -32,8 +32,11 @@ _INTEGERS: flags.Integers = {
 
 @dataclass(frozen=True, slots=True)
 class Iterations:
-    """The seconds of each iteration that ended, and all requests as those of one run. `profile` says where the time
-    went, if that was asked."""
+    """The measured iterations.
+
+    `latencies` has the seconds of each complete iteration, and `run` has the requests of all iterations. `profile` is
+    None unless `--profile` was given.
+    """
 
     info: ServerInfo
     latencies: tuple[float, ...]
@@ -103,7 +106,8 @@ class _Bench:
             return _iterations(info, await self._batches("latency", info, [self._workload] * parsed.num_iters))
 
     async def _profiled(self, info: ServerInfo) -> Iterations:
-        """Runs batches in turns with requests of one token, so that both see the same machine."""
+        """Alternate between prefill-only batches of one output token and full batches, so that both run under equal
+        conditions."""
         assert self._metrics_url is not None, "--profile was checked to have one"
         url, num_iters = self._metrics_url, self._parsed.num_iters
         workloads = [replace(self._workload, output_len=LengthRange(1, 1)), self._workload] * num_iters
@@ -113,7 +117,7 @@ class _Bench:
             times.append(await asyncio.to_thread(read_times, url))
 
         runs = await self._batches("latency", info, workloads, ended)
-        # An odd one at the end is of one token, or was interrupted.
+        # A last run without a partner has one output token, or was interrupted.
         measured = _iterations(info, runs[1::2] + runs[len(runs) - len(runs) % 2 :])
         if len(measured.latencies) < num_iters or measured.run.was_interrupted:
             return measured
@@ -128,8 +132,11 @@ class _Bench:
         workloads: Sequence[Workload],
         ended: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0),
     ) -> list[Run]:
-        """Runs one batch after the other, until one is interrupted, and `ended` after each that is not, which may be
-        interrupted too. The prompts of a batch are such as no other has had."""
+        """Run batches one after another until one is interrupted.
+
+        Await `ended` after each complete batch. An interruption of `ended` also ends the loop. Each batch has new
+        prompts, so that no batch hits the prefix cache of another.
+        """
         num_requests = sum(workload.num_prompts for workload in workloads)
         line = Progress(num_requests, None if self._parsed.disable_tqdm else sys.stderr, title=name)
         runs: list[Run] = []
@@ -150,7 +157,7 @@ class _Bench:
 
 
 def _iterations(info: ServerInfo, runs: Sequence[Run]) -> Iterations:
-    """Sums up some runs. A batch that was interrupted, or of which a request failed, has no latency."""
+    """Combine runs into iterations. An interrupted batch, or a batch with a failed request, has no latency."""
     complete = [ran for ran in runs if not ran.was_interrupted]
     latencies = tuple(ran.duration for ran in complete if all(record.is_finished for record in ran.records))
     records = tuple(record for ran in complete for record in ran.records)

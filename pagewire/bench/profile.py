@@ -1,8 +1,8 @@
-"""Computes where the time of one stream goes, as far as it shows from outside and as the worker tells.
+"""The time profile of a single stream: on the worker, in the scheduler, and on the way to the client.
 
-The client's clock and the server's own metrics measure the same tokens at three places: on the worker, where the
-scheduler makes a token known, and where the client has it. The time between two places is their difference. Requests of
-the same prompts' length and one output token tell the steps that compute prompts from those that decode.
+The same tokens are timed at three places: on the worker, when the scheduler publishes a token, and when the client
+receives the token. The time between two places is the difference of their times. Requests with equally long prompts and
+one output token separate the prefill steps from the decode steps.
 """
 
 import urllib.request
@@ -16,13 +16,13 @@ from pagewire.client.errors import CommandError
 
 COLUMN = 46
 TIMEOUT_S = 10.0
-# No proxy: who reads the metrics of a server stands beside it.
+# Without a proxy, since the metrics port is read from the same machine or network.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """The sum and the number of many observations. A sum of times is in seconds."""
+    """The sum and the number of observations. A sum of times is in seconds."""
 
     sum: float = 0.0
     count: float = 0.0
@@ -35,7 +35,7 @@ class Total:
 
     @property
     def mean(self) -> float:
-        """The mean. Raises ValueError if nothing was observed."""
+        """The mean. Raise ValueError without observations."""
         if not self.count:
             raise ValueError("nothing was observed")
         return self.sum / self.count
@@ -43,15 +43,17 @@ class Total:
 
 @dataclass(frozen=True, slots=True)
 class ServerTimes:
-    """Times since the server's start: of steps on the worker, and of first and later tokens as the scheduler made them
-    known."""
+    """Times accumulated since the server's start.
+
+    `steps` are the worker's steps. `first_tokens` and `later_tokens` are timed when the scheduler publishes a token.
+    """
 
     steps: Total = Total()
     first_tokens: Total = Total()
     later_tokens: Total = Total()
     plan_bytes: Total = Total()
     num_output_tokens: float = 0.0
-    parts: Mapping[str, float] = field(default_factory=dict)  # seconds of all steps, by what the worker did
+    parts: Mapping[str, float] = field(default_factory=dict)  # seconds of all steps, by part of the step
 
     def since(self, before: "ServerTimes") -> "ServerTimes":
         return ServerTimes(
@@ -75,7 +77,10 @@ class ServerTimes:
 
 
 def read_times(url: str) -> ServerTimes:
-    """Returns the times at a /metrics url. Raises CommandError if no server answers there, or no Pagewire."""
+    """Read the server's times from a /metrics URL.
+
+    Raise CommandError if no server answers there, or if the server is not a Pagewire scheduler.
+    """
     try:
         with _OPENER.open(url, timeout=TIMEOUT_S) as response:
             return parse_times(response.read().decode())
@@ -86,7 +91,7 @@ def read_times(url: str) -> ServerTimes:
 
 
 def parse_times(text: str) -> ServerTimes:
-    """Returns the times in Prometheus' text form. Raises ValueError where a metric is missing."""
+    """Parse the times from Prometheus' text format. Raise ValueError if a metric is missing."""
     values: dict[str, float] = {}
     parts: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
@@ -116,47 +121,49 @@ def _value(values: dict[str, float], name: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Mean times in seconds. The time between two places can be negative by the error of measuring."""
+    """Mean times in seconds. A difference between two places can be negative because of measurement errors."""
 
     num_requests: int
-    num_prefill_steps: float  # of a request
-    prefill: float  # of a request, on the worker
+    num_prefill_steps: float  # per request
+    prefill: float  # per request, on the worker
     server_ttft: float
     client_ttft: float
     decode_step: float  # on the worker
     server_itl: float
     client_itl: float
-    plan_bytes: float  # of a step, on the wire
-    prefill_parts: Mapping[str, float]  # of a request's steps on the worker, by what they did
-    decode_parts: Mapping[str, float]  # of one decode step
+    plan_bytes: float  # per step, on the wire
+    prefill_parts: Mapping[str, float]  # per request on the worker, by part of the step
+    decode_parts: Mapping[str, float]  # per decode step
 
     @property
     def admission(self) -> float:
-        """The time from the arrival at the scheduler to the first token, without the worker's steps."""
+        """The time from arrival at the scheduler to the first token, without the worker's steps."""
         return self.server_ttft - self.prefill
 
     @property
     def first_delivery(self) -> float:
-        """The time of the request's way in and of the first token's way out."""
+        """The time for the request to reach the scheduler plus the time for the first token to reach the client."""
         return self.client_ttft - self.server_ttft
 
     @property
     def between_steps(self) -> float:
-        """The part of a token's time in which the worker does not compute: plans, results and the wire, where nothing
-        hides them."""
+        """The part of a token's time in which the worker is idle.
+
+        It covers the plans, the results and the wire, as far as they do not overlap with computing.
+        """
         return self.server_itl - self.decode_step
 
     @property
     def delivery(self) -> float:
-        """How much slower tokens reach the client than they are made known. A constant delay does not show."""
+        """The inter-token latency at the client minus the latency at the scheduler. A constant delay cancels out."""
         return self.client_itl - self.server_itl
 
 
 def profile(prefill: ServerTimes, full: ServerTimes, records: Sequence[RequestRecord]) -> Profile:
-    """Computes the profile from the server's times for as many requests of one token (`prefill`) as of all tokens
+    """Compute the profile of the same number of requests with one output token (`prefill`) and with all tokens
     (`full`).
 
-    Raises CommandError if the server's counts are not those of these requests: others ran beside them.
+    Raise CommandError if the server's token counts differ from the benchmark's, which means that other requests ran.
     """
     num_requests = len(records)
     num_tokens = sum(record.num_output_tokens for record in records)
@@ -186,7 +193,7 @@ def profile(prefill: ServerTimes, full: ServerTimes, records: Sequence[RequestRe
 
 
 def report(found: Profile) -> str:
-    """Returns tables as text: the first token, each token after it, and the worker's steps."""
+    """Return the profile as text tables: the first token, each later token, and the worker's steps."""
     steps = "step" if found.num_prefill_steps == 1 else "steps"
     first = [
         (f"worker ({found.num_prefill_steps:g} {steps})", found.prefill),
@@ -210,7 +217,7 @@ def report(found: Profile) -> str:
     )
 
 
-# What the worker tells apart; see `StepParts` in the proto.
+# The parts of a step that the worker reports; see `StepParts` in the proto.
 PARTS = {
     "plan": "plan into the table of rows",
     "batch": "batch and attention's preparation",
@@ -225,7 +232,7 @@ PARTS = {
 
 
 def _named(parts: Mapping[str, float], told: Set[str]) -> list[tuple[str, float]]:
-    """Returns a row for each part that the worker tells of, also for one that rounds to nothing in a short step."""
+    """Return a row for each part that the worker reports, including parts that round to zero in a short step."""
     return [(text, parts.get(name, 0.0)) for name, text in PARTS.items() if name in told]
 
 

@@ -1,4 +1,4 @@
-"""Tells the figures of a run in a JSON file, with the keys of `vllm bench`."""
+"""The JSON file with the figures of a run, under the keys of `vllm bench`."""
 
 import argparse
 import json
@@ -20,8 +20,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def path_of(parser: Parser, parsed: argparse.Namespace) -> Path | None:
-    """Returns the path for the figures, or None. Ends the command, before anything runs, if they cannot be written
-    there."""
+    """Return the path of the output file, or None without `--output-json`.
+
+    If the file cannot be written, end the command before the benchmark starts.
+    """
     path: Path | None = parsed.output_json
     if path is None:
         return None
@@ -39,8 +41,7 @@ def write(path: Path, figures: Mapping[str, Any]) -> None:
 
 
 def figures(verb: str, info: ServerInfo, measured: Run, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a result: when it was measured, of which model and by which server, then those that the
-    verb has as its `own`."""
+    """Return the fields of a result: the time, the model, the server, and then the verb's `own` fields."""
     return {
         "date": f"{datetime.now():%Y%m%d-%H%M%S}",
         "backend": "pagewire",

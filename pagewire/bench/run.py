@@ -1,4 +1,4 @@
-"""Puts a workload on a server: sends requests, and notes when tokens came.
+"""The load generator of the benchmarks: sends requests and records the arrival times of tokens.
 
 All times are in seconds from the start of the run.
 """
@@ -25,7 +25,7 @@ MAX_SHOWN_ERRORS = 10
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Tokens that came in one message."""
+    """The number of tokens in one received message, and the time at which it arrived."""
 
     at: float
     num_tokens: int
@@ -33,7 +33,10 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """The times of a request. It has failed if there is an `error`; without one and `is_finished` it was cut off."""
+    """The timing of a request.
+
+    A failed request has an `error`. A request with neither an `error` nor `is_finished` was cut off.
+    """
 
     num_prompt_tokens: int
     sent_at: float
@@ -48,12 +51,12 @@ class RequestRecord:
 
     @property
     def ttft(self) -> float | None:
-        """The time to the first token, or None without one."""
+        """The time to the first token, or None without tokens."""
         return self.arrivals[0].at - self.sent_at if self.arrivals else None
 
     @property
     def itls(self) -> list[float]:
-        """The times between two messages, each of one token or more."""
+        """The times between consecutive messages, each of which has at least one token."""
         return [after.at - before.at for before, after in itertools.pairwise(self.arrivals)]
 
     @property
@@ -63,8 +66,10 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The requests that were sent, in that order. `duration` is from the start to the end of the last one, or to the
-    interruption."""
+    """The requests that were sent, in order.
+
+    `duration` is the time from the start to the end of the last request, or to the interruption.
+    """
 
     records: tuple[RequestRecord, ...]
     duration: float
@@ -79,9 +84,9 @@ async def run(
     *,
     max_concurrency: int | None = None,
 ) -> Run:
-    """Sends all requests, though never more than `max_concurrency` at once.
+    """Send all requests and return their timing. At most `max_concurrency` requests run at a time.
 
-    Cancelling it, as Ctrl-C does, loses nothing: it returns what has been measured until then.
+    Cancellation, which Ctrl-C causes, is not raised. The function then returns the measurements so far.
     """
     sender = _Sender(client, sampling, progress, max_concurrency)
     was_interrupted = False
@@ -100,7 +105,7 @@ async def run(
 
 
 class _Sender:
-    """Sends the requests of one run, and keeps their records."""
+    """Sends the requests of one run and keeps their records."""
 
     def __init__(
         self,
@@ -113,8 +118,8 @@ class _Sender:
         self._sampling = sampling
         self._progress = progress
         self._slots = contextlib.nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
-        # Equal seeds give equal prompts, and without a salt of its own a run would find in the cache what an earlier
-        # one has computed.
+        # Equal seeds give equal prompts. The random salt keeps a run from hitting the cached prefixes of an earlier
+        # run.
         self._cache_salt = f"bench-{uuid.uuid4().hex}"
         self._started_at = time.perf_counter()
         self.records: dict[int, RequestRecord] = {}
@@ -148,7 +153,7 @@ class _Sender:
 
 
 def check_fits(workload: Workload, info: ServerInfo) -> None:
-    """Raises CommandError if some request may be longer than the server allows."""
+    """Raise CommandError if a request could exceed the server's context length."""
     if workload.max_sequence_len > info.max_model_len:
         raise CommandError(
             f"--random-prefix-len, --input-len and --output-len with --random-range-ratio come to up to "
@@ -158,8 +163,10 @@ def check_fits(workload: Workload, info: ServerInfo) -> None:
 
 
 def exit_code(measured: Run) -> int:
-    """Says on standard error which requests failed, and returns the exit code. A run in which nothing finished is a
-    failure, unless it was interrupted."""
+    """Report failed requests on standard error and return the exit code.
+
+    A run without a finished request counts as a failure, unless it was interrupted.
+    """
     errors = [record.error for record in measured.records if record.error is not None]
     for error in errors[:MAX_SHOWN_ERRORS]:
         print(f"a request failed: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Statistics of many values. It is pure."""
+"""Statistics over lists of values. All functions are pure."""
 
 import math
 from collections.abc import Sequence
@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Returns the value below which `percent` per cent of the values lie, interpolated linearly as numpy does.
+    """Return the percentile of the values, interpolated linearly as in numpy.
 
-    Raises ValueError without a value.
+    Raise ValueError without values.
     """
     if not values:
         raise ValueError("no values have no percentile")
@@ -21,7 +21,10 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Statistics of many values. `std` is that of the whole population, `percentiles` are (per cent, value)."""
+    """Statistics of a list of values.
+
+    `std` is the population standard deviation. `percentiles` are pairs of percentage and value.
+    """
 
     mean: float
     std: float
@@ -29,7 +32,7 @@ class Summary:
 
 
 def summarize(values: Sequence[float], percents: Sequence[float]) -> Summary | None:
-    """Returns the statistics of some values, or None if there are none."""
+    """Return the statistics of the values, or None without values."""
     if not values:
         return None
     mean = math.fsum(values) / len(values)

@@ -1,4 +1,4 @@
-"""The server that is measured: one that runs already, or a pair of services that is started for it."""
+"""The server under test: a running server, or a local server that is started for the benchmark."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -24,8 +24,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def opened(
     parser: Parser, parsed: argparse.Namespace, serve_flags: Sequence[str], extra_flags: Sequence[str] = ()
 ) -> Iterator[AsyncClient]:
-    """Gives the block a client of the server, not yet connected. `extra_flags` are for a server that is started, and
-    win."""
+    """Provide a client of the server, which is not yet connected.
+
+    `extra_flags` are for a local server and override `serve_flags`.
+    """
     if (parsed.model is None) == (parsed.url is None):
         parser.error("give either --model MODEL, to start a server for it, or --url of a running server")
     if parsed.url is not None:

@@ -1,5 +1,4 @@
-"""`pagewire bench throughput` measures how many tokens per second a server makes of requests that are all there at
-once."""
+"""`pagewire bench throughput`: the tokens per second of a server for many requests that arrive at once."""
 
 import argparse
 import asyncio
@@ -20,7 +19,7 @@ from pagewire.progress import Progress
 _INTEGERS: flags.Integers = {
     "--num-prompts": (client_flags.count, 1000, "number of requests"),
     "--random-prefix-len": (client_flags.count_or_zero, 0, "tokens that all prompts share at their beginning"),
-    # By default more than a step takes, fewer than a server lets wait.
+    # The default is more than a step can batch, and less than the limit of a server's waiting queue.
     "--max-concurrency": (client_flags.count, 1024, "most requests at the same time"),
     "--num-warmups": (client_flags.count_or_zero, 0, "number of unmeasured requests to send first"),
 }
@@ -28,8 +27,10 @@ _INTEGERS: flags.Integers = {
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What a run came to. Requests that were cut off count with the tokens that they got, those that failed with
-    nothing."""
+    """The totals of a run.
+
+    Requests that were cut off count with the tokens that they received. Failed requests count no tokens.
+    """
 
     duration: float  # in seconds
     completed: int
@@ -38,7 +39,7 @@ class Totals:
     num_output_tokens: int
 
     def rate(self, count: int) -> float:
-        """Returns so many as a rate per second, which is 0 where nothing was measured."""
+        """Return a count per second, or 0 if nothing was measured."""
         return count / self.duration if self.duration > 0 else 0.0
 
 
@@ -107,8 +108,10 @@ def _figures(parsed: argparse.Namespace, totals: Totals) -> dict[str, Any]:
 
 
 async def _measure(parsed: argparse.Namespace, client: AsyncClient) -> tuple[ServerInfo, Run]:
-    """Sends the warm-up requests, and then those that are measured. Raises CommandError if one cannot fit the
-    server."""
+    """Send the warm-up requests, then the measured requests.
+
+    Raise CommandError if a request could exceed the server's context length.
+    """
     ratio: flags.RangeRatio = parsed.random_range_ratio
     workload = Workload(
         num_prompts=parsed.num_prompts,

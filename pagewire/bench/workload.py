@@ -1,4 +1,4 @@
-"""Draws random requests. It is pure: everything follows from the seed."""
+"""Random workloads. All functions are pure: the seed determines every request."""
 
 import math
 import random
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LengthRange:
-    """A range of lengths in tokens, both ends included, all equally likely."""
+    """A range of lengths in tokens, with both ends included. All lengths are equally likely."""
 
     min: int
     max: int
 
     @classmethod
     def around(cls, length: int, ratio: float) -> "LengthRange":
-        """Returns the range from length * (1 - ratio) to length * (1 + ratio), rounded outwards but to at least 1.
+        """Return the range from length * (1 - ratio) to length * (1 + ratio), rounded outwards and at least 1.
 
         Source: vLLM's random dataset.
         """
-        # 160 * 1.6 must be 256, whatever the last bit of the product says.
+        # 160 * 1.6 must give 256 in spite of floating-point rounding.
         low, high = round(length * (1 - ratio), 6), round(length * (1 + ratio), 6)
         return cls(max(1, math.floor(low)), max(1, math.ceil(high)))
 
@@ -28,8 +28,10 @@ class LengthRange:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Describes the requests to send. Lengths are in tokens and `input_len` comes after the `prefix_len` that all
-    prompts share."""
+    """The parameters of a random workload. Lengths are in tokens.
+
+    Each prompt is a common prefix of `prefix_len` tokens, followed by `input_len` random tokens.
+    """
 
     num_prompts: int
     input_len: LengthRange
@@ -46,7 +48,7 @@ class Workload:
         return self.max_prompt_len + self.output_len.max
 
     def requests(self, vocab_size: int) -> list["PlannedRequest"]:
-        """Returns the requests. Lengths and tokens are drawn independently."""
+        """Draw the requests. Lengths and tokens come from independent random sequences."""
         lengths, tokens = (random.Random(f"{self.seed} {name}") for name in ("lengths", "tokens"))
         token_ids = range(vocab_size)
         prefix = tuple(tokens.choices(token_ids, k=self.prefix_len))
@@ -60,7 +62,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """A request. `seed` is that of its sampling."""
+    """A request to send. `seed` is the seed of its sampling."""
 
     prompt_token_ids: tuple[int, ...]
     num_output_tokens: int
