@@ -1,16 +1,19 @@
-"""This package is the client of a Pagewire scheduler. It needs grpc and protobuf, never torch or numpy."""
+"""The client library of Pagewire: `Client`, `AsyncClient` and `LLM`.
+
+Importing this package loads neither torch nor numpy. A client needs only grpc and protobuf.
+"""
 
 import importlib
 import os
 
 from pagewire.common import __version__
 
-# gRPC reads it when it is imported. Its own handling of forks restarts threads in a child whose parent had a call under
-# way, and crashes there; `pagewire.client.channels` does what is needed.
+# gRPC reads this variable when it is imported. gRPC's own fork handling restarts threads in the child process. The
+# child crashes if its parent had a call in progress. `pagewire.client.channels` handles forks instead.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
 
-# Type checkers know the name. The module of that name is not imported: `python -m pagewire` would take a file of the
-# working directory for it, see `pagewire/__main__.py`.
+# Type checkers treat this name as true. The module `typing` is not imported: `python -m pagewire` would import a file
+# of that name from the working directory, see `pagewire/__main__.py`.
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
@@ -113,7 +116,8 @@ __all__ = [
     "__version__",
 ]
 
-# Where each name is. Looking for one in a module loads it, so the lightest ones come first.
+# The modules that define the exported names. Looking up a name in a module loads the module, so the lightest modules
+# come first.
 _MODULES = (
     "client.errors",
     "client.sampling_params",
@@ -126,7 +130,12 @@ _MODULES = (
 
 
 def _load(name: str) -> "Any":
-    """Imports a name when it is first used, since the command makes settings that gRPC reads when it is imported."""
+    """Import an exported name at its first use.
+
+    The import is lazy because the command sets environment variables that gRPC reads when it is imported. Raise
+    AttributeError for a name that is not exported, and ImportError with an installation command if a package is
+    missing.
+    """
     for module in _MODULES if name in __all__ else ():
         try:
             found = getattr(importlib.import_module(f"pagewire.{module}"), name, None)
@@ -139,7 +148,7 @@ def _load(name: str) -> "Any":
     raise AttributeError(f"module 'pagewire' has no attribute {name!r}")
 
 
-# For a type checker, a name that is not listed above is a mistake.
+# Hidden from type checkers, so that they report a name that is not listed above as a mistake.
 if not TYPE_CHECKING:
     __getattr__ = _load
 

@@ -1,18 +1,20 @@
-"""The command as a process of its own: what `pagewire` and `python -m pagewire` run."""
+"""The entry point of the command, for both `pagewire` and `python -m pagewire`."""
 
 import os
 import sys
 
-# `python -m` looks for modules in the working directory first, where a file may have the name of any of them. Only a
-# source tree that is run where it lies is found there: it comes last, and children find it too.
+# `python -m` searches the working directory first, where a file may have the name of any module. Remove that directory
+# from the search path. If the working directory is the source tree itself, append it at the end instead, and pass it to
+# child processes.
 if __name__ == "__main__" and not sys.flags.safe_path and os.path.isdir(sys.path[0]):
     _folder = sys.path.pop(0)
     if os.path.samefile(_folder, os.path.join(os.path.dirname(__file__), os.pardir)):
         sys.path.append(_folder)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), _folder)))
 
-# What is opened next would have the number of a standard stream that is closed, and be read or written in its place.
-# Reading and writing such a stream is an error; what would go to standard error is lost.
+# If a standard stream is closed, the next opened file would get its number, and would be read or written in its place.
+# Open the null device under that number instead, in a mode in which reading standard input and writing standard output
+# are errors. Writes to standard error are discarded.
 if None in (sys.stdin, sys.stdout, sys.stderr):
     for _number, _name, _mode, _access in (
         (0, "stdin", "r", os.O_WRONLY),
@@ -25,13 +27,15 @@ if None in (sys.stdin, sys.stdout, sys.stderr):
 
 import signal
 
-# While modules load, Ctrl-C ends the process without a word: an exception might come out of any line of theirs, and
-# some would swallow it. Verbs choose for themselves what it does (`pagewire.cli.command`).
+# While modules load, Ctrl-C ends the process without a message. KeyboardInterrupt could be raised in any line of any
+# module, and some modules would swallow it. Each verb later installs its own handling of Ctrl-C
+# (`pagewire.cli.command`).
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-# As the first process of a container, one without a handler loses the signal that ends it. Until a service has taken it
-# over it ends at once, as elsewhere. Images block the signal before Python starts (`deploy/Dockerfile.worker`).
+# The first process of a container ignores a SIGTERM for which it has no handler. Until a service installs its own
+# handler, SIGTERM ends the process at once, as elsewhere. Container images block the signal before Python starts
+# (`deploy/Dockerfile.worker`).
 if os.getpid() == 1 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(128 + number))
 if hasattr(signal, "pthread_sigmask"):
@@ -52,7 +56,7 @@ def main() -> int:
 
 
 def _hiding() -> str:
-    """Return the files of PYTHONPATH that were loaded in place of modules of Python's own."""
+    """Return the paths of loaded files on PYTHONPATH that shadow standard library modules, joined by ", "."""
     folders = set(os.environ.get("PYTHONPATH", "").split(os.pathsep)) - {"", os.path.dirname(os.__file__)}
     names = [f"{name}{end}" for name in sys.stdlib_module_names for end in (".py", f"{os.sep}__init__.py")]
     places = {os.path.join(os.path.abspath(folder), name) for folder in folders for name in names}

@@ -1,7 +1,7 @@
-"""Lists the options of vLLM, nano-vllm and llama.cpp that Pagewire does not have, and says what becomes of each.
+"""The options of vLLM, nano-vllm and llama.cpp that Pagewire does not have, and their treatment.
 
-One table serves `LLM`, the flags and files of `pagewire serve` and the pages. Options whose name, meaning and values
-are the same here stand in no table: they are simply options.
+`LLM`, the flags and files of `pagewire serve`, and the docs pages share this table. An option with the same name,
+meaning and values in Pagewire is an ordinary option and is not listed here.
 """
 
 import difflib
@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Of what is alike in two names, as a share of both: below it, one is not taken for a slip of the other.
+# The minimum similarity (difflib ratio) at which a name is suggested for a misspelt one.
 _CLOSE = 0.75
-# Words by which other commands say where a server is, which ours call --url.
+# The names that other commands use for the address of a server, which is --url here.
 _ADDRESSES = (
     *("address", "addr", "api-base", "api-url", "base-url", "connect", "endpoint", "host", "host-port", "hostname"),
     *("port", "remote", "scheduler", "scheduler-url", "server", "server-address", "server-url", "target", "uri"),
@@ -23,10 +23,10 @@ _MULTIPLES = {"k": 1e3, "m": 1e6, "g": 1e9, "K": 1 << 10, "M": 1 << 20, "G": 1 <
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """An option of another engine that asks for nothing Pagewire has. `text` says why, or what to do instead.
+    """An option of another engine without a Pagewire equivalent. `text` gives the reason or an alternative.
 
-    Its `harmless` values ask for what Pagewire does anyway, and are taken without a word. Any other value is refused,
-    or ignored with a warning if results are right without it.
+    `harmless` values request the behaviour that Pagewire already has, and are accepted silently. Any other value is
+    refused if `is_refused`, otherwise ignored with a warning, since the results are correct without it.
     """
 
     text: str
@@ -52,7 +52,8 @@ _STATES = "no architecture that keeps a state is served"
 _DISK = "weights are mapped from the files, by each rank for itself"
 _KERNELS = "see `attention_backend` and `cpu_products`"
 
-# Names, separated by spaces, and what becomes of them. A flag whose name ends in ! takes no value, in * several.
+# Option names, separated by spaces, and their treatment. A name that ends in ! is a flag without a value, a name that
+# ends in * is a flag with several values.
 _FOREIGN: tuple[tuple[str, Foreign], ...] = (
     ("trust_remote_code!", Foreign(_NO_CODE)),
     ("skip_tokenizer_init!", Foreign("the tokenizer takes no part in prompts of token ids")),
@@ -295,7 +296,8 @@ FOREIGN = {name.rstrip("!*"): foreign for names, foreign in _FOREIGN for name in
 
 
 def _readable(value: Any) -> Any:
-    """Returns the number of "32k" (32,000) and "32K" (32,768), as vLLM reads them, and any other value as it is."""
+    """Return the number for a text such as "32k" (32,000) or "32K" (32,768), as in vLLM. Return other values
+    unchanged."""
     if not isinstance(value, str) or value[-1:] not in _MULTIPLES:
         return value
     try:
@@ -305,16 +307,16 @@ def _readable(value: Any) -> Any:
 
 
 def _without_prefix(value: Any) -> str:
-    """Returns "bfloat16" for `torch.bfloat16` and for "bfloat16"."""
+    """Return "bfloat16" for both `torch.bfloat16` and "bfloat16"."""
     return str(value).removeprefix("torch.")
 
 
 def _renamed(name: str, *unset: object) -> Callable[[Any], dict[str, Any]]:
-    """Makes options of ours of a value that means the same, but for those that leave it to the default."""
+    """Return a mapper to the Pagewire option `name`. The values in `unset` select the default."""
     return lambda value: {} if value in unset else {name: _readable(value)}
 
 
-# What each value of an option of theirs asks for, by our names.
+# Foreign options with equivalents: each function returns Pagewire options for a value.
 MAPPED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "kvcache_block_size": _renamed("block_size"),
     "num_kvcache_blocks": _renamed("num_device_blocks", -1),
@@ -336,7 +338,7 @@ MAPPED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "alias": _renamed("served_model_name"),
 }
 
-# Options of ours, where theirs of the same name have other values too.
+# Pagewire options whose foreign namesakes allow other values.
 CONVERTED: dict[str, Callable[[Any], Any]] = {
     "dtype": lambda value: {"float": "float32"}.get(_without_prefix(value), _without_prefix(value)),
     "kv_cache_dtype": lambda value: {"fp8_e4m3": "fp8"}.get(_without_prefix(value), _without_prefix(value)),
@@ -348,7 +350,7 @@ CONVERTED: dict[str, Callable[[Any], Any]] = {
     "max_num_batched_tokens": _readable,
     "max_num_seqs": _readable,
 }
-# Values of options of ours that others have.
+# Foreign values of Pagewire options.
 _VALUES = {
     "quantization": _refused(
         "how weights are quantised is read from the checkpoint; int8 and int4 quantise weights of floats while they "
@@ -358,7 +360,7 @@ _VALUES = {
     ),
     "load_format": _refused("weights are read from safetensors, or a GGUF file", "auto", "safetensors", "dummy"),
 }
-# Verbs and flags of other commands, and what does the same here.
+# Verbs and flags of other commands, and their equivalents here.
 FOREIGN_VERBS = {
     "pagewire ps": "`pagewire status` shows what a server is doing",
     "pagewire pull": "`pagewire serve` and `pagewire run` download a model when they start; so does `hf download`",
@@ -375,15 +377,15 @@ FOREIGN_BENCH_FLAGS = {
         ("--chart", "--metadata", "--save-detailed"), "`vllm bench serve` and `guidellm` tell more: docs/benchmarks.md"
     ),
 }
-_SECRETS = ("api_key", "hf_token")  # whose values no message shows
-# Which flags take no value, and which several.
+_SECRETS = ("api_key", "hf_token")  # messages never show their values
+# The flags without a value, and the flags with several values.
 SWITCHES, LISTS = (
     {name[:-1] for names in (*(each for each, _ in _FOREIGN), more) for name in names.split() if name[-1] == mark}
     for mark, more in (("!", "enforce_eager! enable_log_requests!"), ("*", "served_model_name*"))
 )
-# Other words for a value of an option that has choices.
+# Synonyms of option values.
 VALUE_SYNONYMS = {"gpu": "cuda"}
-# Other names of flags: vLLM's, then llama.cpp's.
+# Synonyms of flags, first vLLM's, then llama.cpp's.
 SYNONYMS = {
     "-tp": "tensor_parallel_size",
     "-q": "quantization",
@@ -463,7 +465,7 @@ STRUCTURED_OUTPUTS_FIELDS: dict[str, Foreign] = {
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """How options are written where a user gave them: the name of one, and a name with its value, if there is one."""
+    """The notation for options in error messages: a bare name, and a name with its value or None."""
 
     name: Callable[[str], str]
     given: Callable[[str, Any], str]
@@ -474,7 +476,7 @@ IN_PYTHON = Spelling(str, lambda name, value: name if value is None else f"{name
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """Options of ours by name, those that asked for them, and a line for each that was given and is ignored."""
+    """Pagewire options by name, the given option that each came from, and a warning line for each ignored option."""
 
     values: Mapping[str, Any]
     sources: Mapping[str, str]
@@ -482,16 +484,17 @@ class Translation:
 
 
 def translate(given: Mapping[str, Any], spelling: Spelling) -> Translation:
-    """Makes options of ours of those that a user gave, of whatever engine they are. Names of no engine are as ours.
+    """Translate the options that a user gave, from any engine, to Pagewire options.
 
-    Raises ValueError for what is refused, and where two options ask for different values of one of ours.
+    Names that no engine uses are returned unchanged. Raise ValueError for a refused option, and if two options request
+    different values of the same Pagewire option.
     """
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     ignored: list[str] = []
     for name, value in given.items():
         shown = spelling.given(name, None if name in _SECRETS else value)
-        # The tokenizer of the model itself is the one that is taken anyway.
+        # A tokenizer equal to the model selects the model's own tokenizer, which is always used.
         if name in FOREIGN | _VALUES and not (name == "tokenizer" and str(value) == given.get("model")):
             ignored += _judged((FOREIGN | _VALUES)[name], value, shown, spelling.name)
         if name in FOREIGN:
@@ -505,23 +508,28 @@ def translate(given: Mapping[str, Any], spelling: Spelling) -> Translation:
 
 
 def _wanted(name: str, value: Any) -> dict[str, Any]:
-    """Returns what an option asks for by our names. None leaves one of theirs to the default."""
+    """Return the Pagewire options for one given option. None leaves a foreign option at its default."""
     if name in MAPPED:
         return {} if value is None else MAPPED[name](value)
     return {name: CONVERTED[name](value) if name in CONVERTED and value is not None else value}
 
 
 def judge(table: Mapping[str, Foreign], values: Iterable[object], stacklevel: int) -> None:
-    """Ignores options of other engines, given in a table's order, with a warning where that matters. Raises ValueError
-    for one that is refused."""
+    """Check foreign options, whose values are given in the order of `table`.
+
+    Warn about a value that is ignored and matters. Raise ValueError for a value that is refused.
+    """
     for name, value in zip(table, values, strict=True):
         for line in _judged(table[name], value, IN_PYTHON.given(name, value), str):
             warnings.warn(line, stacklevel=stacklevel + 1)
 
 
 def _judged(foreign: Foreign, value: Any, shown: str, spelled: Callable[[str], str]) -> list[str]:
-    """Returns a line if a value is ignored and that matters. Raises ValueError if it is refused."""
-    # True is 1, but does not mean it.
+    """Return a warning line in a list if a value is ignored and matters, otherwise an empty list.
+
+    Raise ValueError if the value is refused.
+    """
+    # True equals 1 in Python, but has another meaning here.
     if any(
         isinstance(value, bool) == isinstance(harmless, bool) and value == harmless for harmless in foreign.harmless
     ):
@@ -533,8 +541,10 @@ def _judged(foreign: Foreign, value: Any, shown: str, spelled: Callable[[str], s
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """Returns "; did you mean X?" for the known word that a word is a slip of, or that says where a server is as the
-    word does, or nothing if there is none."""
+    """Return "; did you mean X?" for the known word most similar to a misspelt one, or an empty text.
+
+    A word that other commands use for a server's address suggests "url" if that is a known word.
+    """
     by_letters = {name.strip("-/").replace("_", "-").lower(): name for name in known}
     letters = word.strip("-/").replace("_", "-").lower()
     near = difflib.get_close_matches(letters, by_letters, n=1, cutoff=_CLOSE)

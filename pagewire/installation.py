@@ -1,6 +1,7 @@
-"""Names the packages that Pagewire and its extras need, and how to install what is lacking. It imports none of them.
+"""The required packages of Pagewire and its extras, and the commands that install missing ones.
 
-`python -m pagewire.installation gpu` says whether this Python can run the checks for GPUs from a source tree.
+This module imports none of these packages. `python -m pagewire.installation gpu` checks whether this Python can run the
+GPU checks from a source tree.
 """
 
 import importlib.util
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-# Else torch comes with CUDA, 5 GB.
+# Without this index, pip installs torch with CUDA, 5 GB.
 FOR_CPUS = " --extra-index-url INDEX  # the one for CPUs that the install page of PyTorch names"
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 _TREE = Path(__file__).resolve().parents[1]
@@ -19,7 +20,7 @@ _TREE = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A package by its name on PyPI, the module it is imported as, and the oldest version that works, "" for any."""
+    """A package: its PyPI name, the module that it provides, and the minimum version, "" for any."""
 
     name: str
     module: str
@@ -29,8 +30,8 @@ class Package:
         return f"{self.name}>={self.least}" if self.least else self.name
 
 
-# Without these the base, or what an extra of pyproject.toml is for, does not run at all, by the extra's name. The least
-# versions of grpcio and protobuf are those that the committed stubs load with.
+# The packages without which the base or an extra of pyproject.toml does not run, by the extra's name. The minimum
+# versions of grpcio and protobuf are those required by the committed stubs.
 _CLIENT = (
     Package("grpcio", "grpc", "1.76.0"),
     Package("protobuf", "google.protobuf", "6.31.1"),
@@ -73,13 +74,16 @@ NEEDED = {
         Package("opentelemetry-exporter-otlp-proto-grpc", "opentelemetry.exporter.otlp.proto.grpc"),
     ),
     "transformers": (_TRANSFORMERS,),
-    # No extra: the checks for GPUs, which run from a source tree.
+    # Not an extra: the GPU checks, which run from a source tree.
     "gpu": (*_SERVE, Package("triton", "triton", "3.6"), _TRANSFORMERS),
 }
 
 
 def shortage(extra: str = "") -> str | None:
-    """Returns a line on what the base and an extra lack, with the command that installs it, or None for nothing."""
+    """Return one line that names the missing or outdated packages with an installation command, or None.
+
+    The base packages are always included in the check.
+    """
     lacking = {package: phrase for package in (*_CLIENT, *NEEDED[extra]) if (phrase := _complaint(package))}
     if not lacking:
         return None
@@ -87,14 +91,17 @@ def shortage(extra: str = "") -> str | None:
 
 
 def command(extra: str, lacking: Iterable[Package]) -> str:
-    """Returns the command that installs an extra. Pagewire is on no package index: where pip does not know it, as in a
-    source tree that is not installed, the command installs the packages that are lacking. For torch it installs the
-    extra, which says which torch, and where no GPU is, one without CUDA."""
+    """Return the pip command that installs an extra.
+
+    Pagewire is not on a package index. If pip does not know Pagewire, as in a source tree, the command installs the
+    missing packages instead. For torch, it installs the extra from the source tree, which pins the torch version, and
+    adds the CPU index if the machine has no GPU.
+    """
     found = {package.name: _version(package.name) for package in lacking if not _is_there(package.module)}
     lost = [f"{name}=={version.partition('+')[0]}" for name, version in found.items() if version is not None]
     needs_torch = extra != "gpu" and any(package.name == "torch" for package in lacking)
     wanted = " ".join(f"'{package}'" for package in lacking)
-    if lost:  # which pip takes to be there
+    if lost:  # pip believes that these are installed
         wanted = " ".join(("--force-reinstall --no-deps", *lost))
     elif extra != "gpu" and _version("pagewire"):
         wanted = f"'pagewire[{extra}]'" if extra else "pagewire"
@@ -105,11 +112,10 @@ def command(extra: str, lacking: Iterable[Package]) -> str:
 
 
 def advice(error: BaseException, extra: str = "") -> str | None:
-    """Returns a line on what to install if the error comes of a missing or old package, else None. `extra` is what the
-    code that failed needs.
+    """Return one line with an installation command if a missing or outdated package caused the error, else None.
 
-    Packages that are too old fail in many ways: a name that is not there yet, or the stubs' own errors. A missing
-    module is told by the extra that brings it.
+    `extra` is the extra that the failed code needs. Outdated packages fail in many ways, such as missing names or
+    errors of the stubs, so all packages are checked. For a missing module, the line names the extra that provides it.
     """
     if isinstance(error, ModuleNotFoundError):
         module = (error.name or "").partition(".")[0]
@@ -119,7 +125,10 @@ def advice(error: BaseException, extra: str = "") -> str | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints what is lacking for an extra, or for the checks for GPUs. Returns 1 if something is."""
+    """Print the packages that are missing for an extra or for the GPU checks.
+
+    Return 0 if no package is missing, 1 if packages are missing, and 2 for wrong usage.
+    """
     names = sys.argv[1:] if arguments is None else list(arguments)
     if len(names) != 1 or names[0] not in NEEDED:
         print(f"usage: python -m pagewire.installation {'|'.join(filter(None, NEEDED))}", file=sys.stderr)
@@ -131,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _version(name: str) -> str | None:
-    """Returns None for what pip does not know, as it is unpacked somewhere on the path."""
+    """Return the installed version, or None for a package that pip does not know."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -151,11 +160,11 @@ def _is_there(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
-        return False  # The package around it is missing.
+        return False  # The parent package is missing.
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Returns the numbers that a version begins with: (2, 11, 0) for 2.11.0rc1+cu130."""
+    """Return the leading numbers of a version, such as (2, 11, 0) for 2.11.0rc1+cu130."""
     begin = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, begin[0].split("."))) if begin else ()
 

@@ -1,8 +1,9 @@
-"""Turns frozen config dataclasses into flags, environment variables and YAML keys.
+"""The conversion of frozen config dataclasses into flags, environment variables and YAML keys.
 
-A field `max_num_seqs: int = 256` with `metadata={"help": ...}` (and "choices" where the values are fixed) becomes the
-flag `--max-num-seqs`, the variable `PAGEWIRE_MAX_NUM_SEQS` and the YAML key `max_num_seqs` or `max-num-seqs`. A bool
-becomes `--NAME/--no-NAME`. Flags win over the environment, over YAML, over defaults. An empty variable counts as unset.
+A field `max_num_seqs: int = 256` with `metadata={"help": ...}` becomes the flag `--max-num-seqs`, the variable
+`PAGEWIRE_MAX_NUM_SEQS` and the YAML key `max_num_seqs` or `max-num-seqs`. Metadata "choices" lists fixed values. A bool
+becomes `--NAME/--no-NAME`. Flags override the environment, which overrides the YAML file, which overrides the defaults.
+An empty variable counts as unset.
 """
 
 import argparse
@@ -34,23 +35,24 @@ from pagewire.compatibility import (
 
 ENV_PREFIX = "PAGEWIRE_"
 CONFIG_VARIABLE = f"{ENV_PREFIX}CONFIG"
-# Names of options that only flags give: for a server of its parent's, which environment and file were not written for.
+# Lists the options that are read only from flags. A parent process sets this variable for its server, for which the
+# environment and the file are not intended.
 FLAGS_ONLY_VARIABLE = f"{ENV_PREFIX}FLAGS_ONLY"
 TRUE_WORDS = ("1", "true", "yes", "on")
 FALSE_WORDS = ("0", "false", "no", "off")
 _SWITCH_WORDS = (*TRUE_WORDS, *FALSE_WORDS, "auto")
 _FLAG = re.compile(r"--?[A-Za-z][^\s=]*(=.*)?", re.DOTALL)
 _NO_UTF8 = re.compile("[\ud800-\udfff]")
-_DEFAULTS = "defaults"  # the origin of what was not chosen
+_DEFAULTS = "defaults"  # the origin of values that were not set
 
 
-# A parser that is given this alone raises `DescribedError` with itself: what completes flags asks what there are.
-# No arguments of a process can hold a zero byte.
+# A parser that receives this as its only argument raises `DescribedError` with itself, for shell completion. A real
+# process argument cannot contain a null byte.
 DESCRIBE = "\0describe"
 
 
 class DescribedError(Exception):
-    """Carries a parser to the one who asked for it."""
+    """Carries the parser that was asked to describe itself."""
 
     def __init__(self, parser: "Parser") -> None:
         super().__init__(f"{parser.prog} was asked for its flags")
@@ -58,12 +60,12 @@ class DescribedError(Exception):
 
 
 class OptionError(ValueError):
-    """A key, flag or value cannot be taken; the text names it and the remedy."""
+    """A key, flag or value is invalid. The message names it and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One field of a config dataclass."""
+    """An option, which is one field of a config dataclass."""
 
     name: str
     value_type: type
@@ -87,15 +89,17 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The value of every option, and where it comes from."""
+    """The value of every option and its origin."""
 
     values: Mapping[str, Any]
     origins: Mapping[str, str]
-    ignored: Sequence[str] = ()  # a line for each option that makes no difference here, those of other engines
+    ignored: Sequence[str] = ()  # a warning for each ignored option of another engine
 
     def build(self, config_type: type, **overrides: Any) -> Any:
-        """Make an instance of a config dataclass, and of those among its fields, from the values that they have fields
-        for."""
+        """Return an instance of a config dataclass with the resolved values of its fields.
+
+        Fields that are config dataclasses are built in the same way. `overrides` replace values.
+        """
         hints = typing.get_type_hints(config_type)
         parts = {
             name: self.build(hint)
@@ -106,7 +110,8 @@ class Resolved:
         return config_type(**parts, **{name: self.values[name] for name in names} | overrides)
 
     def describe(self) -> list[str]:
-        """Write a line for each origin that gave values, with these, strongest origin first."""
+        """Return a line for each origin with the values that it set. The origin with the highest precedence comes
+        first."""
         by_origin: dict[str, list[str]] = {}
         for name, origin in self.origins.items():
             by_origin.setdefault(origin, []).append(f"{name}={self.values[name]}")
@@ -116,14 +121,16 @@ class Resolved:
         return [f"options from {origin}: {', '.join(by_origin[origin])}" for origin in origins]
 
     def describe_defaults(self) -> str:
-        """Write a line with the values that were not chosen."""
+        """Return a line with the values of all options that have their defaults."""
         names = [name for name, origin in self.origins.items() if origin == _DEFAULTS]
         return f"options that have their defaults: {', '.join(f'{name}={self.values[name]}' for name in names)}"
 
 
 def options_of(*config_types: type, without: Collection[str] = ()) -> dict[str, Option]:
-    """Find the options of some dataclasses, and of those among their fields, by name. A field that several have is the
-    first one's."""
+    """Return the options of config dataclasses, including nested ones, by name.
+
+    If several dataclasses have the same field, the first one counts.
+    """
     options: dict[str, Option] = {}
     for config_type in config_types:
         hints = typing.get_type_hints(config_type)
@@ -154,10 +161,10 @@ def _option(field: "dataclasses.Field[Any]", hint: Any) -> Option:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that knows no abbreviations and answers an unknown flag with the nearest known one.
+    """An argument parser without abbreviations that answers an unknown flag with the nearest known one.
 
-    `explained` says of flags that other verbs have why this one has not. Words in a flag may be joined by _ too, and
-    one that takes no value may have one that means yes or no.
+    `explained` maps flags of other verbs to the reason why this verb does not have them. A flag may also be spelled
+    with underscores, and a flag without a value may be followed by a word that means yes or no.
     """
 
     def __init__(self, *, explained: Mapping[str, str] = types.MappingProxyType({}), **settings: Any) -> None:
@@ -169,7 +176,7 @@ class Parser(argparse.ArgumentParser):
         if given == [DESCRIBE]:
             raise DescribedError(self)
         end = given.index("--") if "--" in given else len(given)
-        # Only so may several arguments stand on both sides of flags.
+        # Only intermixed parsing accepts several positional arguments on both sides of flags.
         are_mixed = len(self._get_positional_actions()) > 1
         parse = self.parse_known_intermixed_args if are_mixed else self.parse_known_args
         parsed, unknown = parse([*self._spelled(given[:end]), *given[end:]], namespace)
@@ -178,9 +185,11 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def _spelled(self, given: Sequence[str]) -> list[str]:
-        """Write arguments as argparse takes them. Ends the command at the first flag that is unknown, since it is
-        not known whether what follows it is its value."""
-        # Several values of a flag end where the next one begins: the model is not among them if it stands elsewhere.
+        """Return the arguments in argparse's spelling.
+
+        End the command at the first unknown flag, because it is unclear whether the next argument is its value.
+        """
+        # A flag with several values consumes all arguments up to the next flag, if the model is given elsewhere.
         is_model_named = bool(given) and (not given[0].startswith("-") or not {"--model", "-m"}.isdisjoint(given))
         spelled: list[str] = []
         flag, has_value = None, False
@@ -203,7 +212,7 @@ class Parser(argparse.ArgumentParser):
         return spelled
 
     def _known(self, name: str) -> tuple[str, argparse.Action]:
-        """Write a flag as it is known, and find what it does. `--a.b` is a part of what `--a` of another engine is."""
+        """Return the known spelling of a flag and its action. `--a.b` sets a part of the foreign option `--a`."""
         known = self._option_string_actions
         name = name.replace("_", "-") if name.startswith("--") else name
         whole = name.partition(".")[0]
@@ -212,22 +221,22 @@ class Parser(argparse.ArgumentParser):
         if whole in known and _is_foreign(known[whole]):
             return whole, known[whole]
         if not name.startswith("--") and name[:2] in known:
-            return name, known[name[:2]]  # with its value behind it
+            return name, known[name[:2]]  # the value follows without a space
         if name in self._explained:
             self.error(f"unknown flag {name}: {self._explained[name]}")
         self.error(f"unknown flag {name}{suggestion(name, known)}")
 
     def print_help(self, file: Any = None) -> None:
-        """Writes the help. Raises OSError where it cannot be written, of which argparse would say nothing."""
+        """Write the help text. Raise OSError if it cannot be written, which argparse would ignore."""
         print(self.format_help(), end="", file=file)
 
     def error(self, message: str) -> NoReturn:
-        """Ends the command with one line and exit code 2."""
+        """End the command with a one-line message and exit code 2."""
         self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help tells more)\n")
 
 
 def _switch(flag: argparse.Action, name: str, word: str) -> str:
-    """Write a flag that takes no value so that it says what the word with it says."""
+    """Return the spelling of a boolean flag that has the meaning of `word`."""
     off = [each for each in flag.option_strings if each.startswith("--no-")]
     return off[0] if off and word.lower() in FALSE_WORDS else name
 
@@ -237,7 +246,7 @@ def _is_foreign(flag: argparse.Action) -> bool:
 
 
 class _Again(argparse.Action):
-    """Stores a value. Another one makes a list of both where a flag takes several, and is an error elsewhere."""
+    """Stores a value. A repeated flag appends to a list if it allows several values, and is an error otherwise."""
 
     def __call__(
         self,
@@ -262,10 +271,10 @@ def add_flags(
     positional: str | None = None,
     groups: Mapping[str, Sequence[str]] = types.MappingProxyType({}),
 ) -> None:
-    """Adds a flag for each option, and `--config`. Flags that are not given are absent from the parsed arguments.
+    """Add a flag for each option, and `--config`. Flags that are not given are absent from the parsed arguments.
 
-    The option named `positional` may be given as an argument too. `groups` says under which titles of the help options
-    stand, and in which order; the others stand before all groups.
+    The option named `positional` may also be given as a positional argument. `groups` maps the titles of the help to
+    the names of their options, in order. Other options precede all groups.
     """
     parser.add_argument(
         "--config", metavar="FILE", help=f"YAML file of options, keys as the flags (default: ${CONFIG_VARIABLE})"
@@ -281,14 +290,14 @@ def add_flags(
         if option.name not in grouped:
             _add_flag(parser, option, is_positional=option.name == positional)
     for title, names in groups.items():
-        group = parser.add_argument_group(title)  # help leaves out one without flags
+        group = parser.add_argument_group(title)  # the help omits a group without flags
         for name in names:
             if name in options:
                 _add_flag(group, options[name], is_positional=name == positional)
 
 
 def add_foreign_flags(parser: argparse.ArgumentParser, options: Mapping[str, Option]) -> None:
-    """Adds the flags of other engines, which no help shows, after those of some options. A flag that is there stays."""
+    """Add the flags of other engines, hidden from the help. Existing flags are kept."""
     flags: dict[str, list[str]] = {name: [flag_of(name)] for name in (*MAPPED, *FOREIGN)}
     for flag, name in SYNONYMS.items():
         flags.setdefault(name, []).append(flag)
@@ -321,14 +330,14 @@ def _add_flag(parser: argparse._ActionsContainer, option: Option, *, is_position
 
 
 def _help(option: Option) -> str:
-    """Write the help of an option with its default; the option's own text says what None and "" mean."""
+    """Return the help text of an option with its default. The option's own text describes a default of None or ""."""
     default = "required" if option.required else f"default: {_text(option.default)}"
     is_told = option.required or option.default not in (None, "")
     return _escape(f"{option.help} ({default})" if is_told else option.help)
 
 
 def _escape(text: str) -> str:
-    """Escape a text for argparse, which formats help texts."""
+    """Escape a text for argparse, which applies % formatting to help texts."""
     return text.replace("%", "%%")
 
 
@@ -337,7 +346,7 @@ def _text(value: Any) -> str:
 
 
 def resolve(options: Mapping[str, Option], arguments: argparse.Namespace, environ: Mapping[str, str]) -> Resolved:
-    """Find the value of every option and its origin. Raises OptionError for a bad key or value."""
+    """Return the value and the origin of every option. Raise OptionError for an invalid key or value."""
     path: str = arguments.config or environ.get(CONFIG_VARIABLE) or ""
     flags = {name: _typed(name, value) for name, value in vars(arguments).items() if name != "config"}
     variables = {
@@ -347,7 +356,7 @@ def resolve(options: Mapping[str, Option], arguments: argparse.Namespace, enviro
     }
     flags_only = environ.get(FLAGS_ONLY_VARIABLE, "").split(",")
     ignored: list[str] = []
-    # What each gives, the weaker first, with the name by which an error tells of it.
+    # The layers, lowest precedence first. Each given value has the name that errors show, and its origin.
     given: dict[str, tuple[Any, str, str]] = {}
     for layer, origin, spelling in (
         (_read_yaml(path, options) if path else {}, path, Spelling(str, partial(_in_file, path))),
@@ -380,7 +389,7 @@ def resolve(options: Mapping[str, Option], arguments: argparse.Namespace, enviro
 
 
 def _in_flags(name: str, value: Any) -> str:
-    """Write a flag as it is given, or only its name for None."""
+    """Return a flag as it is given on a command line, or only its name if the value is None."""
     if value is False:
         return f"--no{flag_of(name)[1:]}"
     if value is None or value is True:
@@ -393,7 +402,7 @@ def _in_file(path: str, name: str, value: Any) -> str:
 
 
 def _typed(name: str, text: Any) -> Any:
-    """Read the value of a flag of another engine as YAML, which JSON is too."""
+    """Parse the value of a foreign flag as YAML, of which JSON is a subset."""
     if name in FOREIGN or name in MAPPED:
         from pagewire.common.strict_yaml import parse_yaml
 
@@ -403,9 +412,10 @@ def _typed(name: str, text: Any) -> Any:
 
 
 def unknown_variables(options: Mapping[str, Option], environ: Mapping[str, str]) -> list[str]:
-    """Write a line for each variable that looks like a misspelt option.
+    """Return a line for each environment variable that resembles the name of an option.
 
-    Only a warning: platforms set variables of their own with our prefix (Kubernetes does for a Service `pagewire`).
+    Such variables are not errors, because platforms set variables with the same prefix. Kubernetes does so for a
+    Service named `pagewire`.
     """
     known = [name.upper() for name in options]
     lines = []
@@ -418,7 +428,7 @@ def unknown_variables(options: Mapping[str, Option], environ: Mapping[str, str])
 
 
 def _read_yaml(path: str, options: Mapping[str, Option]) -> dict[str, Any]:
-    from pagewire.common.strict_yaml import parse_yaml  # clients have no files of options, and do without YAML
+    from pagewire.common.strict_yaml import parse_yaml  # lazy: clients do not need YAML
 
     try:
         document = parse_yaml(Path(path).read_text(encoding="utf-8"))
@@ -440,7 +450,7 @@ def _read_yaml(path: str, options: Mapping[str, Option]) -> dict[str, Any]:
 
 
 def _convert(option: Option, given: Any, source: str) -> Any:
-    """Convert a given text or YAML value to the option's type. Raises OptionError."""
+    """Convert a text or YAML value to the option's type. Raise OptionError if it is invalid."""
     if given is None and option.optional:
         return None
     try:
@@ -471,7 +481,7 @@ def _parse(value_type: type, given: Any) -> Any:
 
 
 def spelled(given: Mapping[str, Any]) -> list[str]:
-    """Write the flags again that were parsed to these names and values."""
+    """Return command line flags for parsed names and values."""
     flags = []
     for name, value in given.items():
         if isinstance(value, bool):
@@ -482,8 +492,10 @@ def spelled(given: Mapping[str, Any]) -> list[str]:
 
 
 def to_flags(config: Any) -> list[str]:
-    """Write the flags for all values of a config that are not their defaults, and of the configs among its fields.
-    Raises ValueError if there is none."""
+    """Return the flags for all values of a config that differ from their defaults, including nested configs.
+
+    Raise ValueError for a value of None that no flag can set.
+    """
     known, flags = options_of(type(config)), list[str]()
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

@@ -1,21 +1,21 @@
-"""Writes a line to standard error that says how far a list of requests has come."""
+"""Progress lines on standard error for lists of requests."""
 
 import time
 from collections.abc import Callable
 from typing import IO, Any
 
-# Between two lines: on a terminal, where each replaces the one before, and in a log.
+# The seconds between two updates: on a terminal, where each replaces the previous line, and in a log.
 TERMINAL_INTERVAL_S = 0.1
 LOG_INTERVAL_S = 10.0
 
 
 class Progress:
-    """Shows one line that changes on a terminal. Elsewhere it writes a line every ten seconds."""
+    """A progress line that updates in place on a terminal. Elsewhere, a new line is written every ten seconds."""
 
     def __init__(
         self, total: int, file: IO[str] | None, now: Callable[[], float] = time.monotonic, title: str = ""
     ) -> None:
-        """`total` counts the requests, of what the `title` names. Without a file nothing is shown."""
+        """`total` is the number of requests, and `title` precedes the line. Without a `file`, nothing is shown."""
         self._total = total
         self._title = f"{title}: " if title else ""
         self._file = file
@@ -26,14 +26,14 @@ class Progress:
         self._num_tokens = 0
 
     def add(self, num_tokens: int, has_ended: bool) -> None:
-        """So many more output tokens have come, and a request may have ended with them."""
+        """Add a number of new output tokens. `has_ended` says whether their request has ended."""
         self._num_done += has_ended
         self._num_tokens += num_tokens
         if self._now() - self._said_at >= (TERMINAL_INTERVAL_S if self._is_terminal else LOG_INTERVAL_S):
             self._say()
 
     def close(self) -> None:
-        """Ends the line on a terminal, where it stays."""
+        """On a terminal, write the final line and end it."""
         if self._is_terminal and self._total:
             self._say(end="\n")
 
@@ -45,14 +45,16 @@ class Progress:
         rate = self._num_tokens / elapsed_s
         done = f"{self._title}{self._num_done}/{self._total} requests, {self._num_tokens} output tokens"
         text = f"{done}, {elapsed_s:.1f} s, {rate:.1f} tokens/s"
-        # The rest of a longer line before it is cleared.
+        # The escape sequence clears the rest of a longer previous line.
         self._file.write(f"\r{text}\x1b[K{end}" if self._is_terminal else f"{text}\n")
         self._file.flush()
 
 
 class ForeignProgress:
-    """Shows progress on a bar that the caller's class makes, such as tqdm's: requests, and tokens behind them if the
-    bar can show more."""
+    """Progress on a bar of the caller's class, such as tqdm's.
+
+    The bar counts requests. If it supports `set_postfix_str`, it also shows the number and rate of output tokens.
+    """
 
     def __init__(self, total: int, make_bar: Callable[..., Any], now: Callable[[], float] = time.monotonic) -> None:
         self._bar = make_bar(total=total, desc="requests")

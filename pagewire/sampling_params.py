@@ -1,4 +1,4 @@
-"""Sampling parameters, under the name that the module has in vLLM."""
+"""Sampling parameters, under the module name that vLLM uses."""
 
 from pagewire.client.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputs, StructuredOutputsParams
 
