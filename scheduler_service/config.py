@@ -1,5 +1,7 @@
-"""The options of the scheduler service. `pagewire.options` turns every field into a flag, a variable and a YAML key,
-those of the core among them."""
+"""The options of the scheduler and of front ends.
+
+`pagewire.options` turns every field, including the core's, into a flag, an environment variable and a YAML key.
+"""
 
 import os
 from dataclasses import dataclass, field
@@ -10,7 +12,7 @@ from pagewire.common.wire.transport.addresses import MAX_SOCKET_PATH_BYTES, UNIX
 from pagewire.common.wire.transport.message_size import MAX_MESSAGE_BYTES
 from scheduler_service.core.scheduler_options import SchedulerOptions
 
-# What the texts of prompts may take, at the scheduler as at a front end.
+# Options that the scheduler and front ends share.
 _HTTP_PROXY = "through the HTTP proxy that the variable http_proxy names, which is ignored without this"
 _METRICS_HOST = ("127.0.0.1", "address to serve /metrics on")
 _METRICS_PORT = (
@@ -125,17 +127,17 @@ class SchedulerConfig:
 
     @property
     def served_model_names(self) -> list[str]:
-        """Those that are given: the one that clients see, and more that they may send."""
+        """The configured model names. Clients see the first and may send any of them."""
         given = (self.served_model_name or "").split(",")
         return list(dict.fromkeys(name for each in given if (name := each.strip())))
 
     @property
     def worker_addresses(self) -> list[str]:
-        """The addresses of the worker's ranks, in their order."""
+        """The addresses of the worker's ranks, in order of rank."""
         return [address.strip() for address in self.worker.split(",")]
 
     def validate(self) -> None:
-        """Raises ValueError that names the flag at fault."""
+        """Raise ValueError, which names the flag, for an invalid value or combination."""
         _check_model(self.model)
         check_options(self)
         check_options(self.core)
@@ -152,7 +154,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class HttpOptions:
-    """How a front end serves the OpenAI API, one of a fleet or the one beside a `pagewire serve`."""
+    """The options of the OpenAI API, in a stand-alone front end or in the front end of `pagewire serve`."""
 
     http_host: str = option("127.0.0.1", "address to serve the OpenAI API on")
     http_port: int | None = option(
@@ -232,7 +234,7 @@ class FrontEndConfig:
     metrics_port: int | None = option(*_METRICS_PORT)
 
     def validate(self) -> None:
-        """Raises ValueError that names the flag at fault."""
+        """Raise ValueError, which names the flag, for an invalid value or combination."""
         _check_model(self.model)
         check_options(self)
         check_options(self.http)

@@ -1,4 +1,4 @@
-"""Puts a front end together. It holds nothing that outlives its connections."""
+"""The assembly of the front end service, which keeps no state beyond its connections."""
 
 import asyncio
 import logging
@@ -38,9 +38,10 @@ async def run(
     stop_now: asyncio.Event | None = None,
     num_log_lines_dropped: Callable[[], int] = lambda: 0,
 ) -> int:
-    """Serve until `stop`, then drain, but not beyond `stop_now`. The exit code.
+    """Serve until `stop`, then drain, but at most until `stop_now`. Return the exit code.
 
-    `ready` gets the front end's URL once, when it first serves. `num_log_lines_dropped` is for the metrics.
+    `ready` is called once with the front end's URL, when it first accepts requests. `num_log_lines_dropped` supplies a
+    metric.
     """
     try:
         config.validate()
@@ -128,7 +129,7 @@ def _make_http(
     service: RequestService,
     collector: FrontEndCollector,
 ) -> "HttpServer":
-    """Bind the port of the OpenAI API. Raises OSError."""
+    """Create the HTTP server of the OpenAI API and bind its port. Raise OSError if that fails."""
     from scheduler_service.doors.http.call_admission import CallAdmission
     from scheduler_service.doors.http.routes import Routes
     from scheduler_service.doors.http.transport.http_server import HttpServer
@@ -153,7 +154,10 @@ def _failed(error: BaseException | None) -> int:
 
 
 def _api_key(path: str | None) -> WatchedFiles[tuple[tuple[str, str]]] | None:
-    """Return the metadata that shows the scheduler who this is. Raises OSError, and ValueError for what is no key."""
+    """Return the watched file with the API key as gRPC metadata, or None without a file.
+
+    Raise OSError if the file cannot be read, and ValueError if it does not contain a key.
+    """
 
     def parse(content: bytes) -> tuple[tuple[str, str]]:
         key = content.strip().decode(errors="replace")

@@ -1,7 +1,7 @@
-"""Prometheus metrics under vLLM's names, for the dashboards and routers made for it. Our own begin with `pagewire:`.
+"""Prometheus metrics under vLLM's names, for existing dashboards and routers. Other names begin with `pagewire:`.
 
-The step loop reports once per step; everything is put into Prometheus' form only when it is asked for. Histograms take
-many equal observations at once, which keeps the cost of a step independent of its number of rows.
+The step loop reports once per step, and the values are converted to Prometheus' format only at a scrape. A histogram
+adds many equal observations in one operation, so that the cost of a step does not depend on its number of rows.
 """
 
 import time
@@ -65,7 +65,7 @@ _HISTOGRAMS = {
     "pagewire:gc_pause_seconds": ("Time for which a garbage collection stopped the scheduler.", _PAUSE_SECONDS),
     "pagewire:gc_cpu_seconds": ("Processor time of a garbage collection.", _PAUSE_SECONDS),
 }
-# Numbers that are told as they are: their texts, and their names in SchedulerStats.
+# Gauges: help text, and attribute of SchedulerStats.
 _GAUGES = {
     "vllm:num_requests_running": ("Sequences that run.", "num_running"),
     "vllm:num_requests_waiting": ("Sequences that wait.", "num_waiting"),
@@ -77,7 +77,7 @@ _GAUGES = {
     "pagewire:held_host_blocks": ("Blocks that sequences hold.", "num_held_host_blocks"),
     "pagewire:cached_host_blocks": ("Blocks whose content can be matched.", "num_cached_host_blocks"),
 }
-# Shares of the blocks of a pool: their texts, and the names of both numbers in SchedulerStats.
+# Gauges with the used share of a block pool: help text, and the attributes of SchedulerStats to divide.
 _USAGES = {
     "vllm:kv_cache_usage_perc": (
         "Share of the device blocks that sequences hold, 0 to 1.",
@@ -98,7 +98,7 @@ _COUNTERS = {
     "pagewire:admitted_requests": ("Requests that first ran.", "num_admitted_requests"),
     "pagewire:overdue_requests": ("Of those, such as had waited longer than --max-wait.", "num_overdue_requests"),
 }
-# Counters that one more label tells apart: their texts, and that label.
+# Counters with an additional label: help text, and name of the label.
 _LABELLED_COUNTERS = {
     "pagewire:cached_prompt_tokens": ("Prompt tokens found in the cache, by tier.", "tier"),
     "pagewire:kept_session_tokens": (
@@ -117,7 +117,7 @@ _LABELLED_COUNTERS = {
     "pagewire:grammar_checks": ("Grammars compiled to be checked.", "result"),
     "pagewire:step_part_seconds": ("Seconds of all steps on the worker, by part of the step.", "part"),
 }
-# The tokens of outputs: their texts, and their names in TokenCounts.
+# Counters of output tokens: help text, and attribute of TokenCounts.
 _TOKEN_COUNTERS = {
     "vllm:generation_tokens": (
         "Output tokens that clients got, those of front ends too. Of a request with stop texts they count at its end.",
@@ -128,7 +128,7 @@ _TOKEN_COUNTERS = {
         "num_discarded",
     ),
 }
-# Counters that are told as they are: their texts, and their names in Metrics.
+# Counters: help text, and attribute of Metrics.
 _METRICS_COUNTERS = {
     "pagewire:invariant_failures": ("Invariants of the scheduler found broken.", "num_invariant_failures"),
     "pagewire:worker_losses": ("Workers lost.", "num_worker_losses"),
@@ -136,7 +136,7 @@ _METRICS_COUNTERS = {
     "pagewire:mask_seconds": ("Time that the worker took to tell what grammars allow.", "mask_seconds"),
     "pagewire:late_rows": ("Rows that missed a step, since what they may take was not told in time.", "num_late_rows"),
 }
-# Gauges that are told as they are: their texts, and their names in ServiceStats.
+# Gauges: help text, and attribute of ServiceStats.
 _SERVICE_GAUGES = {
     "pagewire:waiting_text_bytes": (
         "Bytes of texts that wait for work on them.",
@@ -156,14 +156,14 @@ _SERVICE_GAUGES = {
 }
 
 
-# Counters that are told as they are: their texts, and their names in ServiceStats, and in FrontEndStats too.
+# Counters: help text, and attribute of both ServiceStats and FrontEndStats.
 _SERVICE_COUNTERS = {
     "pagewire:log_lines_dropped": (
         "Lines of the log that were dropped since standard error was not read.",
         "num_log_lines_dropped",
     ),
 }
-# Those of a front end: their texts, and their names in FrontEndStats.
+# Metrics of a front end: help text, and attribute of FrontEndStats.
 _FRONT_END_GAUGES = {
     "pagewire:frontend_connected": ("Whether the front end has a connection to its scheduler, 1 or 0.", "is_connected"),
     "pagewire:frontend_running_samples": ("Samples of its clients that have not ended.", "num_running"),
@@ -182,7 +182,7 @@ _FRONT_END_COUNTERS = {
 
 @dataclass(frozen=True, slots=True)
 class ServiceStats:
-    """Counts of what the service around the core holds, and of what it has let go. Sizes are in bytes."""
+    """Statistics of the service around the core: retained data and dropped data. Sizes are in bytes."""
 
     num_log_lines_dropped: int = 0
     waiting_text_bytes: int = 0
@@ -192,12 +192,12 @@ class ServiceStats:
     waiting_grammar_bytes: int = 0
     num_grammar_verdicts: int = 0
     tokens: TokenCounts = field(default_factory=TokenCounts)
-    certificate_lives: Mapping[str, Life] = field(default_factory=dict)  # by the flag of their file
+    certificate_lives: Mapping[str, Life] = field(default_factory=dict)  # by the flag that names the file
 
 
 @dataclass(frozen=True, slots=True)
 class FrontEndStats:
-    """Counts of what a front end does, and of what it holds. Sizes are in bytes."""
+    """Statistics of a front end. Sizes are in bytes."""
 
     model_name: str = ""
     is_connected: bool = False
@@ -208,7 +208,7 @@ class FrontEndStats:
     waiting_text_bytes: int = 0
     num_unread_failures: int = 0
     num_log_lines_dropped: int = 0
-    certificate_lives: Mapping[str, Life] = field(default_factory=dict)  # by the flag of their file
+    certificate_lives: Mapping[str, Life] = field(default_factory=dict)  # by the flag that names the file
 
 
 class Histogram:
@@ -222,13 +222,14 @@ class Histogram:
         self.sum += value * count
 
     def buckets(self) -> list[tuple[str, float]]:
-        """The pairs (upper bound, number of observations up to it), as Prometheus wants them."""
+        """Return the cumulative buckets in Prometheus' form: pairs of upper bound and number of observations up to
+        it."""
         bounds = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
         return list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
 
 
 class Metrics(Observer):
-    """The numbers as the step loop reports them."""
+    """An observer that accumulates the numbers that the step loop reports."""
 
     def __init__(self) -> None:
         self.histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
@@ -247,7 +248,8 @@ class Metrics(Observer):
         self._collection_began_at = 0.0, 0.0
 
     def collection(self, phase: str, info: dict[str, Any]) -> None:
-        """Observe how long a collection took, by both clocks. It is a callback of Python's garbage collector."""
+        """Observe the duration of a garbage collection in wall time and CPU time. This is a callback for
+        `gc.callbacks`."""
         if phase == "start":
             self._collection_began_at = time.perf_counter(), time.thread_time()
         else:
@@ -261,12 +263,12 @@ class Metrics(Observer):
             self.num_grammar_requests[request.grammar.kind.name.lower()] += 1
 
     def grammar_checked(self, seconds: float, is_good: bool) -> None:
-        """Observe how long it took to compile a grammar, and whether it can be used."""
+        """Record the seconds that the compilation of a grammar took, and whether the grammar is usable."""
         self._observe("pagewire:grammar_check_seconds", seconds)
         self.num_grammar_checks["accepted" if is_good else "refused"] += 1
 
     def step_finished(self, result: StepResult, stats: SchedulerStats) -> None:
-        # A prompt counts in the step in which its sequence first runs, all chunks of it together.
+        # A whole prompt counts in the step in which its sequence first runs, including all later chunks.
         num_computed = stats.num_prompt_tokens - stats.num_cached_prompt_tokens
         num_tokens = len(result.token_ids) + num_computed - self._num_computed_prompt_tokens
         self._observe("vllm:iteration_tokens_total", num_tokens)
@@ -278,7 +280,7 @@ class Metrics(Observer):
         self.num_late_rows += result.statuses.count(RowStatus.LATE)
 
     def part_seconds(self) -> dict[str, float]:
-        """The seconds of all steps on the worker together, by part of the step."""
+        """Return the total seconds of all steps on the worker, by part of the step."""
         return {name.removesuffix("_us"): us / 1e6 for name, us in self._parts_us.items()}
 
     def first_token_after(self, seconds: float) -> None:
@@ -325,7 +327,7 @@ class Metrics(Observer):
 
 
 class Labelled:
-    """Makes series that bear the labels of a process."""
+    """A base class that creates metric families with the labels of a process."""
 
     def __init__(self, model_name: str) -> None:
         self._labels = {"model_name": model_name, "engine": "0"}
@@ -343,7 +345,7 @@ class Labelled:
         table: Mapping[str, tuple[str, str]],
         source: object,
     ) -> Iterator[Metric]:
-        """Make those of a table, whose texts and whose names in the source it has."""
+        """Yield a metric for each entry of a table that maps names to a help text and an attribute of `source`."""
         for name, (text, field_name) in table.items():
             yield self._number(kind, name, text, getattr(source, field_name))
 
@@ -371,16 +373,16 @@ class Labelled:
 
 
 class FrontEndCollector(Labelled, Collector):
-    """Puts a front end's numbers into Prometheus' form when they are asked for."""
+    """A Prometheus collector that reads a front end's statistics at each scrape."""
 
     def __init__(self, read_stats: Callable[[], FrontEndStats]) -> None:
-        """`read_stats` is called on other threads than the event loop's."""
+        """`read_stats` is called on other threads than the event loop's thread."""
         super().__init__("")
         self._read_stats = read_stats
 
     def collect(self) -> Iterator[Metric]:
         stats = self._read_stats()
-        self._labels["model_name"] = stats.model_name  # the scheduler's, which tells it when there is a connection
+        self._labels["model_name"] = stats.model_name  # known once the front end is connected to its scheduler
         yield from self._told(GaugeMetricFamily, _FRONT_END_GAUGES, stats)
         yield from self._told(CounterMetricFamily, _FRONT_END_COUNTERS, stats)
         ended = {reason.value: stats.num_ended.get(reason, 0) for reason in ENDED_WELL}
@@ -390,7 +392,7 @@ class FrontEndCollector(Labelled, Collector):
 
 
 class MetricsCollector(Labelled, Collector):
-    """Puts the numbers into Prometheus' form when they are asked for."""
+    """A Prometheus collector that reads the scheduler's statistics at each scrape."""
 
     def __init__(
         self,
@@ -399,7 +401,7 @@ class MetricsCollector(Labelled, Collector):
         model_name: str,
         read_service_stats: Callable[[], ServiceStats],
     ) -> None:
-        """`read_stats` and `read_service_stats` are called on other threads than the event loop's."""
+        """`read_stats` and `read_service_stats` are called on other threads than the event loop's thread."""
         super().__init__(model_name)
         self._metrics = metrics
         self._read_stats = read_stats
@@ -435,7 +437,7 @@ class MetricsCollector(Labelled, Collector):
             yield self._number(GaugeMetricFamily, "vllm:cache_config_info", "The KV cache's shape.", 1, **sizes)
 
     def _labelled(self, stats: SchedulerStats) -> dict[str, Mapping[str, float]]:
-        """Return the counters of `_LABELLED_COUNTERS`, by the values of their labels."""
+        """Return the values of `_LABELLED_COUNTERS`, by name and label value."""
         metrics = self._metrics
         num_from_device = stats.num_cached_prompt_tokens - stats.num_host_cached_prompt_tokens
         num_recomputed = stats.num_preemptions - stats.num_swap_preemptions
@@ -460,5 +462,5 @@ class MetricsCollector(Labelled, Collector):
 
 
 def _by_age(values: tuple[int, ...]) -> dict[str, int]:
-    """Name the counts of sessions by the seconds that these were away."""
+    """Return counts by the upper bound, in seconds, of how long the session was idle."""
     return dict(zip([*(f"{age:g}" for age in SESSION_AGES_S), "+Inf"], values, strict=True))

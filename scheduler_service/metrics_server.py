@@ -1,8 +1,8 @@
-"""/metrics over HTTP, for Prometheus.
+"""The HTTP server of /metrics, for Prometheus.
 
-It always answers in the text format 0.0.4. Asked as Prometheus 2 and 3 ask, the client library would answer in
-OpenMetrics, whose names have no colons: `vllm:num_requests_waiting` would become `vllm_num_requests_waiting`, and no
-dashboard, rule or scaler made for vLLM's names would find anything.
+It always responds in the text format 0.0.4. Prometheus 2 and 3 also accept OpenMetrics, for which the client library
+would replace colons in names: `vllm:num_requests_waiting` would become `vllm_num_requests_waiting`, and dashboards,
+rules and autoscalers built for vLLM's names would find no data.
 """
 
 import errno
@@ -24,17 +24,22 @@ from scheduler_service.config import FrontEndConfig, SchedulerConfig
 logger = logging.getLogger(__name__)
 
 DEFAULT_PORT = 9090
-# Connections at a time; more are closed at once. Each has a thread, and a few scrapers are all that there should be.
+# The limit on concurrent connections. Further connections are closed immediately. Each connection has a thread, and
+# only a few scrapers are expected.
 MAX_CONNECTIONS = 16
-# Seconds for which a connection may be silent before its request has come or while its answer goes.
+# The timeout in seconds for receiving a request or sending a response.
 TIMEOUT = 5.0
 
 
 class MetricsServer:
-    """Answers scrapes on threads of its own."""
+    """An HTTP server for scrapes, on its own threads."""
 
     def __init__(self, collector: Collector, host: str, port: int | None) -> None:
-        """Without a port it is the usual one, or any free one if that is taken. Raises OSError if `port` is taken."""
+        """Bind the port and start the server.
+
+        Without `port`, use the default port, or any free port if the default is in use. Raise OSError if `port` is in
+        use.
+        """
         registry = CollectorRegistry()
         registry.register(collector)
         check_port(host, port or 0, "--metrics-port")
@@ -56,20 +61,20 @@ class MetricsServer:
 
 
 def exposition(collector: Collector) -> bytes:
-    """Return what /metrics shows of a collector."""
+    """Return the metrics of a collector in Prometheus' text format."""
     registry = CollectorRegistry()
     registry.register(collector)
     return generate_latest(registry)
 
 
 def serve_metrics(collector: Collector, config: SchedulerConfig | FrontEndConfig) -> MetricsServer | None:
-    """Serve what a service's options say, which may be nothing. Raises OSError."""
+    """Start a metrics server as configured, or return None if it is turned off. Raise OSError if the port is in use."""
     return None if config.metrics_port == 0 else MetricsServer(collector, config.metrics_host, config.metrics_port)
 
 
 class _HttpServer(ThreadingHTTPServer):
     daemon_threads = True
-    block_on_close = False  # a silent connection does not hold up the end
+    block_on_close = False  # an idle connection does not delay the shutdown
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
         self.registry = registry
@@ -123,4 +128,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Scrapes come every few seconds: they are not worth a line."""
+        """Log nothing, since scrapes arrive every few seconds."""

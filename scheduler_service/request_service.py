@@ -1,4 +1,4 @@
-"""A port that takes requests, the scheduler's or a front end's: put together, run, and taken apart in order."""
+"""The gRPC service that accepts requests, in a scheduler or a front end: setup, operation and orderly shutdown."""
 
 import asyncio
 import logging
@@ -38,28 +38,28 @@ logger = logging.getLogger(__name__)
 _CLOSE_TIMEOUT = 2.0  # seconds for the last responses to be written
 _SERVER_OPTIONS = (
     ("grpc.keepalive_permit_without_calls", 1),
-    # A client that is gone without a word loses its requests.
+    # The requests of a client that vanished without closing its connection are aborted.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    # Who connects and says nothing keeps a connection from others.
+    # A client that connects and sends nothing occupies a connection.
     ("grpc.server_handshake_timeout_ms", 10_000),
 )
 
 
 def refused(error: ValueError | OSError) -> int:
-    """Say why a service does not start. The exit code tells what will not change by trying again."""
+    """Log why a service cannot start and return the exit code, which differs for errors that a retry cannot fix."""
     logger.critical("%s", error)
     return EXIT_REFUSED if isinstance(error, ValueError) else EXIT_ERROR
 
 
 def warn_of(model: ModelInfo) -> None:
-    """Say what will not work with it."""
+    """Log a warning for each feature that does not work with the model."""
     for line in model.warnings():
         logger.warning("%s", line)
 
 
 class RequestService:
-    """The model that is served, its tokenizer, the tenants, and the gRPC server with its health.
+    """The served model, its tokenizer, the tenants, and the gRPC server with its health service.
 
     Nothing runs before `run`.
     """
@@ -67,13 +67,16 @@ class RequestService:
     def __init__(
         self, config: SchedulerConfig | FrontEndConfig, name: str, link_tls: TlsFiles | None, num_ports: int = 1
     ) -> None:
-        """`name` is what its messages call the service, and `link_tls` are the files of its link to another one.
-        `num_ports` share the connections that the process may have. Raises ValueError and OSError, one line each."""
+        """Load the model's files and create the gRPC server.
+
+        `name` is the service's name in messages. `link_tls` are the TLS files of the link to another service.
+        `num_ports` ports share the process's limit on connections. Raise ValueError or OSError with a one-line message.
+        """
         self._config = config
         self._name = name
         self.tls = server_files(config.tls_cert, config.tls_key, config.tls_client_ca)
         self._tls_files = [files for files in (self.tls, link_tls) if files is not None]
-        self.watched: list[TlsFiles | WatchedFiles[Any]] = list(self._tls_files)  # while it runs
+        self.watched: list[TlsFiles | WatchedFiles[Any]] = list(self._tls_files)  # while the service runs
         self.model, files = read_model(config.model)
         warn_of(self.model)
         self.tokenizer_json = None if files is None else files.tokenizer_json()  # until the service runs
@@ -94,8 +97,10 @@ class RequestService:
         make_vllm: Callable[[ModuleType], "VllmServicer"],
         operator_socket: str | None = None,
     ) -> None:
-        """Bind the ports for the servicer, and for that of VllmEngine, which is made from its module if it can be
-        imported; and the Unix socket of operators. Raises OSError."""
+        """Register the servicers and bind the ports and the operators' Unix socket. Raise OSError if that fails.
+
+        `make_vllm` creates the servicer of VllmEngine from its module. It is called only if the module can be imported.
+        """
         config = self._config
         self._servicer = servicer
         if self.tenants is not None:
@@ -115,7 +120,7 @@ class RequestService:
         self._health.listen(config.health_host, config.health_port)
 
     def certificate_lives(self) -> dict[str, Life]:
-        """Return when the certificates in use are good, by the flag of their file."""
+        """Return the validity periods of the certificates in use, by the flag that names the file."""
         return {flag: life for files in self._tls_files for flag, life in files.credentials.lives.items()}
 
     async def run(
@@ -127,12 +132,12 @@ class RequestService:
         stop_now: asyncio.Event,
         ready: Callable[[str], None],
     ) -> int:
-        """Serve until `stop`, then drain, but not beyond `stop_now`. The exit code.
+        """Serve until `stop`, then drain, but at most until `stop_now`. Return the exit code.
 
-        `parts` run beside the engine, and none of them ends by itself: if one does, `failed` gets its error, and gives
-        the exit code. `ready` gets the URL once, when requests are first served.
+        `parts` run beside the engine and must not end by themselves. If one does, `failed` receives its error and
+        returns the exit code. `ready` is called once with the URL, when requests are first accepted.
         """
-        self.tokenizer_json = None  # which takes much memory
+        self.tokenizer_json = None  # frees much memory
         availability: Availability = engine.availability
         await self._health.begin()
         await self._server.start()
@@ -163,10 +168,10 @@ class RequestService:
 
 
 def _import_vllm() -> ModuleType | None:
-    """Return the module that serves VllmEngine, or None. Everything else is served without its stubs."""
+    """Return the module that serves VllmEngine, or None if its stubs are missing. Nothing else depends on the stubs."""
     try:
         from scheduler_service.doors.vllm import servicer
-    except (ImportError, RuntimeError) as error:  # the stubs refuse an older grpcio with a RuntimeError
+    except (ImportError, RuntimeError) as error:  # the stubs raise RuntimeError with an older grpcio
         logger.log(
             logging.INFO if isinstance(error, ModuleNotFoundError) else logging.WARNING,
             "VllmEngine, by which routers reach schedulers, is not served without pagewire[router]: %s",

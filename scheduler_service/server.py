@@ -1,4 +1,4 @@
-"""Puts the scheduler service together."""
+"""The assembly of the scheduler service."""
 
 import asyncio
 import gc
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Pieces of memory that a cached block takes, and a request that waits, somewhat above what was counted.
+# The number of Python objects for a cached block and for a waiting request, somewhat above the measured numbers.
 _PIECES_A_BLOCK, _PIECES_A_REQUEST = 12, 100
 
 EXIT_FENCED = 3
@@ -59,11 +59,11 @@ async def run(
     restart_worker: Callable[[int, str], None] | None = None,
     num_log_lines_dropped: Callable[[], int] = lambda: 0,
 ) -> int:
-    """Serve until `stop`, then drain, but not beyond `stop_now`. The exit code.
+    """Serve until `stop`, then drain, but at most until `stop_now`. Return the exit code.
 
-    `ready` gets the server's URL once, when it first serves. `restart_worker` ends the process of a rank that
-    hangs, or that another scheduler has taken, and another one takes its place; None: the worker is run elsewhere.
-    `num_log_lines_dropped` is for the metrics.
+    `ready` is called once with the server's URL, when it first accepts requests. `restart_worker` ends the process of a
+    rank that hangs or that another scheduler has taken over; the supervisor then starts a new one. It is None if the
+    worker runs elsewhere. `num_log_lines_dropped` supplies a metric.
     """
     try:
         config.validate()
@@ -74,7 +74,7 @@ async def run(
 
 
 class _Scheduler:
-    """A service whose engine is the step loop, with the link to its worker. Nothing runs before `run`."""
+    """The scheduler service: the step loop as its engine, and the link to the worker. Nothing runs before `run`."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class _Scheduler:
         restart_worker: Callable[[int, str], None] | None,
         num_log_lines_dropped: Callable[[], int],
     ) -> None:
-        """Raises ValueError and OSError, one line each."""
+        """Create all parts of the service. Raise ValueError or OSError with a one-line message."""
         link_tls = link_files("worker", config.worker_tls_ca, config.worker_tls_cert, config.worker_tls_key)
         self._service = service = RequestService(config, "server", link_tls)
         self._config = config
@@ -166,7 +166,7 @@ class _Scheduler:
         )
 
     def _retention_limit(self, tenant: str) -> int:
-        """Return for how many seconds a tenant may hint that cached blocks are worth keeping."""
+        """Return the longest retention hint, in seconds, that a tenant's requests may give for their cached blocks."""
         tenants = self._service.tenants
         own = None if tenants is None else tenants.quota(tenant).max_retention_seconds
         return self._config.max_retention_seconds if own is None else own
@@ -175,7 +175,7 @@ class _Scheduler:
         return explain.stats(self._step_loop.state)
 
     def _count_remembered(self) -> int:
-        """About how many pieces of memory the prefix cache takes, and requests that wait."""
+        """Return the approximate number of Python objects of the prefix cache and of waiting requests."""
         state = self._step_loop.state
         num_blocks = state.worker.cache.index.num_cached_blocks + state.worker.cache.index.num_cached_host_blocks
         return _PIECES_A_BLOCK * num_blocks + _PIECES_A_REQUEST * state.waiting.num_sequences
@@ -235,7 +235,7 @@ class _Scheduler:
 
 
 def _failed(error: BaseException | None) -> int:
-    """Say why a part of the service ended, which none does by itself. The exit code."""
+    """Log why a part of the service ended unexpectedly, and return the exit code."""
     if isinstance(error, FencedError):
         logger.error("%s; this scheduler ends", error)
         return EXIT_FENCED
@@ -247,7 +247,7 @@ def _failed(error: BaseException | None) -> int:
 
 
 def _core_options(config: SchedulerConfig, model: ModelInfo) -> SchedulerOptions:
-    """Add what the model decides. Raises ValueError."""
+    """Return the core's options, completed with values from the model. Raise ValueError if they exceed its limits."""
     max_model_len = config.core.max_model_len or model.max_model_len
     if max_model_len > model.max_model_len:
         raise ValueError(

@@ -1,9 +1,10 @@
-"""Spans of OpenTelemetry, under its conventional names, `gen_ai.*`.
+"""OpenTelemetry spans of requests, under the conventional names `gen_ai.*`.
 
-A request is one span, a child of whatever span its caller sent; its samples' times are children: `queue` until it first
-runs, `prefill` until the first token, `decode` until the end, and `preempted` wherever it lost its place on the worker.
-They are made when a sample ends, from times that are kept anyway, so a step costs nothing more. The span's context goes
-to the worker with the request's rows. This module needs the extra `tracing`.
+A request is one span, a child of the caller's span if the caller sent one. Its child spans are the phases of its
+samples: `queue` until the first run, `prefill` until the first token, `decode` until the end, and `preempted` for each
+time without a row on the worker. The spans are created when a sample ends, from times that are recorded anyway, so that
+a step has no additional cost. The span's context is sent to the worker with the request's rows. This module needs the
+extra `tracing`.
 """
 
 import time
@@ -27,21 +28,22 @@ from scheduler_service.serving.observer import ENDED_WELL, Observer
 class _OpenRequest:
     span: trace.Span
     num_open: int  # samples
-    # When `time.monotonic` began, by the clock of now: that may be set between requests.
+    # The wall-clock time at which `time.monotonic` was 0. Computed for each request, since the wall clock may be
+    # adjusted.
     epoch_ns: int = field(default_factory=lambda: time.time_ns() - time.monotonic_ns())
     finish_reasons: dict[int, str] = field(default_factory=dict)  # by sequence
     num_output_tokens: int = 0
 
     def nanoseconds(self, moment: float) -> int:
-        """Translate a moment of `time.monotonic` into nanoseconds since 1970."""
+        """Convert a reading of `time.monotonic` to nanoseconds of Unix time."""
         return self.epoch_ns + int(moment * 1e9)
 
 
 class Tracing(Observer):
-    """Makes the spans of requests that the step loop takes. All times are those of `time.monotonic`."""
+    """An observer that creates the spans of requests. All times are readings of `time.monotonic`."""
 
     def __init__(self, endpoint: str, *, model_name: str, version: str) -> None:
-        """`endpoint` is a collector's, http://HOST:PORT for OTLP over gRPC."""
+        """`endpoint` is the address of a collector, http://HOST:PORT for OTLP over gRPC."""
         self._provider = tracer_provider(endpoint, "pagewire-scheduler", version)
         self._tracer = self._provider.get_tracer("pagewire", version)
         self._propagator = TraceContextTextMapPropagator()
@@ -50,7 +52,7 @@ class Tracing(Observer):
 
     @contextmanager
     def submission(self, request: Request, trace_headers: Mapping[str, str]) -> Iterator[Request]:
-        """Give the request with its span's context. A request that is refused has no span."""
+        """Provide the request with the context of its new span. A request that is refused has no span."""
         span = self._tracer.start_span(
             f"{_operation(request)} {self._model_name}",
             context=self._propagator.extract(trace_headers),
@@ -82,7 +84,7 @@ class Tracing(Observer):
             opened.span.end(opened.nanoseconds(now))
 
     def close(self) -> None:
-        """Send the spans that wait, as far as the collector takes them."""
+        """Send the pending spans, as far as the collector accepts them."""
         self._provider.shutdown()
 
     def _attributes_of(self, request: Request) -> dict[str, AttributeValue]:
