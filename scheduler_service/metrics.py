@@ -50,42 +50,42 @@ _BYTES = (32, 64, 128, 256, 512, 1024, 2048, 4096, 16_384, 65_536, 1_048_576, 8_
 _HISTOGRAMS = {
     "vllm:time_to_first_token_seconds": ("Time to first token.", _TTFT),
     "vllm:inter_token_latency_seconds": ("Time between two tokens of a sequence.", _ITL),
-    "vllm:request_time_per_output_token_seconds": ("Mean time per output token but the first.", _ITL),
+    "vllm:request_time_per_output_token_seconds": ("Mean time per output token, excluding the first.", _ITL),
     "vllm:e2e_request_latency_seconds": ("Time from arrival to end.", _LATENCY),
-    "vllm:request_queue_time_seconds": ("Time in state waiting before the first run.", _LATENCY),
+    "vllm:request_queue_time_seconds": ("Time in the queue before the first run.", _LATENCY),
     "vllm:request_prefill_time_seconds": ("Time from the first run to the first token.", _LATENCY),
     "vllm:request_decode_time_seconds": ("Time from the first token to the end.", _LATENCY),
     "vllm:request_inference_time_seconds": ("Time from the first run to the end.", _LATENCY),
-    "vllm:request_prompt_tokens": ("Prompt tokens.", _TOKENS),
-    "vllm:request_generation_tokens": ("Output tokens.", _TOKENS),
+    "vllm:request_prompt_tokens": ("Prompt tokens of a request.", _TOKENS),
+    "vllm:request_generation_tokens": ("Output tokens of a request.", _TOKENS),
     "vllm:iteration_tokens_total": ("Prompt and output tokens of a step.", _STEP_TOKENS),
-    "pagewire:step_duration_seconds": ("Time of a step on the worker.", _STEP_SECONDS),
-    "pagewire:plan_bytes": ("Size of a plan on the wire.", _BYTES),
-    "pagewire:grammar_check_seconds": ("Time that it took to compile a grammar which was not known.", _PAUSE_SECONDS),
-    "pagewire:gc_pause_seconds": ("Time for which a garbage collection stopped the scheduler.", _PAUSE_SECONDS),
-    "pagewire:gc_cpu_seconds": ("Processor time of a garbage collection.", _PAUSE_SECONDS),
+    "pagewire:step_duration_seconds": ("Duration of a step on the worker.", _STEP_SECONDS),
+    "pagewire:plan_bytes": ("Size of a plan on the wire, in bytes.", _BYTES),
+    "pagewire:grammar_check_seconds": ("Time to compile a grammar that was not cached.", _PAUSE_SECONDS),
+    "pagewire:gc_pause_seconds": ("Time for which a garbage collection paused the scheduler.", _PAUSE_SECONDS),
+    "pagewire:gc_cpu_seconds": ("CPU time of a garbage collection.", _PAUSE_SECONDS),
 }
 # Gauges: help text, and attribute of SchedulerStats.
 _GAUGES = {
-    "vllm:num_requests_running": ("Sequences that run.", "num_running"),
-    "vllm:num_requests_waiting": ("Sequences that wait.", "num_waiting"),
-    "vllm:num_requests_swapped": ("Sequences swapped out or on their way.", "num_swapped"),
-    "pagewire:device_blocks": ("Blocks of the device's pool.", "num_device_blocks"),
-    "pagewire:held_device_blocks": ("Blocks that sequences hold.", "num_held_blocks"),
-    "pagewire:cached_device_blocks": ("Blocks whose content can be matched.", "num_cached_blocks"),
-    "pagewire:host_blocks": ("Blocks of the host's pool.", "num_host_blocks"),
-    "pagewire:held_host_blocks": ("Blocks that sequences hold.", "num_held_host_blocks"),
-    "pagewire:cached_host_blocks": ("Blocks whose content can be matched.", "num_cached_host_blocks"),
+    "vllm:num_requests_running": ("Running sequences.", "num_running"),
+    "vllm:num_requests_waiting": ("Waiting sequences.", "num_waiting"),
+    "vllm:num_requests_swapped": ("Sequences that are swapped out or being swapped out or in.", "num_swapped"),
+    "pagewire:device_blocks": ("Blocks in the device pool.", "num_device_blocks"),
+    "pagewire:held_device_blocks": ("Device blocks allocated to sequences.", "num_held_blocks"),
+    "pagewire:cached_device_blocks": ("Device blocks in the prefix cache.", "num_cached_blocks"),
+    "pagewire:host_blocks": ("Blocks in the host pool.", "num_host_blocks"),
+    "pagewire:held_host_blocks": ("Host blocks allocated to sequences.", "num_held_host_blocks"),
+    "pagewire:cached_host_blocks": ("Host blocks in the prefix cache.", "num_cached_host_blocks"),
 }
 # Gauges with the used share of a block pool: help text, and the attributes of SchedulerStats to divide.
 _USAGES = {
     "vllm:kv_cache_usage_perc": (
-        "Share of the device blocks that sequences hold, 0 to 1.",
+        "Share of the device blocks that are allocated to sequences, 0 to 1.",
         "num_held_blocks",
         "num_device_blocks",
     ),
     "vllm:cpu_cache_usage_perc": (
-        "Share of the host blocks that sequences hold, 0 to 1.",
+        "Share of the host blocks that are allocated to sequences, 0 to 1.",
         "num_held_host_blocks",
         "num_host_blocks",
     ),
@@ -93,64 +93,64 @@ _USAGES = {
 _COUNTERS = {
     "vllm:prefix_cache_queries": ("Prompt tokens looked up in the cache.", "num_prompt_tokens"),
     "vllm:prefix_cache_hits": ("Prompt tokens found in the cache.", "num_cached_prompt_tokens"),
-    "vllm:prompt_tokens": ("Prompt tokens of sequences that ran.", "num_prompt_tokens"),
-    "vllm:num_preemptions": ("Requests preempted.", "num_preemptions"),
-    "pagewire:admitted_requests": ("Requests that first ran.", "num_admitted_requests"),
-    "pagewire:overdue_requests": ("Of those, such as had waited longer than --max-wait.", "num_overdue_requests"),
+    "vllm:prompt_tokens": ("Prompt tokens of sequences that have run.", "num_prompt_tokens"),
+    "vllm:num_preemptions": ("Preemptions of requests.", "num_preemptions"),
+    "pagewire:admitted_requests": ("Requests that have started to run.", "num_admitted_requests"),
+    "pagewire:overdue_requests": ("Admitted requests that had waited longer than --max-wait.", "num_overdue_requests"),
 }
 # Counters with an additional label: help text, and name of the label.
 _LABELLED_COUNTERS = {
     "pagewire:cached_prompt_tokens": ("Prompt tokens found in the cache, by tier.", "tier"),
     "pagewire:kept_session_tokens": (
-        "Prompt tokens that a session's earlier requests computed and that were cached when it returned, by age.",
+        "Prompt tokens of a session's earlier requests that were still cached when it returned, by its idle time.",
         "age",
     ),
     "pagewire:lost_session_tokens": (
-        "The same of those that were cached no more and were computed again, by age.",
+        "Prompt tokens of a session's earlier requests that had to be computed again, by its idle time.",
         "age",
     ),
-    "pagewire:preemptions": ("Requests preempted, by how their KV cache was handled.", "kind"),
+    "pagewire:preemptions": ("Preemptions of requests, by the handling of their KV cache.", "kind"),
     "pagewire:moved_blocks": ("Blocks moved from device to host (out) and back (in).", "direction"),
     "vllm:request_success": ("Sequences that ended, by reason.", "finished_reason"),
-    "pagewire:kv_events": ("Changes of the prefix cache.", "kind"),
-    "pagewire:grammar_requests": ("Requests taken with a grammar, by its kind.", "kind"),
-    "pagewire:grammar_checks": ("Grammars compiled to be checked.", "result"),
+    "pagewire:kv_events": ("Changes of the prefix cache, by kind.", "kind"),
+    "pagewire:grammar_requests": ("Accepted requests with a grammar, by its kind.", "kind"),
+    "pagewire:grammar_checks": ("Grammars compiled to be checked, by result.", "result"),
     "pagewire:step_part_seconds": ("Seconds of all steps on the worker, by part of the step.", "part"),
 }
 # Counters of output tokens: help text, and attribute of TokenCounts.
 _TOKEN_COUNTERS = {
     "vllm:generation_tokens": (
-        "Output tokens that clients got, those of front ends too. Of a request with stop texts they count at its end.",
+        "Output tokens delivered to clients, also through front ends. With stop texts, they count at the request's end.",
         "num_kept",
     ),
     "pagewire:discarded_tokens": (
-        "Tokens computed beyond what clients got: behind a stop text, and by beams that were not returned.",
+        "Output tokens computed but not delivered: after a stop text, and by beams that were not returned.",
         "num_discarded",
     ),
 }
 # Counters: help text, and attribute of Metrics.
 _METRICS_COUNTERS = {
-    "pagewire:invariant_failures": ("Invariants of the scheduler found broken.", "num_invariant_failures"),
-    "pagewire:worker_losses": ("Workers lost.", "num_worker_losses"),
-    "pagewire:epochs": ("Epochs begun.", "num_epochs"),
-    "pagewire:mask_seconds": ("Time that the worker took to tell what grammars allow.", "mask_seconds"),
-    "pagewire:late_rows": ("Rows that missed a step, since what they may take was not told in time.", "num_late_rows"),
+    "pagewire:invariant_failures": ("Violations of the scheduler's invariants.", "num_invariant_failures"),
+    "pagewire:worker_losses": ("Lost workers.", "num_worker_losses"),
+    "pagewire:epochs": ("Epochs started.", "num_epochs"),
+    "pagewire:mask_seconds": ("Time that the worker spent computing grammar masks.", "mask_seconds"),
+    "pagewire:late_rows": ("Rows that missed a step because their grammar mask was not ready.", "num_late_rows"),
 }
 # Gauges: help text, and attribute of ServiceStats.
 _SERVICE_GAUGES = {
     "pagewire:waiting_text_bytes": (
-        "Bytes of texts that wait for work on them.",
+        "Bytes of clients' texts that wait to be processed.",
         "waiting_text_bytes",
     ),
-    "pagewire:detached_bytes": ("Bytes that are kept of detached requests, and of responses.", "detached_bytes"),
-    "pagewire:kv_event_bytes": ("Bytes of KV events that are kept for subscribers.", "kv_event_bytes"),
+    "pagewire:detached_bytes": ("Bytes retained for detached requests and responses.", "detached_bytes"),
+    "pagewire:kv_event_bytes": ("Bytes of KV events retained for subscribers.", "kv_event_bytes"),
     "pagewire:unread_failures": (
-        "Failed submissions that clients of GenerateMany have not been told of, since they do not read.",
+        "Failures that are not delivered yet because clients of GenerateMany do not read them.",
         "num_unread_failures",
     ),
     "pagewire:waiting_grammar_bytes": ("Bytes of grammars that wait to be checked.", "waiting_grammar_bytes"),
     "pagewire:grammar_verdicts": (
-        "Grammars of which it is known whether they can be used.",
+        "Grammars that are known to be usable or not.",
         "num_grammar_verdicts",
     ),
 }
@@ -159,23 +159,23 @@ _SERVICE_GAUGES = {
 # Counters: help text, and attribute of both ServiceStats and FrontEndStats.
 _SERVICE_COUNTERS = {
     "pagewire:log_lines_dropped": (
-        "Lines of the log that were dropped since standard error was not read.",
+        "Log lines dropped because standard error was not read.",
         "num_log_lines_dropped",
     ),
 }
 # Metrics of a front end: help text, and attribute of FrontEndStats.
 _FRONT_END_GAUGES = {
     "pagewire:frontend_connected": ("Whether the front end has a connection to its scheduler, 1 or 0.", "is_connected"),
-    "pagewire:frontend_running_samples": ("Samples of its clients that have not ended.", "num_running"),
+    "pagewire:frontend_running_samples": ("Unfinished samples of its clients.", "num_running"),
     "pagewire:waiting_text_bytes": (_SERVICE_GAUGES["pagewire:waiting_text_bytes"][0], "waiting_text_bytes"),
     "pagewire:unread_failures": (_SERVICE_GAUGES["pagewire:unread_failures"][0], "num_unread_failures"),
 }
 _FRONT_END_COUNTERS = {
     "pagewire:frontend_generation_tokens": (
-        "Output tokens that its clients got. The scheduler's vllm:generation_tokens_total has them too.",
+        "Output tokens delivered to its clients. The scheduler's vllm:generation_tokens_total includes them.",
         "num_generation_tokens",
     ),
-    "pagewire:frontend_failed_requests": ("Requests of its clients that failed.", "num_failed"),
+    "pagewire:frontend_failed_requests": ("Failed requests of its clients.", "num_failed"),
     **_SERVICE_COUNTERS,
 }
 
@@ -352,8 +352,8 @@ class Labelled:
     def _certificates(self, lives: Mapping[str, Life]) -> Iterator[Metric]:
         now = time.time()
         for unit, text, left in (
-            ("days", "Days for which a certificate in use is good; below 0 it has ended.", Life.days_left),
-            ("share", "The part of its life that a certificate in use has left.", Life.share_left),
+            ("days", "Days until a certificate in use expires; negative after its expiry.", Life.days_left),
+            ("share", "Remaining share of the validity period of a certificate in use.", Life.share_left),
         ):
             values = {flag: left(life, now) for flag, life in lives.items()}
             yield self._series(GaugeMetricFamily, f"pagewire:certificate_{unit}_left", text, "flag", values)
@@ -434,7 +434,13 @@ class MetricsCollector(Labelled, Collector):
                 "num_gpu_blocks": str(capacity.num_device_blocks),
                 "num_cpu_blocks": str(capacity.num_host_blocks),
             }
-            yield self._number(GaugeMetricFamily, "vllm:cache_config_info", "The KV cache's shape.", 1, **sizes)
+            yield self._number(
+                GaugeMetricFamily,
+                "vllm:cache_config_info",
+                "Block size and numbers of blocks of the KV cache, as labels.",
+                1,
+                **sizes,
+            )
 
     def _labelled(self, stats: SchedulerStats) -> dict[str, Mapping[str, float]]:
         """Return the values of `_LABELLED_COUNTERS`, by name and label value."""

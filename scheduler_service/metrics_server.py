@@ -112,7 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         hosts = self.headers.get_all("Host", ["localhost"] if self.request_version == "HTTP/1.0" else [])
         if len(hosts) != 1:
-            self.send_error(HTTPStatus.BAD_REQUEST, explain="send one header Host")
+            self.send_error(HTTPStatus.BAD_REQUEST, explain="send exactly one Host header")
             return
         if why := self.server.names.refusal(hosts[0]):
             self.send_error(HTTPStatus.FORBIDDEN, explain=why)
