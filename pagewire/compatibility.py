@@ -38,39 +38,39 @@ def _refused(text: str, *harmless: object) -> Foreign:
     return Foreign(text, (None, False, *harmless), is_refused=True)
 
 
-_NO_CODE = "Pagewire runs no code of checkpoints, and needs none for the architectures it knows"
-_TEXT_ONLY = "Pagewire generates text, and makes embeddings, of text"
-_OWN_CONFIG = "config.json is the checkpoint's own: change it in a copy of the directory"
-_RANKS = "models are shared out by `tensor_parallel_size` only"
-_ON_THIS_MACHINE = "ranks are processes on this machine, which meet over NCCL, or gloo on CPUs"
-_MORE_SERVERS = "make an LLM for each, or put a router in front of several servers"
-_ON_DEVICE = "all weights are on the device; `swap_space` is for the KV cache"
-_PARSERS = "calls and reasoning are read as the chat template says, or `tool_call_parser` and `reasoning_parser`"
-_TEMPLATE = "the chat template is the checkpoint's own: put another chat_template.jinja into a copy of its directory"
-_GUIDANCE = "grammars are read by llguidance"
-_STATES = "no architecture that keeps a state is served"
-_DISK = "weights are mapped from the files, by each rank for itself"
+_NO_CODE = "Pagewire never runs code from checkpoints, and the supported architectures need none"
+_TEXT_ONLY = "Pagewire supports only text, for generation and embeddings"
+_OWN_CONFIG = "edit config.json in a copy of the checkpoint directory"
+_RANKS = "models are distributed by `tensor_parallel_size` only"
+_ON_THIS_MACHINE = "ranks are processes on this machine, which communicate over NCCL, or gloo on CPUs"
+_MORE_SERVERS = "create several LLMs, or put a router in front of several servers"
+_ON_DEVICE = "all weights stay on the device; `swap_space` is for the KV cache"
+_PARSERS = "the chat template selects the parsers; override them with `tool_call_parser` and `reasoning_parser`"
+_TEMPLATE = "the chat template comes from the checkpoint: put another chat_template.jinja into a copy of it"
+_GUIDANCE = "llguidance compiles all grammars"
+_STATES = "no architecture with recurrent state is supported"
+_DISK = "each rank maps the weight files into its memory"
 _KERNELS = "see `attention_backend` and `cpu_products`"
 
 # Option names, separated by spaces, and their treatment. A name that ends in ! is a flag without a value, a name that
 # ends in * is a flag with several values.
 _FOREIGN: tuple[tuple[str, Foreign], ...] = (
     ("trust_remote_code!", Foreign(_NO_CODE)),
-    ("skip_tokenizer_init!", Foreign("the tokenizer takes no part in prompts of token ids")),
-    ("seed", Foreign("requests choose seeds; a request without one is random", (None, 0))),
-    ("disable_log_stats!", Foreign("statistics are metrics, not log lines", (None, False, True))),
-    ("disable_log_requests!", Foreign("requests are logged with `log_requests` only", (None, False, True))),
+    ("skip_tokenizer_init!", Foreign("prompts of token ids are not tokenized anyway")),
+    ("seed", Foreign("seeds are set in requests; a request without a seed is random", (None, 0))),
+    ("disable_log_stats!", Foreign("statistics are exported as metrics, not logged", (None, False, True))),
+    ("disable_log_requests!", Foreign("requests are logged only with `log_requests`", (None, False, True))),
     (
         "max_log_len log_config_file uvicorn_log_level disable_uvicorn_access_log! disable_access_log_for_endpoints "
         "enable_log_outputs! enable_log_deltas! log_error_stack! enable_logging_iteration_details! verbose!",
-        Foreign("logs are chosen by `log_level`, `log_format` and `log_requests`", (None, False)),
+        Foreign("logging is configured by `log_level`, `log_format` and `log_requests`", (None, False)),
     ),
     (
         "aggregate_engine_logging! show_hidden_metrics_for_version collect_detailed_traces* kv_cache_metrics! "
         "kv_cache_metrics_sample cudagraph_metrics! enable_mfu_metrics! enable_layerwise_nvtx_tracing! "
         "per_request_spec_decode_metrics! enable_per_request_metrics! enable_server_load_tracking! jit_monitor_mode "
         "jit_monitor_verbose! metrics! slots!",
-        Foreign("what is counted stands in docs/metrics.md, always", (None, False, True)),
+        Foreign("all metrics of docs/metrics.md are always exported", (None, False, True)),
     ),
     ("disable_custom_all_reduce!", Foreign(_ON_THIS_MACHINE, (None, False, True))),
     ("distributed_executor_backend data_parallel_backend", Foreign(_ON_THIS_MACHINE, (None, "mp"))),
@@ -81,27 +81,27 @@ _FOREIGN: tuple[tuple[str, Foreign], ...] = (
         "disable_nccl_for_dp_synchronization! mm_tensor_ipc",
         Foreign(_ON_THIS_MACHINE, (None, False, "auto")),
     ),
-    ("enable_chunked_prefill!", Foreign("long prompts are always computed in chunks", (None, True))),
+    ("enable_chunked_prefill!", Foreign("chunked prefill is always on", (None, True))),
     (
         "max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold scheduler_delay_factor "
         "prefill_schedule_interval max_num_scheduled_tokens scheduler_reserve_full_isl!",
         Foreign("see `max_num_batched_tokens` and `max_decode_slowdown`", (None, False, 0, 1)),
     ),
-    ("async_scheduling!", Foreign("plans are always made ahead of their results", (None, True))),
-    ("disable_async_output_proc!", Foreign("results are always read behind the next plan")),
+    ("async_scheduling!", Foreign("scheduling is always asynchronous", (None, True))),
+    ("disable_async_output_proc!", Foreign("outputs are always processed asynchronously")),
     ("num_scheduler_steps", Foreign("see `pipeline_depth`", (None, 1))),
     ("num_lookahead_slots multi_step_stream_outputs!", Foreign("see `pipeline_depth`", (None, False, True, 0))),
-    ("stream_interval", Foreign("every token is streamed at once", (None, 1))),
+    ("stream_interval", Foreign("every token is streamed immediately", (None, 1))),
     ("scheduler_cls", Foreign("the scheduler is Pagewire's own; see `policy`")),
     (
         "compilation_config optimization_level performance_mode attention_config kernel_config ir_op_priority "
         "enable_flashinfer_autotune! additional_config override_neuron_config",
-        Foreign("nothing is compiled by torch.compile", (None, False, {})),
+        Foreign("Pagewire does not use torch.compile", (None, False, {})),
     ),
     ("max_seq_len_to_capture cuda_graph_sizes* cudagraph_capture_sizes*", Foreign("see `max_graph_batch_size`")),
-    ("model_impl", Foreign("models are Pagewire's own", (None, "auto", "vllm"))),
-    ("use_v2_block_manager!", Foreign("there is one block manager", (None, False, True))),
-    ("disable_hybrid_kv_cache_manager!", Foreign("there is one block manager", (None, False, True))),
+    ("model_impl", Foreign("Pagewire has its own model implementations", (None, "auto", "vllm"))),
+    ("use_v2_block_manager!", Foreign("there is only one block manager", (None, False, True))),
+    ("disable_hybrid_kv_cache_manager!", Foreign("there is only one block manager", (None, False, True))),
     ("disable_cascade_attn!", Foreign("there is no cascade attention", (None, False, True))),
     ("moe_backend linear_backend enable_bf16x3_router_gemm!", Foreign(_KERNELS, (None, False, "auto"))),
     ("flash_attn!", Foreign(_KERNELS, (None, False, True, "auto", "on"))),
@@ -111,10 +111,10 @@ _FOREIGN: tuple[tuple[str, Foreign], ...] = (
         Foreign(_DISK, (None, False, True, "auto", "lazy", {})),
     ),
     ("mmap!", Foreign(_DISK, (None, True))),
-    ("mlock!", Foreign("weights stay in memory where the system has enough", (None, False))),
+    ("mlock!", Foreign("weights stay in memory if the system has enough", (None, False))),
     ("guided_decoding_backend", Foreign(_GUIDANCE, (None, "auto", "guidance"))),
     ("guided_decoding_disable_fallback!", Foreign(_GUIDANCE, (None, False, True))),
-    ("structured_outputs_config", Foreign(f"{_GUIDANCE}, from the first token on")),
+    ("structured_outputs_config", Foreign(f"{_GUIDANCE}, which apply from the first token on")),
     (
         "limit_mm_per_prompt mm_processor_kwargs media_io_kwargs mm_processor_cache_gb disable_mm_preprocessor_cache! "
         "mm_processor_cache_type mm_shm_cache_max_object_size_mb mm_encoder_tp_mode mm_encoder_attn_backend "
@@ -126,13 +126,13 @@ _FOREIGN: tuple[tuple[str, Foreign], ...] = (
         Foreign(_TEXT_ONLY, (None, False, {}, 0)),
     ),
     ("language_model_only!", Foreign(_TEXT_ONLY, (None, True))),
-    ("prefix_caching_hash_algo prefix_match_unit", Foreign("blocks are named by the xxhash of all tokens up to them")),
-    ("calculate_kv_scales!", Foreign("fp8 has the scale 1; int8 has one for each head and position")),
-    ("max_logprobs", Foreign("requests may ask for up to 20, or for all", (None, -1, *range(21)))),
+    ("prefix_caching_hash_algo prefix_match_unit", Foreign("a block is keyed by the xxhash of all tokens through it")),
+    ("calculate_kv_scales!", Foreign("fp8 uses the scale 1; int8 uses one for each head and position")),
+    ("max_logprobs", Foreign("requests may ask for up to 20 log-probabilities, or for all", (None, -1, *range(21)))),
     (
         "enable_prompt_tokens_details! enable_force_include_usage! enable_request_id_headers! "
         "return_tokens_as_token_ids!",
-        Foreign("requests say it themselves, as parameters of theirs"),
+        Foreign("set the parameters of each request instead"),
     ),
     (
         "enable_auto_tool_choice! tool_parser_plugin reasoning_parser_plugin "
@@ -144,27 +144,27 @@ _FOREIGN: tuple[tuple[str, Foreign], ...] = (
         "disable_fastapi_docs! enable_offline_docs! h11_max_incomplete_event_size h11_max_header_count "
         "fingerprint_mode "
         "fingerprint_value disable_frontend_multiprocessing! fail_on_environ_validation! ssl_refresh",
-        Foreign("the OpenAI API has limits and pages of its own, always", (None, False, True)),
+        Foreign("the OpenAI API has fixed limits and its own documentation pages", (None, False, True)),
     ),
-    ("api_server_count renderer_num_workers", Foreign("front ends do that: `pagewire frontend`", (None, 1))),
+    ("api_server_count renderer_num_workers", Foreign("run more front ends: `pagewire frontend`", (None, 1))),
     ("grpc!", Foreign("gRPC is always served", (None, False, True))),
     ("n_gpu_layers", Foreign("all layers are on one device; see `device`")),
     ("ubatch_size", Foreign("see `max_num_batched_tokens`")),
-    ("cont_batching!", Foreign("batches are always continuous", (None, True))),
-    ("warmup!", Foreign("a GPU's worker always warms up", (None, True))),
+    ("cont_batching!", Foreign("continuous batching is always on", (None, True))),
+    ("warmup!", Foreign("a worker on a GPU always warms up", (None, True))),
     ("tokenizer_mode", _refused("the tokenizer is the checkpoint's tokenizer.json", "auto", "hf", "fast", "slow")),
-    ("generation_config", _refused("give sampling_params: without them the checkpoint's own are used", "auto")),
+    ("generation_config", _refused("give sampling_params; the default is the checkpoint's own parameters", "auto")),
     (
         "override_generation_config temp top_k top_p min_p repeat_penalty predict",
-        _refused("give it with requests, or change generation_config.json in a copy of the directory", {}),
+        _refused("set it in requests, or edit generation_config.json in a copy of the checkpoint directory", {}),
     ),
-    ("tokenizer", _refused("the tokenizer is the checkpoint's own: put another tokenizer.json into its directory")),
+    ("tokenizer", _refused("the tokenizer comes from the checkpoint: put another tokenizer.json into its directory")),
     (
         "tokenizer_revision",
-        _refused("the tokenizer is the checkpoint's own, of its revision", "main"),
+        _refused("the tokenizer comes from the checkpoint, in its revision", "main"),
     ),
-    ("tokenizer_pool_size", Foreign("texts become tokens on a thread of their own", (None, 0))),
-    ("tokenizer_pool_type tokenizer_pool_extra_config", Foreign("texts become tokens on a thread of their own")),
+    ("tokenizer_pool_size", Foreign("tokenization runs on its own thread", (None, 0))),
+    ("tokenizer_pool_type tokenizer_pool_extra_config", Foreign("tokenization runs on its own thread")),
     ("code_revision", _refused(_NO_CODE, "main")),
     ("download_dir", _refused("set the variable HF_HOME, or give the checkpoint's directory")),
     ("hf_token", _refused("set the variable HF_TOKEN")),
@@ -175,10 +175,10 @@ _FOREIGN: tuple[tuple[str, Foreign], ...] = (
         _refused(_OWN_CONFIG, {}),
     ),
     ("config_format", _refused("config.json, or a GGUF file, says what the model is", "auto", "hf")),
-    ("quantization_config", _refused("how weights are quantised is read from the checkpoint", {})),
-    ("allow_deprecated_quantization!", Foreign("how weights are quantised is read from the checkpoint")),
-    ("quantization_param_path", _refused("fp8 has the scale 1", {})),
-    ("kv_cache_dtype_skip_layers*", _refused("all layers have `kv_cache_dtype`", [])),
+    ("quantization_config", _refused("the checkpoint specifies the quantization", {})),
+    ("allow_deprecated_quantization!", Foreign("the checkpoint specifies the quantization")),
+    ("quantization_param_path", _refused("fp8 always uses the scale 1", {})),
+    ("kv_cache_dtype_skip_layers*", _refused("all layers use `kv_cache_dtype`", [])),
     (
         "cache_type_k cache_type_v",
         _refused("give `kv_cache_dtype`, for keys and values: fp8, or int8 on a CPU", "f16", "bf16", "f32"),
@@ -208,7 +208,7 @@ _FOREIGN: tuple[tuple[str, Foreign], ...] = (
         _refused("start the ranks yourself: `pagewire worker --tensor-parallel-address`", 1, 0),
     ),
     ("device_ids", _refused("set the variable CUDA_VISIBLE_DEVICES")),
-    ("enable_fault_tolerance! fault_tolerance_config", Foreign("a worker that dies is always replaced")),
+    ("enable_fault_tolerance! fault_tolerance_config", Foreign("a lost worker is always replaced")),
     ("cpu_offload_gb cpu_offload_params*", _refused(_ON_DEVICE, 0, [])),
     (
         "offload_backend offload_group_size offload_num_in_group offload_prefetch_step offload_params* cpu_moe! "
@@ -224,7 +224,7 @@ _FOREIGN: tuple[tuple[str, Foreign], ...] = (
         "spec_tokens spec_decoding_acceptance_method typical_acceptance_sampler_posterior_threshold "
         "typical_acceptance_sampler_posterior_alpha disable_logprobs_during_spec_decoding! use_fp64_gumbel! "
         "model_draft draft_max draft_min",
-        _refused("there is no speculative decoding"),
+        _refused("Pagewire has no speculative decoding"),
     ),
     (
         "enable_lora! lora_modules* max_loras max_lora_rank lora_extra_vocab_size lora_dtype long_lora_scaling_factors "
@@ -232,7 +232,7 @@ _FOREIGN: tuple[tuple[str, Foreign], ...] = (
         "lora_target_modules* specialize_active_lora! enable_mixed_moe_lora_format! enable_moe_shared_loras! "
         "qlora_adapter_name_or_path enable_prompt_adapter! prompt_adapters* max_prompt_adapters "
         "max_prompt_adapter_token lora lora_scaled control_vector",
-        _refused("Pagewire serves one model as it is, without adapters"),
+        _refused("Pagewire serves one model, without adapters"),
     ),
     ("runner", _refused(_TEXT_ONLY, "auto", "generate", "pooling")),
     ("task", _refused(_TEXT_ONLY, "auto", "generate", "embed", "embedding")),
@@ -243,27 +243,27 @@ _FOREIGN: tuple[tuple[str, Foreign], ...] = (
     ("embedding!", Foreign("embeddings are always served", (None, True))),
     (
         "pooler_config override_pooler_config pooling",
-        _refused("embeddings are pooled as the checkpoint's own modules.json says, else by the last token"),
+        _refused("the checkpoint's modules.json specifies the pooling; the default is the last token"),
     ),
     (
         "logits_processors* logits_processor_pattern",
-        _refused("tokens are chosen by SamplingParams alone; it has logit_bias", []),
+        _refused("only SamplingParams controls sampling; use its logit_bias", []),
     ),
     (
         "logprobs_mode",
-        _refused("log-probabilities are those after penalties and bias, before temperature and filters"),
+        _refused("log-probabilities are computed after penalties and bias, before temperature and filters"),
     ),
     (
         "guided_decoding_disable_any_whitespace!",
-        _refused('say {"x-guidance": {"whitespace_flexible": false}} in the schema'),
+        _refused('set {"x-guidance": {"whitespace_flexible": false}} in the schema'),
     ),
     (
         "guided_decoding_disable_additional_properties!",
-        _refused('say {"additionalProperties": false} in the schema'),
+        _refused('set {"additionalProperties": false} in the schema'),
     ),
-    ("kv_transfer_config", _refused("a worker computes prompts and decodes them")),
+    ("kv_transfer_config", _refused("every worker runs both prefill and decode")),
     ("kv_events_config", _refused("clients subscribe to KV events on the public port")),
-    ("weight_transfer_config", _refused("start anew with the other weights")),
+    ("weight_transfer_config", _refused("restart with the new weights")),
     ("enable_sleep_mode! enable_cumem_allocator!", _refused("end the process, or close the LLM, to free its memory")),
     ("kv_sharing_fast_prefill!", _refused("all positions of a prompt are computed in all layers")),
     ("prefix_cache_retention_interval", _refused("see `retention`, and sessions in docs/serving.md")),
@@ -275,10 +275,10 @@ _FOREIGN: tuple[tuple[str, Foreign], ...] = (
         "gdn_prefill_backend kda_prefill_backend",
         Foreign(_STATES, (None, False, "auto")),
     ),
-    ("api_key* api_key_file", _refused("clients' keys stand in a file of tenants: see `tenants` and docs/tenants.md")),
+    ("api_key* api_key_file", _refused("the tenants file lists clients' API keys: see `tenants` and docs/tenants.md")),
     ("chat_template chat_template_file default_chat_template_kwargs cohere_format", _refused(_TEMPLATE)),
     ("trust_request_chat_template!", _refused("clients over gRPC render the template themselves")),
-    ("response_role cohere_is_reasoning_model!", _refused("roles are those of the chat template", "assistant", True)),
+    ("response_role cohere_is_reasoning_model!", _refused("the chat template determines the roles", "assistant", True)),
     (
         "ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers enable_ssl_refresh! ssl_key_file "
         "ssl_cert_file",
@@ -286,10 +286,10 @@ _FOREIGN: tuple[tuple[str, Foreign], ...] = (
     ),
     (
         "root_path middleware* allow_credentials! allowed_methods allowed_headers",
-        _refused("put a proxy before the OpenAI API; see `allowed_origins`"),
+        _refused("put a proxy in front of the OpenAI API; see `allowed_origins`"),
     ),
     ("enable_tokenizer_info_endpoint!", Foreign("/tokenizer_info is always served", (None, False, True))),
-    ("tokens_only!", _refused("over gRPC, ServerInfo, Tokenize and Generate do it")),
+    ("tokens_only!", _refused("use GetServerInfo, Tokenize and Generate over gRPC")),
     ("uds", _refused("services listen on ports; see `http_host` and `http_port`")),
 )  # fmt: skip
 FOREIGN = {name.rstrip("!*"): foreign for names, foreign in _FOREIGN for name in names.split()}
@@ -353,8 +353,7 @@ CONVERTED: dict[str, Callable[[Any], Any]] = {
 # Foreign values of Pagewire options.
 _VALUES = {
     "quantization": _refused(
-        "how weights are quantised is read from the checkpoint; int8 and int4 quantise weights of floats while they "
-        "load",
+        "the checkpoint specifies the quantization; int8 and int4 quantize float weights while they load",
         "int8",
         "int4",
     ),
@@ -374,7 +373,8 @@ FOREIGN_VERBS = {
 FOREIGN_BENCH_FLAGS = {
     **dict.fromkeys(("--save-result", "--result-dir", "--result-filename"), "--output-json FILE writes the figures"),
     **dict.fromkeys(
-        ("--chart", "--metadata", "--save-detailed"), "`vllm bench serve` and `guidellm` tell more: docs/benchmarks.md"
+        ("--chart", "--metadata", "--save-detailed"),
+        "`vllm bench serve` and `guidellm` report more: docs/benchmarks.md",
     ),
 }
 _SECRETS = ("api_key", "hf_token")  # messages never show their values
@@ -441,25 +441,25 @@ SYNONYMS = {
 }
 
 SAMPLING_FIELDS: dict[str, Foreign] = {
-    "detokenize": Foreign("text is always made where there is a tokenizer", (None, True)),
-    "spaces_between_special_tokens": Foreign("text is what the tokenizer makes of the tokens", (None, True)),
-    "output_kind": Foreign("generate returns whole outputs; a Client's stream yields what is new"),
-    "skip_reading_prefix_cache": Foreign("give requests a cache_salt, or the LLM enable_prefix_caching=False"),
-    "best_of": _refused("use n, or beam_width for the likeliest of several", 1),
+    "detokenize": Foreign("outputs are always detokenized if there is a tokenizer", (None, True)),
+    "spaces_between_special_tokens": Foreign("the tokenizer determines the spaces", (None, True)),
+    "output_kind": Foreign("generate returns complete outputs; use Client.stream for deltas"),
+    "skip_reading_prefix_cache": Foreign("set cache_salt in requests, or enable_prefix_caching=False in LLM"),
+    "best_of": _refused("use n, or beam_width for the most likely outputs", 1),
     "use_beam_search": _refused("call LLM.beam_search, or set beam_width, and n for how many hypotheses to return"),
-    "bad_words": _refused("give logit_bias for their tokens", []),
-    "allowed_token_ids": _refused("give logit_bias for the others, or for these", []),
-    "logits_processors": _refused("tokens are chosen by these parameters alone; there is logit_bias", []),
-    "guided_decoding": _refused("give structured_outputs, which takes json, regex, choice, grammar and json_object"),
-    "truncate_prompt_tokens": _refused("cut the prompt's token ids yourself"),
-    "extra_args": _refused("there are no more parameters than these", {}),
+    "bad_words": _refused("set logit_bias for their tokens", []),
+    "allowed_token_ids": _refused("set logit_bias for these tokens, or for all others", []),
+    "logits_processors": _refused("only these parameters control sampling; use logit_bias", []),
+    "guided_decoding": _refused("use structured_outputs with json, regex, choice, grammar or json_object"),
+    "truncate_prompt_tokens": _refused("truncate the prompt's token ids yourself"),
+    "extra_args": _refused("there are no additional parameters", {}),
 }
 
 STRUCTURED_OUTPUTS_FIELDS: dict[str, Foreign] = {
-    "disable_fallback": Foreign("grammars are read by llguidance, or refused", (None, False, True)),
-    "disable_any_whitespace": _refused('say {"x-guidance": {"whitespace_flexible": false}} in the schema'),
-    "disable_additional_properties": _refused('say {"additionalProperties": false} in the schema'),
-    "whitespace_pattern": _refused('say {"x-guidance": {"whitespace_pattern": "..."}} in the schema'),
+    "disable_fallback": Foreign("llguidance compiles a grammar or refuses it", (None, False, True)),
+    "disable_any_whitespace": _refused('set {"x-guidance": {"whitespace_flexible": false}} in the schema'),
+    "disable_additional_properties": _refused('set {"additionalProperties": false} in the schema'),
+    "whitespace_pattern": _refused('set {"x-guidance": {"whitespace_pattern": "..."}} in the schema'),
 }
 
 
@@ -502,7 +502,7 @@ def translate(given: Mapping[str, Any], spelling: Spelling) -> Translation:
         for ours, new in _wanted(name, value).items():
             if ours in values and values[ours] != new:
                 first = spelling.given(sources[ours], given[sources[ours]])
-                raise ValueError(f"{first} and {shown} say different things of {spelling.name(ours)}: give one")
+                raise ValueError(f"{first} and {shown} set {spelling.name(ours)} to different values: give only one")
             values[ours], sources[ours] = new, name
     return Translation(values, sources, ignored)
 

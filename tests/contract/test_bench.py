@@ -319,7 +319,7 @@ async def test_no_server_answers(capsys: pytest.CaptureFixture[str]) -> None:
         (["throughput", "--num-promts", "3"], "did you mean --num-prompts?"),
         (["serve", "--num-prompts", "3"], "there is no pagewire bench serve: `vllm bench serve` and `guidellm`"),
         (["throughput", "--save-result"], "unknown flag --save-result: --output-json FILE writes the figures"),
-        (["latency", "--chart", "x.png"], "unknown flag --chart: `vllm bench serve` and `guidellm` tell more"),
+        (["latency", "--chart", "x.png"], "unknown flag --chart: `vllm bench serve` and `guidellm` report more"),
         (["throughput", "--model", "m", "--num-prompts", "1", "2"], "unknown argument 2"),
         (["throughput"], "give either --model MODEL"),
         (["throughput", "--model", "m", "--url", "a:1"], "give either --model MODEL"),

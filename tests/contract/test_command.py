@@ -422,7 +422,7 @@ def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "m", "hi", "--dtype", "float31"], "--dtype: 'float31' is none of auto, float32"),
         (["run", "m", "hi", "--http-port", "80"], "unknown flag --http-port: `pagewire serve` has it"),
         (["run", "m", "hi", "--url", "a:1"], "unknown flag --url: `pagewire chat` talks to a server that runs already"),
-        (["run", "m", "hi", "--enable-lora"], "--enable-lora is not supported: Pagewire serves one model as it is"),
+        (["run", "m", "hi", "--enable-lora"], "--enable-lora is not supported: Pagewire serves one model"),
         (["chat", "m", "--temprature", "1"], "unknown flag --temprature; did you mean --temperature?"),
         (["chat", "--model", "m"], "unknown flag --model: `pagewire run MODEL` serves one and chats with it"),
         (["--verison"], "did you mean --version?"),

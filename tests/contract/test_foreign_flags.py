@@ -61,17 +61,17 @@ def test_help_shows_none_of_them() -> None:
         ("--dtype float", {"dtype": "float32"}, []),
         ("--enforce-eager", {"max_graph_batch_size": 0}, []),
         ("--no-enforce-eager", {}, []),
-        ("--trust-remote-code", {}, ["--trust-remote-code is ignored: Pagewire runs no code of checkpoints"]),
+        ("--trust-remote-code", {}, ["--trust-remote-code is ignored: Pagewire never runs code from"]),
         ("--max-model-len 32k", {"max_model_len": 32_000}, []),
         ("--max_model_len=32K", {"max_model_len": 32_768}, []),
         ("--max-model-len auto", {"max_model_len": None}, []),
         ("--max-num-batched-tokens 25.6k", {"max_num_batched_tokens": 25_600}, []),
         ("--served-model-name a b", {"served_model_name": "a,b"}, []),
         ("--enable-chunked-prefill", {}, []),
-        ("--enable-chunked-prefill=False", {}, ["--no-enable-chunked-prefill is ignored: long prompts are always"]),
-        ("--enable-chunked-prefill False", {}, ["--no-enable-chunked-prefill is ignored: long prompts are always"]),
-        ("-O3", {}, ["--optimization-level 3 is ignored: nothing is compiled"]),
-        ("--compilation-config.mode 3", {}, ["--compilation-config 3 is ignored: nothing is compiled"]),
+        ("--enable-chunked-prefill=False", {}, ["--no-enable-chunked-prefill is ignored: chunked prefill is always"]),
+        ("--enable-chunked-prefill False", {}, ["--no-enable-chunked-prefill is ignored: chunked prefill is always"]),
+        ("-O3", {}, ["--optimization-level 3 is ignored: Pagewire does not use"]),
+        ("--compilation-config.mode 3", {}, ["--compilation-config 3 is ignored: Pagewire does not use"]),
         ("--no-enable-prefix-caching", {"enable_prefix_caching": False}, []),
         ("--enable-prefix-caching=false", {"enable_prefix_caching": False}, []),
         ("--pipeline-parallel-size 1 --data-parallel-size=1 --hf-overrides {}", {}, []),
@@ -84,7 +84,7 @@ def test_help_shows_none_of_them() -> None:
         ("--cuda-graph-sizes 1 2 4", {}, ["--cuda-graph-sizes 1 2 4 is ignored: see --max-graph-batch-size"]),
         ("-c 4096 -np 8 -t 4 -ngl 99 -fa on -a pet", {"max_model_len": 4096, "max_num_seqs": 8, "num_threads": 4,
          "served_model_name": "pet"}, ["--n-gpu-layers 99 is ignored: all layers are on one device; see --device"]),
-        ("--ctx-size 0 --threads -1 --no-mmap", {}, ["--no-mmap is ignored: weights are mapped"]),
+        ("--ctx-size 0 --threads -1 --no-mmap", {}, ["--no-mmap is ignored: each rank maps the weight files"]),
     ],
 )  # fmt: skip
 def test_what_flags_of_theirs_ask_for(flags: str, values: dict[str, Any], ignored: list[str]) -> None:
@@ -99,22 +99,22 @@ def test_what_flags_of_theirs_ask_for(flags: str, values: dict[str, Any], ignore
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--enable-lora", "--enable-lora is not supported: Pagewire serves one model as it is"),
+        ("--enable-lora", "--enable-lora is not supported: Pagewire serves one model"),
         ("--lora-modules a=b c=d", "--lora-modules a=b c=d is not supported: Pagewire serves one model"),
-        ("--api-key sesame", "--api-key is not supported: clients' keys stand in a file of tenants: see --tenants"),
+        ("--api-key sesame", "--api-key is not supported: the tenants file lists clients' API keys: see --tenants"),
         ("--api-key sesame other", "--api-key is not supported: "),
         ("--hf-token sesame", "--hf-token is not supported: set the variable HF_TOKEN"),
         (
             "--chat-template t.jinja",
             "--chat-template t.jinja is not supported: .* put another chat_template.jinja into",
         ),
-        ("--quantization awq", "--quantization awq is not supported: how weights are quantised is read from"),
-        ("-dp 2", "--data-parallel-size 2 is not supported: make an LLM for each"),
-        ('--hf-overrides {"a":1}', r"--hf-overrides \{'a': 1\} is not supported: config.json is the checkpoint's own"),
+        ("--quantization awq", "--quantization awq is not supported: the checkpoint specifies the"),
+        ("-dp 2", "--data-parallel-size 2 is not supported: create several LLMs"),
+        ('--hf-overrides {"a":1}', r"--hf-overrides \{'a': 1\} is not supported: edit config.json in a copy"),
         ("--cpu-offload-gb 4", "--cpu-offload-gb 4 is not supported: .* --swap-space is for the KV cache"),
-        ("--speculative-config.method ngram", "--speculative-config ngram is not supported: there is no speculative"),
+        ("--speculative-config.method ngram", "--speculative-config ngram is not supported: Pagewire has no spec"),
         ("--ctx-size abc", "--ctx-size: 'abc' is not an integer"),
-        ("-c 1 --max-model-len 2", "--ctx-size 1 and --max-model-len 2 say different things of --max-model-len"),
+        ("-c 1 --max-model-len 2", "--ctx-size 1 and --max-model-len 2 set --max-model-len to different values"),
     ],
 )
 def test_what_is_not_there_is_explained(flags: str, message: str) -> None:
@@ -184,7 +184,7 @@ def test_files_of_theirs_are_read(tmp_path: Path) -> None:
 
 def test_variables_take_their_values_too() -> None:
     assert resolve(MODEL, environ={"PAGEWIRE_MAX_MODEL_LEN": "32k"}).values["max_model_len"] == 32_000
-    with pytest.raises(options.OptionError, match=r"^PAGEWIRE_QUANTIZATION is not supported: how weights"):
+    with pytest.raises(options.OptionError, match=r"^PAGEWIRE_QUANTIZATION is not supported: the checkpoint"):
         resolve(MODEL, environ={"PAGEWIRE_QUANTIZATION": "awq"})
 
 
