@@ -13,7 +13,7 @@ from pagewire.common.wire.transport.message_size import MAX_MESSAGE_BYTES
 from scheduler_service.core.scheduler_options import SchedulerOptions
 
 # Options that the scheduler and front ends share.
-_HTTP_PROXY = "through the HTTP proxy that the variable http_proxy names, which is ignored without this"
+_HTTP_PROXY = "through the HTTP proxy in the environment variable http_proxy, which is ignored otherwise"
 _METRICS_HOST = ("127.0.0.1", "address to serve /metrics on")
 _METRICS_PORT = (
     None,
@@ -21,10 +21,10 @@ _METRICS_PORT = (
     PORT,
 )
 HTTP_PORT = 8000  # unless one is named
-_PROMPT_BYTES = (1_048_576, "how long the text of one prompt can be, in bytes", between(1, MAX_MESSAGE_BYTES))
+_PROMPT_BYTES = (1_048_576, "maximum size of one prompt's text, in bytes", between(1, MAX_MESSAGE_BYTES))
 _WAITING_TEXT_BYTES = (
     67_108_864,
-    "how many bytes of prompts can wait to be tokenized; of one tenant a quarter of that, or one prompt",
+    "maximum size of all prompts that wait to be tokenized, in bytes; a tenant may use a quarter of it, or one prompt",
     at_least(1),
 )
 
@@ -41,20 +41,21 @@ class SchedulerConfig:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(50051, "port to listen on; 0 picks a free one", PORT)
     socket: str | None = option(
-        None, "path of a Unix socket to listen on too; who can open it is an operator, and needs neither key nor TLS"
+        None,
+        "path of a Unix socket to also listen on; clients that can open it are operators and need neither key nor TLS",
     )
     served_model_name: str | None = option(
         None,
-        "model name that clients see (default: the hub id, or the name of the directory); of several, separated by "
-        "commas, they see the first and may send any",
+        "model name that clients see (default: the hub id, or the name of the directory); if several are given, "
+        "separated by commas, clients see the first and may send any of them",
     )
     worker_timeout: float = option(
         120.0, "how long requests wait for a lost worker before they fail, in seconds", at_least(0)
     )
     worker_grace: float | None = option(
         None,
-        "after how many seconds without a worker requests fail that could as well begin elsewhere: new ones, and those "
-        "without a token (default: --worker-timeout)",
+        "seconds without a worker after which new requests, and requests without output, fail so that clients can use "
+        "another server (default: --worker-timeout)",
         at_least(0),
     )
     drain_timeout: float = option(30.0, "how long running requests get to finish at shutdown, in seconds", at_least(0))
@@ -67,17 +68,17 @@ class SchedulerConfig:
     )
     max_detached_bytes: int = option(
         268_435_456,
-        "how many bytes of ended detached requests and responses are kept; the oldest is dropped first",
+        "maximum size of retained results of detached requests and responses, in bytes; the oldest are dropped first",
         at_least(0),
     )
     max_kv_event_bytes: int = option(
         67_108_864,
-        "how many bytes of KV events are kept for slow subscribers; the oldest are dropped first",
+        "maximum size of the KV events retained for slow subscribers, in bytes; the oldest are dropped first",
         at_least(0),
     )
     max_retention_seconds: int = option(
         300,
-        "how long requests may hint that their cached blocks are worth keeping, in seconds, unless their tenant has a "
+        "longest time, in seconds, that a request may hint to keep its cached blocks, unless its tenant has a "
         "limit of its own; 0 ignores the hints",
         at_least(0),
     )
@@ -96,21 +97,21 @@ class SchedulerConfig:
     tls_key: str | None = option(None, "PEM file with the server's private key", needs=("tls_cert",))
     tls_client_ca: str | None = option(
         None,
-        "PEM file of the authority that clients' certificates must come from; turns mutual TLS on",
+        "PEM file of the authority that signs clients' certificates; turns mutual TLS on",
         needs=("tls_cert",),
     )
     tenants: str | None = option(
         None, "YAML file of tenants with their API keys, certificates and quotas; without it anyone is admitted"
     )
-    health_host: str = option("127.0.0.1", "address of --health-port")
+    health_host: str = option("127.0.0.1", "address that --health-port listens on")
     health_port: int = option(
         0, "plaintext port for health probes that cannot use TLS; 0 turns it off (--port answers probes too)", PORT
     )
     link_secret_file: str | None = option(
-        None, "file with the secret to show the worker, which has a file with the same one; read at every attempt"
+        None, "file with the secret shared with the worker; read again at every connection attempt"
     )
     worker_tls_ca: str | None = option(
-        None, "PEM file of the authority that the worker's certificate must come from; turns TLS on"
+        None, "PEM file of the authority that signs the worker's certificate; turns TLS on"
     )
     worker_tls_cert: str | None = option(
         None,
@@ -171,13 +172,13 @@ class HttpOptions:
     lenient: bool = option(False, "ignore fields of HTTP requests that are not known, instead of refusing them")
     strict_tools: bool = option(
         True,
-        "hold all calls of tools to their schemas, also where chats leave it to the model to make some",
+        "constrain all tool calls to their schemas, also with a tool_choice of auto",
     )
     tool_call_parser: str | None = option(
-        None, "how the model writes calls of tools (default: as its chat template tells)", choices=TOOL_CALL_PARSERS
+        None, "format of the model's tool calls (default: detected from its chat template)", choices=TOOL_CALL_PARSERS
     )
     reasoning_parser: str | None = option(
-        None, "how the model writes reasoning (default: as its chat template tells)", choices=REASONING_PARSERS
+        None, "format of the model's reasoning (default: detected from its chat template)", choices=REASONING_PARSERS
     )
 
     @property
@@ -199,7 +200,7 @@ class FrontEndConfig:
     tls_key: str | None = option(None, "PEM file with the server's private key", needs=("tls_cert",))
     tls_client_ca: str | None = option(
         None,
-        "PEM file of the authority that clients' certificates must come from; turns mutual TLS on",
+        "PEM file of the authority that signs clients' certificates; turns mutual TLS on",
         needs=("tls_cert",),
     )
     health_host: str = option("127.0.0.1", "address that --health-port listens on")
@@ -208,13 +209,13 @@ class FrontEndConfig:
     )
     tenants: str | None = option(
         None,
-        "YAML file of the tenants that are admitted, the scheduler's; the front end then acts as an operator there",
+        "the scheduler's YAML file of tenants; the front end then acts as an operator towards the scheduler",
     )
     scheduler_api_key_file: str | None = option(
-        None, "file with the API key that this front end shows the scheduler, whose operator it must be"
+        None, "file with this front end's API key for the scheduler, which must be an operator's key"
     )
     scheduler_tls_ca: str | None = option(
-        None, "PEM file of the authority that the scheduler's certificate must come from; turns TLS on"
+        None, "PEM file of the authority that signs the scheduler's certificate; turns TLS on"
     )
     scheduler_tls_cert: str | None = option(
         None,

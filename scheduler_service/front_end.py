@@ -162,7 +162,7 @@ def _api_key(path: str | None) -> WatchedFiles[tuple[tuple[str, str]]] | None:
     def parse(content: bytes) -> tuple[tuple[str, str]]:
         key = content.strip().decode(errors="replace")
         if not (key and key.isascii() and key.isprintable()):
-            raise ValueError(f"{_KEY_FLAG} is {path}, which holds no key: one line of ASCII")
+            raise ValueError(f"{_KEY_FLAG} is {path}, which contains no key: one line of ASCII text")
         return (("authorization", f"Bearer {key}"),)
 
     return None if path is None else WatchedFiles([NamedFile(_KEY_FLAG, path)], parse)

@@ -120,7 +120,7 @@ _LABELLED_COUNTERS = {
 # Counters of output tokens: help text, and attribute of TokenCounts.
 _TOKEN_COUNTERS = {
     "vllm:generation_tokens": (
-        "Output tokens delivered to clients, also through front ends. With stop texts, they count at the request's end.",
+        "Output tokens delivered to clients, also through front ends. With stop texts, counted at the request's end.",
         "num_kept",
     ),
     "pagewire:discarded_tokens": (

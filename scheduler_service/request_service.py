@@ -174,7 +174,7 @@ def _import_vllm() -> ModuleType | None:
     except (ImportError, RuntimeError) as error:  # the stubs raise RuntimeError with an older grpcio
         logger.log(
             logging.INFO if isinstance(error, ModuleNotFoundError) else logging.WARNING,
-            "VllmEngine, by which routers reach schedulers, is not served without pagewire[router]: %s",
+            "VllmEngine, the service for routers, is not served without pagewire[router]: %s",
             error,
         )
         return None

@@ -161,7 +161,10 @@ async def test_a_front_end_with_a_file_that_holds_no_key_does_not_start(
     options = {"scheduler": "127.0.0.1:1", "port": 0, "scheduler_api_key_file": str(tmp_path / "key")}
     config = FrontEndConfig(model=str(checkpoint), **options)
     assert await front_end.run(config, stop=asyncio.Event(), ready=print) == EXIT_REFUSED
-    assert caplog.messages[-1] == f"--scheduler-api-key-file is {tmp_path}/key, which holds no key: one line of ASCII"
+    assert (
+        caplog.messages[-1]
+        == f"--scheduler-api-key-file is {tmp_path}/key, which contains no key: one line of ASCII text"
+    )
 
 
 async def test_only_operators_forward_tenants(
