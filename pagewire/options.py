@@ -181,7 +181,7 @@ class Parser(argparse.ArgumentParser):
         parse = self.parse_known_intermixed_args if are_mixed else self.parse_known_args
         parsed, unknown = parse([*self._spelled(given[:end]), *given[end:]], namespace)
         if unknown:
-            self.error(f"unknown argument {unknown[0]}; what has spaces in it goes in quotes")
+            self.error(f"unknown argument {unknown[0]}; quote arguments that contain spaces")
         return parsed
 
     def _spelled(self, given: Sequence[str]) -> list[str]:
@@ -232,7 +232,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End the command with a one-line message and exit code 2."""
-        self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help tells more)\n")
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 def _switch(flag: argparse.Action, name: str, word: str) -> str:
@@ -370,7 +370,7 @@ def resolve(options: Mapping[str, Option], arguments: argparse.Namespace, enviro
         ignored += translation.ignored
         for name, value in translation.values.items():
             if name not in options:
-                raise OptionError(f"{spelling.name(name)} is no option of this service")
+                raise OptionError(f"{spelling.name(name)} is not an option of this service")
             if layer is flags or name not in flags_only:
                 given[name] = value, spelling.given(translation.sources[name], None), origin
     values: dict[str, Any] = {}
@@ -423,7 +423,9 @@ def unknown_variables(options: Mapping[str, Option], environ: Mapping[str, str])
         name = variable.removeprefix(ENV_PREFIX)
         if name != variable and name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-            lines += [f"the environment variable {variable} is no option; did you mean {ENV_PREFIX}{n}?" for n in near]
+            lines += [
+                f"the environment variable {variable} is not an option; did you mean {ENV_PREFIX}{n}?" for n in near
+            ]
     return lines
 
 
@@ -444,7 +446,7 @@ def _read_yaml(path: str, options: Mapping[str, Option]) -> dict[str, Any]:
         if not (name in options or name in FOREIGN or name in MAPPED):
             raise OptionError(f"{path}: unknown key {key!r}{suggestion(name, options)}")
         if name in values:
-            raise OptionError(f"{path}: the key {name} is there twice, with - and with _")
+            raise OptionError(f"{path}: the key {name} is given twice, with - and with _")
         values[name] = value
     return values
 
@@ -461,7 +463,7 @@ def _convert(option: Option, given: Any, source: str) -> Any:
     if option.choices is not None and VALUE_SYNONYMS.get(value) in option.choices:
         value = VALUE_SYNONYMS[value]
     if isinstance(value, str) and not value.isascii() and _NO_UTF8.search(value):
-        raise OptionError(f"{source}: {value!r} is not UTF-8, which it must be")
+        raise OptionError(f"{source}: {value!r} is not valid UTF-8")
     if option.choices is not None and value not in option.choices:
         choices = ", ".join(map(str, option.choices))
         raise OptionError(f"{source}: {given!r} is none of {choices}{suggestion(str(value), map(str, option.choices))}")

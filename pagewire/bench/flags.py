@@ -31,9 +31,9 @@ def range_ratio(text: str) -> RangeRatio:
     try:
         parts = json.loads(text)
     except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text} is no JSON object: {error}") from None
+        raise argparse.ArgumentTypeError(f"{text} is not a JSON object: {error}") from None
     if set(parts) != {"input", "output"}:
-        raise argparse.ArgumentTypeError(f'{text} has other keys than {{"input": RATIO, "output": RATIO}}')
+        raise argparse.ArgumentTypeError(f'{text} must have exactly the keys in {{"input": RATIO, "output": RATIO}}')
     return RangeRatio(_ratio(str(parts["input"])), _ratio(str(parts["output"])))
 
 
@@ -56,12 +56,12 @@ def bench_parser(verb: str, description: str, own: Integers, *, input_len: int, 
         "--seed": (int, 0, "seed of everything that is drawn at random"),
     }
     _add_integers(
-        parser.add_argument_group("requests", "Of random prompts, whose outputs always have their full length."),
+        parser.add_argument_group("requests", "Prompts are random. Outputs always have their full length."),
         requests,
     )
     for name in BENCH_FIELDS:
         if name == "temperature":
-            text = "randomness; 0 always takes the most likely token (default: 1)"
+            text = "randomness; 0 always selects the most likely token (default: 1)"
             client_flags.add_number_flag(parser, name, text, 1.0)
         else:
             client_flags.add_number_flag(parser, name, "as in `pagewire complete`")

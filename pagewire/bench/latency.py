@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--profile",
         action="store_true",
-        help="show where the time of a token goes: in the worker, between steps, and on the way to the client",
+        help="show the parts of a token's time: in the worker, between steps, and on the way to the client",
     )
     parser.add_argument(
         "--metrics-url",
@@ -167,15 +167,15 @@ def _iterations(info: ServerInfo, runs: Sequence[Run]) -> Iterations:
 def _check(parser: Parser, parsed: argparse.Namespace) -> None:
     if not parsed.profile:
         if parsed.metrics_url is not None:
-            parser.error("--metrics-url is for --profile, which is not given")
+            parser.error("--metrics-url requires --profile")
         return
     if parsed.batch_size != 1 or parsed.output_len < 2:
         parser.error(
-            f"--profile looks at one stream of two tokens or more: --batch-size is {parsed.batch_size} and "
+            f"--profile measures one stream of at least two tokens: --batch-size is {parsed.batch_size} and "
             f"--output-len {parsed.output_len}, give 1 and at least 2"
         )
     if (parsed.url is None) != (parsed.metrics_url is None):
-        parser.error("--profile needs --metrics-url with --url, and takes none without")
+        parser.error("--profile needs both --url and --metrics-url, or neither")
 
 
 def _figures(parsed: argparse.Namespace, measured: Iterations, summary: Summary | None) -> dict[str, Any]:

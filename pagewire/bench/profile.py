@@ -37,7 +37,7 @@ class Total:
     def mean(self) -> float:
         """The mean. Raise ValueError without observations."""
         if not self.count:
-            raise ValueError("nothing was observed")
+            raise ValueError("no observations")
         return self.sum / self.count
 
 
@@ -115,7 +115,7 @@ def parse_times(text: str) -> ServerTimes:
 
 def _value(values: dict[str, float], name: str) -> float:
     if name not in values:
-        raise ValueError(f"it has no {name}, so it is no Pagewire scheduler of this version")
+        raise ValueError(f"the metric {name} is missing, so this is not a Pagewire scheduler of this version")
     return values[name]
 
 
@@ -169,8 +169,8 @@ def profile(prefill: ServerTimes, full: ServerTimes, records: Sequence[RequestRe
     num_tokens = sum(record.num_output_tokens for record in records)
     if (prefill.num_output_tokens, full.num_output_tokens) != (num_requests, num_tokens):
         raise CommandError(
-            f"the server made {prefill.num_output_tokens:.0f} + {full.num_output_tokens:.0f} tokens meanwhile, this "
-            f"benchmark {num_requests} + {num_tokens}: --profile needs a server that does nothing else"
+            f"the server made {prefill.num_output_tokens:.0f} + {full.num_output_tokens:.0f} tokens during this "
+            f"benchmark, not {num_requests} + {num_tokens}: --profile needs a server without other requests"
         )
     itls = [itl for record in records for itl in record.itls]
     ttfts = [record.ttft for record in records if record.ttft is not None]

@@ -156,7 +156,7 @@ def check_fits(workload: Workload, info: ServerInfo) -> None:
     """Raise CommandError if a request could exceed the server's context length."""
     if workload.max_sequence_len > info.max_model_len:
         raise CommandError(
-            f"--random-prefix-len, --input-len and --output-len with --random-range-ratio come to up to "
+            f"--random-prefix-len, --input-len and --output-len with --random-range-ratio allow up to "
             f"{workload.max_prompt_len} + {workload.output_len.max} tokens, but max_model_len of the server is "
             f"{info.max_model_len}: lower them"
         )
@@ -174,7 +174,7 @@ def exit_code(measured: Run) -> int:
         print(f"and {len(errors) - MAX_SHOWN_ERRORS} more failed", file=sys.stderr)
     if measured.was_interrupted:
         has_measured = any(record.arrivals for record in measured.records)
-        text = "the figures are those of what was measured until then" if has_measured else "nothing was measured yet"
+        text = "the figures cover what was measured so far" if has_measured else "nothing was measured yet"
         print(f"interrupted: {text}", file=sys.stderr)
         return INTERRUPTED
     return SUCCESS if any(record.is_finished for record in measured.records) else FAILURE

@@ -32,7 +32,7 @@ def opened(
         parser.error("give either --model MODEL, to start a server for it, or --url of a running server")
     if parsed.url is not None:
         if serve_flags:
-            parser.error(f"{serve_flags[0]} stands after --, but no server is started with --url")
+            parser.error(f"{serve_flags[0]} follows --, but no server is started with --url")
         yield connection.client(parser, parsed, AsyncClient)
         return
     with local_server.serving(parsed.model, [*serve_flags, *extra_flags], flags_only=services.DOOR_OPTIONS) as (url, _):

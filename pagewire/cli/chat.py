@@ -30,7 +30,7 @@ HELP = """\
 /help         show this
 //TEXT        send /TEXT to the model
 \"\"\"           begin a message of several lines, which ends with \"\"\"; or end each line but the last with \\
-Ctrl-C        stop the answer; what there is of it stays in the conversation"""
+Ctrl-C        stop the answer; the conversation keeps the part that came"""
 _NO_TEXTS = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")
 
 
@@ -80,8 +80,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = _parser(
         "chat",
         "[flags], or pagewire chat MODEL, which is pagewire run MODEL",
-        "Chat with the model that a server has. Ctrl-C stops an answer, Ctrl-D ends the chat, /help lists what else "
-        "there is.",
+        "Chat with the model that a server has. Ctrl-C stops an answer, Ctrl-D ends the chat, /help lists more "
+        "commands.",
         explained,
     )
     parser.add_argument("-q", "--quick", metavar="TEXT", help="send this message, print the answer, and end")
@@ -103,7 +103,7 @@ def run(arguments: Sequence[str], verb: str = "run") -> int:
         verb,
         "MODEL [PROMPT] [flags]",
         "Serve a model on this machine and chat with it: Ctrl-C stops an answer, Ctrl-D ends the chat and the server, "
-        "/help lists what else there is. With a prompt, print its answer and end.",
+        "/help lists more commands. With a prompt, print its answer and end.",
         elsewhere | {"--url": "`pagewire chat` talks to a server that runs already"},
     )
     own = {action.dest for action in parser._actions} | {"prompt"}
@@ -111,7 +111,10 @@ def run(arguments: Sequence[str], verb: str = "run") -> int:
     options.add_flags(parser, taken, positional="model", groups=groups)
     options.add_foreign_flags(parser, taken)
     parser.add_argument(
-        "prompt", metavar="PROMPT", nargs="?", help="answer this alone; - or no terminal: what standard input holds"
+        "prompt",
+        metavar="PROMPT",
+        nargs="?",
+        help="answer only this prompt; - or no terminal: read the prompt from standard input",
     )
     parsed = parser.parse_args(arguments)
     given = {name: value for name, value in vars(parsed).items() if name not in own}
@@ -146,10 +149,12 @@ def _parser(verb: str, usage: str, description: str, explained: Mapping[str, str
     )
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument(
-        "--chat-template", metavar="NAME", help="chat template to take where the model has several (default: its own)"
+        "--chat-template",
+        metavar="NAME",
+        help="chat template to use if the model has several (default: its default one)",
     )
     parser.add_argument("--stats", action="store_true", help="print statistics of each answer on standard error")
-    parser.add_argument("--no-history", action="store_true", help="neither read nor keep the history of typed lines")
+    parser.add_argument("--no-history", action="store_true", help="do not read or write the history of typed lines")
     client_flags.add_flags(parser)
     return parser
 

@@ -102,7 +102,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
     `add_sample_flags` adds those, since few verbs can show them.
     """
-    group = parser.add_argument_group("sampling", "Whatever is not given takes the model's own default.")
+    group = parser.add_argument_group("sampling", "Parameters that are not given have the model's own defaults.")
     for field in FLAGS:
         if field.name in BOOLEAN_FIELDS:
             switch = flag(f"no_{field.name}" if field.default else field.name)
@@ -159,7 +159,7 @@ def add_sample_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_structured_output_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags for structured output. At most one of them may be given."""
-    section = parser.add_argument_group("structured output", "What each output must match: one of these at most.")
+    section = parser.add_argument_group("structured output", "A constraint on every output. At most one can be given.")
     group = section.add_mutually_exclusive_group()
     group.add_argument("--json-schema", metavar="FILE", type=_text_of, help="a JSON Schema")
     group.add_argument("--json-object", action="store_const", const=True, help="any JSON object")
@@ -207,7 +207,7 @@ def token_ids(text: str) -> Sequence[int]:
     try:
         return [int(part) for part in text.replace(",", " ").split()]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of token ids such as 1,2,3") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids such as 1,2,3") from None
 
 
 def _bias(text: str) -> tuple[int, float]:
@@ -218,5 +218,5 @@ def _bias(text: str) -> tuple[int, float]:
     except InvalidRequest as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no bias such as 42=-1.5") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a bias such as 42=-1.5") from None
     return parsed

@@ -44,17 +44,15 @@ VERBS = {
     "bench": Verb("pagewire.cli.command", "bench", "measure throughput or latency", "bench"),
     "replay": Verb("pagewire.cli.replay", "main", "run a recording of a scheduler again and check it"),
     "simulate": Verb(
-        "pagewire.cli.simulate", "main", "drive the scheduler through a trace of requests, and compare policies"
+        "pagewire.cli.simulate", "main", "simulate the scheduler with a trace of requests, and compare policies"
     ),
     "completion": Verb(
-        "pagewire.cli.shell_completion", "completion", "print what lets a shell complete verbs and flags"
+        "pagewire.cli.shell_completion", "completion", "print a script that lets a shell complete verbs and flags"
     ),
 }
 BENCHES = {
     "throughput": Verb("pagewire.bench.throughput", "main", "many requests at once: tokens per second"),
-    "latency": Verb(
-        "pagewire.bench.latency", "main", "one request at a time: how long it takes, and where the time goes"
-    ),
+    "latency": Verb("pagewire.bench.latency", "main", "one batch at a time: its latency, and the parts of it"),
 }
 SUCCESS, FAILURE, USAGE, INTERRUPTED = 0, 1, 2, 130
 # For gRPC 1.85: the polling thread itself reads and writes, instead of a thread pool that passes every message on.
@@ -210,4 +208,4 @@ def load(verb: Verb) -> Callable[[Sequence[str]], int]:
 def usage(program: str, verbs: Mapping[str, Verb]) -> str:
     width = max(map(len, verbs))
     lines = [f"  {name:<{width}}  {verb.help}" for name, verb in verbs.items()]
-    return "\n".join([f"usage: {program} VERB ... ({program} VERB --help tells more)", "", *lines])
+    return "\n".join([f"usage: {program} VERB ... (see {program} VERB --help)", "", *lines])

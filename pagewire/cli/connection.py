@@ -28,7 +28,7 @@ def add_flags(parser: argparse.ArgumentParser, *, without_url: str | None = None
     else:
         group.add_argument("--url", help=f"{text} (default: {without_url})")
     group.add_argument(
-        "--tls-ca", metavar="FILE", help="PEM file of the authority that signed the server's certificate; turns TLS on"
+        "--tls-ca", metavar="FILE", help="PEM file of the authority that signed the server's certificate; turns on TLS"
     )
     group.add_argument("--tls-cert", metavar="FILE", help="PEM file with this client's certificate, for mutual TLS")
     group.add_argument("--tls-key", metavar="FILE", help="PEM file with this client's private key, for mutual TLS")

@@ -286,7 +286,7 @@ def frontend(arguments: Sequence[str]) -> int:
 
     config = _service_config(
         "frontend",
-        "Run a front end: it turns text into tokens and back for a scheduler that runs elsewhere.",
+        "Run a front end: it tokenizes prompts and detokenizes outputs for a scheduler that runs elsewhere.",
         FrontEndConfig,
         arguments,
     )
@@ -310,7 +310,7 @@ def worker(arguments: Sequence[str]) -> int:
     """Run a worker to which a scheduler connects."""
     from worker_service.config import WorkerConfig
 
-    description = "Run a worker: it holds weights and KV cache, and computes what a scheduler that dials it plans."
+    description = "Run a worker: it has the weights and the KV cache, and computes the plans of a connected scheduler."
     config = _service_config("worker", description, WorkerConfig, arguments, with_weights=True)
     if config.tensor_parallel_size > 1 and config.tensor_parallel_address is None:
         from pagewire.hosting import worker_ranks

@@ -21,14 +21,14 @@ from scheduler_service.simulation.trace_worker import WorkerSpeed
 
 PROGRESS_INTERVAL_S = 10.0
 DESCRIPTION = (
-    "Drive the scheduler through a trace of requests in simulated time, with a worker that only costs time by a model, "
+    "Run the scheduler with a trace of requests in simulated time, against a worker that is only a model of its speed, "
     "and compare policies. No model, worker or server is needed."
 )
 FORMS = (
-    "FILE holds coding-agent sessions (a JSON line each: session, block_size, requests), requests of Mooncake "
+    "FILE contains coding-agent sessions (a JSON line each: session, block_size, requests), requests of Mooncake "
     "(timestamp, input_length, output_length, hash_ids) or of Azure (CSV: TIMESTAMP,ContextTokens,GeneratedTokens), "
-    "plain or compressed by gzip. Sessions send a request when the one before is answered and the thinking is over; "
-    "the others send theirs by the clock."
+    "plain or gzipped. A session sends a request when the previous one is answered and its thinking time is over; "
+    "all other requests are sent at their timestamps."
 )
 
 
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     parsed = parser.parse_args(arguments)
     for path in (parsed.json, parsed.chart):
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            parser.error(f"cannot write {path}: give the name of a file in a folder that is there")
+            parser.error(f"cannot write {path}: give the name of a file in an existing folder")
     settings = _settings(parsed)
     try:
         trace = read_trace(parsed.trace, parsed.limit_requests)
@@ -65,27 +65,27 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> Parser:
     parser = Parser(prog="pagewire simulate", description=DESCRIPTION, epilog=FORMS)
     load = parser.add_argument_group("load")
-    load.add_argument("--trace", metavar="FILE", type=Path, required=True, help="the trace; its form is recognised")
-    load.add_argument("--limit-requests", metavar="N", type=count, help="use the first N requests of it only")
+    load.add_argument("--trace", metavar="FILE", type=Path, required=True, help="the trace; its format is detected")
+    load.add_argument("--limit-requests", metavar="N", type=count, help="use only the first N requests of the trace")
     load.add_argument(
         "--sessions",
         metavar="N",
         type=count,
-        help="at most N sessions at once; the next of the file begins when one ends (default: all)",
+        help="at most N sessions at once; the next one begins when one ends (default: all)",
     )
     load.add_argument("--max-think", metavar="S", type=_zero_or_more, help="cut pauses between requests to S seconds")
-    worker = parser.add_argument_group("worker", "Sizes and rates are in tokens.")
+    worker = parser.add_argument_group("worker", "All sizes and rates are in tokens.")
     worker.add_argument(
-        "--pool-tokens", metavar="N", type=count, required=True, help="tokens that the worker's KV cache holds"
+        "--pool-tokens", metavar="N", type=count, required=True, help="capacity of the worker's KV cache"
     )
     worker.add_argument(
-        "--host-tokens", metavar="N", type=count_or_zero, default=0, help="the same of the host tier (default: none)"
+        "--host-tokens", metavar="N", type=count_or_zero, default=0, help="capacity of the host tier (default: 0)"
     )
     worker.add_argument(
         "--prefill-rate", metavar="RATE", type=_positive, required=True, help="prompt tokens computed per second"
     )
     worker.add_argument(
-        "--decode-rate", metavar="RATE", type=_positive, required=True, help="tokens per second of each output"
+        "--decode-rate", metavar="RATE", type=_positive, required=True, help="output tokens per second of each sequence"
     )
     worker.add_argument(
         "--transfer-rate",
@@ -100,14 +100,14 @@ def _parser() -> Parser:
         "--max-num-batched-tokens",
         metavar="N",
         type=count,
-        help="tokens of a step (default: prompts get what is computed in the time of a decoded token)",
+        help="maximum tokens of a step (default: the prompt tokens that are computed in the time of one output token)",
     )
     worker.add_argument(
         "--step-overhead",
         metavar="S",
         type=_zero_or_more,
         default=0.0,
-        help="seconds of each step that computes prompts, beside those of its tokens (default: 0)",
+        help="additional seconds of each step that computes prompts (default: 0)",
     )
     _add_scheduling_flags(parser)
     return parser
@@ -127,18 +127,20 @@ def _add_scheduling_flags(parser: Parser) -> None:
         metavar="S",
         type=_zero_or_more,
         default=DEFAULT_MAX_WAIT_S,
-        help="seconds after which a waiting request goes before all of its tenant and priority that came later, where "
-        f"the policy has such a bound: agent (default: {DEFAULT_MAX_WAIT_S:.0f})",
+        help="seconds after which a waiting request precedes all later ones of its tenant and priority; only for "
+        f"the policy agent (default: {DEFAULT_MAX_WAIT_S:.0f})",
     )
     group.add_argument(
         "--retention",
         choices=RETENTIONS,
         default=RETENTIONS[0],
-        help="whose idle blocks the policy agent keeps: those of sessions that were used last, that are learned to "
-        f"return soon, or, as a bound, that return first in the trace (default: {RETENTIONS[0]})",
+        help="whose idle blocks the policy agent keeps: lru: of sessions used last; learned: of sessions expected to "
+        f"return soon; belady, an upper bound: of sessions that return first in the trace (default: {RETENTIONS[0]})",
     )
     group.add_argument(
-        "--session-tenants", action="store_true", help="make each session a tenant of its own, as for the policy fair"
+        "--session-tenants",
+        action="store_true",
+        help="make each session a tenant of its own, for instance for the policy fair",
     )
     result = parser.add_argument_group("simulation and result")
     result.add_argument(
@@ -146,13 +148,18 @@ def _add_scheduling_flags(parser: Parser) -> None:
         metavar="N",
         type=count,
         default=16,
-        help="let one simulated token stand for N: faster, and coarser (default: 16)",
+        help="let one simulated token stand for N tokens: faster, but coarser (default: 16)",
     )
     result.add_argument(
-        "--ttft-goal", metavar="S", type=_zero_or_more, help="count requests whose first token came within S seconds"
+        "--ttft-goal",
+        metavar="S",
+        type=_zero_or_more,
+        help="count the requests whose first token arrives within S seconds",
     )
     result.add_argument("--json", metavar="OUT", type=Path, help="write the figures of each policy to this file")
-    result.add_argument("--chart", metavar="FILE", type=Path, help="draw them to this PNG file; needs matplotlib")
+    result.add_argument(
+        "--chart", metavar="FILE", type=Path, help="draw the figures to this PNG file; needs matplotlib"
+    )
 
 
 def _settings(parsed: argparse.Namespace) -> SimulationSettings:
@@ -230,7 +237,7 @@ def _policies(text: str) -> list[str]:
 def _positive(text: str) -> float:
     value = positive(text)
     if value == math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is no finite number")
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number")
     return value
 
 

@@ -89,7 +89,7 @@ def are_token_ids(value: object) -> TypeGuard[Sequence[int]]:
 def refuse_unknown(callee: str, options: Mapping[str, object], legal: type) -> None:
     """Raise TypeError for an option that the TypedDict `legal` does not declare."""
     for name in options.keys() - legal.__annotations__.keys():
-        raise TypeError(f"{callee} takes no {name!r}, but {', '.join(legal.__annotations__)}")
+        raise TypeError(f"{callee} has no option {name!r}; the options are {', '.join(legal.__annotations__)}")
 
 
 def check_text(path: str, text: str, argument: str = "") -> None:

@@ -99,7 +99,7 @@ def iterate(items: AsyncGenerator[Item, None]) -> Generator[Item, None, None]:
             yield taken[0]
     finally:
         _call(background, lambda: [task.cancel() for task in tasks])
-    message = "the call was begun before this process was forked, and goes on in its parent alone"
+    message = "the call began before this process was forked, and continues only in the parent"
     raise PagewireError(message, code=grpc.StatusCode.FAILED_PRECONDITION)
 
 

@@ -98,7 +98,9 @@ class RequestBatch:
 
     def _submit(self, connection: Connection) -> None:
         if not connection.can_share:
-            raise NotShared("the server is of a version that takes no lists", code=grpc.StatusCode.UNIMPLEMENTED)
+            raise NotShared(
+                "the server's version does not support lists of prompts", code=grpc.StatusCode.UNIMPLEMENTED
+            )
         while self._waiting:
             index = self._waiting[0]
             request, num_samples = self._requests[index], wire.num_samples(self._requests[index])

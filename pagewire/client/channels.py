@@ -50,8 +50,8 @@ OPTIONS = (
 MAX_SHARED_BYTES = 1 << 20
 Metadata = tuple[tuple[str, str], ...]
 _FORKED = (
-    "this process was forked while a call of its parent ran, or an AsyncClient was open there, which gRPC does not "
-    "survive: close it before the fork, or start processes by 'spawn' (multiprocessing.get_context)"
+    "this process was forked while its parent had a call in progress or an open AsyncClient, which gRPC does not "
+    "survive: close the client before the fork, or start processes by 'spawn' (multiprocessing.get_context)"
 )
 
 

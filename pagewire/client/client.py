@@ -390,7 +390,7 @@ class AsyncClient:
         """Return the state of a detached request and its output so far. Raise NotFound for an unknown id."""
         response = await self._ask("GetResult", timeout, request_id=request_id, tenant=tenant or "")
         if not response.outputs:
-            text = f"what is kept of {request_id!r} is a record, and not of a detached request"
+            text = f"{request_id!r} is a retained record, not a detached request"
             raise NotFound(text, code=grpc.StatusCode.NOT_FOUND)
         return wire.decode_result(response)
 
@@ -424,7 +424,7 @@ class AsyncClient:
         __getattr__ = _say_new_name
 
         def __enter__(self) -> NoReturn:
-            raise TypeError("an AsyncClient is for `async with`; for `with` there is Client, which has the same calls")
+            raise TypeError("use `async with` for an AsyncClient; for `with`, use Client, which has the same methods")
 
         __exit__ = __enter__
 
@@ -605,7 +605,7 @@ class Client:
         __getattr__ = _say_new_name
 
         def __aenter__(self) -> NoReturn:
-            raise TypeError("a Client is for `with`; for `async with` there is AsyncClient, which has the same calls")
+            raise TypeError("use `with` for a Client; for `async with`, use AsyncClient, which has the same methods")
 
         __aexit__ = __aenter__
 

@@ -67,7 +67,7 @@ class StructuredOutputs:
         given = [name for name in STRUCTURES if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(
-                f"structured outputs take exactly one of {', '.join(STRUCTURES)}; got {' and '.join(given) or 'none'}"
+                f"structured outputs need exactly one of {', '.join(STRUCTURES)}; got {' and '.join(given) or 'none'}"
             )
         is_legal, what = STRUCTURES[self.kind]
         require(self.kind, self._value, is_legal(self._value), what)
@@ -85,8 +85,8 @@ class StructuredOutputs:
         names = (*STRUCTURES, *STRUCTURED_OUTPUTS_FIELDS)
         for name in given:
             if name not in names:
-                hint = suggestion(str(name), names) or f"; there are {', '.join(STRUCTURES)}"
-                raise TypeError(f"structured_outputs have no {name!r}{hint}")
+                hint = suggestion(str(name), names) or f"; the fields are {', '.join(STRUCTURES)}"
+                raise TypeError(f"structured_outputs has no field {name!r}{hint}")
         return StructuredOutputs(**given)
 
     @property
@@ -166,8 +166,10 @@ class SamplingParams:
     """
 
     n: int | None = 1
-    max_tokens: int | None = _flag(16, "how many tokens to generate at most (default: as many as fit)")
-    temperature: float | None = _flag(Default(1.0), "randomness; 0 always takes the most likely token", is_benched=True)
+    max_tokens: int | None = _flag(16, "maximum number of output tokens (default: up to the context length)")
+    temperature: float | None = _flag(
+        Default(1.0), "randomness; 0 always selects the most likely token", is_benched=True
+    )
     top_p: float | None = _flag(
         1.0, "sample from the most likely tokens whose probabilities add up to this", is_benched=True
     )
@@ -184,7 +186,7 @@ class SamplingParams:
     )
     seed: int | None = _flag(None, "the same seed gives the same output")
     min_tokens: int | None = _flag(0, "generate at least this many tokens")
-    ignore_eos: bool | None = _flag(False, "go on after end-of-text tokens")
+    ignore_eos: bool | None = _flag(False, "continue after end-of-text tokens")
     include_stop_str_in_output: bool | None = _flag(False, "keep the stop text at the end of the output")
     skip_special_tokens: bool | None = _flag(True, "show special tokens in the text")
     stop: str | Sequence[str] | None = None
@@ -239,7 +241,7 @@ class SamplingParams:
         for name in changes:
             if name not in SamplingFields.__annotations__:
                 near = suggestion(name, SamplingFields.__annotations__)
-                raise TypeError(f"{name!r} is no sampling parameter and no other argument{near}")
+                raise TypeError(f"{name!r} is neither a sampling parameter nor another argument{near}")
         return replace(self, **changes)
 
     def clone(self) -> "SamplingParams":

@@ -134,7 +134,7 @@ def check_directory(path: Path, *, with_weights: bool) -> None:
             raise ModelSourceError(f"{path} holds GGUF files: give one of them, such as {path / files[0]}")
         inside += [path.parent] if (path.parent / "config.json").is_file() else []
         hint = f"; did you mean {inside[0]}?" if inside else f": {_native_format(names) or GIVE}"
-        raise ModelSourceError(f"{path} has no config.json, so it is no checkpoint directory{hint}")
+        raise ModelSourceError(f"{path} has no config.json, so it is not a checkpoint directory{hint}")
     if with_weights and not {SINGLE, INDEX} & set(names):
         raise ModelSourceError(f"{path} has {_without_safetensors(names)}")
 
@@ -163,7 +163,7 @@ def _native_format(names: Iterable[str]) -> str:
     if not native:
         return ""
     return (
-        f"{native[0]} is in a format of its publisher's own; the Hugging Face repository has the model in {SINGLE} or "
+        f"{native[0]} is in its publisher's own format; the Hugging Face repository has the model in {SINGLE} or "
         "parts of it as well: `hf download OWNER/NAME --exclude 'consolidated*' 'original/*' --local-dir DIRECTORY`"
     )
 
@@ -215,7 +215,7 @@ def _weight_files(snapshot: Path, there: Container[str]) -> list[str]:
     except ModelFileError as error:
         raise ModelSourceError(str(error)) from None
     except (ValueError, LookupError, AttributeError, TypeError) as error:
-        raise ModelSourceError(f"{index} is no index of safetensors: {error!r}") from None
+        raise ModelSourceError(f"{index} is not an index of safetensors: {error!r}") from None
     return [SINGLE] if SINGLE in there and SINGLE not in names else sorted(names)
 
 
@@ -365,7 +365,7 @@ class _HubModel:
             _remove(path)
         if spoilt:
             raise DownloadError(
-                f"{spoilt[0]} came with other bytes than {self._name} has on the hub, and is removed: start again to "
+                f"{spoilt[0]} differs from the file of {self._name} on the hub and was removed: start again to "
                 "download it once more; if that does not help, look for a proxy that changes files, or a failing disk"
             )
 
@@ -418,7 +418,7 @@ class _HubModel:
             return f"the Hugging Face model {self._id} has no revision {self._revision}: give a branch, tag or commit"
         if isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
             return (
-                f"{self._id} is neither a directory here nor a model that {constants.ENDPOINT} shows you: "
+                f"{self._id} is neither a directory here nor a model that you can access at {constants.ENDPOINT}: "
                 "check the name; for a private model, log in "
                 "with `hf auth login` or set HF_TOKEN"
             )

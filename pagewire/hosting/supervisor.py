@@ -71,7 +71,7 @@ class Exit:
         if self.refusal or self.failure:
             return self.refusal or self.failure
         if self.code == -signal.SIGKILL and self.memory and not self.was_replaced:
-            return f"signal SIGKILL, by which the system ends what it has no memory for; {self.memory}"
+            return f"signal SIGKILL, probably because the system ran out of memory; {self.memory}"
         return f"signal {signal.Signals(-self.code).name}" if self.code < 0 else f"exit code {self.code}"
 
 

@@ -255,7 +255,7 @@ class LLM:
         for name, value, known in (("pooling_params", pooling_params, None), ("pooling_task", pooling_task, "embed")):
             if value not in (None, known):
                 raise ValueError(
-                    f"{name}={value!r:.80} is not supported: prompts are embedded, pooled as the checkpoint says"
+                    f"{name}={value!r:.80} is not supported: the checkpoint specifies the pooling of embeddings"
                 )
         return self.embed(prompts, use_tqdm, lora_request=lora_request)
 
@@ -350,7 +350,7 @@ class LLM:
     def _end(self) -> str:
         """Return the reason why the services are not running."""
         if not self._finalizer.alive:
-            return "this LLM is closed, and its services have ended: make another one"
+            return "this LLM is closed, and its services have ended: create another one"
         reason = f": {self._server.reason}" if self._server.reason else ""
         return f"the services of this LLM have ended ({self._server.exit}){reason}"
 
@@ -401,7 +401,7 @@ def _close(server: LocalServer, client: Client, channels: Channels) -> None:
 
 def _refuse_adapters(lora_request: object) -> None:
     if lora_request is not None:
-        raise ValueError("lora_request is not supported: Pagewire serves one model as it is")
+        raise ValueError("lora_request is not supported: Pagewire serves one model, without adapters")
 
 
 def _split(prompts: Any) -> list[_SplitPrompt]:

@@ -113,12 +113,12 @@ def test_profile_by_hand() -> None:
         "  attention                                        1.000    50.0",
         "  step                                             2.000   100.0",
     ]
-    with pytest.raises(CommandError, match="does nothing else"):
+    with pytest.raises(CommandError, match="without other requests"):
         profile(prefill, full, [record])
 
 
 def test_metrics_of_something_else() -> None:
-    with pytest.raises(ValueError, match="no Pagewire scheduler"):
+    with pytest.raises(ValueError, match="not a Pagewire scheduler"):
         parse_times("# TYPE up gauge\nup 1\n")
     with pytest.raises(CommandError, match=r"cannot read the metrics at http://127\.0\.0\.1:1/metrics"):
         read_times("http://127.0.0.1:1/metrics")
@@ -269,7 +269,7 @@ async def test_requests_that_cannot_fit(checkpoint: Path, capsys: pytest.Capture
         assert await bench(stack, "throughput", "--input-len", 200, "--output-len", 57) == 1
         assert await bench(stack, "latency", "--input-len", 256, "--output-len", 1) == 1
     first, second = capsys.readouterr().err.splitlines()
-    assert "come to up to 200 + 57 tokens, but max_model_len of the server is 256: lower them" in first
+    assert "allow up to 200 + 57 tokens, but max_model_len of the server is 256: lower them" in first
     assert "256 + 1 tokens" in second
 
 
@@ -292,7 +292,7 @@ async def test_ctrl_c_prints_what_was_measured(checkpoint: Path, verb: str) -> N
         out, err = (stream.decode() for stream in await process.communicate())
         await stack.until_idle()
     assert process.returncode == 130
-    assert err.splitlines()[-1] == "interrupted: the figures are those of what was measured until then"
+    assert err.splitlines()[-1] == "interrupted: the figures cover what was measured so far"
     assert "Traceback" not in err
     assert out.startswith("Throughput: " if verb == "throughput" else "Avg latency: ")
 
@@ -311,8 +311,8 @@ async def test_no_server_answers(capsys: pytest.CaptureFixture[str]) -> None:
         (["throughput", "--num-prompts", "0"], "--num-prompts: 0 is below 1"),
         (["throughput", "--num-prompts", "many"], "--num-prompts: 'many' is not an integer"),
         (["throughput", "--random-range-ratio", "1"], "1 is not from 0 to below 1"),
-        (["throughput", "--random-range-ratio", '{"input": 0.5}'], "has other keys"),
-        (["throughput", "--random-range-ratio", "{"], "no JSON object"),
+        (["throughput", "--random-range-ratio", '{"input": 0.5}'], "must have exactly the keys in"),
+        (["throughput", "--random-range-ratio", "{"], "not a JSON object"),
         (["throughput", "--output-json", "/proc/none/x"], "cannot make the folder"),
         (["latency", "--output-json", "/tmp"], "cannot write /tmp"),
         (["throughput", "--modle", "m"], "did you mean --model?"),
@@ -323,12 +323,12 @@ async def test_no_server_answers(capsys: pytest.CaptureFixture[str]) -> None:
         (["throughput", "--model", "m", "--num-prompts", "1", "2"], "unknown argument 2"),
         (["throughput"], "give either --model MODEL"),
         (["throughput", "--model", "m", "--url", "a:1"], "give either --model MODEL"),
-        (["throughput", "--url", "a:1", "--", "--dtype", "float32"], "--dtype stands after --"),
+        (["throughput", "--url", "a:1", "--", "--dtype", "float32"], "--dtype follows --"),
         (["throughput", "--url", "nowhere"], "HOST:PORT"),
-        (["latency", "--url", "a:1", "--profile"], "--profile needs --metrics-url"),
-        (["latency", "--url", "a:1", "--metrics-url", "x"], "--metrics-url is for --profile"),
-        (["latency", "--model", "m", "--profile", "--batch-size", "2"], "--profile looks at one stream"),
-        (["latency", "--model", "m", "--profile", "--output-len", "1"], "--profile looks at one stream"),
+        (["latency", "--url", "a:1", "--profile"], "--profile needs both --url and --metrics-url"),
+        (["latency", "--url", "a:1", "--metrics-url", "x"], "--metrics-url requires --profile"),
+        (["latency", "--model", "m", "--profile", "--batch-size", "2"], "--profile measures one stream"),
+        (["latency", "--model", "m", "--profile", "--output-len", "1"], "--profile measures one stream"),
     ],
 )
 def test_wrong_usage(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:

@@ -160,7 +160,7 @@ async def test_structured_outputs_are_sent(
         ({}, ValueError, "exactly one of json, regex, choice, grammar, json_object, structural_tag; got none"),
         ({"regex": "a", "json": "{}"}, ValueError, "got json and regex"),
         ({"json_object": False}, ValueError, "got none"),
-        ({"regexp": "a"}, TypeError, "structured_outputs have no 'regexp'; did you mean regex?"),
+        ({"regexp": "a"}, TypeError, "structured_outputs has no field 'regexp'; did you mean regex?"),
         ("json", TypeError, "must be StructuredOutputs or a dict or None, got 'json'"),
         ({"json": 5}, TypeError, "json must be a JSON Schema: a dict, JSON, or a class"),
         ({"json": int}, TypeError, "json must be a JSON Schema: a dict, JSON, or a class"),
@@ -525,7 +525,7 @@ async def test_sampling_fields_by_name(scheduler: ScriptedScheduler, url: str, s
     ("arguments", "options", "text"),
     [
         (("Once",), {"max_token": 4}, "did you mean max_tokens"),
-        (("Once",), {"colour": 4}, "'colour' is no sampling parameter and no other argument"),
+        (("Once",), {"colour": 4}, "'colour' is neither a sampling parameter nor another argument"),
         (("Once",), {"max_tokens": "four"}, "max_tokens must be an integer"),
         (("Once", {"max_tokens": 4}), {}, r"sampling must be SamplingParams, such as SamplingParams\(max_tokens=4\)"),
         ((7,), {}, "prompt must be a text; token ids go into prompt_token_ids"),

@@ -95,10 +95,10 @@ def test_a_former_name_says_the_new_one(kind: type, name: str) -> None:
 
 
 async def test_each_says_where_the_other_belongs() -> None:
-    with pytest.raises(TypeError, match="for `async with` there is AsyncClient"):
+    with pytest.raises(TypeError, match="for `async with`, use AsyncClient"):
         async with Client(NO_SERVER):
             pass
-    with pytest.raises(TypeError, match="for `with` there is Client"), AsyncClient(NO_SERVER):
+    with pytest.raises(TypeError, match="for `with`, use Client"), AsyncClient(NO_SERVER):
         pass
     with pytest.raises(AttributeError, match="use close, or aclose of AsyncClient"):
         await Client(NO_SERVER).aclose()
@@ -166,7 +166,12 @@ def test_a_timeout_without_an_end_is_none(kind: type) -> None:
         ("stream", (), {"prompt_token_ids": b"abc"}, "^prompt_token_ids must be"),
         ("stream", (), {"prompt_token_ids": iter([1])}, "^prompt_token_ids must be"),
         ("embed", (b"abc",), {}, "^prompt must be"),
-        ("embed", ("Once",), {"temperature": 0}, "embed takes no 'temperature', but request_id, priority"),
+        (
+            "embed",
+            ("Once",),
+            {"temperature": 0},
+            "embed has no option 'temperature'; the options are request_id, priority",
+        ),
         ("chat", (5,), {}, "^messages must be"),
         ("chat", ({"role": "user"},), {}, "^messages must be"),
         ("chat", ([5],), {}, "^messages must be"),
@@ -225,7 +230,9 @@ def test_a_client_needs_an_address() -> None:
         Client(5)
     with pytest.raises(TypeError, match=r"^retry must be a number of seconds, got '1'"):
         Client(NO_SERVER, retry="1")
-    with pytest.raises(TypeError, match=r"^a client takes no 'tls_cacert', but tls_ca, tls_cert, tls_key, api_key"):
+    with pytest.raises(
+        TypeError, match=r"^a client has no option 'tls_cacert'; the options are tls_ca, tls_cert, tls_key, api_key"
+    ):
         AsyncClient(NO_SERVER, tls_cacert="ca.pem")
     with pytest.raises(TypeError, match=r"^tls_ca must be the path of a PEM file, got b'ca'"):
         Client(NO_SERVER, tls_ca=b"ca")

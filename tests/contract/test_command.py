@@ -58,7 +58,7 @@ def test_the_value_of_an_unknown_flag_is_no_argument(
 ) -> None:
     assert main([*verb.split(), *arguments.split()]) == 2
     flag = next(word for word in arguments.split() if word.startswith("-"))
-    line = f"pagewire {verb}: error: unknown flag {flag} (pagewire {verb} --help tells more)\n"
+    line = f"pagewire {verb}: error: unknown flag {flag} (see pagewire {verb} --help)\n"
     assert capsys.readouterr().err == line
 
 
@@ -395,8 +395,8 @@ def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
         (["complete"], "give either a text"),
         (["complete", "a", "--prompt-token-ids", "1"], "give either a text"),
         (["complete", "a", "--max-token", "1"], "unknown flag --max-token; did you mean --max-tokens?"),
-        (["complete", "--prompt-token-ids", "1,a"], "no list of token ids"),
-        (["complete", "a", "--logit-bias", "1"], "no bias such as"),
+        (["complete", "--prompt-token-ids", "1,a"], "not a list of token ids"),
+        (["complete", "a", "--logit-bias", "1"], "not a bias such as"),
         (["complete", "a", "--json-schema", "/nowhere"], "--json-schema: cannot read /nowhere: No such file"),
         (["complete", "a", "--grammar", "/proc/self/exe"], "--grammar: cannot read /proc/self/exe: it is not UTF-8"),
         (["chat", "--choice", "a,,b"], "--choice: 'a,,b' has an empty text"),
@@ -415,10 +415,10 @@ def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
         (["complete", "a", "--logit-bias", "5=101"], "logit_bias[5] is 101, but must be -100 to 100"),
         (["chat", "--temperature", "nan"], "argument --temperature: 'nan' is not a number"),
         (["bench", "latency", "--top-p", "0"], "argument --top-p: top_p is 0, but must be above 0 and at most 1"),
-        (["complete", "two", "words"], "unknown argument words; what has spaces in it goes in quotes"),
+        (["complete", "two", "words"], "unknown argument words; quote arguments that contain spaces"),
         (["run"], "MODEL is missing (also --model): give a checkpoint directory"),
         (["run", "m", ""], "the prompt is empty; to chat, run it on a terminal"),
-        (["run", "m", "two", "words"], "unknown argument words; what has spaces in it goes in quotes"),
+        (["run", "m", "two", "words"], "unknown argument words; quote arguments that contain spaces"),
         (["run", "m", "hi", "--dtype", "float31"], "--dtype: 'float31' is none of auto, float32"),
         (["run", "m", "hi", "--http-port", "80"], "unknown flag --http-port: `pagewire serve` has it"),
         (["run", "m", "hi", "--url", "a:1"], "unknown flag --url: `pagewire chat` talks to a server that runs already"),

@@ -155,7 +155,7 @@ def test_a_file_that_came_with_other_bytes_is_not_taken(served: tuple[Hub, str],
     made.sent[name] = good[:-1] + bytes([good[-1] ^ 1])
     ended = run(locating("org/split"), variables, tmp_path)
     assert ended.returncode == 1
-    assert f"{name} came with other bytes than org/split has on the hub, and is removed: start again" in ended.stderr
+    assert f"{name} differs from the file of org/split on the hub and was removed: start again" in ended.stderr
     assert "Traceback" not in ended.stderr
     made.sent.clear()
     made.downloaded.clear()
@@ -187,10 +187,10 @@ def test_a_revision(served: tuple[Hub, str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "revision", "message"),
     [
-        ("org/unknown", None, "org/unknown is neither a directory here nor a model that http"),
+        ("org/unknown", None, "org/unknown is neither a directory here nor a model that you can access at http"),
         ("org/lacking", None, "org/lacking lacks model-00001-of-00002.safetensors"),
         *thorough(
-            ("unknown", None, "unknown is neither a directory here nor a model that http"),
+            ("unknown", None, "unknown is neither a directory here nor a model that you can access at http"),
             ("org/tagged", "v2", "org/tagged has no revision v2: give a branch, tag or commit"),
             ("org/gated", None, "org/gated is gated: accept its terms at http"),
             ("org/pickled", None, "org/pickled has only pickled weights (pytorch_model.bin)"),
@@ -307,7 +307,7 @@ def test_directories_and_files_that_are_no_checkpoint(tmp_path: Path, monkeypatc
     make(tmp_path / "good", "config.json", "model.safetensors")
     cases = {
         make(tmp_path / "empty"): "is empty: give a checkpoint directory",
-        make(tmp_path / "other", "README.md"): "other has no config.json, so it is no checkpoint directory: give",
+        make(tmp_path / "other", "README.md"): "other has no config.json, so it is not a checkpoint directory: give",
         make(
             tmp_path / "gguf", "model.gguf"
         ): f"holds GGUF files: give one of them, such as {tmp_path}/gguf/model.gguf",
@@ -318,18 +318,18 @@ def test_directories_and_files_that_are_no_checkpoint(tmp_path: Path, monkeypatc
         make(
             tmp_path / "encoded", "config.json", "mmproj.gguf", "the-model.gguf"
         ): "give one of them by its path, such as the-model.gguf",
-        make(tmp_path / "meta", "consolidated.00.pth", "params.json"): "consolidated.00.pth is in a format of its "
-        "publisher's own",
+        make(tmp_path / "meta", "consolidated.00.pth", "params.json"): "consolidated.00.pth is in its "
+        "publisher's own format",
         make(
             tmp_path / "mistral", "config.json", "consolidated.safetensors"
-        ): "consolidated.safetensors is in a format of its publisher's own; the Hugging Face repository has the model "
+        ): "consolidated.safetensors is in its publisher's own format; the Hugging Face repository has the model "
         "in model.safetensors or parts of it as well: `hf download OWNER/NAME --exclude",
         make(
             tmp_path / "mixed", "config.json", "consolidated.00.pth", "pytorch_model.bin"
         ): "only pickled weights (consolidated.00.pth)",
         make(
             tmp_path / "good" / "original", "consolidated.00.pth", "params.json"
-        ): f"it is no checkpoint directory; did you mean {tmp_path / 'good'}?",
+        ): f"it is not a checkpoint directory; did you mean {tmp_path / 'good'}?",
         make(tmp_path / "bare", "config.json"): "no weights: neither model.safetensors nor",
         tmp_path: f"did you mean {tmp_path / 'bare'}?",
         tmp_path / "goof": f"there is no directory {tmp_path / 'goof'}; did you mean {tmp_path / 'good'}?",

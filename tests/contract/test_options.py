@@ -116,7 +116,7 @@ def test_null_in_yaml_is_none(tmp_path: Path) -> None:
     [
         ("num_thing: 1", "unknown key 'num_thing'; did you mean num_things?"),
         ("zzz: 1", "unknown key 'zzz'"),
-        ("num_things: 1\nnum-things: 2", "num_things is there twice"),
+        ("num_things: 1\nnum-things: 2", "num_things is given twice"),
         ("num_things: 1\nnum_things: 2", "cannot read the --config file .* found 'num_things' twice"),
         ("num_things: 2026-02-30", "cannot read the --config file .*: not YAML: day "),
         ("num_things: !!bool maybe", "cannot read the --config file .*: not YAML: a value of no sense"),
@@ -177,7 +177,7 @@ def test_unknown_flags_get_a_suggestion(capsys: pytest.CaptureFixture[str]) -> N
 def test_misspelt_variables_are_named() -> None:
     environ = {"PAGEWIRE_NUM_THING": "1", "PAGEWIRE_SERVICE_HOST": "10.0.0.1", "PAGEWIRE_RATIO": "1", "HOME": "/"}
     assert options.unknown_variables(KNOWN, environ) == [
-        "the environment variable PAGEWIRE_NUM_THING is no option; did you mean PAGEWIRE_NUM_THINGS?"
+        "the environment variable PAGEWIRE_NUM_THING is not an option; did you mean PAGEWIRE_NUM_THINGS?"
     ]
 
 
@@ -249,7 +249,7 @@ def test_what_the_wire_tells_fits_into_it() -> None:
         with pytest.raises(ValueError, match=f"^--{name.replace('_', '-')} is 4294967296, but must be [12] to "):
             Resolved({"model": "m", name: 2**32}, {}).build(SchedulerConfig).validate()
     known = options.options_of(Other)
-    with pytest.raises(OptionError, match=r"^--name: 'a\\udcff' is not UTF-8, which it must be"):
+    with pytest.raises(OptionError, match=r"^--name: 'a\\udcff' is not valid UTF-8"):
         options.resolve(known, argparse.Namespace(config=None, name="a\udcff"), {})
 
 

@@ -203,7 +203,7 @@ async def test_a_child_that_the_system_kills_for_its_memory_is_given_up(
     child = Child(tmp_path, body)
     async with supervised(child) as task:
         given_up = await asyncio.wait_for(task, 20)
-    ended = "signal SIGKILL, by which the system ends what it has no memory for; 9 GiB of weights; 8 GiB were available"
+    ended = "signal SIGKILL, probably because the system ran out of memory; 9 GiB of weights; 8 GiB were available"
     assert given_up == GivenUp(f"the worker failed to start 3 times in a row ({ended}): giving up", 1)
     assert len(child.pids()) == 3
     assert "takes memory" not in caplog.text

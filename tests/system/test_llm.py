@@ -378,7 +378,7 @@ def test_encode_embeds(llm: LLM) -> None:
         assert torch.equal(output.outputs.data, torch.tensor(each.outputs.embedding))
         assert (output.prompt_token_ids, output.finished) == (each.prompt_token_ids, True)
     assert len(llm.encode(PROMPTS[0])) == 1
-    with pytest.raises(ValueError, match=r"^pooling_task='classify' is not supported: prompts are embedded"):
+    with pytest.raises(ValueError, match=r"^pooling_task='classify' is not supported: the checkpoint specifies"):
         llm.encode(PROMPTS, pooling_task="classify")
     with pytest.raises(ValueError, match=r"^pooling_params=\{'dimensions': 8\} is not supported"):
         llm.encode(PROMPTS, {"dimensions": 8})  # type: ignore[arg-type]
