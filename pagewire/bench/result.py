@@ -1,4 +1,4 @@
-"""The JSON file with the figures of a run, under the keys of `vllm bench`."""
+"""The JSON output file of a benchmark, with the keys of `vllm bench`."""
 
 import argparse
 import json

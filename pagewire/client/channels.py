@@ -56,7 +56,11 @@ _FORKED = (
 
 
 class ConnectionOptions(TypedDict, total=False):
-    """The options that authenticate the client and verify the server."""
+    """The options that authenticate the client and verify the server.
+
+    `tls_ca` is the PEM file of the authority that signed the server's certificate. `tls_cert` and `tls_key` are the PEM
+    files of the client's certificate and private key. `api_key` identifies the client's tenant.
+    """
 
     tls_ca: str | None
     tls_cert: str | None

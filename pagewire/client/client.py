@@ -627,7 +627,7 @@ def _requests(
         return _request(prompt, sampling, prompt_token_ids, options)
     given = as_list("prompt", prompt, "a text, or a list of texts and token ids")
     if prompt_token_ids is not None or options.get("request_id") is not None:
-        raise TypeError("prompt_token_ids and request_id belong to one prompt; a list holds texts and token ids")
+        raise TypeError("prompt_token_ids and request_id are for one prompt; a list contains texts and token ids")
     prompts = [split_prompt(each, index) for index, each in enumerate(given)]
     requests = []
     for index, ((text, token_ids), chosen) in enumerate(zip(prompts, one_each(sampling, len(prompts)), strict=True)):

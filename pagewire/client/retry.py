@@ -13,7 +13,7 @@ from pagewire.client.errors import DeadlineExceeded, PagewireError, ResourceExha
 # retry together.
 DELAYS_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 JITTER = 0.2
-_TIMEOUT_PASSED = "the timeout passed while the call was made again and again; the last time: "
+_TIMEOUT_PASSED = "the timeout passed after repeated attempts; the last failure: "
 
 
 class Attempts:

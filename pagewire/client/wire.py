@@ -102,7 +102,7 @@ def encode_request(
     """
     if (prompt is None) == (prompt_token_ids is None):
         raise TypeError("give either prompt or prompt_token_ids")
-    kind = "a text; token ids go into prompt_token_ids, and only complete, chat and embed take lists"
+    kind = "a text; pass token ids as prompt_token_ids, and lists of prompts only to complete, chat and embed"
     require("prompt", prompt, isinstance(prompt, str | None), kind)
     is_legal = prompt_token_ids is None or are_token_ids(prompt_token_ids)
     require("prompt_token_ids", prompt_token_ids, is_legal, "a list of integers, of one prompt")

@@ -131,7 +131,7 @@ def check_directory(path: Path, *, with_weights: bool) -> None:
         inside = [path / name for name in names if (path / name / "config.json").is_file()]
         files = _gguf_models(names)
         if not inside and files:
-            raise ModelSourceError(f"{path} holds GGUF files: give one of them, such as {path / files[0]}")
+            raise ModelSourceError(f"{path} contains GGUF files: give one of them, such as {path / files[0]}")
         inside += [path.parent] if (path.parent / "config.json").is_file() else []
         hint = f"; did you mean {inside[0]}?" if inside else f": {_native_format(names) or GIVE}"
         raise ModelSourceError(f"{path} has no config.json, so it is not a checkpoint directory{hint}")
@@ -189,7 +189,7 @@ def _near(path: Path, names: Iterable[str]) -> str:
 
 def _file_refusal(path: Path) -> str:
     if path.suffix == ".safetensors" or path.name == "config.json":
-        return f"{path} is a file: give the directory that holds it, {path.parent}"
+        return f"{path} is a file: give its directory, {path.parent}"
     return f"{path} is a file, not a checkpoint directory: {GIVE}"
 
 

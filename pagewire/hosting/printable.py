@@ -17,7 +17,8 @@ def printable(text: str) -> str:
 
 
 def shortened(text: str) -> str:
-    """Truncate a text to MAX_CHARS characters. The result ends with the number of dropped characters."""
+    """Truncate a text to MAX_CHARS characters. A truncated text ends with a note of the number of dropped
+    characters."""
     num_left_out = len(text) - MAX_CHARS
     return text if num_left_out <= 0 else f"{text[:MAX_CHARS]} [{num_left_out} more characters]"
 

@@ -57,7 +57,7 @@ async def test_a_chat_is_its_rendered_prompt_with_special_tokens_once(chatty: Pa
         assert (named.request_id, answer_of(named)) == ("mine", expected)
         named = await asyncio.to_thread(Client(stack.url).chat, [HELLO], sampling, request_id="mine", max_tokens=3)
         assert (named.request_id, len(named.outputs[0].token_ids)) == ("mine", 3)
-        with pytest.raises(TypeError, match="belong to one prompt"):
+        with pytest.raises(TypeError, match="are for one prompt"):
             await client.chat([[HELLO]], sampling, request_id="mine")
         own = await client.chat([HELLO], sampling, chat_template="{{ messages[0].content }}")
         assert own.usage.prompt_tokens == len(tokenizer.encode("hello", add_special_tokens=False).ids)

@@ -528,9 +528,9 @@ async def test_sampling_fields_by_name(scheduler: ScriptedScheduler, url: str, s
         (("Once",), {"colour": 4}, "'colour' is neither a sampling parameter nor another argument"),
         (("Once",), {"max_tokens": "four"}, "max_tokens must be an integer"),
         (("Once", {"max_tokens": 4}), {}, r"sampling must be SamplingParams, such as SamplingParams\(max_tokens=4\)"),
-        ((7,), {}, "prompt must be a text; token ids go into prompt_token_ids"),
-        (([1, 2, 3],), {}, "prompt must be a text; token ids go into prompt_token_ids"),
-        ((["a", "b"],), {}, "only complete, chat and embed take lists"),
+        ((7,), {}, "prompt must be a text; pass token ids as prompt_token_ids"),
+        (([1, 2, 3],), {}, "prompt must be a text; pass token ids as prompt_token_ids"),
+        ((["a", "b"],), {}, "lists of prompts only to complete, chat and embed"),
         ((), {"prompt_token_ids": [[1, 2]]}, "must be a list of integers, of one prompt"),
         ((), {"prompt_token_ids": "12"}, "must be a list of integers, of one prompt"),
     ],
@@ -549,8 +549,8 @@ def test_wrong_arguments_say_what_to_do(arguments: tuple[object, ...], options: 
     [
         (([1, 2, 3],), {}, "prompt 0 of the list is 1, but .* the token ids of one prompt go into prompt_token_ids"),
         ((["a", None],), {}, "prompt 1 of the list is None, but must be a text or token ids"),
-        ((["a"],), {"request_id": "x"}, "belong to one prompt"),
-        ((["a"],), {"prompt_token_ids": [1]}, "belong to one prompt"),
+        ((["a"],), {"request_id": "x"}, "are for one prompt"),
+        ((["a"],), {"prompt_token_ids": [1]}, "are for one prompt"),
         (("a", [SamplingParams()]), {}, "needs a list of prompts"),
     ],
 )

@@ -310,7 +310,7 @@ def test_directories_and_files_that_are_no_checkpoint(tmp_path: Path, monkeypatc
         make(tmp_path / "other", "README.md"): "other has no config.json, so it is not a checkpoint directory: give",
         make(
             tmp_path / "gguf", "model.gguf"
-        ): f"holds GGUF files: give one of them, such as {tmp_path}/gguf/model.gguf",
+        ): f"contains GGUF files: give one of them, such as {tmp_path}/gguf/model.gguf",
         make(tmp_path / "both", "config.json", "x.gguf"): "no safetensors weights, but GGUF files: give one of them",
         make(tmp_path / "pickled", "config.json", "pytorch_model.bin"): "only pickled weights (pytorch_model.bin)",
         make(tmp_path / "encoder", "mmproj-f16.gguf", "a-model.gguf", "x.mmproj.gguf"): "such as "
@@ -338,7 +338,7 @@ def test_directories_and_files_that_are_no_checkpoint(tmp_path: Path, monkeypatc
         Path(
             "Qwen/Qwen3-0.6B-Q4_K_M.gguf"
         ): "there is no file Qwen/Qwen3-0.6B-Q4_K_M.gguf: give a checkpoint directory",
-        tmp_path / "good" / "model.safetensors": f"is a file: give the directory that holds it, {tmp_path / 'good'}",
+        tmp_path / "good" / "model.safetensors": f"is a file: give its directory, {tmp_path / 'good'}",
         tmp_path / "other" / "README.md": "is a file, not a checkpoint directory",
         Path("good/x"): "there is no directory good/x",
         Path("qwen3:0.6b"): "there is no directory qwen3:0.6b",
