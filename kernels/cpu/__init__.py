@@ -1,4 +1,4 @@
-"""Kernels for CPUs, in C: built at first use with the system's compiler, called through cffi."""
+"""CPU kernels in C, compiled on first use with the system's compiler and called through cffi."""
 
 import functools
 import logging
@@ -34,9 +34,10 @@ logger = logging.getLogger(__name__)
 
 @functools.cache
 def load_kernels(build: Build) -> CpuKernels | BuildError:
-    """The kernels, or why they cannot be built, of which a warning is logged: each build is tried once in a process.
+    """Load the kernels for `build`, or return the error that prevents it.
 
-    The first call may take seconds.
+    The result is cached, so each build is tried once per process. A failure is also logged as a warning. The first call
+    may take seconds, because it compiles the kernels.
     """
     try:
         kernels = CpuKernels(load_library(build))

@@ -1,4 +1,4 @@
-"""What C declares, read from `source/abi.h`: constants, and structures filled in by the names of their members."""
+"""The C declarations of `source/abi.h`: its constants, and structures whose members are filled in by name."""
 
 import functools
 import re
@@ -14,7 +14,7 @@ ffi = cffi.FFI()
 ffi.cdef(re.sub("^#.*", "", (Path(__file__).parent / "source" / "abi.h").read_text(), flags=re.MULTILINE))
 constants = ffi.dlopen(None)
 POINTER = ffi.typeof("void *")
-# What pointers of C lead to.
+# The dtype of the values that a C pointer points to, by its C type.
 _POINTED = {
     "float": torch.float32,
     "int8_t": torch.int8,
@@ -28,7 +28,7 @@ _POINTED = {
 
 @functools.cache
 def element_of(dtype: torch.dtype) -> int:
-    """Raises ValueError if kernels do not know it."""
+    """Return the kernels' element number for a dtype. Raises ValueError if the kernels do not support the dtype."""
     element = getattr(constants, f"ELEMENT_{str(dtype).removeprefix('torch.').upper()}", None)
     if element is None:
         raise ValueError(f"{dtype} has no kernels")
@@ -36,16 +36,18 @@ def element_of(dtype: torch.dtype) -> int:
 
 
 def address_of(tensor: Tensor | None) -> Any:
-    """Where its first element is."""
+    """Return the address of the first element of a tensor as a `void *`. None becomes a null pointer."""
     return ffi.NULL if tensor is None else ffi.cast(POINTER, tensor.data_ptr())
 
 
 def check(
     name: str, tensor: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...], *, is_strided: bool = False
 ) -> None:
-    """Raises ValueError unless the tensor is what the kernels read. None, of one that may be left out, passes.
+    """Raise ValueError unless the tensor has this dtype and shape, is contiguous and is on the CPU.
 
-    `is_strided`: what the first dimension has may lie at any distance, such as tokens, but not their heads.
+    `name` is used in the error message. A `tensor` of None is accepted, for optional arguments. With `is_strided`, the
+    first dimension may have any stride, and only the inner dimensions must be contiguous. For example, tokens may be
+    strided, but the heads of one token may not.
     """
     if tensor is None:
         return
@@ -58,7 +60,10 @@ def check(
 
 
 class Structure:
-    """A structure in memory, at `at`. It names tensors and holds none of them."""
+    """A C structure in memory; `at` is its pointer.
+
+    The structure stores addresses of tensors and does not keep the tensors alive.
+    """
 
     def __init__(self, name: str, **values: Any) -> None:
         self.at = ffi.new(f"{name} *")
@@ -67,8 +72,11 @@ class Structure:
         self.put(**values)
 
     def put(self, **values: Any) -> None:
-        """Fill members in: numbers, and pointers by tensors, by what cffi made, or by addresses. Raises ValueError if a
-        tensor is not dense, or of another dtype."""
+        """Set members of the structure by name.
+
+        A pointer member accepts a tensor, a cffi pointer, an integer address, or None for null. Raises ValueError if a
+        tensor is not contiguous, is not on the CPU, or does not have the member's dtype.
+        """
         for name, value in values.items():
             word, dtype = self._pointers.get(name, (None, None))
             if word is None or isinstance(value, ffi.CData):
@@ -83,6 +91,7 @@ class Structure:
 
 @functools.cache
 def _pointers(name: str) -> Mapping[str, tuple[int, torch.dtype | None]]:
-    """Of a structure's pointers by name, which of its words each is, and the dtype of what it leads to."""
+    """Return the pointer members of a structure by name, each with its index in 8-byte words and the dtype that it
+    points to."""
     members = ((name, member) for name, member in ffi.typeof(name).fields if member.type.kind == "pointer")
     return {name: (member.offset // 8, _POINTED.get(member.type.item.cname)) for name, member in members}

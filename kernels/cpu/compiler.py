@@ -1,7 +1,8 @@
-"""C compilers: which of those that are there builds the kernels, and running it so that it ends with this process.
+"""Finding a C compiler for the kernels, and running it so that it never outlives this process.
 
-A compiler that is interrupted must not go on by itself, so each runs in a session of its own beside a watcher that
-reads a pipe of this process: however this process ends, the pipe is closed, and the watcher kills the session.
+A compiler must not continue after this process was interrupted. Each compiler therefore runs in its own session, next
+to a watcher that reads from a pipe of this process. However this process ends, the pipe is closed, and the watcher then
+kills the session.
 """
 
 import errno
@@ -17,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-# What is tried after the compiler that the user names.
+# Compilers to try after the one that the user named.
 NAMES = ("cc", "gcc", "clang")
 _WRAPPERS = ("ccache", "distcc", "icecc", "sccache")
 _TIMEOUT_S = 300
-# The pipe is the standard input. `read` ends when it is closed, and nothing is ever written to it.
+# The pipe is the shell's standard input. `read` returns when the pipe is closed, and nothing is ever written to it.
 _WATCHED = """
 LC_ALL=C TMPDIR=$1
 export LC_ALL TMPDIR
@@ -37,7 +38,7 @@ status=$?
 kill $watcher
 exit $status
 """
-# What all the kernels need of a compiler and its libraries.
+# A program that needs the same features of the compiler and its libraries as the kernels do.
 _TRIAL = "#include <math.h>\n#include <omp.h>\nint num_threads(void) { return omp_get_max_threads(); }\n"
 _NO_MEMORY = re.compile(r"Killed|memory exhausted|out of memory|Cannot allocate memory|bad_alloc", re.IGNORECASE)
 _INTERRUPTED = re.compile(
@@ -48,25 +49,25 @@ _MAX_REASON = 240
 
 
 class BuildError(Exception):
-    """The kernels cannot be built or loaded here; the text says why."""
+    """The kernels cannot be compiled or loaded on this machine. The message gives the reason."""
 
 
 class NoMemoryError(BuildError):
-    """The same, for want of memory."""
+    """The kernels cannot be compiled because memory ran out."""
 
 
 class PassingError(BuildError):
-    """The same, of a compiler that might have succeeded a moment later."""
+    """The compiler failed for a temporary reason, so that a later attempt may succeed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """A compiler that answers.
+    """A C compiler that was found and answered `--version`.
 
     Attributes:
-        name: what the user may call it.
-        command: what it is called by, the program's path first.
-        version: what it says of itself.
+        name: the name under which it was looked up, as the user may write it.
+        command: the command line that runs it, beginning with the program's path.
+        version: its output for `--version`.
     """
 
     name: str
@@ -75,19 +76,25 @@ class Compiler:
 
     @property
     def link_flags(self) -> tuple[str, ...]:
-        """No -fopenmp, so that a library asks for no OpenMP runtime of its own; but clang can call no other."""
+        """The flags for linking a library.
+
+        With GCC, -fopenmp is left out, so that the library does not load an OpenMP runtime of its own. clang needs the
+        flag, because its code can only call its own runtime.
+        """
         return ("-lm", "-fopenmp") if "clang" in self.version else ("-lm",)
 
     def compile(self, flags: Sequence[str], pipe: int, source: Path, target: Path) -> None:
-        """Make an object of a source. Raises BuildError and OSError."""
+        """Compile a source file to an object file. Raises BuildError if the compiler fails and OSError if the disk is
+        full."""
         run([*self.command, *flags, "-c", "-o", str(target), str(source)], pipe, target.parent)
 
     def link(self, objects: Sequence[Path], target: Path, pipe: int) -> None:
-        """Make a library of objects. Raises BuildError and OSError."""
+        """Link object files into a shared library. Raises BuildError if the compiler fails and OSError if the disk is
+        full."""
         run([*self.command, "-shared", "-o", str(target), *map(str, objects), *self.link_flags], pipe, target.parent)
 
     def try_out(self, flags: Sequence[str], folder: Path, pipe: int) -> None:
-        """Build a trivial library by these flags in a folder. Raises BuildError and OSError."""
+        """Build a trivial library with these flags in `folder`, to test the compiler. Raises BuildError and OSError."""
         source, compiled = folder / "trial.c", folder / "trial.o"
         source.write_text(_TRIAL)
         try:
@@ -100,10 +107,10 @@ class Compiler:
 
 
 def find_compilers(named: str | None, refusals: dict[str, str]) -> Iterator[Compiler]:
-    """Yield those that answer of the compiler that is named, as a shell would read that, and of cc, gcc and clang.
+    """Yield the working compilers: first `named`, then cc, gcc and clang.
 
-    Each is run only when it is its turn. `refusals` gets why those before it are none, by name. A compiler that has two
-    names is one.
+    `named` is split into words as a shell would split it. A compiler is run only when the iteration reaches it.
+    `refusals` receives the reason for each name that does not work. A compiler with several names is yielded once.
     """
     found: set[tuple[str, ...]] = set()
     for name in dict.fromkeys((named, *NAMES) if named and named.strip() else NAMES):
@@ -125,7 +132,10 @@ def find_compilers(named: str | None, refusals: dict[str, str]) -> Iterator[Comp
 
 
 def _program(path: str) -> str:
-    """What a path leads to; but a wrapper of compilers is another one by each name."""
+    """Return the real path of a program, so that one compiler under two names is recognised.
+
+    A wrapper such as ccache keeps its own path, since it runs a different compiler for each of its names.
+    """
     real = os.path.realpath(path)
     return path if os.path.basename(real) in _WRAPPERS else real
 
@@ -136,8 +146,11 @@ def describe_refusals(refusals: dict[str, str]) -> str:
 
 @contextmanager
 def open_pipe() -> Iterator[tuple[int, BinaryIO]]:
-    """The end of a pipe that compilers' watchers read, with the other end: once that is closed, what still runs is
-    killed, and so is what starts."""
+    """Open a pipe, and yield its reading end, for the watchers of compilers, and its writing end.
+
+    Closing the writing end kills every compiler that runs with this pipe. A compiler that starts afterwards is killed
+    too.
+    """
     reading, writing = os.pipe()
     try:
         with os.fdopen(writing, "wb") as writer:
@@ -147,9 +160,10 @@ def open_pipe() -> Iterator[tuple[int, BinaryIO]]:
 
 
 def run(command: Sequence[str], pipe: int, folder: Path | None = None) -> str:
-    """Run a compiler, which writes what it makes for itself to the folder, and return what it says.
+    """Run a compiler and return its output. `folder` is the compiler's directory for temporary files.
 
-    Raises BuildError with a short text, or OSError if there is no space for what it writes.
+    Raises BuildError with a short reason if the compiler fails or takes longer than 300 s. Raises OSError if the disk
+    is full.
     """
     try:
         process = subprocess.Popen(
@@ -179,7 +193,7 @@ def _error(status: int, said: str) -> Exception:
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     telling = [line for line in lines if "error" in line] or lines
     reason = ": ".join([f"failed with {status}", *telling[:1]])
-    # The shell's own end, or what it says of the compiler's, which speaks of its parts.
+    # The signal that ended the shell, or the signal that the shell reports for the compiler as 128 + number.
     number = -status if status < 0 else status - 128
     if number == signal.SIGKILL or _NO_MEMORY.search(said):
         return NoMemoryError("was ended for want of memory")

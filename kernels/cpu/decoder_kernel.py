@@ -1,7 +1,7 @@
-"""A model in one call: the list of operations that `source/decoder.h` carries out, on tensors.
+"""A model as one call of C: the list of operations that `source/decoder.h` runs on tensors.
 
-Operations name the buffers that they read and write: [T, width] of float32 for a step of T tokens. The list is made of
-a model by `worker_service/host/cpu_decoder.py`.
+Each operation names the buffers that it reads and writes. A buffer is [T, width] float32 for a step of T tokens.
+`worker_service/host/cpu_decoder.py` builds the list from a model.
 """
 
 import re
@@ -21,15 +21,16 @@ from pagewire.kernels.cpu.paged import PagedRows, cache_step, put_rows
 from pagewire.network.expert_routing import ExpertRouting
 from pagewire.network.operations import AttendPaged, AttentionHeads, QkNormRopeStore
 
-# What a step's time goes to, but for what ranks take to sum up.
+# The parts that a step's time is divided into. The time of all-reduces is not included.
 PARTS = ("norms", "products", "rotary", "attention", "head")
 _CACHES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8)
 
 
 class DecoderKernel:
-    """A model as a list of operations, from token ids to logits.
+    """A model as a list of operations that computes logits from token ids.
 
-    Activations are float32, and rounded as its products say. The cache may be of any dtype that kernels know.
+    Activations are float32, and each matmul rounds its input as its packed weight specifies. The KV cache may have any
+    dtype of `_CACHES`.
     """
 
     def __init__(
@@ -40,18 +41,20 @@ class DecoderKernel:
     ) -> None:
         """
         Args:
-            operations: of `pagewire.network.operations`, and in place of each weight what it is computed with: a
-                tensor (float32, but of tables), a pair of them for a rope (cosines and sines of all positions), a
-                `PackedLinear`, or one of each expert. The last one is the head.
-            all_reduce: gives the sum of what all ranks pass, [T, width] float32; for `AllReduce`.
+            operations: operations of `pagewire.network.operations`. The last one is the head. Each weight is replaced
+                by its form for these kernels. A matrix is a `PackedLinear`, and the matrices of experts are a list of
+                these. A rope is a pair of cosines and sines of all positions. Other weights are tensors, float32 except
+                for tables.
+            all_reduce: returns the sum of the tensors of all ranks, [T, width] float32. It is needed for `AllReduce`.
 
-        Raises ValueError if a weight does not fit, or a buffer is read that nothing has written.
+        Raises ValueError if the shapes of two weights do not match, or an operation reads a buffer that no earlier
+        operation has written.
         """
         self._decode = kernels.library.decode
         self._model = tuple(operations)
         self._head: PackedLinear = self._model[-1].head
-        self._numbers = {"nothing": 0}  # of buffers
-        self._held: list[Any] = []  # what the structures point to
+        self._numbers = {"nothing": 0}  # buffer numbers by name
+        self._held: list[Any] = []  # keeps alive the memory that the structures point to
         self._operations = ffi.new("operation[]", len(self._model))
         for at, operation in zip(self._operations, self._model, strict=True):
             kind = re.sub("(?<=[a-z])(?=[A-Z])", "_", type(operation).__name__)
@@ -61,7 +64,7 @@ class DecoderKernel:
             raise ValueError(f"there are {len(self._numbers) - 1} buffers; {constants.MAX_BUFFERS - 1} fit")
         names = [ffi.new("char[]", name.encode()) for name in self._numbers]
         self._held += [names, ffi.new("char *[]", names), ffi.new("int64_t[]", len(names))]
-        # An error of ranks waits until the step has ended.
+        # An exception of an all-reduce is kept here, and raised after the step has returned.
         self._errors: list[BaseException] = []
         self._callback = ffi.callback(
             "int64_t(void)",
@@ -82,12 +85,16 @@ class DecoderKernel:
         kernels.library.plan_decoder(self._decoder.at)
         if misfit := ffi.string(self._decoder.at.misfit):
             raise ValueError(misfit.decode())
-        self._cache: tuple[Sequence[LayerCache], Sequence[Scoring]] = [], []  # that of the last step
-        self._step = Structure("attention_step")  # over that cache
+        self._cache: tuple[Sequence[LayerCache], Sequence[Scoring]] = [], []  # the cache and scorings of the last step
+        self._step = Structure("attention_step")  # describes the cache above
         self._tokens = Structure("decoder_step")
 
     def _put_fields(self, at: Any, values: Any) -> None:
-        """Each by what it is: texts name buffers, or what C has a number for."""
+        """Fill in the members of an operation from the fields of `values`.
+
+        The type of a value decides how it is stored. A string is the name of a C constant if the member is an enum, and
+        otherwise the name of a buffer.
+        """
         members = dict(ffi.typeof(at).fields)
         for name in (field.name for field in fields(values)):
             match getattr(values, name):
@@ -104,7 +111,7 @@ class DecoderKernel:
                         _put_tensor(place, name, part)
                 case ExpertRouting() as routing:
                     self._put_fields(getattr(at, name), routing)
-                case AttentionHeads(num_heads=num_heads, head_dim=head_dim):  # how these score is told with the cache
+                case AttentionHeads(num_heads=num_heads, head_dim=head_dim):  # scoring arrives with the cache
                     at.num_heads, at.head_dim = num_heads, head_dim
                 case PackedLinear(layer=layer):
                     at.linear = layer
@@ -123,23 +130,24 @@ class DecoderKernel:
         scorings: Sequence[Scoring],
         kv_cache: Sequence[LayerCache],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """One step through all layers; writes its keys and values to the cache.
+        """Run one step through all layers, and write its keys and values to the cache.
 
         Args:
-            token_ids, positions: [T] int64; trusted.
-            logit_rows: [R] int64, the tokens that have logits, R at most T; trusted.
-            rows: the step's; they hold T tokens.
-            scorings: of each layer; all but the window is the first one's, and sinks are the operations'.
-            kv_cache: of each layer, all of the same dtype, shape and strides.
+            token_ids, positions: [T] int64; the values are not checked.
+            logit_rows: [R] int64, indexes of the tokens whose logits are computed; R is at most T. The values are not
+                checked.
+            rows: the rows of the step, T tokens in total.
+            scorings: one per layer. Only the window may differ between layers. Sinks come from the operations.
+            kv_cache: one per layer; all have the same dtype, shape and strides.
 
         Returns:
-            Final hidden states [T, hidden_size], logits [R, out_size of the head], and which logit is the highest of
-            each row, [R] int64: the first of equals, -1 where there is a NaN.
+            The final hidden states [T, hidden_size], the logits [R, out_size of the head], and the index of the highest
+            logit of each row, [R] int64. Of equal logits, the first one counts. The index is -1 if a row contains NaN.
 
         Raises:
             ValueError: shapes, strides or dtypes do not fit.
-            MemoryError: there is none to compute in.
-            Whatever `all_reduce` raises.
+            MemoryError: there is not enough memory for the step.
+            Exception: any exception that `all_reduce` raised.
         """
         (num_tokens,), (num_logits,) = token_ids.shape, logit_rows.shape
         if num_logits > num_tokens:
@@ -172,18 +180,20 @@ class DecoderKernel:
         return hidden, logits, highest
 
     def _sum_up(self) -> int:
-        """Called by C."""
+        """Run the all-reduce. C calls this function."""
         assert self._all_reduce is not None
         self._exchanged.copy_(self._all_reduce(self._exchanged))
         return constants.DONE
 
     def times(self) -> dict[str, int]:
-        """Nanoseconds of the last step by part, `PARTS`, without what ranks take to sum up; activations are a part of
-        the products."""
+        """Return the duration of each part of the last step in nanoseconds, keyed by `PARTS`.
+
+        The duration of all-reduces is not included. Activation functions count as part of the matmuls ("products").
+        """
         return dict(zip(PARTS, self._tokens.at.times, strict=False))
 
     def _use_cache(self, kv_cache: Sequence[LayerCache], scorings: Sequence[Scoring]) -> None:
-        """Points the operations to a cache. Raises ValueError if its layers differ in dtype, shape or strides."""
+        """Point the operations to a cache. Raises ValueError if its layers differ in dtype, shape or strides."""
         if kv_cache is self._cache[0]:
             return
         first_key, first_value = kv_cache[0]
@@ -200,13 +210,14 @@ class DecoderKernel:
                 at.key_cache, at.value_cache = map(address_of, kv_cache[operation.layer])
                 at.window = scorings[operation.layer].window
         self._decoder.put(cache_element=element_of(first_key.dtype))
-        # The stride of queries is the operation's, and rows are put in at each step.
+        # The query stride is set for each operation, and the rows are set at each step.
         self._step = cache_step(scorings[0], self._decoder.at.num_heads, 0, first_key, first_value)
         self._cache = kv_cache, scorings
 
 
 def _put_tensor(place: Any, name: str, tensor: Tensor) -> None:
-    """It must be dense."""
+    """Store a tensor's address, element type and size in a C structure. Raises ValueError if the tensor is not
+    contiguous."""
     check(name, tensor, tensor.dtype, tuple(tensor.shape))
     place.values, place.element = address_of(tensor), element_of(tensor.dtype)
     place.num_rows, place.width = tensor.numel() // max(tensor.shape[-1], 1), tensor.shape[-1]

@@ -1,10 +1,12 @@
-"""The C kernels as functions on tensors. Each is specified by the function of its name in `pagewire.kernels.reference`.
+"""The C kernels as functions on tensors. `pagewire.kernels.reference` specifies each function under the same name.
 
-All tensors are on the CPU and of one dtype: float32 or bfloat16; only a cache, or a weight, may be of any 16 bits where
-the rest is float32, and a cache of 8 bits (float8_e4m3fn, or int8 with scales: `pagewire.kernels.cache_rows`) whatever
-the rest is. Arithmetic is in float32; what plain torch would store in the dtype in between is rounded to it here too.
-Nothing is read or written before the arguments have been checked, but indices inside tensors (block tables, slots) are
-trusted.
+All tensors are on the CPU, and all have one dtype, float32 or bfloat16. There are two exceptions. If the rest is
+float32, a cache or a weight may have any 16-bit dtype. A cache of 8 bits (float8_e4m3fn, or int8 with scales:
+`pagewire.kernels.cache_rows`) works with either dtype. Arithmetic is in float32. A value that plain torch would store
+in the dtype between two operations is rounded to the dtype here too.
+
+All arguments are checked before memory is read or written, except for indexes inside tensors (block tables, slots),
+which are trusted.
 """
 
 import hashlib
@@ -22,7 +24,7 @@ from pagewire.kernels.cpu.paged import PagedRows, paged_step
 from pagewire.kernels.quantized import BITS, GROUP_SIZE, round_scale
 from pagewire.kernels.weight import FLOAT8, HeldWeight, unit_size
 
-# What inputs can be rounded to over weights of an element.
+# The dtypes to which the input of a matmul can be rounded, by the element type of the weight.
 _OVER = {
     torch.float32: (torch.float32,),
     torch.bfloat16: (torch.float32, torch.bfloat16),
@@ -30,14 +32,14 @@ _OVER = {
     FLOAT8: (torch.bfloat16,),
     torch.int8: (torch.int8,),
 }
-_ACTIVATIONS = (torch.float32, torch.bfloat16)  # of kernels between products
-# Of scales that are floats, the smallest first.
+_ACTIVATIONS = (torch.float32, torch.bfloat16)  # of kernels between matmuls
+# The floating-point dtypes for scales, smallest first.
 _FLOAT_SCALES = (torch.float8_e8m0fnu, torch.float16, torch.bfloat16, torch.float32)
 _EXPONENT_BITS = 0x7F800000  # of float32
 
 
 class CpuKernels:
-    """The loaded kernels. Calls release the interpreter's lock, and use as many threads as torch does."""
+    """The loaded kernels. Calls release the GIL and use `torch.get_num_threads()` threads."""
 
     def __init__(self, library: Library) -> None:
         self.library, self._path = library
@@ -49,7 +51,8 @@ class CpuKernels:
 
     @property
     def digest(self) -> str:
-        """What changes with the code of the kernels, and with it the layout of panels."""
+        """The SHA-256 of the compiled library, in hexadecimal. The layout of panels can change only together with this
+        digest."""
         return hashlib.sha256(self._path.read_bytes()).hexdigest()
 
     # Attention
@@ -64,49 +67,51 @@ class CpuKernels:
         key_cache: Tensor,
         value_cache: Tensor,
     ) -> Tensor:
-        """Writes a step's keys and values to their slots of one layer's cache, in place; then causal attention of its
-        rows over that, which holds all that came before.
+        """Write a step's keys and values to the cache of one layer, in place, then compute causal attention for its
+        rows.
 
-        Rows of any number of queries, in any mix. Online softmax in float32 (Milakov and Gimelshein, 2018,
-        https://arxiv.org/abs/1805.02867) over the pages as they lie.
+        A row attends to all its cached positions, including the new ones. The step may mix rows with any number of
+        queries. The kernel computes an online softmax in float32 (Milakov and Gimelshein, 2018,
+        https://arxiv.org/abs/1805.02867) directly over the pages.
 
         Args:
-            rows: what lies past a row's end or before its window is not read.
+            rows: the rows of the step. Positions after a row's end or before its window are not read.
             scoring: as in `pagewire.kernels.reference`.
-            query: [T, num_heads, head_dim], of the cache's dtype, float32, or any over 8 bits; tokens may be strided.
-            key, value: [T, num_kv_heads, head_dim]; tokens may be strided. Rounded to the cache's dtype.
-            key_cache, value_cache: [num_blocks, block_size, num_kv_heads, row_size], any strides but the last.
+            query: [T, num_heads, head_dim] in the cache's dtype or float32; any dtype if the cache has 8 bits. Tokens
+                may be strided.
+            key, value: [T, num_kv_heads, head_dim]; tokens may be strided. They are rounded to the cache's dtype.
+            key_cache, value_cache: [num_blocks, block_size, num_kv_heads, row_size]; all strides but the last are free.
 
         Returns:
-            [T, num_heads, head_dim].
+            The attention output, [T, num_heads, head_dim].
 
         Raises:
             ValueError: shapes, strides or dtypes do not fit.
-            MemoryError: there is none for the list of what is to be done.
+            MemoryError: there is not enough memory for the task list.
         """
         step = paged_step(rows, scoring, query, key, value, key_cache, value_cache)
         output = torch.empty(query.shape, dtype=query.dtype)
         self._call("attend", query.dtype, key_cache.dtype, step.at, query, key, value, key_cache, value_cache, output)
         return output
 
-    # Matrix products
+    # Matrix multiplication
 
     def pack_linear(
         self, weight: HeldWeight, bias: Tensor | None = None, activation: torch.dtype = torch.float32
     ) -> PackedLinear:
-        """Lays a weight out for `linear`; its values stay what they are.
+        """Pack a weight into panels for `linear`, without changing its values.
 
-        Codes take 4 bits where there are at most 16 of them, and their scales and minima the narrowest dtype that holds
-        all.
+        Codes are stored in 4 bits if there are at most 16 distinct ones. Their scales and minima are stored in the
+        narrowest dtype that represents all of them exactly.
 
         Args:
-            weight: of float8, without NaN.
+            weight: the weight; a float8 weight must not contain NaN.
             bias: [out_size] float32.
-            activation: what `linear` rounds its input to over floats of 16 or 32 bits: float32, or bfloat16 where the
-                weight is of that.
+            activation: the dtype to which `linear` rounds its input, if the weight is float32 or 16-bit: float32, or
+                bfloat16 if the weight is bfloat16.
 
         Raises:
-            ValueError: shapes, strides or dtypes do not fit, or groups have no `unit_size`.
+            ValueError: shapes, strides or dtypes do not fit, or `unit_size` supports no unit for the group size.
         """
         element, (out_size, in_size) = weight.element, weight.values.shape
         check("values", weight.values, element, (out_size, in_size))
@@ -127,7 +132,7 @@ class CpuKernels:
         return replace(empty, panels=panels)
 
     def _format_of(self, weight: HeldWeight) -> PanelFormat:
-        """The panels that hold a weight exactly in the fewest bits."""
+        """Return the panel format that represents a weight exactly in the fewest bits."""
         element, values = weight.element, weight.values
         if weight.scale is None:
             return PanelFormat(element)
@@ -151,14 +156,15 @@ class CpuKernels:
         )
 
     def can_gate(self, packed: PackedLinear) -> bool:
-        """Say whether a product's first half of outputs can gate the second within the product."""
+        """Return whether one matmul with this weight can also apply the gate: its first half of outputs gates the
+        second."""
         return bool(self.library.is_gateable(packed.layer))
 
     def quantize(self, values: Tensor, bits: int) -> HeldWeight:
-        """Rounds float32 [rows, columns] to codes of 8 or 4 bits: see `pagewire.kernels.quantized`.
+        """Quantise float32 values [rows, columns] to codes of 8 or 4 bits: see `pagewire.kernels.quantized`.
 
         Raises:
-            ValueError: shapes, strides or dtypes do not fit, or a number is not finite, or too large.
+            ValueError: shapes, strides or dtypes do not fit, or a value is not finite or too large.
         """
         num_rows, num_columns = values.shape
         check("values", values, torch.float32, (num_rows, num_columns))
@@ -170,11 +176,12 @@ class CpuKernels:
         return HeldWeight(codes, round_scale(scale), GROUP_SIZE)
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
-        """x W^T + b in float32: [T, in_size] to [T, out_size]. What a row gives depends on no other row.
+        """Compute x W^T + b in float32: [T, in_size] to [T, out_size]. The output of a row does not depend on other
+        rows.
 
         Raises:
-            ValueError: shape, strides or dtype do not fit.
-            MemoryError: there is none to compute in.
+            ValueError: the shape, strides or dtype of `x` do not fit.
+            MemoryError: there is not enough memory for the computation.
         """
         check("x", x, torch.float32, (len(x), packed.in_size))
         output = torch.empty(len(x), packed.out_size)
@@ -182,19 +189,22 @@ class CpuKernels:
         return output
 
     def multiply_routed(self, x: Tensor, experts: PackedExperts, ids: Tensor) -> Tensor:
-        """`multiply_routed` of `pagewire.kernels.experts`, in float32. What a slot gives depends on no other slot: it
-        is what `linear` gives.
+        """Multiply each token by the weights of its experts, in float32, as `pagewire.kernels.experts.multiply_routed`
+        does.
+
+        A slot is one pair of token and chosen expert. The output of a slot equals the output of `linear` and does not
+        depend on other slots.
 
         Args:
-            x: [T, in_size] of tokens, or [T * num_chosen, in_size] of slots.
-            ids: [T, num_chosen] int64, rising; trusted.
+            x: [T, in_size], a row per token, or [T * num_chosen, in_size], a row per slot.
+            ids: [T, num_chosen] int64, ascending in each row; trusted.
 
         Returns:
-            Slots, [T * num_chosen, out_size].
+            One row per slot, [T * num_chosen, out_size].
 
         Raises:
             ValueError: shapes, strides or dtypes do not fit.
-            MemoryError: there is none to compute in.
+            MemoryError: there is not enough memory for the computation.
         """
         num_tokens, num_chosen = ids.shape
         check("ids", ids, torch.int64, (num_tokens, num_chosen))
@@ -216,27 +226,29 @@ class CpuKernels:
         return output
 
     def take_rows(self, packed: PackedLinear, indexes: Tensor) -> Tensor:
-        """Rows of a packed weight in float32, as an embedding takes them: [T] int64 to [T, in_size].
+        """Return rows of a packed weight in float32, as an embedding looks them up: [T] int64 to [T, in_size].
 
-        Indexes are trusted. Raises ValueError if they are not int64 and dense.
+        The indexes are trusted. Raises ValueError if they are not int64 or not contiguous.
         """
         check("indexes", indexes, torch.int64, (len(indexes),))
         output = torch.empty(len(indexes), packed.in_size)
         self._call("take_rows", packed.layer, indexes, output, len(indexes))
         return output
 
-    # Between the matrix products
+    # Between matmuls
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x^2) + eps), rounded, times weight: [T, size] by [size] (https://arxiv.org/abs/1910.07467).
+        """Compute x / sqrt(mean(x^2) + eps), rounded, times weight (https://arxiv.org/abs/1910.07467).
 
-        Raises ValueError if shapes, strides or dtypes do not fit.
+        `x` is [T, size] and `weight` is [size]. Raises ValueError if shapes, strides or dtypes do not fit.
         """
         return self.add_rms_norm(x, None, weight, eps)
 
     def add_rms_norm(self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """x += update in place, both [T, size], where there is one; returns `rms_norm` of the sum. Raises ValueError as
-        that does."""
+        """Add `update` to `x` in place, unless it is None, and return `rms_norm` of the sum. Both are [T, size].
+
+        Raises ValueError if shapes, strides or dtypes do not fit.
+        """
         num_tokens, size = x.shape
         check("x", x, x.dtype, (num_tokens, size))
         check("weight", weight, x.dtype, (size,))
@@ -246,9 +258,10 @@ class CpuKernels:
         return output
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up: [T, 2 * size], gates first, to [T, size] (https://arxiv.org/abs/2002.05202).
+        """Compute silu(gate) * up (https://arxiv.org/abs/2002.05202).
 
-        Raises ValueError if the tensor is strided or of an odd size.
+        `gate_up` is [T, 2 * size], gates first, and the result is [T, size]. Raises ValueError if the tensor is strided
+        or its width is odd.
         """
         num_tokens, size = len(gate_up), gate_up.shape[1] // 2
         check("gate_up", gate_up, gate_up.dtype, (num_tokens, 2 * size))
@@ -257,11 +270,13 @@ class CpuKernels:
         return output
 
     def norm_rope(self, heads: Tensor, preparation: HeadPreparation) -> tuple[Tensor, Tensor, Tensor]:
-        """Normalizes each head of queries and keys where it has a weight, then turns it by its position, in place.
+        """Normalize the heads of queries and keys, then rotate them by their positions, in place.
+
+        Queries or keys without a norm weight are only rotated.
 
         Args:
-            heads: [T, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values; values stay.
-            preparation: of the heads' dtype.
+            heads: [T, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values. Values do not change.
+            preparation: the norm weights and rotations, in the dtype of the heads.
 
         Returns:
             Views of `heads`: queries, keys and values.
@@ -301,8 +316,10 @@ class CpuKernels:
         return query, key, value
 
     def _call(self, name: str, *arguments: Any) -> None:
-        """Calls a function, to which tensors go as pointers and dtypes as elements. Raises ValueError if it has none of
-        these, and MemoryError."""
+        """Call a C function, passing tensors as pointers and dtypes as element numbers.
+
+        Raises ValueError if the function does not support the dtypes, and MemoryError if memory ran out.
+        """
         status = getattr(self.library, name)(*map(_passed, arguments))
         if status == constants.NO_KERNEL:
             found = " over ".join(str(argument) for argument in arguments if isinstance(argument, torch.dtype))
@@ -318,7 +335,7 @@ def _passed(argument: Any) -> Any:
 
 
 def _is_narrow(weight: HeldWeight) -> bool:
-    """Whether panels can hold scales and minima as integers of 8 bits, and their factors."""
+    """Return whether panels can store this weight's scales and minima as int8, and their factors as float16."""
     floats = {name: part for name, part in weight.parts().items() if name not in ("values", "zero")}
     dtypes = {name: torch.float16 if name.endswith("factor") else torch.int8 for name in floats}
     return "scale_factor" in floats and all(_holds(dtypes[name], part) for name, part in floats.items())

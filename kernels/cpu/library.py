@@ -1,16 +1,19 @@
-"""Loads the C kernels beside this module, in the widest variant that the processor runs.
+"""Loading the C kernels, in the widest variant that the processor runs.
 
-A variant is the same code on every machine: it is built by flags of its own, never for "this processor". A platform's
-wheel brings all variants (`deploy/platform_wheel.py`); elsewhere the system's compiler builds the one that is needed,
-once per machine and source, into the user's cache: CACHE/SOURCES/COMPILER.so, both hashes, the first of the sources,
-the flags and the architecture. Where no compiler works any more, what an earlier one made of the same is taken. What is
-being made lies in CACHE/building-*, under the lock of the cache, and the next to take the lock empties it.
+A variant is the same code on every machine. It has its own compiler flags and is never compiled for "this processor". A
+platform's wheel contains all variants (`deploy/platform_wheel.py`). Elsewhere the system's compiler builds the needed
+variant, once per machine and source, in the user's cache.
 
-A build that failed leaves its reason beside where the library would be, COMPILER.failed: for an hour no start pays for
-it again. One that was interrupted, or found the disk full, leaves none.
+The path of a library is CACHE/SOURCES/COMPILER.so. SOURCES is a hash of the sources, the flags and the architecture,
+and COMPILER is a hash of the compiler. If no compiler works any more, the loader uses a library that another compiler
+has built from the same sources. Builds run in CACHE/building-*, under the lock of the cache. The next process that gets
+the lock deletes leftovers of earlier builds.
 
-A library ends with the digest of what stands before, which is compared before it is loaded: one that was cut or
-overwritten would end the process, or compute something else.
+A failed build writes its reason to COMPILER.failed in the folder of the library. For an hour, further starts report
+this reason and do not compile again. A build that was interrupted or found the disk full writes no such file.
+
+A library file ends with the digest of its preceding bytes. The digest is checked before the library is loaded, because
+a truncated or overwritten library could crash the process or compute wrong results.
 """
 
 import ctypes
@@ -30,7 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Before the library, so that both share one OpenMP runtime and its threads.
+# torch is imported before the library is loaded, so that both share one OpenMP runtime and its threads.
 import torch
 
 from pagewire.kernels.cpu.abi import ffi
@@ -47,13 +50,13 @@ from pagewire.kernels.cpu.compiler import (
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "source"
-# Contraction into fused multiply-adds is all that is given up of IEEE arithmetic: NaN and infinities must come through.
+# The only deviation from IEEE arithmetic is contraction into fused multiply-adds. NaN and infinities must propagate.
 FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC")
 NATIVE = "native"
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
-# What a processor must have, as Linux names it, by the name that `CpuKernels.variant` has for the result. Wider ones
-# come later; those of one architecture need what no processor of another has.
+# The processor features that each variant needs, under their Linux names. Wider variants come later. The features of an
+# architecture's variants do not exist on processors of another architecture.
 VARIANTS = {
     "portable": (),
     "avx2": _AVX2,
@@ -61,26 +64,26 @@ VARIANTS = {
     "avx512_bf16": (*_AVX512, "avx512_vnni", "avx512_bf16"),
     "dotprod": ("asimddp",),
 }
-# The variants that AArch64 has, and their flags.
+# The flags of the variants that exist for AArch64.
 AARCH64_FLAGS = {"portable": "-march=armv8-a", "dotprod": "-march=armv8.2-a+dotprod"}
-# Where a platform's wheel has the libraries, `VARIANT.so`.
+# The folder in which a platform's wheel stores the libraries, as `VARIANT.so`.
 BUILT = Path(__file__).parent / "built"
 _QUIET_FLAGS = ("-Wno-psabi", "-Wno-unknown-pragmas")
 _WAITING = "waiting for another process that compiles the CPU kernels"
-_FAILURE_S = 3600.0  # for which a failed build is not tried again
+_FAILURE_S = 3600.0  # for this time a failed build is not tried again
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """How the kernels are built.
+    """The settings for building the kernels.
 
     Attributes:
-        variant: "native" for the widest one that this processor runs, or one of VARIANTS.
-        compiler: the command of the C compiler that is tried before cc, gcc and clang; None: these alone.
-        cache: where libraries are kept; None: there is no place for them, and they cannot be built.
-        num_jobs: how many units of translation are compiled at the same time.
-        tell: hears how far that is, or what it waits for.
+        variant: "native" for the widest variant that this processor runs, or one of VARIANTS.
+        compiler: the command of a C compiler to try before cc, gcc and clang; None: try only these three.
+        cache: the folder in which libraries are stored; None: there is no such folder, and nothing can be compiled.
+        num_jobs: the number of source files to compile at the same time.
+        tell: receives progress messages of the build, such as the number of compiled units.
     """
 
     variant: str = NATIVE
@@ -91,21 +94,21 @@ class Build:
 
 
 class Library(NamedTuple):
-    """The functions of abi.h, and the file that has them."""
+    """The functions of abi.h in a loaded library, and the library's path."""
 
     functions: Any
     path: Path
 
 
 def load_library(build: Build) -> Library:
-    """The kernels: those that came with the package, else built now if they are not in the cache. Raises BuildError."""
+    """Load the kernels: the library of the package, or a cached one, or one that is built now. Raises BuildError."""
     variant = choose_variant(build.variant)
     path = BUILT / f"{variant}.so"
     if not is_sealed(path):
         path = build_library(build, flags_of(variant))
     try:
         _share_openmp()
-        # Never unloaded: threads may be in it when the process ends.
+        # Never unloaded, because threads may still run its code when the process ends.
         functions = ffi.dlopen(str(path), ffi.RTLD_NOW | ffi.RTLD_NODELETE)
         others = [name for name in ffi.list_types()[0] if functions.size_of(name.encode()) != ffi.sizeof(name)]
     except (OSError, AttributeError) as error:
@@ -116,15 +119,17 @@ def load_library(build: Build) -> Library:
 
 
 def _remedy(path: Path) -> str:
-    """Say what to do about a library that does not load."""
+    """Return an instruction for the user about a library that does not load."""
     if os.statvfs(path.parent).f_flag & os.ST_NOEXEC:
         return f"{path.parent} is mounted noexec: mount it without that, or set PAGEWIRE_CACHE to a folder elsewhere"
     return "remove it to have it built again"
 
 
 def choose_variant(name: str) -> str:
-    """The variant of that name; "native" is the widest one that this processor runs. Raises BuildError if it would not
-    run it."""
+    """Return the variant of that name; "native" is the widest variant that this processor runs.
+
+    Raises BuildError if this processor lacks a feature that the variant needs.
+    """
     features = _features()
     if name == NATIVE:
         return [variant for variant, needed in VARIANTS.items() if features.issuperset(needed)][-1]
@@ -135,18 +140,20 @@ def choose_variant(name: str) -> str:
 
 
 def flags_of(variant: str, machine: str | None = None) -> tuple[str, ...]:
-    """The compiler's flags for one of the variants that an architecture has, by default this machine's."""
+    """Return the compiler flags for a variant on an architecture, by default this machine's architecture."""
     machine = machine or platform.machine()
     if machine == "aarch64":
         return (*FLAGS, AARCH64_FLAGS[variant])
-    # A distribution's compiler may take more than the architecture's baseline for granted.
+    # A distribution's compiler may assume more features than the architecture's baseline has.
     baseline = ["-march=x86-64"] if machine == "x86_64" else []
     return (*FLAGS, *baseline, *("-m" + feature.replace("_", "") for feature in VARIANTS[variant]))
 
 
 def build_library(build: Build, flags: Sequence[str]) -> Path:
-    """Return the path of the library of these flags, built if it is missing. A second process waits for the first.
-    Raises BuildError."""
+    """Return the path of the library for these flags, and build it if it does not exist.
+
+    If another process is already building, wait for it. Raises BuildError.
+    """
     if build.cache is None:
         raise BuildError("this user has no home for what is built; set PAGEWIRE_CACHE to a folder")
     place = build.cache / _digest(flags)
@@ -161,10 +168,12 @@ def build_library(build: Build, flags: Sequence[str]) -> Path:
 
 
 def _build_by_first(place: Path, flags: Sequence[str], build: Build) -> Path:
-    """Return the path in the folder of the first compiler's library that works, built if it is missing. Raises
-    BuildError."""
+    """Return the path of the first working compiler's library in `place`, and build it if it does not exist.
+
+    Raises BuildError.
+    """
     refusals: dict[str, str] = {}
-    # One by one: a start that finds the library of the first has run no other.
+    # Compilers are tried one by one: if the first compiler's library exists, no other compiler is run.
     for compiler in find_compilers(build.compiler, refusals):
         path = place / f"{_digest_of(*compiler.command, compiler.version, *compiler.link_flags)}.so"
         if _is_built(path) or _build(compiler, flags, build, path, refusals):
@@ -173,7 +182,7 @@ def _build_by_first(place: Path, flags: Sequence[str], build: Build) -> Path:
 
 
 def _is_built(path: Path) -> bool:
-    """Whether the library is there. Raises BuildError if building it has failed within the hour."""
+    """Return whether the library exists and is intact. Raises BuildError if building it failed within the last hour."""
     if is_sealed(path):
         return True
     failure = path.with_suffix(".failed")
@@ -181,7 +190,8 @@ def _is_built(path: Path) -> bool:
         reason, age = failure.read_text(errors="replace"), time.time() - failure.stat().st_mtime
     except OSError:
         return False
-    if reason and 0 <= age < _FAILURE_S:  # an interrupt of the machine may leave it empty, a clock that is set be ahead
+    # a crash may leave the file empty, and its time may lie ahead of a reset clock
+    if reason and 0 <= age < _FAILURE_S:
         raise BuildError(
             f"{reason}, {age / 60:.0f} min ago; it is tried again an hour after that, or once {failure} is removed"
         )
@@ -189,8 +199,10 @@ def _is_built(path: Path) -> bool:
 
 
 def _build(compiler: Compiler, flags: Sequence[str], build: Build, path: Path, refusals: dict[str, str]) -> bool:
-    """Build the library, unless the compiler does not even build a trivial one: `refusals` gets why. Raises
-    BuildError."""
+    """Build the library and return True; return False if the compiler cannot even build a trivial library.
+
+    In that case `refusals` receives the reason. Raises BuildError.
+    """
     cache = path.parents[1]
     try:
         with _building(cache, build.tell) as folder:
@@ -202,13 +214,13 @@ def _build(compiler: Compiler, flags: Sequence[str], build: Build, path: Path, r
 
 
 def seal(path: Path) -> None:
-    """Append to a file the digest of what it holds, where loaders of libraries do not look."""
+    """Append the SHA-256 of a file's content to the file. Library loaders ignore bytes at the end."""
     with path.open("ab") as file:
         file.write(hashlib.sha256(path.read_bytes()).digest())
 
 
 def is_sealed(path: Path) -> bool:
-    """Whether there is a file that holds what it was sealed with."""
+    """Return whether the file exists and ends with the digest of its preceding bytes."""
     try:
         content = memoryview(path.read_bytes())
     except OSError:
@@ -218,8 +230,10 @@ def is_sealed(path: Path) -> bool:
 
 @contextmanager
 def _building(cache: Path, tell: Callable[[str], object]) -> Iterator[Path]:
-    """A folder for one process at a time. What one that was killed has left is removed; its compilers may still write
-    to that, as they end."""
+    """Create a build folder, for one process at a time.
+
+    Folders that killed processes left are removed. Their compilers may still write to these folders until they end.
+    """
     cache.mkdir(parents=True, exist_ok=True)
     lock = _open_lock(cache / "lock")
     try:
@@ -238,7 +252,10 @@ def _building(cache: Path, tell: Callable[[str], object]) -> Iterator[Path]:
 
 
 def _open_lock(path: Path) -> int:
-    """NFS locks what may be written alone; other file systems lock also what belongs to another user."""
+    """Open the lock file for writing if permitted, else for reading.
+
+    NFS locks only files that are open for writing. Other file systems can also lock the file of another user.
+    """
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except PermissionError:
@@ -248,9 +265,12 @@ def _open_lock(path: Path) -> int:
 def _compile(
     compiler: Compiler, flags: Sequence[str], build: Build, folder: Path, path: Path, refusals: dict[str, str]
 ) -> bool:
-    """Build the library in the folder, and move it to its path. What fails after the trial is remembered."""
+    """Build the library in `folder` and move it to `path`.
+
+    Return False if the compiler fails the trial. A failure after the trial is recorded in the .failed file.
+    """
     built = folder / path.name
-    # The writer is closed first, which ends what still runs, and then the pool waits for its threads.
+    # The writer is closed first, which kills running compilers. Only then does the pool wait for its threads.
     with open_pipe() as (pipe, writer), ThreadPoolExecutor(build.num_jobs) as pool, writer:
         try:
             compiler.try_out(flags, folder, pipe)
@@ -259,7 +279,7 @@ def _compile(
             return False
         if path.exists():
             logger.warning("%s is not what was built: building it again", path)
-        # A warning, since it is all that is heard of a start that takes so long.
+        # Logged as a warning, because this line is the only sign that the slow start is making progress.
         logger.warning(
             "compiling the CPU kernels with %s, once on this machine%s",
             " ".join(compiler.command),
@@ -281,9 +301,10 @@ def _compile(
             compiler.link(objects, built, pipe)
         except BuildError as error:
             reason = f"{compiler.name} {error}"
-            # Of several compilers at a time there is one the next time, if the memory is still wanted elsewhere.
+            # With one job at a time, less memory is needed. The next start uses one job if memory is still short, so
+            # lack of memory is not recorded for several jobs.
             if not isinstance(error, PassingError if build.num_jobs == 1 else (PassingError, NoMemoryError)):
-                with suppress(OSError):  # the compiler's reason is what counts
+                with suppress(OSError):  # the compiler's error matters more
                     path.with_suffix(".failed").write_text(reason)
             raise BuildError(reason) from error
         finally:
@@ -296,14 +317,14 @@ def _compile(
 
 
 def sources() -> list[Path]:
-    """The units of translation."""
+    """Return the C files to compile."""
     return sorted(SOURCES.glob("*.c"))
 
 
 def _share_openmp() -> None:
-    """Lets the kernels find torch's OpenMP runtime, whose file may have a name of its own, and share its threads.
+    """Let the kernels find torch's OpenMP runtime, whose file name may vary, and share its threads.
 
-    Raises OSError if there is none.
+    Raises OSError if no OpenMP runtime is found.
     """
     folder = Path(torch.__file__).parent
     found = (path for place in (folder / "lib", folder.parent / "torch.libs") for path in place.glob("libgomp*.so*"))
@@ -323,7 +344,7 @@ def _digest_of(*texts: str) -> str:
 
 
 def _features() -> frozenset[str]:
-    """Return what the processor has, as Linux names it; nothing where it does not say."""
+    """Return the processor's features under their Linux names, or an empty set if Linux does not report them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

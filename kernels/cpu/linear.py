@@ -1,4 +1,4 @@
-"""Weights as the C kernels' matrix products read them."""
+"""Weights packed into panels for the matrix multiplication of the C kernels."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,17 +12,17 @@ from pagewire.kernels.cpu.abi import Structure, constants, element_of, ffi
 
 @dataclass(frozen=True, slots=True)
 class PanelFormat:
-    """How a weight lies in panels.
+    """The format of a weight in panels.
 
     Attributes:
-        element: of the weight; int8 of codes, whatever their bits are.
-        group_size: of inputs that have a scale together: of codes 16 or 32; 0: there are no scales.
-        bits: of a code, 8 or 4.
-        scale_dtype: of scales and minima of codes: int8, where 256 inputs have a factor of float16; float8_e8m0fnu,
-            powers of two, and 0, by their exponents; float16, bfloat16, float32.
-        has_minima: whether groups have one.
-        table: what the codes of 4 bits stand for, 16.
-        has_zeros: whether groups have a zero point.
+        element: the weight's dtype; int8 for codes of any width.
+        group_size: the number of inputs that share a scale: 16 or 32 for codes; 0: no scales.
+        bits: the width of a code, 8 or 4.
+        scale_dtype: the dtype of the scales and minima of codes. With int8, 256 inputs share a factor of float16. With
+            float8_e8m0fnu, scales are powers of two or 0, stored as exponents. Also float16, bfloat16 and float32.
+        has_minima: whether each group has a minimum.
+        table: the 16 values of the 4-bit codes.
+        has_zeros: whether each group has a zero point.
     """
 
     element: torch.dtype
@@ -36,13 +36,13 @@ class PanelFormat:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLinear:
-    """A weight [out_size, in_size] in panels, and its bias [out_size] float32. `CpuKernels.pack_linear` makes it.
+    """A weight [out_size, in_size] in panels, and its bias [out_size] float32. `CpuKernels.pack_linear` creates it.
 
     Attributes:
-        panels: bytes.
-        activation: what a product rounds its input to: float32; bfloat16 over weights of bfloat16 and float8, where
-            denormal numbers count as 0 if the processor multiplies bfloat16; int8, with a scale for each 32 inputs,
-            over codes.
+        panels: the packed bytes, uint8.
+        activation: the dtype to which a matmul rounds its input. It is float32, bfloat16 or int8. bfloat16 is used with
+            weights of bfloat16 and float8; denormal numbers count as 0 if the processor has bfloat16 instructions.
+            int8, with a scale for each 32 inputs, is used with codes.
     """
 
     panels: Tensor
@@ -51,7 +51,7 @@ class PackedLinear:
     out_size: int
     activation: torch.dtype
     format: PanelFormat
-    layer: Any = field(init=False, repr=False)  # what C reads, which points into the tensors
+    layer: Any = field(init=False, repr=False)  # the C structure, which points into the tensors
 
     def __post_init__(self) -> None:
         form = self.format
@@ -73,10 +73,10 @@ class PackedLinear:
 
 
 class PackedExperts:
-    """The weights of experts, all of the same sizes, over inputs that are rounded to one dtype."""
+    """The weights of all experts of a layer. All have the same sizes and round their input to the same dtype."""
 
     def __init__(self, linears: Sequence[PackedLinear]) -> None:
-        """Raises ValueError if one differs from the others, or there is none."""
+        """Raises ValueError if the experts differ in size or activation dtype, or the list is empty."""
         forms = dict.fromkeys((linear.in_size, linear.out_size, linear.activation) for linear in linears)
         if len(forms) != 1:
             found = " and ".join(f"[{outs}, {ins}] over {activation}" for ins, outs, activation in forms)

@@ -1,4 +1,5 @@
-"""One step's rows over a paged cache, as the C kernels take them, and as they flatten them from a table of rows."""
+"""The rows of one step over a paged cache, in the form that the C kernels read, and a kernel that builds it from a
+table."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from pagewire.kernels.cache_rows import EIGHT_BITS, head_dim_of
 from pagewire.kernels.cpu.abi import Structure, check, constants
 
 MAX_HEAD_DIM: int = constants.MAX_HEAD_DIM
-# Of tables, what they are by row.
+# The per-row inputs of a table batch, and their dtypes.
 _INPUTS = {"slots": torch.int64, "starts": torch.int64, "num_new_tokens": torch.int64, "samples": torch.bool}
 
 
@@ -34,7 +35,7 @@ class PagedRows:
     def of(
         query_start_loc: Sequence[int], seq_lens: Sequence[int], block_tables: Tensor, slot_mapping: Tensor
     ) -> "PagedRows":
-        """Raises ValueError if the lengths do not fit each other."""
+        """Build the rows from lists and tensors. Raises ValueError if the lengths do not match."""
         if len(query_start_loc) != len(seq_lens) + 1 or len(block_tables) != len(seq_lens):
             raise ValueError(
                 f"{len(seq_lens)} rows need as many block tables and one more start, "
@@ -49,7 +50,7 @@ class PagedRows:
 
 
 def put_rows(step: Structure, rows: PagedRows, num_tokens: int) -> None:
-    """Points a step to its rows, which it does not hold."""
+    """Point a step to its rows. The step does not keep the tensors alive."""
     step.at.num_rows, step.at.max_blocks = rows.block_tables.shape
     step.put(
         query_start_loc=rows.query_start_loc,
@@ -70,7 +71,10 @@ def paged_step(
     key_cache: Tensor,
     value_cache: Tensor,
 ) -> Structure:
-    """Checks all arguments; the structure points into them and holds none of them."""
+    """Check all arguments and return the C structure of the step, which points into them and does not keep them alive.
+
+    Raises ValueError if shapes, strides or dtypes do not fit.
+    """
     num_tokens, num_heads, head_dim = query.shape
     is_any = query.dtype == torch.float32 or key_cache.dtype in EIGHT_BITS
     dtype = query.dtype if is_any else key_cache.dtype
@@ -87,7 +91,7 @@ def paged_step(
 def cache_step(
     scoring: Scoring, num_heads: int, query_token_stride: int, key_cache: Tensor, value_cache: Tensor
 ) -> Structure:
-    """`paged_step` without rows, fresh keys and values."""
+    """Return the structure of `paged_step` without rows and without new keys and values. Raises ValueError likewise."""
     block_size, num_kv_heads = key_cache.shape[1:3]
     head_dim = head_dim_of(key_cache)
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
@@ -123,33 +127,36 @@ def cache_step(
 
 @dataclass(frozen=True, slots=True)
 class FlatRows:
-    """T new tokens of S rows, R of which sample."""
+    """T new tokens of S rows, R of which sample a token."""
 
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     paged: PagedRows
-    sampling_indices: Tensor  # [R] int64: where the sampling rows' last tokens are
+    sampling_indices: Tensor  # [R] int64: index of the last token of each sampling row
 
 
 class TableFlattener:
-    """Flattens rows of a table, always into the same memory: what it returned before is overwritten."""
+    """Flattens rows of a table into tensors of one step.
+
+    All calls write to the same memory, so a call overwrites the result of the call before.
+    """
 
     def __init__(
         self, library: Any, token_ids: NDArray[np.int32], block_tables: NDArray[np.int32], block_size: int
     ) -> None:
         """
         Args:
-            token_ids: [num_slots, any], read at each call.
-            block_tables: [num_slots, max_num_blocks], read at each call.
+            token_ids: [num_slots, any length]; read at each call.
+            block_tables: [num_slots, max_num_blocks]; read at each call.
 
         Raises:
-            ValueError: they are not dense arrays of int32 with a line for each slot.
+            ValueError: an array is not contiguous, not int32, or does not have a line for each slot.
         """
         num_slots = len(token_ids)
         for name, array in (("token_ids", token_ids), ("block_tables", block_tables)):
             if array.dtype != np.int32 or array.ndim != 2 or len(array) != num_slots or not array.flags.c_contiguous:
                 raise ValueError(f"{name} is {array.dtype} {array.shape}; make it int32 [{num_slots}, any], dense")
-        self._tables = token_ids, block_tables  # whose memory the batch names
+        self._tables = token_ids, block_tables  # keeps alive the memory that the batch points to
         self._flatten = library.flatten_rows
         self._inputs = {name: torch.zeros(num_slots, dtype=dtype) for name, dtype in _INPUTS.items()}
         self._places = [place.numpy() for place in self._inputs.values()]
@@ -175,11 +182,12 @@ class TableFlattener:
         samples: NDArray[np.bool_],
         num_blocks: int,
     ) -> FlatRows:
-        """Row i is that of slots[i] and computes num_new_tokens[i] positions from starts[i] on.
+        """Return the flattened rows. Row i is in slot slots[i] and computes num_new_tokens[i] positions from starts[i]
+        on.
 
         Args:
             slots, starts, num_new_tokens, samples: [S]; trusted.
-            num_blocks: as many as the longest row's positions need; trusted.
+            num_blocks: the number of blocks that the longest row's positions need; trusted.
         """
         num_rows = len(slots)
         sizes = int(num_new_tokens.sum()), num_rows, num_blocks

@@ -1,13 +1,14 @@
-"""From logits to tokens on a CPU, for all rows of a step at once: in plain torch, and the same tokens in one call of C.
+"""Sampling on a CPU, for all rows of a step at once: in plain torch, and with the same result in one call of C.
+
 Specification: `pagewire.kernels.sampling.sample`.
 
-Rows that ask for nothing take the highest logit and skip all else. Edits of the logits are sparse: places are gathered
-over all rows and changed in one operation each. The filters are one threshold per row: each keeps the tokens whose
-logit is at least some value, so no result depends on how a sort orders equals. Looking for the highest, and sorting, is
-numpy's, which is ten times faster at it on a CPU than torch.
+Greedy rows without edits use the highest logit and skip all other work. Edits of the logits are sparse: the edited
+places of all rows are gathered and changed in one operation per kind of edit. The filters result in one threshold per
+row. Each filter keeps the tokens whose logit reaches a value, so no result depends on the order of equal logits. numpy
+finds the maximum and sorts, because on a CPU it is ten times faster at this than torch.
 
-Of C's rows those whose draw hangs on how a logarithm or a sum is rounded, which is one of many thousands, are computed
-in plain torch.
+The C code leaves a row undecided if its draw depends on how a logarithm or a sum is rounded. This happens for one row
+in many thousands. Undecided rows are sampled in plain torch.
 """
 
 from collections.abc import Iterable
@@ -38,10 +39,10 @@ _EDITS = tuple(name for name in SamplingColumns._field_defaults if name != "logp
 
 
 class TokenHistory(NamedTuple):
-    """The tokens of sequences by slot, as `SamplingColumns.slots` names them. Only rows with penalties are looked at.
+    """The tokens of sequences by slot, as `SamplingColumns.slots` names them. Only rows with penalties are read.
 
     Attributes:
-        token_ids: [num_slots, max_num_tokens], a row's prompt first; those from the row's num_tokens on mean nothing.
+        token_ids: [num_slots, max_num_tokens], the prompt first. Entries from a row's num_tokens on are undefined.
         num_prompt_tokens: [num_slots].
     """
 
@@ -51,15 +52,15 @@ class TokenHistory(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SeenTokens:
-    """The distinct tokens of the rows that have penalties, one row after the other: N in all."""
+    """The distinct tokens of all rows with penalties, concatenated row by row: N in total."""
 
     rows: Indexes  # [N]
     token_ids: Indexes  # [N]
-    num_outputs: Indexes  # [N] how often each stands in the row's output
+    num_outputs: Indexes  # [N] number of occurrences in the row's output
 
     @staticmethod
     def of_rows(columns: SamplingColumns, history: TokenHistory) -> "SeenTokens | None":
-        """Return the seen tokens of all rows that have penalties; None: no row has any."""
+        """Return the seen tokens of all rows that have penalties, or None if no row has penalties."""
         slots, num_tokens = columns.slots.numpy(), columns.num_tokens.numpy()
         penalized = np.flatnonzero(slots >= 0)
         if not len(penalized):
@@ -88,13 +89,13 @@ class TorchSampler:
         max_logprobs: int | None = None,
         highest: Tensor | None = None,
     ) -> SampledTokens:
-        """Chooses a token per row.
+        """Choose a token for each row.
 
         Args:
             logits: [R, vocab_size] float32, overwritten.
-            columns: one entry per row; `slots` name lines of `history`, of the rows that have penalties.
-            max_logprobs: at least every row's num_logprobs; None: no row reports log-probabilities.
-            highest: what `highest_logits` gives, if it is known.
+            columns: one entry per row. For rows with penalties, `slots` are indexes into `history`.
+            max_logprobs: an upper bound of all rows' num_logprobs; None: no row reports log-probabilities.
+            highest: the result of `highest_logits`, if it is known.
         """
         highest = highest_logits(logits) if highest is None else highest
         is_nan, token_ids = highest.numpy() < 0, np.maximum(highest.numpy(), 0)
@@ -107,7 +108,7 @@ class TorchSampler:
 
 
 def choose(logits: Tensor, columns: SamplingColumns, rows: Indexes) -> Indexes:
-    """Choose tokens of some rows, whose logits are edited already: [N]."""
+    """Return the tokens of some rows, [N], whose logits have already been edited."""
     token_ids = _argmax(_rows(logits, rows))
     is_drawing = columns.temperature.numpy()[rows] != 0
     if is_drawing.any():
@@ -118,13 +119,14 @@ def choose(logits: Tensor, columns: SamplingColumns, rows: Indexes) -> Indexes:
 def report(
     logits: Tensor, columns: SamplingColumns, token_ids: Indexes, is_nan: NDArray[np.bool_], max_logprobs: int | None
 ) -> SampledTokens:
-    """What is told of the tokens that were chosen by these logits, edited."""
+    """Return the chosen tokens with the log-probabilities that rows requested, computed from the edited logits."""
     reports = _report(logits, columns, token_ids, min(max_logprobs or 0, logits.shape[1]))
     return SampledTokens(torch.from_numpy(token_ids), torch.from_numpy(is_nan), *reports)
 
 
 def _report(logits: Tensor, columns: SamplingColumns, token_ids: Indexes, num_top: int) -> Iterable[Tensor]:
-    """Log-probabilities, ranks, and the most likely tokens: the last columns of `SampledTokens`, in their order."""
+    """Return log-probabilities, ranks, and the most likely tokens: the last columns of `SampledTokens`, in their
+    order."""
     num_rows = len(token_ids)
     reporting = np.flatnonzero(columns.num_logprobs.numpy() >= 0)
     if len(reporting) == num_rows > 0:
@@ -141,19 +143,20 @@ def _report(logits: Tensor, columns: SamplingColumns, token_ids: Indexes, num_to
 
 
 def highest_logits(logits: Tensor) -> Tensor:
-    """Which logit of each row is the highest, the first of equals; -1 where there is a NaN: [R] int64."""
-    token_ids = _argmax(logits)  # a NaN counts as the highest of its row, so looking at the highest finds every one
+    """Return the index of the highest logit of each row, [R] int64: the first of equals, -1 if a row contains NaN."""
+    token_ids = _argmax(logits)  # argmax treats NaN as the highest value, so checking the highest finds every NaN
     token_ids[np.isnan(logits.numpy()[np.arange(len(token_ids)), token_ids])] = -1
     return torch.from_numpy(token_ids)
 
 
 def _argmax(logits: Tensor) -> Indexes:
-    """Index of each row's highest value, the lowest one on a tie, that of a NaN where there is one: [R]."""
+    """Return the index of each row's highest value, [R]: the lowest index on a tie, and the index of a NaN if there is
+    one."""
     return logits.numpy().argmax(axis=1)
 
 
 def _rows(column: Tensor, rows: Indexes) -> Tensor:
-    """Some rows of a column or of the logits, as a tensor of their own. (To be indexed by arrays costs torch more.)"""
+    """Copy some rows of a column or of the logits. Indexing through numpy is faster than through torch."""
     return torch.from_numpy(column.numpy()[rows])
 
 
@@ -162,7 +165,7 @@ def _rows(column: Tensor, rows: Indexes) -> Tensor:
 
 @np.errstate(all="ignore")
 def _edit(logits: Tensor, columns: SamplingColumns, seen: SeenTokens | None) -> Indexes:
-    """Mask, bias, suppression and penalties, in this order, in place. Returns the rows that were changed."""
+    """Apply mask, bias, suppression and penalties, in this order, in place. Return the rows that were changed."""
     changed = []
     values = logits.numpy()
     is_allowed = _allowed(columns, logits.shape[1])
@@ -192,7 +195,7 @@ def _edit(logits: Tensor, columns: SamplingColumns, seen: SeenTokens | None) -> 
 
 
 def _allowed(columns: SamplingColumns, vocab_size: int) -> NDArray[np.bool_] | None:
-    """[R, vocab_size], the tokens that rows may take; None: all may take any."""
+    """Return the tokens that each row may use, [R, vocab_size], or None if no row has a mask."""
     if columns.masks is None or columns.mask_lines is None:
         return None
     lines = columns.mask_lines.numpy()
@@ -201,7 +204,7 @@ def _allowed(columns: SamplingColumns, vocab_size: int) -> NDArray[np.bool_] | N
 
 
 def _penalize(logits: NDArray[np.float32], columns: SamplingColumns, seen: SeenTokens) -> None:
-    """Repetition over prompt and output, presence and frequency over the output."""
+    """Apply the penalties in place: repetition over prompt and output, presence and frequency over the output."""
     presence, frequency, repetition = (
         column.numpy()[seen.rows]
         for column in (columns.presence_penalty, columns.frequency_penalty, columns.repetition_penalty)
@@ -217,8 +220,9 @@ def _penalize(logits: NDArray[np.float32], columns: SamplingColumns, seen: SeenT
 
 
 def _draw(logits: Tensor, columns: SamplingColumns, rows: Indexes) -> Indexes:
-    """Draw from the filtered distribution of each of these rows: [D]. `logits` [D, vocab_size] is overwritten."""
-    # With the highest at 0 no temperature, however small, can overflow.
+    """Draw a token from the filtered distribution of each of these rows, [D]. `logits` [D, vocab_size] is
+    overwritten."""
+    # With the highest logit at 0, no temperature, however small, can overflow.
     logits -= logits.amax(1, keepdim=True).clamp_(min=-LARGEST)
     logits /= _rows(columns.temperature, rows).unsqueeze(1)
     top_k, top_p, min_p = (column.numpy()[rows] for column in (columns.top_k, columns.top_p, columns.min_p))
@@ -233,7 +237,7 @@ def _draw(logits: Tensor, columns: SamplingColumns, rows: Indexes) -> Indexes:
 
 
 def _threshold(logits: Tensor, columns: SamplingColumns, rows: Indexes) -> Tensor:
-    """The lowest logit that each row's filters keep: [F, 1]. The highest of each row is 0."""
+    """Return the lowest logit that each row's filters keep, [F, 1]. The highest logit of each row must be 0."""
     vocab_size = logits.shape[1]
     top_k, top_p = columns.top_k.numpy()[rows], _rows(columns.top_p, rows).unsqueeze(1)
     threshold = _rows(columns.min_p, rows).unsqueeze(1).log_()  # log(0) is -inf: keeps all
@@ -242,7 +246,7 @@ def _threshold(logits: Tensor, columns: SamplingColumns, rows: Indexes) -> Tenso
     max_kept = np.minimum(np.where(top_k > 0, top_k, vocab_size), vocab_size)
     num_sorted = int(max_kept.max())
     highest = logits.topk(num_sorted, dim=1).values if num_sorted < vocab_size else _sort(logits)
-    # A running sum, not a softmax: what a row keeps must not depend on how many values its neighbours need.
+    # A running sum, not a softmax: the tokens that a row keeps must not depend on how many values other rows need.
     probabilities = highest.exp()
     running = probabilities.cumsum(1)
     last = torch.from_numpy(max_kept.astype(np.int64) - 1).unsqueeze(1)
@@ -253,7 +257,7 @@ def _threshold(logits: Tensor, columns: SamplingColumns, rows: Indexes) -> Tenso
 
 
 def _sort(logits: Tensor) -> Tensor:
-    """Each row's values, highest first: [F, vocab_size]."""
+    """Return each row's values in descending order, [F, vocab_size]."""
     return torch.from_numpy(np.sort(logits.numpy(), axis=1)[:, ::-1].copy())
 
 
@@ -261,14 +265,14 @@ def _sort(logits: Tensor) -> Tensor:
 
 
 class _Kernel:
-    """The call of C. It computes in memory that it keeps, so only one may run at a time."""
+    """The call of the C sampler. It computes in a scratch buffer of its own, so only one call may run at a time."""
 
     def __init__(self, library: Any) -> None:
         self._sample, self._scratch_size = library.sample, library.sampling_scratch_size
         self._scratch = torch.empty(0)
 
     def run(self, step: Structure, logits: Tensor, highest: Tensor | None) -> None:
-        """Choose tokens by a step in which all else is filled in. Raises ValueError if the logits do not fit."""
+        """Choose tokens for a step whose other members are filled in. Raises ValueError if the logits do not fit."""
         step.at.num_rows, step.at.vocab_size = num_rows, vocab_size = logits.shape
         step.at.logits_stride, last_stride = logits.stride()
         if logits.dtype != torch.float32 or last_stride != 1:
@@ -314,16 +318,16 @@ class CpuSampler:
         return report(logits, columns, token_ids, statuses == constants.ROW_NAN, max_logprobs)
 
     def of_table(self, columns: SamplingColumns, history: TokenHistory) -> "TableSampler":
-        """Return the sampler of a table's rows: `columns` have an entry for each slot, and are read at each call."""
+        """Return a sampler for the rows of a table. `columns` has an entry for each slot, and is read at each call."""
         return TableSampler(self._kernel, columns, history)
 
 
 class TableSampler:
-    """Chooses tokens of rows by slot, where nothing else is asked for: no biases, suppression or log-probabilities."""
+    """Samples rows by slot, without biases, suppression or log-probabilities."""
 
     def __init__(self, kernel: _Kernel, columns: SamplingColumns, history: TokenHistory) -> None:
         self._kernel = kernel
-        self._columns, self._history = columns, history  # whose memory the step names
+        self._columns, self._history = columns, history  # keeps alive the memory that the step points to
         slots, num_tokens = torch.zeros(2, len(columns.seeds), dtype=torch.int64)
         self._slots, self._num_tokens = slots.numpy(), num_tokens.numpy()
         self._step = _step(columns, history, num_tokens)
@@ -338,14 +342,14 @@ class TableSampler:
         highest: Tensor | None = None,
         masks: tuple[NDArray[np.int32], NDArray[np.int32]] | None = None,
     ) -> tuple[Indexes, NDArray[np.bool_]]:
-        """Return the tokens of the rows of some slots, and where the logits hold NaN.
+        """Return the tokens of the rows in some slots, and a mask of the rows whose logits contain NaN.
 
         Args:
             logits: [R, vocab_size] float32, overwritten.
-            slots: [R] int64, none twice.
-            num_tokens: [R] int64, as `SamplingColumns` has them.
-            highest: what `highest_logits` gives, if it is known.
-            masks: `masks` and `mask_lines` as `SamplingColumns` has them; None: every row may take any token.
+            slots: [R] int64, without duplicates.
+            num_tokens: [R] int64, as in `SamplingColumns`.
+            highest: the result of `highest_logits`, if it is known.
+            masks: `masks` and `mask_lines` as in `SamplingColumns`; None: every row may use any token.
 
         Raises:
             ValueError: the arguments do not fit each other.
@@ -372,7 +376,7 @@ class TableSampler:
 
 
 def _step(columns: SamplingColumns, history: TokenHistory, num_tokens: Tensor) -> Structure:
-    """The step of these columns and nothing else."""
+    """Return a sampling step that has only these columns and the history filled in."""
     for name in _COLUMNS:
         check(name, getattr(columns, name), DTYPES[name], (len(columns.seeds),))
     tokens, num_prompt_tokens = map(torch.from_numpy, history)
@@ -388,7 +392,7 @@ def _step(columns: SamplingColumns, history: TokenHistory, num_tokens: Tensor) -
 
 
 def _outputs(step: Structure, num_rows: int) -> tuple[Indexes, NDArray[np.uint8]]:
-    """Where the step puts tokens, and what became of each."""
+    """Allocate the outputs of a step: the token of each row, and its status."""
     token_ids, statuses = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=torch.uint8)
     step.put(token_ids=token_ids, statuses=statuses)
     return token_ids.numpy(), statuses.numpy()

@@ -1,4 +1,4 @@
-// What callers that have read abi.h compare with what they make of it.
+// The sizes of the types of abi.h. A caller that has parsed abi.h compares them with its own.
 #include "abi.h"
 
 #include <string.h>

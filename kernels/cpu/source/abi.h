@@ -1,26 +1,26 @@
-// What the library and its callers share: Python reads this very file, and fills structures in by the names of members.
+// The interface between the library and its callers. Python parses this file and fills in structures by member name.
 #pragma once
 
 #include <stdint.h>
 
-// What elements are, by torch's names of them; and codes of 4 bits.
+// Element types, under torch's names, and 4-bit codes.
 typedef enum {
   ELEMENT_FLOAT32, ELEMENT_BFLOAT16, ELEMENT_FLOAT16, ELEMENT_FLOAT8_E4M3FN, ELEMENT_INT8, ELEMENT_INT4,
-  ELEMENT_FLOAT8_E8M0FNU  // powers of two, and 0, by their exponents
+  ELEMENT_FLOAT8_E8M0FNU  // powers of two and 0, stored as exponents
 } element_type;
 
 enum { MAX_HEAD_DIM = 256, MAX_EXPERTS = 1024, MAX_BUFFERS = 32 };
 
-// What functions return that may fail.
+// Return values of functions that can fail.
 enum { DONE, NO_MEMORY, NO_KERNEL, LOST_RANKS };
 
-// A dense tensor of two dimensions, or of one, which is a row.
+// A contiguous tensor of two dimensions, or of one dimension, which counts as one row.
 typedef struct {
-  const void* values;  // NULL: there is none
+  const void* values;  // NULL: the tensor is absent
   int64_t element, num_rows, width;
 } tensor;
 
-// A step's rows over one layer's paged cache; the same for all its layers. Strides count elements.
+// A step's rows over one layer's paged cache. The members are the same for all layers. Strides count elements.
 typedef struct {
   const int32_t* query_start_loc;  // [num_rows + 1]
   const int32_t* seq_lens;         // [num_rows]
@@ -29,47 +29,49 @@ typedef struct {
   const float* alibi_slopes;       // [num_heads], or NULL
   const float* sinks;              // [num_heads], or NULL
   int64_t num_tokens, num_rows, max_blocks, num_heads, num_kv_heads, head_dim, block_size;
-  int64_t key_strides[3], value_strides[3];  // of a block, a position, a head
+  int64_t key_strides[3], value_strides[3];  // of a block, a position and a head
   int64_t query_token_stride, fresh_key_token_stride, fresh_value_token_stride;
   int64_t window, num_threads;
   float scale, softcap;
 } attention_step;
 
-// y = x W^T + b.
+// The weight and bias of y = x W^T + b.
 typedef struct {
   const void* panels;  // packed weights of an element type
   const float* bias;   // [out_size], or NULL
   int64_t in_size, out_size;
   int64_t element;     // of the weights
-  int64_t activation;  // the element that the product reads
-  int64_t group_size;  // of inputs that share a scale: 16 or 32; of floats of 8 bits a multiple of 16 that divides in_size
-  // Of codes alone.
-  int64_t scale_element;  // of scales and minima: ELEMENT_INT8, which have factors, or floats
+  int64_t activation;  // the element type to which the input is rounded
+  // number of inputs that share a scale: 16 or 32 for codes; for float8 a multiple of 16 that divides in_size
+  int64_t group_size;
+  // The following members are used for codes only.
+  int64_t scale_element;  // of scales and minima: ELEMENT_INT8, multiplied by factors, or a float type
   int64_t has_minima;
   int64_t has_zeros;
-  int8_t table[16];  // what 4 bits stand for; products are fastest where that counts upwards from -8 or 0
+  int8_t table[16];  // values of the 4-bit codes; a matmul is fastest if they count upwards from -8 or 0
 } linear_layer;
 
-// A weight as a loader gives it: `HeldWeight` of weight.py. Of floats of 16 or 32 bits there are values alone.
+// A weight as a loader provides it: `HeldWeight` of weight.py. A weight of 16-bit or 32-bit floats has `values` only.
 typedef struct {
   const void* values;           // [out_size, in_size]
-  const float* scale;           // [out_size, ceil(in_size / group_size)]
-  const float* minimum;         // the same, or NULL
-  const int8_t* zero;           // the same, or NULL
+  const float* scale;           // [out_size, ceil(in_size / group_size)], or NULL
+  const float* minimum;         // shaped like `scale`, or NULL
+  const int8_t* zero;           // shaped like `scale`, or NULL
   const float* scale_factor;    // [out_size, in_size / 256], or NULL
-  const float* minimum_factor;  // the same, or NULL
-  int64_t group_size;           // a multiple of the layer's, or in_size
+  const float* minimum_factor;  // shaped like `scale_factor`, or NULL
+  int64_t group_size;           // a multiple of the layer's group_size, or in_size
 } held_weight;
 
-typedef enum { SCORING_SOFTMAX, SCORING_SIGMOID } scoring_function;  // what logits become
+typedef enum { SCORING_SOFTMAX, SCORING_SIGMOID } scoring_function;  // turns logits into scores
 
 typedef struct {
   int64_t num_experts, num_chosen;
   scoring_function scoring;
-  int64_t renormalizes;  // weights are divided by their sum
+  int64_t renormalizes;  // whether weights are divided by their sum
   int64_t num_groups, num_chosen_groups;
-  float factor;             // of the weights, in the end
-  const float* correction;  // [num_experts], added to scores for the routing alone; or NULL
+  float factor;             // multiplies the final weights
+  // [num_experts], added to the scores when experts are chosen, but not to their weights; or NULL
+  const float* correction;
 } expert_routing;
 
 typedef enum {
@@ -80,84 +82,90 @@ typedef enum {
 
 typedef enum { FUNCTION_SILU, FUNCTION_GELU, FUNCTION_GELU_TANH, FUNCTION_RELU, FUNCTION_CLAMPED_SWIGLU } activation_function;
 
-// What decoder_kernel.py says of an operation, by the names that it has there. Each kind uses some of it.
+// An operation of a decoder; decoder_kernel.py fills in its members by name. Each kind uses some of the members.
 typedef struct {
   operation_kind kind;
-  int64_t input, output, update, routes, gate;  // buffers; 0: none
-  // ADD: input += update * factor. NORMALIZE: that, where there is an update, then output = (input - mean) / deviation *
-  // weight + bias, float32 [width]; without `is_centered` the mean counts as 0.
+  int64_t input, output, update, routes, gate;  // buffer numbers; 0: absent
+  // ADD: input += update * factor. NORMALIZE: the same if there is an update, then output = (input - mean) / deviation
+  // * weight + bias, with float32 [width] weight and bias. Without `is_centered` the mean counts as 0.
   tensor weight, bias;
   int64_t is_centered;
-  // Factor: of the update; of the table's rows of EMBED; of the logits of LM_HEAD, which are then bounded to softcap *
-  // tanh(logit / softcap), unless that is 0. CLIP: output = input, bounded to the limit on both sides.
+  // factor: multiplies the update of ADD, the table's rows of EMBED, and the logits of LM_HEAD. softcap: unless it is
+  // 0, the logits of LM_HEAD are then bounded to softcap * tanh(logit / softcap). CLIP: output = input, clipped to
+  // [-limit, limit].
   float eps, factor, softcap, limit;
-  // EMBED, where there is no table. MULTIPLY: output = input W^T + b, or, gated, silu of its first half times its second.
-  // LM_HEAD: the head. [num_linears] of MULTIPLY_ROUTED: output = products of the input, of tokens or slots, by `routes`.
+  // EMBED uses this layer if there is no table. MULTIPLY: output = input W^T + b. If gated, output = silu of the first
+  // half of that times the second half. LM_HEAD: the head. MULTIPLY_ROUTED: [num_linears], a layer for each expert; the
+  // input has a row per token or per slot, and `routes` names the experts.
   const linear_layer* linear;
   int64_t num_linears;
   int64_t is_gated;
-  // ACTIVATE: output = function(input), or, gated, that of its first half times its second, of each part of the input.
-  // CLAMPED_SWIGLU is of gates up to the limit, and ups up to it on both sides; its sigmoid is of gates times alpha.
+  // ACTIVATE: for each part of the input, output = function(part), or if gated, function(first half) * second half.
+  // CLAMPED_SWIGLU clips gates to at most `limit`, and ups to [-limit, limit]; its sigmoid is computed of gate * alpha.
   int64_t num_parts;
   activation_function function;
   float alpha;
-  // ROUTE_TOP_K: of the input, a router's logits; `plan_decoder` tells MULTIPLY_ROUTED and COMBINE_EXPERTS a part of it.
+  // ROUTE_TOP_K: the input contains the logits of a router. `plan_decoder` copies part of the routing to
+  // MULTIPLY_ROUTED and COMBINE_EXPERTS.
   expert_routing routing;
   tensor correction;  // [num_experts] float32
-  // EMBED: output = table[token] * factor + positions[position], both [any, width] of floats of 16 or 32 bits; there may be
-  // no positions.
+  // EMBED: output = table[token] * factor + positions[position]. Both are [any, width], 16-bit or 32-bit floats;
+  // positions are optional.
   tensor table, positions;
-  // QK_NORM_ROPE_STORE: of heads [num_heads + 2 * num_kv_heads, head_dim], queries, keys and values, the queries and keys
-  // are normalized where there is a weight, [head_dim], and turned by cosines and sines of the rope, [num_positions,
-  // head_dim], where there are any; queries, times the growth at their position, [num_positions], where there is any, are
-  // the output, keys and values are stored.
+  // QK_NORM_ROPE_STORE: the input contains heads [num_heads + 2 * num_kv_heads, head_dim]: queries, keys and values.
+  // Queries and keys are normalized if they have a norm weight [head_dim]. They are then rotated if the rope's cosines
+  // and sines [num_positions, head_dim] are present. Queries are multiplied by the growth at their position if `growth`
+  // [num_positions] is present, and become the output. Keys and values are stored in the cache.
   int64_t layer, head_dim;
   int64_t num_heads, num_positions;
   tensor query_norm, key_norm, rope[2], growth;
-  // NORMALIZE_PROJECTIONS: output = input, of which the first values and those behind them, as many as `query_norm` and
-  // `key_norm` have, are each normalized by their own mean square.
-  tensor sinks;  // ATTEND_PAGED, over what is stored: [num_heads] float32
+  // NORMALIZE_PROJECTIONS: output = input, except that two leading parts are normalized, each by its own mean square.
+  // Their widths are the widths of `query_norm` and `key_norm`.
+  tensor sinks;  // ATTEND_PAGED, which reads the stored keys and values: [num_heads] float32
   void *key_cache, *value_cache;
-  int64_t window;  // positions that a query attends to, its own included; 0: all up to its own
+  int64_t window;  // number of positions that a query attends to, including its own; 0: all positions up to its own
 } operation;
 
 typedef struct {
   operation* operations;
   int64_t num_operations;
-  int64_t num_buffers;         // with the one that is none
+  int64_t num_buffers;         // including buffer 0, which stands for an absent buffer
   const char* const* names;    // [num_buffers]
-  int64_t* widths;             // [num_buffers], found by `plan_decoder`, as what follows
-  int64_t head_dim, num_heads, num_kv_heads;  // of all that are turned; 0: there are none
-  int64_t exchanged_width;         // of what ranks sum up; 0: nothing
-  char misfit[256];                // why it is none
+  int64_t* widths;             // [num_buffers]; `plan_decoder` sets this member and the following ones
+  int64_t head_dim, num_heads, num_kv_heads;  // of all QK_NORM_ROPE_STORE operations; 0: there is no such operation
+  int64_t exchanged_width;         // width of the tensor that all-reduces sum; 0: there is no all-reduce
+  char misfit[256];                // the reason why the operations are invalid, or empty
   int64_t cache_element;
-  // It sums `exchanged` of the step up, in place, and is called on the thread that the step was; not 0 if that failed.
-  // NULL where there is one rank.
+  // Sums the step's `exchanged` over all ranks, in place. It is called on the thread that called `decode`. Returns a
+  // value other than 0 if the all-reduce failed. NULL if there is only one rank.
   int64_t (*all_reduce)(void);
 } decoder;
 
-// Which of a step's parts takes how long.
+// The parts of a step whose durations are measured.
 typedef enum { PART_NORMS, PART_PRODUCTS, PART_ROTARY, PART_ATTENTION, PART_HEAD, PART_RANKS, NUM_PARTS } step_part;
 
-// What a step is given and, beside keys and values, computes.
+// The inputs of a step, and its outputs other than keys and values.
 typedef struct {
   const int64_t *token_ids, *positions;  // [num_tokens]
-  const int64_t* logit_rows;             // [num_logits]: which tokens have logits
+  const int64_t* logit_rows;             // [num_logits]: indexes of the tokens whose logits are computed
   int64_t num_logits;                    // at most num_tokens
-  float* hidden;                         // [num_tokens, width]: what LM_HEAD reads
+  float* hidden;                         // [num_tokens, width]: the input of LM_HEAD
   float* logits;                         // [num_logits, out_size of the head]
-  int64_t* highest;                      // [num_logits]: which logit is, the first of equals; -1: there is a NaN
-  float* exchanged;                      // [num_tokens, exchanged_width]; NULL: there is none
-  int64_t times[6];                      // of parts, nanoseconds
+  // [num_logits]: index of the highest logit, the first of equals; -1: a logit is NaN
+  int64_t* highest;
+  float* exchanged;                      // [num_tokens, exchanged_width]; NULL: there is no all-reduce
+  int64_t times[6];                      // duration of each part, nanoseconds
 } decoder_step;
 
-enum { ROW_CHOSEN, ROW_NAN, ROW_OPEN };  // open: the caller chooses, from logits that are edited already
+// open: the caller chooses the token, from logits that have already been edited
+enum { ROW_CHOSEN, ROW_NAN, ROW_OPEN };
 
-// Columns have an entry for each row: its own, or where there are `entries` the one that these name.
+// Columns have an entry for each row. If `entries` is not NULL, row i uses entry entries[i] of the columns, otherwise
+// entry i.
 typedef struct {
-  float* logits;           // [num_rows, vocab_size], rows logits_stride apart; those of rows with edits are overwritten
+  float* logits;           // [num_rows, vocab_size], rows logits_stride apart; rows with edits are overwritten
   const int64_t* entries;  // [num_rows], or NULL
-  const int64_t* highest;  // [num_rows] of the logits as they come, -1 where one is NaN; or NULL
+  const int64_t* highest;  // [num_rows], index of the highest unedited logit, -1 if a logit is NaN; or NULL
   const float *temperature, *top_p, *min_p, *repetition_penalty, *presence_penalty, *frequency_penalty;
   const int32_t *top_k, *sample_indexes, *slots;
   const int64_t* seeds;
@@ -166,77 +174,80 @@ typedef struct {
   const float* bias_values;           // [num_rows, max_biases]
   const int32_t* stop_token_ids;      // [num_rows, max_stops]
   const int32_t* min_num_tokens;      // [num_rows]
-  const uint32_t* masks;              // [number of lines, mask_stride]: a bit for each token, 1 if allowed; or NULL
+  const uint32_t* masks;              // [number of masks, mask_stride]: a bit for each token, 1 if allowed; or NULL
   const int32_t* mask_lines;          // [num_rows], -1: all tokens
   const int32_t* history;             // [num_slots, history_stride]: the tokens of rows with penalties; or NULL
   const int64_t* num_prompt_tokens;   // [num_slots]
   int64_t num_rows, vocab_size, logits_stride, max_biases, max_stops, mask_stride, history_stride, num_threads;
   float* scratch;      // [num_threads, sampling_scratch_size(vocab_size)]
-  int64_t* token_ids;  // [num_rows] out; 0 where the row is not chosen
+  int64_t* token_ids;  // [num_rows] out; 0 if no token was chosen
   uint8_t* statuses;   // [num_rows] out
 } sampling_step;
 
-// A step's new tokens one row after the other, taken from a table of rows.
+// The new tokens of a step, concatenated row by row, copied from a table of rows.
 typedef struct {
-  const int32_t *token_ids, *block_tables;  // of slot 0; the next slots' follow at these distances
+  const int32_t *token_ids, *block_tables;  // of slot 0; the next slots follow at the strides
   int64_t token_stride, block_stride, block_size;
   int64_t num_rows, max_blocks;
   const int64_t *slots, *starts, *num_new_tokens;  // [num_rows]
   const _Bool* samples;                            // [num_rows]
   int64_t *flat_token_ids, *positions, *slot_mapping;  // [num_tokens]
-  int64_t* sampling_indices;                           // [num_rows], as many as there are
+  // [num_rows]; the first entries are written, one for each sampling row
+  int64_t* sampling_indices;
   int32_t *query_start_loc, *seq_lens, *flat_tables;   // [num_rows + 1], [num_rows], [num_rows, max_blocks]
 } table_batch;
 
-// The instruction set that the library is compiled for.
+// Returns the name of the instruction set that the library is compiled for.
 const char* variant(void);
 
-// Of a type in this file, by name, as the library has it; 0: it has none.
+// Returns the size of a type of this file, by name, as the library was compiled; 0: unknown name.
 int64_t size_of(const char* name);
 
-// x += update where there is one; output = norm(x). All [num_tokens, size], of FLOAT32 or BFLOAT16.
+// x += update unless update is NULL; output = norm(x). All are [num_tokens, size], FLOAT32 or BFLOAT16.
 int64_t add_rms_norm(int64_t element, void* x, const void* update, const void* weight, void* output, int64_t num_tokens,
                      int64_t size, float eps, int64_t num_threads);
-// gate_up: [num_tokens, 2 * size], output: [num_tokens, size], of FLOAT32 or BFLOAT16.
+// gate_up: [num_tokens, 2 * size], output: [num_tokens, size], FLOAT32 or BFLOAT16.
 int64_t silu_mul(int64_t element, const void* gate_up, void* output, int64_t num_tokens, int64_t size,
                  int64_t num_threads);
-// heads: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], queries, keys and values. Queries and keys are normalized
-// where there is a weight, then rotated, in place. cos, sin: [num_tokens, head_dim]. All of FLOAT32 or BFLOAT16.
+// heads: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], queries, keys and values. Queries and keys are
+// normalized if they have a weight, then rotated, in place. cos, sin: [num_tokens, head_dim]. All are FLOAT32 or
+// BFLOAT16.
 int64_t norm_rope(int64_t element, void* heads, const void* query_weight, const void* key_weight, const void* cos,
                   const void* sin, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
                   float eps, int64_t num_threads);
-// Stores a step's keys and values, then attends to them. output: [num_tokens, num_heads, head_dim], of the queries'
-// element: FLOAT32 over any cache, or BFLOAT16 over one of the same or of 8 bits.
+// Stores a step's keys and values, then computes attention. output: [num_tokens, num_heads, head_dim], of the queries'
+// element type: FLOAT32 with any cache, or BFLOAT16 with a cache of BFLOAT16 or 8 bits.
 int64_t attend(int64_t element, int64_t cache_element, const attention_step* step, const void* query, const void* key,
                const void* value, void* key_cache, void* value_cache, void* output);
 
-// Of packed weights, whose panels are not there yet.
+// Returns the size of the packed weight in bytes. The layer's panels need not exist yet.
 int64_t packed_bytes(const linear_layer* layer);
-// What is missing of the last panel and unit is 0. The layer's own panels are not looked at.
+// Packs a weight. Padding of the last panel and unit is 0. The layer's own panels are not read.
 int64_t pack_linear(const linear_layer* layer, const held_weight* weight, void* panels, int64_t num_threads);
-// A table that holds the different codes in ascending order, and counts upwards from -8 or 0 if such a one can hold them,
-// which needs no looking up. Returns how many bits a code takes: 4, or, where there are more of them than 16, 8.
+// Finds a table that contains all distinct codes, in ascending order. The table counts upwards from -8 or 0 if such a
+// table contains all codes, because the kernels then need no lookup. Returns the bits per code: 4, or 8 if there are
+// more than 16 distinct codes.
 int64_t find_codes(const int8_t* codes, int64_t num, int8_t table[16], int64_t num_threads);
-// Scales as they are before they are rounded. A group whose scale is no finite number gets no codes.
+// Quantises values to codes and unrounded scales. A group whose scale is not finite gets no codes.
 int64_t quantize(const float* values, int64_t num_groups, int64_t bits, int8_t* codes, float* scale,
                  int64_t num_threads);
 // output: [num_indexes, in_size]
 int64_t take_rows(const linear_layer* layer, const int64_t* indexes, float* output, int64_t num_indexes);
 // x: [num_rows, in_size], y: [num_rows, out_size].
 int64_t linear(const linear_layer* layer, const float* x, float* y, int64_t num_rows, int64_t num_threads);
-// x: [num_tokens * rows_of_token, in_size], of tokens (rows_of_token is 1) or slots; ids: [num_tokens, num_chosen], those
-// of a token rising; y: [num_tokens * num_chosen, out_size].
+// x: [num_tokens * rows_of_token, in_size], a row per token (rows_of_token is 1) or per slot. ids: [num_tokens,
+// num_chosen], ascending for each token. y: [num_tokens * num_chosen, out_size].
 int64_t multiply_experts(const linear_layer* layers, int64_t num_experts, const int64_t* ids, const float* x,
                          int64_t rows_of_token, float* y, int64_t num_tokens, int64_t num_chosen, int64_t num_threads);
-// Whether a layer's first half of outputs can gate the second within the product.
+// Returns whether a matmul with this layer can also gate the second half of its outputs by the first half.
 int64_t is_gateable(const linear_layer* layer);
 
-// Finds what follows from the operations, or says why nothing does, by `misfit`.
+// Computes the members of `model` that depend on its operations. If the operations are invalid, sets `misfit`.
 int64_t plan_decoder(decoder* model);
 int64_t decode(const decoder* model, const attention_step* step, decoder_step* tokens);
 
 int64_t sampling_scratch_size(int64_t vocab_size);
 int64_t sample(const sampling_step* step);
 
-// Returns how many rows sample.
+// Returns the number of sampling rows.
 int64_t flatten_rows(const table_batch* batch);

@@ -1,16 +1,18 @@
-// Activations as the matrix products read them: *prepared*, in groups of rows that are multiplied together, a group's rows
-// interleaved. A row is prepared by itself: what it becomes depends on no other row. A row's inputs are padded with zeros.
+// Activations in the form that matmuls read, called *prepared*. Rows that are multiplied together form a group, and the
+// rows of a group are interleaved. Each row is prepared independently of other rows. A row's inputs are padded with
+// zeros.
 //
-// ELEMENT_FLOAT32: float32; group g holds [in_size, rows of g].
-// ELEMENT_BFLOAT16: rounded to bfloat16; group g holds [in_size / 2, rows of g, 2]. Where the processor does not
-// multiply bfloat16, the rounded values lie in float32, as of ELEMENT_FLOAT32.
-// ELEMENT_INT8: int8 with a scale per unit of 32 inputs; group g holds [in_size / 32, INT8_WORDS, rows of g].
+// - ELEMENT_FLOAT32: float32; group g is [in_size, rows of g].
+// - ELEMENT_BFLOAT16: rounded to bfloat16; group g is [in_size / 2, rows of g, 2]. If the processor has no bfloat16
+//   multiplication, the rounded values are stored as float32, in the layout of ELEMENT_FLOAT32.
+// - ELEMENT_INT8: int8 with a scale per unit of 32 inputs; group g is [in_size / 32, INT8_WORDS, rows of g].
 
-// What a row has of a unit, in words: its inputs, four in each; the scale; with the other sign, the integer sums of all
-// inputs and of the first half; and that of all times the scale, as minima are multiplied with it.
+// The words of one row in a unit: its inputs, four per word; the scale; the negated integer sum of all inputs; the
+// negated integer sum of the first half; and the negated sum of all inputs times the scale, which is multiplied by
+// minima.
 enum { UNIT_INPUTS = 32, INT8_SCALE = 8, INT8_SUM, INT8_FIRST_SUM, INT8_SCALED_SUM, INT8_WORDS };
 
-// Of a row.
+// Bytes of one prepared row.
 INLINE int64_t prepared_row_bytes(int64_t kind, int64_t in_size) {
   if (kind == ELEMENT_INT8) return ceil_div(in_size, UNIT_INPUTS) * INT8_WORDS * 4;
 #if defined(HAS_BFLOAT16_DOTS)
@@ -20,26 +22,26 @@ INLINE int64_t prepared_row_bytes(int64_t kind, int64_t in_size) {
   return ceil_div(in_size, 2) * 2 * (int64_t)sizeof(float);
 }
 
-// Of all rows together.
+// Bytes of all prepared rows.
 INLINE int64_t prepared_bytes(int64_t kind, int64_t num_rows, int64_t in_size) {
   return num_rows * prepared_row_bytes(kind, in_size);
 }
 
-// The group of a row, and which of its rows it is.
+// Returns the group that contains a row.
 INLINE row_group group_of_row(const row_groups* groups, int64_t row) {
   const int64_t num_in_larger = groups->num_larger * (groups->size + 1);
   return nth_group(groups, row < num_in_larger ? row / (groups->size + 1)
                                                : groups->num_larger + (row - num_in_larger) / groups->size);
 }
 
-// x: [in_size]; target: the first of the row's values, the next ones at a distance of `stride`.
+// x: [in_size]. target: the place of the row's first value; further values follow at a distance of `stride`.
 INLINE void prepare_floats(const float* x, int64_t in_size, int is_rounded, float* target, int64_t stride) {
   for (int64_t i = 0; i < in_size; i++)
     target[i * stride] = is_rounded ? value_bfloat16(from_value_bfloat16(x[i])) : x[i];
   if (in_size % 2) target[in_size * stride] = 0.0f;
 }
 
-// The same in pairs.
+// Prepares a row of bfloat16 pairs, like `prepare_floats`.
 INLINE void prepare_bfloat16(const float* x, int64_t in_size, uint32_t* target, int64_t stride) {
   bfloat16 rounded[2 * LANES];
   for (int64_t first = 0; first < in_size; first += 2 * LANES) {
@@ -54,12 +56,14 @@ INLINE void prepare_bfloat16(const float* x, int64_t in_size, uint32_t* target, 
   }
 }
 
-// The factor that takes a unit's inputs to integers up to 127, and back, which is the scale: that of the largest. Both are
-// 0 where all are next to 0; where one is not finite, the scale is NaN.
+// Returns the factor that maps a unit's inputs to integers of at most 127, and sets `scale` to the inverse factor,
+// which is the largest absolute value / 127. Both are 0 if all inputs are close to 0. The scale is NaN if an input is
+// not finite.
 INLINE float scale_unit(const float* x, float* scale) {
   ints largest = {0};
   for (int i = 0; i < UNIT_INPUTS; i += LANES) {
-    const ints bits = (ints)load_float(x + i) & 0x7fffffff;  // in the order of sizes
+    // absolute values; their bits are ordered like their values
+    const ints bits = (ints)load_float(x + i) & 0x7fffffff;
     const ints is_larger = bits > largest;
     largest = (bits & is_larger) | (largest & ~is_larger);
   }
@@ -70,7 +74,7 @@ INLINE float scale_unit(const float* x, float* scale) {
   return bits < 0x7f800000 && value > 1e-30f ? 127.0f / value : 0.0f;
 }
 
-// x: [UNIT_INPUTS], finite or not.
+// x: [UNIT_INPUTS], which may contain NaN and infinities.
 INLINE void prepare_unit(const float* x, uint32_t* target, int64_t stride) {
   float scale;
   const float factor = scale_unit(x, &scale);
@@ -101,7 +105,7 @@ INLINE void prepare_int8(const float* x, int64_t in_size, uint32_t* target, int6
   }
 }
 
-// x: [in_size], the row's own values. prepared: of all rows.
+// x: [in_size], the values of the row. prepared: the buffer of all rows.
 INLINE void prepare_row(int64_t kind, const row_groups* groups, int64_t row, const float* x, int64_t in_size,
                         void* prepared) {
   const row_group group = group_of_row(groups, row);
@@ -120,7 +124,7 @@ INLINE void prepare_row(int64_t kind, const row_groups* groups, int64_t row, con
   prepare_floats(x, in_size, kind == ELEMENT_BFLOAT16, (float*)target + nth, group.num_rows);
 }
 
-// x: [num_rows, in_size]. Called by all threads of a region, which meet at its end.
+// x: [num_rows, in_size]. All threads of a parallel region call this; they synchronize at its end.
 static inline void prepare_rows(int64_t kind, const row_groups* groups, const float* x, int64_t in_size, void* prepared) {
 #pragma omp for schedule(static)
   for (int64_t row = 0; row < groups->num_rows; row++)

@@ -1,4 +1,4 @@
-// Attention over caches of the two larger sizes. Queries of float32 may have a cache of half the size.
+// Attention over caches of 16-bit and 32-bit elements. float32 queries may have a cache of 16-bit elements.
 #include "softmax.h"
 
 #define TYPES FLOATS

@@ -1,11 +1,11 @@
-// Paged attention for one element type of queries and outputs and one of the cache: the online softmax of Milakov and
-// Gimelshein (2018, https://arxiv.org/abs/1805.02867) over pages, as FlashAttention (Dao et al., 2022,
-// https://arxiv.org/abs/2205.14135) tiles it.
+// Paged attention for one element type of queries and outputs and one element type of the cache. It computes the online
+// softmax of Milakov and Gimelshein (2018, https://arxiv.org/abs/1805.02867) over pages, tiled as in FlashAttention
+// (Dao et al., 2022, https://arxiv.org/abs/2205.14135).
 //
 // The queries of a row and the query heads of a KV head are flattened to (query, head) pairs, query first: pair p is
-// query p / group of the row. Up to TILE_ROWS pairs attend together, so keys and values are read once for all of them;
-// where they are few, those of several KV heads take turns at each tile of positions, in the order in which keys lie.
-// Positions that no pair of a tile sees are never read.
+// query p / group of the row. Up to TILE_ROWS pairs are computed together, so keys and values are read once for all of
+// them. If there are few pairs, the pairs of several KV heads share a tile of positions and are computed in turn, in
+// the order in which keys are stored. Positions that no pair of a tile sees are never read.
 
 // Whether queries are scored in pairs of bfloat16.
 #define IN_PAIRS_bfloat16_bfloat16 HAS_PAIRS
@@ -15,7 +15,7 @@
 #define IN_PAIRS 0
 #endif
 
-// A cache of integers has a scale behind the values of each head and position.
+// In an int8 cache, a scale follows the values of each head and position.
 #define IS_SCALED_int8 1
 #if HELD(IS_SCALED)
 #define IS_SCALED 1
@@ -23,7 +23,7 @@
 #define IS_SCALED 0
 #endif
 
-// Loads the item's queries, as words.
+// Loads the queries of an item, as words.
 static void PAGED(load_queries)(const attention_step* step, const item* work, const ELEMENT* query, tile* t) {
   const int64_t group = step->num_heads / step->num_kv_heads;
   memset(t->queries, 0, sizeof(float) * (size_t)(t->num_rows * t->stride));
@@ -55,17 +55,18 @@ static NOINLINE void PAGED(score)(const tile* t, const HELD(places)* at, float* 
 #endif
 }
 
-// What a thread reads, and what it will read next.
+// The data that a thread reads now, and the data that it reads next.
 typedef struct {
   const attention_step* step;
-  const item *work, *next;  // NULL: there is no next item
+  const item *work, *next;  // next is NULL after the last item
   const CACHE *key_cache, *value_cache;
   HELD(places) both[2];
-  int turn;  // which of both is read
+  int turn;  // index of the element of `both` that is read now
 } PAGED(reader);
 
-// Finds what is read after the nth KV head of the tile from position `first` on, of which the keys are fetched already
-// while values are weighed: the same positions of the next head, the next tile, or the next item's first one.
+// Finds the keys and values that are read after the nth KV head of the tile from position `first` on. These are the
+// same positions of the next head, the next tile, or the first tile of the next item. Their keys are prefetched while
+// values are weighted.
 static const HELD(places)* PAGED(find_next)(PAGED(reader)* r, const tile* t, int64_t first, int nth) {
   const HELD(places)* at = &r->both[r->turn];
   HELD(places)* after = &r->both[1 - r->turn];
@@ -78,7 +79,7 @@ static const HELD(places)* PAGED(find_next)(PAGED(reader)* r, const tile* t, int
   return after;
 }
 
-// Sums up a span's tiles from position `first` on.
+// Accumulates the tiles of a span, from position `first` on.
 static void PAGED(attend_span)(PAGED(reader)* r, tile* t, int64_t first, float* packed) {
   const int64_t end = (first / SPAN_POSITIONS + 1) * SPAN_POSITIONS;
   for (; first < end && first < r->work->end; first += TILE_POSITIONS) {
@@ -97,8 +98,9 @@ static void PAGED(attend_span)(PAGED(reader)* r, tile* t, int64_t first, float* 
   }
 }
 
-// Attends for one item, one span after the other. Those of a part are left in `partial`; else what all of them give is
-// returned, in `own`. The first keys of the item that the thread takes next are fetched meanwhile.
+// Computes attention for one item, span by span. If the item is a part, its spans are left in `partial`. Otherwise the
+// merged state is returned, which is stored in `own`. The first keys of the thread's next item are prefetched
+// meanwhile.
 static state PAGED(attend_item)(PAGED(reader)* r, const ELEMENT* query, scratch* own, float* partial) {
   const item* work = r->work;
   tile t = start_tile(r->step, work, own, IN_PAIRS, IS_SCALED);
@@ -134,8 +136,8 @@ static void PAGED(write_pairs)(const attention_step* step, const item* work, con
 }
 
 #if IS_SCALED
-// Rounds a head's values to integers up to 127, in units of a scale that follows them. Where one is not finite, the scale
-// is not either, and so are all of them.
+// Rounds the values of a head to integers of at most 127 in absolute value, followed by their scale. If a value is not
+// finite, the scale is not finite either, so that all values of the head are read as not finite.
 static void PAGED(store_elements)(const ELEMENT* source, CACHE* target, int64_t size) {
   float largest = 0.0f;
   for (int64_t d = 0; d < size; d++) {
@@ -157,7 +159,7 @@ INLINE void PAGED(store_elements)(const ELEMENT* source, CACHE* target, int64_t 
 }
 #endif
 
-// Writes the fresh key and value of a token and a KV head to its slot; a token of slot -1 is skipped.
+// Stores the new key and value of a token and a KV head in the token's slot. A token with slot -1 is skipped.
 SHARED void PAGED(store_head)(const attention_step* step, int64_t token, int64_t head, const ELEMENT* key,
                               const ELEMENT* value, void* key_cache, void* value_cache) {
   const int64_t slot = step->slot_mapping[token];
@@ -179,7 +181,7 @@ static void PAGED(store_kv)(const attention_step* step, const ELEMENT* key, cons
                         value + token * step->fresh_value_token_stride + head * step->head_dim, key_cache, value_cache);
 }
 
-// A `task_function`: an item. Repeatable where no item is a part of one.
+// A `task_function` for one item. It is repeatable if no item of the step is split into parts.
 SHARED void PAGED(attend_task)(const void* context, int64_t task, int64_t next) {
   const attention* a = context;
   const item* work = &a->list->items[task];
@@ -192,7 +194,7 @@ SHARED void PAGED(attend_task)(const void* context, int64_t task, int64_t next) 
   if (!partial) PAGED(write_pairs)(a->step, work, &all, a->output);
 }
 
-// A `task_function`, after all items: puts together the spans of an item whose first part this is.
+// A `task_function` that runs after all items. If the task's item is the first part of a split item, merges its spans.
 SHARED void PAGED(merge_task)(const void* context, int64_t task, int64_t next) {
   const attention* a = context;
   const item *work = &a->list->items[task], *last = work + work->num_parts - 1;
@@ -210,7 +212,7 @@ SHARED void PAGED(merge_task)(const void* context, int64_t task, int64_t next) {
   PAGED(write_pairs)(a->step, work, &merged, a->output);
 }
 
-// `attend` of these types.
+// Computes `attend` for these element types.
 SHARED int64_t PAGED(attend)(const attention_step* step, const void* query, const void* key, const void* value,
                              void* key_cache, void* value_cache, void* output) {
   PAGED(store_kv)(step, key, value, key_cache, value_cache);

@@ -1,4 +1,4 @@
-// Attention over caches of 8 bits, queries of both types.
+// Attention over caches of 8-bit elements, for queries of both element types.
 #include "softmax.h"
 
 #define TYPES EIGHT_BITS

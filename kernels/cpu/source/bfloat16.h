@@ -1,4 +1,4 @@
-// How weights of bfloat16 are multiplied with activations of bfloat16: see bfloat16_runs.h.
+// Matmuls of bfloat16 weights with bfloat16 activations: see bfloat16_runs.h.
 
 #if defined(HAS_BFLOAT16_DOTS)
 extern SHARED const run_function PAIR_RUNS[];

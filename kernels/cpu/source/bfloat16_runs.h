@@ -1,15 +1,15 @@
-// Matrix products of bfloat16 activations with bfloat16 weights, two inputs at a time (`vdpbf16ps`): their products are
-// exact and added to the sum one after the other, the second input's first, each sum rounded to float32. Denormal numbers
-// count as 0.
+// Matmuls of bfloat16 activations with bfloat16 weights, two inputs at a time (`vdpbf16ps`). The multiplications are
+// exact. Their results are added to the sum one after the other, the second input first, and each sum is rounded to
+// float32. Denormal numbers count as 0.
 //
-// Where a processor has no such instruction, ELEMENT_BFLOAT16 is multiplied as float32 (linear.h).
+// If a processor has no such instruction, ELEMENT_BFLOAT16 is multiplied as float32 (linear.h).
 
 #if defined(HAS_BFLOAT16_DOTS)
 INLINE floats add_dots(floats sums, words x, words weights) {
   return (floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)x, (__m512bh)weights);
 }
 
-// sums: [R, 2 * C], += the products of `num` pairs of inputs.
+// sums: [R, 2 * C] += the dot products of `num` pairs of inputs.
 INLINE void multiply_pairs(const int R, const int C, const int num, const char* weights, int64_t panel_bytes,
                            const uint32_t* x, floats (*sums)[8]) {
 #pragma GCC unroll 4

@@ -1,16 +1,18 @@
-// A model over one step, from token ids to logits, in one region of threads: a list of operations, which
-// `decoder_kernel.py` makes of the model, carried out one after the other. Nothing here knows what model it is. Activations are float32, products
-// round what they read as their layers say, weights and cache are of any element type.
+// Runs a model for one step, from token ids to logits, in one parallel region. The model is a list of operations, which
+// `decoder_kernel.py` builds and this file carries out one after the other. The code here does not depend on the kind
+// of model. Activations are float32, matmuls round their input as their layers specify, and weights and cache may have
+// any element type.
 //
-// An operation reads and writes *buffers*: float32, [num_tokens, width]. Some operations work token by token (embed, add,
-// normalize, activate, choose, sum slots, gate, and preparing what a product reads): threads share out the tokens. The
-// others are cut into tasks; of products of experts it is known only in the step how many.
+// An operation reads and writes *buffers*: float32, [num_tokens, width]. Some operations work token by token (embed,
+// add, normalize, activate, choose, sum slots, gate, and preparing the input of a matmul): the threads divide the
+// tokens among them. The other operations are divided into tasks. For matmuls with experts, the number of tasks is
+// known only during the step.
 //
-// Where a step has few tokens, tasks are repeatable (tasks.h), so that no thread waits for one that has lost its core:
-// whatever an operation writes by tasks has memory of its own, and what is done token by token every thread does for
-// itself, in its own memory, which takes less time than to meet once more.
+// In a step with few tokens, tasks are repeatable (tasks.h), so that no thread waits for a thread that has lost its
+// core. Each operation that runs by tasks then writes to memory of its own. Work that is done token by token is
+// repeated by every thread in the thread's own memory, which takes less time than another barrier.
 
-// Attention over a cache of some element type.
+// The functions that compute attention over a cache of one element type.
 typedef struct {
   void (*store_head)(const attention_step*, int64_t, int64_t, const float*, const float*, void*, void*);
   task_function attend, merge;
@@ -52,40 +54,44 @@ static const step_part PART_OF[] = {
 
 enum {
   FEW_TOKENS = 8,
-  HEADS_PER_TASK = 4,  // that are turned
-  LISTS = 2,           // of tasks of an operation: attention's items and their merging, logits and the highest of them
+  HEADS_PER_TASK = 4,  // heads that one task of QK_NORM_ROPE_STORE rotates
+  // task lists per operation: attention's items and merges, or the head's logits and the search for the highest
+  LISTS = 2,
 };
 
-// What all threads of a step share.
+// The data that all threads of a step share.
 typedef struct {
   const decoder* model;
   const attention_step* step;
   const decoder_step* tokens;
-  row_groups groups;       // of tokens
-  row_groups head_groups;  // of those that have logits
+  row_groups groups;       // of all tokens
+  row_groups head_groups;  // of the tokens that have logits
   int is_few;
   float* memory;
-  // Floats from `memory` on. With few tokens, what is done token by token has its buffer behind `own` in each thread's part
-  // of own_size floats, and what is done by tasks the place of its operation; else each buffer has one place.
+  // Offsets in floats from `memory`. In a step with few tokens, each thread has a part of own_size floats, which begins
+  // at `own`. A buffer that is computed token by token is in that part, and the output of an operation that runs by
+  // tasks is at the operation's own place. Otherwise each buffer has one place.
   int64_t *buffer_places, *operation_places;  // [num_buffers], [num_operations]
-  int64_t prepared;                           // what a product reads; in the thread's part where there are few tokens
-  int64_t expert_rows;                        // the same of which rows experts have
-  int64_t raw_logits;                         // the head's product, where the logits are made of it
+  int64_t prepared;                           // prepared input of a matmul; with few tokens it is in the thread's part
+  int64_t expert_rows;                        // the rows of each expert, stored likewise
+  int64_t raw_logits;                         // the matmul of the head, if the logits are computed from it
   int64_t own, own_size;
-  work_list* works;     // [num_operations]: those of OPERATION_ATTEND_PAGED with equal windows are one
-  int* work_of;         // [num_operations]: which list
+  work_list* works;     // [num_operations]: one list for each distinct window of OPERATION_ATTEND_PAGED
+  int* work_of;         // [num_operations]: index into `works`
   task_list* lists;     // [num_operations, LISTS]
-  int64_t last;         // nanoseconds on the clock
+  int64_t last;         // time of the last measurement, nanoseconds
   int64_t* times;       // [NUM_PARTS] nanoseconds
-  _Atomic int64_t lost_at;  // the operation at which ranks could not sum up, and where all threads leave; -1: none
+  // the operation at which an all-reduce failed, and after which all threads stop; -1: no failure
+  _Atomic int64_t lost_at;
 } decoding;
 
-// A thread's way through the operations.
+// The state of one thread while it carries out the operations.
 typedef struct {
   decoding* d;
-  float* own;                   // its part, where there are few tokens
-  float* places[MAX_BUFFERS];   // of what each buffer holds at the moment
-  int is_settled;               // whether all threads have met since something was done token by token
+  float* own;                   // the thread's part of `memory`, if there are few tokens
+  float* places[MAX_BUFFERS];   // current place of each buffer
+  // whether all threads have passed a barrier since the last work that was done token by token
+  int is_settled;
 } walk;
 
 INLINE int is_by_tasks(operation_kind kind) {
@@ -99,8 +105,8 @@ static int64_t nanoseconds(void) {
   return now.tv_sec * 1000000000LL + now.tv_nsec;
 }
 
-// Does something to every token. The same thread has the same tokens each time, so that what is done token by token needs no
-// meeting before the next.
+// Runs `body` for every token. The same thread always gets the same tokens, so that consecutive operations that work
+// token by token need no barrier between them.
 #define FOR_TOKENS(w, num, body) \
   if ((w)->d->is_few) { \
     for (int64_t token = 0; token < (num); token++) body; \
@@ -127,11 +133,11 @@ static void run_tasks(walk* w, int64_t op, int list, task_function run, const vo
   }
 }
 
-// Token by token
+// Operations that work token by token
 
 enum { ROW_PART = 256 };
 
-// output = `size` values of an element type, from the one at `first` on.
+// output = `size` values of an element type, from index `first` on, as float32.
 static void widen(const void* values, int64_t element, int64_t first, float* output, int64_t size) {
   switch (element) {
     case ELEMENT_FLOAT32: widen_float((const float*)values + first, output, size); break;
@@ -179,7 +185,7 @@ static NOINLINE void normalize_projections(const operation* o, const float* x, f
   memcpy(output + first, x + first, sizeof(float) * (size_t)(size - first));
 }
 
-// Layer normalization (Ba et al., 2016, https://arxiv.org/abs/1607.06450), or that of the root mean square.
+// Layer normalization (Ba et al., 2016, https://arxiv.org/abs/1607.06450), or RMS normalization.
 static NOINLINE void normalize_token(const operation* o, float* x, const float* update, float* output, int64_t size) {
   const float *weight = o->weight.values, *bias = o->bias.values;
   if (update) add_token(o, x, update, size);
@@ -193,7 +199,8 @@ static NOINLINE void normalize_token(const operation* o, float* x, const float* 
   for (int64_t i = 0; i < size; i++) output[i] = output[i] * factor * weight[i] + (bias ? bias[i] : 0.0f);
 }
 
-// x / 2 * (1 + erf(x / sqrt(2))), or its approximation by tanh (Hendrycks and Gimpel, 2016, https://arxiv.org/abs/1606.08415).
+// x / 2 * (1 + erf(x / sqrt(2))), or its approximation by tanh (Hendrycks and Gimpel, 2016,
+// https://arxiv.org/abs/1606.08415).
 INLINE floats gelu(floats x, activation_function function) {
   const floats inner = function == FUNCTION_GELU ? error_function(x * splat(0.70710678118654752f))
                                         : hyperbolic_tangent((x * x * x * splat(0.044715f) + x) *
@@ -217,7 +224,7 @@ INLINE floats gated(const operation* o, floats gate, floats up) {
   return (up + splat(1.0f)) * (gate / (splat(1.0f) + exponential(-gate * splat(o->alpha))));
 }
 
-// input: [size] of the output, or twice that where it is gates and ups.
+// input: [size], or [2 * size] if it contains gates and ups.
 static NOINLINE void activate_token(const operation* o, const float* input, float* output, int64_t size) {
   if (o->is_gated && o->function == FUNCTION_SILU) {
     silu_mul_token_float(input, input + size, output, size);
@@ -244,9 +251,9 @@ static void clip_token(const operation* o, const float* input, float* output, in
     output[i] = input[i] > o->limit ? o->limit : input[i] < -o->limit ? -o->limit : input[i];
 }
 
-// By tasks
+// Operations that run by tasks
 
-// `rows`: which tokens' x are the rows of the groups; NULL: all.
+// Prepares the rows of x for a matmul. `rows`: the tokens that are the rows of the groups; NULL: all tokens.
 static const void* prepare(walk* w, const linear_layer* layer, const row_groups* groups, const float* x,
                            const int64_t* rows) {
   const decoding* d = w->d;
@@ -272,7 +279,7 @@ typedef struct {
   float* queries;
 } turning;
 
-// A `task_function`: norms and turns heads of queries and keys, and stores keys and values.
+// A `task_function`: normalizes and rotates heads of queries and keys, and stores keys and values in the cache.
 static void turn_task(const void* context, int64_t task, int64_t next) {
   const turning* t = context;
   const operation* o = t->o;
@@ -305,7 +312,8 @@ static void turn_task(const void* context, int64_t task, int64_t next) {
   }
 }
 
-// How many rows an expert has is known to those that have sorted the slots: each thread where there are few tokens.
+// The number of rows of each expert is known after the slots have been sorted. With few tokens, every thread sorts
+// them.
 static void multiply_routed(walk* w, int64_t op, const float* input, int64_t in_width, float* output,
                             const float* routes) {
   const decoding* d = w->d;
@@ -321,7 +329,8 @@ static void multiply_routed(walk* w, int64_t op, const float* input, int64_t in_
     sort_slots(routes, num_tokens, num_chosen, o->routing.num_experts, &rows);
   }
   const expert_products p = {o->linear, &rows, memory + d->prepared, output, (int)o->is_gated};
-  const int64_t stride = in_width == in_size ? 0 : in_size;  // from slot to slot
+  // from slot to slot; 0 if all slots of a token read the same input
+  const int64_t stride = in_width == in_size ? 0 : in_size;
   FOR_TOKENS(w, num_tokens, for (int64_t i = 0; i < num_chosen; i++)
     prepare_slot(&p, ids_of(routes + token * 2 * num_chosen)[i], token * num_chosen + i,
                  input + token * in_width + i * stride, memory + d->prepared))
@@ -351,7 +360,7 @@ static void attend_tokens(walk* w, int64_t op, const float* input, float* output
 typedef struct {
   const operation* o;
   const decoder_step* tokens;
-  const float* raw;  // [num_logits, size]; the logits, where they are nothing else
+  const float* raw;  // [num_logits, size]; the logits themselves, if they need no scaling or softcap
   int64_t size;
 } highest_search;
 
@@ -369,7 +378,7 @@ static NOINLINE void shape_logits(const operation* o, const float* raw, float* l
   }
 }
 
-// A `task_function`: finishes the logits of a row and looks for the highest; repeatable.
+// A `task_function`: finishes the logits of a row and finds the highest; repeatable.
 static void highest_task(const void* context, int64_t row, int64_t next) {
   const highest_search* c = context;
   float* logits = c->tokens->logits + row * c->size;
@@ -403,7 +412,7 @@ static void predict(walk* w, int64_t op, const float* input) {
     FOR_TOKENS(w, num_tokens, memcpy(tokens->hidden + token * size, input + token * size, sizeof(float) * (size_t)size))
   }
   if (!tokens->num_logits) return;
-  settle(w);  // logits are of any tokens
+  settle(w);  // the tokens with logits may belong to other threads
   const void* prepared = prepare(w, o->linear, &d->head_groups, input, tokens->logit_rows);
   float* raw = shapes_logits(o) ? d->memory + d->raw_logits : tokens->logits;
   const product head = plain_product(o->linear, &d->head_groups, prepared, raw);
@@ -412,8 +421,8 @@ static void predict(walk* w, int64_t op, const float* input) {
   run_tasks(w, op, 1, highest_task, &c);
 }
 
-// The thread that the step was called on has its turn with the other ranks, and the others wait for it. Its output is no
-// part of the input's memory where tasks are repeatable: a late thread may still write to that.
+// The thread that called `decode` runs the all-reduce, and the other threads wait for it. If tasks are repeatable, the
+// output must not share memory with the input, because a late thread may still write to the input.
 static void all_reduce(walk* w, int64_t op, const float* input, float* output, int64_t size) {
   decoding* d = w->d;
   task_list* tasks = &d->lists[op * LISTS];
@@ -427,14 +436,14 @@ static void all_reduce(walk* w, int64_t op, const float* input, float* output, i
     finish_task(tasks, 0);
   }
   if (d->is_few) {
-    // The cores are for those that speak to other ranks meanwhile.
+    // Yield the core meanwhile to the threads that communicate with other ranks.
     while (!atomic_load_explicit(&tasks->num_done, memory_order_acquire)) sched_yield();
   } else {
 #pragma omp barrier
   }
 }
 
-// The operations, as one thread carries them out
+// Carrying out the operations on one thread
 
 static float* place_output(walk* w, int64_t op) {
   const decoding* d = w->d;
@@ -514,11 +523,11 @@ static void decode_tokens(decoding* d) {
   }
 }
 
-// Before threads begin
+// Preparation before the threads start
 
 INLINE int64_t aligned(int64_t size) { return (size + 15) / 16 * 16; }
 
-// How much a product's input takes, prepared.
+// Returns the number of floats of the prepared input of a matmul; 0 for other operations.
 static int64_t prepared_floats(const decoding* d, const operation* o) {
   if (o->kind == OPERATION_MULTIPLY_ROUTED) {
     const int64_t num_slots = d->step->num_tokens * o->routing.num_chosen;
@@ -529,7 +538,7 @@ static int64_t prepared_floats(const decoding* d, const operation* o) {
   return ceil_div(prepared_bytes(activation_kind(o->linear), num_rows, o->linear->in_size), (int64_t)sizeof(float));
 }
 
-// Gives everything its place; returns how many floats that takes.
+// Assigns a place in memory to each buffer. Returns the total number of floats.
 static int64_t share_out(decoding* d) {
   const decoder* model = d->model;
   const int64_t num_tokens = d->step->num_tokens;
@@ -563,7 +572,7 @@ static int64_t share_out(decoding* d) {
   return total;
 }
 
-// A list of work for each window that an operation has; equal windows share one. 0 if there is no memory.
+// Creates a work list for each distinct window of the operations. Returns 0 if memory is exhausted.
 static int list_windows(decoding* d) {
   int num_lists = 0;
   for (int64_t op = 0; op < d->model->num_operations; op++) {
@@ -580,7 +589,7 @@ static int list_windows(decoding* d) {
   return 1;
 }
 
-// How many tasks an operation's lists have. Returns whether they are repeatable.
+// Sets the number of tasks in each list of an operation. Returns whether the tasks are repeatable.
 static int count_tasks(const decoding* d, int64_t op, int64_t* counts) {
   const operation* o = &d->model->operations[op];
   const int64_t num_turned = d->step->num_tokens * (d->step->num_heads + d->step->num_kv_heads);
@@ -592,23 +601,23 @@ static int count_tasks(const decoding* d, int64_t op, int64_t* counts) {
     counts[1] = o->kind == OPERATION_LM_HEAD ? d->tokens->num_logits : 0;
   } else if (o->kind == OPERATION_MULTIPLY_ROUTED) {
     const int64_t num_slots = d->step->num_tokens * o->routing.num_chosen, num_experts = o->routing.num_experts;
-    const int64_t num_used = num_slots < num_experts ? num_slots : num_experts;  // at most
+    const int64_t num_used = num_slots < num_experts ? num_slots : num_experts;  // an upper bound
     counts[0] = num_used * num_expert_tasks(o->linear, (int)o->is_gated);
   } else if (o->kind == OPERATION_QK_NORM_ROPE_STORE) {
     counts[0] = ceil_div(num_turned, HEADS_PER_TASK);
   } else if (o->kind == OPERATION_ALL_REDUCE) {
     counts[0] = 1;
-    return 0;  // other ranks are asked once
+    return 0;  // the all-reduce must run only once
   } else if (o->kind == OPERATION_ATTEND_PAGED) {
     const work_list* list = &d->works[d->work_of[op]];
     counts[0] = list->num_items;
     counts[1] = list->partials ? list->num_items : 0;
-    return d->is_few && !list->partials;  // operations share their parts' memory
+    return d->is_few && !list->partials;  // all operations share the memory of the partial results
   }
   return d->is_few;
 }
 
-// The lists of tasks of all operations. NULL if there is no memory.
+// Returns the task lists of all operations, or NULL if memory is exhausted.
 static task_list* list_tasks(const decoding* d) {
   const int64_t num_operations = d->model->num_operations;
   int64_t counts[LISTS], total = 0;
@@ -631,7 +640,7 @@ static task_list* list_tasks(const decoding* d) {
   return tasks;
 }
 
-// 0 if there is no memory.
+// Returns 0 if memory is exhausted.
 static int prepare_step(decoding* d) {
   const decoder* model = d->model;
   d->works = calloc((size_t)model->num_operations, sizeof(work_list));
@@ -647,10 +656,10 @@ static int prepare_step(decoding* d) {
 
 int64_t is_gateable(const linear_layer* layer) { return can_gate(layer); }
 
-// Multiplications below which a second thread costs more than it saves.
+// Below this number of multiplications, a second thread costs more than it saves.
 enum { MIN_PARALLEL_PRODUCTS = 1 << 22 };
 
-// Of a whole step: products, and keys and values that are attended to.
+// Returns the number of multiplications of a whole step: of matmuls, and of attention to keys and values.
 static int64_t count_products(const decoder* model, const attention_step* step, int64_t num_logits) {
   int64_t num_positions = 0, num_products = 0;
   for (int64_t row = 0; row < step->num_rows; row++)

@@ -1,10 +1,10 @@
-// Includes the file EACH once for each of TYPES, with ELEMENT as that type, and undefines all three.
+// Includes the file EACH once for each type in TYPES, with ELEMENT defined as that type. Undefines all three macros.
 #define OF_FLOAT 1
 #define OF_BFLOAT16 2
 #define OF_FLOAT16 4
 #define OF_FLOAT8 8
 #define OF_INT8 16
-// What is computed in, and what else weights and caches may hold.
+// The types that computations use, and the further types of weights and caches.
 #define COMPUTED (OF_FLOAT | OF_BFLOAT16)
 #define FLOATS (COMPUTED | OF_FLOAT16)
 #define EIGHT_BITS (OF_FLOAT8 | OF_INT8)

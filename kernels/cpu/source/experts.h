@@ -1,15 +1,16 @@
-// Mixtures of experts: the routing of tokens, and products of tokens with the weights of theirs. What is
-// computed is specified by kernels/experts.py, whose words are used here: a *slot* is what a token is at one of its
-// experts, and slots are [num_tokens * num_chosen, width], those of a token in the order of the ids of its experts.
+// Mixture of experts: routing tokens, and multiplying tokens by the weights of their experts. kernels/experts.py
+// specifies the results and the terms. A *slot* is one pair of token and chosen expert. Slots are [num_tokens *
+// num_chosen, width], and the slots of a token are in the order of its expert ids.
 //
-// The *routes* of a token are [2 * num_chosen] words: the ids of its experts, rising, as integers, and their weights.
+// The *routes* of a token are [2 * num_chosen] words: the ids of its experts, ascending, as integers, then their
+// weights.
 
 static const float MIN_SUM = 1e-20f;
 
 INLINE const int32_t* ids_of(const float* routes) { return (const int32_t*)routes; }
 INLINE const float* weights_of(const float* routes, int64_t num_chosen) { return routes + num_chosen; }
 
-// logits: [MAX_EXPERTS], of which those behind the last expert are -infinity.
+// logits: [MAX_EXPERTS]; entries after the last expert are -infinity.
 static void score_experts(const expert_routing* c, const float* logits, float* scores) {
   floats highest = splat(-INFINITY), sums = splat(0.0f);
   for (int64_t i = 0; i < c->num_experts; i += LANES) highest = larger(load_float(logits + i), highest);
@@ -25,8 +26,8 @@ static void score_experts(const expert_routing* c, const float* logits, float* s
   for (int64_t i = 0; i < c->num_experts; i += LANES) store_float(scores + i, load_float(scores + i) / sum);
 }
 
-// The places of the `num` highest values, the highest first, and of equal ones the one that comes first. found: [num], these
-// values.
+// Finds the indexes of the `num` highest values, in descending order of the values. Of equal values, the first one
+// comes first. found: [num], the values.
 static void rank_highest(const float* values, int64_t num_values, int64_t num, int32_t* places, float* found) {
   int64_t num_found = 0;
   for (int64_t i = 0; i < num_values; i++) {
@@ -42,7 +43,7 @@ static void rank_highest(const float* values, int64_t num_values, int64_t num, i
   }
 }
 
-// ranks: [num_experts], -infinity for experts of groups that are not chosen.
+// ranks: [num_experts]; set to -infinity for the experts of groups that are not chosen.
 static void choose_groups(const expert_routing* c, float* ranks) {
   const int64_t size = c->num_experts / c->num_groups;
   float best[MAX_EXPERTS], found[MAX_EXPERTS];
@@ -66,7 +67,7 @@ INLINE void sort_ids(int32_t* ids, int64_t num) {
   }
 }
 
-// logits: [num_experts]; routes: of the token.
+// logits: [num_experts]. routes: the token's routes.
 static NOINLINE void route_tokens(const expert_routing* c, const float* logits, float* routes) {
   float padded[MAX_EXPERTS], scores[MAX_EXPERTS], ranks[MAX_EXPERTS];
   int32_t* ids = (int32_t*)routes;
@@ -74,11 +75,11 @@ static NOINLINE void route_tokens(const expert_routing* c, const float* logits, 
   for (int64_t i = 0; i < (c->num_experts + LANES - 1) / LANES * LANES; i++)
     padded[i] = i < c->num_experts ? logits[i] : -INFINITY;
   score_experts(c, padded, scores);
-  // The softmax is monotonic, and rounds: logits that differ would be equal.
+  // The softmax is monotonic, but rounding could make the scores of different logits equal.
   const float* ranked = c->scoring == SCORING_SOFTMAX && !c->correction ? padded : scores;
   for (int64_t i = 0; i < c->num_experts; i++) {
     const float rank = ranked[i] + (c->correction ? c->correction[i] : 0.0f);
-    ranks[i] = isnan(rank) ? INFINITY : rank;  // what is no number is chosen, so that it is seen
+    ranks[i] = isnan(rank) ? INFINITY : rank;  // a NaN is chosen, so that it reaches the output
   }
   if (c->num_groups > 1) choose_groups(c, ranks);
   rank_highest(ranks, c->num_experts, c->num_chosen, ids, weights);
@@ -88,13 +89,14 @@ static NOINLINE void route_tokens(const expert_routing* c, const float* logits, 
   for (int64_t i = 0; i < c->num_chosen; i++) weights[i] = (c->renormalizes ? weights[i] / sum : weights[i]) * c->factor;
 }
 
-// Which slots each expert has: they lie together, in the order of tokens, as the *rows* of its product.
+// The slots of each expert. They are grouped by expert, in the order of tokens, and form the *rows* of the expert's
+// matmul.
 typedef struct {
-  int32_t* num_used;  // [1]: experts that have any
-  int32_t* used;      // [num_experts]: which, rising
-  int32_t* starts;   // [num_experts + 1]: the first row of each expert, used or not
-  int32_t* slots;    // [num_slots]: of each row
-  int32_t* rows;     // [num_slots]: of each slot
+  int32_t* num_used;  // [1]: number of experts that have slots
+  int32_t* used;      // [num_experts]: the experts that have slots, ascending
+  int32_t* starts;   // [num_experts + 1]: the first row of each expert, with or without slots
+  int32_t* slots;    // [num_slots]: the slot of each row
+  int32_t* rows;     // [num_slots]: the row of each slot
 } expert_rows;
 
 INLINE int64_t expert_rows_words(int64_t num_experts, int64_t num_slots) { return 2 * (1 + num_experts + num_slots); }
@@ -116,7 +118,7 @@ static void sort_slots(const float* routes, int64_t num_tokens, int64_t num_chos
   for (int64_t token = 0; token < num_tokens; token++)
     for (int64_t i = 0; i < num_chosen; i++) starts[ids_of(routes + token * 2 * num_chosen)[i] + 1]++;
   for (int64_t expert = 0; expert < num_experts; expert++) starts[expert + 1] += starts[expert];
-  // Each start goes up to the next one while its rows are found.
+  // Each start advances to the next expert's start while its rows are assigned; the memmove below shifts them back.
   for (int64_t token = 0; token < num_tokens; token++)
     for (int64_t i = 0; i < num_chosen; i++) {
       const int64_t slot = token * num_chosen + i;
@@ -135,16 +137,16 @@ INLINE int64_t num_rows_of(const expert_rows* rows, int64_t expert) {
   return rows->starts[expert + 1] - rows->starts[expert];
 }
 
-// The products of all slots with the weights of their experts.
+// The matmuls of all slots with the weights of their experts.
 typedef struct {
   const linear_layer* layers;  // [num_experts], of the same sizes and activation
   const expert_rows* rows;
-  const void* x;  // prepared: of each expert by itself, one behind the other
-  float* y;       // [num_slots, out_size]; of gated ones, [num_slots, out_size / 2]
+  const void* x;  // prepared: the rows of each expert separately, expert after expert
+  float* y;       // [num_slots, out_size]; if gated, [num_slots, out_size / 2]
   int is_gated;
 } expert_products;
 
-// A slot's row, prepared.
+// Prepares the row of a slot.
 static void prepare_slot(const expert_products* p, int64_t expert, int64_t slot, const float* x, void* prepared) {
   const linear_layer* layer = p->layers;
   const int64_t kind = activation_kind(layer), start = p->rows->starts[expert];
@@ -153,7 +155,7 @@ static void prepare_slot(const expert_products* p, int64_t expert, int64_t slot,
   prepare_row(kind, &groups, p->rows->rows[slot] - start, x, layer->in_size, of_expert);
 }
 
-// The product of the `nth` expert that is used; groups: its rows.
+// Returns the matmul of the `nth` expert that has slots. Sets `groups` to its row groups.
 static product expert_product(const expert_products* p, int64_t nth, row_groups* groups) {
   const int64_t expert = p->rows->used[nth], start = p->rows->starts[expert];
   const linear_layer* layer = &p->layers[expert];
@@ -165,7 +167,7 @@ static product expert_product(const expert_products* p, int64_t nth, row_groups*
   return of_expert;
 }
 
-// Tasks of each expert.
+// Returns the number of tasks of each expert.
 INLINE int64_t num_expert_tasks(const linear_layer* layer, int is_gated) {
   return ceil_div(ceil_div(layer->out_size, PANEL) / (is_gated ? 2 : 1), PANELS_PER_EXPERT_TASK);
 }
@@ -184,7 +186,7 @@ static void multiply_experts_task(const void* context, int64_t task, int64_t nex
   multiply_panels(&now, task % num, &then, next % num);
 }
 
-// slots: [num_chosen, size], of a token.
+// slots: [num_chosen, size], the slots of one token.
 static NOINLINE void sum_slots(const float* routes, int64_t num_chosen, const float* slots, float* output,
                                int64_t size) {
   const float* weights = weights_of(routes, num_chosen);

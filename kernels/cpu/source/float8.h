@@ -1,20 +1,21 @@
-// Matrix products of bfloat16 activations with weights of float8 (e4m3) that have a scale for each output and `group_size`
-// inputs, a *unit*. Every float8 is a bfloat16, and the product of two bfloat16 a float32. A unit's products are summed
-// up as those over weights of bfloat16 are (bfloat16.h), and the sum, times the scale, is added to the total, unit by
-// unit.
+// Matmuls of bfloat16 activations with float8 weights (e4m3). Each output has a scale for every `group_size` inputs, a
+// *unit*. Every float8 value is representable in bfloat16, and the product of two bfloat16 numbers in float32. The
+// products of a unit are summed in the same way as for bfloat16 weights (bfloat16.h). The sum times the scale is added
+// to the total, unit by unit.
 //
-// A panel holds units: a byte for each weight, then the scales of PANEL outputs. Bytes lie as [group_size, PANEL]; for
-// `vdpbf16ps` as [group_size / 2, LANES, 2, 2]: of a pair of inputs of an output in the first vector, and of that in the
-// second one, first inputs and second ones.
+// A panel consists of units: a byte for each weight, then the scales of PANEL outputs. The bytes are [group_size,
+// PANEL]. For `vdpbf16ps` they are [group_size / 2, LANES, 2, 2]: for each pair of inputs and each lane, the first
+// inputs of the outputs in the first and second vector, then their second inputs.
 
-enum { FLOAT8_RUN = 512 };  // inputs of a panel that are multiplied with all rows while they are near
+// number of inputs of a panel that are multiplied with all rows while they are in the nearest cache
+enum { FLOAT8_RUN = 512 };
 
 INLINE int64_t float8_unit_bytes(const linear_layer* layer) {
   return PANEL * (layer->group_size + (int64_t)sizeof(float));
 }
 
 #if defined(HAS_BFLOAT16_DOTS)
-enum { FLOAT8_ROW_BYTES = sizeof(uint32_t) / 2 };  // of an input of a prepared row
+enum { FLOAT8_ROW_BYTES = sizeof(uint32_t) / 2 };  // bytes of one input of a prepared row
 
 INLINE int64_t float8_place(int64_t output, int64_t input) {
   return input / 2 * 2 * PANEL + output % LANES * 4 + input % 2 * 2 + output / LANES;

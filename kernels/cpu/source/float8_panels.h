@@ -1,4 +1,4 @@
-// Packed weights of float8: how they are made, and read by rows.
+// Packing float8 weights into panels, and reading rows of packed weights.
 
 static void pack_float8(const linear_layer* layer, const held_weight* weight, char* panels, int64_t num_threads) {
   const int64_t size = layer->group_size, in_size = layer->in_size, bytes = float8_unit_bytes(layer);
@@ -18,7 +18,7 @@ static void pack_float8(const linear_layer* layer, const held_weight* weight, ch
   }
 }
 
-// A row of packed weights in float32.
+// Reads a row of packed weights as float32.
 static void take_float8_row(const linear_layer* layer, int64_t output, float* row) {
   const int64_t size = layer->group_size, bytes = float8_unit_bytes(layer), nth = output % PANEL;
   const char* panel = (const char*)layer->panels + output / PANEL * (layer->in_size / size) * bytes;

@@ -1,15 +1,17 @@
-// The products of float8.h.
+// The matmul loops for float8.h.
+//
+// `multiply_float8`: sums [R, 2 * C] += the dot products of `num` inputs, an even number. `weights`: of the first
+// panel.
 
-// sums: [R, 2 * C], += the products of `num` inputs, an even number. `weights`: of the first panel.
 #if defined(HAS_BFLOAT16_DOTS)
-// `codes`: normal ones, in the upper bytes of 16 bits; what the lower ones hold does not count. Exponents are biased by
-// 127 instead of 7.
+// Widens float8 codes to bfloat16. `codes`: normal numbers only, in the upper byte of each 16 bits; the lower byte is
+// ignored. The exponent bias changes from 7 to 127.
 INLINE __m512i widen_normal(__m512i codes) {
   const __m512i moved = _mm512_and_si512(_mm512_srai_epi16(codes, 4), _mm512_set1_epi16((int16_t)0x87f0));
   return _mm512_add_epi16(moved, _mm512_set1_epi16(0x3c00));
 }
 
-// The same of any: those without an exponent are looked up by their mantissa.
+// Widens any float8 codes: looks up codes with exponent 0 by their mantissa.
 static NOINLINE __m512i widen_any(__m512i codes) {
   const __m512i small = _mm512_set4_epi64(0, 0, 0x3c603c403c203c00, 0x3bc03b803b000000);
   const __m512i size = _mm512_and_si512(codes, _mm512_set1_epi16(0x7f00));
@@ -29,7 +31,7 @@ INLINE void multiply_float8(const int R, const int C, const int num, const char*
     for (int c = 0; c < C; c++) {
       const __m512i codes = _mm512_loadu_si512(weights + i * 2 * PANEL + c * panel_bytes);
       const __m512i first = _mm512_slli_epi16(codes, 8);
-      const int has_small = _mm512_testn_epi8_mask(codes, _mm512_set1_epi8(0x78)) != 0;  // few have
+      const int has_small = _mm512_testn_epi8_mask(codes, _mm512_set1_epi8(0x78)) != 0;  // rare
       w[2 * c] = (words)(__builtin_expect(has_small, 0) ? widen_any(first) : widen_normal(first));
       w[2 * c + 1] = (words)(__builtin_expect(has_small, 0) ? widen_any(codes) : widen_normal(codes));
     }
@@ -45,7 +47,7 @@ INLINE void multiply_float8(const int R, const int C, const int num, const char*
   const float* values = (const float*)x;
 #pragma GCC unroll 8
   for (int nth = 0; nth < num; nth++) {
-    const int i = nth ^ 1;  // of a pair the second one first, as `vdpbf16ps` has it
+    const int i = nth ^ 1;  // the second input of a pair first, in the order of `vdpbf16ps`
     floats w[8];
 #pragma GCC unroll 8
     for (int c = 0; c < 2 * C; c++)
@@ -58,7 +60,7 @@ INLINE void multiply_float8(const int R, const int C, const int num, const char*
 }
 #endif
 
-// totals: [R, 2 * C vectors], += a unit's sums times its scales.
+// totals: [R, 2 * C vectors] += the sums of a unit times its scales.
 INLINE void add_scaled(const int R, const int C, floats (*sums)[8], const char* scales, int64_t panel_bytes, float* totals) {
 #pragma GCC unroll 8
   for (int c = 0; c < 2 * C; c++) {
@@ -71,8 +73,8 @@ INLINE void add_scaled(const int R, const int C, floats (*sums)[8], const char* 
   }
 }
 
-// A `run_function` of R rows and C panels. Units are of whole turns of UNROLLED pairs; in each of those, a part of what is
-// to be fetched is.
+// A `run_function` of R rows and C panels. A unit consists of whole turns of UNROLLED pairs, and each turn prefetches a
+// part of the data for the next unit.
 INLINE void multiply_run_of_float8(const int R, const int C, const linear_layer* layer, const char* weights,
                                    int64_t panel_bytes, const char* x, int64_t num, const char* ahead, int64_t stride,
                                    float* totals) {

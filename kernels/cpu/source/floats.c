@@ -1,4 +1,4 @@
-// Products with weights of floats.
+// Matmuls with weights of floats.
 #include "common.h"
 #include "tasks.h"
 #include "rows.h"

@@ -1,5 +1,5 @@
-// What stands between the matrix products of a decoder layer, for one element type. Every intermediate that torch would
-// store is rounded to the element type here too.
+// The operations between the matmuls of a decoder layer, for one element type. Every intermediate result that torch
+// would store is rounded to the element type here too.
 
 INLINE floats NAME(rounded)(floats v) {
   ELEMENT stored[LANES];
@@ -23,7 +23,7 @@ INLINE float NAME(inverse_rms)(const ELEMENT* x, int64_t size, float eps) {
   return 1.0f / sqrtf(sum / (float)size + eps);
 }
 
-// x / rms(x), rounded, times weight; in place if output == x.
+// output = x / rms(x), rounded, times weight; output may be x.
 INLINE void NAME(normalize)(const ELEMENT* x, const ELEMENT* weight, ELEMENT* output, int64_t size, float eps) {
   const float factor = NAME(inverse_rms)(x, size, eps);
   int64_t i = 0;
@@ -39,7 +39,7 @@ INLINE void NAME(add)(ELEMENT* x, const ELEMENT* update, int64_t size) {
   for (; i < size; i++) x[i] = NAME(from_value)(NAME(value)(x[i]) + NAME(value)(update[i]));
 }
 
-// x, update, output: [num_tokens, size]. x += update where there is one; output = norm(x).
+// x, update, output: [num_tokens, size]. x += update unless update is NULL; output = norm(x).
 static void NAME(add_rms_norm)(ELEMENT* x, const ELEMENT* update, const ELEMENT* weight, ELEMENT* output, int64_t num_tokens,
                         int64_t size, float eps, int64_t num_threads) {
 #pragma omp parallel for schedule(static) num_threads((int)num_threads) if (num_threads > 1 && num_tokens > 1 && num_tokens * size >= MIN_PARALLEL_ELEMENTS)
@@ -49,7 +49,7 @@ static void NAME(add_rms_norm)(ELEMENT* x, const ELEMENT* update, const ELEMENT*
   }
 }
 
-// output = silu(gates) * ups; in place if output == gates.
+// output = silu(gates) * ups; output may be gates.
 INLINE void NAME(silu_mul_token)(const ELEMENT* gates, const ELEMENT* ups, ELEMENT* output, int64_t size) {
   int64_t i = 0;
   for (; i + LANES <= size; i += LANES) {
@@ -73,7 +73,7 @@ static void NAME(silu_mul)(const ELEMENT* gate_up, ELEMENT* output, int64_t num_
   }
 }
 
-// Pairs (x[i], x[i + size / 2]), turned in place. The first half of the sines is negated.
+// Rotates the pairs (x[i], x[i + size / 2]) in place. The first half of the sines is negated.
 INLINE void NAME(rotate)(ELEMENT* x, const ELEMENT* cos, const ELEMENT* sin, int64_t size) {
   const int64_t half = size / 2;
   int64_t i = 0;
@@ -90,8 +90,8 @@ INLINE void NAME(rotate)(ELEMENT* x, const ELEMENT* cos, const ELEMENT* sin, int
   }
 }
 
-// heads: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], queries, keys and values. Queries and keys are normalized
-// where there is a weight, then rotated, in place. cos, sin: [num_tokens, head_dim].
+// heads: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], queries, keys and values. Queries and keys are
+// normalized if they have a weight, then rotated, in place. cos, sin: [num_tokens, head_dim].
 static void NAME(norm_rope)(ELEMENT* heads, const ELEMENT* query_weight, const ELEMENT* key_weight, const ELEMENT* cos,
                      const ELEMENT* sin, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
                      float eps, int64_t num_threads) {

@@ -1,13 +1,14 @@
-// Packed weights of integers: how they are made, and read by rows.
+// Packing integer weights into panels, and reading rows of packed weights.
 
-// Where a unit has the code of an input of an output, in bytes, and whether it is the upper half of one.
+// Returns the offset in a unit, in bytes, of the code of an output and an input. With 4 bits, sets `is_upper` if the
+// code is the upper half of its byte.
 INLINE int64_t code_place(int64_t bits, int64_t output, int64_t input, int* is_upper) {
   const int64_t step = bits == 8 ? input / 4 : input / 8;
   *is_upper = bits == 4 && input / 4 % 2;
   return output / LANES * (unit_code_bytes(bits) / 2) + (step * LANES + output % LANES) * 4 + input % 4;
 }
 
-// Where a panel's unit is, and the factors of its scales.
+// Returns the offset of a unit in a panel. Sets `factors` to the offset of the factors of its scales.
 INLINE int64_t unit_place(const linear_layer* layer, int64_t unit, int64_t* factors) {
   const int64_t bytes = unit_bytes(layer, code_bits(layer));
   *factors = unit / BLOCK_UNITS * (BLOCK_UNITS * bytes + factor_bytes(layer));
@@ -37,7 +38,7 @@ INLINE void store_scale(int64_t element, char* scales, int64_t index, float valu
   }
 }
 
-// The scales, minima and zeros that an output has in a unit; `first`: the unit's first input.
+// Stores the scales, minima and zero points of an output in a unit. `first`: the first input of the unit.
 static void pack_scales(const linear_layer* layer, const held_weight* weight, int64_t output, int64_t first,
                         char* scales) {
   const int64_t num_groups = groups_of_unit(layer), size = layer->in_size, element = layer->scale_element;
@@ -51,7 +52,7 @@ static void pack_scales(const linear_layer* layer, const held_weight* weight, in
   }
 }
 
-// What an output has in a unit.
+// Stores the codes, scales, minima and zero points of an output in a unit.
 static void pack_unit(const linear_layer* layer, const held_weight* weight, const uint8_t* indexes, int64_t output,
                       int64_t unit, char* panel) {
   const int64_t bits = code_bits(layer), size = layer->in_size, first = unit * UNIT_INPUTS, nth = output % PANEL;
@@ -110,9 +111,10 @@ int64_t find_codes(const int8_t* codes, int64_t num, int8_t table[16], int64_t n
   return 4;
 }
 
-// A weight by its formula: a product that is rounded, then a difference.
+// Computes a weight in two steps, each rounded: a multiplication, then a subtraction.
 INLINE float dequantized(float scale, int32_t code, float minimum) {
-  const volatile float product = scale * (float)code;  // or both would be one instruction, and rounded once
+  // volatile, to keep the compiler from fusing both steps into one rounding
+  const volatile float product = scale * (float)code;
   return product - minimum;
 }
 
@@ -126,7 +128,7 @@ INLINE float scale_value(const linear_layer* layer, const char* scales, int64_t 
   }
 }
 
-// The weight of an output, the `nth` of its panel, and of an input.
+// Returns the weight of an input and of the `nth` output of a panel.
 static float quantized_value(const linear_layer* layer, const char* panel, int64_t nth, int64_t input) {
   const int64_t bits = code_bits(layer), num_scales = groups_of_unit(layer) * PANEL;
   int64_t place;
@@ -142,7 +144,7 @@ static float quantized_value(const linear_layer* layer, const char* panel, int64
   return dequantized(scale_value(layer, scales, g, factors), code - (layer->has_zeros ? zeros[g] : 0), minimum);
 }
 
-// A row of packed weights in float32.
+// Reads a row of packed weights as float32.
 static void take_quantized_row(const linear_layer* layer, int64_t output, float* row) {
   const int64_t num_units = ceil_div(layer->in_size, UNIT_INPUTS);
   const char* panel = (const char*)layer->panels + output / PANEL * num_units * weight_bytes(layer, code_bits(layer));

@@ -1,4 +1,4 @@
-// The products of integers.h with one CODING, which make up its table RUNS. Half of all code is here.
+// The matmul loops of integers.h for one CODING, which form its table RUNS. Half of all machine code is generated here.
 #include "common.h"
 #include "tasks.h"
 #include "rows.h"

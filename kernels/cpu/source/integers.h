@@ -1,20 +1,21 @@
-// Matrix products of int8 activations with weights of 8 or 4 bits, in groups that have a scale each, and perhaps a zero
-// point and a minimum: scale * (code - zero) - minimum. Sums over a group are integers and exact; each is taken to float32,
-// times the scale of the activations, times that of the weights, and added to the sum of a run; so is the minimum, times
-// the sum of the activations.
+// Matmuls of int8 activations with weights of 8 or 4 bits. Each group of inputs has a scale, and optionally a zero
+// point and a minimum: weight = scale * (code - zero) - minimum. Sums over a group are integers and exact. Each sum is
+// converted to float32, multiplied by the scale of the activations and the scale of the weights, and added to the sum
+// of a run. The minimum, multiplied by the sum of the activations, is added in the same way.
 //
-// A panel holds units of 32 inputs; a unit the codes of 2 vectors of outputs, then scales, minima and zeros, [1 or 2
-// groups, PANEL] each. Codes of 8 bits lie as [8, LANES, 4]: four inputs of LANES outputs in a step. Of 4 bits two steps
-// share a byte, the first one in the lower half; they are looked up in the layer's table, unless that counts upwards.
+// A panel consists of units of 32 inputs. A unit contains the codes of 2 vectors of outputs, then scales, minima and
+// zero points, [1 or 2 groups, PANEL] each. Codes of 8 bits are stored as [8, LANES, 4]: each step has four inputs of
+// LANES outputs. With 4 bits, two steps share a byte, and the first step is in the lower half. Codes of 4 bits are
+// looked up in the layer's table, unless the table counts upwards.
 //
-// Scales and minima are floats; or powers of two and 0, of which a byte holds the exponent as float32 has it; or integers
-// of 8 bits, times a factor of float16. Then in_size is a multiple of 256, and before each 8 units there are the scales'
-// factors, [PANEL], and the minima's; their products are exact in float32.
+// Scales and minima have one of three formats: floats; powers of two and 0, stored in a byte as the exponent of a
+// float32; or 8-bit integers times a float16 factor. With factors, in_size is a multiple of 256. The factors of the
+// scales, [PANEL], and of the minima precede each 8 units. An integer times its factor is exact in float32.
 //
-// Codes may be stored with an offset; the sum of the activations, times that, is taken off the sums.
+// Codes may be stored with an offset. The sum of the activations times the offset is then subtracted from the sums.
 
 enum { CODES_OF_8, CODES_OF_4, CODES_OF_TABLE };
-// Instructions that multiply unsigned with signed bytes need codes that are not negative.
+// Instructions that multiply unsigned with signed bytes need non-negative codes.
 #if defined(__AVX512VNNI__) && defined(HAS_AVX512)
 #define CODE_OFFSET 128
 #else
@@ -27,12 +28,12 @@ INLINE words load_words(const void* p) {
   return v;
 }
 
-// sums += products of four inputs with the codes of LANES outputs, which are stored with CODE_OFFSET.
+// sums += the dot products of four inputs with the codes of LANES outputs. The codes are stored with CODE_OFFSET.
 INLINE ints add_code_dots(ints sums, words codes, words x) {
 #if CODE_OFFSET
   return (ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, (__m512i)x);
 #elif defined(HAS_AVX512)
-  // Signs go to the activations: no sum of two products is larger than 2 * 128 * 127.
+  // Move the signs to the activations. A sum of two products is at most 2 * 128 * 127.
   const __m512i turned = _mm512_mask_sub_epi8((__m512i)x, _mm512_movepi8_mask((__m512i)codes), _mm512_setzero_si512(), (__m512i)x);
   const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8((__m512i)codes), turned);
   return sums + (ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
@@ -49,8 +50,8 @@ INLINE ints add_code_dots(ints sums, words codes, words x) {
 #endif
 }
 
-// The same of codes below 16. Where that is faster, `sums` are of 16 bits: no 8 sums of two products are larger than
-// 8 * 2 * 15 * 127. `whole_dots` adds them up.
+// Like add_code_dots, for codes below 16. `sums` have 16 bits where that is faster: 8 sums of two products are at most
+// 8 * 2 * 15 * 127. `whole_dots` widens them.
 INLINE ints add_small_dots(ints sums, words codes, words x) {
 #if defined(HAS_AVX512) && !CODE_OFFSET
   return (ints)_mm512_add_epi16((__m512i)sums, _mm512_maddubs_epi16((__m512i)codes, (__m512i)x));
@@ -71,7 +72,7 @@ INLINE ints whole_dots(ints sums) {
 #endif
 }
 
-// The table's entry of every byte; `indexes` are below 16.
+// Returns the table's entry for every byte of `indexes`, all below 16.
 INLINE words look_up(words table, words indexes) {
 #if defined(HAS_AVX512)
   return (words)_mm512_shuffle_epi8((__m512i)table, (__m512i)indexes);
@@ -88,14 +89,14 @@ INLINE words look_up(words table, words indexes) {
 #endif
 }
 
-// The layer's table in every 16 bytes of a vector, offset as codes are.
+// Returns the layer's table, with the offset of codes, repeated in every 16 bytes of a vector.
 INLINE words offset_table(const linear_layer* layer) {
   uint8_t entries[4 * LANES];
   for (int i = 0; i < 4 * LANES; i++) entries[i] = (uint8_t)layer->table[i % 16] ^ CODE_OFFSET;
   return load_words(entries);
 }
 
-// Whether codes of 4 bits are what they stand for, or 8 more than that.
+// Returns whether each 4-bit code equals its value, or its value plus 8.
 INLINE int needs_no_table(const linear_layer* layer) {
   int is_next = layer->table[0] == 0 || layer->table[0] == -8;
   for (int i = 1; i < 16; i++) is_next &= layer->table[i] == layer->table[i - 1] + 1;
@@ -116,18 +117,18 @@ INLINE int64_t unit_bytes(const linear_layer* layer, int64_t bits) {
   return unit_code_bytes(bits) + PANEL * groups_of_unit(layer) * of_group;
 }
 
-enum { BLOCK_UNITS = 8 };  // that have factors in common
+enum { BLOCK_UNITS = 8 };  // units that share factors
 
 INLINE int64_t factor_bytes(const linear_layer* layer) {
   return layer->scale_element == ELEMENT_INT8 ? PANEL * (1 + layer->has_minima) * (int64_t)sizeof(float16) : 0;
 }
 
-// On average.
+// Average bytes of a unit, including its share of the factors.
 INLINE int64_t weight_bytes(const linear_layer* layer, int64_t bits) {
   return unit_bytes(layer, bits) + factor_bytes(layer) / BLOCK_UNITS;
 }
 
-// Powers of two, and 0, of which bytes hold the exponents.
+// Loads powers of two and 0 from bytes that contain their exponents.
 INLINE floats load_powers(const uint8_t* exponents) {
 #if defined(HAS_AVX512)
   return (floats)_mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)exponents)), 23);
@@ -138,7 +139,7 @@ INLINE floats load_powers(const uint8_t* exponents) {
 #endif
 }
 
-// Of LANES outputs from `index` on, where factors begin with the ones for the first of them.
+// Loads the scales of LANES outputs from `index` on. `factors` begins with the factor of the first of these outputs.
 INLINE floats load_scales(const linear_layer* layer, const char* scales, int64_t index, const float16* factors) {
   switch (layer->scale_element) {
     case ELEMENT_INT8: return load_int8((const int8*)scales + index) * load_float16(factors);
@@ -149,10 +150,10 @@ INLINE floats load_scales(const linear_layer* layer, const char* scales, int64_t
   }
 }
 
-// Of LANES outputs, as integers.
+// Loads the zero points of LANES outputs as integers.
 INLINE ints load_zeros(const int8* zeros) { return __builtin_convertvector(load_int8(zeros), ints); }
 
-// What a step of a vector of outputs has of a unit's codes; `of_vector`: the vector's.
+// Loads the codes of one step for a vector of outputs. `of_vector`: the vector's codes in the unit.
 INLINE words load_codes(const int coding, const char* of_vector, int step, words table) {
   const int64_t size = sizeof(words);
   if (coding == CODES_OF_8) return load_words(of_vector + step * size);
@@ -160,8 +161,8 @@ INLINE words load_codes(const int coding, const char* of_vector, int step, words
   return coding == CODES_OF_TABLE ? look_up(table, indexes) : indexes;
 }
 
-// The same place, unknown to the compiler: or it would load what two branches have in common before them, into more
-// registers than there are.
+// Returns the same pointer, but hides this from the compiler. Otherwise the compiler would move loads that two branches
+// have in common in front of the branches, and run out of registers.
 INLINE const void* branch_of(const void* place) {
   __asm__("" : "+r"(place));
   return place;
@@ -170,14 +171,14 @@ INLINE const void* branch_of(const void* place) {
 INLINE words word_of(const uint32_t* x) { return *x - (words){0}; }
 INLINE floats float_of(const uint32_t* x) { return (floats)word_of(x); }
 
-// Where a tile's weights are, and how their codes are read.
+// The location of a tile's weights, and the way to read their codes.
 typedef struct {
   const linear_layer* layer;
   int64_t panel_bytes;
-  int64_t place;  // of the first vector of the outputs in the first panel
+  int64_t place;  // of the first vector of outputs in the first panel
   words table;
-  int32_t mask;         // of what codes of 4 bits are stored with: all bits, or none
-  const char* factors;  // of the scales of units
+  int32_t mask;         // for the offset of 4-bit codes: all bits if they are stored with an offset, or 0
+  const char* factors;  // of the scales of the current units
 } code_tile;
 
 INLINE code_tile tile_of(const int coding, const linear_layer* layer, int64_t panel_bytes, int64_t place) {
@@ -188,19 +189,20 @@ INLINE code_tile tile_of(const int coding, const linear_layer* layer, int64_t pa
                      .mask = layer->table[0] ? -1 : 0};
 }
 
-// What there is to add to sums over codes, for what the codes are stored with. `sum`: of the activations, negative.
+// Returns the value to add to sums over codes, to compensate the offset with which codes are stored. `sum`: the negated
+// sum of the activations.
 INLINE ints offset_dots(const int coding, const code_tile* t, ints sum) {
   if (coding == CODES_OF_4) return (sum << 3) & t->mask;
   return CODE_OFFSET ? sum << 7 : (ints){0};
 }
 
-// The negative sum of the activations of a group: of the whole unit, or of the `nth` half.
+// Returns the negated sum of the activations of a group: of the whole unit, or of its `nth` half.
 INLINE ints group_sum(const int is_whole, const int nth, const int pitch, const uint32_t* x) {
   const ints sum = (ints)word_of(x + INT8_SUM * pitch), first = (ints)word_of(x + INT8_FIRST_SUM * pitch);
   return is_whole ? sum : nth == 0 ? first : sum - first;
 }
 
-// dots: [R, V] -= the sums of the activations of a group times zero points.
+// dots: [R, V] -= the sums of the activations of a group times the zero points.
 INLINE void take_zeros_off(const int is_whole, const int nth, const int R, const int V, const code_tile* t,
                            const char* zeros, const uint32_t* inputs, ints (*dots)[8]) {
   const uint32_t* x = branch_of(inputs);
@@ -212,7 +214,7 @@ INLINE void take_zeros_off(const int is_whole, const int nth, const int R, const
   }
 }
 
-// sums: [R, V] -= the sums of the activations of a group times minima.
+// sums: [R, V] -= the sums of the activations of a group times the minima.
 INLINE void take_minima_off(const int is_whole, const int nth, const int R, const int V, const code_tile* t,
                             const char* minima, const uint32_t* inputs, floats (*sums)[8]) {
   const uint32_t* x = branch_of(inputs);
@@ -230,7 +232,7 @@ INLINE void take_minima_off(const int is_whole, const int nth, const int R, cons
   }
 }
 
-// sums: [R, V] += the products of a group, the `nth` of its unit, whose integer sums over codes are `dots`.
+// sums: [R, V] += the result of the `nth` group of a unit. `dots`: its integer sums over codes.
 INLINE void scale_dots(const int coding, const int is_whole, const int nth, const int R, const int V, const code_tile* t,
                        const char* scales, const uint32_t* inputs, ints (*dots)[8], floats (*sums)[8]) {
   const linear_layer* layer = t->layer;
@@ -256,7 +258,7 @@ INLINE void scale_dots(const int coding, const int is_whole, const int nth, cons
   if (layer->has_minima) take_minima_off(is_whole, nth, R, V, t, scales + (num + nth * PANEL) * size, inputs, sums);
 }
 
-// sums: [R, V] += the products of the `nth` group of a unit. `unit`: that of the first vector's panel.
+// sums: [R, V] += the dot products of the `nth` group of a unit. `weights`: the unit in the panel of the first vector.
 INLINE void multiply_group(const int coding, const int is_whole, const int nth, const int R, const int V,
                            const code_tile* t, const char* weights, const uint32_t* inputs, floats (*sums)[8]) {
   const char* unit = branch_of(weights);
@@ -283,14 +285,14 @@ INLINE void multiply_group(const int coding, const int is_whole, const int nth, 
   scale_dots(coding, is_whole, nth, R, V, t, unit + unit_code_bytes(bits), x, dots, sums);
 }
 
-// How many sums registers hold beside as many integer sums.
+// The number of float sums that fit into the registers together with the same number of integer sums.
 #if defined(HAS_AVX512)
 #define MAX_SUMS 12
 #else
 #define MAX_SUMS 6
 #endif
 
-// R rows and V vectors of outputs of a run; totals: the first of them, whose rows are `size` floats.
+// Computes R rows and V vectors of outputs of a run. totals: the first output; rows are `size` floats apart.
 INLINE void multiply_tile(const int coding, const int R, const int V, code_tile* t, const char* weights,
                           const uint32_t* x, int64_t num, const char* ahead, int64_t stride, float* totals, int64_t size) {
   const int64_t bytes = unit_bytes(t->layer, coding == CODES_OF_8 ? 8 : 4), of_factors = factor_bytes(t->layer);
@@ -298,7 +300,7 @@ INLINE void multiply_tile(const int coding, const int R, const int V, code_tile*
   floats sums[GROUP_ROWS][8];
   clear_sums(R, V, sums);
   for (int64_t i = 0; i < num; i++, ahead += stride, weights += bytes, x += INT8_WORDS * R) {
-    // Into the second cache: the nearest one is full of what is multiplied now.
+    // Prefetch into the second-level cache: the first level is full of the data that is multiplied now.
     for (int64_t line = 0; line < stride; line += LINE) __builtin_prefetch(ahead + line, 0, 2);
     if (i % BLOCK_UNITS == 0) {
       t->factors = weights;
@@ -315,7 +317,7 @@ INLINE void multiply_tile(const int coding, const int R, const int V, code_tile*
   for (int r = 0; r < R; r++) add_sums(1, V, &sums[r], totals + r * size);
 }
 
-// Where a panel's outputs are computed in two tiles, each fetches half of what is fetched meanwhile.
+// If the outputs of a panel are computed in two tiles, each tile prefetches half of the data.
 INLINE void multiply_codes(const int coding, const int R, const int C, const linear_layer* layer, const char* weights,
                            int64_t panel_bytes, const uint32_t* x, int64_t num, const char* ahead, int64_t stride,
                            float* totals) {
@@ -328,7 +330,7 @@ INLINE void multiply_codes(const int coding, const int R, const int C, const lin
   }
 }
 
-// Of CODES_OF_8, CODES_OF_4 and CODES_OF_TABLE: integer_runs.h.
+// The run functions for CODES_OF_8, CODES_OF_4 and CODES_OF_TABLE: integer_runs.h.
 extern SHARED const run_function INT8_RUNS[], INT4_RUNS[], TABLE_RUNS[];
 
 INLINE int64_t code_bits(const linear_layer* layer) { return layer->element == ELEMENT_INT4 ? 4 : 8; }

@@ -1,5 +1,5 @@
-// Every kernel for every element type that it is needed for, but the products of panels and attention, which have units
-// of their own. What they compute is specified by kernels/reference.py.
+// All kernels for all element types that they support, except the matmul loops and attention, which have *.c files of
+// their own. kernels/reference.py specifies the results.
 #include "common.h"
 #include "tasks.h"
 #include "rows.h"

@@ -1,9 +1,9 @@
-// Matrix products of float32 activations with weights of one element type, accumulated in float32: the register tiles of
-// BLIS (Van Zee and van de Geijn, 2015, https://doi.org/10.1145/2764454), over weights that are packed once.
+// Matmuls of float32 activations with weights of one element type, accumulated in float32. They use the register tiles
+// of BLIS (Van Zee and van de Geijn, 2015, https://doi.org/10.1145/2764454), over weights that are packed once.
 //
-// Weights [out_size, in_size] are packed in panels of PANEL outputs: [ceil(out_size / PANEL), in_size, PANEL]; those of
-// bfloat16 in pairs of inputs, [ceil(out_size / PANEL), ceil(in_size / 2), PANEL, 2], as `vdpbf16ps` takes them, and as a
-// shift and a mask widen them.
+// Weights [out_size, in_size] are packed in panels of PANEL outputs: [ceil(out_size / PANEL), in_size, PANEL]. bfloat16
+// weights are packed in pairs of inputs, [ceil(out_size / PANEL), ceil(in_size / 2), PANEL, 2]. This is the layout that
+// `vdpbf16ps` reads, and a shift and a mask widen it to float32.
 
 #define IS_PAIRED_bfloat16 1
 
@@ -13,14 +13,14 @@ enum { NAME(UNIT) = 2 };
 enum { NAME(UNIT) = 1 };
 #endif
 
-// Of output `output` and input `input` of a panel.
+// Returns the index of the weight of `output` and `input` in a panel.
 INLINE int64_t NAME(panel_place)(int64_t output, int64_t input) {
   return (input / NAME(UNIT) * PANEL + output) * NAME(UNIT) + input % NAME(UNIT);
 }
 
 INLINE int64_t NAME(padded_size)(int64_t in_size) { return ceil_div(in_size, NAME(UNIT)) * NAME(UNIT); }
 
-// The weights of LANES outputs from `output` on.
+// Loads the weights of LANES outputs from `output` on.
 INLINE floats NAME(load_weights)(const ELEMENT* panel, int64_t output, int64_t input) {
 #if NAME(IS_PAIRED)
   words pairs;

@@ -1,7 +1,7 @@
-// Packed weights of one element type: how they are made, and read by rows.
+// Packing weights of one element type into panels, and reading rows of packed weights.
 #include "linear.h"
 
-// weight: [out_size, in_size]. What is missing of the last panel and unit is 0.
+// weight: [out_size, in_size]. Padding of the last panel and unit is 0.
 static void NAME(pack_linear)(const ELEMENT* weight, ELEMENT* panels, int64_t in_size, int64_t out_size, int64_t num_threads) {
   const ELEMENT zero = NAME(from_value)(0.0f);
   const int64_t padded_size = NAME(padded_size)(in_size);
@@ -16,7 +16,7 @@ static void NAME(pack_linear)(const ELEMENT* weight, ELEMENT* panels, int64_t in
   }
 }
 
-// Rows of packed weights, as an embedding takes them: output[i] = weight[indexes[i]], in float32.
+// Reads rows of packed weights, for embeddings: output[i] = weight[indexes[i]], in float32.
 static void NAME(take_rows)(const ELEMENT* panels, const int64_t* indexes, float* output, int64_t num_indexes,
                             int64_t in_size) {
   for (int64_t n = 0; n < num_indexes; n++) {
@@ -26,7 +26,7 @@ static void NAME(take_rows)(const ELEMENT* panels, const int64_t* indexes, float
   }
 }
 
-// Values as float32.
+// output = values, as float32.
 INLINE void NAME(widen)(const ELEMENT* values, float* output, int64_t size) {
   for (int64_t i = 0; i < size; i++) output[i] = NAME(value)(values[i]);
 }

@@ -1,12 +1,12 @@
-// The products of linear.h.
+// The matmul loops of linear.h.
 #include "linear.h"
 
-// sums: [R, 2 * C], of R interleaved rows and C panels, += the products of `num` units.
+// sums: [R, 2 * C] += the dot products of `num` units, for R interleaved rows and C panels.
 INLINE void NAME(multiply_units)(const int R, const int C, const int num, const ELEMENT* weights, int64_t panel_size,
                                  const float* x, floats (*sums)[8]) {
 #pragma GCC unroll 8
   for (int nth = 0; nth < num * NAME(UNIT); nth++) {
-    const int i = nth ^ (NAME(UNIT) - 1);  // of a pair the second one first, as `vdpbf16ps` has it
+    const int i = nth ^ (NAME(UNIT) - 1);  // the second input of a pair first, in the order of `vdpbf16ps`
     floats w[8];
 #pragma GCC unroll 8
     for (int c = 0; c < 2 * C; c++) w[c] = NAME(load_weights)(weights + c / 2 * panel_size, c % 2 * LANES, i);

@@ -1,11 +1,11 @@
-// Keys and values of one element type as they lie in the pages of a cache: found, scored and weighed in float32.
+// Keys and values of one element type, read directly from the pages of a cache. Scores and weighted sums are float32.
 
-// Where the keys and values of a tile's positions lie.
+// The addresses of the keys and values of a tile's positions.
 typedef struct {
   const ELEMENT *keys[TILE_POSITIONS], *values[TILE_POSITIONS];
 } NAME(places);
 
-// The factors of a tile's keys and values, of a type that has them.
+// Loads the scales of a tile's keys and values, for an element type that has scales.
 static __attribute__((unused)) void NAME(load_scales)(const tile* t, const NAME(places)* at) {
   for (int j = t->begin; j < t->end; j++) {
     memcpy(t->scales + j, at->keys[j] + t->head_dim, sizeof(float));
@@ -13,7 +13,7 @@ static __attribute__((unused)) void NAME(load_scales)(const tile* t, const NAME(
   }
 }
 
-// Words of a key: its values, or two of them each where scores are added in pairs.
+// Loads words of a key. A word is one value, or two values if scores are added in pairs.
 INLINE floats NAME(load_words)(const int in_pairs, const ELEMENT* p) {
   return in_pairs ? load_float((const float*)(const void*)p) : NAME(load)(p);
 }
@@ -25,7 +25,7 @@ static NOINLINE floats NAME(load_tail)(const int in_pairs, const ELEMENT* p, int
   return NAME(load_words)(in_pairs, values);
 }
 
-// Elements of the LINE bytes that memory gives at once.
+// Number of elements in a cache line of LINE bytes.
 #define LINE_ELEMENTS (LINE / (int64_t)sizeof(ELEMENT))
 
 // sums[r][u] += queries[r][d...] * keys[u][d...]
@@ -43,7 +43,7 @@ INLINE void NAME(add_products)(const int R, const int U, const int in_pairs, con
   }
 }
 
-// The sums of R rows and U positions from the jth on, over their lanes.
+// Stores the sums over the lanes for R rows and U positions from the jth on.
 INLINE void NAME(store_scores)(const int R, const int U, const tile* t, int j, floats sums[DIRECT_ROWS][4]) {
 #define SUM(i) sums[(i) / U][(i) % U]
 #define PLACE(i) (t->scores + (i) / U * TILE_POSITIONS + j + (i) % U)
@@ -63,13 +63,13 @@ INLINE void NAME(store_scores)(const int R, const int U, const tile* t, int j, f
 #undef PLACE
 }
 
-// Fetches a line into the second nearest cache: the nearest one is too small for all that is fetched ahead, and waits for
-// fewer lines at once.
+// Prefetches a line into the second-level cache. The first level is too small for all prefetched data, and supports
+// fewer outstanding lines.
 INLINE void NAME(fetch)(const ELEMENT* p) { __builtin_prefetch(p, 0, 2); }
 
-// Scores U positions from the jth on for R rows; R * U at most 8. While keys are scored the values of the tile are
-// fetched, and while values are weighed the keys of the next tile: a core has so few outstanding reads that either must
-// not wait for the other.
+// Scores U positions from the jth on for R rows; R * U is at most 8. The tile's values are prefetched while keys are
+// scored, and the next tile's keys are prefetched while values are weighted. A core supports few outstanding reads, so
+// each phase prefetches for the following phase.
 INLINE void NAME(score_positions)(const int R, const int U, const int in_pairs, const tile* t, const NAME(places)* at,
                                   int j) {
   const ELEMENT *const *keys = at->keys + j, *const *values = at->values + j;
@@ -99,14 +99,14 @@ INLINE void NAME(score_rows)(const int R, const int in_pairs, const tile* t, con
   for (; j < t->end; j++) NAME(score_positions)(R, 1, in_pairs, t, at, j);
 }
 
-// Scores up to DIRECT_ROWS rows against keys as they lie.
+// Scores up to DIRECT_ROWS rows against unpacked keys.
 INLINE void NAME(score_directly)(const int in_pairs, const tile* t, const NAME(places)* at) {
 #define SCORE(R) case R: NAME(score_rows)(R, in_pairs, t, at); break;
   switch (t->num_rows) { SCORE(1) SCORE(2) SCORE(3) SCORE(4) SCORE(5) SCORE(6) SCORE(7) SCORE(8) }
 #undef SCORE
 }
 
-// Packs four words of four keys from the dth word on for the positions from the jth on.
+// Packs four words of four keys: words from the dth on, keys of the positions from the jth on.
 INLINE void NAME(pack_four)(const int in_pairs, const ELEMENT* const* keys, int64_t d, float* packed) {
   floats4 k[4], turned[4];
 #pragma GCC unroll 4
@@ -122,7 +122,7 @@ INLINE void NAME(pack_four)(const int in_pairs, const ELEMENT* const* keys, int6
   for (int i = 0; i < 4; i++) memcpy(packed + (d + i) * TILE_POSITIONS, &turned[i], sizeof turned[i]);
 }
 
-// The dth word of a key, which may end within it.
+// Returns the dth word of a key. The key may end within the word.
 INLINE float NAME(word)(const int in_pairs, const ELEMENT* key, int64_t d, int64_t head_dim) {
   if (!in_pairs) return NAME(value)(key[d]);
   float word = 0.0f;
@@ -130,7 +130,7 @@ INLINE float NAME(word)(const int in_pairs, const ELEMENT* key, int64_t d, int64
   return word;
 }
 
-// packed[d][j] = keys[j][d] in words; zero where there is no key, and past a head's end.
+// packed[d][j] = keys[j][d] in words; zero for positions without a key, and after the end of a head.
 INLINE void NAME(pack_keys)(const int in_pairs, const tile* t, const ELEMENT* const* keys, float* packed) {
   const int64_t num_whole = in_pairs ? t->head_dim / 2 : t->head_dim;
   const int64_t num_words = in_pairs ? (t->head_dim + 1) / 2 : t->head_dim;
@@ -149,7 +149,7 @@ INLINE void NAME(pack_keys)(const int in_pairs, const tile* t, const ELEMENT* co
       packed[d * TILE_POSITIONS + j] = NAME(word)(in_pairs, keys[j], d, t->head_dim);
 }
 
-// A tile's products of queries and keys. `packed` is room for its keys.
+// Computes the dot products of a tile's queries and keys. `packed`: scratch memory for the tile's keys.
 static NOINLINE void NAME(score)(const tile* t, const NAME(places)* at, float* packed) {
   if (t->num_rows <= DIRECT_ROWS) {
     NAME(score_directly)(0, t, at);
@@ -159,7 +159,8 @@ static NOINLINE void NAME(score)(const tile* t, const NAME(places)* at, float* p
   }
 }
 
-// Positions of a tile that are weighed together, and the keys that are fetched meanwhile, unless that is NULL.
+// Positions of a tile whose values are weighted together, and the keys that are prefetched meanwhile. next_keys may be
+// NULL.
 typedef struct {
   int begin, end;
   const ELEMENT *const *values, *const *next_keys;
@@ -209,8 +210,9 @@ static NOINLINE void NAME(weigh_alone)(const tile* t, int row, int begin, int en
   if (begin < end) NAME(weigh_positions)(1, t, row, &(NAME(positions)){begin, end, values, NULL});
 }
 
-// A row adds the values that it sees and no other: 0 * NaN is NaN. Rows take together what all of them see, and what
-// only some see each by itself, before and after that: every row in the order of positions.
+// Each row adds only the values that it sees, because 0 * NaN is NaN. Positions that all rows see are added for all
+// rows together. The other positions are added row by row, before and after these, so that each row adds in the order
+// of positions.
 INLINE void NAME(weigh_rows)(const int R, const tile* t, int row, const ELEMENT* const* values,
                              const ELEMENT* const* next_keys) {
   const int32_t *begins = t->begins + row, *ends = t->ends + row;
@@ -239,7 +241,7 @@ static NOINLINE void NAME(weigh_values)(const tile* t, const ELEMENT* const* val
 #undef WEIGH
 }
 
-// Finds the item's part of the tile from position `first` on, for its first KV head.
+// Finds the keys and values of the item in the tile from position `first` on, for its first KV head.
 static void NAME(find_places)(const attention_step* step, const item* work, int64_t first, const ELEMENT* key_cache,
                               const ELEMENT* value_cache, NAME(places)* found) {
   const int32_t* table = step->block_tables + work->row * step->max_blocks;
@@ -258,7 +260,7 @@ static void NAME(find_places)(const attention_step* step, const item* work, int6
   }
 }
 
-// The same positions of the next KV head.
+// Finds the same positions of the next KV head.
 static void NAME(move_places)(const attention_step* step, const tile* t, const NAME(places)* at,
                               NAME(places)* after) {
   for (int j = t->begin; j < t->end; j++) {

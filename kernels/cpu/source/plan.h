@@ -1,13 +1,13 @@
-// What follows from a decoder's operations: how wide its buffers are, and that what each reads fits. All tensors are dense.
+// Checks a decoder's operations, and computes the widths of its buffers. All tensors are contiguous.
 #include <stdarg.h>
 #include <stdio.h>
 
-// How many experts the tokens of a buffer of routes have, of how many.
+// For a buffer of routes: the number of experts chosen per token, and the total number of experts.
 typedef struct {
   int64_t num_chosen, num_experts;
 } routed;
 
-// Says why the operations are no model: the first reason counts.
+// Records why the operations are invalid. Only the first reason is kept.
 __attribute__((format(printf, 2, 3))) static void refuse(decoder* m, const char* format, ...) {
   va_list values;
   if (m->misfit[0]) return;
@@ -40,19 +40,19 @@ static void refuse_tensor(decoder* m, const char* name, const tensor* t, int64_t
   refuse(m, "%s is torch.%s %s; it must be torch.float32 %s", name, name_of_element(t->element), found, wanted);
 }
 
-// Of one that may be left out, float32 [width].
+// Checks an optional tensor, which must be float32 [width].
 static void check_row(decoder* m, const char* name, const tensor* t, int64_t width) {
   if (t->values && (t->element != ELEMENT_FLOAT32 || t->num_rows != 1 || t->width != width))
     refuse_tensor(m, name, t, 1, width);
 }
 
-// The same of [num_rows, width].
+// Checks an optional tensor, which must be float32 [num_rows, width].
 static void check_table(decoder* m, const char* name, const tensor* t, int64_t num_rows, int64_t width) {
   if (t->values && (t->element != ELEMENT_FLOAT32 || t->num_rows != num_rows || t->width != width))
     refuse_tensor(m, name, t, num_rows, width);
 }
 
-// The width of a buffer that is read; `width`: what it must be, or 0.
+// Returns the width of a buffer that an operation reads. `width`: the required width, or 0.
 static int64_t read_buffer(decoder* m, int64_t buffer, int64_t width) {
   const int64_t found = m->widths[buffer];
   const char* name = m->names[buffer];
@@ -95,7 +95,7 @@ static int64_t plan_activation(decoder* m, const operation* o) {
   return width;
 }
 
-// An id and a weight for each expert of a token.
+// Returns the width of the routes: an id and a weight for each expert of a token.
 static int64_t plan_routes(decoder* m, operation* o, routed* found) {
   expert_routing* c = &o->routing;
   c->num_experts = read_buffer(m, o->input, 0);
@@ -110,7 +110,7 @@ static int64_t plan_routes(decoder* m, operation* o, routed* found) {
   return 2 * c->num_chosen;
 }
 
-// Of what is computed of slots.
+// Returns the output width of MULTIPLY_ROUTED and COMBINE_EXPERTS.
 static int64_t plan_slots(decoder* m, operation* o, const routed* found) {
   const int64_t width = read_buffer(m, o->input, 0), num_chosen = found[o->routes].num_chosen;
   const char* input = m->names[o->input];
@@ -131,7 +131,7 @@ static int64_t plan_slots(decoder* m, operation* o, const routed* found) {
   return num_chosen * (o->linear->out_size / (1 + o->is_gated));
 }
 
-// All heads are of one size, and as many of keys as of values.
+// Checks that all heads have one size, and that there are as many heads of keys as of values.
 static int64_t plan_heads(decoder* m, const operation* o) {
   const int64_t width = read_buffer(m, o->input, 0), size = o->head_dim, num_others = size ? width / size - o->num_heads : 0;
   if (!m->head_dim) m->head_dim = size, m->num_heads = o->num_heads, m->num_kv_heads = num_others / 2;

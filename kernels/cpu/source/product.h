@@ -1,5 +1,5 @@
-// Matrix products with weights of any element type. Each output is a sum of running sums over RUN inputs each, whatever
-// else is computed with it: a row's outputs depend on no other row.
+// Matmuls with weights of any element type. Each output is the sum of running sums over RUN inputs each. This order
+// does not depend on the other rows, so a row's outputs do not depend on other rows.
 
 INLINE arithmetic layer_arithmetic(const linear_layer* layer) {
 #if defined(HAS_BFLOAT16_DOTS)
@@ -15,7 +15,7 @@ INLINE arithmetic layer_arithmetic(const linear_layer* layer) {
   }
 }
 
-// What a layer's product reads.
+// Returns the element type to which a layer's matmul rounds its input.
 INLINE int64_t activation_kind(const linear_layer* layer) { return layer->activation; }
 
 INLINE int64_t panels_of_tasks(const row_groups* groups, int64_t num_panels) {
@@ -51,8 +51,9 @@ INLINE const char* nth_panel(const product* p, int64_t panel) {
   return (const char*)p->layer->panels + panel * num_units(p) * p->by.weight_bytes;
 }
 
-// One row and four panels from `panel` on: as fast as memory by itself, but over codes of 4 bits, which take as long to
-// multiply. So as many panels of `later` are fetched meanwhile there, unless it is NULL.
+// Multiplies one row with four panels from `panel` on. This alone is as fast as memory, except with 4-bit codes, whose
+// multiplication takes as long as their transfer. For these, four panels of `later` are prefetched meanwhile, unless
+// `later` is NULL.
 static void multiply_row(const product* p, int64_t panel, const product* later, int64_t later_panel) {
   const int64_t num = num_units(p), run = p->by.run, stride = later ? 4 * p->by.turn * p->by.weight_bytes : 0;
   float totals[2][4 * PANEL] __attribute__((aligned(64))) = {{0}};
@@ -67,9 +68,9 @@ static void multiply_row(const product* p, int64_t panel, const product* later, 
   store_products(p, 0, 1, panel * PANEL, 4 * PANEL, totals[0], totals[1]);
 }
 
-// totals: [num_groups, rows of a group, PANEL], zeros, += the products of one panel. Its runs are taken one after the
-// other, so that a run stays in the nearest cache while all groups use it; each group fetches its part of the same run
-// of the panel at `ahead` meanwhile.
+// totals: [num_groups, rows of a group, PANEL], initially 0, += the results of one panel. The runs of the panel are
+// computed one after the other, so that a run stays in the nearest cache while all groups use it. Meanwhile each group
+// prefetches its part of the same run of the panel at `ahead`.
 static void multiply_panel(const product* p, int64_t panel, int64_t first_group, int64_t num_groups, const char* ahead,
                            float (*totals)[GROUP_ROWS * PANEL]) {
   const arithmetic* by = &p->by;
@@ -88,7 +89,7 @@ static void multiply_panel(const product* p, int64_t panel, int64_t first_group,
   }
 }
 
-// One panel; another, of the same product or one like it, is computed later and fetched meanwhile.
+// Computes one panel. Another panel, of the same or a similar matmul, is computed later and is prefetched meanwhile.
 static void multiply_groups(const product* p, int64_t panel, const product* later, int64_t later_panel) {
   for (int64_t first = 0; first < p->groups->num_groups; first += MAX_GROUPS) {
     const int64_t rest = p->groups->num_groups - first, num_groups = rest < MAX_GROUPS ? rest : MAX_GROUPS;
@@ -105,11 +106,11 @@ static void multiply_groups(const product* p, int64_t panel, const product* late
   }
 }
 
-// The panels of a task. Meanwhile a panel is fetched that is computed AHEAD panels later, or that the thread's next task
-// begins with, which is one of the product `then` (NULL: there is none).
+// Computes the panels of a task. Each panel prefetches the panel that is computed AHEAD panels later. At the end of the
+// task that is a panel of the thread's next task, which belongs to `then` (NULL: there is no next task).
 static void multiply_panels(const product* p, int64_t task, const product* then, int64_t next) {
   int64_t panel = task * p->panels_per_task;
-  const int64_t first = next * p->panels_per_task;  // of `then`
+  const int64_t first = next * p->panels_per_task;  // the first panel of the next task, in `then`
   const int64_t end = panel + p->panels_per_task < p->num_panels ? panel + p->panels_per_task : p->num_panels;
   if (p->groups->num_rows == 1)
     for (; panel + 4 <= end; panel += 4) {
@@ -129,7 +130,7 @@ static void multiply_panels(const product* p, int64_t task, const product* then,
   }
 }
 
-// A `task_function` of a product; repeatable. `next`: -1 if there is none.
+// A `task_function` for a matmul; repeatable. `next`: -1 if there is no next task.
 static void multiply_task(const void* context, int64_t task, int64_t next) {
   multiply_panels(context, task, next < 0 ? NULL : context, next);
 }
@@ -139,7 +140,7 @@ int64_t packed_bytes(const linear_layer* layer) {
   return ceil_div(layer->out_size, PANEL) * ceil_div(layer->in_size, by.unit) * by.weight_bytes;
 }
 
-// A row of packed weights in float32, as an embedding takes it.
+// Reads a row of packed weights as float32, for embeddings.
 static void take_row(const linear_layer* layer, int64_t index, float* row) {
   switch (layer->element) {
     case ELEMENT_FLOAT32: take_rows_float(layer->panels, &index, row, 1, layer->in_size); break;

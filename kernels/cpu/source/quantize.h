@@ -3,10 +3,12 @@
 
 enum { QUANTIZED_GROUP = 32 };
 
-// The array is stored and read again, so that no product in it becomes part of a fused multiply-add, which rounds once.
+// Forces the array to be stored and read again. Otherwise a multiplication in it could be fused with an addition, and
+// the result would be rounded only once.
 #define STORE_AND_FORGET(array) __asm__ volatile("" : : "r"(array) : "memory")
 
-// The size of the number that is furthest from 0; what is no number is further than any. The bits of sizes are in order.
+// Returns the largest absolute value of a group, or NaN if it contains NaN. The bits of absolute values are ordered
+// like the values, with NaN highest.
 INLINE float highest_size(const float* values) {
   int32_t bits[QUANTIZED_GROUP], highest = 0;
   memcpy(bits, values, sizeof(bits));
@@ -19,14 +21,14 @@ INLINE float highest_size(const float* values) {
   return size;
 }
 
-// Values over the scale, or 0 where that is too small to divide by.
+// Divides the values by the scale. The result is 0 if the scale is too small to divide by.
 INLINE void divide_group(const float* values, float scale, float* scaled) {
   const float inverse = 1.0f / scale, factor = fabsf(inverse) <= FLT_MAX ? inverse : 0.0f;
   for (int i = 0; i < QUANTIZED_GROUP; i++) scaled[i] = values[i] * factor;
   STORE_AND_FORGET(scaled);
 }
 
-// Returns the scale. Values are rounded to the nearest code, and from halves away from 0.
+// Returns the scale. Values are rounded to the nearest code, and halves are rounded away from 0.
 static float quantize_8(const float* values, int8_t* codes) {
   float scaled[QUANTIZED_GROUP];
   const float scale = highest_size(values) / 127.0f;
@@ -39,7 +41,7 @@ static float quantize_8(const float* values, int8_t* codes) {
   return scale;
 }
 
-// Returns the scale, of the sign with which the first of the numbers furthest from 0 has the code -8.
+// Returns the scale. Its sign is chosen so that the first value with the largest absolute value gets the code -8.
 static float quantize_4(const float* values, int8_t* codes) {
   float scaled[QUANTIZED_GROUP];
   const float highest = highest_size(values);

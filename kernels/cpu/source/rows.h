@@ -1,11 +1,11 @@
-// What a matrix product is given, how its rows are grouped, and what becomes of its sums.
+// The description of a matmul, the grouping of its rows, and the storing of its results.
 
 enum {
-  PANEL = 2 * LANES,  // outputs that are computed together, in two vectors
-  RUN = 256,          // inputs that are summed up one after the other: longer sums round off more
-  INTEGER_RUN = 1024, // the same where sums over a group are exact
+  PANEL = 2 * LANES,  // outputs computed together, in two vectors
+  RUN = 256,          // inputs summed up one after the other; longer sums have larger rounding errors
+  INTEGER_RUN = 1024, // the same for sums over groups of integers, which are exact
 };
-// As many rows as leave registers for two vectors of weights and one of activations.
+// As many rows as leave registers for two vectors of weights and one vector of activations.
 #if defined(HAS_AVX512)
 #define GROUP_ROWS 12
 #else
@@ -13,15 +13,15 @@ enum {
 #endif
 
 enum {
-  PANELS_PER_TASK = 4,  // or one, of products of several rows with fewer than FEW_PANELS
+  PANELS_PER_TASK = 4,  // or 1, for a matmul of several rows with fewer than FEW_PANELS panels
   FEW_PANELS = 16,
-  PANELS_PER_EXPERT_TASK = 8,  // there are many tasks
-  AHEAD = 2,       // panels: so far ahead of the one that is computed weights are fetched
-  UNROLLED = 4,    // units of inputs that are multiplied in a turn of the loop
-  MAX_GROUPS = 8,  // of rows that share a panel's run while it is near
+  PANELS_PER_EXPERT_TASK = 8,  // larger, because there are many tasks
+  AHEAD = 2,       // distance in panels between the computed panel and the prefetched panel
+  UNROLLED = 4,    // units of inputs multiplied in one turn of the loop
+  MAX_GROUPS = 8,  // row groups that share a panel's run while it is in the cache
 };
 
-// The first `num_larger` groups have size + 1 rows, the others `size`.
+// The first `num_larger` groups have size + 1 rows, the others `size` rows.
 typedef struct {
   int64_t num_rows, num_groups, size, num_larger;
 } row_groups;
@@ -30,40 +30,42 @@ typedef struct {
   int64_t start, num_rows;
 } row_group;
 
-// totals, [rows, outputs], += the products of a run of `num` units. `weights`: of the first panel; the next ones follow
-// at a distance of `panel_bytes`. Meanwhile other weights are fetched, `stride` bytes from `ahead` on in each turn: a core
-// that only waits for them where it needs them either reads or computes.
+// totals, [rows, outputs], += the dot products of a run of `num` units. `weights`: of the first panel; further panels
+// follow at a distance of `panel_bytes`. Meanwhile other weights are prefetched, `stride` bytes in each turn, beginning
+// at `ahead`. Without prefetching, a core would alternate between reading and computing.
 typedef void (*run_function)(const linear_layer* layer, const char* weights, int64_t panel_bytes, const char* x,
                              int64_t num, const char* ahead, int64_t stride, float* totals);
 
-// How weights of an element type are multiplied with activations of a kind. A unit of inputs is what lies together.
+// The way in which weights of one element type are multiplied with one kind of activations. A unit is a number of
+// inputs that are stored together.
 typedef struct {
-  int64_t unit;              // inputs
-  int64_t weight_bytes;      // of a unit of a panel
-  int64_t row_bytes;         // of a unit of a row of prepared activations
-  int64_t run;               // units whose products are summed up one after the other
-  int64_t turn;              // units that are multiplied in a turn of the loop
-  const run_function* runs;  // [GROUP_ROWS + 1]: of so many rows and one panel; the first: of one row and four panels
+  int64_t unit;              // number of inputs
+  int64_t weight_bytes;      // of a unit in a panel
+  int64_t row_bytes;         // of a unit in a row of prepared activations
+  int64_t run;               // number of units summed up one after the other
+  int64_t turn;              // units multiplied in one turn of the loop
+  // [GROUP_ROWS + 1]: entry n is for n rows and one panel; entry 0 is for one row and four panels
+  const run_function* runs;
 } arithmetic;
 
-// One product of a step.
+// One matmul of a step.
 typedef struct {
   const linear_layer* layer;
   arithmetic by;
   const row_groups* groups;
   const void* x;       // prepared (activations.h)
-  float* y;            // [num_rows, out_size]; of a gated one, [num_rows, out_size / 2]
-  int64_t num_panels;  // of all outputs; of a gated one, of the gates
+  float* y;            // [num_rows, out_size]; if gated, [num_rows, out_size / 2]
+  int64_t num_panels;  // panels of all outputs; if gated, panels of the gates
   int64_t panels_per_task;
-  int is_gated;        // the outputs are gates and as many ups, in whole panels, and y is silu(gate) * up
-  const int32_t* places;  // [num_rows]: where y has each row; NULL: where x has it
+  int is_gated;        // the outputs are gates and the same number of ups, in whole panels, and y = silu(gate) * up
+  const int32_t* places;  // [num_rows]: the row of y for each row of x; NULL: the same row
 } product;
 
 INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 INLINE int64_t place_of(const product* p, int64_t row) { return p->places ? p->places[row] : row; }
 
-// Asks for large pages, of which memory that is read in order needs fewer. Nothing depends on whether there are any.
+// Requests large pages, so that sequential reads need fewer pages. The request is only a hint and may be ignored.
 INLINE void use_large_pages(void* memory, int64_t size) {
 #if defined(__linux__)
   const uintptr_t page = 4096, first = ((uintptr_t)memory + page - 1) / page * page;
@@ -85,7 +87,7 @@ INLINE row_group nth_group(const row_groups* groups, int64_t index) {
   return (row_group){index * groups->size + num_before, groups->size + (index < groups->num_larger)};
 }
 
-// The sizes of runs that there are, as MULTIPLY(rows, panels).
+// The available sizes of runs, as MULTIPLY(rows, panels).
 #if GROUP_ROWS > 6
 #define EVERY_RUN(MULTIPLY) \
   MULTIPLY(1, 1) MULTIPLY(2, 1) MULTIPLY(3, 1) MULTIPLY(4, 1) MULTIPLY(5, 1) MULTIPLY(6, 1) MULTIPLY(7, 1) \
@@ -114,8 +116,8 @@ INLINE void add_sums(const int num_rows, const int num_vectors, floats (*sums)[8
     }
 }
 
-// y[row] = outputs + bias for `num_rows` rows from `row` on; outputs: [num_rows, num], the ones from `first` on. What
-// stands past the last output is left.
+// y[row] = outputs + bias for `num_rows` rows from `row` on. outputs: [num_rows, num], beginning with output `first`;
+// values after the layer's last output are ignored.
 INLINE void store_outputs(const product* p, int64_t row, int64_t num_rows, int64_t first, const int num,
                           const float* outputs) {
   const int64_t size = p->layer->out_size;
@@ -133,7 +135,7 @@ INLINE void store_outputs(const product* p, int64_t row, int64_t num_rows, int64
     }
 }
 
-// y[row] = silu(gates) * ups for `num_rows` rows from `row` on. gates, ups: [num_rows, num], as `outputs` above.
+// y[row] = silu(gates) * ups for `num_rows` rows from `row` on. gates, ups: [num_rows, num], like `outputs` above.
 INLINE void store_gated(const product* p, int64_t row, int64_t num_rows, int64_t first, const int num,
                         const float* gates, const float* ups) {
   const int64_t size = p->layer->out_size / 2;
@@ -149,7 +151,7 @@ INLINE void store_gated(const product* p, int64_t row, int64_t num_rows, int64_t
     }
 }
 
-// What a product makes of its sums; `ups` are the second half's, where it is gated.
+// Stores the results of a matmul. `ups`: the second half of the outputs, if the matmul is gated.
 INLINE void store_products(const product* p, int64_t row, int64_t num_rows, int64_t first, const int num,
                            const float* outputs, const float* ups) {
   if (p->is_gated)

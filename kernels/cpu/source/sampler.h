@@ -1,17 +1,17 @@
-// From logits to tokens, for all rows of a step in one call. Specification: kernels/sampling.py, `sample`.
+// Sampling for all rows of a step in one call. Specification: kernels/sampling.py, `sample`.
 //
-// A row's draw is the highest of scaled logit + noise among the tokens that its filters keep. Nothing is sorted: the
-// best token of all is found first, and only then is it asked whether the filters keep it. If not, they keep nothing
-// below it either, and the best of what lies above is asked next.
+// A row draws the token with the highest scaled logit + noise among the tokens that its filters keep. Nothing is
+// sorted. The best token of all is found first, and then checked against the filters. If the filters drop it, they drop
+// every token with a lower logit too, and the best of the tokens above it is checked next.
 //
-// Where a draw hangs on how a logarithm or a sum is rounded, the row is left to the caller, who computes it as the
-// specification says: so the tokens are the same whichever computes them.
+// If a draw depends on how a logarithm or a sum is rounded, the row is left to the caller, which follows the
+// specification exactly. The tokens are therefore the same in both implementations.
 #pragma once
 
 #include "abi.h"
 #include "vector.h"
 
-// Bits of a mask's lanes, the first one lowest.
+// Returns a bit for each lane of a mask, the first lane in the lowest bit.
 INLINE uint32_t lane_bits(ints mask) {
 #if defined(HAS_AVX512)
   return _mm512_movepi32_mask((__m512i)mask);
@@ -53,8 +53,8 @@ static double noise_of(uint32_t key, int64_t token_id) {
   return -log(-log(((hash >> 9) + 0.5) * 0x1p-23));
 }
 
-// At least the noise of tokens, without a logarithm: -log(-log u) <= -log(1 - u), and the bits of a float, read as an
-// integer, are at most its binary logarithm.
+// Returns an upper bound of the noise of tokens, computed without logarithms: -log(-log u) <= -log(1 - u), and the bits
+// of a float, read as an integer, are a lower bound of its binary logarithm.
 INLINE floats noise_bound(uint32_t key, words token_ids) {
   words hash = key ^ token_ids * TOKEN_MULTIPLIER;
   FMIX32(hash);
@@ -63,9 +63,9 @@ INLINE floats noise_bound(uint32_t key, words token_ids) {
   return splat(103.97218f) - bits * splat(8.2629582e-8f);  // ln 2 (150 - bits 2^-23), and 1e-4 for rounding
 }
 
-// The highest
+// Maximum
 
-// Position of the highest of n values, the first of equals; -1: one is NaN.
+// Returns the index of the highest of n values, the first of equals; -1 if a value is NaN.
 static int64_t find_highest(const float* x, int64_t n) {
   float highest = -INFINITY;
   int64_t i = 0;
@@ -99,7 +99,7 @@ static const uint32_t* mask_of(const sampling_step* step, int64_t row) {
 
 INLINE int is_allowed(const uint32_t* mask, int64_t token) { return !mask || mask[token / 32] >> token % 32 & 1; }
 
-// Takes the tokens away that a mask does not allow.
+// Sets the logits of tokens that a mask does not allow to -infinity.
 static void apply_mask(const uint32_t* mask, float* logits, int64_t vocab_size) {
   words lane_bit;
   for (int i = 0; i < LANES; i++) lane_bit[i] = 1u << i;
@@ -129,7 +129,8 @@ static void suppress(const sampling_step* step, int64_t row, float* logits) {
     if (ids[i] >= 0 && ids[i] < step->vocab_size) logits[ids[i]] = -INFINITY;
 }
 
-// Repetition over prompt and output, presence and frequency over the output. `counts` [vocab_size] may hold anything.
+// Applies the repetition penalty over prompt and output, and presence and frequency penalties over the output. `counts`
+// [vocab_size] is scratch memory.
 static void penalize(const sampling_step* step, int64_t row, int64_t entry, float* logits, int32_t* counts) {
   const int64_t slot = step->slots[entry], num_tokens = step->num_tokens[row];
   const int32_t* tokens = step->history + slot * step->history_stride;
@@ -142,12 +143,13 @@ static void penalize(const sampling_step* step, int64_t row, int64_t entry, floa
     if (count < 0) continue;
     counts[token] = -1;
     const float x = logits[token];
-    volatile float repeated = x > 0 ? x / repetition : x * repetition;  // rounded before anything is subtracted
+    // volatile, so that it is rounded before the subtraction
+    volatile float repeated = x > 0 ? x / repetition : x * repetition;
     logits[token] = repeated - (float)(count ? presence + frequency * count : 0.0);
   }
 }
 
-// Returns whether there was anything to edit.
+// Returns whether the row has any edits.
 static int edit(const sampling_step* step, int64_t row, int64_t entry, float* logits, int32_t* counts) {
   const int is_suppressed = step->stop_token_ids && step->num_tokens[row] < step->min_num_tokens[row];
   const int is_penalized = step->history && step->slots[entry] >= 0;
@@ -161,12 +163,13 @@ static int edit(const sampling_step* step, int64_t row, int64_t entry, float* lo
 
 // Draws
 
-// Tokens that a row may draw, and perhaps others: at first all of them. Behind `num` stands -inf up to whole vectors.
+// A superset of the tokens that a row may draw, initially all tokens. After `num` entries, values are -infinity up to
+// the end of a vector.
 typedef struct {
-  float* values;  // scaled logits: at most 0, which the highest has
+  float* values;  // scaled logits; the highest is 0
   int32_t* ids;   // ascending
   int64_t num;
-  int has_ids;  // else a token's position is its id
+  int has_ids;  // otherwise the position of a token is its id
 } candidates;
 
 // Drops candidates below `lowest`.
@@ -183,7 +186,7 @@ static void drop_below(candidates* c, float lowest) {
   for (; num % LANES; num++) c->values[num] = -INFINITY, c->ids[num] = 0;
 }
 
-// How far a value lies below 0, as an integer that grows with it.
+// Returns the distance of a value from 0, as an integer that increases with the distance.
 INLINE ints depth(floats values) { return (ints)values & 0x7fffffff; }
 
 INLINE float value_at(int32_t depth) {
@@ -204,9 +207,11 @@ static int64_t count_to_depth(const candidates* c, int32_t deepest) {
   return count;
 }
 
-// Leaves the k highest candidates and those that equal the last of them. Returns how many are too many by that.
+// Keeps the k highest candidates and all candidates equal to the last of them. Returns the number of candidates beyond
+// k.
 static int64_t keep_highest(candidates* c, int64_t k) {
-  int32_t above = -1, deepest = 0x7f800000;  // fewer than k to the former, k or more to the latter
+  // invariant: fewer than k values are at `above` or nearer to 0, at least k at `deepest` or nearer
+  int32_t above = -1, deepest = 0x7f800000;
   while (deepest - above > 1) {
     const int32_t middle = above + (deepest - above) / 2;
     const int64_t count = count_to_depth(c, middle);
@@ -222,7 +227,7 @@ static int64_t keep_highest(candidates* c, int64_t k) {
   return c->num - k;
 }
 
-// Sums of e^value over the candidates above `bound`, and over all. Short sums of float32 are added in float64.
+// Sums of e^value over the candidates above `bound`, and over all candidates. Short float32 sums are added in float64.
 typedef struct {
   double above, all;
 } masses;
@@ -244,18 +249,18 @@ static masses weigh(const candidates* c, float bound) {
 }
 
 typedef struct {
-  double score, second;  // of the best candidate, and of the next
+  double score, second;  // of the best and the second-best candidate
   int64_t position;
 } contest;
 
-// Far above the rounding of a score in float32 anywhere, and of a sum of probabilities, as parts of their total.
+// Far larger than the rounding error of a score in float32, and of a sum of probabilities relative to its total.
 #define SCORE_SLACK 1e-5
 #define MASS_SLACK 4e-6
-// The same of the logarithm of min-p.
+// The same for the logarithm of min-p.
 #define LOG_SLACK 4e-7
 
-// The best score among candidates of at least `lowest`. Scores are computed where a cheap bound reaches the best one
-// so far, at first `known`, which one of the candidates reaches.
+// Finds the best score among candidates of at least `lowest`. A score is computed only if its cheap upper bound reaches
+// the best score so far. Initially that is `known`, a score that one of the candidates reaches.
 static contest find_best(const candidates* c, uint32_t key, float lowest, double known) {
   contest found = {-INFINITY, -INFINITY, -1};
   float limit = (float)(known - 2 * SCORE_SLACK);
@@ -281,7 +286,8 @@ static contest find_best(const candidates* c, uint32_t key, float lowest, double
   return found;
 }
 
-// Draws among candidates, the highest of which is of token `highest`. Returns -1 where rounding decides.
+// Draws a token. `highest`: the id of the candidate with the highest logit. Returns -1 if the result depends on
+// rounding.
 static int64_t draw(candidates* c, int64_t highest, uint32_t key, int64_t top_k, float top_p, float min_p) {
   double total = 0.0;
   const int64_t num_ties = top_k > 0 && top_k < c->num ? keep_highest(c, top_k) : 0;
@@ -298,7 +304,7 @@ static int64_t draw(candidates* c, int64_t highest, uint32_t key, int64_t top_k,
   const double known = noise_of(key, highest);
   for (;;) {
     const contest best = find_best(c, key, lowest, known);
-    if (best.position < 0) return -1;  // no min-p above 1 is served
+    if (best.position < 0) return -1;  // impossible, unless min-p is above 1, which is not supported
     const float value = c->values[best.position];
     if (top_p < 1.0f && value < 0.0f) {
       const double excess = weigh(c, value).above - top_p * total;
@@ -314,7 +320,7 @@ static int64_t draw(candidates* c, int64_t highest, uint32_t key, int64_t top_k,
   }
 }
 
-// Fills in the scaled logits. Returns whether all of them are numbers.
+// Computes the scaled logits. Returns 0 if one of them is NaN.
 static int scale(candidates* c, const float* logits, int64_t vocab_size, float highest, float temperature) {
   ints is_nan = {0};
   int64_t i = 0;

@@ -1,5 +1,5 @@
-// What attention does in float32 whatever the cache holds: scores from packed keys, weights from scores, and what several
-// spans give together. All of it computes each row by itself: no bit of a row depends on the rows beside it.
+// The parts of attention that are float32 for every cache type: scores from packed keys, weights from scores, and
+// merging spans. Every row is computed by itself, so that its result is bitwise independent of other rows.
 
 #include "softmax.h"
 
@@ -9,14 +9,14 @@ INLINE floats splat_word(const float* p) {
   return (floats)(word - (ints){0});
 }
 
-// As many lanes as there are registers to sum up at once.
+// The number of lanes that fit into the registers at once.
 #if defined(HAS_AVX512)
 #define LANES_AT_ONCE 2
 #else
 #define LANES_AT_ONCE 1
 #endif
 
-// Sums over the words that some lanes have where a query's words lie in vectors.
+// Sums over the words of some lanes. A query's words are stored in vectors, and lane i is word i of each vector.
 INLINE void score_lanes(const int R, const int in_pairs, const tile* t, const float* queries, const float* packed,
                         const int* lanes, floats sums[LANES_AT_ONCE][6][2]) {
 #pragma GCC unroll 2
@@ -37,7 +37,7 @@ INLINE void score_lanes(const int R, const int in_pairs, const tile* t, const fl
     }
 }
 
-// The nth lane from the left of the tree that sums up lanes: n with its bits the other way round.
+// Returns the lane of the nth leaf of the tree that sums up lanes: n with its bits reversed.
 INLINE int nth_lane(int n) {
   int lane = 0;
 #pragma GCC unroll 4
@@ -53,9 +53,9 @@ INLINE void add_scores(const int R, floats sums[6][2], floats more[6][2]) {
   }
 }
 
-// Scores R rows against two vectors of positions. The words of a product are added as `score_positions` adds them, which
-// has them in the lanes of vectors: those of one lane first, then the lanes' sums by the tree of `sum_lanes`. The tree is
-// climbed depth first, so that no more than a sum for each of its levels is left over.
+// Scores R rows against two vectors of positions. Words are added in the same order as in `score_positions`, where each
+// vector lane has its own sum. So the words of one lane are added first, and then the lanes' sums by the tree of
+// `sum_lanes`. The tree is traversed depth first, so that only one sum per level is pending.
 INLINE void score_packed_rows(const int R, const int in_pairs, const tile* t, int row, const float* packed, int j) {
   const float* queries = t->queries + row * t->stride;
   floats pending[4][6][2], sums[LANES_AT_ONCE][6][2];
@@ -76,7 +76,7 @@ INLINE void score_packed_rows(const int R, const int in_pairs, const tile* t, in
   }
 }
 
-// scores = queries . packed, in whole pairs of vectors.
+// scores = queries . packed, for whole pairs of vectors.
 INLINE void score_packed_tile(const int in_pairs, const tile* t, const float* packed) {
 #define SCORE(R) case R: score_packed_rows(R, in_pairs, t, row, packed, j); break;
   for (int row = 0; row < t->num_rows; row += 6)
@@ -93,10 +93,10 @@ SHARED void score_packed(const tile* t, const float* packed) { score_packed_tile
 SHARED void score_packed_pairs(const tile* t, const float* packed) { score_packed_tile(1, t, packed); }
 #endif
 
-// How the products of one (query, head) pair become scores.
+// The transformation of one (query, head) pair's dot products into scores.
 typedef struct {
   float scale, softcap, slope;
-  int64_t distance;  // of the tile's first position to the query
+  int64_t distance;  // distance from the tile's first position to the query
 } shape;
 
 INLINE floats shape_scores(const shape* s, floats products, floats offsets) {
@@ -112,8 +112,8 @@ INLINE floats count_lanes(int first) {
   return lanes;
 }
 
-// Turns one row's products into weights relative to its maximum so far, and rescales what was summed before. Of the
-// tile's positions those that the row sees count, at least one; others may hold anything.
+// Converts one row's dot products to softmax weights relative to the row's maximum so far, and rescales the previous
+// sums. At least one position of the tile is visible to the row. Scores of positions that are not visible are ignored.
 INLINE void weigh_row(tile* t, int m, const shape* s) {
   float* scores = t->scores + m * TILE_POSITIONS;
   const int first = t->begins[m] / LANES * LANES, end = t->ends[m];
@@ -130,7 +130,7 @@ INLINE void weigh_row(tile* t, int m, const shape* s) {
     store_float(scores + j, seen);
   }
   const float maximum = largest_lane(largest);
-  // A finite base where all scores are -inf: their weights are 0 then, not NaN.
+  // A finite base if all scores are -infinity: the weights are then 0, not NaN.
   const floats base = splat(maximum == -INFINITY ? 0.0f : maximum);
   floats total = splat(0.0f);
   for (int j = first; j < end; j += LANES) {
@@ -149,7 +149,7 @@ INLINE void weigh_row(tile* t, int m, const shape* s) {
   for (int64_t d = 0; d < t->stride; d += LANES) store_float(sums + d, load_float(sums + d) * factor);
 }
 
-// `first`: the position that the tile begins with.
+// `first`: the first position of the tile.
 SHARED void weigh_scores(const attention_step* step, tile* t, int64_t first) {
   shape s = {.scale = step->scale, .softcap = step->softcap};
   for (int m = 0; m < t->num_rows; m++) {
@@ -164,7 +164,7 @@ SHARED void weigh_scores(const attention_step* step, tile* t, int64_t first) {
   }
 }
 
-// Adds what a later span gave to what the row's spans before it gave.
+// Adds the state of a later span to the merged state of the row's earlier spans.
 INLINE void merge_row(const state* merged, const state* span, int m, int64_t stride) {
   const float before = merged->maxima[m], maximum = span->maxima[m] > before ? span->maxima[m] : before;
   const floats base = splat(maximum == -INFINITY ? 0.0f : maximum);
@@ -177,8 +177,8 @@ INLINE void merge_row(const state* merged, const state* span, int m, int64_t str
     store_float(sums + d, multiply_add(share, load_float(added + d), load_float(sums + d) * factor));
 }
 
-// Merges what the span that begins at position `begin` gave into what the spans before it gave. A row's first span is
-// taken as it is, and one of which it sees nothing is left out.
+// Merges the span that begins at position `begin` into the state of the preceding spans. The first span that a row sees
+// is copied. A span in which a row sees no position is skipped.
 SHARED void merge_span(const attention_step* step, const item* work, int64_t begin, const state* span,
                        const state* merged) {
   const int64_t stride = padded(step->head_dim), end = begin + SPAN_POSITIONS;

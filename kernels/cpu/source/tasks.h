@@ -1,21 +1,21 @@
-// Parts of a step, cut into tasks that threads share.
+// Tasks: the parts of a step that threads share.
 //
-// Threads do not stay: another process may take a core at any time and keep it for longer than a whole layer takes. So
-// a thread takes one task after the other, and where it has waited for the last ones for some time, it does them as
-// well. That is harmless where a task writes the same values to the same places whenever it is done, and nothing else
-// is written there before all threads have left the step: such a part is *repeatable*.
+// Another process may occupy a core at any time, for longer than a whole layer takes, so a thread may be suspended in
+// the middle of a task. Threads therefore take tasks one by one. A thread that has waited for some time for unfinished
+// tasks executes these tasks too. This is harmless if a task always writes the same values to the same places, and no
+// other code writes there until all threads have left the step. Such tasks are *repeatable*.
 
-enum { PATIENCE = 1000, MAX_SPINS = 20000 };  // turns of a waiting loop, each some 20 ns
+enum { PATIENCE = 1000, MAX_SPINS = 20000 };  // turns of a waiting loop, each about 20 ns
 
 typedef struct {
-  _Alignas(64) _Atomic int64_t next;  // task to be taken
+  _Alignas(64) _Atomic int64_t next;  // the next task to start
   _Alignas(64) _Atomic int64_t num_done;
-  _Atomic uint8_t* done;  // [num_tasks], where it is repeatable; else NULL
-  // Where it is known only in the step, every thread sets it to the same number before its first task.
+  _Atomic uint8_t* done;  // [num_tasks] if the tasks are repeatable, otherwise NULL
+  // If the number is known only during the step, every thread sets it to the same value before its first task.
   _Atomic int64_t num_tasks;
 } task_list;
 
-// Does a task. `next` is the one that the thread does after it, -1 if none.
+// Executes a task. `next` is the task that the thread executes afterwards, or -1.
 typedef void (*task_function)(const void* context, int64_t task, int64_t next);
 
 INLINE int64_t take_task(task_list* tasks) { return atomic_fetch_add_explicit(&tasks->next, 1, memory_order_relaxed); }
@@ -33,17 +33,17 @@ INLINE void relax(void) {
 #endif
 }
 
-// Does the tasks that no other thread takes, and returns at once.
+// Executes tasks until all have been started, and returns without waiting for other threads.
 static inline void share_tasks(task_list* tasks, task_function run, const void* context) {
   const int64_t num_tasks = tasks->num_tasks;
   for (int64_t task = take_task(tasks), next; task < num_tasks; task = next) {
-    next = take_task(tasks);  // known ahead, so that what it reads can be fetched meanwhile
+    next = take_task(tasks);  // known in advance, so that run() can prefetch its data
     run(context, task, next < num_tasks ? next : -1);
     finish_task(tasks, task);
   }
 }
 
-// Does the tasks that no other thread takes, and returns when all are done.
+// Executes tasks until all have been started, then waits until all are done.
 static inline void finish_tasks(task_list* tasks, task_function run, const void* context) {
   const int64_t num_tasks = tasks->num_tasks;
   share_tasks(tasks, run, context);

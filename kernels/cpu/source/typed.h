@@ -1,4 +1,4 @@
-// Functions of the library that compute in an element type.
+// Exported functions that select the implementation for an element type.
 
 int64_t add_rms_norm(int64_t element, void* x, const void* update, const void* weight, void* output, int64_t num_tokens,
                      int64_t size, float eps, int64_t num_threads) {
@@ -59,7 +59,7 @@ DECLARE(bfloat16, bfloat16) DECLARE(bfloat16, float8) DECLARE(bfloat16, int8)
 
 int64_t attend(int64_t element, int64_t cache_element, const attention_step* step, const void* query, const void* key,
                const void* value, void* key_cache, void* value_cache, void* output) {
-  // By the elements of queries and cache.
+  // Indexed by the element types of queries and cache.
   static const attend_function FUNCTIONS[2][ELEMENT_INT8 + 1] = {
       [ELEMENT_FLOAT32] = {[ELEMENT_FLOAT32] = attend_float_float,
                            [ELEMENT_BFLOAT16] = attend_float_bfloat16,

@@ -1,6 +1,6 @@
-// Vectors of floats in the compiler's own vector extensions, as wide as the instruction set has registers, and the
-// three element types that memory holds. Arithmetic is in float32 always. No option that assumes finite values may be
-// set: NaN must come through every function here.
+// Vectors of floats, based on the compiler's vector extensions and as wide as the registers, and conversions of the
+// element types that memory contains. Arithmetic is always in float32. Compiler options that assume finite values are
+// forbidden, because every function here must propagate NaN.
 #pragma once
 
 #include <math.h>
@@ -57,7 +57,7 @@ typedef struct {
   uint16_t bits;
 } float16;
 
-// Lanes are summed up by one tree everywhere: the upper half is added to the lower one until one lane is left.
+// Lanes are always summed by the same tree: the upper half is added to the lower half until one lane is left.
 
 #if defined(__x86_64__)
 INLINE __m128 sum_to_four_lanes(floats v) {
@@ -74,10 +74,10 @@ INLINE __m128 sum_to_four_lanes(floats v) {
 
 INLINE floats splat(float x) { return x - (floats){0}; }
 INLINE floats choose(ints mask, floats yes, floats no) { return (floats)((mask & (ints)yes) | (~mask & (ints)no)); }
-// The other one where one is NaN: a caller that needs NaN must find it elsewhere.
+// Returns b if either value is NaN. A caller that must propagate NaN has to test for it separately.
 INLINE floats larger(floats a, floats b) { return choose(a > b, a, b); }
 
-// a * b + c, rounded once where the processor can: written so where several pieces of code must give the same bits.
+// a * b + c, rounded once if the processor supports it. Used where several implementations must give the same bits.
 INLINE floats multiply_add(floats a, floats b, floats c) {
 #if defined(HAS_AVX512)
   return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -114,7 +114,7 @@ INLINE int32_t sum_ints(ints v) {
 #endif
 }
 
-// The nearest integers, to even; of numbers that fit.
+// Rounds to the nearest integer, halves to even. The results must fit.
 INLINE ints round_to_ints(floats v) {
 #if defined(HAS_AVX512)
   return (ints)_mm512_cvtps_epi32((__m512)v);
@@ -139,7 +139,7 @@ INLINE float sum_lanes(floats v) {
 #endif
 }
 
-// The same of four vectors.
+// Computes sum_lanes of four vectors.
 INLINE floats4 sum_lanes_of_four(floats a, floats b, floats c, floats d) {
 #if defined(__x86_64__)
   const __m128 s = sum_to_four_lanes(a), t = sum_to_four_lanes(b);
@@ -209,7 +209,7 @@ INLINE floats hyperbolic_tangent(floats x) {
   return choose(size < splat(0.625f), small, signed_large);
 }
 
-// erf x to 4 units in the last place (the rational function of Eigen's generic_fast_erf); +-1 beyond 4.
+// erf x to 4 units in the last place (the rational function of Eigen's generic_fast_erf); about +-1 beyond +-4.
 INLINE floats error_function(floats x) {
   x = choose(x > splat(4.0f), splat(4.0f), x);
   x = choose(x < splat(-4.0f), splat(-4.0f), x);
@@ -280,7 +280,7 @@ INLINE floats4 load4_bfloat16(const bfloat16* p) {
   return (floats4){value_bfloat16(p[0]), value_bfloat16(p[1]), value_bfloat16(p[2]), value_bfloat16(p[3])};
 }
 
-// float16: the processor converts where it can, else by hand
+// float16: converted by the processor if possible, otherwise by bit operations
 
 INLINE float value_float16(float16 x) {
 #if defined(__F16C__)
@@ -353,7 +353,7 @@ INLINE void store_float16(float16* p, floats v) {
 #endif
 }
 
-// Eight bits, in caches alone. Both are widened exactly.
+// 8-bit types, used in caches only. Both are widened exactly.
 
 typedef uint8_t octets __attribute__((vector_size(LANES)));
 typedef struct {
@@ -386,7 +386,7 @@ INLINE floats4 load4_float8(const float8* p) {
   const floats v = widen_float8(x);
   return (floats4){v[0], v[1], v[2], v[3]};
 }
-// Rounded to even; beyond 448 it is 448.
+// Rounds to nearest, halves to even. Values beyond 448 become 448.
 INLINE words round_to_float8(floats v) {
   const words sign = (words)v >> 24 & 0x80u;
   const floats size = (floats)((words)v & 0x7fffffffu);

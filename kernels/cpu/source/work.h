@@ -1,27 +1,28 @@
-// How a step is cut into items that threads take one after the other, and what an item works on.
+// Division of a step's attention into items, which threads process one after the other, and the data of an item.
+//
+// The result of a query is bitwise the same, whichever other queries are in the step and however the step is divided.
+// Positions are therefore counted from the row's first position: tiles begin at multiples of TILE_POSITIONS and spans
+// at multiples of SPAN_POSITIONS. A span is accumulated separately, tile by tile, and a query's spans are merged from
+// first to last. Items and threads divide the work only between spans.
 
-// What a query gives is the same bits whatever it shares its step with, however that is cut. So positions are counted
-// from the row's own first one: tiles begin at multiples of TILE_POSITIONS and spans at multiples of SPAN_POSITIONS. A
-// span is summed up by itself, tile after tile, and a query's spans are merged from the first to the last. Items and
-// threads share spans out and cut none.
-
-// Some (query, head) pairs of a row for each of some KV heads, and the positions they attend to; or the part of those
-// that some whole spans hold. It has up to TILE_ROWS rows: all pairs of its first KV head, then those of the next one.
+// Some (query, head) pairs of a row, for each of some KV heads, and the positions they attend to. A part of an item
+// covers only some whole spans. An item has up to TILE_ROWS rows: all pairs of its first KV head, then all pairs of the
+// next one.
 typedef struct {
   int64_t start, end;  // positions
   int64_t first_pair;
   int32_t row, kv_head, num_kv_heads, num_pairs, part, num_parts;
-  int64_t partial;  // where the sums of its spans go, one span behind the other; -1: nowhere, it is whole
+  int64_t partial;  // offset of the sums of its spans in `partials`, span after span; -1: the item is not split
 } item;
 
 typedef struct {
   item* items;
   float* partials;
-  int64_t num_items, cost;  // cost: elements of keys that are scored
-  int64_t window;           // that it was made for
+  int64_t num_items, cost;  // cost: number of key elements that are scored
+  int64_t window;           // the window for which the list was made
 } work_list;
 
-// What the tasks of attention work on.
+// The data that attention tasks work on.
 typedef struct {
   const attention_step* step;
   const work_list* list;
@@ -29,32 +30,32 @@ typedef struct {
   void* output;
 } attention;
 
-// What has been summed up of a row's values: relative to e^maximum, and the total of their weights.
+// The accumulated state of some rows: sums of weighted values, relative to e^maximum, and the total weights.
 typedef struct {
   float* sums;    // [num_rows, stride]
   float* maxima;  // [num_rows]
   float* totals;  // [num_rows]
 } state;
 
-// An item while it is computed, or what it has of one KV head.
+// An item while it is computed, or the rows of one of its KV heads.
 typedef struct {
   int num_rows;
-  int64_t kv_head;  // the first one
-  int begin, end;   // of the tile's positions, those that are there
+  int64_t kv_head;  // the first KV head
+  int begin, end;   // the positions of the tile that exist
   int64_t head_dim, stride;
-  int64_t width;           // words of a query: a value each, or two of bfloat16 where scores are added in pairs
-  float* queries;          // [num_rows, stride], words; zero past the head's end
+  int64_t width;           // words of a query; a word is one value, or two bfloat16 values if scores are added in pairs
+  float* queries;          // [num_rows, stride], words; zero after the end of the head
   int64_t* positions;      // [num_rows], of the queries
   float* slopes;           // [num_rows], of ALiBi
-  float* scores;           // [num_rows, TILE_POSITIONS], then the weights
-  int32_t *begins, *ends;  // [num_rows]: the tile's positions that each row sees
-  float* scales;           // [2, TILE_POSITIONS]: factors of the tile's keys and values; NULL: they have none
+  float* scores;           // [num_rows, TILE_POSITIONS], later replaced by the weights
+  int32_t *begins, *ends;  // [num_rows]: the positions of the tile that each row sees
+  float* scales;           // [2, TILE_POSITIONS]: scales of the tile's keys and values; NULL: the type has no scales
   state sums;              // of the span
 } tile;
 
 enum { PADDED_HEAD_DIM = MAX_HEAD_DIM + LANES };
 
-// What a thread computes in.
+// The scratch memory of one thread.
 typedef struct {
   float queries[TILE_ROWS * PADDED_HEAD_DIM] __attribute__((aligned(64)));
   float scores[TILE_ROWS * TILE_POSITIONS] __attribute__((aligned(64)));
@@ -69,7 +70,7 @@ typedef struct {
 
 INLINE int64_t padded(int64_t head_dim) { return (head_dim + LANES - 1) / LANES * LANES; }
 
-// Floats of a state, in whole lines.
+// Returns the number of floats of a state, rounded up to whole cache lines.
 INLINE int64_t state_floats(int64_t num_rows, int64_t stride) { return (num_rows * (stride + 2) + 15) / 16 * 16; }
 
 INLINE state state_at(float* memory, int64_t num_rows, int64_t stride) {
@@ -103,13 +104,13 @@ INLINE tile start_tile(const attention_step* step, const item* work, scratch* ow
 
 INLINE int64_t first_tile(const item* work) { return work->start / TILE_POSITIONS * TILE_POSITIONS; }
 
-// The part of an item's tile from position `first` on that is there.
+// Returns the positions of the item in the tile from position `first` on, relative to `first`.
 INLINE void bound_tile(const item* work, int64_t first, int* begin, int* end) {
   *begin = work->start > first ? (int)(work->start - first) : 0;
   *end = work->end - first < TILE_POSITIONS ? (int)(work->end - first) : TILE_POSITIONS;
 }
 
-// The rows of the nth KV head.
+// Returns the rows of the nth KV head.
 INLINE tile head_tile(const item* work, const tile* t, int nth) {
   tile head = *t;
   const int64_t first = nth * work->num_pairs;
@@ -127,7 +128,7 @@ INLINE tile head_tile(const item* work, const tile* t, int nth) {
   return head;
 }
 
-// The position of a pair's query.
+// Returns the position of a pair's query.
 INLINE int64_t query_position(const attention_step* step, int64_t row, int64_t pair) {
   const int64_t num_queries = step->query_start_loc[row + 1] - step->query_start_loc[row];
   return step->seq_lens[row] - num_queries + pair / (step->num_heads / step->num_kv_heads);
@@ -145,14 +146,15 @@ static int64_t count_pairs(const attention_step* step, int64_t row) {
   return (step->query_start_loc[row + 1] - step->query_start_loc[row]) * (step->num_heads / step->num_kv_heads);
 }
 
-// How a step's items are cut.
+// The way in which a step is divided into items.
 typedef struct {
-  int64_t num_kv_heads;  // of an item of few pairs
-  int64_t max_parts;     // of an item's context
+  int64_t num_kv_heads;  // of an item with few pairs
+  int64_t max_parts;     // the maximum number of parts of an item's context
 } cut;
 
-// KV heads of an item with so many pairs for each. A block holds the keys of all its KV heads one behind the other, and
-// memory gives such runs faster than a head's alone; many pairs compute for longer than they read.
+// Returns the number of KV heads of an item with `num_pairs` pairs for each KV head. A block stores the keys of all its
+// KV heads consecutively, and memory delivers such runs faster than the keys of one head. Items with many pairs are
+// limited by computation instead.
 INLINE int64_t item_kv_heads(const cut* c, int64_t num_pairs) { return num_pairs <= DIRECT_ROWS ? c->num_kv_heads : 1; }
 
 static int64_t count_items(const attention_step* step, const cut* c) {
@@ -173,8 +175,9 @@ static int64_t longest_context(const attention_step* step) {
   return longest;
 }
 
-// So that threads have something to do where there are few items: first fewer KV heads for each, then parts; but parts of
-// long contexts, which are to be read as fast as memory gives them. None of it changes what an item gives.
+// Chooses a division that gives every thread work if there are few items. It first assigns fewer KV heads to each item,
+// and then splits items into parts. Long contexts are only split into parts, because reading all KV heads together is
+// faster. The division does not change the result of an item.
 static cut choose_cut(const attention_step* step) {
   const int64_t wanted = step->num_threads > 1 ? TASKS_PER_THREAD * step->num_threads : 1;
   const int is_long = longest_context(step) >= LONG_CONTEXT;
@@ -187,8 +190,8 @@ static cut choose_cut(const attention_step* step) {
   return c;
 }
 
-// Appends the parts of one tile, each of whole spans; only counts where there are no items yet. `num_floats` are those
-// of all partial sums.
+// Appends the parts of one tile of rows, each of whole spans. Only counts them if `items` is not allocated yet.
+// `num_floats` is increased by the size of the partial sums.
 static void list_tile(const attention_step* step, work_list* list, item whole, int64_t max_parts, int64_t* num_floats) {
   const int64_t spans = num_spans(whole.start, whole.end), wanted = spans < max_parts ? spans : max_parts;
   const int64_t share = wanted > 1 ? (spans + wanted - 1) / wanted : spans;
@@ -210,7 +213,7 @@ static void list_tile(const attention_step* step, work_list* list, item whole, i
   }
 }
 
-// Returns how many floats all partial sums take.
+// Returns the number of floats of all partial sums.
 static int64_t list_items(const attention_step* step, work_list* list, const cut* c) {
   int64_t num_floats = 0;
   list->num_items = list->cost = 0;
@@ -237,7 +240,7 @@ static void free_work(work_list* list) {
   *list = (work_list){0};
 }
 
-// 0 if there is no memory.
+// Returns 0 if memory is exhausted.
 static int list_work(const attention_step* step, work_list* list) {
   const cut c = choose_cut(step);
   *list = (work_list){.window = step->window};
