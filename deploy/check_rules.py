@@ -1,8 +1,8 @@
-"""Runs the Prometheus rules, and the query that pairs are scaled by, against rules_test.yaml: promtool's unit tests.
+"""Tests the Prometheus rules and the KEDA scaling query with promtool's unit tests in rules_test.yaml.
 
     python deploy/check_rules.py
 
-It needs promtool (Debian: apt-get install prometheus; or a release of Prometheus 2.42 or newer) and PyYAML.
+The script needs promtool (Debian: apt-get install prometheus; or a release of Prometheus 2.42 or newer) and PyYAML.
 """
 
 import shutil
@@ -20,7 +20,7 @@ TESTS = DEPLOY / "rules_test.yaml"
 
 
 def query() -> str:
-    """What KEDA asks Prometheus for."""
+    """Return the query that KEDA sends to Prometheus."""
     scheduler, _ = yaml.safe_load_all(SCALED.read_text())
     (trigger,) = scheduler["spec"]["triggers"]
     return trigger["metadata"]["query"]

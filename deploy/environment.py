@@ -1,6 +1,7 @@
-"""Makes the environment of a clone, and says what it does: `python3 deploy/environment.py .venv`.
+"""Creates the virtual environment of a clone and prints progress: `python3 deploy/environment.py .venv`.
 
-It ends whole or not at all: what an interrupted run left is made again, and a second run waits for the first.
+The environment is marked as ready only when it is complete. The next run repairs an interrupted one, and a second
+concurrent run waits for the first.
 """
 
 import contextlib
@@ -23,7 +24,10 @@ NAME = re.compile(r"(?:Collecting|Processing|Requirement already satisfied:|Down
 
 
 def main() -> int:
-    """Make calls this for an environment that is older than what it is made from. What is there already is kept."""
+    """Create or update the environment. Make runs this script if the environment is older than its inputs.
+
+    Packages that are already installed are kept.
+    """
     folder = Path(sys.argv[1])
     found = installed_at(folder)
     with open(f"{folder}.lock", "w") as lock:
@@ -33,16 +37,16 @@ def main() -> int:
             print(f"waiting for another make, which installs into {folder}", flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError:
-            pass  # a file system without locks: then runs do not wait for each other
+            pass  # the file system has no locks, so that runs do not wait for each other
         if installed_at(folder) != found:
-            return 0  # by the run that this one has waited for
+            return 0  # the run that this one waited for has finished the installation
         remove_halves(folder)
         if not has_pip(folder):
             print(f"making {folder} with Python {sys.version.split()[0]}", flush=True)
-            with contextlib.suppress(OSError):  # `venv` says why there can be no such folder
+            with contextlib.suppress(OSError):  # if the folder cannot be created, `venv` reports the reason
                 folder.mkdir(exist_ok=True)
                 log_of(folder).touch()
-            # Of an environment that is half done, the Python that it was made with.
+            # If the environment is incomplete, use the Python that started its creation.
             python = getattr(sys, "_base_executable", sys.executable)
             code, said = make(str(python), folder, lock.fileno())
             if code:
@@ -52,32 +56,37 @@ def main() -> int:
 
 
 def installed_at(folder: Path) -> int:
-    """The time at which an install into the environment was whole, 0 for never."""
+    """Return the time of the last complete install into the environment, in nanoseconds, or 0."""
     ready = folder / ".ready"
     return ready.stat().st_mtime_ns if ready.exists() else 0
 
 
 def log_of(folder: Path) -> Path:
-    """What pip says. It is there as soon as a run installs anything into the environment."""
+    """Return the path of pip's log. The file exists as soon as a run has started to install packages."""
     return folder / "pip.log"
 
 
 def has_pip(folder: Path) -> bool:
-    """Whether the environment is whole: its Python has a pip of its own, which writes its record when all else of it
-    is there. One that is there for another version of Python is of no use."""
+    """Return whether the environment is complete, that is, its Python has its own pip with a RECORD file.
+
+    The RECORD file is written after all other files of pip. A pip for another version of Python does not count.
+    """
     command = [folder / "bin" / "python", "-m", "pip", "--version"]
     try:
         asked = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError:
-        return False  # there is no such Python, or none that runs here
+        return False  # there is no Python, or it does not run on this machine
     version = re.search(r"\(python (\S+)\)", asked.stdout)
     return version is not None and any(folder.glob(f"lib/python{version[1]}/site-packages/pip-*.dist-info/RECORD"))
 
 
 def remove_halves(folder: Path) -> None:
-    """Remove what an interrupt left of packages, which pip takes for whole: their records are written last. Where no
-    run of this has installed anything, others may keep no records. And remove links to a Python that is gone, in whose
-    place `venv` puts no other."""
+    """Remove partly installed packages and dangling links to Python.
+
+    pip considers a package complete if its dist-info folder exists, but writes the RECORD file last. Packages are
+    removed only if this script has installed packages here before, because other installers may write no RECORD. `venv`
+    does not replace a link to a Python that no longer exists.
+    """
     for link in folder.glob("bin/python*"):
         if not link.exists():
             link.unlink()
@@ -88,7 +97,7 @@ def remove_halves(folder: Path) -> None:
 
 
 def make(python: str, folder: Path, lock: int) -> "tuple[int, str]":
-    """Make the environment, and return the exit code of what does, with what it said."""
+    """Create the environment with `venv`. Return the exit code and the output of `venv`."""
     with tempfile.TemporaryFile("w+", errors="replace") as written:
         command = [python, "-m", "venv", str(folder)]
         making = subprocess.Popen(command, stdout=written, stderr=subprocess.STDOUT, pass_fds=[lock])
@@ -102,7 +111,7 @@ def make(python: str, folder: Path, lock: int) -> "tuple[int, str]":
 
 
 def why_not(code: int, said: str) -> str:
-    """Why `venv` or pip ended with this code, in a line, by what it said."""
+    """Return the reason, in one line, why `venv` or pip ended with this exit code and output."""
     missing = NOT_FOUND.search(said)
     if missing is not None:
         return (
@@ -118,8 +127,10 @@ def why_not(code: int, said: str) -> str:
 
 
 def install(folder: Path, lock: int) -> int:
-    """Let pip install, with a line every few seconds. What pip says goes to a file. pip holds the lock too: a run that
-    is killed leaves it running."""
+    """Install the packages with pip, and print a progress line every few seconds. Return the exit code, 0 or 1.
+
+    pip's output goes to the log file. pip inherits the lock, because it keeps running if this script is killed.
+    """
     constraints = (ROOT / "constraints.txt").read_text().splitlines()
     num_packages = sum("==" in line for line in constraints)
     log = log_of(folder)
@@ -142,7 +153,7 @@ def install(folder: Path, lock: int) -> int:
 
 
 def watch(process: "subprocess.Popen[Any]", tell: Callable[[], str]) -> None:
-    """Print what a process is doing every few seconds until it ends."""
+    """Print the activity of a process every few seconds until the process ends."""
     started, told = time.monotonic(), ""
     while True:
         try:
@@ -157,7 +168,7 @@ def watch(process: "subprocess.Popen[Any]", tell: Callable[[], str]) -> None:
 
 
 def how_far(folder: Path, said: str, num_packages: int) -> str:
-    """What pip is doing, in a line."""
+    """Return the current activity of pip in one line."""
     if "Installing collected packages" in said:
         num_installed = len(list(folder.glob("lib/python3*/site-packages/*.dist-info")))
         return f"installed {num_installed} packages of about {num_packages}"

@@ -1,9 +1,11 @@
-"""Writes constraints.txt, the versions that are used here of all that pyproject.toml names and of what that brings, and
-deploy/requirements/*.lock, which the images install: the same versions, with their hashes.
+"""Writes constraints.txt and deploy/requirements/*.lock.
 
-    make lock       # of ARGS, `--upgrade` takes the newest versions, `--upgrade-package NAME` that of one package
+constraints.txt contains the versions of all packages that pyproject.toml names, and of their dependencies. The lock
+files, which the images install, contain the same versions with their hashes.
 
-It asks the package index that uv is configured for. Run it after a change of pyproject.toml.
+    make lock       # in ARGS, `--upgrade` selects the newest versions, `--upgrade-package NAME` upgrades one package
+
+The script queries the package index for which uv is configured. Run it after each change of pyproject.toml.
 """
 
 import re
@@ -14,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 REQUIREMENTS = Path("deploy", "requirements")
 CONSTRAINTS = Path("constraints.txt")
-# The extras of pyproject.toml that a lock is made of. Pods fetch models by `hf download`.
+# The extras of pyproject.toml in each lock file. Pods download models with `hf download`.
 LOCKS = {
     "scheduler": ["scheduler", "router", "hub"],
     "scheduler-tracing": ["scheduler", "router", "hub", "tracing"],
@@ -22,12 +24,12 @@ LOCKS = {
     "worker-tracing": ["worker", "hub", "tracing"],
     "serve": ["serve"],
 }
-# What torch brings for CUDA alone, and torch itself: an image for CPUs takes it from an index of such builds.
+# Dependencies of torch that only CUDA needs, and torch itself. CPU images install torch from an index of CPU builds.
 CUDA = re.compile(r"^((?:nvidia|cuda)-[a-z0-9-]+|triton|torch)==", re.MULTILINE)
 
 
 def compile_versions(target: Path, *options: str) -> None:
-    """One file, of a stated source. What need not change stays as it was."""
+    """Write one lock file or constraints file from its source. Versions that need not change are kept."""
     command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--universal", "--python-version=3.11"]
     header = "--custom-compile-command=make lock"
     subprocess.run([*command, header, f"--output-file={target}", *options], cwd=ROOT, check=True)
@@ -40,7 +42,7 @@ def compile_lock(name: str, *options: str) -> None:
 
 
 def main(options: list[str]) -> None:
-    # Which Triton stands beside torch is torch's to say: see pyproject.toml.
+    # torch determines the version of Triton: see pyproject.toml.
     alone = ["--strip-extras", "--no-annotate", "--no-emit-package=triton"]
     compile_versions(CONSTRAINTS, "pyproject.toml", "--extra=dev", *alone, *options)
     for name, extras in LOCKS.items():

@@ -1,9 +1,9 @@
-"""Makes a wheel for this kind of machine of a pure one: with the CPU kernels of all variants, so that a machine without
-a compiler is as fast.
+"""Makes a platform wheel from a pure wheel: it adds the CPU kernels of all variants, so that machines without a
+compiler can use them.
 
     python -m deploy.platform_wheel dist/pagewire-*.whl
 
-What it makes lies beside the given wheel, which stays.
+The new wheel is written to the folder of the given wheel, which is kept.
 """
 
 import argparse
@@ -32,7 +32,8 @@ def main() -> None:
 
 
 def platform_wheel(wheel: Path) -> Path:
-    """Return the path of the wheel made of a pure one. Raises BuildError, OSError or CalledProcessError."""
+    """Build a platform wheel from a pure wheel and return its path. Raises BuildError, OSError or
+    CalledProcessError."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _wheel("unpack", "--dest", name, str(wheel))
@@ -52,7 +53,7 @@ def platform_wheel(wheel: Path) -> Path:
 
 
 def variants_of(machine: str) -> list[str]:
-    """The variants that processors of this architecture may run, by the name that `platform.machine` has for it."""
+    """Return the variants that processors of an architecture may run. `machine` is named as by `platform.machine`."""
     if machine == "aarch64":
         return list(AARCH64_FLAGS)
     return [name for name in VARIANTS if name == "portable" or (machine == "x86_64" and name not in AARCH64_FLAGS)]
