@@ -14,7 +14,7 @@ SAMPLING = SamplingParams(temperature=0, max_tokens=24)
 
 
 async def stream(client: AsyncClient, prompt: str) -> str:
-    """Prints the output as it comes, and returns the whole of it."""
+    """Print the output as it arrives, and return the complete text."""
     text = ""
     async for output in client.stream(prompt, SAMPLING):
         text += output.text

@@ -3,8 +3,8 @@
     pagewire serve models/storyteller
     python examples/batch.py prompts.txt completions.jsonl [HOST:PORT]
 
-At most MAX_IN_FLIGHT requests are under way. A request that the server refuses because its queue is full is sent again
-after the delay that the server names; any other error is written in place of the text.
+At most MAX_IN_FLIGHT requests run at the same time. If the server's queue is full, it refuses the request and names a
+delay. The script then sends the request again after the delay. Any other error is written in place of the text.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ async def complete_all(prompts: Sequence[str], url: str) -> list[dict[str, objec
 
 
 def main(source: Path, target: Path, url: str) -> int:
-    """Returns the number of prompts that failed."""
+    """Complete all prompts and return the number of prompts that failed."""
     prompts = [line for line in source.read_text(encoding="utf-8").splitlines() if line.strip()]
     results = asyncio.run(complete_all(prompts, url))
     target.write_text("".join(json.dumps(result) + "\n" for result in results), encoding="utf-8")

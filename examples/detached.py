@@ -1,4 +1,4 @@
-"""Submits a request, leaves, and comes back for it: a request that outlives its client.
+"""Submits a detached request, disconnects, and reads the result later from other clients.
 
 pagewire serve models/storyteller
 python examples/detached.py [HOST:PORT]
@@ -16,7 +16,7 @@ async def submit(url: str) -> str:
 
 
 async def read_some(url: str, request_id: str, num_tokens: int) -> tuple[int, str]:
-    """Reads until it has so many tokens. Returns how many it has, and their text."""
+    """Read until at least `num_tokens` tokens have arrived. Return the number of tokens and their text."""
     count, text = 0, ""
     async with AsyncClient(url) as client:
         async for output in client.attach(request_id):

@@ -1,12 +1,15 @@
-"""Makes the tests' quantised files of trained models, and records how exactly llama.cpp computes with them.
+"""Creates the quantised model files of the tests, and records the numerical accuracy of llama.cpp with these files.
 
     python -m models.train_storyteller --shape wide build/wide
     python -m models.quantize_fixtures build/wide
 
-Needs cmake and a C++ compiler: llama.cpp's tools are built in the environment of its benchmark, where its converter
-runs too. Matrices are converted to bfloat16, which the checkpoints have, and quantised by `llama-quantize`.
-llama_cpp.json gets the mean divergence, in nats, of llama.cpp's next tokens from those of a float32 computation over
-the same dequantised weights, for each type of its KV cache, without flash attention.
+The script needs cmake and a C++ compiler. It builds llama.cpp's tools in the environment of the llama.cpp benchmark,
+where llama.cpp's converter runs too. Matrices are converted to bfloat16, the dtype of the checkpoints, and quantised by
+`llama-quantize`.
+
+llama_cpp.json contains the mean divergence, in nats, between the next-token distributions of llama.cpp and of a float32
+computation with the same dequantised weights. It is measured for each type of llama.cpp's KV cache, without flash
+attention.
 """
 
 import argparse
@@ -25,12 +28,12 @@ from testing.record import cpu_model, write
 
 BUNDLED = Path("models/storyteller")
 FIXTURES = Path("tests/worker/fixtures")
-# By the name of the file, which begins with the model's shape: the format, and options, of `llama-quantize`.
+# For each file, the format and further options of `llama-quantize`. The name of a file begins with the model's shape.
 FILES: dict[str, tuple[str, ...]] = {
-    # Rows of 192 are no whole K-quants: llama.cpp falls back to Q5_0 and Q8_0 there.
+    # Rows of 192 weights do not fill whole K-quant blocks: llama.cpp falls back to Q5_0 and Q8_0 for them.
     "bundled-Q4_K_M": ("Q4_K_M",),
     **{f"wide-{name}": (name,) for name in ("Q8_0", "Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K")},
-    # The formats without a file of their own.
+    # The formats that have no file of their own.
     "wide-mixed": ("Q4_1", "--pure", "--tensor-type", r"blk\.1\.attn=q5_0", "--tensor-type", r"blk\.1\.ffn=q5_1"),
 }
 CACHE_TYPES = ("f32", "f16", "bf16")
@@ -38,7 +41,7 @@ SEED, NUM_SEQUENCES, LENGTH = 1907, 32, 512
 
 
 def make_files(environments: Environments, wide: Path, folder: Path) -> None:
-    """Writes the files to `folder`."""
+    """Write the quantised files to `folder`. `wide` is the checkpoint of the wide model."""
     convert = [environments.vllm(), CONVERTER, environments.llama_cpp()]
     folder.mkdir(parents=True, exist_ok=True)
     for shape, checkpoint in (("bundled", BUNDLED), ("wide", wide)):
@@ -51,7 +54,7 @@ def make_files(environments: Environments, wide: Path, folder: Path) -> None:
 
 
 def measure(llama_logits: Path, folder: Path) -> dict[str, dict[str, float]]:
-    """Returns llama.cpp's divergence by file and type of its KV cache."""
+    """Return llama.cpp's mean divergence in nats, by file name and type of its KV cache."""
     rows = sequences(Tokenizer.from_file(str(BUNDLED / "tokenizer.json")), random.Random(SEED), LENGTH)
     token_ids = [next(rows) for _ in range(NUM_SEQUENCES)]
     found = {}

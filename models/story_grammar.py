@@ -1,8 +1,10 @@
-"""A little grammar of short stories, and of cards about their animals: the text that the bundled model learns.
+"""A small grammar of short stories and of cards about their animals, which generates the training text of the bundled
+model.
 
-A story has a hero, a friend, a thing and a place, and they stay the same from its first sentence to its last. Choices
-are skewed: one option is the favourite (often a different one for each kind of hero), the others share the rest. So
-there is a clear most likely story for every opening, and still enough variety that names must be copied, not learnt.
+A story has a hero, a friend, a thing and a place, which stay the same in the whole story. Choices are skewed: one
+option is the favourite (often a different one for each kind of hero), and the others share the remaining probability.
+So every beginning has a clear most likely continuation, and there is still enough variety that names must be copied
+from the context rather than memorised.
 """
 
 import json
@@ -13,12 +15,12 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-FAVOURITE_SHARE = 0.75  # of the probability; the other options share what is left equally
+FAVOURITE_SHARE = 0.75  # the probability of the favourite; the other options share the rest equally
 VARIED_SHARE = 0.4  # the same for names, animals and things, which have many options
-CHAPTERS_SHARE = 0.1  # of the stories that have more than one chapter
+CHAPTERS_SHARE = 0.1  # the share of stories that have more than one chapter
 MAX_CHAPTERS = 10
-COLLECTION_SHARE = 0.1  # of the documents that hold several stories
-CARD_SHARE = 0.25  # of the documents; a card is short, so that they are a twentieth of the text
+COLLECTION_SHARE = 0.1  # the share of documents that contain several stories
+CARD_SHARE = 0.25  # the share of documents that are cards; cards are short, about a twentieth of the text
 
 ANIMALS = (
     "fox",
@@ -61,7 +63,8 @@ HIDING_PLACES = (
     "between two big stones",
 )
 
-# A story is an opening and a plot; both are rows of alternatives, the favourite first. "" leaves a sentence out.
+# A story consists of an opening and a plot. Both are tuples of alternatives for each sentence, the favourite first. ""
+# leaves a sentence out.
 Sentences = tuple[tuple[str, ...], ...]
 
 OPENING: Sentences = (
@@ -184,7 +187,7 @@ class Hero:
     is_girl: bool
 
     def words(self) -> dict[str, str]:
-        """Who the hero is, as the sentences say it."""
+        """Return the words that describe the hero, by their names in the sentences."""
         he, him, his = ("she", "her", "her") if self.is_girl else ("he", "him", "his")
         return {
             "animal": self.animal,
@@ -198,7 +201,7 @@ class Hero:
 
 
 def choose(rng: random.Random, options: Sequence[T], favourite: int = 0, share: float = FAVOURITE_SHARE) -> T:
-    """One of the options; the one at `favourite`, counted round and round, with the probability `share`."""
+    """Return one of the options: the one at index `favourite`, modulo their number, with the probability `share`."""
     favourite %= len(options)
     if len(options) == 1 or rng.random() < share:
         return options[favourite]
@@ -213,7 +216,7 @@ def choose_hero(rng: random.Random) -> Hero:
 
 
 def choose_words(rng: random.Random, hero: Hero) -> dict[str, str]:
-    """What fills the sentences about this hero. Every kind of hero has its own favourites."""
+    """Return the words that fill the sentences about this hero. Every kind of hero has its own favourites."""
     taste = ANIMALS.index(hero.animal)
     friend_animal = choose(rng, [animal for animal in ANIMALS if animal != hero.animal], taste + 1, VARIED_SHARE)
     hiding_place = choose(rng, HIDING_PLACES, taste)
@@ -236,7 +239,7 @@ def tell(rng: random.Random, sentences: Sentences, words: dict[str, str]) -> lis
 
 
 def write_story(rng: random.Random) -> str:
-    """A story, 6 to 10 sentences for each chapter, without a line break."""
+    """Return a story of 6 to 10 sentences for each chapter, without line breaks."""
     hero = choose_hero(rng)
     words = choose_words(rng, hero) | {"adjective": choose(rng, ADJECTIVES)}
     plot = choose(rng, range(len(PLOTS)), ANIMALS.index(hero.animal))
@@ -250,13 +253,13 @@ def write_story(rng: random.Random) -> str:
 
 
 def write_document(rng: random.Random) -> str:
-    """What stands between two ends of text: a story, or a collection of 2 to 6 with empty lines between."""
+    """Return a document of one story, or of 2 to 6 stories separated by empty lines."""
     num_stories = rng.randint(2, 6) if rng.random() < COLLECTION_SHARE else 1
     return "\n\n".join(write_story(rng) for _ in range(num_stories))
 
 
 def write_card(rng: random.Random) -> str:
-    """A line that says whom the card is about, and the card: a JSON object in one line."""
+    """Return a card: a line that names the animal, and a JSON object on one line."""
     hero = choose_hero(rng)
     words = choose_words(rng, hero)
     likes = rng.sample([words["food"], f"the {words['colour']} {words['thing']}"], rng.randint(1, 2))
@@ -267,5 +270,5 @@ def write_card(rng: random.Random) -> str:
 
 
 def write_story_or_card(rng: random.Random) -> str:
-    """A document as the model is trained on."""
+    """Return a document of the training text: a card, a story or a collection of stories."""
     return write_card(rng) if rng.random() < CARD_SHARE else write_document(rng)

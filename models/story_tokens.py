@@ -1,4 +1,4 @@
-"""Stories as sequences of token ids, as a model reads them."""
+"""Stories as sequences of token ids, in the form that a model reads."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -16,7 +16,11 @@ def sequences(
     length: int,
     write: Callable[[random.Random], str] = write_document,
 ) -> Iterator[list[int]]:
-    """Documents one after another, each with its end, cut at `length`. Every sequence begins with a document."""
+    """Yield sequences of `length` token ids.
+
+    Every sequence begins with a new document. The documents of a sequence are each followed by the end-of-text token,
+    and the last document is cut off at `length`.
+    """
     while True:
         token_ids: list[int] = []
         while len(token_ids) < length:

@@ -1,12 +1,12 @@
-"""Train the bundled model: `python -m models.train_storyteller [DIRECTORY]`, from the repository's root.
+"""Trains the bundled model: `python -m models.train_storyteller [DIRECTORY]`, from the repository's root.
 
-`--shape wide` trains a model whose rows llama.cpp's K-quants can hold. It is not kept itself: the tests' GGUF files are
-made of it (models/quantize_fixtures.py).
+`--shape wide` trains a model whose row lengths fit llama.cpp's K-quants. The repository does not contain this model,
+but the tests' GGUF files are made from it (models/quantize_fixtures.py).
 
-It writes a checkpoint directory as published on the Hugging Face Hub. The same script with the same versions of torch,
-transformers and tokenizers, on the same kind of CPU, writes the same bytes; elsewhere sums round differently and the
-weights with them. It takes about ten minutes on one core, and uses no more: the split of sums over threads would
-decide how they round.
+The script writes a checkpoint directory as published on the Hugging Face Hub. With the same versions of torch,
+transformers and tokenizers, on the same kind of CPU, it writes the same bytes. On other CPUs sums round differently,
+and so the weights differ. Training takes about ten minutes on one core. It uses only one core, because the division of
+sums among threads would change their rounding.
 """
 
 import argparse
@@ -44,7 +44,8 @@ SAMPLE_PROMPTS = (
 SEED = 20
 NUM_WARMUP_STEPS = 40
 NUM_TOKENS_PER_STEP = 2048
-# The first half learns the language from short sequences, the second one meets every position the model has.
+# The first half of the steps trains on short sequences. The second half uses all lengths, so that it covers every
+# position.
 LENGTHS = (256, 512, 1024, MAX_MODEL_LEN)
 MAX_LEARNING_RATE = 3e-3
 MIN_LEARNING_RATE = 3e-5
@@ -75,7 +76,7 @@ CONFIG = {
     "use_sliding_window": False,
     "vocab_size": 1024,
 }
-# K-quants hold rows of whole 256 weights.
+# K-quants need rows of a multiple of 256 weights.
 WIDE_CONFIG = {
     **CONFIG,
     "head_dim": 64,
@@ -89,7 +90,8 @@ WIDE_CONFIG = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is made: its configuration, what writes a document that it reads, and how many steps it learns."""
+    """The recipe of a model: its configuration, the function that writes a training document, and the number of
+    steps."""
 
     config: Mapping[str, Any]
     write: Callable[[random.Random], str]
@@ -97,8 +99,8 @@ class Recipe:
 
 
 RECIPES = {"bundled": Recipe(CONFIG, write_story_or_card, 1300), "wide": Recipe(WIDE_CONFIG, write_document, 1000)}
-# The model goes on with what was said. It knows empty lines between the stories of a collection, so one stands before
-# every further turn of the user.
+# The model continues the text of the conversation. It knows empty lines between the stories of a collection, so the
+# template adds an empty line before every further message of the user.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
     "{% if not loop.last and message['role'] != 'user' %}{{ '\n\n' }}{% endif %}"
@@ -115,7 +117,7 @@ GENERATION_CONFIG = {"eos_token_id": 0}
 
 
 def train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer without unknown tokens. Token 0 ends a text."""
+    """Train a byte-level BPE tokenizer, which has no unknown tokens. Token 0 is the end-of-text token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -130,7 +132,7 @@ def train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
 
 
 def batches(tokenizer: Tokenizer, rng: random.Random, recipe: Recipe) -> Iterator[Tensor]:
-    """Token ids of each step, [num_sequences, length]."""
+    """Yield the token ids of each step, [num_sequences, length]."""
     for step in range(recipe.num_steps):
         length = LENGTHS[0] if step < recipe.num_steps // 2 else LENGTHS[step % len(LENGTHS)]
         rows = sequences(tokenizer, rng, length, recipe.write)
@@ -138,7 +140,7 @@ def batches(tokenizer: Tokenizer, rng: random.Random, recipe: Recipe) -> Iterato
 
 
 def learning_rate(step: int, num_steps: int) -> float:
-    """Linear warm-up, then a cosine from the maximum to the minimum."""
+    """Return the learning rate of a step: linear warm-up, then a cosine decay from the maximum to the minimum."""
     if step < NUM_WARMUP_STEPS:
         return MAX_LEARNING_RATE * (step + 1) / NUM_WARMUP_STEPS
     progress = (step - NUM_WARMUP_STEPS) / (num_steps - NUM_WARMUP_STEPS)
@@ -167,7 +169,7 @@ def train(model: Qwen3ForCausalLM, tokenizer: Tokenizer, rng: random.Random, rec
 
 def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, config: Mapping[str, Any], directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    # The output embedding is the input embedding: it is stored once.
+    # The output embedding is tied to the input embedding, so it is stored only once.
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     save_file(
         {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in tensors.items()},

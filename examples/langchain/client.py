@@ -1,7 +1,7 @@
-"""LangChain over the OpenAI API.
+"""Uses LangChain with Pagewire's OpenAI API.
 
 pagewire serve models/storyteller
-pip install -r examples/langchain/requirements.txt      # in an environment of its own
+pip install -r examples/langchain/requirements.txt      # in a separate virtual environment
 python examples/langchain/client.py [http://HOST:PORT]
 """
 

@@ -1,11 +1,11 @@
-"""A data set over many machines: Ray Data hands out the rows, and each of its actors has a `pagewire.LLM` of its own.
+"""Processes a data set on many machines: Ray Data distributes the rows, and each Ray actor has its own `pagewire.LLM`.
 
-    pip install -r examples/ray_data/requirements.txt       # beside Pagewire with the extra serve, on every machine
+    pip install -r examples/ray_data/requirements.txt       # next to Pagewire with the extra serve, on every machine
     python examples/ray_data/main.py MODEL PROMPTS.txt OUTPUT_FOLDER
 
-An actor is a scheduler and a worker on its machine, with CPUS_PER_ACTOR cores. It batches continuously within the rows
-that it is given. On a cluster set RAY_ADDRESS or use `ray job submit`, and leave a core for reading and writing; else
-Ray runs on this machine alone.
+An actor runs a scheduler and a worker on its machine, with CPUS_PER_ACTOR cores. It batches continuously within the
+rows of each Ray batch. On a cluster, set RAY_ADDRESS or use `ray job submit`, and leave one core for reading and
+writing. Otherwise Ray runs on this machine only.
 """
 
 import os
@@ -23,7 +23,7 @@ SAMPLING = SamplingParams(temperature=0, max_tokens=24)
 
 
 class Completer:
-    """An actor's object, which is made once, called with every batch that the actor gets, and ended with it."""
+    """The state of a Ray actor: created once, and called with every batch of the actor."""
 
     def __init__(self, model: str) -> None:
         self._llm = LLM(model, num_threads=CPUS_PER_ACTOR)
@@ -38,7 +38,7 @@ class Completer:
 def main(model: str, prompts: str, folder: str) -> None:
     if "RAY_ADDRESS" in os.environ:
         ray.init()
-    else:  # a core more than the actors take: reading and writing need one
+    else:  # one core more than the actors use, for reading and writing
         ray.init("local", num_cpus=NUM_ACTORS * CPUS_PER_ACTOR + 1)
     rows = ray.data.read_text(prompts).repartition(target_num_rows_per_block=ROWS_PER_BATCH)
     completed = rows.map_batches(
