@@ -1,1 +1,1 @@
-"""Benchmarks that the repository runs of itself and beside others. Not installed."""
+"""Benchmarks of Pagewire, alone and in comparison with other engines. They are not installed with the package."""

@@ -13,7 +13,7 @@ GROUPS = ("peers", "services", "core", "gpu")
 
 
 def benchmarks() -> dict[str, Path]:
-    """Returns the file of each benchmark. Other modules of the folders serve them, and have no `main` or `report`."""
+    """Return the file of each benchmark, by name. Modules without a `main` or `report` function are helpers."""
     return {path.stem: path for group in GROUPS for path in sorted((FOLDER / group).glob("*.py")) if _is_one(path)}
 
 
@@ -23,7 +23,7 @@ def _is_one(path: Path) -> bool:
 
 
 def purpose(path: Path) -> str:
-    """Returns the first line of a module's docstring."""
+    """Return the first line of a module's docstring."""
     return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
 
 

@@ -1,6 +1,6 @@
-"""Makes random checkpoints of known shapes for benchmarks, by transformers, and keeps them in the user's cache.
+"""Creates random checkpoints of known shapes for benchmarks, with transformers, and keeps them in the user's cache.
 
-Where a worker makes the weights (`--load-format dummy`), a configuration is a checkpoint.
+If the worker creates random weights itself (`--load-format dummy`), a configuration suffices as a checkpoint.
 """
 
 import json
@@ -35,7 +35,7 @@ SHAPES = {
         "tie_word_embeddings": True,
     },
 }
-# Of the proportions of Qwen3-30B-A3B, with a twentieth of its parameters: 1.46B, of which a token meets 0.16B.
+# The proportions of Qwen3-30B-A3B with a twentieth of its parameters: 1.46B, of which 0.16B are active per token.
 EXPERT_SHAPES = {
     "1.5B-A0.15B": {
         "num_hidden_layers": 18,
@@ -52,7 +52,7 @@ EXPERT_SHAPES = {
         "tie_word_embeddings": False,
     },
 }
-# Measured on GPUs alone, but for the tiny one, which rehearses that.
+# Measured on GPUs only, except for the tiny shape, which is a rehearsal without a GPU.
 GPU_SHAPES = {
     "tiny": {
         **SHAPES["54M"],
@@ -80,7 +80,8 @@ GPU_SHAPES = {
 
 
 def configuration(shape: str, directory: Path, **overrides: object) -> Path:
-    """Returns a directory with the config.json of a bf16 Qwen3 model of one of GPU_SHAPES, without end tokens."""
+    """Create a directory with the config.json of a bf16 Qwen3 model of one of GPU_SHAPES, without end tokens. Return
+    its path."""
     path = directory / shape
     path.mkdir(exist_ok=True)
     config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "bfloat16", **GPU_SHAPES[shape]}
@@ -91,12 +92,12 @@ def configuration(shape: str, directory: Path, **overrides: object) -> Path:
 
 
 def cache_directory() -> Path:
-    """Returns where benchmarks keep what they have made."""
+    """Return the folder in which benchmarks keep checkpoints and other files."""
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pagewire" / "bench"
 
 
 def tokenized_checkpoint(shape: str, tokenizer: Path, directory: Path) -> Path:
-    """Makes `directory` a random checkpoint with a tokenizer, whose token 0 ends an output."""
+    """Create `directory` with a random checkpoint and a tokenizer; token 0 ends an output. Return its path."""
     directory.mkdir()
     made = random_checkpoint(shape)
     for path in made.iterdir():
@@ -105,14 +106,16 @@ def tokenized_checkpoint(shape: str, tokenizer: Path, directory: Path) -> Path:
     config = json.loads((made / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "eos_token_id": 0}))
     (directory / "tokenizer.json").symlink_to(tokenizer.absolute())
-    # Else transformers puts Qwen's own pipeline around the vocabulary.
+    # Otherwise transformers would add Qwen's own tokenizer pipeline to the vocabulary.
     (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     return directory
 
 
 def random_checkpoint(shape: str) -> Path:
-    """Returns a checkpoint of random bf16 weights without end tokens: Qwen3, or Qwen3-MoE where there are experts.
-    It is made once."""
+    """Return the path of a checkpoint with random bf16 weights, without end tokens. It is created on the first call.
+
+    The model is Qwen3-MoE for the shapes with experts, else Qwen3.
+    """
     directory = cache_directory() / shape
     if not (directory / "model.safetensors").exists():
         torch.manual_seed(0)

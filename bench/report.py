@@ -1,4 +1,4 @@
-"""Runs a benchmark: reads its flags, has it measure, keeps the raw numbers, and has it show them."""
+"""Running a benchmark: parsing its flags, measuring, storing the raw numbers, and printing a report."""
 
 import argparse
 import asyncio
@@ -11,13 +11,18 @@ from testing.record import RESULTS, machine, write
 
 
 def run(name: str, module: ModuleType, flags: Sequence[str]) -> int:
-    """Returns the exit status.
+    """Run a benchmark and return the exit status.
 
-    A benchmark is a module with `add_flags(parser)`, `measure(arguments)`, a coroutine or not, which returns figures
-    for JSON, and `report(figures)`. Where figures differ by something else than the machine, `variant()` names it, and
-    its flag `--only`, if it has one, a part that is measured alone: each has a file of its own. What `measure` returns
-    as None, from a process that serves another, is not kept. A benchmark whose results have a form of their own has
-    `main(flags)` instead.
+    A benchmark is a module with these functions:
+    - `add_flags(parser)`.
+    - `measure(arguments)`, possibly a coroutine, which returns figures for JSON. None is not stored; a helper process
+      of a benchmark returns it.
+    - `report(figures)`.
+    - `variant()`, optional, which names a property other than the machine that changes the figures.
+    - `main(flags)` in place of all others, if the results need a different format.
+
+    Each variant has its own results file. If the benchmark has a flag `--only`, each value of the flag also has its own
+    file.
     """
     if hasattr(module, "main"):
         return module.main(flags) or 0
@@ -41,7 +46,7 @@ def run(name: str, module: ModuleType, flags: Sequence[str]) -> int:
 
 
 def parser_of(name: str, text: str | None) -> argparse.ArgumentParser:
-    """Returns a parser that says what the benchmark's docstring says."""
+    """Return a parser whose description is the benchmark's docstring."""
     return argparse.ArgumentParser(
         prog=f"python -m bench {name}", description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,7 +1,8 @@
-"""Makes tokenizers of real sizes for benchmarks, and keeps them in the user's cache.
+"""Trains tokenizers of realistic sizes for benchmarks, and keeps them in the user's cache.
 
-A tokenizer of byte-level BPE is trained on the sources of the installed Python packages: no text of that size is
-committed, and its tokens are words, indents and signs as those of published ones are. Token 0 ends a text.
+A byte-level BPE tokenizer is trained on the sources of the installed Python packages, because the repository contains
+no text of sufficient size. Its tokens are words, indentation and punctuation, like the tokens of published tokenizers.
+Token 0 is the end of text.
 """
 
 import random
@@ -15,7 +16,8 @@ from bench.checkpoint import cache_directory
 
 END_OF_TEXT = "<|endoftext|>"
 _CORPUS_BYTES = 60_000_000
-# How GPT-4's and Llama 3's tokenizers part a text, as published with them: numbers by three digits, for one.
+# The pattern with which GPT-4's and Llama 3's tokenizers split a text, as published with them. For example, numbers are
+# split into groups of three digits.
 _PARTS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -23,7 +25,7 @@ _PARTS = (
 
 
 def trained_tokenizer(vocab_size: int) -> Path:
-    """Returns a tokenizer.json of that many tokens. It is made once, which takes a minute."""
+    """Return the path of a tokenizer.json with `vocab_size` tokens. The first call trains it, which takes a minute."""
     path = cache_directory() / f"tokenizer_{vocab_size}.json"
     if not path.exists():
         tokenizer = Tokenizer(models.BPE())

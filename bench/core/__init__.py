@@ -1,1 +1,1 @@
-"""What parts of the engine cost, each in one process."""
+"""Benchmarks of parts of the engine, each in one process."""

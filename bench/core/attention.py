@@ -1,9 +1,10 @@
-"""Measures how fast a CPU's paged attention reads the cache, beside how fast the machine reads memory.
+"""Measures the bandwidth at which the CPU's paged attention reads the KV cache, relative to the memory bandwidth.
 
     python -m bench attention
 
-Four sequences of 8,192 positions decode, blocks in random order, each layer's cache far larger than the processor's.
-Memory is read by torch's sum over as much. Raw numbers go to bench/results/attention.json.
+Four sequences of 8,192 positions decode. Their blocks are in random order, and each layer's cache is far larger than
+the processor's cache. Memory bandwidth is measured by torch's sum over as much memory. The raw numbers are written to
+bench/results/attention.json.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from pagewire.kernels.cpu import CpuKernels, PagedRows
 from worker_service.startup.cpu_kernels import load_cpu_kernels
 
 NUM_SEQUENCES, CONTEXT, BLOCK_SIZE, NUM_LAYERS = 4, 8192, 16, 4
-# Of queries, and of the cache.
+# Dtypes of queries and of the cache.
 DTYPES = (
     (torch.float32, torch.float32),
     (torch.float32, torch.bfloat16),
@@ -41,7 +42,7 @@ def seconds(call: Callable[[], object]) -> float:
 def layers_of(
     shape: str, dtype: torch.dtype, cache_dtype: torch.dtype, kernels: CpuKernels
 ) -> tuple[list[Callable[[], object]], int]:
-    """Returns a call for each layer, and the bytes of keys and values that it reads."""
+    """Return a call of attention for each layer, and the number of bytes of keys and values that one call reads."""
     config = SHAPES[shape]
     num_kv_heads, head_dim = config["num_key_value_heads"], config["head_dim"]
     num_blocks = NUM_SEQUENCES * CONTEXT // BLOCK_SIZE + 1

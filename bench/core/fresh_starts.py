@@ -1,9 +1,10 @@
-"""Compares what many fresh starts of a worker compute of a model's configuration, and by torch's vectorised functions.
+"""Checks that many fresh starts of a worker compute the same bits with torch's vectorised functions.
 
-MKL finds out the processor at its first call, without a lock, which only shows on Intel's. So a library is preloaded
-that says yes where MKL asks for one, and each start is a process forked after the imports, before any vectorised
-function, with two threads. All must compute the same bits. With `--as-torch` each calls torch's cosines unprepared
-instead, which shows that the fault is noticed where it is.
+MKL detects the processor at its first call, without a lock. The race shows only on Intel processors. The benchmark
+therefore preloads a library that makes MKL believe the processor is from Intel. Each start is a process that is forked
+after the imports, before any vectorised function has run, with two threads. All starts must compute the same bits of a
+model's configuration and of these functions. With `--as-torch`, each start calls torch's cosine without preparation.
+This shows that the benchmark detects the fault.
 """
 
 import argparse
@@ -40,7 +41,7 @@ def main(flags: Sequence[str]) -> int:
 
 
 def count_digests(start: Callable[[], bytes], num_starts: int) -> Counter[bytes]:
-    """Return how many processes have computed which digest."""
+    """Fork `num_starts` processes that call `start`, and return how many of them computed each digest."""
     digests: Counter[bytes] = Counter()
     for _ in range(num_starts):
         reading, writing = os.pipe()
@@ -56,7 +57,8 @@ def count_digests(start: Callable[[], bytes], num_starts: int) -> Counter[bytes]
 
 
 def _worker_start() -> Callable[[], bytes]:
-    """What a worker does first, and the functions that its steps may call first."""
+    """Return a function that does the same as a worker's start, and then calls the functions that steps may call
+    first."""
     import torch
 
     from pagewire.network.rope import RopeConfig
@@ -93,7 +95,10 @@ def _torch_start() -> Callable[[], bytes]:
 
 
 def _run_as_intel(flags: Sequence[str]) -> int:
-    """Run this program again on what MKL takes for a processor of Intel's. Raises OSError without a compiler."""
+    """Run this program again with MKL believing that the processor is from Intel. Return its exit code.
+
+    Raises OSError if there is no C compiler.
+    """
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         raise OSError("there is no C compiler")

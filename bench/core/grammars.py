@@ -1,10 +1,10 @@
-"""Times what grammars do within a process: masks, what they add to sampling, and trials of hostile grammars.
+"""Measures grammars within one process: computing masks, sampling with masks, and trials of hostile grammars.
 
     python -m bench grammars
 
-The vocabulary has 151,936 tokens, as Qwen3's. Masks are those along outputs of the schemas of tests/schemas, whose
-tokens are drawn among the allowed ones by Zipf's law: BPE numbers tokens about in the order of how often they come. Raw
-numbers go to bench/results/grammars.INSTRUCTIONS.json.
+The vocabulary has 151,936 tokens, like the vocabulary of Qwen3. Masks are computed along outputs for the schemas of
+tests/schemas. The tokens of an output are drawn from the allowed tokens by Zipf's law, because BPE numbers tokens
+roughly in order of their frequency. The raw numbers are written to bench/results/grammars.INSTRUCTIONS.json.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def schemas() -> list[Any]:
 
 
 def without_max_length(schema: Any) -> Any:
-    """Returns a schema whose texts have no bounds, as most that people send."""
+    """Return a schema without `maxLength` bounds, like most schemas that clients send."""
     if isinstance(schema, dict):
         return {key: without_max_length(value) for key, value in schema.items() if key != "maxLength"}
     return list(map(without_max_length, schema)) if isinstance(schema, list) else schema
@@ -53,8 +53,11 @@ def without_max_length(schema: Any) -> Any:
 def mask_seconds(
     compiler: GrammarCompiler, given: list[Any], seed: int, num_tokens: int
 ) -> tuple[list[float], list[Mask], int]:
-    """Returns how long each mask took along an output of every schema, some of the masks, and how many outputs ended
-    since they took too much."""
+    """Measure the masks along an output of every schema.
+
+    Return the duration of each mask in seconds, the last mask of each schema, and the number of outputs that exceeded a
+    grammar limit.
+    """
     rng = random.Random(seed)
     mask = np.zeros(-(-VOCAB_SIZE // 32), np.int32)
     seconds, kept, num_limited = [], [], 0
@@ -82,7 +85,10 @@ def _draw(rng: random.Random, mask: Mask) -> int:
 
 
 def together_seconds(compiler: GrammarCompiler, num_rounds: int) -> list[float]:
-    """Returns how long the masks of 32 rows take at a time, each of a schema of its own, at their beginning."""
+    """Return the duration in seconds of each round that computes the masks of 32 rows together.
+
+    Each row has its own schema and is at the beginning of its output.
+    """
     texts = list(map(json.dumps, schemas()[-NUM_ROWS:]))
     queue, seconds = MaskQueue(), []
     for _ in range(num_rounds):
@@ -98,7 +104,7 @@ def together_seconds(compiler: GrammarCompiler, num_rounds: int) -> list[float]:
 
 
 def sampling_seconds(kept: list[Mask], temperature: float, num_rounds: int) -> dict[str, list[float]]:
-    """Returns how long 32 rows take to sample, with masks and without, in turns."""
+    """Return the durations in seconds of sampling 32 rows, with masks and without. The two arms alternate."""
     kernels = load_cpu_kernels()
     if kernels is None:
         raise RuntimeError("there are no kernels for this machine")
@@ -115,13 +121,13 @@ def sampling_seconds(kept: list[Mask], temperature: float, num_rounds: int) -> d
             given = logits.clone()
             began = time.perf_counter()
             sampler.sample(given, arms[arm], history)
-            if index >= 3:  # what comes first warms up
+            if index >= 3:  # the first rounds warm up
                 seconds[arm].append(time.perf_counter() - began)
     return seconds
 
 
 def _columns(temperature: float) -> SamplingColumns:
-    """The sampling columns of rows that ask for nothing but a temperature."""
+    """Return sampling columns for rows that only set a temperature."""
     values = {"temperature": temperature, "top_p": 1.0, "repetition_penalty": 1.0, "slots": -1, "num_logprobs": -1}
     return SamplingColumns.of(
         [torch.full((NUM_ROWS,), float(values.get(name, 0.0))) for name in FLOATS],
@@ -132,8 +138,10 @@ def _columns(temperature: float) -> SamplingColumns:
 
 
 def trial_seconds(tokenizer_json: str) -> dict[str, float]:
-    """Returns the CPU time of reading each hostile grammar, by name, the median of 5; a system counts it in
-    hundredths."""
+    """Return the CPU seconds of reading each hostile grammar, by name: the median of 5 trials.
+
+    The system counts CPU time in hundredths of a second.
+    """
     trials = Trials(tokenizer_json, VOCAB_SIZE, END)
     try:
         assert trials._process is not None
@@ -151,13 +159,13 @@ def trial_seconds(tokenizer_json: str) -> dict[str, float]:
 
 
 def _children_seconds(pid: int) -> float:
-    """The CPU time of the children of a process which have ended."""
+    """Return the CPU time of the terminated children of a process, in seconds."""
     columns = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(columns[13]) + int(columns[14])) / os.sysconf("SC_CLK_TCK")
 
 
 def summary(seconds: list[float], num_limited: int) -> dict[str, float]:
-    """Returns what is told of masks, and how many outputs took more than a step may."""
+    """Return statistics of mask durations, and the number of outputs that exceeded a grammar limit."""
     quantiles = {f"p{100 * share:g}": sorted(seconds)[int(len(seconds) * share)] for share in (0.5, 0.95, 0.99)}
     figures = {"mean": statistics.fmean(seconds), **quantiles, "max": max(seconds)}
     return {"num": len(seconds), "limited": num_limited, **figures}

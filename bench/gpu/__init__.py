@@ -1,1 +1,1 @@
-"""How fast a GPU is, and what the host does for it."""
+"""GPU benchmarks of kernels and serving, and of the host's work for the GPU."""

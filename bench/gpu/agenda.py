@@ -1,12 +1,13 @@
-"""Uses some minutes of a GPU well: runs what was never measured or is older than the code, most informative first.
+"""Uses a few minutes of GPU time well: runs the parts that are missing or stale, the most informative first.
 
     python -m bench agenda --budget 600       # make gpu-next BUDGET=600
-    python -m bench agenda --budget 0         # lists what is missing or stale; needs no GPU
+    python -m bench agenda --budget 0         # lists missing and stale parts; needs no GPU
 
-Each part runs in a process of its own with a time limit, so a hang or a crash costs that part alone. Results are
-written as they come, to bench/results/gpu_COMMAND.CARD.json, each with the commit and a digest of the source that it
-measures. A run that is cut short, or out of budget within a part, goes on there the next time. In a copy of the tree
-without its history, PAGEWIRE_COMMIT names the commit. With --device cpu and an --output folder it is a rehearsal.
+Each part runs in its own process with a time limit, so that a hang or a crash affects only this part. Results are
+written as they arrive, to bench/results/gpu_COMMAND.CARD.json, each with the commit and a digest of the measured
+source. A run that is interrupted, or exceeds its budget within a part, continues there the next time. In a copy of the
+tree without history, PAGEWIRE_COMMIT names the commit. With --device cpu and an --output folder, the run is a
+rehearsal.
 """
 
 import argparse
@@ -22,10 +23,11 @@ from testing.kernel_checks import MODULES
 from testing.ledger import State
 from testing.record import RESULTS
 
-START_SECONDS = 10.0  # of a part's process, before its first case
-MIN_SECONDS, LIMIT_FACTOR = 90.0, 3.0  # a part may take this many seconds, or this many times what is expected
-NUM_JOBS = {"check": 4}  # processes at a time, where it is not one
-MIN_LEFT = 15.0  # of the budget; no part is begun with less
+START_SECONDS = 10.0  # start-up time of a part's process, before its first case
+# a part may run for the larger of this many seconds and this multiple of its expected time
+MIN_SECONDS, LIMIT_FACTOR = 90.0, 3.0
+NUM_JOBS = {"check": 4}  # number of parallel processes, if not 1
+MIN_LEFT = 15.0  # minimum seconds of the budget that must remain to start a part
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,9 @@ class Entry:
     """A part of one of the commands.
 
     Attributes:
-        command: of RUNNERS.
-        seconds: the expected time of all its cases, until it was measured.
+        command: a key of RUNNERS.
+        part: the name of the part within its command.
+        seconds: the expected time of all its cases, until it has been measured.
     """
 
     command: str
@@ -42,7 +45,10 @@ class Entry:
     seconds: float
 
     def pending(self, folder: Path, card: str) -> "Pending":
-        """Return its state, and the seconds that a complete run has taken, or the estimate."""
+        """Return the state of the part, and its expected seconds.
+
+        The expectation is the duration of the last complete run, or the estimate if there was no complete run.
+        """
         part = ledger.parts_of(ledger.path_of(self.command, card, folder)).get(self.part)
         state, seconds = ledger.state(part, ledger.digest_of(self.part)), self.seconds
         if part is not None and part.get("is_complete", True):
@@ -51,7 +57,8 @@ class Entry:
         return Pending(self, state, seconds)
 
 
-# By command: the function that runs parts of it, its module, and its name. They load torch, which a list does not need.
+# For each command, the module and the name of the function that runs its parts. The modules import torch, which a
+# listing does not need.
 RUNNERS = {
     "kernels_bench": ("bench.gpu.kernels", "run_modules"),
     "speed": ("bench.gpu.speed", "run_all"),
@@ -65,7 +72,7 @@ def _kernels(command: str, seconds: float, *names: str) -> list[Entry]:
     return [Entry(command, f"testing.kernel_checks.{name}", seconds) for name in names]
 
 
-# The most informative first.
+# The most informative parts come first.
 ENTRIES = [
     Entry("kernels_bench", "device", 15),
     *_kernels("kernels_bench", 40, "prefill_attention"),
@@ -97,7 +104,7 @@ class Pending:
 
 
 def pending(entries: Sequence[Entry], folder: Path, card: str) -> list[Pending]:
-    """Return the entries that are not current: first those that were begun, then never measured, stale, failed."""
+    """Return the entries that are not current, in this order: interrupted, never measured, stale, failed."""
     found = [each.pending(folder, card) for each in entries]
     return sorted((each for each in found if each.state is not State.CURRENT), key=lambda each: each.state)
 
@@ -107,10 +114,10 @@ def line(each: Pending) -> str:
 
 
 def run_entries(entries: Sequence[Entry], device: str, folder: Path, card: str, budget: float, run: Run) -> int:
-    """Run pending entries until the budget is spent, and print those that are left. Return 1 if one failed, else 0.
+    """Run pending entries until the budget is spent, and print the remaining ones. Return 1 if an entry failed, else 0.
 
-    An entry that was begun is resumed first. One that the rest of the budget holds goes before one that it does not
-    hold, which is paused at the end.
+    An interrupted entry is resumed first. Entries that fit into the remaining budget run before entries that do not
+    fit. If only the latter remain, the first of them is started and paused when the budget ends.
     """
     ends_at, status = time.monotonic() + budget, 0
     left = pending(entries, folder, card)
@@ -143,7 +150,7 @@ def print_list(left: Sequence[Pending]) -> None:
 
 
 def _card_of(options: argparse.Namespace, parser: argparse.ArgumentParser) -> str:
-    """Return the card that runs, or for a list the one that was measured last."""
+    """Return the name of the card that runs, or for a listing, of the card that was measured last."""
     if options.device == "cpu":
         return "cpu"
     if options.budget > 0:

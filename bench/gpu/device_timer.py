@@ -1,4 +1,4 @@
-"""Times functions on a CUDA device, without what the host does in between."""
+"""Times functions on a CUDA device, excluding the time of the host between launches."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -7,17 +7,18 @@ from dataclasses import dataclass
 import torch
 
 MIN_SAMPLES, MAX_SAMPLES = 11, 101
-SECONDS = 0.5  # on the device, of all samples
-_SAMPLE_SECONDS, _MAX_CALLS = 0.002, 48  # a sample has calls for so long, and no more than that: the queue is finite
-_SLEEP_CYCLES = (20_000_000, 80_000_000, 320_000_000)  # about 10, 40 and 160 ms: the first that is enough
+SECONDS = 0.5  # device time of all samples together
+# a sample repeats calls for this time, up to this number of calls, because the launch queue is finite
+_SAMPLE_SECONDS, _MAX_CALLS = 0.002, 48
+_SLEEP_CYCLES = (20_000_000, 80_000_000, 320_000_000)  # about 10, 40 and 160 ms; the first sufficient one is used
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The seconds of one call: the median of the samples, and bounds that a tenth of them lies below or above.
+    """The seconds of one call: the median of the samples, and the bounds of the fastest and the slowest tenth.
 
     Attributes:
-        includes_host: whether the device waited for the host meanwhile: the calls wait for the device themselves.
+        includes_host: whether the device waited for the host between calls, because the calls wait for the device.
     """
 
     seconds: float
@@ -28,15 +29,15 @@ class Timing:
 
 
 def measure(calls: Sequence[Callable[[], object]]) -> Timing:
-    """Times the calls in rotation on the current device; each sample is the mean of whole rotations."""
-    for call in (*calls, *calls):  # compiles, and fills the cache of allocations
+    """Time the calls in rotation on the current device. Each sample is the mean over whole rotations."""
+    for call in (*calls, *calls):  # compiles the kernels and fills the allocator's cache
         call()
     torch.cuda.synchronize()
     rough, _ = sample(calls, _SLEEP_CYCLES[0])
     rotations = min(max(1, _MAX_CALLS // len(calls)), int(_SAMPLE_SECONDS / rough) + 1)
     calls = list(calls) * rotations
     sleeps = (cycles for cycles in _SLEEP_CYCLES if sample(calls, cycles)[1])
-    cycles = next(sleeps, 0)  # of no use to calls that wait for the device
+    cycles = next(sleeps, 0)  # calls that wait for the device do not benefit from a sleep
     num_samples = min(MAX_SAMPLES, max(MIN_SAMPLES, int(SECONDS / (rotations * rough))))
     samples = [sample(calls, cycles) for _ in range(num_samples)]
     seconds = sorted(total / len(calls) for total, _ in samples)
@@ -46,9 +47,9 @@ def measure(calls: Sequence[Callable[[], object]]) -> Timing:
 
 
 def sample(calls: Sequence[Callable[[], object]], sleep_cycles: int) -> tuple[float, bool]:
-    """Seconds that the device takes for all calls, one behind the other, and whether it never waited for the host.
+    """Return the device's seconds for all calls in sequence, and whether the device never waited for the host.
 
-    It sleeps while they are launched; the sleep is not counted.
+    The device sleeps while the host launches the calls. The sleep is not counted.
     """
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda._sleep(sleep_cycles)

@@ -1,10 +1,10 @@
-"""Measures how fast the Triton kernels are on a GPU, beside the card's copy and torch's flash attention.
+"""Measures the Triton kernels on a GPU, relative to the card's copy bandwidth and to torch's flash attention.
 
     python -m bench kernels
 
-Needs torch with CUDA and Triton, nothing else. Results are written after every case, so that a run which is cut short
-leaves what it has measured; each module runs in a process of its own, and a case that kills it costs that case alone.
-They go to bench/results/gpu_kernels_bench.CARD.json.
+The benchmark needs only torch with CUDA, and Triton. Results are written after every case, so that an interrupted run
+keeps its measurements. Each module runs in its own process, and a case that crashes the process affects only this case.
+Results are written to bench/results/gpu_kernels_bench.CARD.json.
 """
 
 import argparse
@@ -29,13 +29,13 @@ from testing.part import Case, Report, UnavailableError, describe, run_on_device
 from testing.record import RESULTS
 
 SECONDS = 450.0
-DEVICE = "device"  # in place of a module: how fast the device itself is
+DEVICE = "device"  # used in place of a module, for the measurements of the device itself
 _MATMUL_SIZE = 8192
 _COPY_BYTES = 1 << 30
 
 
 def judge(results: Sequence[dict]) -> list[dict]:
-    """Returns every goal with its value, None where either side was not measured, and whether it is met."""
+    """Return every goal with its value and whether it is met. The value is None if either side was not measured."""
     seconds = {result["name"]: result["seconds"] for result in results if "seconds" in result}
     by_name = {result["name"]: result for result in results}
     goals = []
@@ -57,7 +57,8 @@ def judge(results: Sequence[dict]) -> list[dict]:
 
 
 def share(result: dict, other: dict) -> float:
-    """Returns the share of the copy's bandwidth or the product's rate; of other cases, how many times as fast it is."""
+    """Return the share of the copy's bandwidth or of the matmul's rate, or for other cases the speed ratio to that
+    case."""
     if other["name"] == COPY:
         return result["bytes_moved"] / result["seconds"] / (other["bytes_moved"] / other["seconds"])
     if other["name"] == MATMUL:
@@ -71,7 +72,7 @@ def print_goals(goals: Sequence[dict]) -> None:
         print(f"{said(goal['met']):7} {goal['name']}: {value} of {goal['of']} (goal: at least {goal['goal']:g})")
 
 
-# In the process of a module.
+# The following functions run in the process of a module.
 
 
 def bench(case: BenchCase, device: torch.device) -> dict:
@@ -87,7 +88,7 @@ def bench(case: BenchCase, device: torch.device) -> dict:
 
 
 def reference_cases() -> Iterator[BenchCase]:
-    """Yield cases that show how fast the device is: a copy and a read far larger than its cache, a large product."""
+    """Yield cases that measure the device itself: a copy and a read far larger than its cache, and a large matmul."""
 
     def copy(device: torch.device) -> list[Callable[[], object]]:
         source, target = torch.randint(0, 99, (2, _COPY_BYTES // 4), dtype=torch.int32, device=device)
@@ -107,7 +108,7 @@ def reference_cases() -> Iterator[BenchCase]:
 
 
 def run_modules(modules: Sequence[str], device: str, report: Report, seconds: float, pause_at: float = math.inf) -> int:
-    """Time the cases of modules, one module after the other, and judge all results. Return the exit status."""
+    """Time the cases of each module in turn, and judge all results. Return the exit status."""
     deadline = time.monotonic() + seconds
     for module in modules:
         command = [sys.executable, "-m", "bench", "kernels", "--device", device, "--part", module, "--done"]

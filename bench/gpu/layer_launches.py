@@ -1,9 +1,9 @@
-"""Measures what the host does for a GPU in a layer of Qwen3-0.6B without CUDA graphs. No GPU is needed.
+"""Measures the host's work for the GPU in a layer of Qwen3-0.6B without CUDA graphs. Needs no GPU.
 
     python -m bench layer-launches
 
-It is Python's side of launches, in microseconds. Kernels are compiled for an H200, and a driver that does nothing takes
-the launches: Triton's launcher in C is not in the figures. The layers are in bfloat16. Medians go to
+It measures the Python side of kernel launches, in microseconds. Kernels are compiled for an H200, and an empty driver
+receives the launches, so Triton's launcher in C is not included. The layers are in bfloat16. Medians are written to
 bench/results/layer_launches.json.
 """
 
@@ -24,7 +24,7 @@ from worker_service.attention.backends.triton import TritonAttention
 NUM_LAYERS, BLOCK_SIZE, NUM_PROCESSORS = 28, 16, 132
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_BLOCKS = 16, 8, 128, 64
 CPU, DTYPE = torch.device("cpu"), torch.bfloat16
-# By name: positions of each row, its new tokens, and how many rows come first with one.
+# For each name: the positions of each row, its new tokens, and the number of leading rows with one new token.
 STEPS = {
     "64 decoding rows": ([512] * 64, [1] * 64, 64),
     "4 prompts": ([512] * 4, [200] * 4, 0),
@@ -39,7 +39,7 @@ def make_caches() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def measure_attention(lengths: list[int], num_queries: list[int], num_decodes: int, num_steps: int) -> dict:
-    """Medians over steps: of what is done once in a step, and of what each layer does."""
+    """Return medians over steps, in microseconds: the work done once per step, the work per layer, and their sum."""
     caches = make_caches()
     shape = AttentionShape(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, DTYPE, DTYPE, (0,) * NUM_LAYERS)
     backend = TritonAttention(shape, NUM_PROCESSORS, CPU)
@@ -63,7 +63,7 @@ def measure_attention(lengths: list[int], num_queries: list[int], num_decodes: i
 
 
 def measure_heads(num_tokens: int, num_steps: int) -> float:
-    """The median of turning a layer's heads and writing keys and values to the cache."""
+    """Return the median time, in microseconds, of rotating a layer's heads and storing keys and values in the cache."""
     caches, angles = make_caches(), torch.zeros(num_tokens, HEAD_DIM, dtype=DTYPE)
     weight = torch.ones(HEAD_DIM, dtype=DTYPE)
     preparation = HeadPreparation(NUM_HEADS, weight, weight, 1e-6, angles, angles.clone())

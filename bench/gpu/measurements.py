@@ -36,12 +36,12 @@ from worker_service.runner.profile import NUM_STEPS_BEFORE
 class Sizes:
     """The sizes of all measurements. Lengths are in tokens."""
 
-    small: str  # of GPU_SHAPES
+    small: str  # a key of GPU_SHAPES
     large: str
     small_batches: tuple[int, ...]
     large_batches: tuple[int, ...]
     context: int
-    num_steps: int  # that are timed, in each of `num_rounds` rounds
+    num_steps: int  # number of timed steps, in each of `num_rounds` rounds
     num_rounds: int
     max_num_batched_tokens: int
     workload: Workload
@@ -49,12 +49,12 @@ class Sizes:
     num_profiled_steps: int
     swap_batch: int
     swap_bytes: int
-    table_batches: tuple[int, ...]  # of the tables of kernels
-    peer_batches: tuple[int, ...]  # of steps beside peers: each is compiled for a minute or more
-    prompts: tuple[tuple[int, int], ...]  # their number and length
+    table_batches: tuple[int, ...]  # of the kernel tables
+    peer_batches: tuple[int, ...]  # of steps compared with peers; each batch size compiles for a minute or more
+    prompts: tuple[tuple[int, int], ...]  # pairs of number and length
     num_streams: tuple[int, ...]
     peer_workload: Workload
-    compiler: str  # torch.compile's, for peers
+    compiler: str  # backend of torch.compile, for peers
 
 
 # nano-vllm's own benchmark: github.com/GeeeekExplorer/nano-vllm, bench.py.
@@ -101,16 +101,16 @@ REHEARSAL = Sizes(
     peer_workload=Workload(2, LengthRange(10, 20), LengthRange(5, 10)),
     compiler="eager",
 )
-# Each request with a temperature, as in nano-vllm's benchmark.
+# Every request has a temperature, as in nano-vllm's benchmark.
 SAMPLED = SamplingParams(temperature=0.6, ignore_eos=True)
-# Batches that go before what is measured, cut to this many output tokens.
+# Output tokens of the warm-up batches that precede the measurement.
 WARM_UP_LEN = 8
 COPY_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The device and the sizes of a run. Configurations are written to the directory."""
+    """The device and the sizes of a run, and the directory for model configurations."""
 
     device: str
     directory: Path
@@ -129,12 +129,12 @@ def decode_name(shape: str, batch: int) -> str:
 
 
 def decode_small(setting: Setting) -> Iterator[Case]:
-    """Times a decoding step of the 0.6B shape."""
+    """Time a decode step of the 0.6B shape."""
     return _decode(setting, setting.sizes.small, setting.sizes.small_batches)
 
 
 def decode_large(setting: Setting) -> Iterator[Case]:
-    """Times a decoding step of the 8B shape."""
+    """Time a decode step of the 8B shape."""
     return _decode(setting, setting.sizes.large, setting.sizes.large_batches)
 
 
@@ -142,7 +142,7 @@ def _decode(setting: Setting, shape: str, batches: tuple[int, ...]) -> Iterator[
     sizes = setting.sizes
     loads = {batch: DecodeLoad(batch, sizes.context, sizes.num_steps) for batch in batches}
 
-    @functools.cache  # all cases use one
+    @functools.cache  # all cases use one worker
     def worker() -> Worker:
         return make_worker(setting, shape, list(loads.values()))
 
@@ -177,13 +177,13 @@ def _time_rounds(worker: Worker, load: DecodeLoad, sizes: Sizes) -> dict[str, An
 
 
 def throughput(setting: Setting) -> Iterator[Case]:
-    """Runs nano-vllm's workload through both services over gRPC."""
+    """Run nano-vllm's workload through both services over gRPC."""
 
     def measure() -> dict[str, Any]:
         workload = setting.sizes.workload
         with serving(setting, setting.sizes.small) as url:
             rates = [asyncio.run(_rate(url, setting, workload, seed)) for seed in range(setting.sizes.num_rounds + 1)]
-        del rates[0]  # it warms up
+        del rates[0]  # warm-up
         return {"tokens_per_s": statistics.median(rates), "rounds": rates, **_amounts(setting, workload)}
 
     yield Case(THROUGHPUT, measure)
@@ -191,9 +191,9 @@ def throughput(setting: Setting) -> Iterator[Case]:
 
 @contextmanager
 def serving(setting: Setting, shape: str, *further: object) -> Iterator[str]:
-    """Runs both services; `further` are flags of the worker. Yields the scheduler's URL."""
+    """Run both services and yield the scheduler's URL. `further` are additional flags of the worker."""
     budget = ["--max-num-batched-tokens", setting.sizes.max_num_batched_tokens]
-    # On a CPU the default is a pool of gigabytes.
+    # The default on a CPU is a pool of several gigabytes.
     pool = [] if setting.is_cuda else ["--num-device-blocks", 512]
     worker = ["--device", setting.device, "--load-format", "dummy", "--dtype", "bfloat16", *pool, *budget, *further]
     with services.running(configuration(shape, setting.directory), worker=worker, scheduler=budget) as system:
@@ -218,7 +218,7 @@ def _amounts(setting: Setting, workload: Workload) -> dict[str, Any]:
 
 
 async def _rate(url: str, setting: Setting, workload: Workload, seed: int) -> float:
-    """Returns the output tokens per second of a workload, all of whose requests are sent at once."""
+    """Return the output tokens per second of a workload whose requests are all sent at once."""
     requests = _requests(setting, workload, seed)
     async with AsyncClient(url) as client:
         ran = await run(client, requests, SAMPLED, Progress(len(requests), None))
@@ -228,7 +228,7 @@ async def _rate(url: str, setting: Setting, workload: Workload, seed: int) -> fl
 
 
 def peer(setting: Setting) -> Iterator[Case]:
-    """Runs a quarter of nano-vllm's workload through both services and transformers' continuous batching, in turns."""
+    """Run a quarter of nano-vllm's workload through both services and transformers' continuous batching, in turns."""
 
     def measure() -> dict[str, Any]:
         workload, num_rounds = setting.sizes.peer_workload, setting.sizes.num_rounds
@@ -259,7 +259,7 @@ def peer(setting: Setting) -> Iterator[Case]:
 
 
 def idle(setting: Setting) -> Iterator[Case]:
-    """Measures how long the device is idle between decoding steps, by the worker's own trace."""
+    """Measure the idle time of the device between decode steps, with the worker's own trace."""
 
     def measure() -> dict[str, Any]:
         sizes = setting.sizes
@@ -285,7 +285,7 @@ IDLE = "idle between decoding steps"
 
 
 async def _decode_together(url: str, sizes: Sizes) -> None:
-    """Lets all rows decode until the worker has made its trace, at about the context of the other parts."""
+    """Let all rows decode, at about the context of the other parts, until the worker has written its trace."""
     num_tokens = 2 * (NUM_STEPS_BEFORE + sizes.num_profiled_steps)
     prompt_len = max(1, sizes.context - num_tokens // 2)
     load = Workload(sizes.idle_batch, LengthRange(prompt_len, prompt_len), LengthRange(num_tokens, num_tokens))
@@ -295,11 +295,11 @@ async def _decode_together(url: str, sizes: Sizes) -> None:
     assert all(record.num_output_tokens == num_tokens for record in ran.records)
 
 
-# Moves between device and host.
+# Swapping between device and host
 
 
 def swap(setting: Setting) -> Iterator[Case]:
-    """Measures swapping out and in beside the bandwidth of pinned copies, and how much decoding loses meanwhile."""
+    """Measure swap-out and swap-in relative to the bandwidth of pinned copies, and their effect on decode steps."""
     sizes = setting.sizes
     load = DecodeLoad(sizes.swap_batch, sizes.context, sizes.num_steps * 4)
 
@@ -321,7 +321,7 @@ SWAP_BESIDE_DECODE = "decoding beside swaps"
 
 
 def _pinned_copies(setting: Setting) -> dict[str, Any]:
-    """Measures the bandwidth of pinned copies of one large piece, each way."""
+    """Measure the bandwidth of a pinned copy of one large buffer in each direction."""
     if not setting.is_cuda:
         raise UnavailableError("needs --device cuda: there is nothing to copy to")
     host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -342,7 +342,10 @@ def _pinned_copies(setting: Setting) -> dict[str, Any]:
 
 
 def _swap_plans(worker: Worker) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """Returns fields of plans that move the further blocks out and back in. No two follow each other at both ends."""
+    """Return the fields of a plan that swaps the worker's additional blocks out, and of a plan that swaps them in.
+
+    Blocks that are adjacent on one side are not adjacent on the other.
+    """
     on_device = tuple(worker.further_blocks)
     on_host = tuple(range(len(on_device), 0, -1))
     return (
@@ -352,7 +355,7 @@ def _swap_plans(worker: Worker) -> tuple[dict[str, tuple[int, ...]], dict[str, t
 
 
 def _swap_alone(worker: Worker, sizes: Sizes) -> dict[str, Any]:
-    """Measures moves of blocks while nothing is computed."""
+    """Measure swaps while no step is computed."""
     runner, epoch = worker.loaded.runner, worker.begin()
     step = 0
 
@@ -377,7 +380,7 @@ def _swap_alone(worker: Worker, sizes: Sizes) -> dict[str, Any]:
 
 
 def _swap_beside_decode(worker: Worker, load: DecodeLoad, sizes: Sizes) -> dict[str, Any]:
-    """Times steps without moves, and steps while blocks move, out and in by turns."""
+    """Time decode steps without swaps, and decode steps during swaps, alternately out and in."""
     calm = [statistics.median(time_steps(worker, load)) for _ in range(sizes.num_rounds)]
     beside = [statistics.median(_time_steps_beside_moves(worker, load)) for _ in range(sizes.num_rounds)]
     before, meanwhile = statistics.median(calm), statistics.median(beside)
@@ -385,7 +388,8 @@ def _swap_beside_decode(worker: Worker, load: DecodeLoad, sizes: Sizes) -> dict[
 
 
 def _time_steps_beside_moves(worker: Worker, load: DecodeLoad) -> list[float]:
-    """Yields the seconds of steps while blocks move: as soon as one move is done the next begins."""
+    """Return the seconds of decode steps while blocks are swapped. A new swap begins as soon as the previous one is
+    done."""
     worker.begin()
     plans = [step.plan for step in worker.plans(load)]
     first_timed, turns = len(plans) - load.num_steps, _swap_plans(worker)

@@ -1,4 +1,5 @@
-"""Parts of `bench/gpu/speed.py`: a decode step's kernels, and the step beside a compiled model and products alone."""
+"""Parts of `bench/gpu/speed.py`: a decode step's kernels, and the step compared with a compiled model and bare
+matmuls."""
 
 import functools
 import gc
@@ -21,26 +22,26 @@ from bench.measure import in_turns
 from testing.part import Case, UnavailableError
 from worker_service.runner.profile import NUM_STEPS_BEFORE, StepProfile
 
-NUM_KERNELS = 12  # of a table; the others are one row
+NUM_KERNELS = 12  # rows of a table; the remaining kernels are summed in one row
 
 
 def step_tables_small(setting: Setting) -> Iterator[Case]:
-    """Traces decode steps of the 0.6B shape: kernels with their times, gaps and launches."""
+    """Trace decode steps of the 0.6B shape: kernels with their times, gaps and launches."""
     return _tables(setting, setting.sizes.small)
 
 
 def step_tables_large(setting: Setting) -> Iterator[Case]:
-    """Traces decode steps of the 8B shape: kernels with their times, gaps and launches."""
+    """Trace decode steps of the 8B shape: kernels with their times, gaps and launches."""
     return _tables(setting, setting.sizes.large)
 
 
 def peer_steps_small(setting: Setting) -> Iterator[Case]:
-    """Times decode steps of the 0.6B shape, a compiled plain model's and cuBLAS' products alone, in turns."""
+    """Time decode steps of the 0.6B shape, of a compiled plain model, and of cuBLAS' matmuls alone, in turns."""
     return _beside_peers(setting, setting.sizes.small)
 
 
 def peer_steps_large(setting: Setting) -> Iterator[Case]:
-    """Times decode steps of the 8B shape, a compiled plain model's and cuBLAS' products alone, in turns."""
+    """Time decode steps of the 8B shape, of a compiled plain model, and of cuBLAS' matmuls alone, in turns."""
     return _beside_peers(setting, setting.sizes.large)
 
 
@@ -58,7 +59,7 @@ def _cases(
     setting: Setting, shape: str, batches: Sequence[int], num_steps: int, what: str,
     measure: Callable[[Setting, Worker, DecodeLoad], dict[str, Any]],
 ) -> Iterator[Case]:  # fmt: skip
-    """Yield a case for each batch size; all have one worker."""
+    """Yield a case for each batch size. All cases use one worker."""
     loads = [DecodeLoad(batch, setting.sizes.context, num_steps) for batch in batches]
     worker = functools.cache(lambda: make_worker(setting, shape, loads))
     for load in loads:
@@ -86,7 +87,7 @@ def _trace_steps(setting: Setting, worker: Worker, load: DecodeLoad) -> dict[str
 
 
 def _time_arms(shape: str, setting: Setting, worker: Worker, load: DecodeLoad) -> dict[str, Any]:
-    torch.compiler.reset()  # or the model of the case before would stay
+    torch.compiler.reset()  # otherwise the model of the previous case would stay in memory
     gc.collect()
     device = torch.device(setting.device)
     model = plain_model.make(GPU_SHAPES[shape], load.num_rows, load.context + load.num_steps, device, torch.bfloat16)
@@ -98,14 +99,14 @@ def _time_arms(shape: str, setting: Setting, worker: Worker, load: DecodeLoad) -
     rounds: dict[str, list[float]] = {arm: [] for arm in arms}
     for number, arm in in_turns(list(arms), setting.sizes.num_rounds):
         seconds = arms[arm]()
-        rounds[arm] += [seconds] if number > 0 else []  # the first warms up
+        rounds[arm] += [seconds] if number > 0 else []  # round 0 warms up
     return {**{arm: statistics.median(times) for arm, times in rounds.items()}, "rounds": rounds}
 
 
 def _compiled_steps(
     model: plain_model.PlainModel, load: DecodeLoad, device: torch.device, compiler: str
 ) -> Callable[[], float]:
-    """Return a function that decodes `num_steps` tokens of each row, and returns the mean seconds of a step."""
+    """Return a function that decodes `num_steps` tokens of each row and returns the mean seconds of a step."""
     options = {"mode": "max-autotune"} if compiler == "inductor" else {}
     step = torch.compile(model, backend=compiler, fullgraph=True, **options)
     positions = torch.arange(load.context, load.context + load.num_steps, device=device).unsqueeze(1)
@@ -114,13 +115,13 @@ def _compiled_steps(
     def decode() -> None:
         tokens = torch.zeros(load.num_rows, dtype=torch.int64, device=device)
         for position in positions:
-            tokens = step(tokens, position).clone()  # the graph's output is overwritten by the next step
+            tokens = step(tokens, position).clone()  # the next step overwrites the graph's output
 
     return functools.partial(_mean_seconds, decode, load.num_steps, device)
 
 
 def _products(model: plain_model.PlainModel, load: DecodeLoad, device: torch.device) -> Callable[[], float]:
-    """Return a function that computes the products of `num_steps` steps, and returns the mean seconds of a step."""
+    """Return a function that computes the matmuls of `num_steps` steps and returns the mean seconds of a step."""
     sizes = {module.in_features for module in model.modules() if isinstance(module, torch.nn.Linear)}
     inputs = {size: torch.randn(load.num_rows, size, device=device, dtype=torch.bfloat16) for size in sizes}
     compute: Callable[[], object] = functools.partial(torch.inference_mode()(model.products), inputs)

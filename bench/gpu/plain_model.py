@@ -1,7 +1,7 @@
-"""A plain Qwen3 in torch with a static KV cache, to be compiled: a peer of the runner's decode steps.
+"""A plain Qwen3 in torch with a static KV cache, as a compiled peer for the runner's decode steps.
 
-It is written in the manner of gpt-fast (github.com/meta-pytorch/gpt-fast): contiguous keys and values of a fixed
-length, one token for each row, and `torch.compile`. A `shape` has fields of config.json.
+It follows gpt-fast (github.com/meta-pytorch/gpt-fast): contiguous keys and values of a fixed length, one token for each
+row, and `torch.compile`. A `shape` contains fields of config.json.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ ROPE_THETA, EPS = 1e6, 1e-6
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with normed heads and rotary positions over a cache [rows, heads, length, dim]."""
+    """Grouped-query attention with normalized heads and rotary positions over a cache [rows, heads, length, dim]."""
 
     def __init__(self, shape: Shape, num_rows: int, length: int) -> None:
         super().__init__()
@@ -58,7 +58,8 @@ class Layer(nn.Module):
 
 
 class PlainModel(nn.Module):
-    """Decodes greedily: `forward(tokens [rows], position [1])` returns the next tokens. Rows share a position."""
+    """A greedy decoder: `forward(tokens [rows], position [1])` returns the next tokens. All rows have the same
+    position."""
 
     def __init__(self, shape: Shape, num_rows: int, length: int) -> None:
         super().__init__()
@@ -84,7 +85,7 @@ class PlainModel(nn.Module):
         return self.logits(tokens, position).argmax(-1)
 
     def products(self, inputs: dict[int, Tensor]) -> None:
-        """Compute the matrix products of a decode step, and nothing else, from inputs by their number of columns."""
+        """Compute only the matmuls of a decode step. `inputs` contains an input for each number of columns."""
         for layer in self.layers:
             for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.gate_up_proj, layer.down_proj):
                 linear(inputs[linear.in_features])
@@ -92,7 +93,7 @@ class PlainModel(nn.Module):
 
 
 def make(shape: Shape, num_rows: int, length: int, device: torch.device, dtype: torch.dtype) -> PlainModel:
-    """Return a model with random weights, made on the device, with a cache of `length` positions a row."""
+    """Return a model with random weights, created on the device, with a cache of `length` positions per row."""
     with torch.device(device):
         model = PlainModel(shape, num_rows, length)
     for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""Cases of the products of 0.6B and 8B models, 1 to 256 rows: cuBLAS, cuBLASLt, and ours over quantised weights."""
+"""Benchmark cases for the matmuls of 0.6B and 8B models, 1 to 256 rows: cuBLAS, cuBLASLt, and our quantised kernels."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -12,11 +12,14 @@ from testing.kernel_checks.case import BenchCase
 
 LIBRARIES = {"cuBLAS": "cublas", "cuBLASLt": "cublaslt"}
 NUM_ROWS = (1, 8, 32, 128, 256)
-_MIN_WEIGHT_BYTES = 100_000_000  # of all sets, which no cache holds
+_MIN_WEIGHT_BYTES = 100_000_000  # of all sets of weights, so that no cache holds them
 
 
 def bench_cases() -> Iterator[BenchCase]:
-    """Yield each product of a layer, and of the output head, by every library and kernel. Weights bound few rows."""
+    """Yield each matmul of a layer and of the output head, for every library and kernel.
+
+    With few rows, reading the weights limits the speed.
+    """
     for model in ("Qwen3-0.6B", "Qwen3-8B"):
         for name, (out_size, in_size) in _sizes(GPU_SHAPES[model]).items():
             for num_rows in NUM_ROWS:
@@ -37,7 +40,7 @@ def bench_cases() -> Iterator[BenchCase]:
 
 
 def _sizes(shape: dict[str, int]) -> dict[str, tuple[int, int]]:
-    """Return the sizes of outputs and inputs."""
+    """Return the output and input size of each matmul, by name."""
     hidden, heads = shape["hidden_size"], shape["num_attention_heads"] * shape["head_dim"]
     kv_heads = shape["num_key_value_heads"] * shape["head_dim"]
     return {

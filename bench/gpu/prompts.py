@@ -1,4 +1,4 @@
-"""Parts of `bench/gpu/speed.py`: prefill and first tokens of a worker, and what clients of both services see."""
+"""Parts of `bench/gpu/speed.py`: prefill and first tokens of a worker, and client-side latencies of both services."""
 
 import asyncio
 import functools
@@ -26,12 +26,12 @@ REQUESTS_PER_STREAM = 4
 
 
 def first_token_small(setting: Setting) -> Iterator[Case]:
-    """Times prefill to the first token, 1 x 1k, 8 x 1k and 1 x 32k, of the 0.6B shape."""
+    """Time prefill to the first token, 1 x 1k, 8 x 1k and 1 x 32k, of the 0.6B shape."""
     return _first_tokens(setting, setting.sizes.small)
 
 
 def first_token_large(setting: Setting) -> Iterator[Case]:
-    """Times prefill to the first token, 1 x 1k, 8 x 1k and 1 x 32k, of the 8B shape."""
+    """Time prefill to the first token, 1 x 1k, 8 x 1k and 1 x 32k, of the 8B shape."""
     return _first_tokens(setting, setting.sizes.large)
 
 
@@ -46,7 +46,7 @@ def _first_tokens(setting: Setting, shape: str) -> Iterator[Case]:
 
 
 def _time_prefill(worker: Worker, load: DecodeLoad, num_rounds: int) -> dict[str, Any]:
-    """Time from the first plan to the result with the last first token, of prompts that are there at once."""
+    """Time a batch of prompts that arrive at once, from the first plan to the result with the last first token."""
     gc.collect()
     times = []
     for _ in range(num_rounds + 1):
@@ -56,18 +56,18 @@ def _time_prefill(worker: Worker, load: DecodeLoad, num_rounds: int) -> dict[str
         *_, (ended, result) = worker.results(plans)
         assert not result.statuses, f"step {result.step} has rows that failed"
         times.append(ended - started)
-    seconds = statistics.median(times[1:])  # the first warms up
+    seconds = statistics.median(times[1:])  # the first round warms up
     num_tokens = load.num_rows * load.context
     return {"seconds": seconds, "prompt_tokens_per_s": num_tokens / seconds, "rounds": times[1:]}
 
 
 def serving_small(setting: Setting) -> Iterator[Case]:
-    """Measures first tokens and gaps at 1, 32 and 256 streams through both services, of the 0.6B shape."""
+    """Measure first tokens and gaps at 1, 32 and 256 streams through both services, of the 0.6B shape."""
     return _served(setting, setting.sizes.small)
 
 
 def serving_large(setting: Setting) -> Iterator[Case]:
-    """Measures first tokens and gaps at 1, 32 and 256 streams through both services, of the 8B shape."""
+    """Measure first tokens and gaps at 1, 32 and 256 streams through both services, of the 8B shape."""
     return _served(setting, setting.sizes.large)
 
 
@@ -83,7 +83,7 @@ def _served(setting: Setting, shape: str) -> Iterator[Case]:
 
 
 def _measure_streams(url: Callable[[], str], workload: Workload, num_streams: int, vocab_size: int) -> dict[str, Any]:
-    """Run a workload with a number of streams at a time, after one that warms up."""
+    """Run a workload with `num_streams` concurrent requests, after a warm-up workload."""
 
     async def streamed(seed: int) -> dict[str, Any]:
         requests = replace(workload, seed=seed).requests(vocab_size)

@@ -1,6 +1,6 @@
-"""The tables of docs/gpu.md, made from the ledger: what was measured on each card, and what is older than the code.
+"""The tables of docs/gpu.md, generated from the ledger: the results of each card, and the results older than the code.
 
-`make docs` writes them.
+`make docs` writes the tables.
 """
 
 import json
@@ -14,14 +14,14 @@ from testing import ledger
 from testing.ledger import State
 from testing.record import RESULTS
 
-# Figures that others have published: other cards, other loads. They are no comparison.
+# Figures published by other projects, for other cards and loads. They are not a direct comparison.
 PUBLISHED = {
     "decode step, Qwen3-8B shape, batch 1, 1k context": "SGLang, H100: 6.9 ms (sglang #21775)",
     "nano-vllm's workload, both services": "vLLM 0.19, H100, 512 tokens in, 128 out: 12,150 tok/s (kvcached #331)",
 }
 OLDER = "older than the code"
 OURS, COMPILED, PRODUCTS = "ours", "torch.compile", "products alone"
-# Parts of so many cases that the file alone lists them.
+# Parts with too many cases for the page. The result file lists them.
 LISTED_ELSEWHERE = ("bench.gpu.products", "testing.kernel_checks.linear", "testing.kernel_checks.scaled")
 
 
@@ -47,7 +47,7 @@ def _section(folder: Path, card: str) -> Iterator[str]:
 
 
 def _part(name: str, part: ledger.Part) -> Iterator[str]:
-    """Yield the table of a part, under a line on its source, if it has results of a kind that has a table."""
+    """Yield the table of a part, after a line about its source, if a table exists for the part's kind of results."""
     for title, row in _TABLES.items() if name not in LISTED_ELSEWHERE else ():
         if rows := [shown for each in part["results"] if (shown := row(each))]:
             age = f", {OLDER}" if ledger.state(part, ledger.digest_of(name)) is State.STALE else ""
@@ -97,7 +97,7 @@ def _kernel_row(each: Mapping[str, Any]) -> str:
     return f"| {each['name']} | {each['seconds'] * 1e6:,.1f} | {', '.join(rates)} |"
 
 
-# By heading: the row of a case, or "" for a case of another kind.
+# For each heading, a function that formats a case, or returns "" for a case of another kind.
 _TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "prefill | to the last first token | rate": _prompt_row,
     "ms | first token, p50 | p99 | gap, p50 | p99": partial(

@@ -1,12 +1,12 @@
-"""Measures how fast a worker and both services are on a GPU, beside goals for an H200.
+"""Measures the speed of a worker and of both services on a GPU, and compares it with goals for an H200.
 
     python -m bench speed [--parts decode_small throughput]
 
-Needs torch with CUDA, Triton, transformers, grpcio and nothing that this repository would install; weights are random
-and made on the device. Parts run one after the other, each in a process of its own that ends after --seconds at the
-latest. Results and goals go to bench/results/gpu_speed.CARD.json as they come; parts that are not run keep their last
-ones. The kernels have a benchmark of their own: make gpu-bench-kernels. With --device cpu and an --output it is a
-rehearsal of the same code with a tiny model, and no goal is judged.
+The benchmark needs torch with CUDA, Triton, transformers and grpcio, and no package that only this repository would
+install. Weights are random and created on the device. Parts run one after the other, each in its own process, which
+ends after --seconds at the latest. Results and goals are written to bench/results/gpu_speed.CARD.json as they arrive.
+Parts that are not run keep their last results. The kernels have a separate benchmark: make gpu-bench-kernels. With
+--device cpu and an --output file, the run is a rehearsal of the same code with a tiny model, and no goal is judged.
 """
 
 import math
@@ -39,15 +39,16 @@ from testing.part_command import open_report, part_parser
 
 COMMAND = "bench speed"
 PARTS = {**measurements.PARTS, **prompts.PARTS, **peer_steps.PARTS}
-Results = Mapping[str, Mapping[str, Any]]  # by the names of the cases; failed ones are left out
+Results = Mapping[str, Mapping[str, Any]]  # by the name of the case; failed cases are left out
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A bound for an H200.
+    """A goal for a measured value, as a bound for an H200.
 
     Attributes:
-        value: of the results; raises KeyError where something that it needs was not measured.
+        is_at_least: whether the bound is a minimum; otherwise it is a maximum.
+        value: computes the value from the results; raises KeyError if a required case was not measured.
     """
 
     name: str
@@ -59,7 +60,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Judgement:
-    """`value` and `is_met` are None where it was not measured on a GPU."""
+    """The comparison of a value with its goal. `value` and `is_met` are None if it was not measured on a GPU."""
 
     name: str
     goal: str
@@ -144,7 +145,7 @@ def run_all(parts: Sequence[str], device: str, report: Report, seconds: float, p
 
 
 def run_one(part: str, device: str, done: Sequence[str]) -> None:
-    """Runs a part in this process."""
+    """Run a part in this process."""
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="gpu-bench-") as directory:
         sizes = ON_GPU if device == "cuda" else REHEARSAL

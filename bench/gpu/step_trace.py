@@ -1,7 +1,7 @@
-"""Finds how long a device is idle between steps, and the kernels of a step, in a trace of `pagewire worker --profile`.
+"""Finds the idle time of a device between steps, and the kernels of a step, in a trace of `pagewire worker --profile`.
 
-The worker marks what launches a step. Each operation on the device bears the correlation id of the call that launched
-it, or the graph that it is part of: so each belongs to a step.
+The worker marks the launches of each step. Each operation on the device has the correlation id of the call that
+launched it or its graph. The correlation id assigns the operation to a step.
 """
 
 import itertools
@@ -17,16 +17,16 @@ _CALLS = ("cuda_runtime", "cuda_driver")
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The seconds of steps that follow each other on the device."""
+    """The seconds of consecutive steps on the device."""
 
     num_steps: int
-    total: float  # from the first operation of the first to the last of the last
-    idle_between: float  # from the last operation of one to the first of the next, all together
+    total: float  # from the first operation of the first step to the end of the last operation of the last step
+    idle_between: float  # sum of the gaps from the last operation of a step to the first operation of the next
 
 
 @dataclass(frozen=True)
 class KernelRow:
-    """A kernel in the steps of a trace: how often a step runs it, and its microseconds, all of a step's together."""
+    """A kernel in the steps of a trace: its calls per step, and the microseconds of all these calls together."""
 
     name: str
     calls: float
@@ -38,9 +38,9 @@ class StepTable:
     """The kernels of a step, averaged over the steps of a trace, the longest first. Times are in microseconds.
 
     Attributes:
-        span: from the first operation of a step to the last.
-        gaps: of the span, in which the stream runs nothing.
-        launches: calls of the host that launch something; a graph is one.
+        span: from the first operation of a step to the end of the last.
+        gaps: the part of the span in which the stream runs no operation.
+        launches: number of host calls that launch operations; a graph counts as one.
     """
 
     num_steps: int
@@ -51,14 +51,14 @@ class StepTable:
 
 
 def step_times(trace: dict[str, Any]) -> StepTimes:
-    """Reads the times of a trace. Raises ValueError for one with fewer than two steps on a device."""
+    """Return the times of a trace. Raises ValueError if the trace has fewer than two steps on a device."""
     ordered = sorted(_span(operations) for operations in _operations(trace))
     gaps = [max(0.0, after[0] - before[1]) for before, after in itertools.pairwise(ordered)]
     return StepTimes(len(ordered), (ordered[-1][1] - ordered[0][0]) / 1e6, sum(gaps) / 1e6)
 
 
 def step_table(trace: dict[str, Any]) -> StepTable:
-    """Return the kernels of a trace's steps. Raises ValueError for one with fewer than two steps on a device."""
+    """Return the kernels of a trace's steps. Raises ValueError if the trace has fewer than two steps on a device."""
     steps = _operations(trace)
     calls, totals = Counter[str](), Counter[str]()
     for event in itertools.chain.from_iterable(steps):
@@ -72,7 +72,7 @@ def step_table(trace: dict[str, Any]) -> StepTable:
 
 
 def _span(operations: list[dict[str, Any]]) -> tuple[float, float]:
-    """Return when the first operation begins, and the last one ends."""
+    """Return the start of the first operation and the end of the last one, in microseconds."""
     return min(event["ts"] for event in operations), max(event["ts"] + event["dur"] for event in operations)
 
 
@@ -104,7 +104,7 @@ def _operations(trace: dict[str, Any]) -> list[list[dict[str, Any]]]:
 
 
 def _busiest_stream(on_device: list[dict[str, Any]]) -> object:
-    """Returns the stream of the forward passes: results are copied on another."""
+    """Return the busiest stream, which runs the forward passes. Results are copied on another stream."""
     busy: dict[object, float] = defaultdict(float)
     for event in on_device:
         busy[event["args"].get("stream")] += event["dur"]

@@ -1,7 +1,7 @@
 """Measures tiles for the attention kernels on this GPU and writes the fastest to `kernels/triton/measured_tiles.json`.
 
-`python -m bench tune-kernels`, or `make gpu-tune-kernels`. Tiles of other shapes in the file stay. It is written
-after every shape, so that a run may be cut short.
+Run it with `python -m bench tune-kernels` or `make gpu-tune-kernels`. Tiles of other shapes stay in the file. The file
+is written after every shape, so that an interrupted run keeps its results.
 """
 
 import itertools
@@ -23,19 +23,19 @@ from pagewire.kernels.triton.tiles import Tile
 
 DTYPES = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn, "float16": torch.float16}
 BLOCK_SIZE = 16
-NUM_SETS = 3  # of caches, in rotation
+NUM_SETS = 3  # number of sets of caches, used in rotation
 SECONDS = 500.0
-# Two tiles add in different orders, and round weights relative to different maxima.
+# Two tiles add in different orders and use different maxima when they round weights, so results differ slightly.
 MAX_DIFFERENCE = 2e-2
 
 
 @dataclass(frozen=True)
 class Problem:
-    """The rows that a kernel is timed with: of equal length, over blocks in random order.
+    """The rows with which a kernel is timed: rows of equal length, over blocks in random order.
 
     Attributes:
-        num_queries: new tokens of each row, the last of its positions.
-        num_programs: of a split plan; 0: as many as suit the device.
+        num_queries: new tokens of each row, at the end of its positions.
+        num_programs: of a split plan; 0: chosen for the device.
     """
 
     kernel: str
@@ -52,14 +52,14 @@ class Problem:
 def problems(
     kernels: Sequence[str], head_dims: Sequence[int], groups: Sequence[int], dtypes: Sequence[torch.dtype]
 ) -> Iterator[Problem]:
-    """Yields problems of sizes for which each kernel is made: a full batch, few long rows, prompts."""
+    """Yield problems of the sizes for which each kernel is intended: a full batch, few long rows, and prompts."""
     sizes = {"paged_attention_v1": (64, 4096, 1), "paged_attention_v2": (4, 8192, 1), "paged_prefill": (8, 2048, 2048)}
     for kernel, head_dim, num_groups, dtype in itertools.product(kernels, head_dims, groups, dtypes):
         yield Problem(kernel, head_dim, num_groups, dtype, *sizes[kernel])
 
 
 def candidates(kernel: str, current: Tile) -> Iterator[Tile]:
-    """Yields the tiles to try, the current one first, so that one that is no faster does not take its place."""
+    """Yield the tiles to try. The current tile comes first, so that only a faster tile replaces it."""
     yield current
     rows = (64, 128) if kernel == "paged_prefill" else (16,)
     for block_m, block_n, num_warps, num_stages in itertools.product(rows, (32, 64, 128), (4, 8), (2, 3, 4, 5)):
@@ -69,7 +69,7 @@ def candidates(kernel: str, current: Tile) -> Iterator[Tile]:
 
 
 def make_calls(problem: Problem, device: torch.device) -> list[Callable[[], Tensor]]:
-    """Returns one call for each set of caches."""
+    """Return one call for each set of caches."""
     query_dtype = torch.bfloat16 if problem.dtype == torch.float8_e4m3fn else problem.dtype
     blocks_per_row = -(-problem.seq_len // BLOCK_SIZE)
     num_blocks, num_heads = problem.num_rows * blocks_per_row, problem.num_kv_heads * problem.num_groups
@@ -102,11 +102,11 @@ def tune(
     device: torch.device,
     time_calls: Callable[[Sequence[Callable[[], Tensor]]], float],
 ) -> dict[Tile, float]:
-    """Returns the seconds of each tile that the device can run.
+    """Return the seconds of each tile that the device can run.
 
     Args:
-        tried: the first one must run; what others compute is compared with its results.
-        time_calls: seconds of one call.
+        tried: the first tile must run; the results of the others are compared with its results.
+        time_calls: returns the seconds of one call.
 
     Raises:
         RuntimeError: two tiles compute different results.
@@ -118,7 +118,7 @@ def tune(
         with tiles.forced(problem.kernel, tile):
             try:
                 result = calls[0]().float()
-            except Exception as error:  # Triton's errors for too little shared memory have no common base
+            except Exception as error:  # Triton's errors for too little shared memory have no common base class
                 if expected is None:
                     raise
                 print(f"  {tile}: {type(error).__name__}: {str(error).splitlines()[0]}")

@@ -1,9 +1,9 @@
-"""Downloads the wheels that a GPU machine lacks which can install nothing, and lists them with their sizes.
+"""Downloads the wheels that an offline GPU machine lacks, and lists them with their sizes.
 
     python -m bench wheels [--python 3.12] [--folder dist/gpu-wheels]
 
-That machine is taken to have torch with CUDA, Triton and transformers, with what these need. There:
-`python3 -m pip install --no-index --no-deps --target SITE gpu-wheels/*.whl`.
+The machine must already have torch with CUDA, Triton and transformers, with their dependencies. Install the wheels
+there with `python3 -m pip install --no-index --no-deps --target SITE gpu-wheels/*.whl`.
 """
 
 import subprocess
@@ -23,7 +23,7 @@ PLATFORMS = (
 
 
 def main(flags: Sequence[str]) -> int:
-    """Download the wheels, in the versions of constraints.txt, and print them. Return the status of pip."""
+    """Download the wheels in the versions of constraints.txt, and print them. Return pip's exit status."""
     parser = parser_of("wheels", __doc__)
     parser.add_argument("--python", default="3.12", metavar="VERSION", help="of that machine (default: %(default)s)")
     parser.add_argument("--folder", type=Path, default=Path("dist/gpu-wheels"), help="default: %(default)s")

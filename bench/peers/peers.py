@@ -1,13 +1,15 @@
-"""Runs the same models and loads through Pagewire and through its peers, on this machine, in several weight formats.
+"""Runs the same models and loads through Pagewire and its peers on this machine, in several weight formats.
 
     python -m bench peers
 
-Pagewire runs as both services, over gRPC. Each arm starts, warms up, is measured and ends before the next begins; in
-every round the order turns round. In bf16 the arms get the same checkpoint; in the other formats Pagewire and llama.cpp
-get the same file, which llama.cpp's own program has quantised. Peers that compute with torch do so in the dtype that
-the worker chooses here. Figures are medians of the rounds, with the smallest and the largest. A peer that cannot be had
-here is left out, and why is said. Raw numbers go to bench/results/ under the name of the instruction set, and are kept
-after each round; a chart goes beside them, and tables for the README to standard output.
+Pagewire runs as both services, over gRPC. Each arm starts, warms up, is measured and ends before the next arm begins.
+The order of the arms is reversed in every round. In bf16 all arms use the same checkpoint. In the other formats
+Pagewire and llama.cpp use the same file, quantised by llama.cpp's own program. Peers based on torch use the dtype that
+the worker chooses on this machine.
+
+Figures are medians of the rounds, with minimum and maximum. A peer that is not available is left out, and the reason is
+printed. The raw numbers are written to bench/results/ after each round, under the name of the instruction set, with a
+chart next to them. Tables for the README are printed to standard output.
 """
 
 import argparse
@@ -44,20 +46,20 @@ from worker_service.startup.pool_size import cpu_cache_bytes
 from worker_service.startup.resources import available_bytes
 
 PINS = {"vLLM": VLLM, "llama.cpp": LLAMA_CPP_PYTHON}
-# What makes our processes compute with AVX2 alone, in torch as in our kernels.
+# Environment variables that restrict our processes to AVX2, in torch and in our kernels.
 AVX2_ENVIRON = {
     "PAGEWIRE_CPU_KERNELS": "require",
     "PAGEWIRE_CPU_VARIANT": AVX2,
     "ATEN_CPU_CAPABILITY": AVX2,
     "ONEDNN_MAX_CPU_ISA": "AVX2",
 }
-# Peers that wait for each other in a loop lose many times over when something else takes a core from them.
+# Peers whose threads spin while they wait for each other slow down disproportionately if another process uses a core.
 BUSY_LOAD = 0.5
 BUILT_FOR_AVX2 = (OURS, LlamaCppArm.name)
 
 
 class Measurement:
-    """The arms that are there, and what each round of them gave."""
+    """The available arms, and their results in each round."""
 
     def __init__(self, arms: Sequence[Arm], loads: Loads) -> None:
         self._arms = list(arms)
@@ -67,7 +69,7 @@ class Measurement:
         self.rounds: dict[str, dict[str, dict[str, dict[str, list[float]]]]] = {}
 
     def measure(self, models: Sequence[Model], num_rounds: int, keep: Callable[[], None] = lambda: None) -> None:
-        """Measures models, each of which has one format. `keep` is called after each round of a shape."""
+        """Measure models, each of which has one format. `keep` is called after each round of a shape."""
         for model in models:
             for arm in self._left(model):
                 try:
@@ -83,7 +85,7 @@ class Measurement:
                     keep()
 
     def _left(self, model: Model) -> Iterator[Arm]:
-        """Yields the arms that take the model's format and have not failed with it."""
+        """Yield the arms that support the model's format and have not failed with it."""
         for arm in self._arms:
             if model.weight_format in arm.formats and _label(arm, model) not in self.skipped:
                 yield arm
@@ -111,7 +113,8 @@ class Measurement:
 
 
 def _label(arm: Arm, model: Model) -> str:
-    """Returns what is left out when an arm fails: a format of it, where it has several."""
+    """Return the name of the unit that is left out if an arm fails: the arm, or one of its formats if it has
+    several."""
     return arm.name if len(arm.formats) == 1 else f"{arm.name}, {model.weight_format}"
 
 
@@ -120,7 +123,7 @@ def summary(rates: Sequence[float]) -> dict[str, float]:
 
 
 def figures(measurement: Measurement, loads: Loads, isa: str, facts: dict) -> dict:
-    """Returns all that is kept of a run; `facts` of how it was made go in as they are."""
+    """Return the complete record of a run. `facts` about the run are included unchanged."""
     medians = {
         model: {
             name: {arm: {load: summary(rates) for load, rates in of_arm.items()} for arm, of_arm in arms.items()}
@@ -148,7 +151,8 @@ def _in_order(formats: dict) -> dict:
 
 
 def versions(measured: set[str]) -> dict[str, str]:
-    """Returns the versions of all that was measured. llama.cpp has that of the package that brings its source."""
+    """Return the versions of all measured programs. llama.cpp's version is the version of the package with its
+    source."""
     found = {"torch": importlib.metadata.version("torch")}
     for peer in sorted(measured):
         if peer in PINS:
@@ -159,7 +163,7 @@ def versions(measured: set[str]) -> dict[str, str]:
 
 
 def ratios(medians: dict, loads: Loads, isa: str) -> list[dict]:
-    """Returns Pagewire's median over each peer's, where both were measured, with the goal where there is one."""
+    """Return Pagewire's median divided by each peer's, if both were measured, with the goal if one is set."""
     found = []
     for model, formats in medians.items():
         for name, arms in formats.items():
@@ -184,13 +188,15 @@ def arms(num_threads: int, environments: Environments, dtype: str) -> list[Arm]:
 
 
 def vllm_flags(dtype: str) -> list[str]:
-    """Returns what vLLM is told: as much memory for its KV cache as a worker of ours takes by default of what is free
-    now. Left to itself it wants a share of all memory, used or not."""
+    """Return the flags of vLLM, which give it the same KV cache memory as our worker uses by default.
+
+    This memory is a share of the memory that is free now. By default, vLLM requires a share of all memory, used or not.
+    """
     return ["--dtype", dtype, "--kv-cache-memory", str(cpu_cache_bytes(available_bytes()))]
 
 
 def choose_arms(arguments: argparse.Namespace, dtype: str) -> tuple[list[Arm], dict[str, str]]:
-    """Returns the arms that are asked for, and by name why others of them are left out."""
+    """Return the requested arms, and the reasons, by name, why other requested arms are left out."""
     asked = arms(arguments.num_threads, Environments(arguments.environments, arguments.isa), dtype)
     asked = [arm for arm in asked if arm.name in (OURS, *arguments.peers)]
     if arguments.isa == NATIVE:
@@ -200,21 +206,23 @@ def choose_arms(arguments: argparse.Namespace, dtype: str) -> tuple[list[Arm], d
 
 
 def compute_with() -> tuple[str, str]:
-    """Returns the instruction set of our kernels, or "torch" where there are none, and the dtype that the worker
-    chooses for bf16 weights. Raises ValueError where the environment asks for what cannot be had."""
+    """Return the instruction set of our kernels, or "torch" without kernels, and the worker's dtype for bf16 weights.
+
+    Raises ValueError if the environment requires an unavailable configuration.
+    """
     kernels = load_cpu_kernels()
     dtype = choose_dtype("auto", "bfloat16", torch.device("cpu"), kernels)
     return "torch" if kernels is None else kernels.variant, str(dtype).removeprefix("torch.")
 
 
 def results_path(isa: str, shapes: Sequence[str], formats: Sequence[str]) -> Path:
-    """Returns where raw numbers go; those of some shapes or formats do not replace those of all."""
+    """Return the path for the raw numbers. A run of some shapes or formats does not overwrite a run of all."""
     some = [*(shapes if set(shapes) != set(SHAPES) else ()), *(formats if set(formats) < set(FORMATS) else ())]
     return RESULTS / f"{'_'.join(['peers', *some])}.{isa}.json"
 
 
 def load_before() -> float:
-    """Returns how many processes wanted a core in the last minute, and says so if figures would suffer."""
+    """Return the load average of the last minute, and print a warning if the machine is too busy to measure."""
     load = round(os.getloadavg()[0], 2)
     if load > BUSY_LOAD:
         print(
@@ -296,7 +304,7 @@ def main(flags: Sequence[str]) -> None:
 
 
 def finish(found: dict, path: Path) -> None:
-    """Keeps the figures and shows them."""
+    """Write the figures, draw the chart, and print the tables."""
     write(path, found)
     draw(found, path.with_suffix(".png"))
     report_buffers(found["llama_cpp_buffers"])

@@ -1,13 +1,13 @@
-"""How many times as fast as its peers Pagewire is to be, by instruction set, model, weight format, peer and load."""
+"""The goals for Pagewire's speed relative to its peers, by instruction set, model, weight format, peer and load."""
 
 from bench.peers.arms import Loads, decode_name
 from bench.peers.environment import BF16, FORMATS
 
 WITH_BF16 = "avx512_bf16"
 
-# Over llama.cpp with the same file: at 1, 8 and 32 streams, and in prefill; None where none is set.
+# Goals relative to llama.cpp with the same file: at 1, 8 and 32 streams, and in prefill; None: no goal.
 Goals = tuple[float | None, float | None, float | None, float | None]
-# By model and format, on a CPU that computes in bfloat16.
+# By model and format, on a CPU with bfloat16 instructions.
 OVER_LLAMA_CPP: dict[tuple[str, str], Goals] = {
     ("54M shape", BF16): (1.15, 1.7, 1.5, 1.6),
     ("0.6B shape", BF16): (1.4, 2.0, 1.9, 1.6),
@@ -16,7 +16,7 @@ OVER_LLAMA_CPP: dict[tuple[str, str], Goals] = {
     ("0.6B shape", "Q4_K_M"): (1.6, 4.0, 4.0, 2.5),
     **{("1.5B-A0.15B shape", kind): (None, 1.5, None, None) for kind in FORMATS},
 }
-# The same on a CPU that does not. In bf16 they are what was reached before there were other formats.
+# The same on a CPU without them. The bf16 goals are the speeds that were reached before other formats existed.
 OVER_LLAMA_CPP_WITHOUT: dict[tuple[str, str], Goals] = {
     ("54M shape", BF16): (1.18, 1.75, 1.75, 1.23),
     ("0.6B shape", BF16): (1.83, 1.67, 1.45, 1.43),
@@ -26,7 +26,7 @@ STREAMS = (1, 8, 32)
 
 
 def goal(loads: Loads, isa: str, model: str, weight_format: str, peer: str, load: str) -> float | None:
-    """Returns the least ratio to a peer under a load, or None where no goal is set."""
+    """Return the minimum ratio to a peer under a load, or None if no goal is set."""
     has_bf16 = isa == WITH_BF16
     if peer == "llama.cpp":
         goals = (OVER_LLAMA_CPP if has_bf16 else OVER_LLAMA_CPP_WITHOUT).get((model, weight_format))

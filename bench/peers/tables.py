@@ -1,4 +1,4 @@
-"""Says how Pagewire does beside its peers: tables in Markdown, goals that are met or missed, and a chart."""
+"""Reports of the comparison with peers: tables in Markdown, goals that are met or missed, and a chart."""
 
 import sys
 from pathlib import Path
@@ -16,7 +16,7 @@ COLORS = {name: f"C{index}" for index, name in enumerate((OURS, *PEERS))}
 
 
 def markdown(found: dict) -> str:
-    """Returns two tables for each model: the formats beside each other, and all peers in bf16."""
+    """Return a Markdown text with two tables for each model: a comparison of the formats, and all peers in bf16."""
     facts = found["machine"]
     lines = [
         f"{facts['cpu']}, {facts['cores']} cores, {found['num_threads']} threads each, {found['isa']}; "
@@ -33,7 +33,8 @@ def markdown(found: dict) -> str:
 
 
 def formats_table(found: dict, model: str, formats: dict) -> list[str]:
-    """Returns the lines of a table with medians: a row a load, and ours, llama.cpp's and the ratio for each format."""
+    """Return the lines of a table of medians: a row per load, and for each format our rate, llama.cpp's, and the
+    ratio."""
     head = " | ".join(f"{name}: {OURS} | {LLAMA_CPP} | ratio" for name in formats)
     lines = ["", f"| {model} | {head} |", "|---|" + "---|" * (3 * len(formats))]
     ratio = _ratios(found, model)
@@ -48,7 +49,7 @@ def formats_table(found: dict, model: str, formats: dict) -> list[str]:
 
 
 def peers_table(found: dict, model: str, arms: dict) -> list[str]:
-    """Returns the lines of a table of bf16: a row for each load, a column for each arm that was measured."""
+    """Return the lines of the bf16 table: a row for each load, a column for each measured arm."""
     columns = [name for name in (OURS, *PEERS) if name in arms]
     lines = ["", f"| {model}, {BF16} | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
     ratio = _ratios(found, model)
@@ -59,7 +60,7 @@ def peers_table(found: dict, model: str, arms: dict) -> list[str]:
 
 
 def _ratios(found: dict, model: str) -> dict[tuple[str, str, str], float]:
-    """Returns a model's ratios by format, load and peer."""
+    """Return a model's ratios by format, load and peer."""
     entries = [entry for entry in found["ratios"] if entry["model"] == model]
     return {(entry["format"], entry["load"], entry["peer"]): entry["ratio"] for entry in entries}
 
@@ -87,8 +88,10 @@ def report_buffers(buffers: dict[str, dict[str, list[str]]]) -> None:
 
 
 def draw(found: dict, path: Path) -> None:
-    """Draws a row of panels for each model, one for each load: the formats beside each other, a bar for each arm. Does
-    nothing without matplotlib, which is an extra."""
+    """Draw a row of panels for each model, one panel for each load, with a bar for each format and arm.
+
+    Without matplotlib, which is an optional dependency, nothing is drawn.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -111,7 +114,7 @@ def draw(found: dict, path: Path) -> None:
 
 
 def bars(formats: dict, load: str) -> list[tuple[str, str, dict[str, float]]]:
-    """Returns format, arm and rates of each bar of a panel, from the top: the arms of a format next to each other."""
+    """Return the format, arm and rates of each bar of a panel, from the top. The arms of a format are adjacent."""
     found = []
     for name, arms in formats.items():
         found += [(name, arm, arms[arm][load]) for arm in COLORS if load in arms.get(arm, {})]
@@ -119,7 +122,7 @@ def bars(formats: dict, load: str) -> list[tuple[str, str, dict[str, float]]]:
 
 
 def draw_panel(axes: "Axes", drawn: list[tuple[str, str, dict[str, float]]]) -> None:
-    """Draws the bars, with a gap before each format, whose name stands at its first bar."""
+    """Draw the bars, with a gap between formats. The first bar of a format is labelled with the format's name."""
     labels, positions, position, before = [], [], 0.0, ""
     for name, arm, rates in drawn:
         position += 0.5 if before and name != before else 0.0

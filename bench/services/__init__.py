@@ -1,1 +1,1 @@
-"""What both services do, as processes."""
+"""Benchmarks of both services, run as processes."""

@@ -1,10 +1,10 @@
-"""Measures a scheduler's memory, and its pauses for garbage, beside a collector of traces that is dead or silent.
+"""Measures a scheduler's memory and garbage collection pauses while a trace collector is dead or silent.
 
     python -m bench collector
 
-A scheduler with a worker that computes nothing traces 100,000 requests, four of five on one call, the others each on a
-call of its own, to an address where nothing listens, and to one where something does that never answers. Raw numbers go
-to bench/results/collector.json.
+A scheduler, with a worker that computes nothing, traces 100,000 requests. Four of five requests share one stream, and
+each of the others has its own RPC. The traces go to an address on which no process listens, and to a server that never
+answers. The raw numbers are written to bench/results/collector.json.
 """
 
 import argparse
@@ -26,9 +26,9 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 
 NUM_RUNNING, NUM_TOKENS = 64, 3
-MANY, SINGLE = 800, 200  # requests on one call, and on calls of their own, in turns
-WARM_UP = 5_000  # requests after which memory is to stay as it is
-NUM_BLOCKS = 4_000  # of the prefix cache, which is full by then, as is what the scheduler remembers of them
+MANY, SINGLE = 800, 200  # requests on one stream, and on RPCs of their own, in turns
+WARM_UP = 5_000  # requests after which the memory should stay constant
+NUM_BLOCKS = 4_000  # size of the prefix cache; both the cache and the scheduler's index of it are full by then
 GOAL_MIB = 5.0
 
 

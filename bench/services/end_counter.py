@@ -1,4 +1,4 @@
-"""Requests of a step loop of which only the end matters, and work that fails with what runs beside it."""
+"""Requests of a step loop for which only the end matters, and a helper to run work next to background tasks."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -13,7 +13,10 @@ Result = TypeVar("Result")
 
 
 async def while_running(work: Coroutine[Any, Any, Result], *beside: asyncio.Future[Any]) -> Result:
-    """Returns what the work returns. What runs beside it never ends but by failing: then that is raised at once."""
+    """Return the result of `work`. If a task in `beside` fails first, cancel the work and raise its error.
+
+    The tasks in `beside` are expected to run forever. Raises RuntimeError if one of them ends without an error.
+    """
     working = asyncio.ensure_future(work)
     await asyncio.wait((working, *beside), return_when=asyncio.FIRST_COMPLETED)
     for each in beside:
@@ -25,7 +28,7 @@ async def while_running(work: Coroutine[Any, Any, Result], *beside: asyncio.Futu
 
 
 class EndCounter:
-    """Has many requests carried out, and waits for their ends alone."""
+    """Submits many requests, and waits only for their ends."""
 
     def __init__(self, engine: RequestEngine, num_requests: int) -> None:
         self._engine = engine
@@ -46,7 +49,7 @@ class EndCounter:
             self._ended.set_result(None)
 
     async def wait(self) -> None:
-        """Returns when all requests have ended. Raises RuntimeError where one did not reach its length."""
+        """Wait until all requests have ended. Raises RuntimeError if a request ended before its length limit."""
         await self._ended
 
     def _fail(self, message: str) -> None:

@@ -1,10 +1,10 @@
-"""Measures how long eight samples of a prompt take to begin: as long as one prefill.
+"""Measures the time until eight samples of one prompt begin, which should be the time of one prefill.
 
     python -m bench fork
 
-Both services run as processes. In turns, a new random prompt is asked for one token of one sample, and another for one
-token of each of eight; eight requests of n = 1 with nothing in common are what it would cost without sharing. Raw
-numbers go to bench/results/fork.json.
+Both services run as processes. In turns, a request with a new random prompt asks for one token of one sample, and
+another request asks for one token of each of eight samples. For comparison, eight requests with n = 1 and different
+prompts show the cost without sharing. The raw numbers are written to bench/results/fork.json.
 """
 
 import argparse
@@ -21,12 +21,12 @@ from testing.services import running
 
 VOCAB_SIZE = SHAPES["54M"]["vocab_size"]
 NUM_SAMPLES = 8
-GOAL_PREFILLS = 1.01  # each sibling recomputes one token of the prompt
+GOAL_PREFILLS = 1.01  # each additional sample recomputes one token of the prompt
 ARMS = ("n = 1", "n = 8", "8 requests")
 
 
 async def begin(client: AsyncClient, arm: str, rng: random.Random, length: int) -> dict[str, float]:
-    """Returns the seconds until every sample has its first token, and how many prompt tokens were computed for that."""
+    """Return the seconds until every sample has its first token, and the number of computed prompt tokens."""
     n = NUM_SAMPLES if arm == "n = 8" else 1
     prompts = [rng.choices(range(VOCAB_SIZE), k=length) for _ in range(NUM_SAMPLES if arm == "8 requests" else 1)]
     sampling = SamplingParams(temperature=0.8, seed=1, n=n, max_tokens=1, ignore_eos=True)

@@ -1,12 +1,12 @@
-"""Measures the CPU time that delivering a token costs the scheduler's process, behind a worker of 4 ms a step.
+"""Measures the scheduler's CPU time for delivering a token to clients, with a simulated worker of 4 ms per step.
 
     python -m bench front-end
 
-Arms take turns; figures are medians. `steps` is the step loop with no receiver: what an arm costs beyond it
-with as many streams is delivery. `bare` is a gRPC server that does nothing but send messages of the same tokens, made
-beforehand, at the same pace: the same streams cannot be served for less in Python. Front ends take tokens alone, over
-16 connections, with GenerateMany; `idle` has 1,000 more such calls open and unused. Raw numbers go to
-bench/results/front_end.json.
+Arms run in turns, and figures are medians. `steps` is the step loop without receivers. The additional cost of an arm
+with the same number of streams is the cost of delivery. `bare` is a gRPC server that only sends prepared messages with
+the same tokens at the same pace. It is the lower bound for these streams in Python. In the GenerateMany arms, front
+ends receive token ids only, over 16 connections. `idle` has 1,000 additional GenerateMany RPCs that are open and
+unused. The raw numbers are written to bench/results/front_end.json.
 """
 
 import argparse
@@ -35,20 +35,20 @@ PROMPT = tuple(range(300, 332))
 GENERATE_STREAMS, GENERATE_GOAL_US = 32, 35.0
 MANY_STREAMS, MANY_CONNECTIONS, MANY_GOAL_US = 256, 16, 3.0
 NUM_IDLE_CALLS = 1000
-# Each channel gets a connection of its own.
+# Each channel gets its own connection.
 OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The CPU time of a round in the process that delivers, and the time of a step, over all of its steps."""
+    """The CPU time per token in the delivering process, and the duration of a step, averaged over a round."""
 
     cpu_us_per_token: float
     step_ms: float
 
 
 class Child:
-    """A process that says "ready on ADDRESS", and then answers each line that it gets with a line."""
+    """A process that prints "ready on ADDRESS" and then answers each input line with one line."""
 
     def __init__(self, *arguments: str) -> None:
         command = [sys.executable, "-m", *arguments]
@@ -74,17 +74,17 @@ class Child:
         self._process.wait(60)
 
 
-# Loads: each takes a process' address and returns when all tokens have come.
+# Loads: each receives a child process and returns when all tokens have arrived.
 
 
 async def injected(child: Child, num_streams: int, num_tokens: int) -> None:
-    """Gives the requests to the child's own step loop."""
+    """Submit the requests directly to the child's step loop."""
     answer = await asyncio.to_thread(child.ask, f"{num_streams} {num_tokens}")
     assert answer == "done\n", answer
 
 
 async def generate(child: Child, num_streams: int, num_tokens: int) -> None:
-    """Runs streams of text, all on one connection."""
+    """Run streams of text, all on one connection."""
     sampling = pb.SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
 
     async def read(stub: pb_grpc.SchedulerServiceStub) -> int:
@@ -98,7 +98,7 @@ async def generate(child: Child, num_streams: int, num_tokens: int) -> None:
 
 
 async def generate_many_texts(child: Child, num_streams: int, num_tokens: int) -> None:
-    """Runs streams of text that share a call, as those of one client do."""
+    """Run streams of text that share one RPC, like the streams of one client."""
     await generate_many(child, num_streams, num_tokens, num_connections=1, token_only=False)
 
 
@@ -110,7 +110,7 @@ async def generate_many(
     num_connections: int = MANY_CONNECTIONS,
     token_only: bool = True,
 ) -> None:
-    """Runs streams of tokens alone, spread over connections."""
+    """Run streams of token ids only, spread over several connections."""
     sampling = pb.SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), sampling=sampling)
     num_per_connection = num_streams // num_connections
@@ -166,11 +166,11 @@ class Arm:
         return Round(*map(statistics.median, columns))
 
 
-# The children.
+# The child processes.
 
 
 async def run_steps(worker: str) -> None:
-    """Runs a step loop, whose requests come by lines of "streams tokens"."""
+    """Run a step loop that receives its requests as lines of "streams tokens" on standard input."""
     from pagewire.common.wire.messages import SamplingParams
     from pagewire.common.wire.transport.dialling import Dialler
     from scheduler_service.core.request import Request
@@ -202,7 +202,8 @@ async def run_steps(worker: str) -> None:
 
 
 class BareServer(pb_grpc.SchedulerServiceServicer):
-    """Sends max_tokens messages, one per step, to everybody at the same time, of a token for each of its streams."""
+    """A server that sends `max_tokens` messages to every client, one per step, with a token for each of the client's
+    streams."""
 
     def __init__(self) -> None:
         self.step = asyncio.Event()
@@ -235,11 +236,12 @@ async def run_bare(step_s: float) -> None:
         servicer.step = asyncio.Event()
 
 
-# The parent: takes turns and reports.
+# The parent process: runs the arms in turns and reports.
 
 
 async def measure(arguments: argparse.Namespace) -> dict | None:
-    os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)  # for the arms' processes, as `pagewire` has it
+    # for the arms' processes, as the command `pagewire` sets it
+    os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)
     if arguments.steps is not None:
         return await run_steps(arguments.steps)
     if arguments.bare:

@@ -1,11 +1,11 @@
-"""Measures how long garbage collections stop a scheduler that remembers much, and the gaps between its tokens.
+"""Measures the garbage collection pauses of a scheduler with much state, and the gaps between its tokens.
 
     python -m bench garbage
 
-A scheduler with a worker of 4 ms a step that computes nothing. First prompts fill 500,000 blocks of the prefix cache,
-then 20,000 requests wait while 64 stream. The pauses are those that the scheduler's own metric shows, of all
-collections since it has served its first request; the gaps are those between messages of the streams that run. Raw
-numbers go to bench/results/garbage.json.
+The scheduler has a simulated worker of 4 ms per step that computes nothing. First, prompts fill 500,000 blocks of the
+prefix cache. Then 20,000 requests wait while 64 requests stream. The pauses are from the scheduler's own metric, for
+all collections since its first request. The gaps are the times between messages of the running streams. The raw numbers
+are written to bench/results/garbage.json.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def submission(stream_id: int, prompt: list[int], max_tokens: int) -> pb.Generat
 
 
 async def fill(stub: pb_grpc.SchedulerServiceStub, num_blocks: int, rng: random.Random) -> None:
-    """Sends prompts until that many blocks are in the cache."""
+    """Send prompts until `num_blocks` blocks are in the prefix cache."""
     num_prompts = -(-num_blocks // PROMPT_BLOCKS)
     room = asyncio.Semaphore(NUM_RUNNING)
 
@@ -64,7 +64,8 @@ async def fill(stub: pb_grpc.SchedulerServiceStub, num_blocks: int, rng: random.
 async def stream(
     stub: pb_grpc.SchedulerServiceStub, num_waiting: int, seconds: float, rng: random.Random
 ) -> list[float]:
-    """Lets that many requests wait beside those that run. Returns the seconds between messages, once all are queued."""
+    """Let `num_waiting` requests wait while other requests run. Return the seconds between messages after all are
+    queued."""
     done = asyncio.Event()
 
     async def requests() -> AsyncIterator[pb.GenerateManyRequest]:
@@ -91,14 +92,15 @@ async def stream(
 
 
 def pauses(metrics_port: int, name: str = PAUSES) -> dict[str, float]:
-    """Returns how many collections took at most so long, by upper bounds in seconds."""
+    """Return cumulative counts of collections by upper bound of their duration in seconds, as in the metric's
+    histogram."""
     with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics") as page:
         text = page.read().decode()
     return {bound: float(count) for bound, count in re.findall(rf'{name}_bucket{{.*le="(.*?)".*}} (\S+)', text)}
 
 
 def pauses_since(before: dict[str, dict[str, float]], metrics_port: int) -> dict[str, dict[str, float]]:
-    """Returns how many more there are now than were before, by metrics and upper bounds."""
+    """Return the increase of each histogram bucket since `before`, by metric and upper bound."""
     now = {name: pauses(metrics_port, name) for name in before}
     return {name: {bound: now[name][bound] - before[name][bound] for bound in now[name]} for name in now}
 
@@ -120,7 +122,7 @@ async def measure(arguments: argparse.Namespace) -> dict:
             before = {name: pauses(metrics_port, name) for name in (PAUSES, CPU_TIMES)}
             await fill(stub, arguments.num_blocks, rng)
             print(f"{(await stub.GetLoads(pb.GetLoadsRequest())).num_cached_blocks} blocks are cached", flush=True)
-            gc.disable()  # of this process, whose pauses would be taken for the scheduler's
+            gc.disable()  # of this process, whose own pauses would appear as pauses of the scheduler
             gaps = await stream(stub, arguments.num_waiting, arguments.seconds, rng)
             counts = pauses_since(before, metrics_port)
     finally:
@@ -144,7 +146,7 @@ def report(figures: dict) -> None:
 
 
 def num_longer(counts: dict[str, float]) -> float:
-    """Returns how many collections took longer than the goal."""
+    """Return the number of collections that took longer than the goal."""
     return counts["+Inf"] - counts[str(GOAL_MS / 1000)]
 
 

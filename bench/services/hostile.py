@@ -1,12 +1,12 @@
-"""Measures a polite tenant's gaps between tokens and what it finds cached, alone and beside a hostile tenant.
+"""Measures a polite tenant's gaps between tokens and prefix cache hits, alone and next to a hostile tenant.
 
     python -m bench hostile
 
-Both services run as processes, with the 54M shape, `--max-decode-slowdown` and a file of tenants in which the hostile
-one has quotas and the polite one has none. In turns the polite one streams alone and beside each attack, then beside
-all of them at once; it sends one prompt before the attack, and again behind its streams. What memory the scheduler
-takes meanwhile, beyond what it took before, is measured too. The attackers are one process of the lowest priority: on
-one machine, that is as near as they come to one of their own. Raw numbers go to bench/results/hostile.json.
+Both services run as processes, with the 54M shape, `--max-decode-slowdown` and a tenants file in which only the hostile
+tenant has quotas. The polite tenant streams alone, then during each attack, then during all attacks together. It sends
+one prompt before the attack, and again after its streams, to measure whether the prompt is still cached. The growth of
+the scheduler's memory is measured too. The attackers run in one process of the lowest priority, which is the best
+approximation of a separate machine. The raw numbers are written to bench/results/hostile.json.
 """
 
 import argparse
@@ -37,19 +37,19 @@ from testing import rapid_resets
 from testing.services import Service, running
 
 TOKENIZER = Path("models/storyteller/tokenizer.json")
-# Ids that the tokenizer knows, past single bytes.
+# Ids in the tokenizer's vocabulary, after the single bytes.
 TOKEN_IDS = range(300, 1000)
 END = 0
 KEYS = {"polite": "key-of-the-polite", "hostile": "key-of-the-hostile", "watcher": "key-of-the-watcher"}
 QUOTA = {"max_requests": 8, "max_sequences": 4, "max_queued_tokens": 8000, "max_blocks": 400}
 NUM_STREAMS, INPUT_LEN, OUTPUT_LEN = 4, 100, 400
-REPEATED_LEN = 405  # tokens of the prompt that is sent again
-NUM_HOARDED, HOARDED_LEN = 30, 1500  # sessions, and tokens of each of their prompts: together more than the pool
+REPEATED_LEN = 405  # length of the prompt that is sent twice
+NUM_HOARDED, HOARDED_LEN = 30, 1500  # number of sessions, and tokens of each prompt; together more than the pool
 MAX_DECODE_SLOWDOWN = 1.5
 GOAL = 2.0
 MAX_GROWTH_MIB = 200
 PAUSE_S = 0.01
-# What an attacker is to hear. Any other failure ends it, and with it the benchmark.
+# The expected refusals of attacks. Any other failure ends the attacker and the benchmark.
 REFUSALS = (
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -60,7 +60,7 @@ REFUSALS = (
 
 
 class Attacker:
-    """Makes calls of one tenant that are meant to be a burden."""
+    """A client of one tenant whose requests are meant to overload the server."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -71,16 +71,17 @@ class Attacker:
         self._metadata = (("authorization", f"Bearer {KEYS['hostile']}"),)
 
     async def send_long_texts(self) -> None:
-        """Sends two texts at a time: some too long for any prompt, some as long as is read."""
+        """Send two texts at a time. Some are too long for any prompt, and some have the maximum size that the server
+        reads."""
         words = "once upon a time there was a fox " * 130_000
         await together(2, lambda: self._complete(words[: self._rng.choice((60_000, 1 << 20, 4 << 20))], max_tokens=1))
 
     async def send_prompts(self) -> None:
-        """Sends more than the quota, of the highest priority, each prompt new to the cache."""
+        """Send more requests than the quota allows, with the highest priority. Each prompt is new to the cache."""
         await together(16, lambda: self._complete_tokens(self._rng.randint(1, 2000), priority=-(2**31), max_tokens=200))
 
     async def leave_early(self) -> None:
-        """Sends requests and cancels them soon after they began."""
+        """Send requests and cancel them soon after they have begun."""
 
         async def leave() -> None:
             with contextlib.suppress(TimeoutError):
@@ -90,7 +91,7 @@ class Attacker:
         await together(8, leave)
 
     async def guess_keys(self) -> None:
-        """Calls with wrong keys, and with the name of the other tenant."""
+        """Send RPCs with wrong keys, and with the name of the other tenant."""
 
         async def guess() -> None:
             wrong = (("authorization", f"Bearer {self._rng.random()}"),)
@@ -103,7 +104,7 @@ class Attacker:
         await together(8, guess)
 
     async def hoard_results(self) -> None:
-        """Submits detached requests with all log-probabilities, and reads their results again and again."""
+        """Submit detached requests with all log-probabilities, and read their results repeatedly."""
 
         async def hoard() -> None:
             prompt = self._rng.choices(TOKEN_IDS, k=100)
@@ -116,7 +117,7 @@ class Attacker:
         await together(4, hoard)
 
     async def hoard_cache(self) -> None:
-        """Says of many sessions with long prompts that they will return, and are worth keeping for ever."""
+        """Send many sessions with long prompts that claim to return and request retention for 2**32 - 1 seconds."""
         sent = itertools.count()
 
         async def hoard() -> None:
@@ -126,7 +127,7 @@ class Attacker:
         await together(4, hoard)
 
     async def never_read(self) -> None:
-        """Opens calls of many requests each, most of them invalid, and never reads the answers."""
+        """Start RPCs of many requests each, most of them invalid, and never read the responses."""
 
         async def requests() -> AsyncIterator[pb.GenerateManyRequest]:
             for number in range(100_000):
@@ -143,7 +144,7 @@ class Attacker:
         await together(2, fill)
 
     async def open_connections(self) -> None:
-        """Opens connections that say nothing, and closes them again."""
+        """Open connections, send nothing, and close them again."""
         host, port = self._url.rsplit(":", 1)
 
         async def hold() -> None:
@@ -156,15 +157,16 @@ class Attacker:
         await together(2, hold)
 
     async def reset_calls(self) -> None:
-        """Opens calls without a key and resets each at once, on 2 connections and on 16."""
+        """Start RPCs without a key and reset each of them immediately, on 2 connections and on 16."""
         while True:
             for num_connections in (2, 16):
-                with contextlib.suppress(OSError, TimeoutError):  # the port has no room, or the server no time
+                # the port refuses connections, or the server does not respond in time
+                with contextlib.suppress(OSError, TimeoutError):
                     await rapid_resets.flood(self._url, rapid_resets.CHECK, num_connections, 100_000)
                 await asyncio.sleep(PAUSE_S)
 
     async def send_ambiguous_grammars(self) -> None:
-        """Has outputs match rules that they match in ever more ways, each grammar new to the server."""
+        """Send new grammars whose rules match outputs in an exponentially growing number of ways."""
 
         async def send() -> None:
             letters = "".join(self._rng.choices("cdefghij", k=8))
@@ -195,7 +197,7 @@ class Attacker:
 
 @contextlib.contextmanager
 def refused() -> Iterator[None]:
-    """Overlooks that a call is refused: the server may serve it or refuse it."""
+    """Suppress errors of refused calls. The server may accept or refuse the call."""
     try:
         yield
     except (PagewireError, grpc.aio.AioRpcError) as error:
@@ -204,7 +206,7 @@ def refused() -> Iterator[None]:
 
 
 async def together(number: int, act: Callable[[], Awaitable[None]]) -> None:
-    """Runs that many at a time, each one after the other, until it is cancelled."""
+    """Run `number` loops in parallel, each of which repeats `act`, until cancelled."""
 
     async def again_and_again() -> None:
         while True:
@@ -230,15 +232,15 @@ ARMS = {"calm": (), **{name: (name,) for name in ATTACKS}, "all of them": tuple(
 
 
 async def attack(url: str, names: tuple[str, ...]) -> None:
-    """Attacks until this process is ended."""
+    """Run the attacks until this process is killed."""
     attacker = Attacker(url)
     await asyncio.gather(*(ATTACKS[name](attacker) for name in names))
 
 
 @contextlib.asynccontextmanager
 async def attacked(benchmark: str, argument: str, warm_up_s: float) -> AsyncIterator[None]:
-    """Runs the attackers of a benchmark as long as the block does, at the lowest priority."""
-    # By a command, since what runs between fork and exec may meet gRPC's threads.
+    """Run the attackers of a benchmark at the lowest priority for the duration of the block."""
+    # A separate command, because code between fork and exec could conflict with gRPC's threads.
     command = ("nice", "-n", "19", sys.executable, "-m", "bench", benchmark, "--attack", argument)
     process = await asyncio.create_subprocess_exec(*command)
     try:
@@ -252,7 +254,7 @@ async def attacked(benchmark: str, argument: str, warm_up_s: float) -> AsyncIter
 
 
 def tenants(directory: Path) -> Path:
-    """Writes the file of tenants, as JSON, which is YAML too."""
+    """Write the tenants file and return its path. The content is JSON, which is also valid YAML."""
     further = {"polite": {}, "hostile": QUOTA, "watcher": {"operator": True}}
     entries = {
         name: {"api_keys": [f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"], **further[name]}
@@ -264,15 +266,14 @@ def tenants(directory: Path) -> Path:
 
 
 async def until_idle(url: str) -> None:
-    """Waits until the server is idle: requests that attackers have submitted go on without them."""
+    """Wait until the server is idle. Detached requests of the attackers continue after the attack."""
     async with AsyncClient(url, api_key=KEYS["watcher"]) as client:
         while (loads := await client.loads()).num_running or loads.num_waiting:  # noqa: ASYNC110 - another process's
             await asyncio.sleep(0.1)
 
 
 async def run_round(url: str, names: tuple[str, ...], rng: random.Random, warm_up_s: float) -> dict[str, float]:
-    """Returns the gaps of the polite tenant's streams, in seconds, and how many tokens of its repeated prompt were
-    cached."""
+    """Return the quantiles of the polite tenant's gaps in seconds, and the cached tokens of its repeated prompt."""
     async with AsyncClient(url, api_key=KEYS["polite"]) as client:
         repeated = random_prompt(rng, REPEATED_LEN)
         await num_cached_tokens(client, repeated)
@@ -285,7 +286,7 @@ async def run_round(url: str, names: tuple[str, ...], rng: random.Random, warm_u
 
 
 async def num_cached_tokens(client: AsyncClient, prompt: list[int]) -> int:
-    """Sends a prompt, and returns how many of its tokens were cached."""
+    """Send a prompt, and return the number of its tokens that were cached."""
     completion = await client.complete(None, SamplingParams(max_tokens=1), prompt_token_ids=prompt)
     return completion.usage.cached_tokens
 
@@ -308,7 +309,7 @@ async def measure(arguments: argparse.Namespace) -> dict | None:
 async def run_rounds(url: str, scheduler: Service, arguments: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
     rounds: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
     rng = random.Random(0)
-    await run_round(url, (), rng, 0.0)  # warms up
+    await run_round(url, (), rng, 0.0)  # warm-up
     resident_bytes = scheduler.resident_bytes
     for _ in range(arguments.rounds):
         for arm, names in ARMS.items():

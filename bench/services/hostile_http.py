@@ -1,12 +1,12 @@
-"""Measures what tenants notice of a hostile client of the HTTP API: gaps between tokens, small chats, health, memory.
+"""Measures the effect of a hostile HTTP client on other tenants: token gaps, small chats, health checks, memory.
 
     python -m bench hostile-http
 
 A worker, a scheduler with `--max-decode-slowdown` and tenants, and a front end run as processes, with the 54M shape.
-One tenant streams, chats and asks for the server's health, alone, beside each attack of another tenant, and beside all
-of them together. A heartbeat in the front end's event loop (`heartbeat/sitecustomize.py`) tells for how long the loop
-was held at once, by itself or by a thread with the interpreter's lock. The attackers are one process of the lowest
-priority, as in `hostile`. Raw numbers go to bench/results/hostile_http.json.
+One tenant streams, chats and requests the server's health: alone, during each attack of another tenant, and during all
+attacks together. A heartbeat in the front end's event loop (`heartbeat/sitecustomize.py`) measures how long the loop is
+blocked at a time. Its own work or a thread that holds the GIL may block it. The attackers run in one process of the
+lowest priority, as in `hostile`. The raw numbers are written to bench/results/hostile_http.json.
 """
 
 import argparse
@@ -37,8 +37,8 @@ NUM_STREAMS, INPUT_LEN, OUTPUT_LEN = 4, 100, 200
 ALL = "all together"
 KEY = f"authorization: Bearer {KEYS['polite']}"
 CHAT_PAUSE_S, HEALTH_PAUSE_S, SETTLE_S = 0.1, 0.05, 2.0
-PATIENCE_S = 60.0  # in which an answer comes, or counts as none
-GAP_GOAL, CHAT_GOAL = 2.0, 3.0  # times calm
+PATIENCE_S = 60.0  # timeout of a response
+GAP_GOAL, CHAT_GOAL = 2.0, 3.0  # multiples of the calm arm
 HEALTH_GOAL_S, HELD_GOAL_S, GROWTH_GOAL_MIB = 0.2, 0.02, 100
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
@@ -66,7 +66,7 @@ class FrontEnd:
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
 
     def beats(self) -> dict[str, float]:
-        """Return for how long the loop has been late and held at most since the last call, in seconds."""
+        """Return the maximum delay and blocking time of the loop since the last call, in seconds."""
         late, held = FORM.unpack(self._beats.read_bytes())
         with self._beats.open("r+b") as file:
             file.write(bytes(FORM.size))
@@ -74,13 +74,13 @@ class FrontEnd:
 
 
 class Victim:
-    """A tenant that streams, chats and asks for the server's health at the same time.
+    """A tenant that streams, chats and requests the server's health concurrently.
 
     Attributes:
         gaps: the seconds between the tokens of its streams.
-        chats: the seconds that its chats have taken.
-        health: the seconds that /health has taken.
-        answers: the statuses of all of these.
+        chats: the seconds that each chat took.
+        health: the seconds that each request of /health took.
+        answers: the number of responses by status code or error.
     """
 
     def __init__(self, port: int, rng: random.Random) -> None:
@@ -93,7 +93,7 @@ class Victim:
         self.answers: Counter[str] = Counter()
 
     async def run(self, seconds: float) -> None:
-        """Return once all that has begun within these seconds is answered."""
+        """Start new requests for `seconds`, and return when all of them have been answered."""
         asyncio.get_running_loop().call_later(seconds, self._stop)
         acts = [*[(self._stream, self.gaps)] * NUM_STREAMS, (self._chat, self.chats), (self._ask_health, self.health)]
         await asyncio.gather(*(self._repeat(act, seconds) for act, seconds in acts))
@@ -102,7 +102,7 @@ class Victim:
         self._is_over = True
 
     async def _repeat(self, act: Callable[[Connection], Awaitable[None]], waited: list[float]) -> None:
-        """`waited` gets the seconds of an act that fails too."""
+        """Repeat an act. If the act fails, its seconds are appended to `waited`."""
         connection: Connection | None = None
         while not self._is_over:
             begun = time.perf_counter()
@@ -150,7 +150,7 @@ class Victim:
         await asyncio.sleep(HEALTH_PAUSE_S)
 
     async def _send(self, connection: Connection, request: bytes) -> bool:
-        """Send a request, and read its answer. Return whether that is a stream, of which the head alone is read."""
+        """Send a request and read the response. Return True for a stream, of which only the head is read."""
         reader, writer = connection
         writer.write(request)
         await writer.drain()
@@ -168,13 +168,16 @@ def _json(body: dict[str, Any]) -> bytes:
 
 
 def corrected(gaps: list[float], usual: float) -> list[float]:
-    """Return gaps with those that a client would have seen within the long ones, had the tokens not come at once
-    behind them: a stream that stands still would else have one long gap, and no more."""
+    """Return the gaps, with additional gaps that correct for coordinated omission.
+
+    A stalled stream has one long gap, after which its tokens arrive at once. If tokens had arrived at their usual pace,
+    a client would have seen several shorter gaps within the long one. The result contains these gaps too.
+    """
     return [gap - usual * number for gap in gaps for number in range(max(1, int(gap / usual)))]
 
 
 def quantiles(seconds: list[float]) -> dict[str, float]:
-    """Return some quantiles; without a measurement, what the victim would have waited."""
+    """Return the p50, p99 and maximum of durations. Without any measurement, all are the timeout."""
     found = sorted(seconds) or [PATIENCE_S]
     return {"p50": found[len(found) // 2], "p99": found[int(len(found) * 0.99)], "max": found[-1]}
 
@@ -182,7 +185,7 @@ def quantiles(seconds: list[float]) -> dict[str, float]:
 async def run_arm(
     name: str, front_end: FrontEnd, arguments: argparse.Namespace, rng: random.Random, usual: float = PATIENCE_S
 ) -> dict[str, Any]:
-    """`usual` is the median gap between tokens of a calm server, if that is known."""
+    """Run one arm and return its figures. `usual` is the median token gap of a calm server, if it is known."""
     names = ATTACKS if name == ALL else [each for each in ATTACKS if each == name]
     victim, service = Victim(front_end.port, rng), front_end.service
     before = service.resident_bytes
@@ -191,7 +194,7 @@ async def run_arm(
     command = ("nice", "-n", "19", sys.executable, "-m", "bench", "hostile-http")
     seconds = arguments.seconds + arguments.warm_up
     attack = json.dumps({"port": front_end.port, "seconds": seconds, "names": list(names)})
-    # By a command, as in `hostile`.
+    # A separate command, as in `hostile`.
     attackers = (
         await asyncio.create_subprocess_exec(*command, "--attack", attack, stdout=asyncio.subprocess.PIPE)
         if names
@@ -216,7 +219,7 @@ async def run_arm(
 
 
 async def until_well(port: int) -> None:
-    """Wait until the server has done what attackers have left it with."""
+    """Wait until the server has finished the work that the attackers left behind."""
     reader, writer = await asyncio.open_connection(HOST, port)
     writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
     assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
@@ -225,7 +228,7 @@ async def until_well(port: int) -> None:
 
 
 def served_model(directory: Path) -> Path:
-    """Make a model with a chat template of its own, and one for each format of calls."""
+    """Create a model with a default chat template, and a further template for each tool call format."""
     model = tokenized_checkpoint("54M", TOKENIZER, directory / "model")
     (model / "chat_template.jinja").write_text(TEMPLATE)
     (model / "additional_chat_templates").mkdir()
@@ -236,7 +239,7 @@ def served_model(directory: Path) -> Path:
 
 
 async def attack(port: int, seconds: float, names: Sequence[str]) -> None:
-    """Attack, and print how all that was answered."""
+    """Run the attacks, and print the numbers of responses by status."""
     raise_descriptor_limit()
     print("begun", flush=True)
     attacker = Attacker(port, time.monotonic() + seconds)
@@ -250,7 +253,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any] | None:
     with tempfile.TemporaryDirectory() as made:
         directory = Path(made)
         model = served_model(directory)
-        # Without a bound, a long prompt would be a gap of seconds for others.
+        # Without this limit, a long prompt would delay other requests' tokens by seconds.
         scheduler = ["--tenants", tenants(directory), "--max-decode-slowdown", MAX_DECODE_SLOWDOWN]
         worker = ["--num-device-blocks", 1024, "--num-threads", 1]
         with running(model, worker=worker, scheduler=scheduler) as system:
@@ -258,7 +261,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any] | None:
             try:
                 front_end.service.wait_until_ready()
                 rng = random.Random(0)
-                usual = (await run_arm("calm", front_end, arguments, rng))["gaps"]["p50"]  # warms up
+                usual = (await run_arm("calm", front_end, arguments, rng))["gaps"]["p50"]  # warm-up
                 names = [name for name in (*ATTACKS, ALL) if arguments.only in name]
                 arms = {name: await run_arm(name, front_end, arguments, rng, usual) for name in ("calm", *names)}
             finally:
@@ -289,8 +292,11 @@ def report(figures: dict[str, Any]) -> None:
 
 
 def num_wrong(found: dict[str, Any]) -> int:
-    """Return the answers that no client should get: a fault of the server, a 429 or 503 without a time to try again,
-    one to a request that was the body of another, and whatever kept the victim from being served."""
+    """Return the number of responses that no client should receive.
+
+    These are server errors, a 429 or 503 without a retry time, a response to a request inside another request's body,
+    and every failure of the victim.
+    """
     wrong = sum(
         count for status, count in found["answers"].items() if status in ("500", SMUGGLED) or "at once" in status
     )
@@ -302,7 +308,7 @@ def _answers(found: dict[str, Any]) -> str:
 
 
 def _goal(value: float, goal: float, name: str) -> str:
-    """The bound is one of each attack by itself."""
+    """Return the verdict on a value. The bound applies to each single attack, not to the calm or combined arm."""
     return "" if name in ("calm", ALL) else verdict(value, goal, at_least=False)
 
 

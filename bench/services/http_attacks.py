@@ -1,4 +1,4 @@
-"""What a hostile client of the HTTP API sends, again and again until its time is over."""
+"""The requests of a hostile HTTP client, repeated until its time is over."""
 
 import asyncio
 import itertools
@@ -15,11 +15,11 @@ from testing.services import HOST
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 KEY = f"authorization: Bearer {KEYS['hostile']}"
 MAX_BODY_BYTES = 4 << 20
-SHOWN_BYTES = 1 << 14  # of an answer
-ANSWER_S = 30.0  # in which an answer is waited for
+SHOWN_BYTES = 1 << 14  # number of bytes of a response that are kept
+ANSWER_S = 30.0  # timeout of a response
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SMUGGLED = "body served as a request"
-NEWLINE = 199  # the token of bench.services.hostile's tokenizer
+NEWLINE = 199  # a token of bench.services.hostile's tokenizer
 VALUES: list[Any] = [
     None, True, 0, 1, -1, 2**31, 2**64, 1e308, "", "x", "\ud800", "é🐢\x00", "x" * 3000, [], [[]], [None], {},
     {"a": {"b": [1]}}, {"role": "user"}, "{{ 1/0 }}", "[a", {"type": "text"}, {"5": 1}, {"regex": "(a|b)*"},
@@ -33,14 +33,15 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/tokenize", {"prompt": "x", "return_token_strs": True}),
     ("/detokenize", {"tokens": [1, 2, 3]}),
 ]
-# The templates of the served model: formats whose tools cost most, by a text that tells of each.
+# The templates of the served model: the tool call formats that are most expensive to parse, each selected by a marker
+# text.
 TEMPLATES = {
     "qwen-coder": "<tool_call> <function=",
     "glm": "<think> </think> <tool_call> <arg_key>",
     "pythonic": "[func_name1(params_name1=params_value1)]",
 }
 USER = {"role": "user", "content": "hi"}
-# Values of a conversation that are of another type, or no text.
+# Messages with values of a wrong type or invalid text.
 MESSAGES: list[Any] = [
     {"role": None, "content": "hi"},
     {"role": 123, "content": "hi"},
@@ -65,13 +66,13 @@ def got(target: str) -> bytes:
 
 
 def asked(path: str, body: Mapping[str, Any] | str) -> bytes:
-    """Return a request with the attacker's key. `body` may be JSON already."""
+    """Return a request with the attacker's key. `body` may already be JSON text."""
     content = body if isinstance(body, str) else json.dumps(body)
     return posted(path, content.encode(), KEY, "connection: close")
 
 
 def changed(rng: random.Random, value: Any) -> Any:
-    """Return a value of JSON with something else somewhere."""
+    """Return a copy of a JSON value in which one part is replaced by another value."""
     if isinstance(value, dict) and value and rng.random() < 0.8:
         name = rng.choice(list(value))
         return value | {name + "x" * (rng.random() < 0.1): changed(rng, value[name])}
@@ -84,7 +85,7 @@ def mutated(rng: random.Random) -> bytes:
     path, body = rng.choice(REQUESTS)
     for _ in range(rng.randint(1, 3)):
         body = changed(rng, body)
-    sent = bytearray(asked(path, json.dumps(body)))  # which may be no object any more
+    sent = bytearray(asked(path, json.dumps(body)))  # the body may no longer be a JSON object
     for _ in range(rng.choice((0, 0, 1, 3))):
         place = rng.randrange(len(sent))
         sent[place : place + rng.randint(0, 4)] = rng.randbytes(rng.randint(0, 3))
@@ -92,12 +93,12 @@ def mutated(rng: random.Random) -> bytes:
 
 
 def repeated(part: str, num_bytes: int) -> str:
-    """Return the parts of a list in JSON that has about so many bytes."""
+    """Return JSON list elements of about `num_bytes` bytes in total."""
     return ",".join([part] * (num_bytes // (len(part) + 1)))
 
 
 def with_tool(parameters: Any, template: str, **fields: Any) -> dict[str, Any]:
-    """Return a chat that may call a function with these parameters, by a template of the served model."""
+    """Return a chat request with a tool of these parameters, using a template of the served model."""
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     return {"messages": [USER], "tools": [tool], "chat_template": template, "max_tokens": 1} | fields
 
@@ -107,26 +108,26 @@ def cyclic_schema() -> dict[str, Any]:
 
 
 def defined_schema(num: int) -> dict[str, Any]:
-    """Return a schema with that many properties and definitions."""
+    """Return a schema with `num` properties and `num` definitions."""
     properties = {f"a{number}": {"type": "integer"} for number in range(num)}
     return {"properties": properties, "$defs": {f"d{number}": {"const": number} for number in range(num)}}
 
 
 class Attacker:
-    """Sends requests, and counts how they are answered.
+    """A client that sends hostile requests and counts the responses.
 
     Attributes:
-        answers: the answers by status, "none" without one, and "429 at once" or "503 at once" where it names
-            no time to try again; and bodies that were served as requests.
+        answers: the number of responses by status. "none" means no response. "429 at once" and "503 at once" mean that
+            no retry time was given. SMUGGLED counts bodies that the server treated as requests.
     """
 
     def __init__(self, port: int, until: float) -> None:
-        """`until` is a time of the monotonic clock."""
+        """Create an attacker. `until` is a time of the monotonic clock."""
         self._port = port
         self._until = until
         self._rng = random.Random(0)
         self._large: dict[str, bytes] = {}
-        self._response_id = ""  # of a response in background
+        self._response_id = ""  # of a background response
         self.answers: Counter[str] = Counter()
 
     @property
@@ -145,12 +146,12 @@ class Attacker:
         await asyncio.gather(*(again_and_again() for _ in range(attack.num_at_once)))
 
     def _once(self, name: str, make: Callable[[], bytes]) -> bytes:
-        """Return a large request that is made once."""
+        """Return a large request, which is created on the first call."""
         if name not in self._large:
             self._large[name] = make()
         return self._large[name]
 
-    # What breaks the protocol
+    # Attacks on the protocol
 
     async def mutate(self, _: int) -> None:
         await self.send(mutated(self._rng))
@@ -168,7 +169,7 @@ class Attacker:
         await self.send(posted("/tokenize", b"{}", KEY, *headers, "connection: close"))
 
     async def upgrade(self, _: int) -> None:
-        """Offer HTTP/2 on a POST, as Java's client does, with a body that is a request itself."""
+        """Offer HTTP/2 on a POST, like Java's client, with a body that is itself a request."""
         headers = ("connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAEAAEAAAAIAAAAB", KEY)
         inner = f"DELETE /v1/requests/other HTTP/1.1\r\nhost: localhost\r\n{KEY}\r\nconnection: close\r\n\r\n"
         head = posted("/tokenize", b"", *headers).replace(b"length: 0", b"length: %d" % len(inner))
@@ -176,22 +177,22 @@ class Attacker:
         self.answers[SMUGGLED] += answer.count(b"HTTP/1.1 ") > 1
 
     async def send_ahead(self, _: int) -> None:
-        """Send 40 requests before the first is answered, or end the sending side."""
+        """Send 40 pipelined requests before the first is answered, or close the sending side."""
         one = posted("/tokenize", b'{"prompt": "x"}', KEY)
         await self.send(one * 40, answer_s=2.0)
         await self.send(one, half_closes=True)
         await self.send(one.replace(b"HTTP/1.1", b"HTTP/1.0", 1))
 
     async def open_connections(self, _: int) -> None:
-        """Hold the connections that the server accepts, and open others."""
+        """Hold all connections that the server accepts, and keep opening more."""
         held: list[Connection] = []
         for number in itertools.count():
             if self._is_over:
                 break
-            source = (f"127.0.0.{2 + number % 8}", 0)  # one has too few ports
+            source = (f"127.0.0.{2 + number % 8}", 0)  # a single address has too few ports
             try:
                 held.append(await asyncio.open_connection(HOST, self._port, local_addr=source))
-            except OSError:  # refused, or this process may open no more
+            except OSError:  # refused, or this process has too many open files
                 await asyncio.sleep(PAUSE_S)
             if number % 1000 == 0:
                 for reader, writer in held:
@@ -203,10 +204,11 @@ class Attacker:
         for _, writer in held:
             writer.close()
 
-    # What costs more than its size
+    # Requests that cost more than their size
 
     async def name_places(self, number: int) -> None:
-        """Send an unknown field whose name is what the decoder writes of places, by POST and by GET."""
+        """Send an unknown field whose name looks like a location in the decoder's error messages, by POST and by
+        GET."""
         if number % 2:
             await self.send(got("/v1/requests/x?" + "%20-%20at%20%60%24" * 3000 + "%0A=1"))
         else:
@@ -221,24 +223,24 @@ class Attacker:
         await self.send(self._once(template, lambda: asked(CHAT, with_tool(defined_schema(num), template))))
 
     async def write_newlines(self, _: int) -> None:
-        """Have the model write nothing but newlines, in a chat with tools."""
+        """Make the model write only newlines, in a chat with tools."""
         body = with_tool({}, "qwen-coder", max_tokens=2000, logit_bias={NEWLINE: 100}, temperature=0, ignore_eos=True)
         await self.send(asked(CHAT, body | {"tool_choice": "none" if self._rng.random() < 0.2 else "auto"}))
 
     async def write_zeros(self, _: int) -> None:
-        """Have the model call a tool with a number that is none."""
+        """Make the model call a tool with an invalid number."""
         pattern = "<tool_call>\\n<function=f>\\n<parameter=a>\\n0{1500}x\\n</parameter>\\n</function>\\n</tool_call>"
         parameters = {"properties": {"a": {"type": "integer"}}}
         body = with_tool(parameters, "qwen-coder", max_tokens=2000, structured_outputs={"regex": pattern})
         await self.send(asked(CHAT, body))
 
     async def send_wide_body(self, number: int) -> None:
-        """Send millions of values where few are taken."""
+        """Send millions of values in a field that accepts few."""
         field = ("metadata", "allowed_token_ids", "bad_words", "logit_bias", "stop")[number % 5]
         await self.send(self._once(field, lambda: _wide_body(field)))
 
     async def send_large_body(self, number: int) -> None:
-        """Send more than a body may have."""
+        """Send a body larger than the limit."""
         piece = ('"x",', "[", "1,", '{"a":', '"\\u00e9",')[number % 5]
         content = b'{"prompt": [' + (piece * ((15 << 20) // len(piece))).encode()
         await self.send(posted(COMPLETIONS, content, KEY, "connection: close"))
@@ -246,14 +248,14 @@ class Attacker:
     async def read_pages(self, number: int) -> None:
         await self.send(got("/docs" if number % 2 else "/openapi.json"))
 
-    # What nobody else's requests should wait for
+    # Requests that must not delay other clients' requests
 
     async def render_chats(self, _: int) -> None:
         messages = [{"role": "user", "content": "x" * 200}] * 1300
         await self.send(self._once("chat", lambda: asked(CHAT, {"messages": messages, "max_tokens": 1})))
 
     async def send_roles(self, _: int) -> None:
-        """Send a role of millions of characters, another one each time."""
+        """Send a role of millions of characters, different each time."""
         role = f"{self._rng.random()}" + "x" * (MAX_BODY_BYTES - 1000)
         await self.send(asked(CHAT, {"messages": [{"role": role, "content": "hi"}], "max_tokens": 1}))
 
@@ -269,17 +271,17 @@ class Attacker:
         await self.send(self._once("echo", make))
 
     async def report_prompts(self, _: int) -> None:
-        """Ask for all log-probabilities of as many long prompts as the quota allows."""
+        """Request all log-probabilities of as many long prompts as the quota allows."""
         prompts = [[self._rng.randrange(300, 1000) for _ in range(1900)] for _ in range(3)]
         await self.send(asked(COMPLETIONS, {"prompt": prompts, "prompt_logprobs": 20, "max_tokens": 1}))
 
     async def leave_unread(self, _: int) -> None:
-        """Ask for large answers, and read none of them."""
+        """Request large responses, and read none of them."""
         text = "x y " * 60_000
         await self.send(self._once("text", lambda: asked("/tokenize", {"prompt": text})), answer_s=5.0, reads=False)
 
     async def read_background(self, number: int) -> None:
-        """Have a response made of a long conversation, and read it again and again."""
+        """Create a background response to a long conversation, and read it repeatedly."""
         if number % 50 == 0:
             items = [{"role": "user", "content": "x" * 50}] * 20
             body = {"input": items, "background": True, "store": True, "max_output_tokens": 8}
@@ -298,7 +300,10 @@ class Attacker:
         half_closes: bool = False,
         reads: bool = True,
     ) -> bytes:
-        """Send a request, in pieces where there are pauses, count the answer, and return the first of it."""
+        """Send a request, count the response, and return its beginning.
+
+        With `pause`, the request is sent in pieces with pauses between them.
+        """
         answer = b""
         try:
             reader, writer = await asyncio.open_connection(HOST, self._port, limit=1 << 16)
@@ -345,7 +350,7 @@ def _wide_body(field: str) -> bytes:
 
 
 class Attack(NamedTuple):
-    """An act of an attacker, and how many do it at once."""
+    """An act of an attacker, and the number of parallel loops that repeat it."""
 
     act: Callable[[Attacker, int], Awaitable[None]]
     num_at_once: int

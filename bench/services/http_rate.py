@@ -1,13 +1,18 @@
-"""Measures streams over HTTP beside the same streams over gRPC, and through smg.
+"""Measures streams over HTTP compared with the same streams over gRPC and through smg.
 
     python -m bench http-rate
 
-Rate: a worker with the 54M shape, a scheduler, a front end with both doors, and smg before the scheduler, as processes.
-In turns, this process reads 32 streams of one kind, for which the CPU time of every process is told, and then some
-alone. Many: a front end before a worker of 100 ms a step, which computes nothing; 1,000 streams of one kind at a time,
-and the gaps between what each tells. Parsers: 32 chats of a template whose outputs are read for reasoning and calls,
-and of one whose outputs are not. Clients over HTTP are plain sockets, those over gRPC are grpcio's. Raw numbers go
-to bench/results/http_rate.json, those of one part to http_rate.PART.json.
+The benchmark has three parts:
+- Rate: a worker with the 54M shape, a scheduler, a front end with both APIs, and smg in front of the scheduler run as
+  processes. In turns, this process reads 32 streams of one kind, for which the CPU time of every process is measured,
+  and then some single streams.
+- Many: a front end with a simulated worker of 100 ms per step. 1,000 streams of one kind run at a time, and the gaps
+  between their messages are measured.
+- Parsers: 32 chats with a template whose outputs are parsed for reasoning and tool calls, compared with a template
+  whose outputs are not parsed.
+
+HTTP clients are plain sockets, and gRPC clients use grpcio. The raw numbers are written to
+bench/results/http_rate.json, and the numbers of a single part to http_rate.PART.json.
 """
 
 import argparse
@@ -43,18 +48,20 @@ from testing.services import HOST, Service, running
 
 NUM_STREAMS, NUM_ALONE, OUTPUT_LEN, PROMPT_CHARS = 32, 5, 200, 200
 NUM_MANY, MANY_OUTPUT_LEN, MANY_STEP_MS = 1000, 200, 100
-STORYTELLER = Path("models/storyteller")  # whose tokens the scripted worker draws
+STORYTELLER = Path("models/storyteller")  # the scripted worker draws its tokens
 GOAL_RATE, GOAL_ADDED_MS, GOAL_GAPS, GOAL_OVER_SMG, GOAL_PARSED = 0.97, 2.0, 1.2, 1.0, 0.98
 PARTS = ("rate", "many", "parsers")
 _TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 _TAGS = "{# <think> </think> <tool_call> #}"
 _TOOL = {"type": "function", "function": {"name": "look"}}
-# Reads one stream of so many tokens behind a prompt, and returns when each message came.
+# A function that reads one stream of the given number of tokens after a prompt, and returns the arrival time of each
+# message.
 Read = Callable[[str, int], Awaitable[list[float]]]
 
 
 def over_http(port: int, model: str, template: str | None = None, **more: Any) -> Read:
-    """With a template's name, in chats; `more` are fields of theirs."""
+    """Return a reader for streams over HTTP. With a template's name it uses chats; `more` are further fields of
+    them."""
 
     async def read(prompt: str, num_tokens: int) -> list[float]:
         asked: dict[str, Any] = {"model": model, "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
@@ -88,7 +95,7 @@ def over_grpc(stub: pb_grpc.SchedulerServiceStub) -> Read:
 
 @contextlib.asynccontextmanager
 async def doors(model: Path, scheduler: str, *more_flags: str) -> AsyncIterator[tuple[dict[str, Read], int, int]]:
-    """Yields what reads through each door of a front end, its process, and its port for HTTP."""
+    """Run a front end, and yield a reader for each of its APIs, its process id, and its HTTP port."""
     port = free_port(HOST)
     flags = ["--model", model, "--scheduler", scheduler, "--port", 0, "--http-port", port, "--metrics-port", 0]
     service = Service("frontend", [*flags, *more_flags, "--log-level", "error"])
@@ -101,7 +108,7 @@ async def doors(model: Path, scheduler: str, *more_flags: str) -> AsyncIterator[
 
 
 def prompts(rng: random.Random, number: int) -> list[str]:
-    """Returns texts that begin otherwise, so that none finds another's blocks."""
+    """Return texts with different beginnings, so that none has a prefix cache hit on another."""
     return [f"{rng.random()} {write_story(rng)[:PROMPT_CHARS]}" for _ in range(number)]
 
 
@@ -131,14 +138,14 @@ async def rates(model: Path, num_rounds: int, num_alone: int) -> dict[str, list[
 
 
 async def parser_rates(model: Path, num_rounds: int) -> dict[str, list[dict[str, float]]]:
-    """`model` gets two chat templates."""
+    """Measure chats with and without parsers. Adds two chat templates to `model`."""
     templates = model / "additional_chat_templates"
     templates.mkdir()
     for name, tags in (("content", ""), ("parsed", _TAGS)):
         (templates / f"{name}.jinja").write_text(_TEMPLATE + tags)
     (model / "chat_template.jinja").write_text(_TEMPLATE)
     with running(model, worker=["--num-device-blocks", 4096, "--num-threads", 1]) as system:
-        # A grammar of calls would end these outputs.
+        # A grammar for tool calls would end these outputs early.
         async with doors(model, system.url, "--no-strict-tools") as (_, front_end, port):
             arms = {
                 "content": over_http(port, model.name, "content"),
@@ -180,7 +187,7 @@ async def many_gaps(model: Path, num_rounds: int) -> dict[str, list[dict[str, fl
 
 
 async def gaps(read: Read, rng: random.Random) -> dict[str, float]:
-    """Returns quantiles of the seconds between messages while all streams are open and none begins or ends."""
+    """Return quantiles of the milliseconds between messages, while all streams are open and none begins or ends."""
     asked = prompts(rng, NUM_MANY)
     streams = await asyncio.gather(*(read(prompt, MANY_OUTPUT_LEN) for prompt in asked))
     begun, ends = max(times[0] for times in streams), min(times[-1] for times in streams)
@@ -198,7 +205,7 @@ async def gaps(read: Read, rng: random.Random) -> dict[str, float]:
 async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     raise_descriptor_limit()
     with tempfile.TemporaryDirectory() as made:
-        # Each token of it is text, so that no arm waits for another.
+        # Every token of this tokenizer is text, so that every token results in a message in all arms.
         model = tokenized_checkpoint("54M", trained_tokenizer(SHAPES["54M"]["vocab_size"]), Path(made) / "model")
         figures: dict[str, Any] = {"load": {"model": "54M", "rounds": arguments.rounds}}
         if arguments.only in "rate":
@@ -211,7 +218,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def ratio(rounds: dict[str, list[dict[str, float]]], figure: str, arm: str, base: str) -> float:
-    """Returns the median over the rounds of how much an arm has of what another one has."""
+    """Return the median over the rounds of the ratio of a figure in `arm` to the same figure in `base`."""
     return statistics.median(
         mine[figure] / others[figure] for mine, others in zip(rounds[arm], rounds[base], strict=True)
     )

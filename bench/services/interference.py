@@ -1,9 +1,9 @@
-"""Measures the gaps between tokens of 8 streams, while prompts arrive and while none do.
+"""Measures the gaps between tokens of 8 streams, with and without prompts that arrive meanwhile.
 
     python -m bench interference
 
-Both services run as processes, with and without `--max-decode-slowdown`. In turns, eight requests stream alone, and
-while prompts arrive one after the other. Raw numbers go to bench/results/interference.json.
+Both services run as processes, with and without `--max-decode-slowdown`. Eight requests stream, in turns alone and
+while prompts arrive one after the other. The raw numbers are written to bench/results/interference.json.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def random_prompt(rng: random.Random, length: int) -> list[int]:
 
 
 async def stream(client: AsyncClient, prompt: list[int], num_tokens: int) -> list[float]:
-    """Returns the seconds between the messages of a stream, each of one token."""
+    """Return the seconds between the messages of a stream, each of which contains one token."""
     gaps, last = [], None
     sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     async for output in client.stream(None, sampling, prompt_token_ids=prompt):
@@ -46,14 +46,16 @@ async def stream(client: AsyncClient, prompt: list[int], num_tokens: int) -> lis
 
 
 def gap_quantiles(streams: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Returns quantiles of the seconds between tokens of streams that began together. Their first gaps do not count:
-    they come while the prompts themselves are computed."""
+    """Return quantiles of the seconds between tokens of streams that began together.
+
+    The first gaps of each stream are excluded, because they occur while the prompts themselves are computed.
+    """
     gaps = sorted(gap for of_stream in streams for gap in of_stream[len(streams) :])
     return {"p50": gaps[len(gaps) // 2], "p99": gaps[int(len(gaps) * 0.99)], "max": gaps[-1]}
 
 
 async def send_prompts(client: AsyncClient, rng: random.Random, seconds: list[float]) -> None:
-    """Sends prompts until it is cancelled. `seconds` gets each prompt's time to its token."""
+    """Send prompts until cancelled. Each prompt's time to its token is appended to `seconds`."""
     sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     while True:
         start = time.perf_counter()

@@ -1,11 +1,11 @@
-"""Measures how long texts of one client disturb the stream of another, and how much memory they take.
+"""Measures the effect of one client's long texts on another client's stream, and their memory use.
 
     python -m bench long-text
 
-A scheduler with the bundled byte-level BPE tokenizer and a worker of 4 ms a step that computes nothing streams to one
-client. Another client, a process of its own, sends texts: two at a time in a loop, or many at once. Each is sent as a
-prompt, which the model could not hold and which is refused before it is tokenized, and to Tokenize, which tokenizes
-what --max-prompt-bytes lets pass: 1 MiB by default. Raw numbers go to bench/results/long_text.json.
+A scheduler with the bundled byte-level BPE tokenizer and a simulated worker of 4 ms per step streams to one client.
+Another client, in a separate process, sends texts: two at a time in a loop, or many at once. Each text is sent as a
+prompt and to Tokenize. The prompt exceeds the model's context and is refused before tokenization. Tokenize accepts
+texts up to --max-prompt-bytes, by default 1 MiB. The raw numbers are written to bench/results/long_text.json.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from pagewire.cli import GRPC_EXPERIMENTS
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 
-# Name: bytes of a text, how many are on their way at once, and whether they come again and again.
+# By name: the bytes of a text, the number of concurrent texts, and whether they are sent in a loop.
 ATTACKS = {
     "1 MiB in a loop": (1 << 20, 2, True),
     "4 MB in a loop": (4_000_000, 2, True),
@@ -39,7 +39,7 @@ REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 def text_of(num_bytes: int, rng: random.Random) -> str:
-    """Returns a text of words that do not exist, so that nothing that the tokenizer remembers helps."""
+    """Return a text of random words, so that the tokenizer's cache does not help."""
     words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(1, 12))) for _ in range(num_bytes // 7)]
     text = " ".join(words)
     return (text * (1 + num_bytes // len(text)))[:num_bytes]
@@ -69,7 +69,7 @@ async def attack(address: str, num_bytes: int, num_at_once: int, is_loop: bool) 
 
 
 async def stream_gaps(address: str) -> list[float]:
-    """Returns the seconds between the messages of one stream."""
+    """Return the seconds between the messages of one stream."""
     async with grpc.aio.insecure_channel(address) as channel:
         sampling = pb.SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
         request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=range(300, 364)), sampling=sampling)
@@ -95,7 +95,7 @@ async def run_arm(scheduler: Child, attack_of: tuple[int, int, bool] | None) -> 
 
 
 class Attacker:
-    """A process that sends texts, at the lowest priority: it stands for a machine of its own."""
+    """A process that sends texts at the lowest priority, as a substitute for a separate machine."""
 
     def __init__(self, arguments: list[str]) -> None:
         command = ["nice", "-n", "19", sys.executable, "-m", "bench", "long_text", *arguments]
@@ -103,7 +103,7 @@ class Attacker:
         self._process.stdout.readline()
 
     def stop(self) -> int:
-        """Ends the process. Returns 0 unless it had failed before."""
+        """Kill the process. Return its exit code if it had already failed, else 0."""
         failed = self._process.poll()
         self._process.kill()
         self._process.wait()
@@ -124,7 +124,7 @@ async def run_rounds(num_rounds: int) -> dict[str, list[dict[str, float]]]:
     scheduler = Child("pagewire", "scheduler", "--model", MODEL, *flags)
     figures: dict[str, list[dict[str, float]]] = {arm: [] for arm in ("calm", *ATTACKS)}
     try:
-        await run_arm(scheduler, None)  # warms up
+        await run_arm(scheduler, None)  # warm-up
         for _ in range(num_rounds):
             for arm, of_arm in figures.items():
                 of_arm.append(await run_arm(scheduler, ATTACKS.get(arm)))

@@ -1,12 +1,15 @@
-"""Measures ten times too many requests: refusals come at once, requests that are taken lose nothing, memory stays flat.
+"""Measures a tenfold overload: the delay of refusals, the throughput of accepted requests, and the memory.
 
     python -m bench overload
 
-Both services run as processes, with the bundled model and a queue of `--waiting` requests. In each round as many
-clients as the server can hold send one request after the other: that is the peak. Then requests come at ten times the
-rate of the peak, at random times, for a minute. Useful tokens are those that came in that time to requests that ended.
-The worker has one thread: on two cores that it shares with scheduler and clients, with two the peak is lower, and both
-wait whenever one has lost its core. Raw numbers go to bench/results/overload.json.
+Both services run as processes, with the bundled model and a queue of `--waiting` requests. In each round, as many
+clients as the server has room for send one request after the other; their throughput is the peak. Then requests arrive
+at random times, at ten times the rate of the peak, for a minute. Useful tokens are the tokens that arrived within this
+time in requests that completed.
+
+The worker has one thread, because it shares two cores with the scheduler and the clients. With two threads the peak
+would be lower: each thread waits for the other whenever one has lost its core. The raw numbers are written to
+bench/results/overload.json.
 """
 
 import argparse
@@ -28,11 +31,11 @@ NUM_BLOCKS = 1500
 FACTOR = 10
 REFUSAL_GOAL_S = 0.050
 THROUGHPUT_GOAL = 0.95
-MEMORY_GOAL = 1.05  # of the scheduler at the end, against a quarter of the way
+MEMORY_GOAL = 1.05  # the scheduler's memory at the end relative to its memory after a quarter of the time
 
 
 class Tally:
-    """Counts requests by their ends, and the useful tokens of those that end within `seconds` from now on."""
+    """Counts requests by outcome, and the useful tokens of requests that end within `seconds` from now."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -55,7 +58,7 @@ class Tally:
 
 
 class Load:
-    """Sends random requests to one server."""
+    """A generator of random requests to one server."""
 
     def __init__(self, client: AsyncClient, vocab_size: int, seed: int) -> None:
         self._client = client
@@ -63,7 +66,7 @@ class Load:
         self._rng = random.Random(seed)
 
     async def send(self, tally: Tally) -> None:
-        """Sends one request, and follows it to its end or refusal."""
+        """Send one request, and follow it until it ends or is refused."""
         prompt = self._rng.choices(range(self._vocab_size), k=INPUT_LEN)
         sampling = SamplingParams(temperature=0.0, max_tokens=self._rng.randint(*OUTPUT_LENS), ignore_eos=True)
         num_tokens, started = 0, time.perf_counter()
@@ -80,7 +83,8 @@ class Load:
             tally.num_ended += 1
 
     async def saturate(self, num_clients: int, tally: Tally) -> None:
-        """Lets `num_clients` send one request after the other. Requests that run at the end are left to end."""
+        """Let `num_clients` clients send one request after the other until time is over. Running requests may
+        finish."""
 
         async def keep_sending() -> None:
             while not tally.is_over:
@@ -89,7 +93,7 @@ class Load:
         await asyncio.gather(*(keep_sending() for _ in range(num_clients)))
 
     async def flood(self, rate: float, tally: Tally) -> None:
-        """Sends `rate` requests per second at random times. Requests that run at the end are left to end."""
+        """Send `rate` requests per second at random times until time is over. Running requests may finish."""
         due = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             while due < tally.end:
@@ -106,14 +110,14 @@ def resident_bytes(pid: int) -> int:
 
 
 async def watch_memory(system: System, samples: list[int], interval_s: float = 1.0) -> None:
-    """Notes the scheduler's memory until it is cancelled."""
+    """Record the scheduler's memory in bytes at each interval, until cancelled."""
     while True:
         samples.append(resident_bytes(system.scheduler.pid))
         await asyncio.sleep(interval_s)
 
 
 def thinned(seconds: list[float]) -> list[float]:
-    """Returns at most 1,000 of the times, sorted, the longest among them, to a tenth of a millisecond."""
+    """Return at most 1,000 of the durations, sorted and rounded to 0.1 ms. The longest is always included."""
     ordered = sorted(seconds, reverse=True)
     return [round(value, 4) for value in reversed(ordered[:: max(1, -(-len(ordered) // 1000))])]
 
@@ -137,7 +141,7 @@ async def run_round(system: System, client: AsyncClient, arguments: argparse.Nam
 
 
 async def measure(arguments: argparse.Namespace) -> dict:
-    # What the scheduler keeps of what is cached, and of events, is full before the flood begins.
+    # Fill the scheduler's cache index and event buffer before the flood begins, so that they do not grow during it.
     kept = ["--max-kv-event-bytes", 1 << 20]
     scheduler = ["--max-waiting-requests", arguments.waiting, "--max-num-seqs", arguments.max_num_seqs, *kept]
     sizes = ["--max-num-seqs", arguments.max_num_seqs, "--num-device-blocks", NUM_BLOCKS]

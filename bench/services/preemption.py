@@ -1,10 +1,10 @@
-"""Measures serving with a third of the blocks: by swapping, by recomputing, and by choosing for each victim.
+"""Measures serving with a third of the needed blocks: with swapping, recomputation, and a choice per victim.
 
     python -m bench preemption
 
-Both services run as processes, one pair for each mode. All requests of a round arrive at once; in turns, each mode
-serves the same ones. Useful throughput counts the tokens that reach clients, whatever was computed twice for them.
-Raw numbers go to bench/results/preemption.json.
+Both services run as processes, a pair for each mode. All requests of a round arrive at once, and the modes serve the
+same requests in turns. Useful throughput counts the tokens that reach clients, not the tokens that were computed again.
+The raw numbers are written to bench/results/preemption.json.
 """
 
 import argparse
@@ -25,7 +25,8 @@ MODES = ("swap", "recompute", "auto")
 GOAL = 0.97
 BLOCK_SIZE = 16
 VOCAB_SIZE = SHAPES["54M"]["vocab_size"]
-# Prompt and output tokens of the requests: the same lengths in every round, so that every round needs as many blocks.
+# Prompt and output tokens of the requests. The lengths are the same in every round, so that every round needs the same
+# number of blocks.
 PROMPT_LENGTHS, OUTPUT_LENGTHS = (32, 160), (64, 128)
 
 
@@ -38,7 +39,7 @@ class Load:
 
     @property
     def num_blocks(self) -> int:
-        """The blocks that hold all requests at their ends."""
+        """The number of blocks that all requests together occupy at their ends."""
         lengths = zip(self.prompts, self.output_lengths, strict=True)
         return sum(-(-(len(prompt) + num_tokens) // BLOCK_SIZE) for prompt, num_tokens in lengths)
 
@@ -53,9 +54,9 @@ def load_of(round_index: int, num_requests: int) -> Load:
 
 
 async def serve(client: AsyncClient, load: Load) -> dict[str, float]:
-    """Serves a round, in which every request must end with all its tokens.
+    """Serve a round and return its figures. Every request must end with all its tokens.
 
-    A request's longest wait is that for its first token or between two.
+    The longest wait of a request is its longest time to the first token or between two tokens.
     """
 
     async def one(prompt: list[int], num_tokens: int) -> float:
@@ -98,7 +99,7 @@ async def measure(arguments: argparse.Namespace) -> dict:
                 for mode in MODES[index % 3 :] + MODES[: index % 3]:
                     figures = await serve(client_of[mode], load)
                     print(f"round {index} {mode}: {figures['tokens_per_s']:.0f} tokens/s", flush=True)
-                    if index:  # the first warms up, and shows the rates
+                    if index:  # round 0 warms up, and the scheduler learns the rates of swapping and recomputing
                         rounds[mode].append(figures)
     pairs = [
         auto["tokens_per_s"] / max(swap["tokens_per_s"], recompute["tokens_per_s"])

@@ -1,10 +1,11 @@
-"""A shared prefix is computed once, and after other load pushed it out of the device it comes back from the host.
+"""Measures whether a shared prefix is computed once and, after eviction from the device, returns from the host.
 
     python -m bench prefix-tier
 
-Both services run as processes. A burst of requests shares a prefix and differs in a few tokens; other prompts then fill
-the device's blocks several times over; a second burst shares the same prefix. Every round has a prefix of its own. What
-was computed is told by the server's own counters. Raw numbers go to bench/results/prefix_tier.json.
+Both services run as processes. The requests of a burst share a prefix and differ in a few tokens. Other prompts then
+fill the device's blocks, so that the prefix is evicted. A second burst shares the same prefix. Every round has a new
+prefix. The server's own counters report the number of computed tokens. The raw numbers are written to
+bench/results/prefix_tier.json.
 """
 
 import argparse
@@ -30,7 +31,7 @@ def random_tokens(rng: random.Random, length: int) -> list[int]:
 
 
 async def burst(client: AsyncClient, prompts: list[list[int]]) -> dict[str, float]:
-    """Returns the prompt tokens by where they came from, and the seconds until the last request has its token."""
+    """Return the numbers of prompt tokens by source, and the seconds until the last request has its token."""
     sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     before, start = await client.loads(), time.perf_counter()
     await asyncio.gather(*(client.complete(None, sampling, prompt_token_ids=prompt) for prompt in prompts))
@@ -55,7 +56,7 @@ async def run_round(client: AsyncClient, index: int, num_requests: int) -> dict[
         prompts = [prefix + random_tokens(rng, SUFFIX_LENGTH) for _ in range(num_requests)]
         figures[name] = await burst(client, prompts)
         if name == "first":
-            # A third more than the device holds: the prefix, which is not used meanwhile, goes first.
+            # A third more than the device's blocks. The prefix is not used meanwhile and is evicted first.
             num_others = NUM_DEVICE_BLOCKS * 16 * 4 // 3 // OTHER_LENGTH
             for _ in range(num_others):
                 await burst(client, [random_tokens(rng, OTHER_LENGTH)])
@@ -70,7 +71,7 @@ async def measure(arguments: argparse.Namespace) -> dict:
             for index in range(arguments.rounds + 1):
                 figures = await run_round(client, index, arguments.num_requests)
                 print(f"round {index}: {figures}", flush=True)
-                if index:  # the first warms up
+                if index:  # round 0 warms up
                     rounds.append(figures)
     median = {
         name: {key: statistics.median(figures[name][key] for figures in rounds) for key in rounds[0][name]}

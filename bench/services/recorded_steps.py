@@ -1,4 +1,5 @@
-"""Reads the steps of a recording (`pagewire scheduler --record FILE`), and fits a modelled worker's rates to them."""
+"""Reading the steps of a recording (`pagewire scheduler --record FILE`), and fitting a modelled worker's rates to
+them."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -12,7 +13,7 @@ from scheduler_service.simulation.trace_worker import WorkerSpeed
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """What a step computed, and for how many seconds the scheduler waited for it and for no step before it."""
+    """The work of a step, and the seconds that the scheduler waited for this step alone."""
 
     num_prompt_tokens: int
     num_decoding_rows: int
@@ -21,7 +22,7 @@ class RecordedStep:
 
 @dataclass(slots=True)
 class _Row:
-    """A row of the worker: tokens until it samples, whether it has, and what it computes in each step."""
+    """A row of the worker: the tokens until it samples, whether it has sampled, and its tokens in each step."""
 
     num_left: int
     has_sampled: bool
@@ -29,15 +30,15 @@ class _Row:
 
 
 def read_steps(path: Path) -> list[RecordedStep]:
-    """Read the steps of a recording without forks, beams and moves. Raises what `RecordingReader` does."""
+    """Return the steps of a recording without forks, beams and swaps. Raises the exceptions of `RecordingReader`."""
     with path.open(encoding="ascii") as file:
         return list(_steps(RecordingReader(file).events()))
 
 
 def fit(steps: Sequence[RecordedStep], max_num_batched_tokens: int) -> WorkerSpeed:
-    """Fit rates by least squares over the steps that compute prompts, and by the mean of those that only decode.
+    """Fit rates to steps: by least squares to steps with prefill, and by the mean to steps that only decode.
 
-    Raises ValueError where there are too few of either.
+    Raises ValueError if there are too few steps of either kind.
     """
     prompts = [step for step in steps if step.num_prompt_tokens]
     decodes = [step.seconds for step in steps if step.num_decoding_rows and not step.num_prompt_tokens]
@@ -59,7 +60,10 @@ def fit(steps: Sequence[RecordedStep], max_num_batched_tokens: int) -> WorkerSpe
 
 
 def _steps(events: Iterable[Event]) -> Iterable[RecordedStep]:
-    """Two steps are under way at a time: one begins when it is planned, but not before the end of the one before."""
+    """Yield the steps of the events. Two steps are in flight at a time.
+
+    A step begins when it is planned, but not before the end of the previous step.
+    """
     rows: dict[int, _Row] = {}
     under_way: dict[int, tuple[float, int, int]] = {}  # planned at, prompt tokens, decoding rows
     last_end = 0.0
@@ -74,7 +78,7 @@ def _steps(events: Iterable[Event]) -> Iterable[RecordedStep]:
 
 
 def _compute(rows: dict[int, _Row], plan: dict[str, Any]) -> tuple[int, int]:
-    """Carry a plan out on rows. Returns its prompt tokens, also such as were computed before, and the decoding rows."""
+    """Apply a plan to the rows. Return its prompt tokens, including recomputed tokens, and its decoding rows."""
     for slot in plan.get("released_slots", ()):
         del rows[slot]
     for opening in plan.get("openings", ()):

@@ -1,9 +1,9 @@
-"""A worker that computes nothing: it answers every plan after a fixed time with random tokens.
+"""A simulated worker, which answers every plan after a fixed time with random tokens.
 
     python -m bench.services.scripted_worker MODEL [--step-ms 4]
 
-It obeys the wire's protocol, so that a real scheduler can be measured without a model, and a step costs it next to
-nothing. It knows rows, work and samples; forks, beams and log-probabilities are refused.
+It follows the wire protocol, so that a real scheduler can be measured without a model and at almost no cost per step.
+It supports rows, work and samples. It refuses forks, beams and log-probabilities.
 """
 
 import argparse
@@ -19,21 +19,21 @@ from scheduler_service.serving.checkpoint.model_info import read_model_info
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 HEARTBEAT_INTERVAL_S = 0.5
-# Of the bundled tokenizer: past single bytes and special tokens, so that every token is text.
+# Token ids of the bundled tokenizer after single bytes and special tokens, so that every token is text.
 FIRST_TOKEN_ID, NUM_TOKEN_IDS = 300, 700
 
 
 class Rows:
-    """Knows how far every slot is from its next sample."""
+    """The distance of every slot from its next sample."""
 
     def __init__(self) -> None:
         self._num_left: dict[int, int] = {}  # tokens to compute before the slot samples
         self._work: dict[int, int] = {}
-        self._num_steady = 0  # rows that sample in each step until a plan says otherwise
+        self._num_steady = 0  # rows that sample in each step until a plan changes them
         self._is_steady = False
 
     def execute(self, plan: worker_pb2.StepPlan) -> int:
-        """Carries out a plan. Returns the number of rows that sample."""
+        """Apply a plan. Return the number of rows that sample in this step."""
         if plan.fork_target_slots or plan.append_token_slots:
             raise NotImplementedError("the scripted worker knows neither forks nor beams")
         if self._is_steady and not (plan.released_slots or plan.openings or plan.work_slots):
@@ -93,7 +93,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         while (request := await context.read()) is not grpc.aio.EOF:
             num_samples = rows.execute(request.plan)
             token_ids = self._rng.choices(range(FIRST_TOKEN_ID, FIRST_TOKEN_ID + NUM_TOKEN_IDS), k=num_samples)
-            # Steps follow one another without a gap as long as plans come in time.
+            # Steps follow one another without gaps if plans arrive in time.
             free_at = max(free_at, time.monotonic()) + self._step_s
             await asyncio.sleep(free_at - time.monotonic())
             result = worker_pb2.StepResult(

@@ -1,12 +1,12 @@
-"""Compares `pagewire simulate` with both services: sessions of coding agents in a closed loop, measured and simulated.
+"""Compares `pagewire simulate` with both services on sessions of coding agents in a closed loop.
 
     taskset -c 1 python -m bench sessions --trace agent_sessions.jsonl.gz
 
-Sessions are made small enough for the bundled model, and written as a trace (`--keep-trace FILE`). Both services run as
-processes, with too few blocks for the sessions that run at once; the worker has one thread, and all share the cores
-that they are given. A session's prompt is the one before, what the server answered, and what the trace adds. The
-modelled worker is fitted to a run of other sessions, whose steps the scheduler records; the runs that are compared are
-not recorded. Raw numbers go to bench/results/sessions.ISA.json.
+Sessions are reduced to the size of the bundled model and written as a trace (`--keep-trace FILE`). Both services run as
+processes, with too few blocks for the concurrent sessions. The worker has one thread, and all processes share the given
+cores. A session's prompt consists of its previous prompt, the server's answer, and the addition of the trace. The
+modelled worker is fitted to a run of other sessions, for which the scheduler records its steps. The compared runs are
+not recorded. The raw numbers are written to bench/results/sessions.ISA.json.
 """
 
 import argparse
@@ -38,11 +38,11 @@ from scheduler_service.simulation.trace_worker import WorkerSpeed
 from testing.services import running
 
 MODEL = Path("models/storyteller")
-FIRST_TOKEN, VOCAB_SIZE = 1, 1024  # of the bundled model, whose token 0 ends a text
+FIRST_TOKEN, VOCAB_SIZE = 1, 1024  # of the bundled model; its token 0 is the end of text
 BLOCK_SIZE, MAX_CONTEXT, MAX_OUTPUT = 16, 2000, 32
-MAX_THINK_S = 60.0  # of the trace
+MAX_THINK_S = 60.0  # in the trace's time
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 64, 512
-MAX_ATTEMPTS, MAX_SHARE_OF_OTHERS = 3, 0.02  # of runs that others disturb
+MAX_ATTEMPTS, MAX_SHARE_OF_OTHERS = 3, 0.02  # repetitions of runs that other processes disturb
 GOAL_COMPUTED, GOAL_MAKESPAN = 0.05, 0.25
 TITLES = {
     "makespan_s": "makespan (s)",
@@ -59,10 +59,10 @@ TITLES = {
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What both the services and the simulation are given."""
+    """The parameters that the services and the simulation share."""
 
     num_blocks: int
-    max_sessions: int  # at once
+    max_sessions: int  # concurrent sessions
 
     def settings(self, speed: WorkerSpeed) -> SimulationSettings:
         return SimulationSettings(
@@ -75,13 +75,14 @@ class Load:
 
 
 class SessionText:
-    """The token ids of a session: those of its contents, by number and position, but what the server wrote as it is."""
+    """The token ids of a session, derived from content numbers and positions, except for the tokens that the server
+    generated."""
 
     def __init__(self) -> None:
         self._written: dict[tuple[int, int], int] = {}  # by position and content
 
     def prompt(self, contents: Sequence[int]) -> list[int]:
-        """Make a prompt of the numbers of its contents."""
+        """Return the token ids of a prompt, given as content numbers."""
         tokens = [token_of(content, position) for position, content in enumerate(contents)]
         for (position, content), token in self._written.items():
             if position < len(contents) and contents[position] == content:
@@ -89,20 +90,20 @@ class SessionText:
         return tokens
 
     def write(self, position: int, contents: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Remember what the server wrote in the place of contents, which begin at a position."""
+        """Store the tokens that the server generated for the contents from `position` on."""
         pairs = zip(contents, token_ids, strict=True)
         self._written |= {(position + i, content): token for i, (content, token) in enumerate(pairs)}
 
 
 def token_of(content: int, position: int) -> int:
-    """Returns a token for a place in a content: equal ones are equal, others are as good as random."""
+    """Return a pseudorandom token for a content and a position. Equal arguments give equal tokens."""
     mixed = (content * 0x9E3779B97F4A7C15 + position * 0xC2B2AE3D27D4EB4F) & 0xFFFFFFFFFFFFFFFF
     mixed = (mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
     return FIRST_TOKEN + (mixed >> 33) % (VOCAB_SIZE - FIRST_TOKEN)
 
 
 class Replay:
-    """Sends the requests of a trace, each when the one before is answered and the thinking is over."""
+    """Sends the requests of a trace. Each request follows the answer to the previous one, after the thinking time."""
 
     def __init__(self, client: AsyncClient, trace: Trace, max_sessions: int) -> None:
         content = TraceContent(trace, 1)
@@ -118,7 +119,7 @@ class Replay:
         self._sessions_s: list[float] = []
 
     async def run(self) -> dict[str, float]:
-        """Serve the whole trace. Returns the figures of `TITLES`."""
+        """Serve the whole trace. Return the figures of `TITLES`."""
         before, started_at = await self._client.loads(), time.perf_counter()
         async with asyncio.TaskGroup() as group:
             for _ in range(min(self._max_sessions, len(self._unstarted))):
@@ -151,7 +152,7 @@ class Replay:
             text.write(len(prompt), output, await self._serve(token_ids, len(output)))
 
     async def _serve(self, prompt: list[int], num_tokens: int) -> list[int]:
-        """Serve a request, which must end with all its tokens."""
+        """Serve a request and return its token ids. The request must end with all its tokens."""
         sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
         sent_at, token_ids = time.perf_counter(), list[int]()
         async for output in self._client.stream(None, sampling, prompt_token_ids=prompt):
@@ -184,7 +185,7 @@ def figures(
 
 
 def simulate(trace: Trace, policy: str, load: Load, speed: WorkerSpeed) -> dict[str, float]:
-    """Returns the figures of `TITLES` of a simulated run. Tokens are counted as the server counts them."""
+    """Simulate a run and return the figures of `TITLES`. Tokens are counted in the same way as on the server."""
     run = Simulation(trace, create_policy(policy), load.settings(speed)).run()
     assert run.stats is not None
     assert not run.num_rejected
@@ -199,8 +200,11 @@ def simulate(trace: Trace, policy: str, load: Load, speed: WorkerSpeed) -> dict[
 
 
 def serve_undisturbed(trace: Trace, policy: str, load: Load, record_to: Path | None = None) -> dict[str, float]:
-    """Serve a trace as `serve` does, again where others took part of the cores. The run that they disturbed least
-    counts, whose steps are recorded to a file `recording` in a folder, if one is given."""
+    """Serve a trace as `serve` does, and repeat the run if other processes used too much of the cores.
+
+    Return the figures of the least disturbed run. If `record_to` is a folder, the steps of that run are recorded to the
+    file `recording` in it.
+    """
     best: dict[str, float] = {"share_of_others": math.inf}
     for _ in range(MAX_ATTEMPTS):
         flags = [] if record_to is None else ["--record", record_to / "attempt"]
@@ -216,7 +220,8 @@ def serve_undisturbed(trace: Trace, policy: str, load: Load, record_to: Path | N
 
 
 def serve(trace: Trace, policy: str, load: Load, flags: Sequence[object] = ()) -> dict[str, float]:
-    """Serve a trace by both services. Returns the figures of `TITLES`, and the share of the cores that others took."""
+    """Serve a trace with both services. Return the figures of `TITLES`, and the share of the cores that other processes
+    used."""
     worker = ["--num-device-blocks", load.num_blocks, "--block-size", BLOCK_SIZE, "--num-host-blocks", 0]
     limits = ["--max-num-seqs", MAX_NUM_SEQS, "--max-num-batched-tokens", MAX_NUM_BATCHED_TOKENS]
     scheduler = ["--policy", policy, *limits, *flags]
@@ -240,7 +245,7 @@ async def warm_up(client: AsyncClient) -> None:
 
 
 def calibrate(trace: Trace, load: Load, folder: Path) -> tuple[WorkerSpeed, dict[str, float]]:
-    """Fit a worker to the steps of a run of its own. Returns that run's figures too."""
+    """Fit a modelled worker to the steps of a calibration run. Return its rates and the figures of that run."""
     found = serve_undisturbed(trace, "fcfs", load, record_to=folder)
     steps = read_steps(folder / "recording")
     return fit(steps, MAX_NUM_BATCHED_TOKENS), found | {"steps": len(steps)}
@@ -250,7 +255,7 @@ def calibrate(trace: Trace, load: Load, folder: Path) -> tuple[WorkerSpeed, dict
 
 
 def source(arguments: argparse.Namespace) -> Iterator[Session]:
-    """Yields the sessions of the trace file, or else endless random ones."""
+    """Yield the sessions of the trace file, or an endless sequence of random sessions."""
     if arguments.trace is None:
         number = 0
         while True:
@@ -262,9 +267,9 @@ def source(arguments: argparse.Namespace) -> Iterator[Session]:
 
 
 def make_traces(arguments: argparse.Namespace, folder: Path) -> tuple[Trace, Trace]:
-    """Returns the trace to compare, of the first sessions, and the one for the calibration, of those behind them.
+    """Return the trace to compare, from the first sessions, and the calibration trace, from the following sessions.
 
-    Raises ValueError where there are too few sessions.
+    Raises ValueError if there are too few sessions.
     """
     factor, num_compared = arguments.factor, arguments.sessions
     reduction = Reduction(factor, arguments.requests, MAX_CONTEXT, MAX_OUTPUT, MAX_THINK_S / factor)
@@ -310,7 +315,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 def measure_pool(
     trace: Trace, calibration: Trace, load: Load, arguments: argparse.Namespace, folder: Path
 ) -> dict[str, Any]:
-    """Fit a worker with a pool, and serve and simulate the trace with it under each policy."""
+    """Fit a worker with a pool of this size, then serve and simulate the trace with it under each policy."""
     speed, fitted_to = calibrate(calibration, load, folder)
     print(f"{load.num_blocks} blocks: fitted {speed} to {fitted_to}", flush=True)
     by_policy = {}

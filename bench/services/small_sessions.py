@@ -1,7 +1,7 @@
-"""Makes sessions of coding agents small enough for a small model, as entries of a trace file.
+"""Reduces sessions of coding agents to the size of a small model, as entries of a trace file.
 
-Tokens and seconds are divided by one number, so that a worker of the same rates bears the same load: a block of 64
-tokens becomes one of 64 / N. Block ids stay as they are, so prompts share what they shared.
+Tokens and seconds are divided by one number N, so that a worker with the same rates has the same load. A block of 64
+tokens becomes a block of 64 / N tokens. Block ids do not change, so prompts share the same prefixes as before.
 """
 
 import json
@@ -12,28 +12,28 @@ from pathlib import Path
 from typing import Any
 
 BLOCK_SIZE = 64
-# Of sessions that are made at random, in tokens and seconds.
+# Parameters of random sessions, in tokens and seconds.
 FIRST_PROMPTS, MEAN_GROWTH, MEAN_OUTPUT, MEAN_THINK_S = (15_000, 100_000), 1_200, 400, 20.0
-SHARE_OF_EDITS = 0.1  # of requests whose prompt has lost a part of its end
+SHARE_OF_EDITS = 0.1  # share of requests whose prompt has lost a part of its end
 
 Session = dict[str, Any]  # a line of a trace file
 
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How sessions are made small. Limits are in tokens and seconds of what comes of them."""
+    """The reduction of sessions. Limits are in tokens and seconds after the reduction."""
 
     factor: int
-    max_requests: int  # of a session
-    max_context: int  # prompt and output together; a session ends before it
+    max_requests: int  # per session
+    max_context: int  # of prompt and output together; a session ends before it exceeds this
     max_output: int
     max_think_s: float
 
 
 def reduce_session(session: Session, reduction: Reduction) -> Session:
-    """Make a session small. It has no requests if its first one is too long.
+    """Reduce a session. The result has no requests if the first one is too long.
 
-    Raises ValueError where the factor does not divide the block size.
+    Raises ValueError if the factor does not divide the block size.
     """
     factor = reduction.factor
     if session["block_size"] % factor:
@@ -50,7 +50,7 @@ def reduce_session(session: Session, reduction: Reduction) -> Session:
 
 
 def reduce_sessions(sessions: Iterable[Session], reduction: Reduction, num_sessions: int) -> list[Session]:
-    """Make the first sessions small that have at least two requests then, in their order."""
+    """Return the first reduced sessions that have at least two requests, in their order."""
     found: list[Session] = []
     for session in sessions:
         reduced = reduce_session(session, reduction)
@@ -62,7 +62,7 @@ def reduce_sessions(sessions: Iterable[Session], reduction: Reduction, num_sessi
 
 
 def random_session(seed: str, num_requests: int) -> Session:
-    """Make a session whose prompts grow, and now and then lose a part of their end. Times between are geometric."""
+    """Return a session whose prompts grow and sometimes lose a part of their end. Thinking times are geometric."""
     rng = random.Random(seed)
     num_tokens, runs, last_id = rng.randint(*FIRST_PROMPTS), list[list[int]](), 0
     requests = []
@@ -91,11 +91,11 @@ def write_sessions(path: Path, sessions: Sequence[Session]) -> None:
 
 
 def _lose_end(runs: list[list[int]], num_blocks: int) -> int:
-    """Take blocks off the last run. Returns the tokens that are left."""
+    """Remove blocks from the last run. Return the number of remaining tokens."""
     runs[-1][1] -= min(num_blocks, runs[-1][1] - 1)
     return sum(count for _, count in runs) * BLOCK_SIZE
 
 
 def _geometric(rng: random.Random, mean: float) -> int:
-    """Draw how often something of probability 1 / mean is tried until it happens."""
+    """Draw the number of trials until the first success, with a success probability of 1 / mean."""
     return 1 + int(rng.expovariate(1 / mean))

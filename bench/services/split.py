@@ -1,11 +1,11 @@
-"""Measures the cost of the split: the same scheduler and worker code as two processes over gRPC and as one without it.
+"""Measures the cost of the split: the same scheduler and worker as two processes over gRPC and as one process.
 
     python -m bench split
 
-Load is injected below the client API, into the step loop, so that both arms do the same work but for the wire. Arms
-take turns, each in processes of its own that live through all rounds; figures are medians. A third arm serves real
-clients on top of the two processes: the CPU time that the scheduler's process spends beyond the second arm's is what
-delivering a token to a client stream costs. Raw numbers go to bench/results/split.json.
+Load is injected into the step loop, below the client API, so that both arms do the same work except for the wire
+protocol. Arms run in turns, each in its own processes, which live through all rounds. Figures are medians. A third arm
+serves real clients with the two processes. The scheduler's additional CPU time relative to the second arm is the cost
+of delivering a token to a client's stream. The raw numbers are written to bench/results/split.json.
 """
 
 import argparse
@@ -36,14 +36,14 @@ def prompts(arguments: argparse.Namespace, round_index: int) -> list[tuple[int, 
     return [tuple(rng.randrange(VOCAB_SIZE) for _ in range(arguments.input_len)) for _ in range(arguments.num_seqs)]
 
 
-# The arms, each run by a child process that answers "round N" lines with one JSON line.
+# The arms. Each runs in a child process that answers lines of "round N" with one JSON line.
 
 
 class LocalLink:
-    """Links a worker in this process: plans go to its compute thread, results come back to the event loop.
+    """A link to a worker in this process. Plans go to its compute thread, and results return to the event loop.
 
     Attributes:
-        failed: gets what a result raises. It never has a result itself.
+        failed: receives an exception that a result raised. It never has a result itself.
     """
 
     def __init__(self, events, engine) -> None:
@@ -82,7 +82,7 @@ class LocalLink:
 
 @asynccontextmanager
 async def one_process(arguments, step_loop) -> AsyncIterator[asyncio.Future]:
-    """Yields what ends where the worker fails."""
+    """Run a worker in this process, and yield a future that fails if the worker fails."""
     from worker_service.config import WorkerConfig
     from worker_service.engine import Engine
     from worker_service.server import limit_spinning
@@ -116,7 +116,8 @@ async def worker_process(arguments) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def service_process(*command: str) -> AsyncIterator[tuple[str, int]]:
-    """Yields the URL that the process says, and its id. Raises RuntimeError where it ends without one."""
+    """Run a command, and yield the URL that it prints and its process id. Raises RuntimeError if it ends without a
+    URL."""
     process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
     try:
         line = (await process.stdout.readline()).decode().strip()
@@ -131,7 +132,7 @@ async def service_process(*command: str) -> AsyncIterator[tuple[str, int]]:
 
 @asynccontextmanager
 async def two_processes(arguments, step_loop) -> AsyncIterator[asyncio.Future]:
-    """Yields what ends where the link to the worker fails."""
+    """Run a worker as a process, and yield a task that ends if the link to the worker fails."""
     from pagewire.common.wire.transport.dialling import Dialler
     from scheduler_service.links.worker.worker_link import CHANNEL_OPTIONS, WorkerLink
     from scheduler_service.serving.checkpoint.model_info import read_model_info
@@ -195,7 +196,7 @@ async def run_clients(arguments) -> None:
 
 
 async def answer_rounds(arguments, round_of, read_cpu_seconds) -> None:
-    """Reads round numbers from standard input, and prints the throughput and the scheduler's CPU time per token."""
+    """Read round numbers from standard input, and print the throughput and the scheduler's CPU time per token."""
     loop = asyncio.get_running_loop()
     print("ready", flush=True)
     while line := await loop.run_in_executor(None, sys.stdin.readline):
@@ -213,11 +214,11 @@ def own_cpu_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-# The parent: takes turns and reports.
+# The parent process: runs the arms in turns and reports.
 
 
 class Arm:
-    """A process that runs the rounds of an arm. Its methods raise SystemExit where it fails."""
+    """A process that runs the rounds of an arm. Its methods raise SystemExit if the process fails."""
 
     def __init__(self, name: str, arguments: argparse.Namespace) -> None:
         self.name = name
@@ -233,12 +234,12 @@ class Arm:
             raise SystemExit(f"{self.name}: {line!r}")
 
     def round(self, index: int) -> dict[str, float]:
-        with contextlib.suppress(BrokenPipeError):  # it has ended: reading says so
+        with contextlib.suppress(BrokenPipeError):  # the process has ended, which reading reports
             print(index, file=self._process.stdin, flush=True)
         return json.loads(self._read())
 
     def close(self) -> None:
-        """Ends the process, which ends with its input; after a minute by force."""
+        """End the process by closing its input. Kill it after a minute."""
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
@@ -256,7 +257,8 @@ class Arm:
 
 
 def measure(arguments: argparse.Namespace) -> dict | None:
-    os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)  # for the arms' processes, as `pagewire` has it
+    # for the arms' processes, as the command `pagewire` sets it
+    os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)
     if arguments.arm is not None:
         asyncio.run(run_clients(arguments) if arguments.arm == ARMS[2] else run_injected(arguments, arguments.arm))
         return None

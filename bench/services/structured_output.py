@@ -1,11 +1,12 @@
-"""Measures what grammars cost through both services: tokens per second, first tokens, and the gaps of neighbours.
+"""Measures the cost of grammars in both services: tokens per second, first tokens, and other requests' gaps.
 
     python -m bench structured-output
 
-Both services run as processes, with the 54M shape and a tokenizer of as many tokens. In turns 32 streams run with and
-without a schema; first tokens come from an idle server, without a grammar, with one seen before and with new schemas of
-5 kB; 8 calm streams run alone, beside new requests and beside new schemas; and beside a client of the lowest priority
-that sends hostile grammars. Raw numbers go to bench/results/structured_output.INSTRUCTIONS.json.
+Both services run as processes, with the 54M shape and a tokenizer of the same vocabulary size. In turns, 32 streams run
+with and without a schema. First tokens are measured on an idle server: without a grammar, with a known grammar, and
+with new schemas of 5 kB. The gaps of 8 other streams are measured alone, next to new requests, and next to new schemas.
+They are also measured next to a client of the lowest priority that sends hostile grammars. The raw numbers are written
+to bench/results/structured_output.INSTRUCTIONS.json.
 """
 
 import argparse
@@ -36,8 +37,8 @@ INPUT_LEN = 100
 NUM_ROWS, NUM_CALM = 32, 8
 MIN_RATIO, MAX_SEEN_MS, MAX_NEW_MS, MAX_GAP_RATIO = 0.95, 2.0, 20.0, 2.0
 PAUSE_S = 0.25
-WARM_UP_S = 4.0  # the attackers start up
-# Records without end, so that all rows are constrained for as long as is measured.
+WARM_UP_S = 4.0  # start-up time of the attackers
+# A schema of unlimited records, so that all rows remain constrained during the measurement.
 RECORD = {
     "type": "object",
     "properties": {
@@ -54,7 +55,7 @@ RECORDS = {"type": "array", "items": RECORD, "minItems": 1000}
 
 
 def new_schema(rng: random.Random) -> dict[str, Any]:
-    """Returns a schema of 5 kB that was never sent before."""
+    """Return a schema of 5 kB that was never sent before."""
     forms: list[dict[str, Any]] = [*RECORD["properties"].values(), RECORD]
     schema: dict[str, Any] = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
     while len(json.dumps(schema)) < 5000:
@@ -68,7 +69,7 @@ def new_schema(rng: random.Random) -> dict[str, Any]:
 
 
 async def tokens_per_second(client: AsyncClient, rng: random.Random, num_tokens: int, options: dict[str, Any]) -> float:
-    """Returns those of all rows while they decode."""
+    """Return the tokens per second of all rows together while all of them decode."""
     sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True, **options)
     times: list[float] = []
 
@@ -79,7 +80,7 @@ async def tokens_per_second(client: AsyncClient, rng: random.Random, num_tokens:
     await asyncio.gather(*(run() for _ in range(NUM_ROWS)))
     assert len(times) == NUM_ROWS * num_tokens, f"{len(times)} tokens came"
     times.sort()
-    # From where every row has begun to where the first may be done.
+    # From the time when every row has begun, to the time when the first row may be done.
     first, last = 2 * NUM_ROWS, len(times) - NUM_ROWS
     return (last - first) / (times[last] - times[first])
 
@@ -121,7 +122,7 @@ async def measure_first_tokens(client: AsyncClient, num_requests: int) -> dict[s
     for index in range(num_requests + 3):
         for arm, schema in (("none", None), ("seen", seen), ("new", new_schema(rng))):
             took = await first_token(client, rng, schema)
-            if index >= 3:  # what comes first warms up
+            if index >= 3:  # the first requests warm up
                 seconds[arm].append(took)
     return {"median": {arm: statistics.median(of_arm) for arm, of_arm in seconds.items()}, "seconds": seconds}
 
@@ -130,7 +131,7 @@ async def measure_first_tokens(client: AsyncClient, num_requests: int) -> dict[s
 
 
 async def send_requests(client: AsyncClient, rng: random.Random, with_schemas: bool) -> None:
-    """Sends a short request now and then, until it is cancelled."""
+    """Send a short request at intervals, until cancelled."""
     while True:
         await first_token(client, rng, new_schema(rng) if with_schemas else None)
         await asyncio.sleep(PAUSE_S)
@@ -144,7 +145,7 @@ async def gaps_of_calm_streams(client: AsyncClient, rng: random.Random, num_toke
 
 @contextlib.asynccontextmanager
 async def beside(act: Callable[[], Coroutine[Any, Any, None]] | None) -> AsyncIterator[None]:
-    """Does something as long as the block runs."""
+    """Run an action in a task for the duration of the block, or nothing if `act` is None."""
     task = None if act is None else asyncio.create_task(act())
     try:
         yield
@@ -156,7 +157,7 @@ async def beside(act: Callable[[], Coroutine[Any, Any, None]] | None) -> AsyncIt
 
 
 async def attack(url: str) -> None:
-    """Sends hostile grammars, eight at a time, until this process is ended. A number makes each a new one."""
+    """Send hostile grammars, eight at a time, until this process is killed. A number makes each grammar new."""
     rng = random.Random(2)
 
     def options() -> dict[str, Any]:
@@ -193,7 +194,7 @@ async def measure_neighbours(url: str, client: AsyncClient, arguments: argparse.
             attackers = attacked("structured_output", url, WARM_UP_S)
             async with attackers if arm == "hostile" else beside(act):
                 figures = await gaps_of_calm_streams(client, rng, 2 * arguments.num_tokens)
-            if index:  # the first warms up
+            if index:  # round 0 warms up
                 rounds[arm].append(figures)
     return {"median": medians(rounds), "rounds": rounds}
 
@@ -239,7 +240,7 @@ async def serve(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         async with AsyncClient(system.url) as client:
             found["rows"] = await measure_rows(client, arguments)
             found["first_tokens"] = await measure_first_tokens(client, arguments.num_requests)
-    # One thread: clients and the scheduler, which usually have machines of their own, have the other core.
+    # One thread, so that the other core is left to clients and the scheduler, which usually run on other machines.
     with running(model, worker=[*worker, 1]) as system:
         async with AsyncClient(system.url) as client:
             found["neighbours"] = await measure_neighbours(system.url, client, arguments)

@@ -1,13 +1,15 @@
-"""Measures what clients of a router notice when one of two pairs loses its worker.
+"""Measures the effect on a router's clients when one of two scheduler-worker pairs loses its worker.
 
     python -m bench worker-loss
 
-Two pairs of the bundled model with `--worker-grace 5`, and smg before them as `deploy/components/router` starts it.
-Clients ask for short answers, whole and streamed, one after the other; then some long streams begin too, and the worker
-of the pair that runs most of them is killed. What streams there has nowhere else to go: it waits until the worker is
-started again, which is long after the grace. No other client should wait much longer than the grace, and nothing may
-fail. A wait is the time to the first piece of a stream, or to an answer as a whole. The text of each long stream is
-compared with that of the same request before all this. Raw numbers go to bench/results/worker_loss.json.
+Two pairs of the bundled model run with `--worker-grace 5`, and smg in front of them is configured as in
+`deploy/components/router`. Clients send short requests, whole and streamed, one after the other. Then some long streams
+begin too, and the worker of the pair that runs most of them is killed. The streams of this pair cannot move: they wait
+until the worker is restarted, which is long after the grace period.
+
+No other client should wait much longer than the grace period, and no request may fail. A wait is the time to the first
+piece of a stream, or to a complete answer. The text of each long stream is compared with the text of the same request
+before the loss. The raw numbers are written to bench/results/worker_loss.json.
 """
 
 import argparse
@@ -33,27 +35,27 @@ MODEL = Path("models/storyteller")
 GRACE = 5.0
 POLICIES = ("cache_aware", "round_robin")
 NUM_CLIENTS = 16
-CALM_SECONDS, AWAY_SECONDS = 2.0, 14.0  # before the long streams begin, and until the worker is started again
+CALM_SECONDS, AWAY_SECONDS = 2.0, 14.0  # before the long streams begin, and until the worker is restarted
 GOAL_SECONDS = 6.0
 WORKER_FLAGS = ("--dtype", "float32", "--num-threads", 1, "--num-device-blocks", 4096)
-# As in deploy/components/router, and for all else smg's own defaults; testing.router has quicker ones.
+# As in deploy/components/router, otherwise smg's defaults. testing.router uses shorter intervals.
 ROUTER_FLAGS = (
     "--worker-startup-check-interval=2",
     "--health-check-interval-secs=5",
     "--health-success-threshold=2",
     "--cb-timeout-duration-secs=60",
 )
-# Of the long streams.
+# Prompts of the long streams.
 PROMPTS = ("Once there was", "One day", "The little fox", "A bear", "In the forest", "At night", "The owl", "Far away")
 
 
 @dataclass
 class Answer:
-    """The answer to one request. Times are in seconds, in the end since the worker was killed."""
+    """The answer to one request. Times are in seconds, finally relative to the time when the worker was killed."""
 
     kind: str
     sent_at: float
-    begun_at: float = 0.0  # when the first piece of a stream came, or the whole answer
+    begun_at: float = 0.0  # arrival of the first piece of a stream, or of the whole answer
     ended_at: float = 0.0
     status: int = 0
     is_complete: bool = False
@@ -63,7 +65,7 @@ class Answer:
         return self.begun_at - self.sent_at
 
     def set_origin(self, origin: float) -> None:
-        """Sets the time from which its times count."""
+        """Make all times relative to `origin`."""
         self.sent_at, self.begun_at = self.sent_at - origin, self.begun_at - origin
         self.ended_at -= origin
 
@@ -77,11 +79,11 @@ class Clients:
         self.answers: list[Answer] = []
 
     def hold_long_stream(self, prompt: str, has_begun: threading.Event) -> str:
-        """Streams a long answer, and returns its text."""
+        """Stream a long answer, and return its text."""
         return self._stream("long", has_begun, prompt=prompt, max_tokens=1900, ignore_eos=True, seed=1)
 
     def ask(self, until: threading.Event) -> None:
-        """Sends one short request after the other."""
+        """Send one short request after the other, until the event is set."""
         while not until.is_set():
             number = next(self._numbers)
             body = {"prompt": f"{number} {PROMPTS[number % len(PROMPTS)]}", "seed": number, "max_tokens": 24}
@@ -110,7 +112,7 @@ class Clients:
                 is_finished = is_finished or choice["finish_reason"] is not None
         answer.status, answer.is_complete = stream.status, stream.is_done and is_finished
         answer.ended_at = time.perf_counter()
-        if not has_begun.is_set():  # it failed
+        if not has_begun.is_set():  # the stream failed
             answer.begun_at = answer.ended_at
             has_begun.set()
         stream.close()
@@ -152,7 +154,7 @@ def lose_a_worker(clients: Clients, systems: list[System]) -> dict[str, Any]:
     with ThreadPoolExecutor(len(PROMPTS) + NUM_CLIENTS) as pool:
 
         def hold_long_streams() -> Iterator[str]:
-            """Begins long streams. Returns tasks for their texts, once all have begun."""
+            """Start the long streams. Return an iterator over their texts after all have begun."""
             begun = [threading.Event() for _ in PROMPTS]
             texts = pool.map(clients.hold_long_stream, PROMPTS, begun)
             for event in begun:
@@ -222,4 +224,4 @@ def report(figures: dict[str, Any]) -> None:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """There are none."""
+    """Do nothing: this benchmark has no flags."""

@@ -1,6 +1,6 @@
-"""Programs for the peers' own environments. They import the standard library and the peer, nothing of ours.
+"""Programs for the peers' environments. They import only the standard library and the peer.
 
-A program is given the model's directory. It reads batches from standard input, each a JSON line {"prompts": [[id, ...],
-...], "output_lens": [n, ...]}, and answers with a line that begins with "peer: ": "ready", then the seconds of each
-batch. What else the peer prints is not looked at.
+A program receives the model's directory as its argument. It reads batches from standard input, one JSON line each:
+{"prompts": [[id, ...], ...], "output_lens": [n, ...]}. It answers with lines that begin with "peer: ": first "ready",
+then the seconds of each batch. All other output of the peer is ignored.
 """

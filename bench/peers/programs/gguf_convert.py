@@ -1,4 +1,4 @@
-"""llama.cpp's own converter for a checkpoint whose tokenizer was never published.
+"""Runs llama.cpp's own converter for a checkpoint whose tokenizer was never published.
 
 python gguf_convert.py LLAMA_CPP_SOURCE CHECKPOINT OUT.gguf
 """
@@ -11,7 +11,7 @@ sys.path[:0] = [source, f"{source}/gguf-py"]
 
 from conversion import base  # noqa: E402
 
-# The converter knows published tokenizers by a digest of theirs.
+# The converter recognises published tokenizers by a digest.
 base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
 sys.argv = ["convert_hf_to_gguf.py", checkpoint, "--outfile", out, "--outtype", "bf16"]
 runpy.run_path(f"{source}/convert_hf_to_gguf.py", run_name="__main__")

@@ -1,10 +1,10 @@
-// llama.cpp's logits of every position of some sequences.
+// Prints llama.cpp's logits for every position of some sequences.
 //
 // llama_logits MODEL.gguf KV_TYPE
 //
-// KV_TYPE is f32, f16 or bf16. Each line of the standard input is a sequence of token ids, computed in one batch on one
-// thread without flash attention. The standard output gets float32 logits [num_tokens, vocab_size] of each, one after
-// the other.
+// KV_TYPE is f32, f16 or bf16. Each line of the standard input is a sequence of token ids. Each sequence is computed in
+// one batch on one thread, without flash attention. The standard output receives the float32 logits [num_tokens,
+// vocab_size] of each sequence, one after the other.
 
 #include <stdio.h>
 #include <stdlib.h>

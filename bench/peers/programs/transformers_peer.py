@@ -1,4 +1,4 @@
-"""transformers' `generate` with one static batch, or its continuous batching, as `generate_batch` runs it."""
+"""Runs transformers' `generate` with one static batch, or its continuous batching as `generate_batch` does."""
 
 import argparse
 import json
@@ -11,7 +11,7 @@ import transformers
 
 @torch.inference_mode()
 def generate(model, prompts: list[list[int]], output_lens: list[int]) -> None:
-    """Generates on a CPU, padded on the left to the longest prompt; every row runs for the longest output."""
+    """Generate on a CPU. Prompts are padded on the left to the longest, and every row runs for the longest output."""
     longest = max(map(len, prompts))
     token_ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -21,7 +21,7 @@ def generate(model, prompts: list[list[int]], output_lens: list[int]) -> None:
 
 
 def generate_batch(manager, prompts: list[list[int]], output_lens: list[int]) -> None:
-    """Generates by continuous batching, where every request has a length of its own."""
+    """Generate by continuous batching. Every request has its own output length."""
     missing = {}
     for prompt, length in zip(prompts, output_lens, strict=True):
         missing[manager.add_request(prompt, max_new_tokens=length)] = length

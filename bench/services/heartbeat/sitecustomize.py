@@ -1,7 +1,7 @@
-"""Times a heartbeat in the event loop of a front end: PYTHONPATH=bench/services/heartbeat HEARTBEAT=FILE.
+"""Times a heartbeat in a front end's event loop: PYTHONPATH=bench/services/heartbeat HEARTBEAT=FILE.
 
-FILE begins with two doubles, which whoever reads them may set to 0: the longest seconds by which a beat was late, and
-the longest for which the process has computed meanwhile. The second one leaves out what other processes have taken.
+FILE begins with two doubles, which a reader may reset to 0. The first is the longest delay of a beat, in seconds. The
+second is the longest CPU time that the process used during a delay. It excludes the time that other processes took.
 """
 
 import asyncio.base_events
