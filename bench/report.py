@@ -29,7 +29,9 @@ def run(name: str, module: ModuleType, flags: Sequence[str]) -> int:
     parser = parser_of(name, module.__doc__)
     module.add_flags(parser)
     parser.add_argument(
-        "--output", type=Path, help=f"raw numbers (default: {RESULTS}/{name}.json, with the variant and part, if any)"
+        "--output",
+        type=Path,
+        help=f"file for raw numbers (default: {RESULTS}/{name}.json, with the variant and part, if any)",
     )
     arguments = parser.parse_args(flags)
     state = machine()

@@ -42,7 +42,7 @@ def trained_tokenizer(vocab_size: int) -> Path:
         )
         tokenizer.train_from_iterator(_corpus(), trainer)
         if (found := tokenizer.get_vocab_size()) != vocab_size:
-            raise RuntimeError(f"the sources of the installed packages give {found} tokens, not {vocab_size}")
+            raise RuntimeError(f"the sources of the installed packages yield {found} tokens; {vocab_size} are needed")
         path.parent.mkdir(parents=True, exist_ok=True)
         tokenizer.save(str(path))
     return path

@@ -50,7 +50,7 @@ def main() -> int:
             python = getattr(sys, "_base_executable", sys.executable)
             code, said = make(str(python), folder, lock.fileno())
             if code:
-                print(f"pagewire: error: {python} makes no environment: {why_not(code, said)}", file=sys.stderr)
+                print(f"pagewire: error: {python} cannot create an environment: {why_not(code, said)}", file=sys.stderr)
                 return 1
         return install(folder, lock.fileno())
 
@@ -146,7 +146,7 @@ def install(folder: Path, lock: int) -> int:
             pip.wait()
     if pip.returncode:
         said = log.read_text(errors="replace")
-        print(f"pagewire: error: {why_not(pip.returncode, said)} ({log} has all that pip said)", file=sys.stderr)
+        print(f"pagewire: error: {why_not(pip.returncode, said)} ({log} has the full output of pip)", file=sys.stderr)
         return 1
     (folder / ".ready").touch()
     return 0

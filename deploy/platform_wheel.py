@@ -23,12 +23,12 @@ PLACE = Path("pagewire/kernels/cpu/built")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("wheel", type=Path, help="a wheel of this very source")
+    parser.add_argument("wheel", type=Path, help="a pure wheel built from this source")
     arguments = parser.parse_args()
     try:
         print(platform_wheel(arguments.wheel))
     except (BuildError, OSError, subprocess.CalledProcessError) as error:
-        sys.exit(f"no wheel was made: {error}")
+        sys.exit(f"the wheel could not be built: {error}")
 
 
 def platform_wheel(wheel: Path) -> Path:

@@ -70,10 +70,15 @@ def measure(llama_logits: Path, folder: Path) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the tests' quantised files, by llama.cpp's tools.")
+    parser = argparse.ArgumentParser(description="Create the tests' quantised files with llama.cpp's tools.")
     parser.add_argument("wide", type=Path, help="a checkpoint of `train_storyteller --shape wide`")
-    parser.add_argument("--folder", type=Path, default=FIXTURES, help="where they go (default: %(default)s)")
-    parser.add_argument("--environments", type=Path, default=default_root(), help="of the peers (default: %(default)s)")
+    parser.add_argument("--folder", type=Path, default=FIXTURES, help="output folder (default: %(default)s)")
+    parser.add_argument(
+        "--environments",
+        type=Path,
+        default=default_root(),
+        help="folder of the peers' environments (default: %(default)s)",
+    )
     arguments = parser.parse_args()
     environments = Environments(arguments.environments)
     make_files(environments, arguments.wide, arguments.folder)

@@ -193,7 +193,7 @@ def print_samples(model: Qwen3ForCausalLM, tokenizer: Tokenizer) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train the bundled model, or another of its kind.")
+    parser = argparse.ArgumentParser(description="Train the bundled model, or another model of the same architecture.")
     parser.add_argument("directory", type=Path, nargs="?", default=Path("models/storyteller"))
     parser.add_argument("--shape", choices=RECIPES, default="bundled", help="which model (default: %(default)s)")
     args = parser.parse_args()

@@ -70,7 +70,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def measure(arguments: argparse.Namespace) -> dict:
     kernels = load_cpu_kernels()
     if kernels is None:
-        raise SystemExit("there are no CPU kernels to measure: see the warning above")
+        raise SystemExit("the CPU kernels are not available: see the warning above")
     torch.set_num_threads(arguments.num_threads)
     memory = torch.randn(128 * 1024 * 1024)
     memory.sum()

@@ -28,7 +28,7 @@ _NUM_POSITIONS, _HEAD_DIM = 768, 128
 def main(flags: Sequence[str]) -> int:
     parser = parser_of("fresh_starts", __doc__)
     parser.add_argument("--starts", type=int, default=20_000)
-    parser.add_argument("--as-torch", action="store_true", help="call torch's cosines, unprepared")
+    parser.add_argument("--as-torch", action="store_true", help="call torch's cosine without preparation")
     parser.add_argument("--is-faked", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(flags)
     if not arguments.is_faked:

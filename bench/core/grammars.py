@@ -107,7 +107,7 @@ def sampling_seconds(kept: list[Mask], temperature: float, num_rounds: int) -> d
     """Return the durations in seconds of sampling 32 rows, with masks and without. The two arms alternate."""
     kernels = load_cpu_kernels()
     if kernels is None:
-        raise RuntimeError("there are no kernels for this machine")
+        raise RuntimeError("the CPU kernels are not available on this machine")
     sampler = CpuSampler(kernels.library)
     columns = _columns(temperature)
     history = TokenHistory(np.zeros((1, 1), np.int32), np.zeros(1, np.int64))
@@ -205,7 +205,7 @@ def report(found: dict[str, Any]) -> None:
         masks = {name: 1e6 * value for name, value in found[part].items() if name not in ("num", "limited")}
         print(f"{found[part]['num']} masks of {VOCAB_SIZE} tokens{what}, in us:", end=" ")
         print(", ".join(f"{name} {value:.0f}" for name, value in masks.items()))
-        print(f"  {found[part]['limited']} outputs took more than a step may")
+        print(f"  {found[part]['limited']} outputs exceeded the limit of a step")
         print(f"  mean {verdict(masks['mean'], MAX_MEAN_US, at_least=False)}")
         print(f"  p99 {verdict(masks['p99'], MAX_P99_US, at_least=False)}")
     print(f"masks of {NUM_ROWS} rows at once: {1e6 * found['masks_of_32_rows']:.0f} us")
@@ -220,5 +220,5 @@ def report(found: dict[str, Any]) -> None:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-tokens", type=int, default=64, help="longest output of a schema (default: 64)")
-    parser.add_argument("--rounds", type=int, default=100, help="of sampling and of 32 masks (default: 100)")
-    parser.add_argument("--seed", type=int, default=1, help="of the outputs (default: 1)")
+    parser.add_argument("--rounds", type=int, default=100, help="rounds of sampling and of 32 masks (default: 100)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the outputs (default: 1)")

@@ -105,7 +105,7 @@ def files_of(model: Path, folder: Path, llama_cpp: Environments | None) -> Itera
 def measure(arguments: argparse.Namespace) -> dict:
     kernels = load_cpu_kernels()
     if kernels is None:
-        raise SystemExit("there are no CPU kernels: PAGEWIRE_CPU_KERNELS is off, or there is no compiler")
+        raise SystemExit("the CPU kernels are not available: PAGEWIRE_CPU_KERNELS is off, or there is no compiler")
     text = "\n\n".join(topics[name] for name in TOPICS)
     found = Tokenizer.from_str(read_tokenizer(arguments.model)).encode(text).ids
     token_ids = [found[index * LENGTH :][:LENGTH] for index in range(NUM_SEQUENCES)]
@@ -192,6 +192,6 @@ def table(figures: Sequence[Mapping[str, Any]]) -> str:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, help="a GGUF file")
-    parser.add_argument("--keep", type=Path, help="where the files that are made stay")
+    parser.add_argument("--keep", type=Path, help="keep the created files in this folder")
     root = default_root()
     parser.add_argument("--environments", type=Path, default=root, help=f"where llama.cpp is built (default: {root})")

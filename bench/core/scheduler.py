@@ -323,5 +323,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=128, help="steps of a round (default: 128)")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each row (default: 5)")
     most = max(num_sequences for num_sequences, _ in SIZES)
-    parser.add_argument("--max-sequences", type=int, default=most, help="rows of more are left out (default: none)")
-    parser.add_argument("--policy", choices=POLICIES, default=POLICIES[0], help="who is next (default: %(default)s)")
+    parser.add_argument(
+        "--max-sequences", type=int, default=most, help="skip rows with more sequences (default: skip none)"
+    )
+    parser.add_argument(
+        "--policy", choices=POLICIES, default=POLICIES[0], help="scheduling policy (default: %(default)s)"
+    )

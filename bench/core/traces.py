@@ -291,7 +291,9 @@ def main(flags: Sequence[str]) -> None:
     parser.add_argument(
         "--traces", type=Path, default=SAMPLE, help="the folder with the traces (default: short samples)"
     )
-    parser.add_argument("--scenarios", default=",".join(SCENARIOS), help="which of them (default: %(default)s)")
+    parser.add_argument(
+        "--scenarios", default=",".join(SCENARIOS), help="comma-separated scenarios (default: %(default)s)"
+    )
     parser.add_argument("--limit-requests", type=int, help="use the beginning of each trace, for a quick look")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
     arguments = parser.parse_args(flags)
@@ -300,10 +302,12 @@ def main(flags: Sequence[str]) -> None:
         parser.error(f"--scenarios {', '.join(sorted(unknown))}: choose from {', '.join(SCENARIOS)}")
     missing = [name for name in (SESSIONS, MOONCAKE, AZURE) if not (arguments.traces / name).is_file()]
     if missing:
-        parser.error(f"{arguments.traces} lacks {', '.join(missing)}; docs/simulation.md says where traces come from")
+        parser.error(
+            f"{arguments.traces} lacks {', '.join(missing)}; docs/simulation.md lists the sources of the traces"
+        )
     is_whole = arguments.limit_requests is None and arguments.traces != SAMPLE
     if not is_whole:
-        print("a quick look at the beginnings of the traces: its figures are not kept", file=sys.stderr)
+        print("this run uses only the beginnings of the traces: its figures are not stored", file=sys.stderr)
     for scenario in names:
         found = measure(scenario, arguments.traces, arguments.limit_requests, arguments.jobs)
         print("\n".join([f"\n{scenario}", *REPORTS[scenario](found)]), flush=True)

@@ -167,13 +167,13 @@ def _card_of(options: argparse.Namespace, parser: argparse.ArgumentParser) -> st
 def main(flags: Sequence[str]) -> int:
     parser = parser_of("agenda", __doc__)
     parser.add_argument("--budget", type=float, default=0, help="seconds; 0: list what is missing (default)")
-    parser.add_argument("--parts", nargs="+", help="of the list; default: all")
+    parser.add_argument("--parts", nargs="+", help="parts to run or list (default: all)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--card", help="whose results to list (default: the one that was measured last)")
+    parser.add_argument("--card", help="the card whose results are listed (default: the card measured last)")
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="FOLDER", help="default: %(default)s")
     options = parser.parse_args(flags)
     if options.device == "cpu" and options.output == RESULTS:
-        parser.error("on a CPU this is a rehearsal: name a folder for its results with --output")
+        parser.error("a run on a CPU is a rehearsal: specify a folder for its results with --output")
     unknown = sorted(set(options.parts or ()) - {entry.part for entry in ENTRIES})
     if unknown:
         parser.error(f"there is no part {', '.join(unknown)}; --budget 0 lists the parts")

@@ -125,9 +125,9 @@ def run_one(module: str, device: torch.device, done: Sequence[str]) -> None:
 
 def main(flags: Sequence[str]) -> int:
     parser = parser_of("kernels", __doc__)
-    parser.add_argument("--modules", nargs="+", default=MODULES, help="of cases")
+    parser.add_argument("--modules", nargs="+", default=MODULES, help="modules with cases (default: all)")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="after which nothing more is run")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="time limit in seconds (default: %(default)s)")
     parser.add_argument("--output", type=Path, help=f"default: {RESULTS}/gpu_kernels_bench.CARD.json")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--done", nargs="*", default=(), help=argparse.SUPPRESS)

@@ -87,7 +87,9 @@ def _median_us(step: Callable[[], None], num_steps: int) -> float:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=300, help="of each kind, a fifth to warm up (default: 300)")
+    parser.add_argument(
+        "--steps", type=int, default=300, help="steps of each kind; a fifth of them warm up (default: 300)"
+    )
 
 
 def measure(arguments: argparse.Namespace) -> dict:
@@ -103,4 +105,4 @@ def report(found: dict) -> None:
     for name, figures in found["attention"].items():
         once, layer, step = figures["once_a_step_us"], figures["layer_us"], figures["step_us"]
         print(f"{name:32s} {once:12.1f} {layer:8.1f} {step:10.0f}")
-    print(f"turning and caching the heads of a layer, 64 tokens: {found['heads_us']:.1f} us")
+    print(f"rotating and caching the heads of a layer, 64 tokens: {found['heads_us']:.1f} us")

@@ -323,7 +323,7 @@ SWAP_BESIDE_DECODE = "decoding beside swaps"
 def _pinned_copies(setting: Setting) -> dict[str, Any]:
     """Measure the bandwidth of a pinned copy of one large buffer in each direction."""
     if not setting.is_cuda:
-        raise UnavailableError("needs --device cuda: there is nothing to copy to")
+        raise UnavailableError("pinned copies need --device cuda")
     host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     on_device = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
 

@@ -99,7 +99,9 @@ def _operations(trace: dict[str, Any]) -> list[list[dict[str, Any]]]:
         if step is not None and event["args"].get("stream") == stream:
             found[step].append(event)
     if len(found) < 2:
-        raise ValueError(f"the trace has {len(found)} steps on a device, and {len(windows)} that were launched")
+        raise ValueError(
+            f"the trace has {len(found)} steps on a device and {len(windows)} launched steps; at least 2 are needed"
+        )
     return list(found.values())
 
 

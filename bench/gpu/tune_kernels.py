@@ -137,7 +137,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--head-dims", nargs="+", type=int, default=[128])
     parser.add_argument("--groups", nargs="+", type=int, default=[4], help="query heads that share a KV head")
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=["bfloat16", "float8_e4m3fn"])
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="after which no other shape is begun")
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="time in seconds after which no other shape is started"
+    )
     parser.add_argument("--output", type=Path, default=tiles.MEASURED_TILES)
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():

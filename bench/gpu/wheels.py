@@ -25,7 +25,9 @@ PLATFORMS = (
 def main(flags: Sequence[str]) -> int:
     """Download the wheels in the versions of constraints.txt, and print them. Return pip's exit status."""
     parser = parser_of("wheels", __doc__)
-    parser.add_argument("--python", default="3.12", metavar="VERSION", help="of that machine (default: %(default)s)")
+    parser.add_argument(
+        "--python", default="3.12", metavar="VERSION", help="Python version of the GPU machine (default: %(default)s)"
+    )
     parser.add_argument("--folder", type=Path, default=Path("dist/gpu-wheels"), help="default: %(default)s")
     options = parser.parse_args(flags)
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", *PLATFORMS]

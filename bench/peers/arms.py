@@ -330,7 +330,7 @@ def _answer(process: "subprocess.Popen[str]", errors: TextIO) -> str:
     code = process.wait()
     errors.seek(0)
     lines = errors.read().strip().splitlines()
-    raise PeerFailedError(f"it ended with exit code {code}: {lines[-1] if lines else 'it did not say why'}")
+    raise PeerFailedError(f"it ended with exit code {code}: {lines[-1] if lines else 'it printed no error'}")
 
 
 def _end(process: "subprocess.Popen[str]") -> None:

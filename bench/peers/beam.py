@@ -98,5 +98,5 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--beam-width", type=int, default=4, help="beams (default: 4)")
     parser.add_argument("--input-len", type=int, default=500, help="prompt tokens (default: 500)")
     parser.add_argument("--output-len", type=int, default=64, help="output tokens (default: 64)")
-    parser.add_argument("--num-threads", type=int, default=torch.get_num_threads(), help="CPU threads of either side")
+    parser.add_argument("--num-threads", type=int, default=torch.get_num_threads(), help="CPU threads of each engine")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each dtype (default: 5)")

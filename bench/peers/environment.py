@@ -151,7 +151,7 @@ class Environments:
             folder = with_tokenizer(checkpoint, self.root / f"{checkpoint.name}-with-tokenizer")
             partial = out.with_suffix(".partial")
             command = [str(python), str(CONVERTER), str(source), str(folder), str(partial)]
-            self._run(command, "its converter does not take the checkpoint")
+            self._run(command, "its converter does not accept the checkpoint")
             partial.rename(out)
         return out
 
@@ -163,7 +163,7 @@ class Environments:
             self._run(command, f"pip cannot get {requirement}")
             found = sorted(wheels.glob(pattern))
         if not found:
-            raise CannotMakeError(f"pip has got no {pattern} for {requirement}")
+            raise CannotMakeError(f"pip downloaded no {pattern} for {requirement}")
         return found[-1]
 
     def _install(self, python: Path, requirements: list[str]) -> None:
@@ -179,7 +179,7 @@ class Environments:
                 subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=True, timeout=STEP_TIMEOUT_S)
             except (OSError, subprocess.SubprocessError) as error:
                 log.write(f"{error}\n")
-                raise CannotMakeError(f"{reason} ({self.log} tells more)") from None
+                raise CannotMakeError(f"{reason} (details: {self.log})") from None
 
 
 def default_root() -> Path:

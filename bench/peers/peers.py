@@ -225,9 +225,7 @@ def load_before() -> float:
     """Return the load average of the last minute, and print a warning if the machine is too busy to measure."""
     load = round(os.getloadavg()[0], 2)
     if load > BUSY_LOAD:
-        print(
-            f"the machine is busy (load average {load}): figures of both sides, and ratios, say little", file=sys.stderr
-        )
+        print(f"the machine is busy (load average {load}): figures and ratios are unreliable", file=sys.stderr)
     return load
 
 
@@ -239,12 +237,14 @@ def parse_arguments(flags: Sequence[str]) -> argparse.Namespace:
         nargs="+",
         choices=[*SHAPES, *EXPERT_SHAPES],
         default=list(SHAPES),
-        help=f"shapes (default: {' '.join(SHAPES)}; those with experts take long, and 10 GB of disk)",
+        help=f"shapes (default: {' '.join(SHAPES)}; shapes with experts are slow and need 10 GB of disk)",
     )
     parser.add_argument(
         "--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="weight formats (default: all)"
     )
-    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="whom to measure (default: all)")
+    parser.add_argument(
+        "--peers", nargs="*", choices=PEERS, default=list(PEERS), help="peers to measure (default: all)"
+    )
     parser.add_argument(
         "--isa",
         choices=(NATIVE, AVX2),
@@ -255,7 +255,9 @@ def parse_arguments(flags: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--num-threads", type=int, default=os.cpu_count() or 1, help="CPU threads (default: all cores)")
     parser.add_argument("--environments", type=Path, default=cache, help=f"the peers' environments (default: {cache})")
     parser.add_argument(
-        "--output", type=Path, help="raw numbers; the chart beside it (default: bench/results/peers.ISA.json)"
+        "--output",
+        type=Path,
+        help="file for raw numbers, with the chart next to it (default: bench/results/peers.ISA.json)",
     )
     arguments = parser.parse_args(flags)
     if arguments.rounds < 1:
@@ -293,7 +295,7 @@ def main(flags: Sequence[str]) -> None:
     try:
         measurement.measure(models, arguments.rounds, keep=lambda: write(path, found()))
     except KeyboardInterrupt:
-        print("interrupted: the figures are those of what was measured until then", file=sys.stderr)
+        print("interrupted: the figures include only the completed measurements", file=sys.stderr)
     except PeerFailedError as error:
         failure = f"{OURS} failed: {error}"
     if not measurement.rounds:

@@ -49,12 +49,14 @@ def report(figures: dict) -> None:
         print(verdict(grown, GOAL_MIB, at_least=False))
         num_slow = num_longer(figures[name]["cpu"])
         print(f"{num_longer(counts):.0f} of {counts['+Inf']:.0f} garbage collections took longer than {GOAL_MS:g} ms")
-        print(f"{num_slow:.0f} of them without the time in which others had the processor")
+        print(f"{num_slow:.0f} of them took longer than that in CPU time")
         print(verdict(num_slow, 0, at_least=False))
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--num-requests", type=int, default=100_000, help="beside each collector (default: 100000)")
+    parser.add_argument(
+        "--num-requests", type=int, default=100_000, help="requests for each collector (default: 100000)"
+    )
 
 
 async def _serve_beside(name: str, port: int, num_requests: int) -> dict:

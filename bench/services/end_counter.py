@@ -23,7 +23,7 @@ async def while_running(work: Coroutine[Any, Any, Result], *beside: asyncio.Futu
         if each.done():
             working.cancel()
             each.result()
-            raise RuntimeError("what the work needs beside it has ended")
+            raise RuntimeError("a background task that the work needs has ended")
     return working.result()
 
 

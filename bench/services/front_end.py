@@ -55,7 +55,7 @@ class Child:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         line = self._process.stdout.readline()
         if not line.startswith("ready on "):
-            raise SystemExit(f"{' '.join(arguments)} ended with {self._process.wait()} and said {line!r}")
+            raise SystemExit(f"{' '.join(arguments)} ended with {self._process.wait()} and printed {line!r}")
         self.address = line.strip().removeprefix("ready on ").removeprefix("grpc://")
 
     def ask(self, line: str) -> str:
@@ -286,7 +286,7 @@ async def measure(arguments: argparse.Namespace) -> dict | None:
 
 def report(figures: dict) -> None:
     load = figures["load"]
-    print(f"CPU of the process that delivers, us per token; steps of {load['step_ms']:g} ms")
+    print(f"CPU time of the delivering process, us per token; steps of {load['step_ms']:g} ms")
     cost = {}
     for arm in figures["arms"]:
         median = arm["median"]

@@ -81,7 +81,7 @@ async def stream(
         arrivals.append(time.monotonic())
         if queued is None and (await stub.GetLoads(pb.GetLoadsRequest())).num_waiting >= num_waiting:
             queued = time.monotonic()
-            print(f"{num_waiting} wait after {queued - started_at:.1f} s", flush=True)
+            print(f"{num_waiting} requests wait after {queued - started_at:.1f} s", flush=True)
         if queued is not None and time.monotonic() - queued > seconds:
             break
     call.cancel()
@@ -153,4 +153,4 @@ def num_longer(counts: dict[str, float]) -> float:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-blocks", type=int, default=500_000, help="blocks in the cache (default: 500000)")
     parser.add_argument("--num-waiting", type=int, default=20_000, help="requests that wait (default: 20000)")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of streaming beside them (default: 20)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="seconds of streaming meanwhile (default: 20)")

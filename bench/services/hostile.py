@@ -99,7 +99,7 @@ class Attacker:
             for metadata in (wrong, self._metadata):
                 with refused():
                     await self._stub.Generate(request, metadata=metadata).read()
-                    raise AssertionError("the server believed a wrong key, or a name that is another's")
+                    raise AssertionError("the server accepted a wrong key, or the name of another tenant")
 
         await together(8, guess)
 
@@ -328,8 +328,8 @@ async def run_rounds(url: str, scheduler: Service, arguments: argparse.Namespace
 
 def report(figures: dict) -> None:
     found = figures["median"]
-    print(f"gaps between tokens of {NUM_STREAMS} streams of the polite tenant, in ms, and the tokens of {REPEATED_LEN}")
-    print("that it found cached again, medians of the rounds")
+    print(f"gaps between tokens of {NUM_STREAMS} streams of the polite tenant, in ms; cached tokens of {REPEATED_LEN}")
+    print("in its repeated prompt; medians of the rounds")
     for arm, median in found.items():
         ratio = median["p99"] / found["calm"]["p99"]
         gaps = ", ".join(f"{key} {median[key] * 1000:.1f}" for key in ("p50", "p99", "max"))
@@ -340,7 +340,7 @@ def report(figures: dict) -> None:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=3, help="of every attack (default 3)")
-    parser.add_argument("--warm-up", type=float, default=4.0, help="seconds that attackers have to start (default 4)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of every attack (default: 3)")
+    parser.add_argument("--warm-up", type=float, default=4.0, help="seconds for the attackers to start (default: 4)")
     parser.add_argument("--num-threads", type=int, default=1, help="CPU threads of the worker (default 1)")
     parser.add_argument("--attack", help=argparse.SUPPRESS)

@@ -274,7 +274,7 @@ def report(figures: dict[str, Any]) -> None:
     arms = figures["arms"]
     calm = arms["calm"]
     print(
-        f"a tenant with {NUM_STREAMS} streams over HTTP beside attacks of {figures['load']['seconds']:g} s; in ms, MiB"
+        f"a tenant with {NUM_STREAMS} streams over HTTP during attacks of {figures['load']['seconds']:g} s; in ms, MiB"
     )
     for name, found in arms.items():
         print(name)
@@ -285,10 +285,12 @@ def report(figures: dict[str, Any]) -> None:
         print(f"  {'/health':20} {_told(found['health'])} {health}")
         late, held = (found["loop"][key] * 1000 for key in ("late", "held"))
         print(f"  {'event loop':20} held {held:.1f} {_goal(held, HELD_GOAL_S * 1000, name)}, late {late:.1f}")
-        for key, text in (("peak_mib", "memory at most"), ("growth_mib", "memory behind it")):
+        for key, text in (("peak_mib", "memory at most"), ("growth_mib", "memory afterwards")):
             print(f"  {text:20} {found[key]:.0f} more {verdict(found[key], GROWTH_GOAL_MIB, at_least=False)}")
         wrong = num_wrong(found)
-        print(f"  {'answers':20} {wrong} that none may get {verdict(wrong, 0, at_least=False)}: {_answers(found)}")
+        print(
+            f"  {'answers':20} {wrong} that no client should get {verdict(wrong, 0, at_least=False)}: {_answers(found)}"
+        )
 
 
 def num_wrong(found: dict[str, Any]) -> int:
@@ -317,7 +319,7 @@ def _told(found: dict[str, float]) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each attack (default 20)")
-    parser.add_argument("--warm-up", type=float, default=4.0, help="seconds that attackers have before (default 4)")
-    parser.add_argument("--only", default="", help="attacks whose names have this within them (default: all)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="seconds of each attack (default: 20)")
+    parser.add_argument("--warm-up", type=float, default=4.0, help="seconds for the attackers to start (default: 4)")
+    parser.add_argument("--only", default="", help="run the attacks whose names contain this text (default: all)")
     parser.add_argument("--attack", help=argparse.SUPPRESS)

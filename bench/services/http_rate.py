@@ -197,7 +197,7 @@ async def gaps(read: Read, rng: random.Random) -> dict[str, float]:
         for before, after in itertools.pairwise(times)
         if begun <= before and after <= ends
     )
-    assert found, "no moment had all streams open"
+    assert found, "the streams were never all open at the same time"
     quantiles = {"p50": found[len(found) // 2], "p99": found[len(found) * 99 // 100], "max": found[-1]}
     return {name: 1e3 * seconds for name, seconds in quantiles.items()} | {"gaps": len(found)}
 

@@ -112,7 +112,7 @@ def report(figures: dict) -> None:
             gaps = ", ".join(f"{key} {median[key] * 1000:.1f}" for key in ("p50", "p99", "max"))
             print(f"  {arm:12} {gaps}{prompt}")
         goal = verdict(found["p99_ratio"], GOAL, at_least=False) if slowdown != "None" else ""
-        print(f"  p99 with prompts is {found['p99_ratio']:.2f} times that without {goal}")
+        print(f"  p99 with prompts is {found['p99_ratio']:.2f} times the p99 without {goal}")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -141,11 +141,11 @@ def report(found: dict) -> None:
     longest = max(figures["max_ms"] for arm in ATTACKS for figures in rounds[arm])
     kept = max(figures["kept_mb"] for arm in ATTACKS for figures in rounds[arm])
     calm = max(figures["max_ms"] for figures in rounds["calm"])
-    print(f"longest gap beside long texts {longest:.1f} ms {verdict(longest, GOAL_GAP_MS, at_least=False)}")
+    print(f"longest gap during long texts {longest:.1f} ms {verdict(longest, GOAL_GAP_MS, at_least=False)}")
     print(f"longest gap without them {calm:.1f} ms")
     print(f"memory kept {SETTLE_S:g} s later {kept:.1f} MB {verdict(kept, GOAL_MEMORY_MB, at_least=False)}")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=3, help="of every attack (default 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of every attack (default: 3)")
     parser.add_argument("--attack", nargs=4, help=argparse.SUPPRESS)

@@ -106,7 +106,7 @@ def resident_bytes(pid: int) -> int:
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) * 1024
-    raise ValueError(f"process {pid} tells no memory")
+    raise ValueError(f"/proc/{pid}/status has no VmRSS line")
 
 
 async def watch_memory(system: System, samples: list[int], interval_s: float = 1.0) -> None:
@@ -169,17 +169,22 @@ def report(figures: dict) -> None:
         f"{refusals[-1] * 1e3:.1f} ms {verdict(worst, REFUSAL_GOAL_S, at_least=False)}"
     )
     print(
-        f"  useful tokens/s against the peak {share:.3f}, median of {len(rounds)} "
+        f"  useful tokens/s relative to the peak {share:.3f}, median of {len(rounds)} "
         f"{verdict(share, THROUGHPUT_GOAL, at_least=True)}"
     )
-    print(f"  the scheduler's memory at the end {growth:.3f} times {verdict(growth, MEMORY_GOAL, at_least=False)}")
+    print(f"  the scheduler's memory has grown to {growth:.3f} times {verdict(growth, MEMORY_GOAL, at_least=False)}")
     for failure in sorted({failure for flood in floods for failure in flood["failures"]}):
         print(f"  failed: {failure}")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seconds", type=float, default=60.0, help="of the flood (default 60)")
-    parser.add_argument("--max-num-seqs", type=int, default=32, help="sequences that run at a time (default 32)")
-    parser.add_argument("--waiting", type=int, default=32, help="requests that may wait (default 32)")
-    parser.add_argument("--num-threads", type=int, default=1, help="of the worker (default 1: the rest serves clients)")
-    parser.add_argument("--rounds", type=int, default=3, help="of a peak and a flood each (default 3)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds of the flood (default: 60)")
+    parser.add_argument("--max-num-seqs", type=int, default=32, help="sequences that run at a time (default: 32)")
+    parser.add_argument("--waiting", type=int, default=32, help="requests that may wait (default: 32)")
+    parser.add_argument(
+        "--num-threads",
+        type=int,
+        default=1,
+        help="CPU threads of the worker (default: 1; the other cores serve the clients)",
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="rounds, each of a peak and a flood (default: 3)")

@@ -43,12 +43,14 @@ def fit(steps: Sequence[RecordedStep], max_num_batched_tokens: int) -> WorkerSpe
     prompts = [step for step in steps if step.num_prompt_tokens]
     decodes = [step.seconds for step in steps if step.num_decoding_rows and not step.num_prompt_tokens]
     if len(prompts) < 2 or not decodes:
-        raise ValueError(f"{len(prompts)} steps compute prompts and {len(decodes)} only decode: too few for a fit")
+        raise ValueError(
+            f"{len(prompts)} steps compute prompts and {len(decodes)} only decode: a fit needs at least 2 and 1"
+        )
     slope, intercept = statistics.linear_regression(
         [step.num_prompt_tokens for step in prompts], [step.seconds for step in prompts]
     )
     if slope <= 0:
-        raise ValueError("steps of more prompt tokens did not take longer: nothing can be fitted to them")
+        raise ValueError("steps with more prompt tokens did not take longer, so that no rate can be fitted")
     return WorkerSpeed(
         prefill_rate=1 / slope,
         decode_rate=1 / statistics.fmean(decodes),

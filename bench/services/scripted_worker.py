@@ -35,7 +35,7 @@ class Rows:
     def execute(self, plan: worker_pb2.StepPlan) -> int:
         """Apply a plan. Return the number of rows that sample in this step."""
         if plan.fork_target_slots or plan.append_token_slots:
-            raise NotImplementedError("the scripted worker knows neither forks nor beams")
+            raise NotImplementedError("the scripted worker does not support forks and beams")
         if self._is_steady and not (plan.released_slots or plan.openings or plan.work_slots):
             return self._num_steady
         for slot in plan.released_slots:
@@ -131,10 +131,10 @@ async def serve(model: str, step_s: float, num_device_blocks: int) -> None:
 
 
 def run_program() -> None:
-    parser = argparse.ArgumentParser(description="A worker without a model.")
+    parser = argparse.ArgumentParser(description="A simulated worker without a model.")
     parser.add_argument("model", help="checkpoint directory, of which only config.json and tokenizer.json are read")
     parser.add_argument("--step-ms", type=float, default=4.0, help="duration of a step (default: 4)")
-    parser.add_argument("--num-device-blocks", type=int, default=65_536, help="of 16 tokens (default: 65536)")
+    parser.add_argument("--num-device-blocks", type=int, default=65_536, help="blocks of 16 tokens (default: 65536)")
     arguments = parser.parse_args()
     asyncio.run(serve(arguments.model, arguments.step_ms / 1000, arguments.num_device_blocks))
 

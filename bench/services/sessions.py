@@ -209,7 +209,7 @@ def serve_undisturbed(trace: Trace, policy: str, load: Load, record_to: Path | N
     for _ in range(MAX_ATTEMPTS):
         flags = [] if record_to is None else ["--record", record_to / "attempt"]
         found = serve(trace, policy, load, flags)
-        print(f"others took {100 * found['share_of_others']:.1f} % of the cores", flush=True)
+        print(f"other processes used {100 * found['share_of_others']:.1f} % of the cores", flush=True)
         if found["share_of_others"] < best["share_of_others"]:
             best = found
             if record_to is not None:
@@ -276,7 +276,7 @@ def make_traces(arguments: argparse.Namespace, folder: Path) -> tuple[Trace, Tra
     sessions = reduce_sessions(source(arguments), reduction, num_compared + arguments.calibration_sessions)
     if len(sessions) <= num_compared:
         raise ValueError(
-            f"{len(sessions)} sessions are short enough: none is left for the calibration, lower --sessions"
+            f"only {len(sessions)} sessions are short enough, and none is left for the calibration: lower --sessions"
         )
     compared = arguments.keep_trace or folder / "compared.jsonl"
     write_sessions(compared, sessions[:num_compared])
@@ -361,22 +361,25 @@ def report_policy(policy: str, entry: dict[str, Any]) -> None:
     ):
         error = abs(entry["simulated"][key] / medians[key] - 1)
         print(f"  {what} is off by {100 * error:.1f} % {verdict(100 * error, 100 * goal, at_least=False)}")
-    print(f"  others took {100 * medians['share_of_others']:.0f} % of the cores meanwhile")
+    print(f"  other processes used {100 * medians['share_of_others']:.0f} % of the cores during the runs")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", type=Path, help="file of agent sessions, plain or .gz (default: random sessions)")
-    parser.add_argument("--seed", type=int, default=0, help="of random sessions (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of random sessions (default: 0)")
     parser.add_argument("--factor", type=int, default=64, help="divide tokens and seconds by this (default: 64)")
     parser.add_argument("--sessions", type=int, default=48, help="sessions to compare (default: 48)")
     parser.add_argument(
-        "--calibration-sessions", type=int, default=48, help="sessions behind them, for the fit (default: 48)"
+        "--calibration-sessions",
+        type=int,
+        default=48,
+        help="sessions for the fit, after the compared ones (default: 48)",
     )
-    parser.add_argument("--requests", type=int, default=24, help="requests of a session at most (default: 24)")
-    parser.add_argument("--at-once", type=int, default=24, help="sessions at once (default: 24)")
+    parser.add_argument("--requests", type=int, default=24, help="maximum number of requests per session (default: 24)")
+    parser.add_argument("--at-once", type=int, default=24, help="concurrent sessions (default: 24)")
     parser.add_argument(
         "--num-blocks", type=int, nargs="+", default=[900, 1200], help="blocks of the KV cache (default: 900 1200)"
     )
     parser.add_argument("--policy", nargs="+", choices=POLICIES, default=["fcfs"], help="policies (default: fcfs)")
     parser.add_argument("--rounds", type=int, default=1, help="measured runs of each policy (default: 1)")
-    parser.add_argument("--keep-trace", type=Path, metavar="FILE", help="write the trace that is compared here")
+    parser.add_argument("--keep-trace", type=Path, metavar="FILE", help="write the compared trace to this file")

@@ -37,7 +37,7 @@ def reduce_session(session: Session, reduction: Reduction) -> Session:
     """
     factor = reduction.factor
     if session["block_size"] % factor:
-        raise ValueError(f"blocks have {session['block_size']} tokens, which {factor} does not divide")
+        raise ValueError(f"the block size {session['block_size']} is not a multiple of the factor {factor}")
     requests: list[dict[str, Any]] = []
     for request in session["requests"][: reduction.max_requests]:
         num_prompt = max(1, request["input"] // factor)

@@ -122,7 +122,7 @@ async def service_process(*command: str) -> AsyncIterator[tuple[str, int]]:
     try:
         line = (await process.stdout.readline()).decode().strip()
         if not line.startswith("ready on "):
-            raise RuntimeError(f"{' '.join(command)} ended with {await process.wait()} and said {line!r}")
+            raise RuntimeError(f"{' '.join(command)} ended with {await process.wait()} and printed {line!r}")
         yield line.removeprefix("ready on "), process.pid
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -305,10 +305,10 @@ def report(figures: dict) -> None:
     print(f"  delivering a token to a client stream costs {figures['delivery_cpu_us_per_token']:.0f} us of CPU")
     steady = figures["plan"]
     print(
-        f"  a plan for {steady['num_sequences']} sequences that only advance: at most {steady['max_bytes']} bytes, "
+        f"  a plan for {steady['num_sequences']} sequences that only decode: at most {steady['max_bytes']} bytes, "
         f"{steady['encode_us']:.0f} us to encode, {steady['decode_us']:.0f} us to decode"
     )
-    print("CPU/token is of the process that schedules; with one process that includes the model.")
+    print("CPU/token is the CPU time of the scheduling process; with one process, it includes the model.")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -78,7 +78,7 @@ async def tokens_per_second(client: AsyncClient, rng: random.Random, num_tokens:
             times.extend(time.perf_counter() for _ in output.token_ids)
 
     await asyncio.gather(*(run() for _ in range(NUM_ROWS)))
-    assert len(times) == NUM_ROWS * num_tokens, f"{len(times)} tokens came"
+    assert len(times) == NUM_ROWS * num_tokens, f"{len(times)} tokens arrived"
     times.sort()
     # From the time when every row has begun, to the time when the first row may be done.
     first, last = 2 * NUM_ROWS, len(times) - NUM_ROWS
@@ -112,7 +112,7 @@ async def first_token(client: AsyncClient, rng: random.Random, schema: dict[str,
     async for output in client.stream(None, sampling, prompt_token_ids=random_prompt(rng, INPUT_LEN)):
         if output.token_ids:
             return time.perf_counter() - began
-    raise AssertionError("no token came")
+    raise AssertionError("no token arrived")
 
 
 async def measure_first_tokens(client: AsyncClient, num_requests: int) -> dict[str, Any]:
@@ -219,11 +219,9 @@ def report(found: dict[str, Any]) -> None:
     for arm, median in gaps.items():
         print(f"  {arm:12}", ", ".join(f"{key} {value * 1000:.1f}" for key, value in median.items()))
     ratio = gaps["hostile"]["p99"] / gaps["alone"]["p99"]
-    print(
-        f"  p99 beside hostile grammars is {ratio:.2f} times that alone {verdict(ratio, MAX_GAP_RATIO, at_least=False)}"
-    )
+    print(f"  p99 with hostile grammars is {ratio:.2f} times p99 alone {verdict(ratio, MAX_GAP_RATIO, at_least=False)}")
     ratio = gaps["new schemas"]["p99"] / gaps["requests"]["p99"]
-    print(f"  p99 beside new schemas is {ratio:.2f} times that beside the same requests without")
+    print(f"  p99 with new schemas is {ratio:.2f} times p99 with requests without schemas")
 
 
 async def measure(arguments: argparse.Namespace) -> dict[str, Any] | None:
@@ -249,7 +247,9 @@ async def serve(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds of each arm (default: 3)")
-    parser.add_argument("--num-tokens", type=int, default=200, help="of a row (default: 200)")
-    parser.add_argument("--num-requests", type=int, default=30, help="of which the first token is timed (default: 30)")
+    parser.add_argument("--num-tokens", type=int, default=200, help="output tokens of a row (default: 200)")
+    parser.add_argument(
+        "--num-requests", type=int, default=30, help="requests whose first token is timed (default: 30)"
+    )
     parser.add_argument("--num-threads", type=int, default=2, help="CPU threads of the worker (default: 2)")
     parser.add_argument("--attack", help=argparse.SUPPRESS)

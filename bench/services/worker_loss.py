@@ -216,11 +216,11 @@ def report(figures: dict[str, Any]) -> None:
             end="",
         )
         print(f"was killed {found['longest_wait_before']:.2f} s, ", end="")
-        print(f"of those sent a second after the grace {found['longest_wait_after_the_grace']:.2f} s")
+        print(f"for requests sent a second after the grace {found['longest_wait_after_the_grace']:.2f} s")
         print(f"  {num_failed} failed {verdict(num_failed, 0, at_least=False)}; ", end="")
         num_equal = found["long_streams_with_the_text_of_a_calm_run"]
         print(f"{found['streams_that_waited_for_the_worker']} streams waited for the worker; ", end="")
-        print(f"{num_equal} of {len(PROMPTS)} long ones have the text of a calm run")
+        print(f"{num_equal} of {len(PROMPTS)} long streams have the same text as in a calm run")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -31,7 +31,7 @@ def element_of(dtype: torch.dtype) -> int:
     """Return the kernels' element number for a dtype. Raises ValueError if the kernels do not support the dtype."""
     element = getattr(constants, f"ELEMENT_{str(dtype).removeprefix('torch.').upper()}", None)
     if element is None:
-        raise ValueError(f"{dtype} has no kernels")
+        raise ValueError(f"no kernel supports {dtype}")
     return element
 
 

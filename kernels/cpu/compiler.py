@@ -196,7 +196,7 @@ def _error(status: int, said: str) -> Exception:
     # The signal that ended the shell, or the signal that the shell reports for the compiler as 128 + number.
     number = -status if status < 0 else status - 128
     if number == signal.SIGKILL or _NO_MEMORY.search(said):
-        return NoMemoryError("was ended for want of memory")
+        return NoMemoryError("ran out of memory")
     if _NO_SPACE.search(said):
         return OSError(errno.ENOSPC, reason)
     is_passing = number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM) or _INTERRUPTED.search(said)

@@ -61,7 +61,9 @@ class DecoderKernel:
             at.kind = getattr(constants, f"OPERATION_{kind.upper()}")
             self._put_fields(at, operation)
         if len(self._numbers) > constants.MAX_BUFFERS:
-            raise ValueError(f"there are {len(self._numbers) - 1} buffers; {constants.MAX_BUFFERS - 1} fit")
+            raise ValueError(
+                f"the model needs {len(self._numbers) - 1} buffers; the limit is {constants.MAX_BUFFERS - 1}"
+            )
         names = [ffi.new("char[]", name.encode()) for name in self._numbers]
         self._held += [names, ffi.new("char *[]", names), ffi.new("int64_t[]", len(names))]
         # An exception of an all-reduce is kept here, and raised after the step has returned.
@@ -151,10 +153,12 @@ class DecoderKernel:
         """
         (num_tokens,), (num_logits,) = token_ids.shape, logit_rows.shape
         if num_logits > num_tokens:
-            raise ValueError(f"{num_logits} of {num_tokens} tokens are to have logits; all can at most")
+            raise ValueError(
+                f"logit_rows has {num_logits} entries for {num_tokens} tokens; it must not have more than that"
+            )
         if not token_ids.shape == positions.shape == rows.slot_mapping.shape:
             found = f"{len(rows.slot_mapping)} in rows, and {len(positions)} positions"
-            raise ValueError(f"there are {num_tokens} token_ids and {found}; they must agree")
+            raise ValueError(f"there are {num_tokens} token_ids and {found}; their numbers must be equal")
         self._use_cache(kv_cache, scorings)
         put_rows(self._step, rows, num_tokens)
         hidden = torch.empty(num_tokens, self._head.in_size)
@@ -200,11 +204,15 @@ class DecoderKernel:
         heads = [self._decoder.at.num_kv_heads, self._decoder.at.head_dim]
         held = [first_key.shape[2], head_dim_of(first_key)]
         if heads not in ([0, 0], held):
-            raise ValueError(f"there are {heads[0]} KV heads of {heads[1]}, and a cache for {held[0]} of {held[1]}")
+            raise ValueError(
+                f"the model has {heads[0]} KV heads of size {heads[1]}, but the cache has {held[0]} of size {held[1]}"
+            )
         forms = {(*cache.shape, cache.stride(), cache.dtype) for layer in kv_cache for cache in layer}
         if len(forms) > 1 or first_key.dtype not in _CACHES:
             found = " and ".join(map(str, sorted(forms, key=str)))
-            raise ValueError(f"caches are {found}: all layers have one shape, in one of {', '.join(map(str, _CACHES))}")
+            raise ValueError(
+                f"caches are {found}; all layers need one shape, and one dtype of {', '.join(map(str, _CACHES))}"
+            )
         for at, operation in zip(self._operations, self._model, strict=True):
             if type(operation) in (QkNormRopeStore, AttendPaged):
                 at.key_cache, at.value_cache = map(address_of, kv_cache[operation.layer])

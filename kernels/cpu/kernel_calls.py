@@ -117,10 +117,10 @@ class CpuKernels:
         check("values", weight.values, element, (out_size, in_size))
         check("bias", bias, torch.float32, (out_size,))
         if element not in _OVER:
-            raise ValueError(f"{element} has no kernels; use one of {', '.join(map(str, _OVER))}")
+            raise ValueError(f"no kernel supports weights of {element}; use one of {', '.join(map(str, _OVER))}")
         activation = activation if weight.scale is None else _OVER[element][0]
         if activation not in _OVER[element]:
-            raise ValueError(f"activations of {activation} do not fit a weight of {element}")
+            raise ValueError(f"activations of {activation} are not supported with a weight of {element}")
         if not _is_narrow(weight):
             weight = weight.without_factors()
         empty = PackedLinear(
@@ -138,7 +138,7 @@ class CpuKernels:
             return PanelFormat(element)
         unit = unit_size(element, weight.group_size, values.shape[1])
         if not unit:
-            raise ValueError(f"groups of {weight.group_size} of {values.shape[1]} inputs have no panels")
+            raise ValueError(f"the group size {weight.group_size} is not supported for {values.shape[1]} inputs")
         if element == FLOAT8:
             return PanelFormat(element, unit)
         table = torch.zeros(16, dtype=torch.int8)
@@ -169,7 +169,7 @@ class CpuKernels:
         num_rows, num_columns = values.shape
         check("values", values, torch.float32, (num_rows, num_columns))
         if bits not in BITS.values() or num_columns % GROUP_SIZE:
-            raise ValueError(f"{num_columns} columns are not quantised to {bits} bits, in groups of {GROUP_SIZE}")
+            raise ValueError(f"cannot quantise {num_columns} columns to {bits} bits in groups of {GROUP_SIZE}")
         codes = torch.empty(num_rows, num_columns, dtype=torch.int8)
         scale = torch.empty(num_rows, num_columns // GROUP_SIZE)
         self._call("quantize", values, scale.numel(), bits, codes, scale, torch.get_num_threads())
@@ -289,8 +289,8 @@ class CpuKernels:
         num_kv_heads = (num_all_heads - num_heads) // 2
         if num_kv_heads < 1 or num_heads + 2 * num_kv_heads != num_all_heads or head_dim % 2:
             raise ValueError(
-                f"heads are {tuple(heads.shape)} with {num_heads} of queries; as many of keys as of values are left, "
-                "and head_dim is even"
+                f"heads are {tuple(heads.shape)} with {num_heads} query heads; the remaining heads must be half keys "
+                "and half values, and head_dim must be even"
             )
         check("heads", heads, heads.dtype, tuple(heads.shape))
         for name, table in (("cos", cos), ("sin", sin)):
@@ -323,7 +323,7 @@ class CpuKernels:
         status = getattr(self.library, name)(*map(_passed, arguments))
         if status == constants.NO_KERNEL:
             found = " over ".join(str(argument) for argument in arguments if isinstance(argument, torch.dtype))
-            raise ValueError(f"{found} has no kernels of {name}; use one of {', '.join(map(str, _ACTIVATIONS))}")
+            raise ValueError(f"{found} is not supported by {name}; use one of {', '.join(map(str, _ACTIVATIONS))}")
         if status == constants.NO_MEMORY:
             raise MemoryError(f"no memory for {name} of {[tuple(x.shape) for x in arguments if isinstance(x, Tensor)]}")
 

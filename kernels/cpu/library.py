@@ -114,7 +114,9 @@ def load_library(build: Build) -> Library:
     except (OSError, AttributeError) as error:
         raise BuildError(f"{path} does not load: {error}; {_remedy(path)}") from error
     if others:
-        raise BuildError(f"{path} is of another version, by its {', '.join(others)}; {_remedy(path)}")
+        raise BuildError(
+            f"{path} was built from another version: the sizes differ for {', '.join(others)}; {_remedy(path)}"
+        )
     return Library(functions, path)
 
 
@@ -122,7 +124,7 @@ def _remedy(path: Path) -> str:
     """Return an instruction for the user about a library that does not load."""
     if os.statvfs(path.parent).f_flag & os.ST_NOEXEC:
         return f"{path.parent} is mounted noexec: mount it without that, or set PAGEWIRE_CACHE to a folder elsewhere"
-    return "remove it to have it built again"
+    return "remove it, and the next start builds it again"
 
 
 def choose_variant(name: str) -> str:
@@ -155,7 +157,7 @@ def build_library(build: Build, flags: Sequence[str]) -> Path:
     If another process is already building, wait for it. Raises BuildError.
     """
     if build.cache is None:
-        raise BuildError("this user has no home for what is built; set PAGEWIRE_CACHE to a folder")
+        raise BuildError("there is no cache folder, because this user has no home; set PAGEWIRE_CACHE to a folder")
     place = build.cache / _digest(flags)
     try:
         return _build_by_first(place, flags, build)
@@ -163,7 +165,7 @@ def build_library(build: Build, flags: Sequence[str]) -> Path:
         earlier = next(filter(is_sealed, place.glob("*.so")), None)
         if earlier is None:
             raise
-        logger.info("taking the CPU kernels that another compiler has made: %s", error)
+        logger.info("using CPU kernels that another compiler has built: %s", error)
         return earlier
 
 
@@ -209,7 +211,7 @@ def _build(compiler: Compiler, flags: Sequence[str], build: Build, path: Path, r
             return _is_built(path) or _compile(compiler, flags, build, folder, path, refusals)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise BuildError(f"{cache} is full: make room, or set PAGEWIRE_CACHE to a folder elsewhere") from error
+            raise BuildError(f"{cache} is full: make room, or set PAGEWIRE_CACHE to another folder") from error
         raise BuildError(f"cannot write to {cache}: {error}; set PAGEWIRE_CACHE to another folder") from error
 
 
@@ -278,7 +280,7 @@ def _compile(
             refusals[compiler.name] = str(error)
             return False
         if path.exists():
-            logger.warning("%s is not what was built: building it again", path)
+            logger.warning("%s is damaged: building it again", path)
         # Logged as a warning, because this line is the only sign that the slow start is making progress.
         logger.warning(
             "compiling the CPU kernels with %s, once on this machine%s",

@@ -80,7 +80,9 @@ class PackedExperts:
         forms = dict.fromkeys((linear.in_size, linear.out_size, linear.activation) for linear in linears)
         if len(forms) != 1:
             found = " and ".join(f"[{outs}, {ins}] over {activation}" for ins, outs, activation in forms)
-            raise ValueError(f"experts have weights {found or 'of no kind'}; all must be of one")
+            raise ValueError(
+                f"experts have weights {found or 'of no kind'}; all must have the same sizes and activation"
+            )
         self.linears = tuple(linears)
         ((self.in_size, self.out_size, _),) = forms
         self.layers = ffi.new("linear_layer[]", [linear.layer[0] for linear in linears])

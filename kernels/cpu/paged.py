@@ -38,8 +38,8 @@ class PagedRows:
         """Build the rows from lists and tensors. Raises ValueError if the lengths do not match."""
         if len(query_start_loc) != len(seq_lens) + 1 or len(block_tables) != len(seq_lens):
             raise ValueError(
-                f"{len(seq_lens)} rows need as many block tables and one more start, "
-                f"not {len(block_tables)} and {len(query_start_loc)}"
+                f"{len(seq_lens)} rows need one block table each and one more start, "
+                f"but there are {len(block_tables)} tables and {len(query_start_loc)} starts"
             )
         return PagedRows(
             torch.tensor(query_start_loc, dtype=torch.int32),
@@ -98,12 +98,12 @@ def cache_step(
         if cache.shape != key_cache.shape or cache.dtype != key_cache.dtype or cache.stride(3) != 1:
             raise ValueError(
                 f"{name} is {cache.dtype} {tuple(cache.shape)} with strides {cache.stride()}; it must be "
-                f"{key_cache.dtype} {tuple(key_cache.shape)}, the last dimension dense"
+                f"{key_cache.dtype} {tuple(key_cache.shape)}, with a contiguous last dimension"
             )
     if head_dim > MAX_HEAD_DIM or num_heads % num_kv_heads:
         raise ValueError(
-            f"{num_heads} query heads of {head_dim} over {num_kv_heads} KV heads; a multiple of the KV heads and at "
-            f"most {MAX_HEAD_DIM} fit"
+            f"{num_heads} query heads of {head_dim} over {num_kv_heads} KV heads; the query heads must be a multiple "
+            f"of the KV heads, and the head size at most {MAX_HEAD_DIM}"
         )
     step = Structure(
         "attention_step",
@@ -155,7 +155,9 @@ class TableFlattener:
         num_slots = len(token_ids)
         for name, array in (("token_ids", token_ids), ("block_tables", block_tables)):
             if array.dtype != np.int32 or array.ndim != 2 or len(array) != num_slots or not array.flags.c_contiguous:
-                raise ValueError(f"{name} is {array.dtype} {array.shape}; make it int32 [{num_slots}, any], dense")
+                raise ValueError(
+                    f"{name} is {array.dtype} {array.shape}; it must be int32 [{num_slots}, any], contiguous"
+                )
         self._tables = token_ids, block_tables  # keeps alive the memory that the batch points to
         self._flatten = library.flatten_rows
         self._inputs = {name: torch.zeros(num_slots, dtype=dtype) for name, dtype in _INPUTS.items()}

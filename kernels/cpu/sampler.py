@@ -276,7 +276,9 @@ class _Kernel:
         step.at.num_rows, step.at.vocab_size = num_rows, vocab_size = logits.shape
         step.at.logits_stride, last_stride = logits.stride()
         if logits.dtype != torch.float32 or last_stride != 1:
-            raise ValueError(f"the logits are {list(logits.shape)} of {logits.dtype}; make them dense rows of float32")
+            raise ValueError(
+                f"the logits are {list(logits.shape)} of {logits.dtype}; they must be contiguous rows of float32"
+            )
         check("highest", highest, torch.int64, (num_rows,))
         step.at.num_threads = num_threads = min(torch.get_num_threads(), max(num_rows, 1))
         num_floats = num_threads * self._scratch_size(vocab_size)
@@ -356,7 +358,9 @@ class TableSampler:
         """
         num_rows = len(slots)
         if logits.shape[0] != num_rows or len(num_tokens) != num_rows:
-            raise ValueError(f"{num_rows} slots come with {len(logits)} logits and {len(num_tokens)} lengths")
+            raise ValueError(
+                f"{num_rows} slots, {len(logits)} rows of logits and {len(num_tokens)} lengths do not match"
+            )
         self._slots[:num_rows], self._num_tokens[:num_rows] = slots, num_tokens
         if masks is not None or self._step.at.masks:
             lines, mask_lines = (None, None) if masks is None else map(torch.from_numpy, masks)

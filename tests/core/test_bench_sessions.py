@@ -60,7 +60,7 @@ def test_sessions_end_before_they_grow_too_long() -> None:
     too_long = session | {"session": "b", "requests": requests[2:]}
     found = reduce_sessions([too_long, session, session], Reduction(64, 9, 30, 7, 5.0), 1)
     assert found == [reduced]
-    with pytest.raises(ValueError, match="blocks have 64 tokens, which 48 does not divide"):
+    with pytest.raises(ValueError, match="the block size 64 is not a multiple of the factor 48"):
         reduce_session(session, Reduction(48, **UNLIMITED))
 
 

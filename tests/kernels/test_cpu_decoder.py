@@ -78,10 +78,13 @@ def forward(kernel, *, num_slots=3, dtypes=(torch.float32,) * 2, num_tokens=3, l
     ("step", "message"),
     [
         ({"num_slots": 2}, "there are 3 token_ids and 2 in rows"),
-        ({"logit_rows": (0, 1, 2, 0)}, "4 of 3 tokens are to have logits"),
-        ({"dtypes": (torch.float32, torch.bfloat16)}, "all layers have one shape, in one of torch.float32"),
-        ({"dtypes": (torch.float64,) * 2}, "all layers have one shape, in one of torch.float32"),
-        ({"head_dim": 4}, "there are 2 KV heads of 8, and a cache for 2 of 4"),
+        ({"logit_rows": (0, 1, 2, 0)}, "logit_rows has 4 entries for 3 tokens"),
+        (
+            {"dtypes": (torch.float32, torch.bfloat16)},
+            "all layers need one shape, and one dtype of torch.float32",
+        ),
+        ({"dtypes": (torch.float64,) * 2}, "all layers need one shape, and one dtype of torch.float32"),
+        ({"head_dim": 4}, "the model has 2 KV heads of size 8, but the cache has 2 of size 4"),
     ],
 )
 def test_what_does_not_fit_is_refused(cpu_kernels, step, message):
@@ -94,7 +97,7 @@ def test_what_does_not_fit_is_refused(cpu_kernels, step, message):
     ("changed", "message"),
     [
         ({"head_dim": 4}, "buffer heads is 64 wide and 32 elsewhere"),
-        ({"embedding": torch.ones(VOCAB, HIDDEN, dtype=torch.float64)}, "^torch.float64 has no kernels"),
+        ({"embedding": torch.ones(VOCAB, HIDDEN, dtype=torch.float64)}, "^no kernel supports torch.float64"),
         ({"embedding": torch.ones(VOCAB, HIDDEN, dtype=torch.int8)}, "a table of torch.int8 has no rows of floats"),
         ({"embedding": torch.ones(HIDDEN, VOCAB).t()}, "^Embed's table is .* contiguous"),
         ({"norm": torch.ones(HIDDEN).half()}, r"weight is torch.float16 \(32,\); it must be torch.float32 \(32,\)"),
@@ -117,7 +120,7 @@ def test_more_buffers_than_there_is_room_for_are_refused(cpu_kernels):
         return [Embed("x0", torch.zeros(2, 4)), *chain, LmHead(f"x{num_buffers - 1}", head)]
 
     DecoderKernel(cpu_kernels, clips(31))
-    with pytest.raises(ValueError, match="there are 32 buffers; 31 fit"):
+    with pytest.raises(ValueError, match="the model needs 32 buffers; the limit is 31"):
         DecoderKernel(cpu_kernels, clips(32))
 
 

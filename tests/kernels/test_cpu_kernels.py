@@ -369,16 +369,16 @@ def test_bad_arguments_are_refused(cpu_kernels):
     ):
         with pytest.raises(ValueError, match=message):
             paged_attention(cpu_kernels, query, step.key_cache, step.value_cache, *rows)
-    with pytest.raises(ValueError, match="need as many block tables"):
+    with pytest.raises(ValueError, match="need one block table each"):
         paged_attention(
             cpu_kernels, step.query, step.key_cache, step.value_cache, step.block_tables, [6, 6], [0, 1], Scoring(1.0)
         )
     with pytest.raises(ValueError, match=r"weight is .*must be torch.float32 \(8,\)"):
         cpu_kernels.rms_norm(torch.ones(2, 8), torch.ones(7), 1e-6)
-    with pytest.raises(ValueError, match="float64 has no kernels"):
+    with pytest.raises(ValueError, match=r"no kernel supports torch.float64"):
         cpu_kernels.silu_mul(torch.ones(2, 8).double())
     large = make_step(random.Random(13), [(5, 1)], head_dim=257, group=1, num_kv_heads=1, block_size=16)
-    with pytest.raises(ValueError, match="at most 256 fit"):
+    with pytest.raises(ValueError, match="the head size at most 256"):
         large.check(cpu_kernels)
 
 
@@ -502,7 +502,7 @@ def test_a_damaged_library_is_built_again(tmp_path):
     assert ended.returncode == 0, ended
     lines = ended.stdout.splitlines()
     assert [line for line in lines if line[0].isdigit()] == [f"{seed} {seed + 42} True" for seed in range(12)]
-    assert sum("is not what was built: building it again" in line for line in lines) == 12
+    assert sum("is damaged: building it again" in line for line in lines) == 12
 
 
 @pytest.fixture
@@ -558,7 +558,7 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch, caplog, fresh_sw
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     assert load_cpu_kernels() is None
     (line,) = caplog.messages
-    assert line.endswith("this user has no home for what is built; set PAGEWIRE_CACHE to a folder")
+    assert line.endswith("there is no cache folder, because this user has no home; set PAGEWIRE_CACHE to a folder")
 
 
 def test_the_variant_is_chosen_by_name(monkeypatch, fresh_switch):

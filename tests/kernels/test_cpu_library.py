@@ -14,7 +14,7 @@ from testing.kernels.compiler import skip_without_compiler
 @pytest.mark.parametrize(
     ("flags", "remedy"),
     [
-        (0, "; remove it to have it built again"),
+        (0, "; remove it, and the next start builds it again"),
         (os.ST_NOEXEC, " is mounted noexec: mount it without that, or set PAGEWIRE_CACHE"),
     ],
 )
@@ -37,5 +37,7 @@ def test_a_library_of_another_version(tmp_path: Path, monkeypatch: pytest.Monkey
     declared = (library.SOURCES / "abi.h").read_text()
     (tmp_path / "abi.h").write_text(declared.replace("} attention_step;", "  int64_t added;\n} attention_step;"))
     monkeypatch.setattr(library, "SOURCES", tmp_path)
-    with pytest.raises(library.BuildError, match="is of another version, by its attention_step; remove it"):
+    with pytest.raises(
+        library.BuildError, match="was built from another version: the sizes differ for attention_step; remove it"
+    ):
         library.load_library(library.Build("portable", cache=tmp_path / "cache"))

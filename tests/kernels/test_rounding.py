@@ -75,9 +75,9 @@ def test_what_is_no_number_or_too_large_is_refused(quantize, bits, wrong):
 
 def test_the_kernels_take_whole_groups_of_float32_alone():
     kernels = load_variant("portable")
-    with pytest.raises(ValueError, match="48 columns are not quantised to 8 bits, in groups of 32"):
+    with pytest.raises(ValueError, match="cannot quantise 48 columns to 8 bits in groups of 32"):
         kernels.quantize(torch.ones(2, 48), 8)
-    with pytest.raises(ValueError, match="64 columns are not quantised to 5 bits"):
+    with pytest.raises(ValueError, match="cannot quantise 64 columns to 5 bits"):
         kernels.quantize(torch.ones(2, 64), 5)
     with pytest.raises(ValueError, match=r"values is torch\.float16|values"):
         kernels.quantize(torch.ones(2, 64).half(), 8)

@@ -137,5 +137,5 @@ def test_a_table_has_the_kernels_gaps_and_launches_of_a_step() -> None:
 def test_a_trace_without_steps_is_refused() -> None:
     trace = Trace()
     trace.step(1, 0, [])
-    with pytest.raises(ValueError, match="0 steps on a device, and 1 that were launched"):
+    with pytest.raises(ValueError, match="0 steps on a device and 1 launched steps"):
         trace.times()

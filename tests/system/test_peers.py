@@ -206,7 +206,7 @@ def test_what_is_kept_of_a_run_that_is_interrupted(
     flags = ["--models", "54M", "--formats", "Q8_0", "bf16", "--environments", str(tmp_path), "--output", str(path)]
     peers.main([*flags])
     captured = capsys.readouterr()
-    assert "interrupted: the figures are those of what was measured until then" in captured.err
+    assert "interrupted: the figures include only the completed measurements" in captured.err
     assert "54M shape, Q8_0, round 1 of 3, llama.cpp ..." in captured.err
     found = json.loads(path.read_text())
     # In the order of the table, not of the command.

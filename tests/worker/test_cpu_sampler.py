@@ -196,9 +196,9 @@ def test_arguments_that_do_not_fit_are_refused(kernels: CpuKernels) -> None:
     table, history = opened([SamplingParams()] * 2, rng, 9, 1), random_history(rng, 2, 9, 1)
     sampler = CpuSampler(kernels.library)
     columns = table.columns(table.of_step(np.arange(2), np.full(2, 3)))
-    with pytest.raises(ValueError, match="dense rows of float32"):
+    with pytest.raises(ValueError, match="contiguous rows of float32"):
         sampler.sample(torch.zeros(2, 9, dtype=torch.float64), columns, history)
-    with pytest.raises(ValueError, match="dense rows of float32"):
+    with pytest.raises(ValueError, match="contiguous rows of float32"):
         sampler.sample(torch.zeros(9, 2).T, columns, history)
     with pytest.raises(ValueError, match="temperature"):
         sampler.sample(torch.zeros(2, 9), columns._replace(temperature=torch.zeros(2).double()), history)

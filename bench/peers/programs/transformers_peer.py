@@ -70,7 +70,7 @@ def main() -> None:
         batching = model.continuous_batching_context_manager(generation_config=config, timeout=5)
     except (AttributeError, TypeError) as error:
         sys.exit(
-            f"the continuous batching of transformers 5.23 is called, and {transformers.__version__} differs: {error}"
+            f"this needs the continuous batching of transformers 5.23; {transformers.__version__} differs: {error}"
         )
     with batching as manager:
         answer(lambda prompts, output_lens: generate_batch(manager, prompts, output_lens))
