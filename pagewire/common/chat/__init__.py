@@ -1,1 +1,1 @@
-"""Chats: rendering a conversation by its template, and reading tool calls and reasoning in the output."""
+"""Chat templates, and parsers for the tool calls and the reasoning in a model's output."""

@@ -1,6 +1,6 @@
-"""Renders a conversation by a model's chat template, which makes the text of a prompt.
+"""Rendering of a conversation by a model's chat template into the text of a prompt.
 
-The template is code of the model's author, and runs in the sandbox of `pagewire.common.chat.template_sandbox`.
+The template is code by the model's author. It runs in the sandbox of `pagewire.common.chat.template_sandbox`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,12 +19,13 @@ from pagewire.common.chat.template_forms import (
 from pagewire.common.chat.template_forms import ChatTemplateError as ChatTemplateError
 from pagewire.common.chat.template_sandbox import Overspent, TemplateFailure
 
-# Said where both are asked for.
+# The error message for a request that sets both options.
 GOES_TWO_WAYS = (
     "continue_final_message goes on with the last message, and add_generation_prompt begins another; set one"
 )
 
-# What a template is tried with at the start: what it is called, conversations of which it takes one, and the tools.
+# The checks of a template at startup: the name of a kind of conversation, alternative conversations of which the
+# template must accept one, and the tools.
 _KINDS: tuple[tuple[str, list[list[dict[str, Any]]], list[Any] | None], ...] = (
     ("a plain question", [[QUESTION]], None),
     ("a system message", [[{"role": "system", "content": "Be kind."}, QUESTION]], None),
@@ -46,10 +47,10 @@ def render(
     add_generation_prompt: bool = True,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """Returns the text of the prompt that continues a conversation, special tokens included. Raises ChatTemplateError.
+    """Return the text of the prompt that continues a conversation, including special tokens. Raises ChatTemplateError.
 
-    `variables` are further variables of the template, such as `enable_thinking` or `tools`. A message's content is a
-    text, or OpenAI's list of parts; the template gets it in the form that it takes.
+    `variables` are additional variables for the template, such as `enable_thinking` or `tools`. A message's content is
+    a text, or a list of parts as in OpenAI's API. The template receives the content in the form that it supports.
     """
     given = {"add_generation_prompt": add_generation_prompt, **(variables or {})}
     try:
@@ -59,7 +60,7 @@ def render(
 
 
 def text_of(message: Message) -> str:
-    """Returns the text of a message's content, that of its last part if it has several."""
+    """Return the text of a message's content. If the content has several parts, return the text of the last part."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
@@ -68,11 +69,14 @@ def text_of(message: Message) -> str:
 
 
 def up_to_last(prompt: str, message: Message) -> str:
-    """Cuts off what a template writes behind the content of the last message, as transformers does. Raises
-    ChatTemplateError."""
+    """Return the prompt without the text that the template writes after the content of the last message.
+
+    transformers does the same for `continue_final_message`. Raises ChatTemplateError if the prompt does not contain the
+    content.
+    """
     content = text_of(message)
     stripped = content.strip()
-    found = prompt[::-1].find(stripped[::-1])  # rfind takes the product of both lengths
+    found = prompt[::-1].find(stripped[::-1])  # rfind needs time in proportion to the product of both lengths
     place = len(prompt) - found - len(stripped)
     if found < 0 or not stripped:
         raise ChatTemplateError(
@@ -84,11 +88,10 @@ def up_to_last(prompt: str, message: Message) -> str:
 
 
 def refusals(template: str, special_tokens: Mapping[str, str]) -> dict[str, str]:
-    """Returns the kinds of conversation that a template makes no prompt of, and its reasons; of equal ones the kinds
-    are one entry.
+    """Return the kinds of conversation that a template cannot render, with the reason for each.
 
-    Raises Overspent for a template that does not end: what renders it, a router say, would be busy with it for
-    ever.
+    Kinds that fail for the same reason share one entry. Raises Overspent for a template that does not end, because it
+    would keep any renderer (such as a router) busy forever.
     """
     kinds: dict[str, list[str]] = {}
     for kind, conversations, tools in _KINDS:
@@ -103,7 +106,7 @@ def refusals(template: str, special_tokens: Mapping[str, str]) -> dict[str, str]
 def _failure(
     template: str, messages: Sequence[Message], special_tokens: Mapping[str, str], tools: Sequence[Any] | None
 ) -> str:
-    """Returns why a template makes no prompt of a conversation, or nothing. Raises Overspent."""
+    """Return the reason why a template cannot render a conversation, or an empty text. Raises Overspent."""
     try:
         _rendered(template, messages, special_tokens, {"add_generation_prompt": True, "tools": tools})
     except Overspent:
@@ -116,7 +119,7 @@ def _failure(
 def _rendered(
     template: str, messages: Sequence[Message], special_tokens: Mapping[str, str], variables: Mapping[str, Any]
 ) -> str:
-    """Raises ChatTemplateError for messages that are none, and TemplateFailure."""
+    """Return the rendered prompt. Raises ChatTemplateError for invalid messages, and TemplateFailure."""
     asked = template, tuple(sorted(special_tokens.items()))
     taken = as_taken(messages, asked)
     given = {**special_tokens, **UNSET, **variables}

@@ -1,7 +1,6 @@
-"""The form in which a chat template takes a conversation. What clients send is brought into it, so that nothing of it
-is refused or lost for its form alone.
+"""Conversion of a client's conversation to the form that a chat template supports, without refusing or losing content.
 
-What a template takes is found by having it render short conversations.
+Short test conversations, rendered with the template, show which forms the template supports.
 """
 
 import functools
@@ -18,11 +17,11 @@ from typing import Any, NamedTuple
 from pagewire.common.chat.template_sandbox import Template, TemplateFailure
 from pagewire.common.strict_json import from_json
 
-# A message of a conversation: its role, its content, and whatever else the template knows.
+# A message of a conversation: its role, its content, and other fields that the template may read.
 Message = Mapping[str, Any]
-# A template, and the special tokens that it is given.
+# A template, and the special tokens that it gets as variables.
 AskedTemplate = tuple[str, tuple[tuple[str, str], ...]]
-UNSET = {"tools": None, "documents": None}  # which templates take for not given
+UNSET = {"tools": None, "documents": None}  # templates treat these values as not given
 QUESTION = {"role": "user", "content": "Hello"}
 TOOLS = [
     {
@@ -31,28 +30,28 @@ TOOLS = [
     }
 ]
 _ANSWER = {"role": "assistant", "content": "Good morning"}
-_SYSTEM_HEADING = "System message:"  # of one that is written as a turn of the user
+_SYSTEM_HEADING = "System message:"  # of a system message that is converted to a user's turn
 _PROBES = ("first of two texts", "second of two texts")
 _ARGUMENTS = ("argument of a call", "argument of another")
-# The names under which reasoning is given; the first is what most templates read.
+# The names under which clients send reasoning. Most templates read the first name.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-# The key that Anthropic's documentation gives to arguments that are not JSON.
+# The key under which Anthropic's documentation stores arguments that are not JSON.
 NOT_AN_OBJECT = "INVALID_JSON"
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
-# Mistral's templates refuse other ids of calls.
+# Mistral's templates refuse call ids of any other length.
 _NUM_ID_CHARS = 9
 _ID = re.compile(rf"[a-zA-Z0-9]{{{_NUM_ID_CHARS}}}")
 _KNOWN_ROLES = ("user", "assistant", "tool", "system", "developer")
-_ROLE = re.compile(r"[\w .-]{1,64}")  # one that a template may name
+_ROLE = re.compile(r"[\w .-]{1,64}")  # a role that a template may mention
 _OTHER_ROLE = "a role of no template"
 _LONG_ID = "call_0123456789abcdef"
 
-# What fields of messages, of their calls, and of what is called are where they are set, and what would do.
+# The expected types of the fields of messages, of their calls, and of the called functions, with a description of each.
 _Fields = Mapping[str, tuple[type | UnionType, str]]
 _TEXT, _CALL_ID = (str, "a text"), (str, "the call's id, a text")
 _MESSAGE_FIELDS: _Fields = {
     "role": (str, "a text such as 'user'"),
-    "content": (object, "a text or a list of parts"),  # of which kinds, `_parts` says
+    "content": (object, "a text or a list of parts"),  # `_parts` checks the kinds of the parts
     "name": _TEXT,
     "tool_call_id": _CALL_ID,
     "tool_calls": (list | tuple, "a list of calls"),
@@ -66,24 +65,24 @@ _CALL_FIELDS: _Fields = {
     "custom": (NoneType, "unset; send calls of functions"),
 }
 _FUNCTION_FIELDS: _Fields = {"name": _TEXT, "arguments": (str | Mapping, "the JSON of an object, or the object")}
-# What a model would do with the parts of a content that are no texts, by their types in several APIs.
+# The ability that a model needs for each type of content part that is no text. Types from several APIs.
 _MEDIA = {
     **dict.fromkeys(("image_url", "input_image", "image", "image_file"), "see images"),
     **dict.fromkeys(("input_audio", "audio_url", "audio"), "hear audio"),
     **dict.fromkeys(("video_url", "input_video", "video"), "see videos"),
     **dict.fromkeys(("file", "input_file", "file_url", "document", "base64", "url"), "read files"),
 }
-# The roles of messages that say something; an answer may have calls alone.
+# The roles whose messages need content. An answer may consist of calls alone.
 _SPEAKING = ("user", "system", "developer")
 
 compiled = functools.lru_cache(maxsize=8)(Template)
 
 
 class ChatTemplateError(ValueError):
-    """The template fails, or the messages are not such as it takes.
+    """The template fails, or the messages have no form that it supports.
 
     Attributes:
-        place: where in the messages, such as "[2].role", if it is known.
+        place: the position of the fault in the messages, such as "[2].role", or empty if unknown.
     """
 
     def __init__(self, reason: str, place: str = "") -> None:
@@ -92,7 +91,7 @@ class ChatTemplateError(ValueError):
 
 
 def as_taken(messages: Sequence[Message], asked: AskedTemplate) -> list[dict[str, Any]]:
-    """Returns messages as a template takes them. Raises ChatTemplateError for those that are none."""
+    """Return messages in the form that a template supports. Raises ChatTemplateError for invalid messages."""
     for index, message in enumerate(messages):
         _check(message, f"[{index}]")
     plain = _with_one_system([_plain(message, asked) for message in messages], asked)
@@ -101,8 +100,10 @@ def as_taken(messages: Sequence[Message], asked: AskedTemplate) -> list[dict[str
 
 
 def refused_medium(field: str, kind: Any) -> str:
-    """Returns why a part of a content is refused whose type `field` has, or an empty text for a part that is no
-    medium."""
+    """Return the reason for refusing a content part because of its type, or an empty text if the type is no medium.
+
+    `field` is the name of the type's field, and `kind` its value.
+    """
     verb = _MEDIA.get(kind) if isinstance(kind, str) else None
     if verb is None:
         return ""
@@ -115,8 +116,10 @@ def refused_medium(field: str, kind: Any) -> str:
 def conversation_with_call(
     *call_ids: str, in_json: bool = False, content: str | None = "", reasoning: str | None = None
 ) -> list[dict[str, Any]]:
-    """Returns a question, an answer with a call of each id, and the calls' results. Arguments are mappings, or the JSON
-    of one."""
+    """Return a question, an answer with one call for each id, and the results of the calls.
+
+    The arguments are mappings, or JSON texts if `in_json`.
+    """
     calls, results = [], []
     for call_id, text in zip(call_ids, _ARGUMENTS, strict=False):
         arguments: Any = f'{{"at": "{text}"}}' if in_json else {"at": text}
@@ -129,15 +132,18 @@ def conversation_with_call(
 
 
 def tools_as_taken(tools: Any, asked: AskedTemplate) -> Any:
-    """Returns tools whose functions have a description, parameters and properties, empty ones if need be, where a
-    template makes no prompt of tools without. Whatever is no list of functions is returned as it is."""
+    """Return tools in the form that a template supports.
+
+    If the template cannot render tools without a description, parameters or properties, the missing fields are added as
+    empty ones. A value that is no list of functions is returned unchanged.
+    """
     if not isinstance(tools, list | tuple) or _takes_bare_tools(asked):
         return tools
     return [_whole_tool(tool) for tool in tools]
 
 
 def _check(message: Any, place: str) -> None:
-    """Raises ChatTemplateError for what is no message, or has fields of other types than a message's."""
+    """Raise ChatTemplateError for a value that is no message, or that has fields of wrong types."""
     if not isinstance(message, Mapping) or "role" not in message:
         raise ChatTemplateError(f"{reprlib.repr(message)} is not a message; one is a mapping such as {QUESTION}")
     needed = ("role", "content") if message["role"] in _SPEAKING else ("role",)
@@ -168,12 +174,15 @@ def _wrong_type(place: str, value: Any, expected: str) -> ChatTemplateError:
 
 
 def _plain(message: Message, asked: AskedTemplate) -> dict[str, Any]:
-    """Returns a message in which nothing is None, as templates expect, of a role that the template writes out, and with
-    reasoning under each name that they read."""
+    """Return a message without fields that are None, because templates expect no None.
+
+    A refusal becomes content. The role "developer" becomes "system" if the template does not write out developers'
+    messages. Reasoning is copied to each name that templates read.
+    """
     plain = {name: value for name, value in message.items() if value is not None}
-    if refusal := plain.pop("refusal", ""):  # which the model has written in place of an answer
+    if refusal := plain.pop("refusal", ""):  # the text that the model wrote in place of an answer
         plain["content"] = [*_parts(plain.get("content") or []), _text_part(refusal)]
-    if not plain.get("tool_calls"):  # an empty list too, which some take for calls
+    if not plain.get("tool_calls"):  # also for an empty list, which some templates treat as calls
         plain.pop("tool_calls", None)
     if plain["role"] == "developer" and not _takes_roles(asked, ("developer",)):
         plain["role"] = "system"
@@ -184,7 +193,7 @@ def _plain(message: Message, asked: AskedTemplate) -> dict[str, Any]:
 
 
 def _with_one_system(messages: list[dict[str, Any]], asked: AskedTemplate) -> list[dict[str, Any]]:
-    """Joins the system messages at the beginning, developers' too, where a template writes out one alone."""
+    """Join the system and developer messages at the beginning if the template writes out only one of them."""
     first = list(itertools.takewhile(lambda message: message["role"] in ("system", "developer"), messages))
     roles = tuple(message["role"] for message in first[:2])
     if len(first) < 2 or _takes_roles(asked, roles) or not _takes_roles(asked, roles[:1]):
@@ -193,13 +202,14 @@ def _with_one_system(messages: list[dict[str, Any]], asked: AskedTemplate) -> li
 
 
 def _with_system_turns(messages: Sequence[dict[str, Any]], asked: AskedTemplate) -> list[dict[str, Any]]:
-    """Writes system messages that a template would leave out, or refuse after the first turn, as turns of the user with
-    a heading. A turn is joined to its neighbor where the template does not take both.
+    """Convert system messages that a template would drop or refuse to user turns with a heading.
 
-    A system message stays where it is, so that the prompt before it is found in the prefix cache.
+    The template may drop a first message, or refuse a message after the first turn. A converted turn is joined to its
+    neighbor if the template does not support both turns in sequence. System messages keep their positions, so the
+    prompt in front of them still hits the prefix cache.
     """
-    turns: list[list[dict[str, Any]]] = []  # messages that are one turn
-    has_begun = was_written = False  # a turn; whether the last turn holds a system message
+    turns: list[list[dict[str, Any]]] = []  # each entry holds the messages of one turn
+    has_begun = was_written = False  # a turn has begun; the last turn contains a system message
     for message in messages:
         role = message["role"]
         is_system = role in ("system", "developer")
@@ -220,7 +230,7 @@ def _with_system_turns(messages: Sequence[dict[str, Any]], asked: AskedTemplate)
 
 
 def _joined(messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns one message with the texts of all, or the message if it is the only one."""
+    """Return one message with the texts of all messages. A single message is returned unchanged."""
     if len(messages) == 1:
         return messages[0]
     return {**messages[0], "content": "\n\n".join(_text(_parts(each.get("content", ""))) for each in messages)}
@@ -228,7 +238,7 @@ def _joined(messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=64)
 def _takes_later(asked: AskedTemplate, role: str) -> bool:
-    """Tells whether a template writes messages of a system's role out where they are, behind the first turn."""
+    """Return whether a template writes out system messages of a role in place, after the first turn."""
     first = [{"role": "system", "content": _PROBES[0]}] if _takes_roles(asked, ("system",)) else []
     later = {"role": role, "content": _PROBES[1]}
     conversations = [[*first, QUESTION, later], [*first, QUESTION, _ANSWER, later, QUESTION]]
@@ -241,14 +251,14 @@ def _takes_later(asked: AskedTemplate, role: str) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _leaves_out(asked: AskedTemplate, role: str) -> bool:
-    """Tells whether a template makes a prompt of a first message of a role, but without its text."""
+    """Return whether a template renders a conversation that begins with a message of a role, but drops its text."""
     rendered = _rendered([{"role": role, "content": _PROBES[0]}, QUESTION], asked, tools=None)
     return rendered is not None and _PROBES[0] not in rendered
 
 
 @functools.lru_cache(maxsize=64)
 def _takes_turn_after(asked: AskedTemplate, role: str) -> bool:
-    """Tells whether a template writes out a user's turn after a turn of the user, or after the result of a tool."""
+    """Return whether a template writes out a user's turn that follows a user's turn or a tool's result."""
     before = (
         [QUESTION] if role == "user" else conversation_with_call("call00000", in_json=_form_of_calls(asked).in_json)
     )
@@ -258,13 +268,16 @@ def _takes_turn_after(asked: AskedTemplate, role: str) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _takes_roles(asked: AskedTemplate, roles: tuple[str, ...]) -> bool:
-    """Tells whether a template writes out messages of one or two roles that come before a question."""
+    """Return whether a template writes out one or two messages of the given roles in front of a question."""
     first = [{"role": role, "content": text} for role, text in zip(roles, _PROBES, strict=False)]
     return _shows(_rendered([*first, QUESTION], asked, tools=None), _PROBES[: len(roles)])
 
 
 def _with_one_call_each(messages: Sequence[dict[str, Any]], asked: AskedTemplate) -> Iterator[dict[str, Any]]:
-    """Makes a message of each call of an answer, with its result behind it, where a template writes out one alone."""
+    """Split an answer with several calls into one message per call, each followed by its result.
+
+    Answers are split only if the template writes out one call but not two.
+    """
     rest = deque(messages)
     while rest:
         message = rest.popleft()
@@ -272,7 +285,7 @@ def _with_one_call_each(messages: Sequence[dict[str, Any]], asked: AskedTemplate
         if not isinstance(calls, Sequence) or len(calls) < 2 or _takes_calls(asked, 2) or not _takes_calls(asked, 1):
             yield message
             continue
-        results: dict[Any, list[dict[str, Any]]] = {}  # by the ids of their calls
+        results: dict[Any, list[dict[str, Any]]] = {}  # by call id
         while rest and rest[0]["role"] == "tool":
             result = rest.popleft()
             results.setdefault(result.get("tool_call_id"), []).append(result)
@@ -284,7 +297,7 @@ def _with_one_call_each(messages: Sequence[dict[str, Any]], asked: AskedTemplate
 
 
 def _in_form(message: dict[str, Any], asked: AskedTemplate) -> dict[str, Any]:
-    """Returns a message with its content, its calls, and their ids in a form that the template writes out."""
+    """Return a message whose content, calls and call ids have a form that the template writes out."""
     if "tool_call_id" in message:
         message = {**message, "tool_call_id": _id(message["tool_call_id"], asked)}
     if isinstance(calls := message.get("tool_calls"), Sequence):
@@ -296,8 +309,10 @@ def _in_form(message: dict[str, Any], asked: AskedTemplate) -> dict[str, Any]:
 
 
 def _with_one_text(message: dict[str, Any], asked: AskedTemplate) -> dict[str, Any]:
-    """Puts the content of an answer with calls behind its reasoning, where a template refuses both: gpt-oss's writes
-    either as what was thought."""
+    """Append the content of an answer with calls to its reasoning if the template refuses both together.
+
+    The template of gpt-oss writes either of them as reasoning.
+    """
     match message:
         case {"reasoning_content": str(reasoning), "content": content} if reasoning and content:
             if _takes_calls(asked, 1) and not _takes_both(asked):
@@ -307,8 +322,10 @@ def _with_one_text(message: dict[str, Any], asked: AskedTemplate) -> dict[str, A
 
 
 def _call(call: Any, asked: AskedTemplate) -> Any:
-    """Returns a call of a tool with an id that the template takes, and its arguments as the template takes them: as a
-    mapping, or as the JSON of one, which is how OpenAI's API has them."""
+    """Return a tool call with an id and arguments in the form that the template supports.
+
+    The arguments are a mapping, or JSON as in OpenAI's API.
+    """
     if isinstance(call, Mapping) and "id" in call:
         call = {**call, "id": _id(call["id"], asked)}
     match call:
@@ -319,8 +336,11 @@ def _call(call: Any, asked: AskedTemplate) -> Any:
 
 
 def _arguments(given: Any, *, in_json: bool) -> Any:
-    """Returns the arguments of a call as a mapping, or as JSON. Arguments that are missing or blank are empty; a text
-    that is not the JSON of an object, of a call that was cut off say, is kept under a key of its own."""
+    """Return the arguments of a call as JSON if `in_json`, else as a mapping.
+
+    Missing or blank arguments become empty. A text that is no JSON object, such as one of a truncated call, is stored
+    under the key `NOT_AN_OBJECT`.
+    """
     if given is None or (isinstance(given, str) and not given.strip()):
         given = {}
     if isinstance(given, str) is in_json:
@@ -335,7 +355,8 @@ def _arguments(given: Any, *, in_json: bool) -> Any:
 
 
 def _id(call_id: Any, asked: AskedTemplate) -> Any:
-    """Returns the id of a call, or another, the same each time, where a template refuses ids of its length."""
+    """Return the id of a call. If the template refuses ids of its length, return a replacement derived from a hash of
+    the id."""
     if not isinstance(call_id, str) or _ID.fullmatch(call_id) or _takes_long_ids(asked):
         return call_id
     return hashlib.sha256(call_id.encode(errors="surrogatepass")).hexdigest()[:_NUM_ID_CHARS]
@@ -353,8 +374,11 @@ def _whole_tool(tool: Any) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _takes_bare_tools(asked: AskedTemplate) -> bool:
-    """Tells whether a template makes a prompt of tools that have a name alone, or empty parameters, or of no tools at
-    all."""
+    """Return whether a template needs no complete tools.
+
+    True if the template renders tools that have only a name or empty parameters. True also if it renders no tools at
+    all.
+    """
     fields: list[dict[str, Any]] = [{}, {"description": "Looks."}, {"parameters": _NO_PARAMETERS}, {"parameters": {}}]
     bare = [[{"type": "function", "function": {"name": "look", **each}}] for each in fields]
     return (
@@ -363,15 +387,15 @@ def _takes_bare_tools(asked: AskedTemplate) -> bool:
 
 
 class _CallForm(NamedTuple):
-    """How an answer with calls is given to a template."""
+    """The form in which a template gets an answer with calls."""
 
-    in_json: bool  # their arguments, or else as mappings
-    no_content: str | None  # what stands for none
+    in_json: bool  # arguments are JSON texts, else mappings
+    no_content: str | None  # the content of an answer that has only calls
 
 
 @functools.lru_cache(maxsize=64)
 def _form_of_calls(asked: AskedTemplate) -> _CallForm:
-    """Returns the form in which a template writes a call out, or at least makes a prompt of one."""
+    """Return the form in which a template writes out a call, or else a form that it renders without error."""
     forms = [_CallForm(in_json, no_content) for no_content in ("", None) for in_json in (False, True)]
     made = {form: _with_call(asked, "call00000", form=form) for form in forms}
     shown = [form for form, rendered in made.items() if _shows(rendered, _ARGUMENTS[:1])]
@@ -380,19 +404,19 @@ def _form_of_calls(asked: AskedTemplate) -> _CallForm:
 
 @functools.lru_cache(maxsize=64)
 def _takes_calls(asked: AskedTemplate, number: int) -> bool:
-    """Tells whether a template writes out so many calls of one answer."""
+    """Return whether a template writes out `number` calls of one answer."""
     return _shows(_with_call(asked, *("call00000", "call00001")[:number]), _ARGUMENTS[:number])
 
 
 @functools.lru_cache(maxsize=64)
 def _takes_long_ids(asked: AskedTemplate) -> bool:
-    """Tells whether a template makes a prompt of calls with ids of any length, or of none at all."""
+    """Return whether a template renders calls with ids of any length. True also if it renders no calls at all."""
     return _with_call(asked, _LONG_ID) is not None or _with_call(asked, "call00000") is None
 
 
 @functools.lru_cache(maxsize=64)
 def _takes_both(asked: AskedTemplate) -> bool:
-    """Tells whether a template makes a prompt of a text and reasoning beside a call."""
+    """Return whether a template renders an answer that has text, reasoning and a call."""
     form = _form_of_calls(asked)._replace(no_content="a")
     return _with_call(asked, "call00000", form=form, reasoning="b") is not None
 
@@ -400,16 +424,20 @@ def _takes_both(asked: AskedTemplate) -> bool:
 def _with_call(
     asked: AskedTemplate, *call_ids: str, form: _CallForm | None = None, reasoning: str | None = None
 ) -> str | None:
-    """Returns what a template makes of calls with these ids and their results, in the form that it takes. None: it
-    fails."""
+    """Return the rendered text of calls with these ids and their results, or None if the template fails.
+
+    `form` is by default the form that the template supports.
+    """
     in_json, content = form or _form_of_calls(asked)
     conversation = conversation_with_call(*call_ids, in_json=in_json, content=content, reasoning=reasoning)
     return _rendered(conversation, asked)
 
 
 def _takes(asked: AskedTemplate, role: str, num_parts: int) -> bool:
-    """Tells whether a template writes out a content of so many parts, or of one text where that is 0, of a message of a
-    role. A role that it fails on is as the user's."""
+    """Return whether a template writes out a message's content that has `num_parts` parts (0: a plain text).
+
+    If the template writes out no content of the role, the result for the user's role applies.
+    """
     role = _probed_role(asked, role)
     if role != "user" and not any(_writes(asked, role, number) for number in (0, 1)):
         role = "user"
@@ -417,8 +445,11 @@ def _takes(asked: AskedTemplate, role: str, num_parts: int) -> bool:
 
 
 def _probed_role(asked: AskedTemplate, role: str) -> str:
-    """Returns the role with which a template is tried. Those that it does not name in quotes are one to it, so that no
-    role of a client's is kept, and there are only as many as the template names."""
+    """Return the role to use for tests of a template.
+
+    All roles that the template does not mention in quotes share one name. The cache thus never stores a role that a
+    client made up, and the number of roles is bounded by the template.
+    """
     template, _ = asked
     if role in _KNOWN_ROLES or (_ROLE.fullmatch(role) and any(f"{quote}{role}{quote}" in template for quote in "'\"")):
         return role
@@ -427,7 +458,7 @@ def _probed_role(asked: AskedTemplate, role: str) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _writes(asked: AskedTemplate, role: str, num_parts: int) -> bool:
-    """Renders a short conversation with texts in a form, and looks for them."""
+    """Render a short conversation with a content of a given form, and return whether the text contains the content."""
     template, special_tokens = asked
     texts = _PROBES[: max(num_parts, 1)]
     message = {"role": role, "content": [_text_part(text) for text in texts] if num_parts else texts[0]}
@@ -444,12 +475,12 @@ def _writes(asked: AskedTemplate, role: str, num_parts: int) -> bool:
         rendered = compiled(template).render({**given, "messages": [*before, message, *after]})
     except TemplateFailure:
         return False
-    # Not a part as Python or JSON would write it.
+    # Not if the text shows a part's Python or JSON representation.
     return all(text in rendered and not re.search(rf"""['"]text['"]: ?['"]{text}""", rendered) for text in texts)
 
 
 def _content(content: Any, asked: AskedTemplate, role: str) -> str | list[dict[str, Any]] | None:
-    """Returns a content, if there is one, in a form that the template writes out of a message of a role."""
+    """Return a message's content in a form that the template writes out for the role. None stays None."""
     if content is None:
         return None
     parts = _parts(content)
@@ -471,7 +502,7 @@ def _text_part(text: str) -> dict[str, Any]:
 
 
 def _parts(content: Any) -> list[dict[str, Any]]:
-    """Returns a content as a list of parts, which are texts, or thoughts that came before them."""
+    """Return a content as a list of parts. Each part is a text, or reasoning that preceded the texts."""
     if isinstance(content, str):
         return [_text_part(content)]
     parts = []
@@ -479,7 +510,7 @@ def _parts(content: Any) -> list[dict[str, Any]]:
         kind = part.get("type") if isinstance(part, Mapping) else part
         if kind == "refusal":
             part, kind = {"type": "text", "text": part.get(kind)}, "text"
-        if isinstance(part, Mapping) and kind in ("input_text", "output_text"):  # as the Responses API names texts
+        if isinstance(part, Mapping) and kind in ("input_text", "output_text"):  # the Responses API's names for texts
             part, kind = {**part, "type": "text"}, "text"
         if not isinstance(part, Mapping) or kind not in ("text", "thinking"):
             raise ChatTemplateError(f"a message's content holds {reprlib.repr(kind)}, but only texts are supported")
@@ -493,7 +524,7 @@ def _parts(content: Any) -> list[dict[str, Any]]:
 def _rendered(
     messages: Sequence[dict[str, Any]], asked: AskedTemplate, tools: Sequence[Any] | None = TOOLS
 ) -> str | None:
-    """Returns what a template makes of messages and tools, with contents in its form. None: it fails."""
+    """Return the rendered text of messages and tools, or None if the template fails. Contents are converted first."""
     template, special_tokens = asked
     given = {**dict(special_tokens), **UNSET, "add_generation_prompt": True, "tools": tools}
     taken = [{**each, "content": _content(each["content"], asked, each["role"])} for each in messages]

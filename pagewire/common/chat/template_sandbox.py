@@ -1,8 +1,8 @@
-"""Chat templates: Jinja2 code of a model's author, in a sandbox where everything it does is paid for.
+"""A sandbox for chat templates, which are Jinja2 code by a model's author, with a budget for their work.
 
-Jinja2's own sandbox keeps a template from Python's insides, not from running for ever or filling the memory. Here each
-iteration of a loop, call, filter and comparison takes from a budget, and so does each text or list, before it is made
-where its size can be known. What a template can do is therefore bounded by a count, the same on any machine.
+Jinja2's own sandbox protects Python's internals, but does not limit time or memory. Here each loop iteration, call,
+filter and comparison is charged to a budget. Each text and list is charged too, in advance if its size can be known. A
+count therefore bounds the work of a template, and the count is the same on any machine.
 """
 
 import collections
@@ -28,22 +28,22 @@ MAX_STEPS = 1_000_000
 MAX_TEMPLATE_CHARS = 1 << 20
 _CHARS_PER_STEP = 64
 _MAX_BITS = 4096  # of an integer
-_MAX_WIDTH = 1000  # that a text may be filled up to, or indented by
+_MAX_WIDTH = 1000  # the largest width to which a text may be padded or indented
 _MAX_REASON_CHARS = 300
-_FILE_NAME = "<template>"  # what Jinja2 calls a template without a file
-# Filters that look at no more of a sequence than its ends, and those that look at its items but not into them.
+_FILE_NAME = "<template>"  # Jinja2's file name for a template without a file
+# Filters that read only the ends of a sequence, and filters that read its items but not the items' contents.
 _CONSTANT_FILTERS = {"count", "d", "default", "first", "last", "length"}
 _SHALLOW_FILTERS = {"list", "map", "reject", "rejectattr", "reverse", "select", "selectattr"}
-# They look at the characters of a text one by one, as at the items of a list.
+# Filters that process a text character by character, like the items of a list.
 _ITEM_FILTERS = {"batch", "groupby", "join", "list", "max", "min", "slice", "sort", "sum", "unique", "wordcount"}
-# They repeat or loop at will, or write of what is no text; wordwrap copies a long word for each of its lines.
+# Removed because their work is unbounded or they write values that are no texts. wordwrap copies a long word per line.
 _REMOVED_FILTERS = {"pprint", "random", "urlize", "wordwrap", "xmlattr"}
-_WIDE = re.compile(r"%[^a-zA-Z%]*(?:\*|\d{4})|\{[^}]*(?:\{|\d{4})")  # a format whose width is not small
+_WIDE = re.compile(r"%[^a-zA-Z%]*(?:\*|\d{4})|\{[^}]*(?:\{|\d{4})")  # a format with a width that is large or unknown
 _CONTAINERS = list | tuple | set | frozenset | KeysView | ValuesView | ItemsView
 _FILLING = {"center", "expandtabs", "ljust", "rjust", "zfill"}
-# Methods of texts that compare each character with all of another text.
+# Methods of texts that compare each character with the whole of another text.
 _COMPARING = {"lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip"}
-# What may be called of a value; nothing else of Python's own types has a cost that is known.
+# The methods that templates may call. Other methods of Python's own types have no known cost.
 _TEXT_METHODS = {name for name in dir(str) if not name.startswith("_")} - {"encode", "maketrans", "translate"}
 _METHODS: tuple[tuple[type | UnionType, set[str]], ...] = (
     (type, set()),
@@ -57,37 +57,38 @@ _SPACES = re.compile(r"\s")
 
 
 class TemplateFailure(ValueError):
-    """A template that cannot be used, or not with these variables; why and, where that is known, in which line."""
+    """A template cannot be used, or cannot render these variables. The message has the reason and, if known,
+    the line."""
 
 
 class Overspent(TemplateFailure):
-    """It did not end within its budget."""
+    """The template did not end within its budget."""
 
 
 class Template:
-    """A compiled chat template. May be used on several threads at the same time."""
+    """A compiled chat template. Several threads may use it at the same time."""
 
     def __init__(self, text: str) -> None:
-        """Raises TemplateFailure."""
+        """Compile the template. Raises TemplateFailure if it is too long or invalid."""
         if len(text) > MAX_TEMPLATE_CHARS:
             raise TemplateFailure(f"it has {len(text)} characters; {MAX_TEMPLATE_CHARS} are the most")
         self._environment = _Environment()
         try:
             self._template = self._environment.from_string(text)
-        except Exception as error:  # deep nesting, say, fails in Python's own compiler
+        except Exception as error:  # such as deep nesting, which fails in Python's own compiler
             raise _failure(error) from None
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """Raises TemplateFailure."""
+        """Return the rendered text. Raises TemplateFailure for any error in the template, and Overspent."""
         self._environment.renew_budget()
         try:
             return self._template.render(variables)
-        except Exception as error:  # whatever the author's code raises
+        except Exception as error:  # the template's code can raise any exception
             raise _failure(error) from None
 
 
 def _failure(error: Exception) -> TemplateFailure:
-    """Return the failure in words that help a person: the reason, and the line of the template."""
+    """Return an exception whose message is the reason and the line in the template."""
     reason = (str(error) or type(error).__name__).partition("\n")[0]
     if isinstance(error, MemoryError | RecursionError):
         reason = f"it is nested too deeply or makes too much ({type(error).__name__})"
@@ -103,7 +104,7 @@ def _failure(error: Exception) -> TemplateFailure:
 
 
 class _Budget:
-    """The steps that are left of one rendering."""
+    """The remaining steps of one rendering."""
 
     def __init__(self) -> None:
         self._num_left = MAX_STEPS
@@ -117,7 +118,8 @@ class _Budget:
         self.take(1 + num_chars // _CHARS_PER_STEP)
 
     def take_tree(self, value: Any) -> None:
-        """Pay for every text, item and key of a value. What is in it twice counts twice, as where it is written out."""
+        """Charge every text, item and key of a value. An object that occurs twice is charged twice, because it is
+        written twice."""
         waiting = [value]
         while waiting:
             item = waiting.pop()
@@ -128,7 +130,7 @@ class _Budget:
                 waiting += item
 
     def take_items(self, value: Any) -> None:
-        """Pay for a value, but not for what is in its items."""
+        """Charge a value and the number of its items, but not the contents of the items."""
         if isinstance(value, str):
             self.take_text(len(value))
         elif isinstance(value, int):
@@ -146,7 +148,10 @@ class _Budget:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja2's, with a meter: filters that no template can name, put by `_Metering` where something is to be paid."""
+    """A Jinja2 environment with metering.
+
+    The meters are filters that no template can name. `_Metering` inserts them where work must be charged.
+    """
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
@@ -154,15 +159,15 @@ class _Environment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            optimized=False,  # nothing is computed before there is a budget
+            optimized=False,  # no constant folding, because no budget exists at compile time
             extensions=["jinja2.ext.loopcontrols", _Generation],
             finalize=_finalize,
         )
-        self._rendering = threading.local()  # of each thread
+        self._rendering = threading.local()  # per thread
         self.renew_budget()
         for name in _REMOVED_FILTERS:
             del self.filters[name]
-        del self.globals["lipsum"]  # it makes text at will
+        del self.globals["lipsum"]  # it generates text of any length
         self.filters["tojson"] = self._to_json
         self.filters = {name: self._metered(name, function) for name, function in self.filters.items()}
         for method in (self._iteration, self._weighed, self._cut, self._concatenated):
@@ -174,7 +179,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     @property
     def budget(self) -> _Budget:
-        """The budget of the rendering on this thread."""
+        """The budget of the rendering on the current thread."""
         budget: _Budget = self._rendering.budget
         return budget
 
@@ -184,10 +189,11 @@ class _Environment(ImmutableSandboxedEnvironment):
     def _generate(self, source: nodes.Template, *args: Any, **settings: Any) -> str:
         return super()._generate(_Metering().visit(source), *args, **settings)
 
-    # What `_Metering` puts in
+    # The meters that `_Metering` inserts.
 
     def _iteration(self, num_chars: int) -> bool:
-        """An iteration of a loop, or a call of a macro, with so much text of the template's own."""
+        """Charge a loop iteration or a macro call whose body has `num_chars` characters of template text.
+        Return True."""
         self.budget.take_text(num_chars)
         return True
 
@@ -196,7 +202,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return value
 
     def _cut(self, value: Any, start: Any, stop: Any, step: Any) -> Any:
-        """A slice."""
+        """Charge a slice and return it."""
         self.budget.take_items(value)
         return value[slice(start, stop, step)]
 
@@ -212,8 +218,10 @@ class _Environment(ImmutableSandboxedEnvironment):
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        """Return the JSON of a value, not escaped for HTML, as transformers does, whose options these are in its
-        order; each piece is paid for."""
+        """Return the JSON of a value without escapes for HTML, and charge each piece.
+
+        transformers' `tojson` has the same options in the same order.
+        """
         encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
         pieces = []
         for piece in encoder.iterencode(value):
@@ -221,7 +229,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             pieces.append(piece)
         return "".join(pieces)
 
-    # What Jinja2's sandbox calls
+    # Hooks that Jinja2's sandbox calls.
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         budget = __self.budget
@@ -235,7 +243,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         self.budget.take()
-        if isinstance(argument, tuple):  # to be hashed
+        if isinstance(argument, tuple):  # it gets hashed
             self.budget.take_tree(argument)
         return super().getitem(obj, argument)
 
@@ -257,7 +265,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def _metered(self, name: str, function: Any) -> Callable[..., Any]:
-        """A filter or test that is paid for."""
+        """Return a filter or test that charges its work."""
         num_passed = 1 if hasattr(function, "jinja_pass_arg") else 0
 
         @wraps(function)
@@ -273,7 +281,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return metered
 
     def _take_filter(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Pay before it is carried out."""
+        """Charge a filter or test in advance."""
         budget, value = self.budget, args[0]
         if name in _CONSTANT_FILTERS:
             budget.take()
@@ -296,12 +304,12 @@ class _Environment(ImmutableSandboxedEnvironment):
             _check_join(budget, str(others[0]) if others else "", value)
         elif name == "format":
             _check_format(budget, str(value), others)
-        elif name in ("indent", "center", "batch"):  # up to that width for each line or item
+        elif name in ("indent", "center", "batch"):  # each line or item grows up to the given width
             sized = [other for other in others if isinstance(other, str | int)]
             widths = [len(other) if isinstance(other, str) else abs(other) for other in sized]
             num_lines = len(value.splitlines()) + 1 if isinstance(value, str) else 1
             budget.take_text(num_lines * max(widths, default=4))
-        elif name == "striptags":  # copies what is left for each tag
+        elif name == "striptags":  # copies the remaining text for each tag
             budget.take_text(len(str(value)) * str(value).count("<"))
         elif name == "trim":
             budget.take_text(len(str(value)) * max((len(str(other)) for other in others), default=1))
@@ -310,7 +318,8 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Metering(NodeTransformer):
-    """Puts what has to be paid for, and what Jinja2 compiles to bare Python, into calls of the environment."""
+    """Rewrites a template so that calls of the environment replace operations that Jinja2 would compile to plain
+    Python."""
 
     def visit_Macro(self, node: nodes.Macro | nodes.CallBlock | nodes.For) -> nodes.Node:
         iteration = _meter(_Environment._iteration, nodes.Const(_num_own_chars(node.body)))
@@ -321,7 +330,7 @@ class _Metering(NodeTransformer):
     visit_CallBlock = visit_Macro
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
-        if node.test is not None:  # an iteration that the condition skips is one too
+        if node.test is not None:  # also for an iteration that the condition skips
             node.test = nodes.And(_meter(_Environment._iteration, nodes.Const(0)), node.test)
         return self.visit_Macro(node)
 
@@ -338,7 +347,7 @@ class _Metering(NodeTransformer):
 
     def visit_Pair(self, node: nodes.Pair) -> nodes.Pair:
         self.generic_visit(node)
-        node.key = _meter(_Environment._weighed, node.key)  # to be hashed
+        node.key = _meter(_Environment._weighed, node.key)  # it gets hashed
         return node
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:
@@ -350,14 +359,14 @@ class _Metering(NodeTransformer):
 
 
 class _Namespace(Namespace):
-    """Does not write out what is in it, which is not in the budget."""
+    """A Jinja2 namespace that never writes out its contents, because the budget does not cover them."""
 
     def __repr__(self) -> str:
         return "<namespace>"
 
 
 class _Generation(Extension):
-    """`{% generation %}`, by which training tells the model's own words from others. Here it means nothing."""
+    """The tag `{% generation %}`, which marks the model's own words for training. It has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012 - as in Jinja2
 
@@ -375,7 +384,8 @@ def _meter(method: Any, first: nodes.Expr, *args: nodes.Expr) -> nodes.Filter:
 
 
 def _num_own_chars(body: Iterable[nodes.Node]) -> int:
-    """Characters of the template's text in a body, without those of loops and macros in it, which count their own."""
+    """Return the number of characters of template text in a body, without nested loops and macros, which are charged
+    apart."""
     total = 0
     for node in body:
         if isinstance(node, nodes.TemplateData):
@@ -385,9 +395,9 @@ def _num_own_chars(body: Iterable[nodes.Node]) -> int:
     return total
 
 
-@pass_context  # else Jinja2 would finalize constants once and for all, and without the budget
+@pass_context  # otherwise Jinja2 would finalize constants once, at compile time and without a budget
 def _finalize(context: Context, value: Any) -> str:
-    """The text of what is written out."""
+    """Return the text of a value that the template writes out, and charge it."""
     assert isinstance(context.environment, _Environment)
     budget = context.environment.budget
     budget.take_tree(value)
@@ -397,10 +407,11 @@ def _finalize(context: Context, value: Any) -> str:
 
 
 def _check_method(budget: _Budget, method: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Pay for a method of a text or a container, which works on all of it."""
+    """Charge a method of a text or a container for its whole owner. Raises TemplateError for a method that is not
+    allowed."""
     owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
     served = next((names for kind, names in _METHODS if isinstance(owner, kind)), None)
-    if served is None or owner is None:  # a function, or of Jinja2's own
+    if served is None or owner is None:  # a plain function, or an object of Jinja2's own
         return
     if name not in served:
         raise TemplateError(f"the method {name} of {type(owner).__name__} cannot be used in a chat template")
@@ -414,7 +425,7 @@ def _check_method(budget: _Budget, method: Any, args: tuple[Any, ...], kwargs: M
 def _check_text_method(
     budget: _Budget, owner: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Pay for what a method of a text makes, or does more than once."""
+    """Charge the output of a text's method, and repeated passes over the text."""
     if name in _COMPARING:
         budget.take_text(len(owner) * max((len(arg) for arg in args if isinstance(arg, str)), default=1))
     if name in ("split", "rsplit", "splitlines"):
@@ -452,7 +463,7 @@ def _check_join(budget: _Budget, separator: str, items: Any) -> None:
 def _check_format(budget: _Budget, form: str, values: Any) -> None:
     if _WIDE.search(form):
         raise TemplateError(f"the format {form[:40]!r} has a width that is not small")
-    for _ in range(1 + form.count("%") + form.count("{")):  # each place may take all of it
+    for _ in range(1 + form.count("%") + form.count("{")):  # each placeholder may write all values
         budget.take_tree(values)
 
 

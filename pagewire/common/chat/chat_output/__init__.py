@@ -1,8 +1,9 @@
-"""What a chat model's output says: reasoning, content, and calls of tools, read from its text as it comes.
+"""Parsers that split the streamed text of a chat model into reasoning, content and tool calls.
 
-Each format is a generator over `Unread`: it yields the parts that it finds, and None where it needs more text. What it
-does follows from the text alone and not from where the text was cut, so that an answer that is streamed is the same as
-a whole one. Text that turns out to be no call stays content, character for character, but for newlines beside tags.
+The parser of each format is a generator over `Unread`. It yields the parts that it finds, and None while it needs more
+text. The result depends on the text alone, never on the points where the text was split into pieces. A streamed output
+therefore gives the same parts as a complete one. Text that is no valid tool call stays content, character for
+character, except for newlines next to tags.
 """
 
 from pagewire.common.chat.chat_output.chat_format import (

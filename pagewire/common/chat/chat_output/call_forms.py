@@ -1,4 +1,4 @@
-"""What outputs with calls match, as formats of structural tags."""
+"""Structural tag formats that describe outputs with tool calls."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -7,33 +7,33 @@ from typing import Any, NamedTuple
 from pagewire.common.chat.chat_output.parameters import Parameters
 
 Form = dict[str, Any]
-# Of a call of a function, by its parameters.
+# Builds the structural tag part for a call from the function's name and parameters.
 CallTag = Callable[[str, Parameters], Form]
 ANY_TEXT = "any_text"
 FREE_TEXTS = (ANY_TEXT, "regex", "triggered_tags")  # formats with `excludes`
 
 
 class Asked(NamedTuple):
-    """What a request asks of an output."""
+    """The constraints that a request puts on an output."""
 
     functions: Mapping[str, Parameters]  # by name
-    text: Form  # what is no call
-    thought: Form  # what reasoning is
-    is_required: bool  # a call is
+    text: Form  # of an output without calls
+    thought: Form  # of the reasoning
+    is_required: bool  # the output must call a function
     is_parallel: bool
 
 
 def json_between(begin: str, parameters: Parameters, end: str | list[str]) -> Form:
-    """Return the form of arguments in JSON between two texts."""
+    """Return the format of JSON arguments between the texts `begin` and `end`."""
     content = {"type": "json_schema", "json_schema": parameters.schema}
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
 class TaggedCalls(NamedTuple):
-    """Calls between tags, anywhere in text; instead of one that must match something."""
+    """Calls between tags, anywhere in free text. If the content must match a format, calls replace the content."""
 
     tag: CallTag
-    trigger: str  # what no text but a call has
+    trigger: str  # begins every call and appears in no other text
     separator: str
 
     def form(self, asked: Asked) -> Form:
@@ -46,13 +46,13 @@ class TaggedCalls(NamedTuple):
 
 
 class LeadingCalls(NamedTuple):
-    """Calls that are all of an output, which shows by its first character."""
+    """Calls that make up the whole output. The first character of the output shows that it consists of calls."""
 
     tag: CallTag
     opener: str
     separator: str
     closer: str
-    first: str  # what no other output begins with
+    first: str  # begins every such output and no other one
 
     def form(self, asked: Asked) -> Form:
         ends = _tags(self.tag, asked)

@@ -1,4 +1,4 @@
-"""Calls as objects of JSON, {"name": NAME, "arguments": {...}}, in one format or another."""
+"""Readers of tool calls that are JSON objects, {"name": NAME, "arguments": {...}}, alone or in a list."""
 
 import json
 from collections.abc import Container, Generator
@@ -8,18 +8,18 @@ from pagewire.common.chat.chat_output.lexemes import read_string, read_value
 from pagewire.common.chat.chat_output.parts import Arguments, CallStart, Content
 from pagewire.common.chat.chat_output.unread import Reading, Unread, held, told
 
-# Llama's models say parameters.
+# Llama models use the key "parameters".
 _ARGUMENTS = ("arguments", "parameters")
 NO_ARGUMENTS = "{}"
 
 
-# What the text right behind a call is part of, up to the tag that ends it: of broken arguments, or else of the content.
-# None: it is no call, nothing was told, and `Unread` keeps its text.
+# The kind of the text after a call, up to the tag that ends the call: more (broken) arguments, or content. None: the
+# text is no call, no part was yielded, and `Unread` keeps the text.
 Rest = type[Content | Arguments] | None
 
 
 def read_one_or_several(unread: Unread) -> Reading[Rest]:
-    """Tell a call, or those of a list."""
+    """Read one call or a list of calls, and yield their parts. Return the kind of the text that follows."""
     if not (yield from unread.accept("[")):
         return (yield from read_call(unread))
     rest = yield from read_call(unread)
@@ -34,10 +34,13 @@ def read_one_or_several(unread: Unread) -> Reading[Rest]:
 
 
 def read_call(unread: Unread, names: Container[str] | None = None, *, is_open: bool = False) -> Reading[Rest]:
-    """Tell a call, whose brace may have been read. Where names are given, no tag told of it: then it must be of one of
-    these functions, and have arguments, and nothing but these and a type."""
+    """Read a call and yield its parts. Return the kind of the text that follows.
+
+    `is_open`: the opening brace was already read. If `names` is given, no tag has announced the call. The object is
+    then a call only if its name is in `names`, it has arguments, and its one other key is a type.
+    """
     name: str | None = None
-    early: str | None = None  # arguments that came before the name
+    early: str | None = None  # arguments that preceded the name
     has_begun = False
     is_member = is_open or (yield from unread.accept("{"))
     while is_member:
@@ -79,7 +82,7 @@ def _begin(unread: Unread, name: str) -> Reading[None]:
 
 
 def _tell_arguments(unread: Unread) -> Reading[bool]:
-    """Return whether they are whole."""
+    """Yield the arguments of a call. Return whether they are complete."""
     if (yield from unread.next()) == "{":
         return (yield from told(Arguments, read_value(unread)))
     text, is_whole = yield from held(read_value(unread))
@@ -93,7 +96,7 @@ def _held_arguments(unread: Unread) -> Generator[None, None, str | None]:
 
 
 def _unwrapped(text: str) -> str:
-    """Return arguments, which some models write as a string that holds their JSON, or as null."""
+    """Return the JSON of arguments that a model may have written as a string containing JSON, or as null."""
     value = _loaded(text)
     if isinstance(value, str) and isinstance(_loaded(value), dict):
         return value

@@ -1,4 +1,4 @@
-"""Calls between tags, anywhere in content."""
+"""A reader of tool calls between tags, anywhere in content."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,11 +11,12 @@ from pagewire.common.chat.chat_output.unread import Reading, Unread
 class CallTags(NamedTuple):
     begins: tuple[str, ...]
     ends: tuple[str, ...]
-    is_ended: bool  # a text that ends within such an end is whole without it
-    may_lack: bool = False  # the first, at the beginning of an output
+    is_ended: bool  # output that ends in the middle of an end tag is complete without the tag
+    may_lack: bool = False  # an output may begin with a call whose begin tag is missing
 
     def read(self, unread: Unread, read_call: Callable[[str], Reading[Rest]]) -> Reading[None]:
-        """Tell content, and what `read_call` reads behind a tag, which it is given. The end may lack."""
+        """Yield content, and the parts that `read_call` reads after each begin tag. `read_call` gets the tag. The end
+        tag may be missing."""
         if self.may_lack and not (yield from unread.ahead(*self.begins)):
             unread.keep()
             marker = self.begins[0]
@@ -30,7 +31,7 @@ class CallTags(NamedTuple):
             marker = yield from unread.begins_with(*self.ends)
             if not marker and self.is_ended and unread.ends_within(*self.ends):
                 return
-            # There may be something behind a call, as a brace too many.
+            # Some text may follow a call, such as a surplus brace.
             marker = marker or (yield from unread.until((*self.ends, *self.begins), rest))
             if marker in self.ends:
                 yield from unread.skip("\n")

@@ -1,4 +1,4 @@
-"""In which format a model writes reasoning and calls of tools, by its chat template."""
+"""Selection of the format in which a model writes reasoning and tool calls, based on its chat template."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
@@ -21,17 +21,17 @@ from pagewire.common.chat.chat_output.unread import Reading, Unread, read_conten
 
 _NEWLINES = "\n"
 _OPENAI, _GPT_OSS, _NONE = "openai", "openai_gptoss", "none"
-# Behind reasoning. With as much as there may be, a model may go on with spaces for ever.
+# Whitespace after reasoning. Without the limit a model might produce spaces forever.
 _SPACE: Form = {"type": "regex", "pattern": r"[ \n]{0,2}"}
-# The parameters of functions by name, or their JSON Schemas.
+# Functions by name: their `Parameters`, or JSON Schemas of their parameters.
 Functions = Mapping[str, Any]
 _Format = TypeVar("_Format")
 
 
 class CallFormat(NamedTuple):
     read: Callable[[Mapping[str, Parameters], Unread], Reading[None]]
-    form: Callable[[Asked], Form]  # what outputs match, as a format of a structural tag
-    tags: tuple[str, ...]  # the texts that it reads
+    form: Callable[[Asked], Form]  # the format of outputs, for structural tags
+    tags: tuple[str, ...]  # the tags that the reader recognizes
 
 
 class ThinkingTags(NamedTuple):
@@ -42,21 +42,20 @@ class ThinkingTags(NamedTuple):
 class ChatFormat(NamedTuple):
     thinking: ThinkingTags | None
     calls: CallFormat | None
-    is_in_channels: bool = False  # the calls' format is that of the whole output
+    is_in_channels: bool = False  # the format of the calls covers the whole output
 
     @property
     def has_reasoning(self) -> bool:
         return self.thinking is not None or self.is_in_channels
 
     def tags(self, functions: Functions) -> tuple[str, ...]:
-        """Return the texts that are read in an output which may call functions, if there are any: they must not be
-        left out of it where they are special tokens of the tokenizer."""
+        """Return the tags to recognize in an output that may call `functions`. If the tokenizer has them as special
+        tokens, decoding must keep them."""
         calls = self._read_in(functions)
         return (*(self.thinking or ()), *(calls.tags if calls else ()))
 
     def parser(self, prompt: str, functions: Functions) -> OutputParser:
-        """Return what reads an output that goes on with a prompt, and may call functions, if there are any. Raises
-        SchemaBudgetError."""
+        """Return a parser for the output that follows `prompt` and may call `functions`. Raises SchemaBudgetError."""
         calls = self._read_in(functions)
         read = partial(calls.read, read_functions(functions)) if calls else read_content
         read_all = partial(self._read, is_reasoning=self.is_reasoning(prompt), read=read)
@@ -66,7 +65,8 @@ class ChatFormat(NamedTuple):
         return self.calls if functions or self.is_in_channels else None
 
     def is_reasoning(self, prompt: str) -> bool:
-        """Tell whether an output begins within its reasoning, as where the template has begun that."""
+        """Return whether the output begins inside its reasoning, because the prompt ends with the begin tag of
+        reasoning."""
         return self.thinking is not None and prompt.rstrip().endswith(self.thinking.begin)
 
     def _read(self, unread: Unread, *, is_reasoning: bool, read: Callable[[Unread], Reading[None]]) -> Reading[None]:
@@ -86,10 +86,14 @@ class ChatFormat(NamedTuple):
         text: Form | None = None,
         max_reasoning_tokens: int | None = None,
     ) -> Form:
-        """Return what outputs match that go on with a prompt. They call functions, one or several, or else any number
-        of them within text, or instead of one that matches `text`; all that once they have ended their reasoning, if
-        they begin or go on with some. Where that has a limit, no other begins within free text. Raises ValueError for
-        functions where the model calls none, and SchemaBudgetError."""
+        """Return the structural tag for an output that follows `prompt`.
+
+        With `functions`, the output has any number of calls (at most one unless `is_parallel`) within free text. If
+        `text` is another format, the calls replace it. With `is_required` the output has calls and no text. The
+        constraints apply after the reasoning, if the prompt or the output begins reasoning. `max_reasoning_tokens`
+        limits the reasoning; free text can then not begin any further reasoning. Raises ValueError if there are
+        functions but the format has no calls, and SchemaBudgetError.
+        """
         if functions and self.calls is None:
             raise ValueError("there are no calls in this format")
         thought: Form = {"type": ANY_TEXT}
@@ -116,7 +120,8 @@ class ChatFormat(NamedTuple):
 
 
 def _without(form: Any, texts: list[str]) -> Any:
-    """Return a format that excludes texts where it, or one in it, is free text; what it spells out may have them."""
+    """Return a copy of a format in which every free text, at any depth, excludes `texts`. Constant texts may contain
+    them."""
     if isinstance(form, list):
         return [_without(each, texts) for each in form]
     if not isinstance(form, dict):
@@ -131,8 +136,8 @@ def _without(form: Any, texts: list[str]) -> Any:
 _THINKING = ThinkingTags("<think>", "</think>")
 _SEED_THINKING = ThinkingTags("<seed:think>", "</seed:think>")
 _MISTRAL_THINKING = ThinkingTags("[THINK]", "[/THINK]")
-# By the names that vLLM has for who reads them, with the texts of which a template has one: OLMo's begins reasoning,
-# LFM's drops that of earlier answers.
+# vLLM's names of the parsers, the texts of which a template must contain at least one, and the tags. OLMo's template
+# only begins the reasoning. LFM's template drops the reasoning of earlier answers.
 _REASONING: tuple[tuple[tuple[str, ...], tuple[str, ...], ThinkingTags], ...] = (
     (
         (
@@ -170,8 +175,8 @@ _LLAMA = CallFormat(llama.read_calls, LeadingCalls(llama.call_tag, "", "; ", "",
 _LLAMA_PYTHONIC = CallFormat(
     pythonic.LLAMA.read_calls, LeadingCalls(pythonic.bare_call_tag, "[", ", ", "]", "[").form, pythonic.LLAMA.tags
 )
-# By names, vLLM's where it has some, and the texts that a template has that tells of them, of which the first that are
-# found count.
+# Names of the parsers (vLLM's where it has one), the texts that a template must contain, and the format. The first
+# entry whose texts are all in the template applies.
 _CALLS: tuple[tuple[tuple[str, ...], tuple[str, ...], CallFormat], ...] = (
     ((_OPENAI,), ("<|channel|>", "<|message|>"), _HARMONY),
     (("mistral",), ("[TOOL_CALLS]", "[ARGS]"), _mistral(mistral.named_call_tag)),
@@ -192,14 +197,15 @@ REASONING_PARSERS = (*(name for names, *_ in _REASONING for name in names), _GPT
 
 
 class ChatRules(NamedTuple):
-    """What a server says of all chats."""
+    """The server's settings that apply to all chats."""
 
-    strict_tools: bool = True  # calls that a model makes as it likes match their schemas, not only those it is made to
-    tool_call_parser: str | None = None  # None: as the chat template tells
+    strict_tools: bool = True  # schemas also constrain the calls that the model makes by choice (tool_choice "auto")
+    tool_call_parser: str | None = None  # None: select by the chat template
     reasoning_parser: str | None = None
 
     def check(self) -> None:
-        """Raise ValueError for gpt-oss's format beside another: its channels hold calls and reasoning."""
+        """Raise ValueError if the gpt-oss format is combined with another: its channels contain both calls and
+        reasoning."""
         calls, reasoning = self.tool_call_parser, self.reasoning_parser
         if None not in (calls, reasoning) and (calls == _OPENAI) != (reasoning == _GPT_OSS):
             raise ValueError(
@@ -213,7 +219,7 @@ class ChatRules(NamedTuple):
 
 @lru_cache(maxsize=16)
 def format_of(template: str, tool_call_parser: str | None = None, reasoning_parser: str | None = None) -> ChatFormat:
-    """Return the format of what a chat template's model writes, as names say or else the template tells."""
+    """Return the format of a model's output: by the parsers' names if they are given, else by the chat template."""
     if reasoning_parser == _GPT_OSS:
         tool_call_parser, reasoning_parser = _OPENAI, _NONE
     thinking = _chosen(_REASONING, reasoning_parser, lambda texts: any(text in template for text in texts))
@@ -226,8 +232,11 @@ def _chosen(
     name: str | None,
     is_told: Callable[[tuple[str, ...]], bool],
 ) -> _Format | None:
-    """Return the first format of a name that a template tells of, or the first; without a name the one that it tells
-    of, if there is one."""
+    """Return the format from `table` that matches the template and has the given name, if any.
+
+    If no format of that name matches, return the first one with the name. Without a name, return the first format that
+    matches, or None.
+    """
     found = [(texts, each) for names, texts, each in table if name is None or name in names]
     first = found[0][1] if found and name is not None else None
     return next((each for texts, each in found if is_told(texts)), first)

@@ -1,4 +1,4 @@
-"""Calls as GLM-4.5 writes them: <tool_call>NAME, an <arg_key> beside an <arg_value> each, </tool_call>."""
+"""Tool calls of GLM-4.5: <tool_call>NAME, then an <arg_key> and an <arg_value> for each argument, then </tool_call>."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ _ARGUMENTS = ArgumentTags("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>"
 
 
 def read_calls(functions: Mapping[str, Parameters], unread: Unread) -> Reading[None]:
-    """Tell content, and the calls in it."""
+    """Yield content and the tool calls in it."""
     marker = yield from unread.until((BEGIN,), Content)
     while marker:
         name = yield from read_name(unread)
@@ -32,5 +32,5 @@ def read_calls(functions: Mapping[str, Parameters], unread: Unread) -> Reading[N
 
 
 def call_tag(name: str, parameters: Parameters) -> dict[str, Any]:
-    """Return a call of a function, whose arguments match a JSON Schema, as a structural tag's part."""
+    """Return the structural tag part for a call of the function `name`. The arguments match its JSON Schema."""
     return {"type": "tag", "begin": f"{BEGIN}{name}\n", "content": _ARGUMENTS.form(parameters), "end": END}

@@ -1,7 +1,8 @@
-"""What gpt-oss writes, in the harmony format: messages in channels, of which some are calls.
+"""The harmony format of gpt-oss: an output is a list of messages in channels, and some messages are tool calls.
 
-<|channel|>CHANNEL to=functions.NAME <|constrain|>json<|message|>TEXT<|end|><|start|>assistant, and the next. An output
-goes on behind <|start|>assistant, and its last message ends with <|return|> or <|call|>.
+A message is <|channel|>CHANNEL to=functions.NAME <|constrain|>json<|message|>TEXT<|end|>, and <|start|>assistant begins
+the next message. The prompt ends with <|start|>assistant. The last message of an output ends with <|return|> or
+<|call|>.
 """
 
 import re
@@ -24,7 +25,7 @@ _ANALYSIS = "analysis"
 
 
 def read_messages(functions: Mapping[str, Any], unread: Unread) -> Reading[None]:
-    """Tell the messages of an output. What stands in none is content."""
+    """Yield the messages of an output. Text outside of any message is content."""
     told_kinds: set[type[Content | Reasoning]] = set()
     header = [(yield from unread.begins_with("to="))]
     marker = START if header[0] else (yield from told(Content, unread.pieces_until(TAGS)))
@@ -59,8 +60,11 @@ def _tell_call(unread: Unread, name: str) -> Reading[str]:
 
 
 def form(asked: Asked) -> Form:
-    """Return what outputs match, as a format of a structural tag. A call ends an output, so there is one at most. Where
-    reasoning has a budget, one message at most goes before the last."""
+    """Return the format of outputs, for structural tags.
+
+    A call ends an output, so an output has at most one. If reasoning has a token budget, at most one message precedes
+    the last one.
+    """
     calls = [
         json_between(f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json{MESSAGE}", parameters, ["", CALL])
         for name, parameters in asked.functions.items()

@@ -1,4 +1,4 @@
-"""Calls as the templates of Hermes and Qwen write them: <tool_call>, an object of JSON, </tool_call>; relatives too."""
+"""Tool calls of Hermes, Qwen and similar models: a JSON object between <tool_call> and </tool_call>."""
 
 import json
 from collections.abc import Mapping
@@ -14,20 +14,21 @@ from pagewire.common.chat.chat_output.unread import Reading, Unread
 class JsonCalls(NamedTuple):
     begins: tuple[str, ...]
     end: str
-    is_list: bool = False  # of objects behind one tag
-    is_ended: bool = True  # by a tag
+    is_list: bool = False  # a list of objects follows one tag
+    is_ended: bool = True  # an end tag follows the calls
 
     @property
     def tags(self) -> tuple[str, ...]:
         return (*self.begins, self.end)
 
     def read_calls(self, _functions: Mapping[str, Any], unread: Unread) -> Reading[None]:
-        """Tell content, and the calls in it: an object or a list of some between tags, of which the last may lack."""
+        """Yield content and the tool calls in it. A call is an object or a list of objects between tags; the end tag
+        may be missing."""
         tags = CallTags(self.begins, (self.end,), is_ended=self.is_ended)
         yield from tags.read(unread, lambda _: read_one_or_several(unread))
 
     def call_tag(self, name: str, parameters: Parameters) -> dict[str, Any]:
-        """Return a call of a function, whose arguments match a JSON Schema, as a structural tag's part."""
+        """Return the structural tag part for a call of the function `name`. The arguments match its JSON Schema."""
         opener, closer = "[]" if self.is_list else ("\n", "\n")
         begin = f'{self.begins[0]}{opener}{{"name": {json.dumps(name)}, "arguments": '
         return json_between(begin, parameters, f"}}{closer}{self.end if self.is_ended else ''}")
@@ -36,5 +37,5 @@ class JsonCalls(NamedTuple):
 HERMES = JsonCalls(("<tool_call>",), "</tool_call>")
 GRANITE = JsonCalls(
     ("<|tool_call|>", "<tool_call>", "functools"), "<|/tool_call|>", is_list=True, is_ended=False
-)  # Phi-4 ends them
+)  # Phi-4 writes the end tag
 NEMOTRON = JsonCalls(("<TOOLCALL>",), "</TOOLCALL>", is_list=True)

@@ -1,4 +1,4 @@
-"""Names of functions, and strings and values of JSON, as calls in an output write them."""
+"""Readers of function names, JSON strings and JSON values in tool calls."""
 
 import json
 import re
@@ -6,23 +6,23 @@ from collections.abc import Generator
 
 from pagewire.common.chat.chat_output.unread import PieceReading, Unread, held
 
-# Of the names of functions.
+# The name of a function.
 _NAME = re.compile(r"[\w.:/-]*")
 _CLOSERS = {"{": "}", "[": "]"}
 _STRING_END = re.compile(r'["\\]')
-# What opens or closes something between the strings of JSON, or cannot stand there.
+# A character that opens or closes a JSON value outside of strings, or that is invalid there.
 _STRUCTURE = re.compile(r"[^\s:,\w.+-]")
 _SCALAR = re.compile(r"[\w.+-]*")
 
 
 def read_name(unread: Unread) -> Generator[None, None, str]:
-    """Read the name of a function behind spaces, or nothing."""
+    """Skip spaces and read a function's name. Return the name, or an empty text."""
     yield from unread.skip()
     return (yield from held(unread.run(_NAME)))[0]
 
 
 def read_string(unread: Unread) -> Generator[None, None, str | None]:
-    """Read a string of JSON. None: there is none, or no whole one."""
+    """Read a JSON string and return its value, or None if the next text is no complete string."""
     if (yield from unread.next()) != '"':
         return None
     text, is_whole = yield from held(read_value(unread))
@@ -30,8 +30,11 @@ def read_string(unread: Unread) -> Generator[None, None, str | None]:
 
 
 def read_value(unread: Unread) -> PieceReading[bool]:
-    """Read a value of JSON, and yield its text as it comes. Return whether it is whole: its brackets and quotes
-    close, and more is not asked. It ends where JSON can't go on."""
+    """Read a JSON value and yield its text as it arrives. Return whether the value is complete.
+
+    A value is complete if its brackets and quotes close; nothing else is checked. Reading stops where the text can no
+    longer be JSON.
+    """
     first = yield from unread.next()
     if first in ("{", "[", '"'):
         return (yield from _nested_value(unread))
@@ -49,17 +52,18 @@ def _nested_value(unread: Unread) -> PieceReading[bool]:
 
 
 class _Nesting:
-    """How far a value in brackets or quotes has come."""
+    """The state of a scan through a value in brackets or quotes."""
 
     def __init__(self) -> None:
         self.is_closed = False
-        self.is_broken = False  # JSON cannot go on like this
+        self.is_broken = False  # the text so far is not JSON
         self._closers: list[str] = []
         self._is_in_string = False
         self._is_escaped = False
 
     def end_of_value(self, text: str, at: int) -> int:
-        """Go on from a place in a text. Return where the value ends, or the text."""
+        """Continue the scan at `at`. Return the position after the value, or the length of the text if the value goes
+        on."""
         while at < len(text) and not (self.is_closed or self.is_broken):
             if self._is_escaped:
                 self._is_escaped = False

@@ -1,4 +1,4 @@
-"""Values as models write them outside of JSON."""
+"""A converter for values that models write as JSON or as Python literals."""
 
 import ast
 import json
@@ -7,22 +7,25 @@ import warnings
 from typing import Any
 
 _NAMES = {"true": True, "false": False, "null": None}
-# The parser of Python takes about 3 microseconds a character outside of strings, and holds the interpreter's lock.
+# Python's parser needs about 3 microseconds for each character outside of strings, and holds the GIL.
 _MAX_PYTHON_CHARS = 6000
-# A string in quotes, or a comment. A string without an end extends to the end of the text, so that no part of it is
-# scanned again.
+# A string in quotes, or a comment. A string without an end extends to the end of the text, so that no character is
+# scanned twice.
 _IN_QUOTES = re.compile(
     r"""'''(?:[^'\\]|\\.|'(?!''))*+(?:''')?|\"{3}(?:[^"\\]|\\.|"(?!""))*+(?:\"{3})?"""
     r"""|'(?:[^'\\]|\\.)*+'?|"(?:[^"\\]|\\.)*+"?|\#[^\r\n]*""",
     re.DOTALL,
 )
-# The beginning of a formatted string: its code would be parsed, and can have strings of its own.
+# The beginning of an f-string or t-string. Python would parse the code in it, which can contain further strings.
 _FORMATTED = re.compile(r"[ft]r?''", re.IGNORECASE)
 
 
 def json_of(text: str) -> str | None:
-    """Return the value of a text in JSON or in Python as JSON. None: the text is no value, or is Python with more than
-    `_MAX_PYTHON_CHARS` characters outside of strings."""
+    """Return the JSON of a value that is written in JSON or Python.
+
+    Return None if the text is no value, or if it is Python with more than `_MAX_PYTHON_CHARS` characters outside of
+    strings.
+    """
     text = _unpadded(text.strip())
     try:
         json.loads(text, parse_constant=_refuse)
@@ -35,7 +38,7 @@ def json_of(text: str) -> str | None:
         return None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes that Python does not know
+            warnings.simplefilter("ignore")  # warnings about unknown escapes
             value = ast.literal_eval(_InJson().visit(ast.parse(text, mode="eval")))
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
@@ -43,7 +46,8 @@ def json_of(text: str) -> str | None:
 
 
 def _unpadded(text: str) -> str:
-    """Remove the zeros in front of an integer. Models pad months and days, which neither language allows."""
+    """Remove leading zeros from an integer. Models write months and days with them, but JSON and Python do not allow
+    them."""
     digits = text.removeprefix("-")
     if not (digits.startswith("0") and digits.isascii() and digits.isdecimal()):
         return text
@@ -51,7 +55,7 @@ def _unpadded(text: str) -> str:
 
 
 class _InJson(ast.NodeTransformer):
-    """Makes what Python alone has of what JSON has too."""
+    """Replaces Python nodes that JSON has no equivalent for: sets become lists, and JSON's names become constants."""
 
     def visit_Set(self, node: ast.Set) -> ast.expr:
         return ast.List([self.visit(element) for element in node.elts], ast.Load())
@@ -61,5 +65,5 @@ class _InJson(ast.NodeTransformer):
 
 
 def _refuse(constant: str) -> Any:
-    """JSON has no NaN or Infinity."""
+    """Raise ValueError: JSON has no NaN or Infinity."""
     raise ValueError(constant)

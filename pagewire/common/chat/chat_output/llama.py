@@ -1,4 +1,4 @@
-"""Calls as Llama 3.1 writes them: objects of JSON, several between semicolons, behind a tag or not."""
+"""Tool calls of Llama 3.1: JSON objects separated by semicolons, with or without a tag in front."""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ _BRACE = "{"
 
 
 def read_calls(functions: Mapping[str, Any], unread: Unread) -> Reading[None]:
-    """Tell content, and the calls in it: without a tag an object may be one wherever it stands."""
+    """Yield content and the tool calls in it. Without a tag, an object anywhere in the text may be a call."""
     marker = yield from unread.until((TAG, _BRACE), Content)
     while marker:
         rest = yield from read_call(unread, functions, is_open=marker == _BRACE)
@@ -27,5 +27,5 @@ def read_calls(functions: Mapping[str, Any], unread: Unread) -> Reading[None]:
 
 
 def call_tag(name: str, parameters: Parameters) -> dict[str, Any]:
-    """Return a call of a function, whose arguments match a JSON Schema, as a structural tag's part."""
+    """Return the structural tag part for a call of the function `name`. The arguments match its JSON Schema."""
     return json_between(f'{{"name": {json.dumps(name)}, "parameters": ', parameters, "}")

@@ -1,4 +1,4 @@
-"""Calls as Mistral's models write them: [TOOL_CALLS], and a list of objects, or else NAME[ARGS] and the arguments."""
+"""Tool calls of Mistral models: [TOOL_CALLS], then a list of JSON objects, or NAME[ARGS] and the arguments."""
 
 import json
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ TAGS = (BEGIN, _ARGUMENTS, _NUMBER)
 
 
 def read_calls(_functions: Mapping[str, Any], unread: Unread) -> Reading[None]:
-    """Tell content, and the calls in it."""
+    """Yield content and the tool calls in it."""
     marker = yield from unread.until((BEGIN,), Content)
     while marker:
         is_list = bool((yield from unread.ahead("[", "{")))
@@ -42,10 +42,11 @@ def _read_named(unread: Unread) -> Reading[Rest]:
 
 
 def named_call_tag(name: str, parameters: Parameters) -> dict[str, Any]:
-    """Return a call of a function, whose arguments match a JSON Schema, as a structural tag's part."""
+    """Return the structural tag part for a call as NAME[ARGS] and arguments that match the function's JSON Schema."""
     return json_between(f"{BEGIN}{name}{_ARGUMENTS}", parameters, "")
 
 
 def listed_call_tag(name: str, parameters: Parameters) -> dict[str, Any]:
-    """The same of a call in a list."""
+    """Return the structural tag part for a call in a list of objects. The arguments match the function's JSON
+    Schema."""
     return json_between(f'{BEGIN}[{{"name": {json.dumps(name)}, "arguments": ', parameters, "}]")

@@ -1,4 +1,4 @@
-"""Reads one output, piece by piece."""
+"""A streaming parser for one output."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -10,21 +10,22 @@ from pagewire.common.surrogates import HalfEscapes, without_halves
 
 class OutputParser:
     def __init__(self, read: Callable[[Unread], Reading[None]], *, has_reasoning: bool = False) -> None:
-        """`has_reasoning`: the format has tags or channels of reasoning."""
+        """Create a parser. `has_reasoning`: the format has tags or channels of reasoning."""
         self.has_reasoning = has_reasoning
         self._unread = Unread()
         self._next = partial(next, read(self._unread), None)
-        self._escapes = HalfEscapes()  # of the arguments that are read
+        self._escapes = HalfEscapes()  # of the arguments of the current call
 
     def feed(self, text: str, *, is_last: bool = False) -> list[OutputPart]:
-        """Return the parts that are known now, one after another. Nothing can follow what is last."""
+        """Parse more text and return the parts that are now known, in order. No text may follow a call with
+        `is_last`."""
         self._unread.add(text, is_last=is_last)
         parts = [whole for part in iter(self._next, None) for whole in self._whole(part)]
         return [*parts, *self._end_arguments()] if is_last else parts
 
     def is_reasoning(self, place: int) -> bool | None:
-        """Return whether a place of the text is between the tags of reasoning, or None while that depends on text to
-        come. Callers ask for places in order."""
+        """Return whether the character at `place` in the output is inside reasoning. Return None while that depends on
+        future text. Callers must ask for places in ascending order."""
         if place >= self._unread.place:
             return None
         spans = self._unread.reasoning
@@ -33,8 +34,10 @@ class OutputParser:
         return bool(spans) and spans[0][0] <= place
 
     def _whole(self, part: OutputPart) -> Iterator[OutputPart]:
-        """Yield a part with U+FFFD in place of half a surrogate pair: UTF-8 has no halves, and not every client reads
-        an escape of one."""
+        """Yield a part with U+FFFD in place of unpaired surrogates, and of escapes of unpaired surrogates in arguments.
+
+        UTF-8 cannot encode an unpaired surrogate, and some clients cannot read an escape of one.
+        """
         text = without_halves(part[0])
         if isinstance(part, Arguments):
             text = self._escapes.feed(text)

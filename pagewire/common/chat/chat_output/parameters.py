@@ -1,12 +1,12 @@
-"""The parameters of functions, as far as formats of calls read them from their JSON Schemas."""
+"""The parameters of functions: the parts of their JSON Schemas that the tool call formats need."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pagewire.common.chat.schema_budget import SchemaBudget
 
-_VALUES_EACH = 4  # that the form of a function, and of each property, costs beside the values of its schema
-_LISTED_PER_VALUE = 8  # types and values that are looked at as fast as one schema
+_VALUES_EACH = 4  # the charge for the format of a function and of each property, beyond the values of its schema
+_LISTED_PER_VALUE = 8  # that many types and enumerated values cost as much time as one schema
 _JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 
 
@@ -14,14 +14,17 @@ class Parameters:
     """The parameters of one function.
 
     Attributes:
-        schema: their JSON Schema.
-        properties: the schemas of the properties that it names.
-        required: the names that it requires.
-        types: the types of JSON that each property allows, as far as the schema says.
+        schema: the JSON Schema of the parameters.
+        properties: the schemas of the properties that the schema names.
+        required: the names of the required properties.
+        types: the JSON types that each property allows, as far as the schema specifies them.
     """
 
     def __init__(self, schema: Any, budget: SchemaBudget) -> None:
-        """Raises SchemaBudgetError. The functions of a call share a budget."""
+        """Read the JSON Schema of one function's parameters. Raises SchemaBudgetError.
+
+        All functions of a request share `budget`.
+        """
         budget.take_tree(schema)
         named: dict[str, Any] = schema if isinstance(schema, dict) else {}
         properties = named.get("properties")
@@ -34,8 +37,11 @@ class Parameters:
         self._budget = budget
 
     def json_form(self, key: str) -> dict[str, Any]:
-        """Return the form of a property's value in JSON, whose schema may refer to what the whole one defines. Raises
-        SchemaBudgetError: each such form has a copy of all definitions."""
+        """Return the format of a property's value in JSON.
+
+        The property's schema may refer to definitions of the whole schema, so each format gets a copy of them. Raises
+        SchemaBudgetError if the copies exceed the budget.
+        """
         value = self.properties[key]
         if self._definitions and isinstance(value, dict):
             self._budget.take_tree(self._definitions)
@@ -44,7 +50,8 @@ class Parameters:
 
 
 def read_functions(functions: Mapping[str, Any]) -> dict[str, Parameters]:
-    """Return the parameters of functions by name, of which some may be JSON Schemas. Raises SchemaBudgetError."""
+    """Return the parameters of functions by name. Values may be `Parameters` or JSON Schemas. Raises
+    SchemaBudgetError."""
     budget = SchemaBudget()
     return {
         name: given if isinstance(given, Parameters) else Parameters(given, budget) for name, given in functions.items()
@@ -52,19 +59,19 @@ def read_functions(functions: Mapping[str, Any]) -> dict[str, Parameters]:
 
 
 def values_in(schema: Any) -> list[Any]:
-    """Return the values that a schema allows, if it lists some."""
+    """Return the values that a schema lists in `enum` or `const`, or an empty list."""
     if not isinstance(schema, dict):
         return []
     return [*_listed(schema, "enum"), *([schema["const"]] if "const" in schema else ())]
 
 
 def json_type(value: Any) -> str:
-    """Return which type of JSON a value is of."""
+    """Return the name of the JSON type of a value."""
     return _JSON_TYPES.get(type(value), "null")
 
 
 def _types_of(schema: Any, root: Any, budget: SchemaBudget) -> frozenset[str]:
-    """Return which types of JSON a schema allows, as far as it says. Each schema that it is made of is visited once."""
+    """Return the JSON types that a schema allows, as far as it specifies them. Each nested schema is visited once."""
     types: set[str] = set()
     waiting, visited = [schema], {id(schema)}
     for each in waiting:

@@ -1,4 +1,4 @@
-"""The parts of an output, in the order in which they come."""
+"""The parts of an output, in the order in which they occur."""
 
 from typing import NamedTuple
 
@@ -12,13 +12,13 @@ class Reasoning(NamedTuple):
 
 
 class CallStart(NamedTuple):
-    """A call begins, of the function of this name."""
+    """The beginning of a call of the function `name`."""
 
     name: str
 
 
 class Arguments(NamedTuple):
-    """What comes next of the arguments of the call that began last, which are JSON unless the model wrote none."""
+    """The next piece of the arguments of the latest call. The pieces form JSON unless the model wrote invalid JSON."""
 
     text: str
 

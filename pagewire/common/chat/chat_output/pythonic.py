@@ -1,4 +1,4 @@
-"""Calls as Python spells them, such as [f(a=1, b="x"), g()], between tags or without."""
+"""Tool calls in Python syntax, such as [f(a=1, b="x"), g()], with or without tags."""
 
 import json
 import re
@@ -14,27 +14,27 @@ from pagewire.common.chat.chat_output.parts import Arguments, CallStart, Content
 from pagewire.common.chat.chat_output.unread import Reading, Unread, held
 
 _LINE = "\n"
-# How Python spells values of types otherwise than JSON.
+# Python's spellings of the types for which they differ from JSON.
 _SPELLINGS = {"string": r"'([^'\\\n]|\\['\\nt])*'", "boolean": "True|False", "null": "None"}
 _PLAIN = re.compile(r"""[^"'()\[\]{},]*""")
-# As templates and models write them within quotes, and Python does not.
+# Templates and models write these characters unescaped within quotes, but Python does not allow them.
 _UNESCAPED = {ord("\n"): "\\n", ord("\r"): "\\r", 0: "\\x00"}
 _IN_QUOTES = {quote: re.compile(rf"[^{quote}\\]*") for quote in "\"'"}
 
 
 class PythonicCalls(NamedTuple):
-    begins: tuple[str, ...]  # tags before the calls
+    begins: tuple[str, ...]  # tags in front of the calls
     ends: tuple[str, ...]
-    opener: str  # of a list of calls, or nothing
+    opener: str  # the bracket that opens a list of calls, or empty
     closer: str
-    may_lack: bool = False  # the tags, at the beginning of an output
+    may_lack: bool = False  # at the beginning of an output the tags may be missing
 
     @property
     def tags(self) -> tuple[str, ...]:
         return (*self.begins, *self.ends)
 
     def read_calls(self, functions: Mapping[str, Any], unread: Unread) -> Reading[None]:
-        """Tell content, and the calls in it. Only functions that there are are called."""
+        """Yield content and the tool calls in it. Text that names no function of the request is no call."""
         tags = CallTags(self.begins, self.ends, is_ended=False, may_lack=self.may_lack)
         yield from tags.read(unread, lambda _: self._read_list(functions, unread))
 
@@ -54,15 +54,17 @@ class PythonicCalls(NamedTuple):
         return rest
 
     def call_tag(self, name: str, parameters: Parameters) -> dict[str, Any]:
-        """Return a call between its tags, as a structural tag's part."""
+        """Return the structural tag part for a call between this format's tags."""
         tag = bare_call_tag(name, parameters)
         begin, end = f"{self.begins[0]}{self.opener or _LINE}", f"{self.closer or _LINE}{self.ends[0]}"
         return {**tag, "begin": begin + tag["begin"], "end": tag["end"] + end}
 
 
 def bare_call_tag(name: str, parameters: Parameters) -> dict[str, Any]:
-    """Return a call of a function, whose arguments match a JSON Schema, as a structural tag's part: one after another
-    in the schema's order."""
+    """Return the structural tag part for a call without tags.
+
+    The arguments match the function's JSON Schema, and are in the schema's order.
+    """
     arguments = {
         "type": "tags_in_order",
         "separator": ", ",
@@ -113,7 +115,7 @@ def _read_call(functions: Mapping[str, Any], unread: Unread) -> Reading[Rest]:
 
 
 def _argument(unread: Unread) -> Generator[None, None, str]:
-    """Read the text of an argument, up to the comma or the bracket behind it."""
+    """Read the text of an argument, up to the comma or the bracket that follows."""
     pieces: list[str] = []
     depth = 0
     while True:

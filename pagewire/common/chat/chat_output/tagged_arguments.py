@@ -1,4 +1,4 @@
-"""Arguments between tags, as Qwen3-Coder and GLM write them: texts, or JSON where a parameter's schema says so."""
+"""Arguments between tags, as Qwen3-Coder and GLM write them: plain text, or JSON if the parameter's schema says so."""
 
 import json
 from collections.abc import Generator, Set
@@ -21,15 +21,18 @@ class ArgumentTags(NamedTuple):
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """What ends a value: with its line, or without."""
+        """The texts that end a value: the end tag, with and without its leading newline."""
         return tuple(dict.fromkeys((self.end, self.end.lstrip("\n"))))
 
     def are_ahead(self, unread: Unread) -> Generator[None, None, bool]:
         return bool((yield from unread.ahead(self.begin, self.end_of_all)))
 
     def tell(self, unread: Unread, parameters: Parameters | None) -> Reading[bool]:
-        """Tell the arguments of a call as JSON. Return whether their end was read; without it, what comes next is no
-        part of them. A value that nothing ends goes up to a line that begins with the next tag."""
+        """Read the arguments of a call and yield them as JSON. Return whether their end tag was read.
+
+        If the end tag was not read, the text that follows is no part of the arguments. A value without an end tag
+        extends to a line that begins with the next tag.
+        """
         types = parameters.types if parameters else {}
         key_end, line_end, value = self.middle.partition("\n")
         before = "{"
@@ -55,7 +58,7 @@ class ArgumentTags(NamedTuple):
         return bool(marker)
 
     def _tell_value(self, unread: Unread, types: Set[str]) -> Reading[str]:
-        """Return what ended it, or nothing."""
+        """Yield a value as JSON. Return the tag that ended the value, or an empty text."""
         pieces = unread.pieces_until((*self.ends, f"\n{self.begin}", f"\n{self.end_of_all}"))
         if types <= _TEXT:
             yield Arguments('"')
@@ -68,8 +71,10 @@ class ArgumentTags(NamedTuple):
         return marker
 
     def form(self, parameters: Parameters) -> dict[str, Any]:
-        """Return a structural tag's format of the arguments that a JSON Schema describes, in its order; of any where
-        it names none."""
+        """Return the structural tag format of the arguments that a JSON Schema describes, in the schema's order.
+
+        If the schema names no properties and allows others, any text matches.
+        """
         schema = parameters.schema
         if not parameters.properties and isinstance(schema, dict) and schema.get("additionalProperties") is not False:
             return {"type": "any_text"}
@@ -86,11 +91,11 @@ class ArgumentTags(NamedTuple):
 
 
 def _typed(text: str, types: Set[str]) -> str:
-    """Return as JSON what a text says, or the text as a string of JSON."""
+    """Return the JSON of a value that is written as text, or else the text as a JSON string."""
     found = json_of(text)
     if found is None:
         return _quoted(text)
-    # What may be a text or something else is a text, unless it reads as the other.
+    # If the schema allows a string and another type, the text is a string unless it parses as the other type.
     kind = json_type(json.loads(found))
     is_other = kind in types or (kind == "integer" and "number" in types)
     return found if "string" not in types or (is_other and kind != "string") else _quoted(text)

@@ -1,6 +1,6 @@
-"""The text of an output that has come and was not read yet, and what reads it.
+"""The received but unread text of an output, and the primitives that read it.
 
-Its readings are generators that yield None where they need more text.
+The primitives are generators that yield None while they need more text.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 from pagewire.common.chat.chat_output.parts import Content, OutputPart
 
 _Result = TypeVar("_Result")
-# What reads something, tells parts of it, and returns the rest.
+# A generator that reads a construct, yields the parts found so far, and returns a result.
 Reading = Generator[OutputPart | None, None, _Result]
 PieceReading = Generator[str | None, None, _Result]
 Tell = Callable[[str], OutputPart]
@@ -24,17 +24,17 @@ _ALL_TEXT = re.compile(".*", re.DOTALL)
 class Unread:
     """The unread text of an output.
 
-    Invariant: a reading that waits for more text leaves at most the beginning of a marker unread. It holds all other
-    text that it has looked at. A token therefore costs the same in a long output as in a short one.
+    Invariant: a reader that waits for more text leaves at most the beginning of a marker unread. The reader keeps all
+    other text that it has examined. A token therefore costs the same in a long output as in a short one.
     """
 
     def __init__(self) -> None:
         self.text = ""
-        self.at = 0  # up to here it was read
-        self.is_whole = False  # no text is to come
+        self.at = 0  # the text before this position was read
+        self.is_whole = False  # no more text will arrive
         self._num_added = 0
-        self._kept: list[str] | None = None  # what was read since a tag, until that turns out to be one
-        self.reasoning: list[tuple[int, float]] = []  # where in the whole text each piece of it begins and ends
+        self._kept: list[str] | None = None  # the text read since a tag, until that turns out to be one
+        self.reasoning: list[tuple[int, float]] = []  # begin and end of each piece, as positions in the whole text
 
     def add(self, text: str, *, is_last: bool) -> None:
         self.text = self.text[self.at :] + text if self.at < len(self.text) else text
@@ -44,28 +44,31 @@ class Unread:
 
     @property
     def place(self) -> int:
-        """Return the number of characters of the whole text that were read."""
+        """The number of characters of the whole output that were read."""
         return self._num_added - len(self.text) + self.at
 
     def kept(self) -> str:
-        """Return what was read since the last tag, that included, with the newlines before it."""
+        """Return the text that was read since the last tag, including the tag and the newlines in front of it."""
         return "".join(self._kept or ())
 
     def keep(self) -> None:
-        """Keep what is read from here on, as if a tag were here."""
+        """Start to keep the text that is read from this position, as if a tag were here."""
         self._kept = []
 
     def forget(self) -> None:
-        """Keep no longer what was read since the last tag."""
+        """Stop keeping the text that was read since the last tag."""
         self._kept = None
 
     def until(self, markers: tuple[str, ...], tell: Tell) -> Reading[str]:
-        """Tell the text before the first of some markers, without the newlines right before it, and read past it.
-        Return the marker, or nothing if the text ends without one. None of them may be the beginning of another."""
+        """Read up to and past the first of some markers, and yield the text in front of the marker as parts.
+
+        Newlines directly in front of the marker are dropped. Return the marker, or an empty text if the text ends
+        without one. Invariant: no marker is a prefix of another.
+        """
         return (yield from told(tell, self.pieces_until(markers, _NEWLINES)))
 
     def thoughts(self, reading: Reading[str]) -> Reading[str]:
-        """Record the place of the text that a reading tells as reasoning. Return the marker that ends the text."""
+        """Record the text that `reading` reads as reasoning. Return the marker that ends the text."""
         begin = self.place
         self.reasoning.append((begin, math.inf))
         marker = yield from reading
@@ -73,7 +76,11 @@ class Unread:
         return marker
 
     def pieces_until(self, markers: tuple[str, ...], trimmed: str = "") -> PieceReading[str]:
-        """The same in pieces, without some characters right before the marker."""
+        """Read up to and past the first of some markers, and yield the text in front of the marker in pieces.
+
+        Characters in `trimmed` that directly precede the marker are dropped. Return the marker, or an empty text if the
+        text ends without one.
+        """
         self._kept = None
         search = _search_of(markers)
         held: list[str] = []  # trimmed characters, which belong to the text unless a marker follows
@@ -97,14 +104,15 @@ class Unread:
             yield None
 
     def begins_with(self, *markers: str) -> Generator[None, None, str]:
-        """Read past one of some markers if the text begins with it, after spaces or newlines. Return it, or nothing."""
+        """Read past one of some markers if the text begins with it, after whitespace. Return the marker, or an empty
+        text."""
         marker = yield from self.ahead(*markers)
         if marker:
             self.take(self.text.index(marker, self.at) + len(marker))
         return marker
 
     def ahead(self, *markers: str) -> Generator[None, None, str]:
-        """Return with which of some markers the text goes on behind spaces, which stay unread, or nothing."""
+        """Return the marker with which the text begins, after whitespace, or an empty text. The text stays unread."""
         spaces: list[str] = []
         longest = max(map(len, markers))
         while True:
@@ -121,13 +129,14 @@ class Unread:
         return found
 
     def ends_within(self, *markers: str) -> bool:
-        """Tell whether nothing is left but spaces and the beginning of one of some markers, or not even that."""
+        """Return whether the unread text is only whitespace, optionally followed by the beginning of one of some
+        markers."""
         place = self._past(_SPACES)
         rest = self.text[place : place + max(map(len, markers)) + 1]
         return any(marker.startswith(rest) for marker in markers)
 
     def skip(self, characters: str = _SPACES) -> Generator[None, None, None]:
-        """Read past all such characters."""
+        """Read past all of the given characters."""
         while True:
             self.take(self._past(characters))
             if self.at < len(self.text) or self.is_whole:
@@ -135,15 +144,17 @@ class Unread:
             yield None
 
     def newline(self) -> Generator[None, None, None]:
-        """Read past one newline, if it comes next."""
+        """Read past one newline, if it is the next character."""
         while self.at == len(self.text) and not self.is_whole:
             yield None
         if self.text.startswith("\n", self.at):
             self.take(self.at + 1)
 
     def run(self, pattern: re.Pattern[str]) -> PieceReading[bool]:
-        """Read on as far as a pattern matches, which matches whatever a match of it begins with, and nothing. Return
-        whether it matched any text."""
+        """Read on as long as `pattern` matches. Return whether any text matched.
+
+        The pattern must match the empty text and every prefix of a match.
+        """
         has_read = False
         while True:
             found = pattern.match(self.text, self.at)
@@ -155,25 +166,25 @@ class Unread:
             yield None
 
     def character(self) -> Generator[None, None, str]:
-        """Read one character, or nothing at the end."""
+        """Read one character and return it, or an empty text at the end."""
         while self.at == len(self.text) and not self.is_whole:
             yield None
         return self.take(min(self.at + 1, len(self.text)))
 
     def accept(self, character: str) -> Generator[None, None, bool]:
-        """Read past a character if it is the next one behind spaces, and tell whether it was."""
+        """Skip whitespace, and read the next character if it equals `character`. Return whether it did."""
         is_next = (yield from self.next()) == character
         if is_next:
             self.take(self.at + 1)
         return is_next
 
     def next(self) -> Generator[None, None, str]:
-        """Return the next character behind spaces, which stays unread, or nothing at the end."""
+        """Skip whitespace and return the next character, which stays unread, or an empty text at the end."""
         yield from self.skip()
         return self.text[self.at : self.at + 1]
 
     def take(self, end: int) -> str:
-        """Read up to a place of the text, and return what was read."""
+        """Read up to the position `end` and return the text that was read."""
         text = self.text[self.at : end]
         self.at = end
         if self._kept is not None:
@@ -181,7 +192,7 @@ class Unread:
         return text
 
     def _past(self, characters: str) -> int:
-        """Return the place after such characters, which stay unread."""
+        """Return the first position that has none of the given characters. The text stays unread."""
         place = self.at
         while place < len(self.text) and self.text[place] in characters:
             place += 1
@@ -189,15 +200,16 @@ class Unread:
 
 
 class _Search(NamedTuple):
-    """The search for the first of some markers."""
+    """A search for the first of some markers."""
 
     pattern: re.Pattern[str]
     markers: tuple[str, ...]
-    firsts: frozenset[str]  # the first character of each
+    firsts: frozenset[str]  # the first character of each marker
     longest: int
 
     def safe_end(self, text: str, at: int) -> int:
-        """Return the place in a text without a marker up to which no marker can begin, whatever text follows."""
+        """Return the position up to which no marker can begin, whatever text follows. The text contains no whole
+        marker."""
         for place in range(max(at, len(text) + 1 - self.longest), len(text)):
             if text[place] in self.firsts and any(marker.startswith(text[place:]) for marker in self.markers):
                 return place
@@ -211,7 +223,7 @@ def _search_of(markers: tuple[str, ...]) -> _Search:
 
 
 def told(tell: Tell, reading: PieceReading[_Result]) -> Reading[_Result]:
-    """Tell the pieces of a reading as they come."""
+    """Yield the pieces of a reading as output parts, built with `tell`. Return the result of the reading."""
     while True:
         try:
             piece = next(reading)
@@ -222,12 +234,12 @@ def told(tell: Tell, reading: PieceReading[_Result]) -> Reading[_Result]:
 
 
 def read_content(unread: Unread) -> Reading[None]:
-    """Tell all that is left as content."""
+    """Yield all remaining text as content."""
     yield from told(Content, unread.run(_ALL_TEXT))
 
 
 def held(reading: PieceReading[_Result]) -> Generator[None, None, tuple[str, _Result]]:
-    """Return the text of a reading once it has ended, and what it returns."""
+    """Run a reading to its end. Return its whole text and its result."""
     pieces: list[str] = []
     while True:
         try:

@@ -1,6 +1,6 @@
-"""Calls as Qwen3-Coder writes them: <tool_call>, <function=NAME>, a <parameter=KEY> each, and what ends these.
+"""Tool calls of Qwen3-Coder: <tool_call>, <function=NAME>, a <parameter=KEY> for each argument, and the end tags.
 
-Seed-OSS has other tags around them, and its values no lines of their own.
+Seed-OSS uses other outer tags, and does not put values on separate lines.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,8 @@ class XmlCalls(NamedTuple):
         return (self.begin, self.end)
 
     def read_calls(self, functions: Mapping[str, Parameters], unread: Unread) -> Reading[None]:
-        """Tell content, and the calls in it. A call of a function that there is may lack the outer tag."""
+        """Yield content and the tool calls in it. The outer tag may be missing if the request has the called
+        function."""
         tags = CallTags((self.begin, _FUNCTION), (self.end,), is_ended=True)
         yield from tags.read(unread, partial(self._read_call, functions, unread))
 
@@ -44,7 +45,7 @@ class XmlCalls(NamedTuple):
         return Content
 
     def call_tag(self, name: str, parameters: Parameters) -> dict[str, Any]:
-        """Return a call of a function, whose arguments match a JSON Schema, as a structural tag's part."""
+        """Return the structural tag part for a call of the function `name`. The arguments match its JSON Schema."""
         return {
             "type": "tag",
             "begin": f"{self.begin}\n{_FUNCTION}{name}>\n",
