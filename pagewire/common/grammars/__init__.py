@@ -1,8 +1,8 @@
-"""Grammars that outputs must match: what they allow next, token by token, over llguidance. Both services use it.
+"""Grammars that constrain an output token by token, based on llguidance. Both services use this package.
 
-A grammar is a kind (the protos' names of `GrammarKind` in lower case), a text, and the tokens that end an output. What
-comes of it is a function of these, the tokenizer and the tokens consumed: limits are counted in steps of the library's
-work and not in time, so that every process finds the same.
+A grammar consists of a kind (a name of the protos' `GrammarKind` in lower case), a text, and the tokens that end an
+output. Its results depend only on these, on the tokenizer, and on the consumed tokens. Limits count steps of the
+library's work, not time, so every process gets the same results.
 """
 
 from pagewire.common.grammars.mask_queue import MaskJob, MaskQueue

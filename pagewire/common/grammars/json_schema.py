@@ -1,6 +1,6 @@
-"""JSON Schemas as the library is to read them: without what excludes nothing, and no wider than they say.
+"""Conversion of JSON Schemas for llguidance: remove keywords without effect, and tighten inexact ones.
 
-The library refuses keywords and formats that it does not know, and where it is not exact it allows more.
+The library refuses keywords and formats that it does not know. Where the library is inexact it allows more values.
 """
 
 import json
@@ -12,8 +12,8 @@ from functools import partial, reduce
 from typing import Any
 from urllib.parse import unquote
 
-# Between the parts of JSON stands one space, one end of a line, or nothing: with as much as JSON allows, a model may go
-# on with spaces for ever. Without escapes by number a name is spelt in one way, so that it is known where it stands.
+# One space, one line feed or nothing separates the parts of JSON. With all whitespace that JSON allows, a model might
+# produce spaces forever. Without numeric escapes a name has only one spelling, so that it can be recognized.
 _OPTIONS = {"whitespace_pattern": r"[ \n]?", "json_allowed_escapes": 'nrbtf\\"'}
 
 _YEAR = r"(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
@@ -23,20 +23,20 @@ _DATE = (
     rf"|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
 )
 _TIME = r"(?:[01][0-9]|2[0-3])(?::[0-5][0-9]){2}(?:\.[0-9]+)?(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-# In place of the library's, by which every year has a 29 February, and every minute a leap second.
+# They replace the library's patterns, which allow 29 February in every year and a leap second in every minute.
 _PATTERNS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[tT]{_TIME}$"}
-# Those that the library reads. All others are annotations, as the standard has it.
+# The formats that the library enforces. All others are annotations, as in the standard.
 FORMATS = frozenset({"duration", "email", "hostname", "ipv4", "ipv6", "unknown", "uri", "uuid", *_PATTERNS})
 
 _ANNOTATIONS = frozenset(
     {"title", "description", "$comment", "default", "examples", "deprecated", "readOnly", "writeOnly"}
 )
-# Where schemas stand in a schema: one, a list of them, or several by name.
+# Keywords that contain schemas: one schema, a list of schemas, or several by name.
 _SINGLE = frozenset(
     [
         "additionalItems",
         "additionalProperties",
-        "components",  # of OpenAPI, whose "schemas" are like $defs
+        "components",  # of OpenAPI; its "schemas" are like $defs
         "contains",
         "else",
         "if",
@@ -50,14 +50,14 @@ _SINGLE = frozenset(
 )
 _LISTED = frozenset({"allOf", "anyOf", "oneOf", "prefixItems", "items"})
 _NAMED = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties", "schemas"})
-# What may keep a text from a schema; all else says nothing of texts.
+# Keywords that can exclude a text. All other keywords do not apply to texts.
 _OF_TEXTS = frozenset(
     {
         *("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "const", "enum"),
         *("format", "pattern", "minLength", "maxLength"),
     }
 )
-# Keywords that the library does not read.
+# Keywords that the library does not enforce.
 _UNENFORCED = frozenset(
     {
         *("$dynamicRef", "$recursiveRef", "contains", "dependencies", "dependentRequired", "dependentSchemas", "if"),
@@ -66,19 +66,22 @@ _UNENFORCED = frozenset(
 )
 _TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-# What a pattern may look at besides the characters that it matches: what is around them, or matched before. Also what
-# other languages' patterns have, and the library's do not.
+# Parts of a pattern that refer to more than the matched characters (their surroundings, or earlier matches), and syntax
+# of other regex dialects that the library does not support.
 _LOOKS = re.compile(r"\\[1-9bBcGkKRXZ]|\(\?(?:[=!>]|<[=!])|\[\^?\]|\{,")
-_MAX_REFERENCES = 16  # from one to the next: they may go round in a circle
-_MAX_DIGITS = 10  # of a place in a list
-_MANY = (1 << 31) - 1  # more than any output has
-_LARGEST = (1 << 63) - (1 << 10)  # the largest float64 that the library takes as a bound
-_LEAST = 1e-30  # above 0, and of few enough digits
+_MAX_REFERENCES = 16  # a limit on the length of a chain of references, which may be circular
+_MAX_DIGITS = 10  # of an index in a list
+_MANY = (1 << 31) - 1  # more than any output can have
+_LARGEST = (1 << 63) - (1 << 10)  # the largest float64 that the library accepts as a bound
+_LEAST = 1e-30  # above 0, and short enough in digits
 
 
 def for_library(schema: Any) -> dict[str, Any]:
-    """Return a schema that allows what the given one does, or less where the library cannot tell it exactly. Options of
-    its own in "x-guidance" are kept. Raises ValueError for one that is neither an object nor true."""
+    """Return a schema for the library that allows the same values as the given schema.
+
+    The result allows fewer values where the library cannot enforce the schema exactly. Options in the schema's
+    "x-guidance" are kept. Raises ValueError if the schema is neither an object nor true.
+    """
     read = _read(schema, {} if schema is True else schema)
     if read is False:
         raise ValueError("the JSON Schema false allows no output")
@@ -93,9 +96,11 @@ def for_library(schema: Any) -> dict[str, Any]:
 
 
 def enforceable(root: Any, schema: Any, left_out: set[str]) -> Any:
-    """Return a schema, or one within the schema `root`, without annotations and without the keywords that the library
-    cannot enforce. Add the names of the latter to `left_out`. One of them is oneOf, which is read as anyOf, because its
-    schemas may overlap."""
+    """Return a schema without annotations and without the keywords that the library cannot enforce.
+
+    `schema` is `root` or a schema within it. The names of the unenforceable keywords are added to `left_out`. oneOf is
+    one of them: it is converted to anyOf, because its schemas may overlap.
+    """
     if not isinstance(schema, dict):
         return schema
     kept = {}
@@ -104,7 +109,7 @@ def enforceable(root: Any, schema: Any, left_out: set[str]) -> Any:
             continue
         inner = _with_schemas(name, value, lambda each: enforceable(root, each, left_out))
         if name == "type" and isinstance(value, str):
-            value = inner = value.lower()  # as Gemini's API has capitals
+            value = inner = value.lower()  # Gemini's API uses upper case
         if _is_enforced(name, value, schema, root) or _excludes_nothing(name, value, schema, root):
             kept[name] = inner
         else:
@@ -112,12 +117,12 @@ def enforceable(root: Any, schema: Any, left_out: set[str]) -> Any:
             if name == "oneOf":
                 kept.setdefault("anyOf", inner)
     if schema.get("patternProperties") is not None and "patternProperties" not in kept:
-        kept.pop("additionalProperties", None)  # which would exclude the properties of the patterns
+        kept.pop("additionalProperties", None)  # it would exclude the properties that match the patterns
     return kept
 
 
 def without_unset(schema: Any) -> Any:
-    """Return a schema without the keywords that are null, which serializers write for keywords that are not set."""
+    """Return a schema without keywords that are null. Serializers write null for keywords that are not set."""
     if not isinstance(schema, dict):
         return schema
     given = {name: value for name, value in schema.items() if not _is_unset(name, value)}
@@ -136,13 +141,13 @@ def _is_enforced(name: str, value: Any, schema: dict[str, Any], root: Any) -> bo
             return not _LOOKS.search(" ".join(value) if isinstance(value, dict) else "")
         case "$ref":
             return str(value).startswith("#") and _referred(root, value) is not None
-        case "minProperties" | "maxProperties":  # where the number of properties is not fixed
+        case "minProperties" | "maxProperties":  # enforced if the number of properties is fixed
             return _texts(schema.get("properties")) <= _texts(schema.get("required"))
         case "type":
             kinds = value if isinstance(value, list) else [value]
-            return all(kind in _TYPES or not isinstance(kind, str) for kind in kinds)  # the library refuses others
+            return all(kind in _TYPES or not isinstance(kind, str) for kind in kinds)  # the library refuses other types
         case "not":
-            return _allows_all(value)  # nothing is allowed
+            return _allows_all(value)  # then no value is allowed
         case "oneOf":
             return _is_discriminated(value, schema, root)
         case "required":
@@ -151,29 +156,31 @@ def _is_enforced(name: str, value: Any, schema: dict[str, Any], root: Any) -> bo
 
 
 def _is_discriminated(schemas: Any, schema: dict[str, Any], root: Any) -> bool:
-    """Return whether at most one of the schemas of a oneOf allows a value: each requires the property that the
-    discriminator names."""
+    """Return whether the discriminator ensures that at most one schema of a oneOf allows a value.
+
+    Each schema must require the property that the discriminator names.
+    """
     match schema.get("discriminator"), schemas:
         case {"propertyName": str(name)}, [_, _, *_]:
             objects = [each for each in schemas if isinstance(each, dict)]
             found = [_referred(root, each["$ref"]) if "$ref" in each else each for each in objects]
-            distinct = {id(each): each for each in found if isinstance(each, dict)}  # one may be referred to many times
+            distinct = {id(each): each for each in found if isinstance(each, dict)}  # references may share a schema
             return all(name in _texts(each.get("required")) for each in distinct.values())
     return "discriminator" in schema
 
 
 def _texts(value: Any) -> set[str]:
-    """Return the texts of a list, or the names of an object."""
+    """Return the texts in a list, or the names in an object."""
     return {each for each in value if isinstance(each, str)} if isinstance(value, list | dict) else set()
 
 
 def _referred(root: Any, reference: Any) -> Any:
-    """Return the schema that a reference like "#/$defs/name" leads to, or None."""
+    """Return the schema that a reference such as "#/$defs/name" points to, or None."""
     return reduce(_member, unquote(str(reference)).split("/")[1:], root)
 
 
 def _member(value: Any, name: str) -> Any:
-    """Return what is in an object or a list under a name of a JSON Pointer, or None."""
+    """Return the member of an object or a list that a segment of a JSON Pointer names, or None."""
     match value:
         case dict():
             return value.get(name.replace("~1", "/").replace("~0", "~"))
@@ -183,7 +190,11 @@ def _member(value: Any, name: str) -> Any:
 
 
 def _read(root: Any, schema: Any) -> Any:
-    """A schema within a schema, which may be true or false, or what is none, of which the library says so."""
+    """Return the converted form of a schema within the schema `root`.
+
+    The result may be true or false. A value that is no schema is returned unchanged, and the library reports the
+    error.
+    """
     if not isinstance(schema, dict):
         return schema
     schema = {name: _with_schemas(name, value, partial(_read, root)) for name, value in schema.items()}
@@ -191,7 +202,7 @@ def _read(root: Any, schema: Any) -> Any:
     if _allows_all(schema.get("not")):
         return False
     for name, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
-        if schema.get(exclusive) is True and name in schema:  # as the standard had it once
+        if schema.get(exclusive) is True and name in schema:  # the syntax of JSON Schema draft 4
             schema[exclusive] = schema.pop(name)
     schema |= {name: _inward(name, schema[name]) for name in _INWARD if name in schema}
     counts = {name: schema[name] for name in _COUNTS if isinstance(schema.get(name), float)}
@@ -205,7 +216,7 @@ def _read(root: Any, schema: Any) -> Any:
 
 
 def schemas_within(schema: dict[str, Any]) -> list[Any]:
-    """Return the schemas that stand in a schema, not those within them."""
+    """Return the schemas that a schema contains directly, without those nested deeper."""
     found: list[Any] = []
     for name, value in schema.items():
         _with_schemas(name, value, found.append)
@@ -213,7 +224,7 @@ def schemas_within(schema: dict[str, Any]) -> list[Any]:
 
 
 def _with_schemas(name: str, value: Any, read: Callable[[Any], Any]) -> Any:
-    """The value of a keyword, with what `read` makes of the schemas in it."""
+    """Return the value of a keyword, with `read` applied to each schema in it."""
     if name in _LISTED and isinstance(value, list):
         return [read(item) for item in value]
     if name in _SINGLE:
@@ -224,12 +235,12 @@ def _with_schemas(name: str, value: Any, read: Callable[[Any], Any]) -> Any:
 
 
 def _excludes_nothing(name: str, value: Any, schema: dict[str, Any], root: Any) -> bool:
-    """Whether every value that the rest of a schema allows is allowed with this keyword too."""
+    """Return whether a keyword has no effect: every value that the rest of the schema allows is allowed with it too."""
     if _is_unset(name, value):
         return True
     match name:
         case "$schema":
-            return "json-schema.org/draft" not in str(value)  # the library has none of others, and reads no other way
+            return "json-schema.org/draft" not in str(value)  # the library knows no other dialects and ignores them
         case "format":
             return isinstance(value, str) and value not in FORMATS
         case "propertyNames":
@@ -258,7 +269,7 @@ def _allows_all(schema: Any) -> bool:
 
 
 def _allows_texts(schema: Any, root: Any, num_references: int = 0) -> bool:
-    """Whether a schema, or that to which it refers, allows every text."""
+    """Return whether a schema, or the schema it refers to, allows every text."""
     kinds = schema.get("type", "string") if isinstance(schema, dict) else None
     if not isinstance(kinds, str | list) or "string" not in kinds:
         return schema is True
@@ -273,18 +284,21 @@ _INWARD = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum
 
 
 def _inward(name: str, bound: Any) -> Any:
-    """The next bound that the library does not round. An exclusive one that is whole is moved where the library takes
-    it for an inclusive one: where it is the one nearer to 0, and the other within 1 of it."""
+    """Return the nearest bound in the allowed direction that the library represents exactly.
+
+    The library treats some exclusive bounds that are whole numbers as inclusive: the bound nearer to 0 if the other
+    bound is within 1 of it. Such a bound is moved inward.
+    """
     if isinstance(bound, bool) or not isinstance(bound, int | float) or abs(bound) > sys.float_info.max:
         return bound
     inner = float(low := max(_INWARD[name] * bound, -_LARGEST))
     is_whole_end = name.startswith("exclusive") and inner.is_integer()
     if inner < low or (is_whole_end and not -(1 << 53) <= inner < 0):
-        inner = inner + 4 * math.ulp(inner) if inner else _LEAST  # it may read a fraction as its neighbour
+        inner = inner + 4 * math.ulp(inner) if inner else _LEAST  # the library may read a fraction as its neighbor
     return _INWARD[name] * (int(inner) if inner.is_integer() else inner)
 
 
 def _told(text: str) -> None:
-    """Raises ValueError for a number that the library reads as another one."""
+    """Raise ValueError for a number that the library would read as a different number."""
     if abs(float(text)) > _LARGEST or (text.lstrip("-").isdecimal() and int(text) != float(text)):
         raise ValueError(f"const or enum has the number {text:.40}, which is not told from others; make it a text")

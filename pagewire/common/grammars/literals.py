@@ -1,7 +1,7 @@
-"""The texts that stand in a grammar as they are, and whether a tokenizer has tokens for them.
+"""The literal texts in a grammar, and a check that a tokenizer has tokens to spell them.
 
-Most tokenizers have a token for each byte, and spell everything. Of others a text may ask what no tokens spell. The
-library says nothing of that: it allows no token when an output has come there.
+Most tokenizers have a token for each byte, and can spell everything. With other tokenizers a literal may have no
+spelling. The library does not report such a literal: it allows no token when an output reaches it.
 """
 
 import json
@@ -13,8 +13,8 @@ from typing import Any
 
 from pagewire.common.grammars.json_schema import schemas_within
 
-# Invariant: the search never returns to a character that it has passed. Repetitions are possessive. A text without an
-# end extends to the end of its line, a regular expression or a class to the end of all.
+# Invariant: the search never returns to a character that it has passed. Repetitions are possessive. An unterminated
+# text extends to the end of its line. An unterminated regular expression or class extends to the end of the whole text.
 _IN_LARK = re.compile(
     r"""(?:\#|//)[^\n]*|<[^<>\s]*+>                         # a comment, or a token by its name
     |"(?:\\.|[^"\\\n])*+"\s*+\.\.\s*+"(?:\\.|[^"\\\n])*+"   # a range of characters
@@ -39,35 +39,38 @@ _DECODER = json.JSONDecoder()
 
 
 def _byte_level_pieces() -> frozenset[str]:
-    """GPT-2's characters for bytes: those that can be seen for themselves, and others for the rest, in order."""
+    """Return GPT-2's characters for the 256 bytes: printable bytes stand for themselves, and other characters for the
+    rest."""
     shown = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     return frozenset(map(chr, [*shown, *range(0x100, 0x200 - len(shown))]))
 
 
-# The pieces of tokenizers that have one for each byte.
+# The sets of pieces by which a tokenizer has one piece for each byte.
 BYTE_PIECES = (frozenset(f"<0x{byte:02X}>" for byte in range(0x100)), _byte_level_pieces())
 
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """A text in a grammar, in any case if `is_any_case`."""
+    """A literal text in a grammar. With `is_any_case`, upper and lower case both match."""
 
     text: str
     is_any_case: bool = False
 
 
 class Alphabet:
-    """Which characters some tokens spell."""
+    """The set of characters that a tokenizer's tokens can spell."""
 
     def __init__(self, tokens: Iterable[bytes]) -> None:
-        """`tokens`: what each of them stands for in a text."""
+        """Collect the characters from `tokens`, the bytes of each token."""
         tokens = set(tokens)
         self._bytes = frozenset(token[0] for token in tokens if len(token) == 1)
         self._characters = frozenset("".join(token.decode(errors="ignore") for token in tokens))
 
     def fault(self, literals: Iterable[Literal], names: Iterable[str]) -> str:
-        """Return which of the texts no tokens spell, the first, or nothing. `names`: of tokens that may stand for them
-        in it."""
+        """Return an error message for the first text that no tokens can spell, or an empty text.
+
+        `names`: names of tokens that may stand for these names in the texts.
+        """
         for literal in literals:
             text = literal.text
             for name in names:
@@ -80,7 +83,7 @@ class Alphabet:
         return ""
 
     def missing(self, literal: Literal) -> str:
-        """Return the first character of a text that no tokens spell, or nothing."""
+        """Return the first character of a text that no tokens can spell, or an empty text."""
         return next((each for each in literal.text if not self._is_spelled(each, literal.is_any_case)), "")
 
     def _is_spelled(self, character: str, is_any_case: bool) -> bool:
@@ -89,7 +92,7 @@ class Alphabet:
 
 
 def literals_of(lark: str) -> Iterator[Literal]:
-    """Return the texts of a grammar that the library reads, of its schemas and its regular expressions too."""
+    """Yield the literal texts of a grammar in Lark, including the texts in its JSON Schemas and regular expressions."""
     at = 0
     while found := _IN_LARK.search(lark, at):
         at = found.end()
@@ -104,7 +107,7 @@ def literals_of(lark: str) -> Iterator[Literal]:
 
 
 def _unquoted(text: str) -> str:
-    """The text between quotes; as it stands where it has escapes that JSON does not have."""
+    """Return the text between quotes. If the text has escapes that JSON does not have, leave them as they are."""
     try:
         return json.loads(text)
     except ValueError:
@@ -112,7 +115,7 @@ def _unquoted(text: str) -> str:
 
 
 def _of_regex(pattern: str, flags: str = "") -> Iterator[Literal]:
-    """The longest texts without anything that is not a character."""
+    """Yield the longest runs of plain characters in a regular expression."""
     is_any_case = "i" in flags or re.search(r"\(\?[a-zA-Z]*i", pattern) is not None
     text = ""
     for found in _IN_REGEX.finditer(pattern):
@@ -126,14 +129,14 @@ def _of_regex(pattern: str, flags: str = "") -> Iterator[Literal]:
 
 
 def _character(found: re.Match[str]) -> str:
-    """The character that a part of a regular expression is, or nothing."""
+    """Return the character that a part of a regular expression stands for, or an empty text."""
     if number := found["x"] or found["u"] or found["U"] or found["hex"]:
         return chr(int(number, 16)) if int(number, 16) <= sys.maxunicode else ""
     return _CONTROLS[found["control"]] if found["control"] else found["text"] or ""
 
 
 def _of_schema(schema: Any) -> Iterator[Literal]:
-    """Names and values that stand in a schema, as JSON, and what stands in its patterns."""
+    """Yield the names and values in a schema as JSON texts, and the literal texts in its patterns."""
     if not isinstance(schema, dict):
         return
     values = [schema[name] for name in ("const",) if name in schema]

@@ -1,8 +1,8 @@
-"""Masks of many rows, computed beside whatever else their process does.
+"""A queue that computes the token masks of many rows in the background.
 
-The library gives Python's lock up while it computes a mask, so threads do that while a step is computed. What the masks
-of a grammar have taken says on which: those of grammars that are a burden share one thread, and the cheapest go first,
-but none waits for ever. A step that needs masks at once computes those that have not begun.
+The library releases the GIL while it computes a mask, so threads compute masks while the model computes a step. The
+past cost of a grammar's masks selects the thread: all slow grammars share one thread. On each thread the cheapest masks
+go first, but no mask waits forever. A step that needs masks at once computes those that have not begun.
 """
 
 import ctypes
@@ -14,17 +14,17 @@ from itertools import count
 
 from pagewire.common.grammars.matcher import GrammarError, Matcher
 
-_SLOW_S = 0.0005  # masks of which a burden is made
-_SLACK = 20  # times as long as a mask is thought to take, it may wait for cheaper ones that come later
+_SLOW_S = 0.0005  # grammars with slower masks share the slow thread
+_SLACK = 20  # a mask may wait for later, cheaper masks up to this multiple of its expected time
 
 
 class MaskJob:
-    """What a matcher allows behind further tokens.
+    """The computation of a mask: the tokens that a matcher allows after some further tokens.
 
     Attributes:
-        mask: a bit for each token, the lowest of int32 number 0 first, once the job is done.
-        error: why there is no mask.
-        us: microseconds that a processor took for it, 0 until it is done.
+        mask: one bit per token, from the lowest bit of the first int32. Valid once the job is done.
+        error: the reason why the mask could not be computed, or None.
+        us: the CPU time of the computation in microseconds, 0 until the job is done.
     """
 
     def __init__(self, matcher: Matcher, token_ids: Sequence[int], mask_bytes: int) -> None:
@@ -49,7 +49,7 @@ class MaskJob:
 
 
 class _Lane:
-    """Jobs that wait, the one that is due first on top. Some were begun by those who needed them."""
+    """The queue of one thread, ordered by due time. Jobs that a caller of `finish` has begun stay in the queue."""
 
     def __init__(self, lock: threading.Lock) -> None:
         self.has_jobs = threading.Condition(lock)
@@ -57,14 +57,14 @@ class _Lane:
 
 
 class MaskQueue:
-    """Computes masks on two threads, which begin with the first job. A row's jobs are put one after the other.
+    """A pool of two threads that compute masks. The threads start with the first job.
 
-    Their priority is that of all others: moving a grammar on needs Python's lock, and the thread that holds that must
-    not be kept off the processors.
+    The jobs of a row must be put one after the other. The threads run at normal priority: consuming tokens needs the
+    GIL, and the thread that holds the GIL must not be kept off the processors.
     """
 
     def __init__(self, *, has_threads: bool = True) -> None:
-        """`has_threads`: if not, all is computed by those who need it."""
+        """Create a queue. Without `has_threads`, `finish` computes all masks on the caller's thread."""
         self._has_threads = has_threads
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
@@ -74,7 +74,7 @@ class MaskQueue:
         self._is_closed = False
 
     def put(self, job: MaskJob) -> None:
-        """Have a mask computed."""
+        """Queue the computation of a mask."""
         if not self._has_threads:
             return
         seconds = job.matcher.pace.seconds
@@ -86,8 +86,11 @@ class MaskQueue:
                 self._start()
 
     def finish(self, jobs: Sequence[MaskJob], deadline: float | None) -> None:
-        """Return when these are done, or at the deadline, a time of `time.perf_counter`: those that are not begun are
-        computed here, the cheapest first, as far as that will take no longer."""
+        """Return when all jobs are done, or at the deadline, a time of `time.perf_counter`.
+
+        Jobs that have not begun are computed on this thread, cheapest first, as long as they will end before the
+        deadline.
+        """
         for job in sorted(jobs, key=lambda job: job.matcher.pace.seconds):
             if deadline is not None and time.perf_counter() + job.matcher.pace.seconds > deadline:
                 break
@@ -97,7 +100,7 @@ class MaskQueue:
             self._is_done.wait_for(lambda: all(job.is_done for job in jobs), seconds)
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         with self._lock:
             self._is_closed = True
             self._quick.has_jobs.notify_all()
@@ -112,7 +115,7 @@ class MaskQueue:
             thread.start()
 
     def _compute(self, job: MaskJob) -> None:
-        """Compute it, unless another thread does."""
+        """Compute a job unless another thread has begun it."""
         with self._lock:
             if job.is_begun:
                 return

@@ -1,4 +1,4 @@
-"""A grammar's state, moved on by tokens, which says what tokens may come next; and how one is made of a text."""
+"""Matchers, which track a grammar's state and report the allowed next tokens, and their compiler and cache."""
 
 import ctypes
 import json
@@ -28,45 +28,45 @@ def _limits(max_items_in_row: int, step_max_items: int) -> LLParserLimits:
     )
 
 
-# What a mask may take follows from these, and what that is in seconds most of all from the items of a row. Those of one
-# rule and one beginning are many in a large schema, and cheap; an ambiguous grammar takes time in their third power:
-# 1.4 ms a token of the output with 300, 43 ms with 1000. Only in a grammar of their own can users write such rules.
+# These limits bound the time of a mask, most of all the limit on the items in a row. A large schema has many items of
+# one rule and one beginning, which are cheap. An ambiguous grammar needs time cubic in the number of items: 1.4 ms per
+# output token with 300, and 43 ms with 1000. Only the kind "grammar" lets users write such rules.
 _LIMITS = _limits(1_000, 5_000)
 _OWN_GRAMMAR_LIMITS = _limits(300, 4_000)
-# Where only one text can follow, the library would allow its tokens alone, as the tokenizer cuts that text: but a
-# tokenizer may read another text there, in another form of Unicode, or a token that is called like it.
+# Where only one text can follow, the library would allow only the tokens into which the tokenizer splits that text. But
+# a tokenizer may normalize the text to another form of Unicode, or read a token's name in it.
 _ANY_TOKENS = '%llguidance {"no_forcing": true}'
-# What a compiled grammar takes besides its text, and a multiple of that.
+# Estimated memory of a compiled grammar: a constant, and a multiple of its text's length.
 _BYTES_EACH = 256 * 1024
 _BYTES_PER_CHARACTER = 64
-_REMEMBERED = 0.95  # of what was slow, from one mask to the next
+_REMEMBERED = 0.95  # the factor by which the slowest time decays from one mask to the next
 _LIMIT_REASONS = ("LexerTooComplex", "ParserTooComplex")
 _DEAD_END_REASON = "NoExtension"
-_LIMIT_TEXTS = ("Current row has", "Too many items", "too many expressions")  # of errors that come without a reason
+_LIMIT_TEXTS = ("Current row has", "Too many items", "too many expressions")  # in errors without a reason code
 
 _Content = tuple[str, str, tuple[int, ...]]  # kind, text, end tokens
 
 
 class GrammarError(ValueError):
-    """A grammar that cannot be read, a token that it refuses, or a state that allows none. The text says why."""
+    """A grammar cannot be read, refuses a token, or allows no token in its state. The message gives the reason."""
 
 
 class GrammarLimitError(GrammarError):
-    """A grammar that takes more work or memory than it may."""
+    """A grammar needs more work or memory than the limits allow."""
 
 
 class GrammarDeadEndError(GrammarError):
-    """A grammar that allows no token behind an output that is not whole: no tokens spell what is to come."""
+    """A grammar allows no token although the output is incomplete: no tokens spell the text that must follow."""
 
 
 def version() -> str:
-    """The version of the library, on which depends what a grammar means."""
+    """Return the version of llguidance, on which the meaning of a grammar depends."""
     return metadata.version("llguidance")
 
 
 @contextmanager
 def _caught() -> Iterator[None]:
-    """Make errors of the library and its panics, which are no Exceptions, a GrammarError."""
+    """Convert errors of the library to GrammarError, including its panics, which are no subclasses of Exception."""
     try:
         yield
     except (GrammarError, KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -76,25 +76,26 @@ def _caught() -> Iterator[None]:
 
 
 class MaskPace:
-    """What the masks of a grammar take, as far as is known: as long as the slowest, which is forgotten by and by."""
+    """The expected time of a grammar's masks in seconds: the time of the slowest mask, which decays with each further
+    mask."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def observe(self, seconds: float) -> None:
-        """A mask took so long."""
+        """Record the time of a mask."""
         self.seconds = max(seconds, _REMEMBERED * self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class _MaskSizes:
-    """How many tokens a mask has as the library fills it, and how many logits the model has."""
+    """The number of tokens in a mask that the library fills, and the number of logits that the model has."""
 
     num_tokens: int
     vocab_size: int
 
     def cut(self, address: int, mask_bytes: int) -> None:
-        """Take the tokens away that have no logit. Raises GrammarError where no other is allowed."""
+        """Clear the bits of tokens that have no logit. Raises GrammarDeadEndError if no other token is allowed."""
         if num_bits := self.vocab_size % 32:
             last = ctypes.c_uint32.from_address(address + mask_bytes - 4)
             last.value &= (1 << num_bits) - 1
@@ -103,24 +104,27 @@ class _MaskSizes:
 
 
 class Matcher:
-    """The state of a grammar behind the tokens of one output."""
+    """The state of a grammar after the tokens of one output."""
 
     def __init__(self, state: LLMatcher, end_token_ids: frozenset[int], pace: MaskPace, sizes: _MaskSizes) -> None:
         self._state = state
         self._end_token_ids = end_token_ids
         self._sizes = sizes
-        self.pace = pace  # of all matchers of the grammar
-        self.end_token_id: int | None = None  # the end token that was consumed: from there on nothing else is allowed
+        self.pace = pace  # shared by all matchers of the grammar
+        self.end_token_id: int | None = None  # the end token that was consumed; after it no other token is allowed
 
     def copy(self) -> "Matcher":
-        """Returns a matcher in the same state, which goes its own way."""
+        """Return an independent matcher in the same state."""
         copied = Matcher(self._state.deep_copy(), self._end_token_ids, self.pace, self._sizes)
         copied.end_token_id = self.end_token_id
         return copied
 
     def consume(self, token_ids: Sequence[int]) -> None:
-        """Move on by tokens; those behind the first end token are not looked at. Raises GrammarError for one that is
-        not allowed, GrammarLimitError; then the matcher is of no more use."""
+        """Advance the state by tokens. Tokens after the first end token are ignored.
+
+        Raises GrammarError for a token that is not allowed, and GrammarLimitError. The matcher is unusable after an
+        error.
+        """
         if self.end_token_id is not None:
             return
         end = next((i for i, token_id in enumerate(token_ids) if token_id in self._end_token_ids), None)
@@ -129,7 +133,7 @@ class Matcher:
             is_taken = is_taken and (
                 end is None
                 or self._state.is_accepting()
-                # It names the end token itself, with which it is whole.
+                # The grammar names the end token itself and is complete with it.
                 or (self._state.consume_tokens([token_ids[end]]) and self._state.is_accepting())
             )
         if not is_taken:
@@ -138,9 +142,12 @@ class Matcher:
             self.end_token_id = token_ids[end]
 
     def fill_mask(self, address: int, mask_bytes: int) -> None:
-        """Write which tokens are allowed, a bit each, the lowest of int32 number 0 first, to memory of `mask_bytes`,
-        which are `4 * ceil(vocab_size / 32)`. Behind an end token that one alone is. Raises GrammarError: a
-        GrammarDeadEndError where no token is allowed, and GrammarLimitError."""
+        """Write the mask of allowed tokens to the memory at `address`.
+
+        The mask has one bit per token, from the lowest bit of the first int32. `mask_bytes` must be `4 *
+        ceil(vocab_size / 32)`. After an end token, only that token is allowed. Raises GrammarDeadEndError if no token
+        is allowed, GrammarLimitError, and GrammarError.
+        """
         if self.end_token_id is not None:
             ctypes.memset(address, 0, mask_bytes)
             byte, bit = divmod(self.end_token_id, 8)
@@ -160,7 +167,7 @@ class Matcher:
             self._sizes.cut(address, mask_bytes)
 
     def error(self) -> GrammarError | None:
-        """Why the matcher is of no more use."""
+        """Return the error that made the matcher unusable, or None."""
         if not self._state.is_error():
             return None
         text = self._state.get_error()
@@ -170,25 +177,28 @@ class Matcher:
         return (GrammarLimitError if is_limit else GrammarError)(text)
 
     def forced_text(self) -> str:
-        """Return the text that must come next, as far as there is only one."""
+        """Return the text that must come next, up to the first point where several texts can follow."""
         return "" if self._state.is_error() else self._state.compute_ff_bytes().decode(errors="ignore")
 
 
 class GrammarCompiler:
-    """Reads grammars for one tokenizer. Belongs to one thread."""
+    """A compiler of grammars for one tokenizer. It belongs to one thread."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int) -> None:
-        """`vocab_size`: the model's, as many tokens as it has logits. The tokenizer may have more."""
+        """Load a tokenizer from the content of its tokenizer.json.
+
+        `vocab_size` is the number of the model's logits. The tokenizer may have more tokens.
+        """
         self._tokenizer_json = tokenizer_json
         num_tokens, added, special, self._spells_all = _tokens(tokenizer_json)
-        self._known_alphabet: Alphabet | None = None  # of a tokenizer that does not spell everything, once asked
+        self._known_alphabet: Alphabet | None = None  # None: not computed, or every text can be spelled
         self._sizes = _MaskSizes(max(vocab_size, num_tokens), vocab_size)
         self._token_names = {name: token_id for name, token_id in added.items() if token_id < vocab_size}
         self._special = {name: token_id for name, token_id in special.items() if token_id < vocab_size}
         self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}  # by end tokens
 
     def compile(self, kind: str, text: str, end_token_ids: tuple[int, ...]) -> Matcher:
-        """Return a matcher at a grammar's beginning. Raises GrammarError, in the library's own words."""
+        """Return a matcher at the beginning of a grammar. Raises GrammarError, with the library's message."""
         with _caught():
             tokenizer = self._tokenizer(end_token_ids)
             special = {name: self._special[name] for name in _asked_for(kind, text) if name in self._special}
@@ -207,7 +217,7 @@ class GrammarCompiler:
         return matcher
 
     def _alphabet(self, tokenizer: LLTokenizer) -> Alphabet | None:
-        """What the tokens spell; None: everything."""
+        """Return the characters that the tokens can spell, or None if they can spell every text."""
         if self._spells_all:
             return None
         if self._known_alphabet is None:
@@ -224,17 +234,18 @@ class GrammarCompiler:
 
 
 class GrammarCache:
-    """Keeps the grammars that were used last, within a bound. Belongs to one thread."""
+    """A cache of recently used grammars, limited in memory. It belongs to one thread."""
 
     def __init__(self, compiler: GrammarCompiler, max_bytes: int) -> None:
-        """`max_bytes`: of all that is kept, as far as can be told from the grammars' texts."""
+        """Create an empty cache. `max_bytes` limits its memory, which is estimated from the lengths of the grammars'
+        texts."""
         self._compiler = compiler
         self._max_bytes = max_bytes
         self._kept: OrderedDict[_Content, Matcher] = OrderedDict()
         self._num_bytes = 0
 
     def get(self, kind: str, text: str, end_token_ids: tuple[int, ...]) -> Matcher:
-        """Return a matcher of its own at a grammar's beginning. Raises GrammarError."""
+        """Return a new matcher at the beginning of a grammar. Raises GrammarError."""
         content = (kind, text, end_token_ids)
         kept = self._kept.get(content)
         if kept is not None:
@@ -253,16 +264,19 @@ def _num_bytes(content: _Content) -> int:
 
 
 def _asked_for(kind: str, text: str) -> list[str]:
-    """Return the names that a structural tag gives of special tokens, which may stand for these."""
+    """Return the names in a structural tag's `special_tokens`. Each of these special tokens may stand for its name."""
     tag = from_json(text) if kind == "structural_tag" else None
     names = tag.get("special_tokens") if isinstance(tag, dict) else None
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def _tokens(tokenizer_json: str) -> tuple[int, dict[str, int], dict[str, int], bool]:
-    """Return how many tokens a tokenizer.json has, those that stand in texts as their names but are none of its pieces,
-    as the library sees it, and whether there is a piece for every byte. Nothing for one that is broken, of which the
-    library tells why."""
+    """Read a tokenizer.json.
+
+    Return the number of tokens, the ids of added and of special tokens by name, and whether every byte has a piece.
+    Added tokens are included only if their names have the form <...>, because the library recognizes no others in
+    texts. For a broken tokenizer return 0, no tokens and True; the library reports the reason.
+    """
     try:
         tokenizer = json.loads(tokenizer_json)
         vocab, added_tokens = tokenizer["model"]["vocab"], tokenizer.get("added_tokens") or ()
@@ -278,10 +292,11 @@ def _tokens(tokenizer_json: str) -> tuple[int, dict[str, int], dict[str, int], b
 
 
 def _to_lark(kind: str, text: str, token_names: Mapping[str, int], alone: Container[str]) -> str:
-    """Return a grammar in Lark, whether it is a good one or not. Raises ValueError for a text that is not of its kind,
-    and a kind that is none.
+    """Return a grammar in Lark, which may still be invalid. Raises ValueError for an unknown kind, or a text that does
+    not fit.
 
-    `token_names`: tokens that may stand for their names in structural tags; `alone`: the names that no others spell.
+    `token_names`: ids of the tokens that may stand for their names in structural tags. `alone`: the names that no other
+    tokens can spell.
     """
     match kind:
         case "json_schema":
@@ -300,7 +315,8 @@ def _to_lark(kind: str, text: str, token_names: Mapping[str, int], alone: Contai
 
 
 def _choices(text: str) -> list[str]:
-    """Raises ValueError if it is not a JSON array of texts, at least one."""
+    """Return the texts of a choice without duplicates. Raises ValueError if `text` is no JSON array of at least one
+    text."""
     choices = json.loads(text)
     if (
         not isinstance(choices, list)

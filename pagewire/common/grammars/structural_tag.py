@@ -1,4 +1,4 @@
-"""Structural tags of xgrammar as a grammar in Lark: text in which tagged parts have a form of their own.
+"""Conversion of xgrammar's structural tags to Lark. A structural tag describes text that contains tagged parts.
 
 A tag is JSON: {"type": "structural_tag", "format": FORMAT}, where FORMAT is an object with a `type` (see
 https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html), or the older {"structures": [...], "triggers": [...]}.
@@ -13,7 +13,7 @@ from pagewire.common.grammars.json_schema import for_library
 from pagewire.common.strict_json import from_json
 
 _ANY_TEXT = r"/(?s:.*)/"
-# What the formats that are served have beside their type.
+# The fields of the supported formats besides their type.
 _FIELDS = {
     "const_string": {"value"},
     "json_schema": {"json_schema"},
@@ -24,7 +24,7 @@ _FIELDS = {
     "tag": {"begin", "content", "end"},
     "tags_with_separator": {"tags", "separator", "at_least_one", "stop_after_first"},
     "triggered_tags": {"triggers", "tags", "at_least_one", "stop_after_first", "excludes"},
-    # Not of xgrammar: tags of which those that are not required may be left out.
+    # An extension to xgrammar: a sequence of tags in which the tags that are not required may be missing.
     "tags_in_order": {"tags", "separator", "required"},
 }
 
@@ -41,7 +41,7 @@ def _are_flags(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, bool) for each in value)
 
 
-# What fields are, wherever they stand, and how that is called.
+# The type of each field, the same in all formats, and the type's name in error messages.
 _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("type", "value", "pattern", "begin", "separator"), (_is_text, "a text")),
     **dict.fromkeys(("elements", "tags", "structures"), (lambda value: isinstance(value, list), "a list")),
@@ -52,7 +52,7 @@ _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "required": (_are_flags, "a list of true or false"),
     "end": (lambda value: _is_text(value) or _are_texts(value), "a text or a list of texts"),
     "max_tokens": (
-        lambda value: value is None or (type(value) is int and 0 <= value < 1 << 32),  # true is none
+        lambda value: value is None or (type(value) is int and 0 <= value < 1 << 32),  # a bool is no number here
         "a whole number from 0",
     ),
     **dict.fromkeys(
@@ -62,16 +62,19 @@ _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def structural_tag_to_lark(text: str, token_names: Mapping[str, int], alone: Container[str]) -> str:
-    """Raises ValueError for what is no structural tag, or asks for something that is not supported. A token of
-    `token_names` may stand for its name: a model that has one for a tag's beginning has learnt to take it. It must
-    stand for a name of `alone`, which no other tokens spell."""
+    """Return the grammar of a structural tag in Lark. Raises ValueError for an invalid tag or an unsupported feature.
+
+    Each token of `token_names` may stand for its name in texts. A model that has a token for the beginning of a tag is
+    trained to use the token. A name in `alone` must be written with its token, because no other tokens can spell it.
+    """
     rules = _Rules(token_names, alone)
     start = rules.expression(format_in(text))
     return "\n".join([f"start: {start}", *rules.lines])
 
 
 def format_in(text: str) -> Any:
-    """Return the format that a structural tag has, which has a type, or means in its older form. Raises ValueError."""
+    """Return the format of a structural tag. A tag of the older form is converted. Raises ValueError for an invalid
+    tag."""
     tag = from_json(text)
     if _checked(tag, "a structural tag").get("type", "structural_tag") != "structural_tag":
         raise ValueError(f"a structural tag has the type {tag['type']!r:.80}, which is 'structural_tag'")
@@ -91,24 +94,24 @@ def format_in(text: str) -> Any:
 
 
 class _Rules:
-    """The rules of a grammar while it is made."""
+    """The rules of a Lark grammar under construction."""
 
     def __init__(self, token_names: Mapping[str, int], alone: Container[str]) -> None:
         self._token_names = token_names
         self._alone = alone
         self.lines: list[str] = []
-        self._names: dict[str, str] = {}  # of rules by what defines them
-        self._schemas: dict[str, str] = {}  # the names of rules by their schemas
+        self._names: dict[str, str] = {}  # the names of rules by their definitions
+        self._schemas: dict[str, str] = {}  # the names of rules by their JSON Schemas
 
     def expression(self, form: Any) -> str:
-        """Add the rules of a format. Returns what refers to it."""
+        """Add the rules of a format. Return the expression that refers to them."""
         kind = _kind(form)
         match kind:
             case "const_string":
                 return self.literal(_field(form, "value", kind))
             case "json_schema":
                 given = json.dumps(_field(form, "json_schema", kind))
-                if given not in self._schemas:  # reading one takes long
+                if given not in self._schemas:  # parsing a schema is slow
                     self._schemas[given] = self.rule(f"%json {json.dumps(for_library(form['json_schema']))}")
                 return self._schemas[given]
             case "any_text":
@@ -131,7 +134,8 @@ class _Rules:
         raise ValueError(f"formats of type {kind!r} are not supported in structural tags")
 
     def rule(self, body: str, attributes: str = "") -> str:
-        """Return the name of a rule. Two that are the same have one name, or the library would read both."""
+        """Return the name of a rule with this body. Equal rules share one name, because the library would
+        parse both."""
         line = f"{attributes}: {body}"
         if line not in self._names:
             self._names[line] = f"r{len(self.lines)}"
@@ -150,13 +154,17 @@ class _Rules:
         begin, content, end = (_field(form, name, "a tag") for name in ("begin", "content", "end"))
         ends = [end] if isinstance(end, str) else end
         if _kind(content) == "any_text" and all(ends):
-            # The text goes up to the first end, and no further.
+            # The text extends to the first end.
             return self.sequence([self.literal(begin), self.up_to(ends, content)])
         ending = self.either([self.literal(one) for one in ends])
         return self.sequence([self.literal(begin), self.expression(content), ending])
 
     def literal(self, text: str, *, takes_tokens: bool = False) -> str:
-        """A text. Tokens may stand for their names in it, or must."""
+        """Return the expression of a constant text, in which tokens may stand for their names.
+
+        With `takes_tokens`, a token must stand for its name. The same applies to names that no other tokens can
+        spell.
+        """
         before, name, behind = self._cut(text)
         if not name:
             return _quoted(before)
@@ -166,7 +174,8 @@ class _Rules:
         return self.sequence([_quoted(before), token, self.literal(behind, takes_tokens=takes_tokens)])
 
     def text(self, form: Any, ends: Sequence[str] = (), pattern: str = _ANY_TEXT) -> str:
-        """Any text of a pattern without what a format excludes, nor one of some ends."""
+        """Return the expression of any text that matches `pattern` and contains none of the format's excluded texts or
+        `ends`."""
         excluded = [_quoted(text) for text in (*(form.get("excludes") or ()), *ends)]
         if not excluded:
             return pattern
@@ -175,24 +184,29 @@ class _Rules:
         return name
 
     def up_to(self, ends: Sequence[str], form: Any) -> str:
-        """A format's text up to the first of some ends, and the end, in which tokens may stand for their names. Behind
-        as many tokens as the text may have, its end must follow."""
+        """Return the expression of a format's text up to and including the first of some ends.
+
+        Tokens may stand for their names in the end. Once the text has its maximal number of tokens, the end must
+        follow.
+        """
         text, most = self.text(form), form.get("max_tokens")
         if most is None:
             found = [self.rule(text, f"[suffix={_quoted(end)}]") for end in ends]
             return self.either([*found, *(part for end in ends for part in self.up_to_token(end, text))])
         if most == 0:
             return self.either([self.literal(end, takes_tokens=True) for end in ends])
-        # The library ends a text that has reached its limit where no other can go on. So what looks for an end is given
-        # up a token before: it would be ended without one.
+        # At its limit, the library ends a text in which nothing else can follow. The search for an end would then end
+        # without one, so the limit of the search is one token lower.
         limited = self.rule(self.text(form, ends), f"[max_tokens={most}]")
         found = [self.rule(text, f"[max_tokens={most - 1},suffix={_quoted(end)}]") for end in ends if most > 1]
         forced = self.either([self.literal(end, takes_tokens=True) for end in ends])
         return self.either([*found, self.sequence([limited, forced])])
 
     def up_to_token(self, end: str, text: str) -> list[str]:
-        """Text up to the first of an end in which a token stands for its name, and the end; nothing where there is no
-        such token."""
+        """Return the expressions of a text up to and including an end in which a token stands for its name.
+
+        The list is empty if no token's name is in the end.
+        """
         before, name, behind = self._cut(end)
         if not name:
             return []
@@ -202,8 +216,12 @@ class _Rules:
         return [self.sequence([begun, token, self.literal(behind)])]
 
     def _cut(self, text: str) -> tuple[str, str, str]:
-        """A text up to the first name of a token, the longest if several begin there, the name, and what is behind it;
-        without one, the text and nothing."""
+        """Split a text at the first name of a token. Return the text in front of the name, the name, and the text after
+        it.
+
+        If several names begin at the same position, the longest counts. Without a name, return the text and two empty
+        texts.
+        """
         found = [(text.find(name), -len(name), name) for name in self._token_names if name in text]
         if not found:
             return text, "", ""
@@ -215,20 +233,23 @@ class _Rules:
         return len(before) < position < len(before) + len(name)
 
     def separated(self, form: Any) -> str:
-        """Tags with a text between them."""
+        """Return the expression of tags with a separator between them."""
         tag = self.either([self.tag(one) for one in _tags(form)])
         more = "" if form.get("stop_after_first") else f" ({self.literal(form.get('separator', ''))} {tag})*"
         tags = self.rule(f"{tag}{more}")
         return tags if form.get("at_least_one") else self.rule(f"{tags} |")
 
     def in_order(self, form: Any) -> str:
-        """Tags in their order with a text between them. Each rule refers to the one of the tags behind it, so that
-        there are only as many as tags."""
+        """Return the expression of tags in order, with a separator between them.
+
+        Each rule refers to the rule of the following tags, so the number of rules is proportional to the number of
+        tags.
+        """
         tags, required = _tags(form), _field(form, "required", "tags_in_order")
         if len(tags) != len(required):
             raise ValueError(f"tags_in_order has {len(tags)} tags, but required is a list of {len(required)}")
         separator = self.literal(form.get("separator", ""))
-        first = later = '""'  # the tags from a place on, where none or some came before
+        first = later = '""'  # the tags from a position on, if no tag or some tag preceded them
         for form_of_tag, is_required in zip(reversed(tags), reversed(required), strict=True):
             tag = self.tag(form_of_tag)
             first = self.either([self.sequence([tag, later]), *([] if is_required else [first])])
@@ -236,7 +257,7 @@ class _Rules:
         return first
 
     def triggered(self, form: Any) -> str:
-        """Free text in which a trigger begins one of the tags that begin with it."""
+        """Return the expression of free text in which each trigger must begin one of the tags."""
         triggers, tags = _field(form, "triggers", "triggered_tags"), _tags(form)
         for tag in tags:
             if not _field(tag, "begin", "a tag").startswith(tuple(triggers)):
@@ -260,16 +281,18 @@ class _Rules:
 
 
 def _kind(form: Any) -> str:
-    """The type of a format. Raises ValueError for one that asks for something besides, as for texts to be left out."""
+    """Return the type of a format. Raises ValueError if the format has an unsupported field, such as texts to
+    exclude."""
     kind: str = _field(_checked(form, "a format"), "type", "a format")
     for name in form.keys() - _FIELDS.get(kind, form.keys()) - {"type"}:
-        if form[name] not in (None, False, [], "json"):  # what xgrammar writes where nothing is asked for
+        if form[name] not in (None, False, [], "json"):  # values that xgrammar writes for fields that are not set
             raise ValueError(f"{name!r} of formats of type {kind!r} is not supported in structural tags")
     return kind
 
 
 def _tags(form: Any) -> list[Any]:
-    """The tags among which a format chooses, which need not name their type."""
+    """Return the tags among which a format chooses. The type of these tags is optional. Raises ValueError for other
+    formats."""
     tags: list[Any] = _field(form, "tags", form["type"])
     for tag in tags:
         if (kind := _kind({"type": "tag"} | _checked(tag, "a tag"))) != "tag":
@@ -278,7 +301,7 @@ def _tags(form: Any) -> list[Any]:
 
 
 def _checked(form: Any, what: str) -> dict[str, Any]:
-    """A part of a structural tag, whose fields are of their types."""
+    """Return a part of a structural tag. Raises ValueError if it is no object or has fields of wrong types."""
     if not isinstance(form, dict):
         raise ValueError(f"{what} is a JSON object, not {form!r:.80}")
     for name, value in form.items():
@@ -299,5 +322,5 @@ def _quoted(text: str) -> str:
 
 
 def _regex(pattern: str) -> str:
-    """A regular expression between slashes, of which it may have some, escaped or not."""
+    """Return a regular expression between slashes, with the slashes in it escaped."""
     return "/" + re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern, flags=re.DOTALL) + "/"

@@ -1,9 +1,9 @@
-"""A grammar is first read where it can do no harm: in a process of its own, which ends when it takes too much.
+"""A trial of each grammar in a separate process with limits on CPU time and memory.
 
-The library counts its work in most places, but not in all: some grammars make it compute for minutes, or take
-gigabytes, before it counts. So a service that takes grammars from strangers tries each one here. The process that has
-read the tokenizer makes a copy of itself for each trial, whose CPU time and memory the system limits; it ends the copy
-that passes them.
+The library counts its work in most places, but not in all. Some grammars make it compute for minutes or allocate
+gigabytes before it counts. A service that accepts grammars from strangers therefore tries each one here first. A parent
+process loads the tokenizer and forks a child for each trial. The operating system ends a child that exceeds its limits
+of CPU time and memory.
 """
 
 import json
@@ -29,7 +29,7 @@ from pagewire.common.process.child_process import python_command
 
 MAX_CPU_SECONDS = 0.1
 MAX_BYTES = 64 * 1024 * 1024
-MAX_MASK_SECONDS = 0.005  # that masks may take, on average
+MAX_MASK_SECONDS = 0.005  # the limit on the mean time of a mask
 TOO_MUCH = (
     f"it takes more than {MAX_CPU_SECONDS * 1000:.0f} ms of CPU time or {MAX_BYTES // 1024**2} MiB of memory to read; "
     "make it simpler"
@@ -40,14 +40,14 @@ _LONG_MASKS = (
 )
 _MAX_WALK_TOKENS, _WALK_SECONDS = 64, 0.03
 _MAX_ERROR_CHARS = 4096
-_MAX_ANSWER_CHARS = 16 * _MAX_ERROR_CHARS  # as JSON
+_MAX_ANSWER_CHARS = 16 * _MAX_ERROR_CHARS  # in JSON
 _ENDED = "the process that reads grammars has ended"
 _NICENESS = 10
-_COPY_SECONDS = 0.015  # of those, what making and ending the copy of a process takes
+_COPY_SECONDS = 0.015  # the share of the CPU time limit that is reserved for the fork and the exit of a child
 
 
 class Trials:
-    """A process that reads grammars. Its methods may be called on one thread at a time, and wait for it."""
+    """A process that tries grammars. Its methods block, and only one thread may call them at a time."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, end_token_ids: tuple[int, ...]) -> None:
         """Start the process. Raises GrammarError if it cannot read the tokenizer."""
@@ -57,8 +57,10 @@ class Trials:
         self._start()
 
     def run(self, kind: str, text: str, end_token_ids: tuple[int, ...]) -> str:
-        """Return why a grammar cannot be used, in the library's words, or nothing. Raises GrammarError if the process
-        ends, and its successor too."""
+        """Return the reason why a grammar cannot be used, in the library's words, or an empty text.
+
+        If the process ends, it is started again once. Raises GrammarError if the new process ends too.
+        """
         for _ in range(2):
             if self._process is None:
                 self._start()
@@ -68,7 +70,7 @@ class Trials:
         raise GrammarError(_ENDED)
 
     def close(self) -> None:
-        """End the process, and start none any more. May be called on any thread."""
+        """End the process and start no other. Any thread may call this method."""
         self._is_closed = True
         if self._process is not None:
             self._process.kill()
@@ -78,16 +80,17 @@ class Trials:
         if self._is_closed:
             raise GrammarError(_ENDED)
         command, pipe = python_command("pagewire.common.grammars.trial"), subprocess.PIPE
-        # A terminal's Ctrl-C, which its group would hear too, is for the service: this one ends with its input.
+        # A group of its own, so that a terminal's Ctrl-C reaches only the service. This process ends when its input
+        # ends.
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, encoding="utf-8", process_group=0)
         if error := self._ask(self._first):
             self.close()
             raise GrammarError(error)
 
     def _ask(self, question: dict[str, object]) -> str | None:
-        """Return the answer; None if there is none, and the process has ended."""
+        """Return the answer to a question, or None if the process has ended."""
         process = self._process
-        if process is None:  # it has not survived the tokenizer
+        if process is None:  # it ended while it read the tokenizer
             return None
         assert process.stdin is not None
         assert process.stdout is not None
@@ -106,13 +109,13 @@ class Trials:
 
 
 def _serve(questions: IO[str], answers: IO[str]) -> None:
-    """Answer each line of questions with one of answers, until there are no more."""
+    """Answer each line of questions with one line of answers until the questions end."""
     first = json.loads(questions.readline())
     ends = tuple(first["end_token_ids"])
     try:
         compiler = GrammarCompiler(first["tokenizer"], first["vocab_size"])
         compiler.compile("json_object", "", ends)
-    except Exception as error:  # whatever a tokenizer makes of the library
+    except Exception as error:  # a broken tokenizer can raise any exception in the library
         _answer(answers, str(error) or type(error).__name__)
         return
     _answer(answers, "")
@@ -128,7 +131,7 @@ def _serve(questions: IO[str], answers: IO[str]) -> None:
 
 
 def _limit() -> None:
-    """Let the system end this process when it takes too much. On systems other than Linux memory is not limited."""
+    """Let the operating system end this process at its limit of CPU time, and on Linux also limit its memory."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, MAX_CPU_SECONDS - _COPY_SECONDS)
     if sys.platform == "linux":
@@ -138,7 +141,8 @@ def _limit() -> None:
 
 
 def _try(compiler: GrammarCompiler, vocab_size: int, kind: str, text: str, end_token_ids: list[int]) -> str:
-    """Return why a grammar cannot be used, or nothing. The masks along an output are a part of the trial."""
+    """Return the reason why a grammar cannot be used, or an empty text. The trial includes the masks along
+    one output."""
     try:
         return _Walk(compiler.compile(kind, text, tuple(end_token_ids)), vocab_size).take(text)
     except GrammarError as error:
@@ -148,7 +152,7 @@ def _try(compiler: GrammarCompiler, vocab_size: int, kind: str, text: str, end_t
 
 
 class _Walk:
-    """An output as a search for what takes long would make it: a token again and again, and any other."""
+    """A random output that looks for slow masks: it repeats a token, and sometimes draws another one."""
 
     def __init__(self, matcher: Matcher, vocab_size: int) -> None:
         self._matcher = matcher
@@ -157,8 +161,10 @@ class _Walk:
         self._mask = create_string_buffer(4 * -(-vocab_size // 32))
 
     def take(self, seed: str) -> str:
-        """Return why what the grammar allows takes too much, or is nothing, or nothing. Every process finds the same,
-        unless masks take long. Raises GrammarError."""
+        """Return the reason why the grammar's masks are too slow, or an empty text. Raises GrammarError.
+
+        `seed` determines the tokens, so every process gets the same result unless masks are slow.
+        """
         rng, token_id = random.Random(seed), -1
         began = time.process_time()
         until = min(began + _WALK_SECONDS, MAX_CPU_SECONDS - 2 * _COPY_SECONDS)
@@ -190,10 +196,10 @@ class _Walk:
             raise GrammarDeadEndError(f"{where}{error}" + (f", {forced[:80]!r}" if forced else "")) from None
 
     def _draw(self, rng: random.Random) -> int:
-        """A token that is allowed; there is one."""
+        """Return a random allowed token. At least one token must be allowed."""
         mask = self._mask.raw
         start = rng.randrange(len(mask))
-        rest = mask[start:].lstrip(b"\0") or mask.lstrip(b"\0")  # from the next byte that has one, or the first
+        rest = mask[start:].lstrip(b"\0") or mask.lstrip(b"\0")  # from the next byte with an allowed token
         bits = [bit for bit in range(8) if rest[0] >> bit & 1]
         return 8 * (len(mask) - len(rest)) + rng.choice(bits)
 
@@ -206,7 +212,7 @@ def _answer(answers: IO[str], error: str) -> None:
 if __name__ == "__main__":
     os.nice(_NICENESS)
     null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)  # what the library says when it panics is no line of our log
+    os.dup2(null, 2)  # the library's panics must not reach our log
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(null, 1)  # nor is anything that it prints an answer
+    os.dup2(null, 1)  # output of the library must not be read as an answer
     _serve(sys.stdin, answers)
