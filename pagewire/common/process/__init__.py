@@ -1,1 +1,1 @@
-"""The plumbing of a process: its children, signals, limits, log lines, memory and files that it watches."""
+"""Utilities for a process: child processes, signals, resource limits, log lines, memory sizes and watched files."""

@@ -1,16 +1,19 @@
-"""An event loop that no crowd of connections holds up."""
+"""An event loop that stays responsive when many connections have events at once."""
 
 import asyncio
 import os
 import select
 import selectors
 
-MAX_EVENTS = 64  # between two looks at all else that is due
+MAX_EVENTS = 64  # the most events that are handled before timers and callbacks get their turn
 
 
 class _FewEvents(selectors.EpollSelector):
-    """Tells of few events at once. Those that it leaves out come first the next time, since the kernel puts what it has
-    told of behind them."""
+    """An epoll selector that returns at most `MAX_EVENTS` events at once.
+
+    The remaining events come first in the next call, because the kernel moves returned events to the end of its
+    list.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,6 +39,8 @@ class _FewEvents(selectors.EpollSelector):
 
 
 def few_events_loop() -> asyncio.AbstractEventLoop:
-    """Make a loop that handles few events between two looks at its timers and at what its threads have done: a client
-    that ends thousands of connections at once would otherwise hold it for a tenth of a second."""
+    """Return an event loop that handles few events between two checks of its timers and thread callbacks.
+
+    Otherwise a client that closes thousands of connections at once could block the loop for a tenth of a second.
+    """
     return asyncio.SelectorEventLoop(_FewEvents())

@@ -1,12 +1,15 @@
-"""Keeps Python's garbage collector from stopping a service, however much it remembers.
+"""Settings of Python's garbage collector that keep its pauses short, however many objects a service keeps.
 
-A full collection looks at every object that there is: with 500,000 cached blocks it stops all streams for a quarter of
-a second. Services free objects that have ended by reference counts (`tests/contract/test_garbage_collection.py` sees to
-it), but libraries leave cycles. So while few objects are in sight, each full collection looks at all of them. Where
-more survive one than the next could look at in a few milliseconds, all are hidden, among them such as become garbage
-later: that is collected when the service is idle. In one that is never idle all come in sight again once there are
-twice as many as lived then, and many more, beside what the service knows that it remembers: cycles take bounded memory,
-for one long collection in a million objects.
+A full collection visits every tracked object. With 500,000 cached blocks it pauses all streams for a quarter of a
+second. Services free finished objects by reference counts alone (`tests/contract/test_garbage_collection.py` checks
+this), but libraries leave cycles.
+
+While few objects are tracked, each full collection visits all of them. If too many objects survive a collection to
+visit them again within a few milliseconds, all of them are hidden with `gc.freeze`. Hidden objects can become garbage
+later; that garbage is collected when the service is idle. In a service that is never idle, all objects are unhidden
+once there are too many. The limit is twice the number of live objects plus `MAX_HIDDEN_GARBAGE`. Objects that the
+service reports as remembered do not count. Cycles therefore use bounded memory, at the cost of one long collection per
+million objects.
 """
 
 import gc
@@ -14,47 +17,51 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-# A collection takes up to half a microsecond for each object.
+# A collection takes up to half a microsecond per object.
 MAX_IN_SIGHT = 3_000  # after a full collection
-MAX_LOOKED_AT = 8_000  # in any collection but one of all that lives
-# So many objects of garbage, some 100 MB, and as many as live, may be hidden before a service that is busy looks.
+MAX_LOOKED_AT = 8_000  # in any collection except a collection of all live objects
+# The number of garbage objects (about 100 MB) that may be hidden, besides as many as are alive, before a busy service
+# collects them.
 MAX_HIDDEN_GARBAGE = 1_000_000
 
 
 class _Hidden:
-    """What no collection looks at."""
+    """The objects that are hidden from collections."""
 
     def __init__(self) -> None:
-        # Pieces of memory in use when all objects were last looked at, beside what is known to be remembered. They are
-        # quicker to count than what is hidden.
+        # The number of allocated memory blocks at the last collection of all objects, without those reported as
+        # remembered. They are faster to count than the hidden objects.
         self._num_alive = 0
-        self._num_since = 0  # objects hidden since these were last counted; some of them are freed by now
+        self._num_since = 0  # objects hidden since the last count; some of them are freed by now
         self._is_in_sight = True
         self.count_remembered: Callable[[], int] = lambda: 0
 
     def watch(self, phase: str, info: dict[str, Any]) -> None:
-        """Hides what a collection is about to look at if it is too much, and what has survived a full one if it is too
-        much to look at again. It is a callback of the garbage collector.
+        """Hide objects from collections that would take too long. This is a callback of the garbage collector.
 
-        Python counts objects made less those freed. Where old ones are freed as fast as new ones are made, even its
-        youngest generation grows without a bound.
+        At the start of a collection, hide its objects if there are too many to visit. At the end of a full collection,
+        hide the survivors if there are too many to visit again.
+
+        Python counts allocations minus deallocations. If old objects are freed as fast as new ones are made, no
+        collection starts, and even the youngest generation grows without bound.
         """
         if phase == "start" and not self._is_in_sight:
             self._hide(range(info["generation"] + 1), MAX_LOOKED_AT)
-        elif phase == "stop" and info["generation"] == 2:  # of all objects
+        elif phase == "stop" and info["generation"] == 2:  # a full collection
             self._hide([2], 0 if self._is_in_sight else MAX_IN_SIGHT)
             if self._is_in_sight or self._num_since > MAX_HIDDEN_GARBAGE:
                 self._count()
 
     def collect(self) -> None:
-        """Collects what has become garbage since it was hidden, and hides the rest again.
+        """Collect hidden garbage, and hide the remaining objects again.
 
-        It takes as long as it takes to look at all that the process remembers, so it is for a process that is idle.
+        The duration is proportional to all objects of the process, so only an idle process should call this function.
         """
         gc.unfreeze()
         self._is_in_sight = True
         gc.collect()
-        # Else the next full collection would wait for a quarter of what the last one saw.
+        # Otherwise the next full collection would not start before new objects reach a quarter of those that the last
+        # one saw.
         gc.collect()
 
     def _hide(self, generations: Iterable[int], at_most: int) -> None:
@@ -78,18 +85,25 @@ collect_hidden = _hidden.collect
 
 
 def discount(count_remembered: Callable[[], int]) -> None:
-    """Takes about so many pieces of memory for no garbage, whenever it counts, in whatever thread collects: what a
-    service remembers, and may come to be most of its memory, then brings about no look at all objects."""
+    """Exclude memory that the service keeps on purpose from the count of possible garbage.
+
+    `count_remembered` returns the approximate number of memory blocks. It is called in whichever thread collects. The
+    growth of remembered data, which may be most of the memory, then causes no collection of all objects.
+    """
     _hidden.count_remembered = count_remembered
 
 
 def keep_short() -> None:
-    """Begins to keep collections short. It is to be called once in a process, when all that it needs is imported: that
-    stays, and is hidden unseen, as looking at it would take a tenth of a second."""
+    """Start to keep collections short. Call this once per process, after all imports.
+
+    The imported objects stay alive. They are hidden without a first collection, which would take a tenth of a
+    second.
+    """
     gc.freeze()
-    # Objects made beyond those freed before the youngest are looked at; collections of the younger generations before
-    # the older is looked at too. Where as many old objects are freed as new ones are made, many more are made before
-    # that: small thresholds bound what is in sight, and cost no more, since each collection looks at less.
+    # The first threshold counts allocations minus deallocations; the others count collections of the next younger
+    # generation. If as many old objects are freed as new ones are made, many more allocations precede a collection.
+    # Small thresholds bound the number of tracked objects, and cost no more, since each collection visits fewer
+    # objects.
     gc.set_threshold(100, 5, 1)
     gc.callbacks.append(_hidden.watch)
-    gc.collect()  # of nothing: from it Python reckons when the next full collection is due
+    gc.collect()  # visits nothing, but Python bases the time of the next full collection on it

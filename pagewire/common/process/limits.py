@@ -1,6 +1,6 @@
-"""The limits that the system sets a process: raised where that is allowed, or told where they are in the way.
+"""The resource limits of the operating system: raise them where allowed, or report them where they are too low.
 
-gRPC ends a process in which it can start no thread, with lines of its own that name no limit.
+gRPC aborts a process in which it cannot start a thread, and its log lines do not name the limit.
 """
 
 import contextlib
@@ -9,27 +9,32 @@ import resource
 import threading
 
 NUM_DESCRIPTORS = 65_536
-# As many threads as gRPC starts before its first call on a small machine, and a few for the command itself:
+# The number of threads that gRPC starts before its first RPC on a small machine, plus a few for the command itself.
 # `make first-hour ARGS=threads` counts them.
 NUM_THREADS = 8
-# With less, whether those can be started depends on where the C library's memory happens to lie:
-# `make first-hour ARGS="address.space"` tries a client with this and with half of it.
+# With less address space, threads may or may not start, depending on the C library's memory layout. `make first-hour
+# ARGS="address.space"` tries a client with this limit and with half of it.
 LEAST_ADDRESS_SPACE = 640 << 20
 
 
 def raise_descriptor_limit() -> None:
-    """Raises the limit of file descriptors, of which each connection takes one. The usual soft limit of 1,024 is for
-    programs that call select."""
+    """Raise the soft limit on file descriptors, because each connection uses one.
+
+    The usual soft limit of 1,024 exists for programs that call select.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = NUM_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, NUM_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # where that is denied, what there is must do
+        with contextlib.suppress(OSError, ValueError):  # if denied, keep the current limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def obstacle(*, loads_libraries: bool = False) -> str:
-    """Returns a line on what keeps this process from starting the threads that it needs, or from finding the libraries
-    that torch loads by their paths; or ""."""
+    """Return one line that describes an obstacle for this process, or an empty text.
+
+    The obstacle prevents it from starting the threads that it needs. With `loads_libraries`, a missing working
+    directory is an obstacle too, because torch could not find its libraries by their paths.
+    """
     if loads_libraries:
         try:
             os.getcwd()
@@ -56,7 +61,8 @@ def obstacle(*, loads_libraries: bool = False) -> str:
 
 
 def describe_address_space() -> str:
-    """Returns what to add to the error of a library that cannot be loaded where the address space is limited; or ""."""
+    """Return a suffix for an error message that names the limit on the address space, or an empty text
+    without a limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft == resource.RLIM_INFINITY:
         return ""

@@ -1,25 +1,29 @@
-"""Log lines about what is tried again and again, such as a link: told at first, then once a minute."""
+"""Rate limits for log lines about repeated attempts, such as connecting a link: log at first, then once a minute."""
 
 import logging
 import re
 import time
 from collections.abc import Callable
 
-_REPEAT_AFTER = 60.0  # seconds before what was told is told again
-_MAX_KINDS = 50  # told in that time: the words may be those of whoever dials
+_REPEAT_AFTER = 60.0  # seconds before an equal text is logged again
+_MAX_KINDS = 50  # the most kinds logged in that time, since a peer may control the text
 _DIGITS = re.compile(r"\d+")
 
 
 class Repetition:
-    """What was told lately."""
+    """The texts that were logged recently."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` is in seconds."""
+        """Create an empty record. `clock` returns the time in seconds."""
         self._clock = clock
-        self._told: dict[str, float] = {}  # when, by what without its numbers
+        self._told: dict[str, float] = {}  # the time of each text, keyed by the text without its digits
 
     def is_news(self, text: str) -> bool:
-        """Whether to tell a text, which then counts as told: it was not lately, and not too many others were."""
+        """Return whether to log a text now, and record it as logged if so.
+
+        The result is false if an equal text was logged recently (digits do not count), or if too many different texts
+        were.
+        """
         kind, now = _DIGITS.sub("", text), self._clock()
         self._told = {told: at for told, at in self._told.items() if now - at < _REPEAT_AFTER}
         if kind in self._told or len(self._told) >= _MAX_KINDS:
@@ -28,10 +32,10 @@ class Repetition:
         return True
 
     def tell(self, logger: logging.Logger, level: int, text: str) -> None:
-        """Log a text that is news."""
+        """Log a text unless it was logged recently."""
         if self.is_news(text):
             logger.log(level, "%s", text)
 
     def forget(self) -> None:
-        """Have everything be news again."""
+        """Forget all recorded texts, so that they are logged again."""
         self._told.clear()

@@ -1,11 +1,14 @@
-"""Sizes of memory and files: written by people as "4GiB", and for people in the unit that suits them."""
+"""Parsing of sizes of memory and files such as "4GiB", and formatting with a suitable unit."""
 
-_LEAST_BYTES = 1024  # of memory that is asked for in bytes: less is a number without its unit
+_LEAST_BYTES = 1024  # a smaller number without a unit is refused: its unit is probably missing
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
 def parse_memory(flag: str, text: str, least: int = 1) -> int:
-    """Read the bytes of a text such as "4GiB", "512MiB" or "1000000". Raises ValueError that names the flag."""
+    """Return the number of bytes in a text such as "4GiB", "512MiB" or "1000000".
+
+    Raises ValueError that names `flag` if the text is no size or the size is below `least` bytes.
+    """
     number = text.strip().rstrip("abceghikmtABCEGHIKMT ")
     unit = text.strip()[len(number) :].strip().lower()
     units = {"": 1, **{name.lower(): size for name, size in _UNITS.items()}}
@@ -22,6 +25,6 @@ def parse_memory(flag: str, text: str, least: int = 1) -> int:
 
 
 def describe_memory(num_bytes: float) -> str:
-    """Return the size in the largest unit of which it has one. What is below 0 is 0: no memory is left."""
+    """Return a size in the largest unit that is not larger than the size. A negative size is written as 0 bytes."""
     name, size = next(unit for unit in reversed(_UNITS.items()) if num_bytes >= unit[1] or unit[1] == 1)
     return f"{num_bytes / size:.2f} {name}" if size > 1 else f"{max(0, int(num_bytes))} bytes"

@@ -1,5 +1,7 @@
-"""Writes lines from a queue on a thread of its own, so that no service waits for what takes or reads them: a file, a
-pipe, a terminal. Every such write of a service goes through one."""
+"""A writer that takes lines from a queue and writes them on a separate thread.
+
+No service then waits for a slow file, pipe or terminal. All writes of lines by services use this class.
+"""
 
 import os
 import select
@@ -10,12 +12,12 @@ from functools import partial
 from typing import IO
 
 MAX_WAITING_BYTES = 1024 * 1024
-# Writes all of a block, however long that takes. Raises LostError.
+# Writes a whole block, however long that takes. Raises LostError.
 Write = Callable[[bytes], None]
 
 
 class LostError(Exception):
-    """What is left of a block cannot be written; the text says why."""
+    """The rest of a block cannot be written. The message gives the reason."""
 
     def __init__(self, rest: bytes, cause: Exception) -> None:
         super().__init__(str(cause))
@@ -23,10 +25,10 @@ class LostError(Exception):
 
 
 class QueuedWriter:
-    """A queue of lines that is bounded in bytes, and the thread that writes them.
+    """A queue of lines with a limit in bytes, and the thread that writes them.
 
-    Lines that come while the queue is full are dropped and counted. Where they would have stood, a line tells their
-    number.
+    Lines that arrive while the queue is full are dropped and counted. A notice with their number is written in their
+    place.
     """
 
     def __init__(
@@ -37,8 +39,11 @@ class QueuedWriter:
         max_waiting_bytes: int = MAX_WAITING_BYTES,
         ends_at_loss: bool = False,
     ) -> None:
-        """Begins to write. `dropped_notice` makes the line that tells how many were dropped. `ends_at_loss` is for
-        lines that are of no use without those before them: once one is lost, all that come are."""
+        """Start the thread.
+
+        `dropped_notice` returns the line that reports a number of dropped lines. `ends_at_loss` is for lines that are
+        useless without the preceding lines: after the first loss, all further lines are dropped.
+        """
         self._write = write
         self._dropped_notice = dropped_notice
         self._max_waiting_bytes = max_waiting_bytes
@@ -46,13 +51,13 @@ class QueuedWriter:
         self._changed = threading.Condition()
         self._lines: list[bytes] = []
         self._num_bytes = 0
-        self._num_untold = 0  # lines that were dropped behind those that wait
+        self._num_untold = 0  # lines that were dropped after the queued lines, not yet reported
         self._is_writing = False
         self._is_closed = False
         self._has_failed = False
-        self._has_ended = False  # nothing writes the lines that still come
+        self._has_ended = False  # the thread has ended, so further lines are never written
         self.num_dropped = 0
-        self.failure = ""  # why writing failed the last time, if it has
+        self.failure = ""  # the reason of the last failed write, or empty
         threading.Thread(target=self._run, name="writer", daemon=True).start()
 
     def put(self, lines: bytes) -> None:
@@ -67,8 +72,10 @@ class QueuedWriter:
             self._changed.notify_all()
 
     def flush(self, timeout: float) -> bool:
-        """Waits until everything is written, but no longer than `timeout` seconds. Returns whether it is. What came
-        after the end of a closed writer never will be, and is not waited for."""
+        """Wait up to `timeout` seconds until everything is written. Return whether everything is written.
+
+        Lines that arrived after the end of a closed writer are never written; then return false at once.
+        """
         with self._changed:
             is_late = self._has_ended and bool(self._lines)
             return not is_late and self._changed.wait_for(
@@ -76,7 +83,7 @@ class QueuedWriter:
             )
 
     def close(self) -> None:
-        """Lets the thread end when it has written the lines that wait. Does not wait for that."""
+        """Let the thread end after it has written the queued lines. Do not wait for it."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -89,8 +96,11 @@ class QueuedWriter:
                 self._lose(error)
 
     def _lose(self, error: LostError) -> None:
-        """Count what could not be written. It may begin within a line, so that nothing can stand behind it if all that
-        follows is of no use."""
+        """Count the lines that could not be written.
+
+        The loss may begin within a line. With `ends_at_loss` nothing more is written, since later lines would be
+        useless.
+        """
         with self._changed:
             self.failure = str(error)
             self.num_dropped += _count(error.rest)
@@ -100,7 +110,7 @@ class QueuedWriter:
                 self._changed.notify_all()
 
     def _take(self) -> bytes | None:
-        """Waits for lines and returns all that there are, in order. Returns None when no more will come."""
+        """Wait for lines and return all queued lines in order, or None once no more lines will come."""
         with self._changed:
             self._is_writing = False
             self._changed.notify_all()
@@ -116,23 +126,23 @@ class QueuedWriter:
 
 
 def descriptor_writer(descriptor: int) -> Write:
-    """Makes the function that writes to a file, a pipe or a terminal, which belongs to the caller."""
+    """Return a function that writes to a file descriptor. The descriptor belongs to the caller."""
     return partial(_write, descriptor)
 
 
 def stream_writer(find_stream: Callable[[], IO[str] | None]) -> Write:
-    """Makes the function that writes to a standard stream as it is at that time, or to what stands for it."""
+    """Return a function that writes to a standard stream, or to its current replacement."""
 
     def write(block: bytes) -> None:
         stream = find_stream()
         try:
             if stream is not None and any(stream is standard for standard in (sys.__stdout__, sys.__stderr__)):
-                # Not by way of Python's buffer: a process cannot end while a thread waits inside of one.
+                # Write to the descriptor directly: a process cannot exit while a thread blocks inside Python's buffer.
                 _write(stream.fileno(), block)
             else:
                 print(block.decode(errors="replace"), end="", file=stream, flush=True)
         except (OSError, ValueError) as error:
-            raise LostError(block, error) from None  # it is closed
+            raise LostError(block, error) from None  # the stream is closed
 
     return write
 
@@ -143,12 +153,12 @@ def _write(descriptor: int, block: bytes) -> None:
         try:
             rest = rest[os.write(descriptor, rest) :]
         except BlockingIOError:
-            # Another process has made it so: the pipe is shared.
+            # Another process that shares the pipe has made it non-blocking.
             poll = select.poll()
             poll.register(descriptor, select.POLLOUT)
             poll.poll()
         except OSError as error:
-            # Its reader has gone for good, or the disk is full: later lines may fare better.
+            # The reader is gone, or the disk is full. Later lines may succeed.
             raise LostError(bytes(rest), error) from None
 
 

@@ -1,4 +1,4 @@
-"""How a service is told to stop, by SIGTERM and SIGINT, and lets what runs come to its end."""
+"""Graceful shutdown of a service: SIGTERM and SIGINT stop it, and running requests may finish."""
 
 import asyncio
 import logging
@@ -8,11 +8,12 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE = 0.2  # seconds to drain before that is told
+_PATIENCE = 0.2  # seconds of draining before a log line reports it
 
 
 def stop_at_signals(again: Callable[[int], None]) -> asyncio.Event:
-    """Make the event that the first signal sets from now on. `again` gets the number of every later one."""
+    """Return an event that is set by the first SIGTERM or SIGINT. `again` is called with the number of every later
+    signal."""
     stop = asyncio.Event()
 
     def on_signal(number: int) -> None:
@@ -26,13 +27,17 @@ def stop_at_signals(again: Callable[[int], None]) -> asyncio.Event:
 
 
 def stops() -> tuple[asyncio.Event, asyncio.Event]:
-    """Make the events of the first signal, at which a service drains, and of the second, at which it ends at once."""
+    """Return the events of the first and the second signal. At the first a service drains, and at the second it ends at
+    once."""
     stop_now = asyncio.Event()
     return stop_at_signals(lambda number: stop_now.set()), stop_now
 
 
 async def drain(drained: Coroutine[Any, Any, None], stop_now: asyncio.Event, limit: float) -> None:
-    """Let running requests finish, but not beyond `limit` seconds or `stop_now`."""
+    """Wait for `drained`, the end of the running requests.
+
+    The wait ends after `limit` seconds, or as soon as `stop_now` is set. `drained` is then cancelled.
+    """
     logger.info("stopping")
     text = "requests are running: they have %g s to end; a second signal ends them at once"
     promise = asyncio.get_running_loop().call_later(_PATIENCE, logger.info, text, limit)
@@ -43,8 +48,10 @@ async def drain(drained: Coroutine[Any, Any, None], stop_now: asyncio.Event, lim
 
 
 async def run_out(serving: Coroutine[Any, Any, int]) -> int:
-    """Run a service to its end, and gRPC's tasks of its calls, which end a little after their server has. One that ends
-    just as the loop does gRPC would take for a failed call, and write a traceback."""
+    """Run a service to its end, and wait for the tasks of its RPCs, which end shortly after the server.
+
+    If a task ended together with the event loop, gRPC would treat its RPC as failed and log a traceback.
+    """
     try:
         return await serving
     finally:
@@ -53,7 +60,7 @@ async def run_out(serving: Coroutine[Any, Any, int]) -> int:
 
 
 async def cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancel the tasks and wait for their ends, whatever these are."""
+    """Cancel the tasks and wait until they have ended. Their results and exceptions are ignored."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

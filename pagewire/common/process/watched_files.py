@@ -1,4 +1,4 @@
-"""Files that are read again while a service runs: of certificates, secrets, keys and tenants."""
+"""Files that a running service reloads when they change: certificates, secrets, keys and tenants."""
 
 import asyncio
 import contextlib
@@ -20,16 +20,17 @@ _MAX_BYTES = 16 << 20  # of a file
 
 
 class NamedFile(NamedTuple):
-    """The flag that names a file, and its path, None if the flag is not given."""
+    """The flag that names a file, and the file's path, or None if the flag is not given."""
 
     flag: str
     path: str | None
 
 
 class WatchedFiles(Generic[T]):
-    """What is made of the content of files, taken into use anew when they hold something else that can be used.
+    """A value that is parsed from files and replaced when the files have new content that can be parsed.
 
-    A thread reads them: they may be on a disk that hangs, which is to hold up neither calls nor the end of the process.
+    A thread reads the files, since they may be on a disk that hangs. Neither requests nor the exit of the process wait
+    for it.
     """
 
     def __init__(
@@ -43,12 +44,13 @@ class WatchedFiles(Generic[T]):
         on_change: Callable[[T, T], None] = lambda before, current: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Read the files for the first time. Raises OSError for one that cannot be read, and what `parse` raises.
+        """Read the files for the first time. Raises OSError for a file that cannot be read, and any error of `parse`.
 
-        `parse` gets the content of each file, None if its flag is not given, and raises ValueError. `interval` is in
-        seconds, from one look to the next. For `settling` seconds the files may be unusable without a word; without
-        them, what cannot be used is told at once, and not parsed again. `describe` makes the end of log lines.
-        `on_change` is called on the event loop, with what was in use before and what is.
+        `parse` gets the content of each file (None if its flag is not given) and raises ValueError if it cannot use
+        them. `interval` is the time between two checks in seconds. For `settling` seconds, unusable files are not
+        reported. If `settling` is 0, unusable content is reported at once, and not parsed again until it changes.
+        `describe` returns the end of log lines. `on_change` is called on the event loop with the previous and the new
+        value.
         """
         self._files = files
         self._parse = parse
@@ -59,12 +61,12 @@ class WatchedFiles(Generic[T]):
         self._clock = clock
         self._contents = self._read()
         self.current = parse(*self._contents)
-        self._refused: tuple[Contents, str] | None = None  # what could not be used last, and why
-        self._trouble: tuple[str, float] | None = None  # with the files as they are now, and since when
+        self._refused: tuple[Contents, str] | None = None  # the last unusable content, and the reason
+        self._trouble: tuple[str, float] | None = None  # the current problem, and the time when it began
         self._told: str | None = None
 
     async def watch(self) -> NoReturn:
-        """Keep what is in use up to date until cancelled, and tell what becomes of it."""
+        """Keep the value up to date until cancelled, and log changes and problems."""
         loop, stop = asyncio.get_running_loop(), threading.Event()
         failure: asyncio.Future[Exception] = loop.create_future()
 
@@ -91,7 +93,8 @@ class WatchedFiles(Generic[T]):
             stop.set()
 
     def look(self, take: Callable[[T], object]) -> None:
-        """Let `take` have what the files hold now, if that is new and can be used. It belongs to one thread."""
+        """Check the files, and call `take` with the new value if they have changed and can be parsed. Only one thread
+        may call it."""
         try:
             contents = self._read()
             if contents != self._contents:
@@ -105,17 +108,17 @@ class WatchedFiles(Generic[T]):
             self._note_trouble(str(error))
 
     def take(self, value: T) -> None:
-        """Take it into use."""
+        """Start to use a new value."""
         before, self.current = self.current, value
         logger.info("read %s again%s", self._flags(), self._describe(self.current))
         self._on_change(before, value)
 
     def _read(self) -> Contents:
-        """Raises OSError."""
+        """Return the content of each file. Raises OSError."""
         return tuple([_content(file) for file in self._files])
 
     def _parsed(self, contents: Contents) -> T:
-        """Raises ValueError."""
+        """Return the parsed value. Raises ValueError, also for content that was refused before."""
         if self._refused is not None and self._refused[0] == contents and not self._settling:
             raise ValueError(self._refused[1])
         try:
@@ -125,11 +128,12 @@ class WatchedFiles(Generic[T]):
             raise
 
     def _note_trouble(self, reason: str) -> None:
-        """Tell of files that cannot be used, once they have been so for long enough to be no change under way."""
+        """Log a problem with the files once it has lasted for `settling` seconds. A shorter one may be a change in
+        progress."""
         now = self._clock()
         if self._trouble is None or self._trouble[0] != reason:
             self._trouble = (reason, now)
-        if reason != self._told and abs(now - self._trouble[1]) >= self._settling:  # a clock may be set back
+        if reason != self._told and abs(now - self._trouble[1]) >= self._settling:  # abs: a clock may be set back
             self._told = reason
             logger.error("%s; what was read before stays%s", reason, self._describe(self.current))
 
@@ -141,7 +145,7 @@ def _content(file: NamedFile) -> bytes | None:
     if file.path is None:
         return None
     try:
-        # Without O_NONBLOCK a pipe that nobody writes to would hold up this start, or all later looks at the file.
+        # Without O_NONBLOCK, a pipe without a writer would block the start of the service, or all later checks.
         descriptor = os.open(file.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as stream:
             os.set_blocking(descriptor, True)
