@@ -1,1 +1,1 @@
-"""The wire: the messages between services, their translation, and transport."""
+"""The messages between services, their translation to and from protobuf, and their transport."""

@@ -1,6 +1,6 @@
-"""The messages between the scheduler and a worker, as frozen data: what either service makes, the other takes.
+"""The messages between the scheduler and a worker, as frozen dataclasses.
 
-`worker_wire.py` translates them to and from `pagewire.worker.v1`, whose comments give units and ranges.
+`worker_wire.py` translates them to and from `pagewire.worker.v1`, whose comments specify units and ranges.
 """
 
 import math
@@ -10,21 +10,22 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
-# Rises with every change of meaning. Both sides must speak the same one.
+# Incremented with every change of the protocol's meaning. Both sides must use the same version.
 PROTOCOL_VERSION = 8
 
 
 class WorkerProtocolError(Exception):
-    """The other side broke the worker protocol. The session must end; the text says what was expected and what came."""
+    """The other side violated the worker protocol. The session must end. The message says what was expected and
+    received."""
 
 
 def _legal(default: Any, is_legal: Callable[[Any], bool]) -> Any:
-    """A field, with what its values must fulfil; NaN fulfils none of it."""
+    """Return a dataclass field with a check of its values. No check accepts NaN."""
     return field(default=default, metadata={"is_legal": is_legal})
 
 
 def illegal_values(message: Any) -> Iterator[tuple[str, Any]]:
-    """Find the fields whose values are out of range, each with its value."""
+    """Return the name and the value of each field whose value is out of range."""
     return (
         (name, value) for name, is_legal in _limits(message.__class__) if not is_legal(value := getattr(message, name))
     )
@@ -36,12 +37,13 @@ def _limits(kind: type) -> list[tuple[str, Callable[[Any], bool]]]:
 
 
 def _column(phase: str) -> Any:
-    """A column of a plan's phase: the i-th entries of all its columns belong together."""
+    """Return a field that is one column of a phase of a plan. The i-th entries of all columns of a phase belong
+    together."""
     return field(default=(), metadata={"phase": phase})
 
 
 class Pooling(Enum):
-    """What an embedding is made of: the final hidden states of a row's tokens, scaled to length 1."""
+    """The way to compute an embedding from the final hidden states of a row's tokens. Embeddings have length 1."""
 
     NONE = 0
     LAST = 1
@@ -50,7 +52,7 @@ class Pooling(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a row chooses its tokens. Every value is explicit: defaults were resolved before."""
+    """The sampling options of a row. Every value is explicit: defaults were resolved earlier."""
 
     temperature: float = _legal(0.0, lambda value: 0.0 <= value < math.inf)  # 0 is greedy
     top_k: int = _legal(0, lambda value: value >= 0)  # 0 is off
@@ -65,11 +67,12 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     num_logprobs: int | None = _legal(None, lambda value: value is None or value >= 0)
     num_prompt_logprobs: int | None = _legal(None, lambda value: value is None or value >= 0)
-    # The num_logprobs tokens that are reported in place of the most likely ones; empty: the most likely ones.
+    # The tokens to report log-probabilities for, num_logprobs of them; empty: the most likely tokens.
     logprob_token_ids: tuple[int, ...] = ()
-    # A row of a beam: it reports its most likely tokens instead of choosing one, and waits to be told how it goes on.
+    # If set, the row belongs to a beam: it reports its most likely tokens and chooses none. It then waits until the
+    # scheduler appends a token or forks it.
     num_candidates: int | None = _legal(None, lambda value: value is None or value >= 1)
-    # Any other: the row reports an embedding instead of choosing a token.
+    # If not NONE, the row reports an embedding instead of choosing a token.
     pooling: Pooling = field(default=Pooling.NONE, metadata={"is_legal": lambda value: isinstance(value, Pooling)})
 
     @property
@@ -78,7 +81,7 @@ class SamplingParams:
 
 
 class GrammarKind(Enum):
-    """The form in which a grammar's text is written."""
+    """The syntax of a grammar's text."""
 
     JSON_SCHEMA = 1
     JSON_OBJECT = 2
@@ -90,17 +93,18 @@ class GrammarKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AddedGrammar:
-    """What an output must match, and the number by which an epoch knows it, from 1. One of the end tokens ends it."""
+    """A grammar that an output must match, and its number in the epoch, from 1. One of the end tokens ends
+    the output."""
 
     grammar_id: int
     kind: GrammarKind
     text: str
-    end_token_ids: tuple[int, ...]  # at least one, rising
+    end_token_ids: tuple[int, ...]  # at least one, in ascending order
 
 
 @dataclass(frozen=True, slots=True)
 class RowOpening:
-    """A sequence moves into a slot."""
+    """The allocation of a row: a sequence starts or resumes in a free slot."""
 
     slot: int
     sequence_id: int
@@ -112,20 +116,22 @@ class RowOpening:
     seed: int
     sample_index: int
     traceparent: str = ""
-    grammar_id: int = 0  # 0: its output may be anything
+    grammar_id: int = 0  # 0: the output is not constrained
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """The plan of one step.
 
-    Its phases are carried out in order, all reads of a phase before its writes: released slots, released
-    and added grammars, moves, copies, openings, forks, appended blocks, set blocks, appended tokens, work."""
+    The worker executes the phases in order, and within a phase all reads before all writes. The phases are: released
+    slots, released and added grammars, moves, copies, openings, forks, appended blocks, set blocks, appended tokens,
+    work.
+    """
 
     epoch: int
     step: int
     released_slots: tuple[int, ...] = ()
-    # Moves: device block swap_out_device_blocks[i] to host block swap_out_host_blocks[i], and the other way round.
+    # Moves: device block swap_out_device_blocks[i] to host block swap_out_host_blocks[i]; swaps in go the other way.
     swap_out_device_blocks: tuple[int, ...] = _column("swaps_out")
     swap_out_host_blocks: tuple[int, ...] = _column("swaps_out")
     swap_in_host_blocks: tuple[int, ...] = _column("swaps_in")
@@ -134,7 +140,7 @@ class StepPlan:
     copy_source_blocks: tuple[int, ...] = _column("copies")
     copy_target_blocks: tuple[int, ...] = _column("copies")
     openings: tuple[RowOpening, ...] = ()
-    # Slot fork_target_slots[i] becomes a copy of row fork_source_slots[i], and is paused. A target may be occupied.
+    # Slot fork_target_slots[i] becomes a paused copy of row fork_source_slots[i]. A target may be occupied.
     fork_source_slots: tuple[int, ...] = _column("forks")
     fork_target_slots: tuple[int, ...] = _column("forks")
     append_slots: tuple[int, ...] = _column("appended_blocks")
@@ -160,24 +166,24 @@ def _phases() -> dict[str, tuple[str, ...]]:
     return phases
 
 
-PHASES = _phases()  # the names of each phase's columns
+PHASES = _phases()  # the names of the columns of each phase
 
 
 class RowStatus(Enum):
-    """Whether a row was computed, and why not."""
+    """The outcome of a row in a step: computed, or the reason why not."""
 
     OK = 1
     NAN_LOGITS = 2
     OUT_OF_MEMORY = 3
-    GRAMMAR_FAILED = 4  # it refuses a token of the row
-    GRAMMAR_LIMIT = 5  # what it allows takes more than a step may
-    LATE = 6  # what it allows was not known in time: it computes its last token again, and samples then
-    GRAMMAR_DEAD_END = 7  # it allows no token behind those of the row
+    GRAMMAR_FAILED = 4  # the grammar refuses a token of the row
+    GRAMMAR_LIMIT = 5  # the mask of allowed tokens needs more work than a step may use
+    LATE = 6  # the mask was not ready in time; the row recomputes its last token in a later step and samples then
+    GRAMMAR_DEAD_END = 7  # the grammar allows no token after the row's tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Columns over positions; each position has as many top entries as its row asked for."""
+    """Log-probabilities as columns over positions. Each position has as many top entries as its row requested."""
 
     chosen: tuple[float, ...] = ()
     ranks: tuple[int, ...] = ()
@@ -187,12 +193,14 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Columns over the rows of beams: each row has as many entries as it asked for, or as its grammar allows, most
-    likely first."""
+    """Candidates as columns over the rows of beams, most likely first.
+
+    Each row has as many entries as it requested, or fewer if its grammar allows fewer.
+    """
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
-    counts: tuple[int, ...] = ()  # of each row's entries
+    counts: tuple[int, ...] = ()  # the number of entries of each row
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +214,8 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepParts:
-    """Microseconds of a step on the worker, by what it did. What it does not tell apart is the model's."""
+    """The duration of a step's parts on the worker in microseconds. Time that is not attributed to a part counts as
+    model_us."""
 
     plan_us: int = 0
     batch_us: int = 0
@@ -234,15 +243,15 @@ class StepResult:
     last_moved_step: int = 0  # the moves of all plans up to this step are done
     parts: StepParts = StepParts()
     embeddings: tuple[bytes, ...] = ()  # one per row that is OK and has pooling: float32, little-endian
-    # What it took to tell which tokens the grammar of a sampling row allows, in microseconds of row mask_slots[i]. Of a
-    # row that is late it is told by the step in which that is known.
+    # The time to compute the mask of allowed tokens, in microseconds for row mask_slots[i]. For a row that is late, the
+    # step in which its mask is complete reports the time.
     mask_slots: tuple[int, ...] = ()
     mask_us: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarReport:
-    """A grammar that was added is ready, or `error` says why it never will be."""
+    """An added grammar is ready, or `error` gives the reason why it never will be."""
 
     epoch: int
     grammar_id: int
@@ -251,7 +260,7 @@ class GrammarReport:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Opens an epoch."""
+    """The first message of an epoch."""
 
     protocol_version: int
     instance_id: str
@@ -280,21 +289,21 @@ class WorkerCapacity:
     attention_backend: str
     num_host_blocks: int = 0  # their ids are 1..num_host_blocks
     swap_bandwidth: float = 0.0  # bytes per second between device and host, measured; 0 without host blocks
-    sliding_window: int = 0  # the widest window of all layers, in tokens; 0 if one has none
+    sliding_window: int = 0  # the largest window of all layers, in tokens; 0 if a layer has no window
     tensor_parallel_rank: int = 0
-    # Ranks that share the model out; each says `block_bytes` and `weight_bytes` of its own part.
+    # The number of ranks that share the model; each reports `block_bytes` and `weight_bytes` of its own part.
     tensor_parallel_size: int = field(default=1, metadata=_COUNT)
-    quantization: str = ""  # what the weights were made into while they loaded
-    grammar_version: str = ""  # of the library that reads grammars; empty: rows have none
-    gates_grammars: bool = False  # rows with a grammar rest when they have sampled
-    tables_digest: str = ""  # SHA-256 over what was computed of the model's configuration as it loaded
-    weight_format: str = ""  # in words
-    weight_bytes: int = 0  # that the model takes
+    quantization: str = ""  # the format to which the weights were quantized at load time
+    grammar_version: str = ""  # of the grammar library; empty: grammars are not supported
+    gates_grammars: bool = False  # rows with a grammar pause after they have sampled
+    tables_digest: str = ""  # SHA-256 of the tables computed from the model's configuration at load time
+    weight_format: str = ""  # a description
+    weight_bytes: int = 0  # the memory of the model's weights
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStarting:
-    """A worker that is there and will be ready. Another text shows that it has come further."""
+    """The worker is running but not ready yet. A change of `doing` shows that the worker has made progress."""
 
     doing: str
 
@@ -303,7 +312,7 @@ class WorkerStarting:
 
 
 class RefusalReason(Enum):
-    """Why a worker does not serve an epoch."""
+    """The reason why a worker refuses an epoch."""
 
     STALE_EPOCH = 1
     PROTOCOL_VERSION = 2
@@ -312,7 +321,8 @@ class RefusalReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why the worker does not serve an epoch, and who holds it."""
+    """A worker's refusal of an epoch: the reason, the last epoch that the worker has seen, and the instance that held
+    it."""
 
     reason: RefusalReason
     epoch: int
@@ -322,7 +332,8 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class CertificateLife:
-    """The seconds of Unix time between which a certificate of the worker is good, and the flag of its file."""
+    """The validity period of a certificate of the worker, in seconds of Unix time, and the flag of the certificate's
+    file."""
 
     flag: str
     begin: int
@@ -331,7 +342,7 @@ class CertificateLife:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """How far the worker is, whatever it is doing."""
+    """The progress of the worker, sent regularly even while a step runs."""
 
     epoch: int
     last_started_step: int

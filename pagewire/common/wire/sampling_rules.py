@@ -1,8 +1,8 @@
-"""What requests may ask for of how their tokens are sampled, by the names in the public proto: the range of each
-number, and what hangs on several options.
+"""Limits on the sampling options of requests, by their names in the public proto.
 
-`SamplingParams`, requests on the wire and generation_config.json are checked against this one table. What hangs on the
-model or the prompt the server checks.
+Some limits apply to one number, and others to combinations of options. `SamplingParams`, requests on the wire and
+generation_config.json are all checked against these rules. The server checks limits that depend on the model or the
+prompt.
 """
 
 import json
@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 from pagewire.common.wire.messages import GrammarKind, SamplingParams
 
-# Options of a request: those that are set.
+# The options that a request sets.
 Options = Mapping[str, Any]
 
 
 class Fault(NamedTuple):
-    """An option that cannot be taken, such as `stop[3]`, and why."""
+    """An option with an invalid value, such as `stop[3]`, and the reason."""
 
     field: str
     text: str
@@ -26,20 +26,20 @@ class Fault(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Which values are legal, from `low` to `high`."""
+    """The range of valid values from `low` to `high`, both inclusive unless `excludes_low`."""
 
     low: int
     high: float = math.inf
     excludes_low: bool = False
 
     def holds(self, value: float) -> bool:
-        """Whether a value is legal, which NaN never is."""
+        """Return whether a value is in the range. NaN never is."""
         return self.low <= value <= self.high and not (self.excludes_low and value == self.low)
 
     def faults(self, field: str, value: float) -> Iterator[Fault]:
-        """Yield what is wrong with the value of a field."""
+        """Yield a fault if the value of a field is out of range."""
         if not self.holds(value):
-            # Of 0.1 the wire makes 0.10000000149.
+            # The wire's float32 turns 0.1 into 0.10000000149.
             is_short = isinstance(value, float) and not self.holds(float(f"{value:g}"))
             yield Fault(field, f"{field} is {f'{value:g}' if is_short else value}, but must be {self}")
 
@@ -51,11 +51,11 @@ class Range:
 
 MAX_SAMPLES = 16
 UINT32, UINT64 = Range(0, 2**32 - 1), Range(0, 2**64 - 1)
-# Options that are a number of log-probabilities, and the number that stands for all tokens of the vocabulary.
+# The options that are a number of log-probabilities, and the number that stands for all tokens of the vocabulary.
 LOGPROB_NUMBERS, ALL_TOKENS = ("logprobs", "prompt_logprobs"), -1
 LOGPROBS = Range(ALL_TOKENS, 20)
 LOGIT_BIAS = Range(-100, 100)
-# The options that filter a random choice: those that other APIs and traces have under these names, then all.
+# The options that restrict a random choice: first those that other APIs and traces have under the same names, then all.
 COMMON_FILTERS = {"temperature": Range(0, 100), "top_k": UINT32, "top_p": Range(0, 1, excludes_low=True)}
 _FILTERS = {**COMMON_FILTERS, "min_p": Range(0, 1)}
 RANGES = {
@@ -72,7 +72,7 @@ RANGES = {
 }
 MAX_STOP_TEXT_CHARS = 256
 MAX_GRAMMAR_BYTES = 512 * 1024  # of UTF-8
-# A text of a choice has at least one character, two quotes, and what parts it from the next.
+# An entry of a choice has at least one character, two quotes and a comma.
 MAX_ENTRIES = {
     "stop": 16,
     "stop_token_ids": 64,
@@ -80,14 +80,15 @@ MAX_ENTRIES = {
     "logprob_token_ids": 128,
     "choice": MAX_GRAMMAR_BYTES // 4,
 }
-# The values that turn filters off, which a beam search uses: it makes no random choice.
+# The values that turn the filters off. A beam search uses these values, because it makes no random choice.
 FILTERS_OFF = {name: getattr(SamplingParams(), name) for name in _FILTERS}
-# Options whose defaults a checkpoint may set, by their names in generation_config.json.
+# The options whose defaults a checkpoint may set, by their names in generation_config.json.
 CHECKPOINTS_OPTIONS = (*FILTERS_OFF, "repetition_penalty")
 
 
 def faults_in(options: Options) -> Iterator[Fault]:
-    """Yield what cannot be asked for, whatever the model and the prompt. Types have been checked before."""
+    """Yield the faults of a request's options that do not depend on the model or the prompt. Types were
+    checked before."""
     for field, legal in RANGES.items():
         if field in options:
             yield from legal.faults(field, options[field])
@@ -141,12 +142,12 @@ def _faults_of_beams(options: Options) -> Iterator[Fault]:
 
 
 def grammar_kind(options: Options) -> GrammarKind | None:
-    """Return the kind of what the output must match, which is an option's name in capitals."""
+    """Return the kind of the grammar that the output must match, or None. A kind's name in lower case is its option."""
     return next((kind for kind in GrammarKind if kind.name.lower() in options), None)
 
 
 def grammar_text(options: Options, kind: GrammarKind) -> str:
-    """Return what the output must match as a text, which is empty for any JSON object."""
+    """Return the text of the grammar that the output must match. The text is empty for any JSON object."""
     value: Any = options[kind.name.lower()]
     return json.dumps(value, ensure_ascii=False) if kind is GrammarKind.CHOICE else "" if value is True else value
 
@@ -166,7 +167,7 @@ def _faults_of_grammar(options: Options) -> Iterator[Fault]:
 
 
 def faults_of_grammar_text(name: str, text: str) -> Iterator[Fault]:
-    """Yield what is wrong with the length of what the output must match."""
-    # Half a character, which cannot be sent, is told of where messages are made.
+    """Yield a fault if the text of a grammar is too long."""
+    # Unpaired surrogates cannot be sent. The code that builds messages reports them.
     if (size := len(text.encode(errors="surrogatepass"))) > MAX_GRAMMAR_BYTES:
         yield Fault(name, f"{name} has {size} bytes, at most {MAX_GRAMMAR_BYTES} are allowed; shorten it")

@@ -1,4 +1,4 @@
-"""The messages between scheduler and worker to and from `pagewire.worker.v1`, in both directions."""
+"""Translation of the messages between scheduler and worker to and from `pagewire.worker.v1`."""
 
 import math
 from collections.abc import Callable
@@ -29,7 +29,7 @@ Envelope = TypeVar("Envelope", bound=Message)
 
 
 class _Translation(Generic[Data, Envelope]):
-    """Both directions of an envelope, whose body is one of several messages; each has the name of its dataclass."""
+    """The translation of an envelope in both directions. Each kind of body has the same name as its dataclass."""
 
     def __init__(self, kinds: tuple[type, ...], envelope: type[Envelope]) -> None:
         self._envelope = envelope
@@ -46,7 +46,8 @@ class _Translation(Generic[Data, Envelope]):
         return self._envelope(**{body: encode(data)})
 
     def decode(self, message: Envelope) -> Data:
-        """Raises WorkerProtocolError for a field or a value that this version does not know, or no body at all."""
+        """Return the dataclass in an envelope. Raises WorkerProtocolError for an unknown field or value, or a missing
+        body."""
         if reason := unknown_field(message):
             raise WorkerProtocolError(reason)
         body = message.WhichOneof("body")
@@ -68,7 +69,7 @@ encode_request, decode_request, encode_response = _requests.encode, _requests.de
 
 
 def decode_response(message: worker_pb2.ExecuteResponse) -> Response:
-    """Raises WorkerProtocolError for anything that a worker should not send."""
+    """Return the decoded response of a worker. Raises WorkerProtocolError for a response with invalid values."""
     response = _responses.decode(message)
     if not isinstance(response, WorkerCapacity):
         return response

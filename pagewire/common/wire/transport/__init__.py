@@ -1,4 +1,4 @@
-"""The work of every service around its calls, whatever these say: TLS, listening, dialling, health.
+"""Transport of every service: TLS, listening, dialling, health checks.
 
-Nothing here knows a word of the domain.
+This package does not depend on the contents of messages.
 """

@@ -1,4 +1,4 @@
-"""The way to another service, with TLS where the files for it are given. No other module makes channels."""
+"""Channels to other services, with TLS if its files are given. All channels are created in this module."""
 
 from collections.abc import Sequence
 
@@ -16,9 +16,9 @@ def open_channel(
     *,
     uses_http_proxy: bool,
 ) -> grpc.aio.Channel:
-    """Open a channel to a target of gRPC; in plaintext without credentials.
+    """Create a channel to a gRPC target. Without credentials the channel uses plaintext.
 
-    The variables of the environment that name an HTTP proxy count only where `uses_http_proxy` is set.
+    Proxy settings in environment variables apply only if `uses_http_proxy` is set.
     """
     options = (*options, ("grpc.enable_http_proxy", int(uses_http_proxy)))
     if credentials is None:
@@ -27,7 +27,10 @@ def open_channel(
 
 
 class Dialler:
-    """Opens channels to one address. gRPC reads a client's certificates once for each channel."""
+    """A factory of channels to one address. It replaces its channel when the certificates change.
+
+    gRPC reads a client's certificates only once per channel.
+    """
 
     def __init__(
         self,
@@ -38,22 +41,27 @@ class Dialler:
         name: str | None = None,
         uses_http_proxy: bool = False,
     ) -> None:
-        """It is plaintext without `tls`. `name` is the one in the server's certificate, if its host differs."""
+        """Create a dialler without a channel.
+
+        Without `tls` the channel uses plaintext. `name` is the name in the server's certificate, if it differs from the
+        host.
+        """
         named = () if tls is None or name is None else (("grpc.ssl_target_name_override", name),)
         self._target = target(address)
         self._options = (*options, *named)
         self._uses_http_proxy = uses_http_proxy
         self._tls = tls
-        self._credentials: Credentials | None = None  # of the channel
+        self._credentials: Credentials | None = None  # used by the current channel
         self._channel: grpc.aio.Channel | None = None
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the files for TLS were renewed since the channel was made."""
+        """Whether the TLS files have changed since the channel was created."""
         return self._tls is not None and self._tls.credentials is not self._credentials
 
     async def channel(self) -> grpc.aio.Channel:
-        """Return the channel that is open, or a new one in its place if that is outdated: its calls end then."""
+        """Return the current channel, or create a new one if the TLS files have changed. RPCs on the old channel then
+        end."""
         if self._channel is None or self.is_outdated:
             await self.close()
             self._credentials = None if self._tls is None else self._tls.credentials

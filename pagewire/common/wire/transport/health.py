@@ -1,6 +1,7 @@
-"""Standard gRPC health and reflection, where their packages are installed.
+"""The standard gRPC health and reflection services, if their packages are installed.
 
-`liveness` says that the process is there. The services' own names, and the empty one, say whether to send requests.
+The name `liveness` reports that the process runs. The names of the services and the empty name report readiness for
+requests.
 """
 
 import asyncio
@@ -12,12 +13,12 @@ import grpc.aio
 from pagewire.common.wire.transport.listening import create_server, listen
 
 LIVENESS = "liveness"
-MAX_PROBES = 16  # connections of the port that answers probes alone
+MAX_PROBES = 16  # connections to the port that answers only probes
 
 
 class Health:
     def __init__(self, server: grpc.aio.Server, service_names: Sequence[str]) -> None:
-        """Add health and reflection to a server that has not started, for services that are ready together."""
+        """Add health and reflection to a server that has not started. All services become ready together."""
         self._servicer = None
         self._probed: grpc.aio.Server | None = None
         self._ready_names = ("", *service_names)
@@ -38,10 +39,12 @@ class Health:
             reflection.enable_server_reflection([*service_names, reflection.SERVICE_NAME], server)
 
     def listen(self, host: str, port: int) -> None:
-        """Answer probes that know no certificates on a port of their own, unless that is 0. Raises OSError."""
+        """Answer probes on a separate plaintext port, for probes without certificates. Port 0 disables it. Raises
+        OSError."""
         if port:
             self._probed = create_server(
-                # Connections without a call are closed, and those whose client is gone: they keep no probe out.
+                # Close connections without RPCs and connections whose client is gone, so that they do not lock out
+                # probes.
                 ("grpc.max_connection_idle_ms", 2_000),
                 ("grpc.keepalive_time_ms", 10_000),
                 ("grpc.keepalive_timeout_ms", 5_000),
@@ -58,7 +61,7 @@ class Health:
             health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
     async def begin(self) -> None:
-        """Say that the process is there, and that nothing is ready yet."""
+        """Report that the process runs and that no service is ready yet. Start the server for probes."""
         await self._set(LIVENESS, True)
         await self.set_readiness(False)
         if self._probed is not None:
@@ -79,9 +82,9 @@ class Health:
         announce: Callable[[], None],
         ready: Callable[[], None],
     ) -> None:
-        """Keep readiness at `is_serving`, which may be another whenever `changed` is set.
+        """Set the readiness to `is_serving()` whenever `changed` is set.
 
-        `announce` is called each time, `ready` once, when requests are first served.
+        `announce` is called each time. `ready` is called once, when the service becomes ready for the first time.
         """
         has_served = False
         while True:

@@ -1,4 +1,4 @@
-"""The names by which clients may call an HTTP server that only its own machine can reach."""
+"""The host names that clients may use for an HTTP server that is reachable only from its own machine."""
 
 import ipaddress
 

@@ -1,4 +1,4 @@
-"""The HTTP proxy that a client's connection goes through, as variables of the environment say it to gRPC."""
+"""The HTTP proxy that gRPC uses for a client's connection, according to environment variables."""
 
 import ipaddress
 import os
@@ -7,7 +7,7 @@ import socket
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-# The first of each that is set counts, as for gRPC itself.
+# As in gRPC, the first variable of each list that is set applies.
 _VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
 _EXEMPTIONS = ("no_grpc_proxy", "no_proxy")
 _SCHEME = re.compile(r"^(?:grpcs?://|dns:(?://[^/]*/|/*)|ipv[46]:/*)")
@@ -17,26 +17,26 @@ _NO_NETWORK = ("unix:", "unix-abstract:", "vsock:")
 
 @dataclass(frozen=True, slots=True)
 class HttpProxy:
-    """A proxy on the way to a host."""
+    """A proxy for the connections to a host."""
 
     variable: str
-    url: str  # without a password
+    url: str  # without user name and password
     host: str
 
     @property
     def remark(self) -> str:
-        """Say of a connection that failed which way it went, and how it can go another."""
+        """A suffix for the error of a failed connection. It names the proxy, and the setting that avoids the proxy."""
         return f", through {self.variable} {self.url}; set no_proxy={self.host} to go there without it"
 
 
 def http_proxy_of(address: str) -> HttpProxy | None:
-    """Find the proxy on the way to a server, by its address or gRPC target. This machine itself is reached without."""
+    """Return the proxy for a server, given by its address or gRPC target, or None. Loopback addresses use no proxy."""
     variable = next((name for name in _VARIABLES if name in os.environ), None)
     if variable is None or address.startswith(_NO_NETWORK):
         return None
     try:
         proxy = urlsplit(os.environ[variable])
-    except ValueError:  # no URL, which gRPC overlooks
+    except ValueError:  # an invalid URL, which gRPC ignores
         return None
     host = _PORT.sub("", _SCHEME.sub("", address)).strip("[]")
     exempt = next((os.environ[name] for name in _EXEMPTIONS if name in os.environ), "").split(",")
@@ -46,7 +46,7 @@ def http_proxy_of(address: str) -> HttpProxy | None:
 
 
 def _covers(entry: str, host: str) -> bool:
-    """Whether an entry of no_proxy is the host's, its domain's or its network's."""
+    """Return whether an entry of no_proxy matches a host by its name, its domain or its network."""
     entry = entry.strip().lower()
     if entry == "*" or (entry and host.lower().endswith(entry)):
         return True

@@ -1,7 +1,7 @@
-"""The frame around every call of a server. A message that is none of the call's method, or larger than the port takes,
-ends the call as an invalid argument, whatever the service.
+"""A server interceptor that wraps every RPC.
 
-All of it runs in the call's own task, so that what serves the call sees the context variables that are set before.
+A request that is no message of the RPC's method, or that is too large, ends the RPC with INVALID_ARGUMENT in every
+service. The wrapper runs in the RPC's own task, so the handler sees the context variables that `enter` sets.
 """
 
 import inspect
@@ -20,17 +20,20 @@ Ending = Callable[[grpc.aio.ServicerContext], AbstractContextManager[None]]
 
 
 class Unreadable(Exception):
-    """Raised where a message is read that the call cannot take. It is made where that is decoded: an error there gRPC
-    itself would call UNKNOWN, and log a trace."""
+    """A request that the RPC cannot accept.
+
+    The decoder returns it as a value, and it is raised where the handler reads the message. If the decoder raised it,
+    gRPC would end the RPC with UNKNOWN and log a traceback.
+    """
 
 
 async def admit(method: str, context: grpc.aio.ServicerContext) -> None:
-    """Do nothing before a call."""
+    """Do nothing before an RPC is handled."""
 
 
 @contextmanager
 def ending(context: grpc.aio.ServicerContext) -> Iterator[None]:
-    """Serve a call inside the block, which may end it by Unreadable."""
+    """Handle an RPC inside the block, and convert Unreadable to the status INVALID_ARGUMENT."""
     try:
         yield
     except Unreadable as error:
@@ -40,8 +43,10 @@ def ending(context: grpc.aio.ServicerContext) -> Iterator[None]:
 
 class Interception(grpc.aio.ServerInterceptor):
     def __init__(self, max_message_bytes: int, enter: Enter, ending: Ending) -> None:
-        """`enter` gets the method's name and the call before that is served. Both are done inside what `ending` makes
-        of the call, which turns an error into a status."""
+        """Create an interceptor. `enter` gets the method's name and the RPC's context before the handler runs.
+
+        Both run inside the context manager that `ending` returns, which converts errors to a status.
+        """
         self._max_message_bytes = max_message_bytes
         self._enter = enter
         self._ending = ending
@@ -73,7 +78,7 @@ class Interception(grpc.aio.ServerInterceptor):
         return make(behavior, self._decoder(handler.request_deserializer), handler.response_serializer)
 
     def _decoder(self, deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-        """Return what makes a message of bytes, or the error that stands for it until the call is served."""
+        """Return a decoder that returns the message, or an `Unreadable` to raise when the handler reads the message."""
 
         def decode(data: bytes) -> Any:
             if len(data) > self._max_message_bytes:
@@ -89,7 +94,7 @@ class Interception(grpc.aio.ServerInterceptor):
 
 
 def _readable(request: Any) -> Any:
-    """Return the request. Raises Unreadable."""
+    """Return the request. Raises Unreadable if decoding failed."""
     if isinstance(request, Unreadable):
         raise request
     return request
@@ -101,7 +106,7 @@ async def _readable_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
 
 
 def _parts(handler: grpc.RpcMethodHandler) -> tuple[Callable[..., grpc.RpcMethodHandler], Callable[..., Any]]:
-    """Return the function that makes a handler of this kind, and the one that serves its calls."""
+    """Return the gRPC function that creates a handler of this kind, and the function that handles its RPCs."""
     if handler.request_streaming and handler.response_streaming:
         return grpc.stream_stream_rpc_method_handler, handler.stream_stream
     if handler.request_streaming:

@@ -1,4 +1,4 @@
-"""The secret by which a service knows who dials it, from a file that both have."""
+"""The shared secret that authenticates a service that dials another one. Both read it from a file."""
 
 import hmac
 from collections.abc import Iterable
@@ -7,32 +7,33 @@ from functools import partial
 from pagewire.common.process.watched_files import NamedFile, WatchedFiles
 
 _FLAG = "--link-secret-file"
-_KEY = "pagewire-link-secret-bin"  # of the call's metadata
+_KEY = "pagewire-link-secret-bin"  # a key of the RPC's metadata
 _MIN_BYTES, _MAX_BYTES = 16, 4096
 
 
 class LinkSecret:
-    """A secret in a file: one that is replaced counts for the sessions that begin once it is read."""
+    """A secret that is read from a file, and read again when the file changes. A new secret applies to later
+    sessions."""
 
     def __init__(self, path: str) -> None:
-        """Raises ValueError, one line that names the flag."""
+        """Read the file. Raises ValueError with one line that names the flag."""
         try:
             self.file = WatchedFiles([NamedFile(_FLAG, path)], partial(_secret, path))
         except OSError as error:
             raise ValueError(str(error)) from None
 
     def metadata(self) -> tuple[tuple[str, bytes], ...]:
-        """The metadata by which a caller shows the secret."""
+        """Return the metadata with which a caller presents the secret."""
         return ((_KEY, self.file.current),)
 
     def is_in(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
-        """Whether the metadata of a call shows the secret."""
+        """Return whether an RPC's metadata contains the secret."""
         shown = [value for key, value in metadata if key == _KEY]
         return len(shown) == 1 and isinstance(shown[0], bytes) and hmac.compare_digest(shown[0], self.file.current)
 
 
 def _secret(path: str, content: bytes) -> bytes:
-    """Raises ValueError."""
+    """Return the secret in a file's content. Raises ValueError if its length is out of range."""
     secret = content.strip()
     if len(secret) < _MIN_BYTES or len(content) > _MAX_BYTES:
         size = f"more than {_MAX_BYTES}" if len(content) > _MAX_BYTES else str(len(secret))
@@ -41,5 +42,5 @@ def _secret(path: str, content: bytes) -> bytes:
 
 
 def shows_one(metadata: Iterable[tuple[str, str | bytes]]) -> bool:
-    """Whether the metadata of a call shows any secret."""
+    """Return whether an RPC's metadata contains a secret, whether it is the right one or not."""
     return any(key == _KEY for key, _ in metadata)

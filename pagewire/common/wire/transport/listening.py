@@ -1,5 +1,5 @@
-"""Ports and Unix sockets to listen on, how many connections and calls they take, and what to say of one that cannot be
-had."""
+"""Ports and Unix sockets to listen on, limits on their connections and RPCs, and errors for addresses that
+are in use."""
 
 import contextlib
 import errno
@@ -16,27 +16,27 @@ from pagewire.common.wire.transport.interception import Ending, Enter, Intercept
 from pagewire.common.wire.transport.message_size import MARGIN_BYTES, MAX_MESSAGE_BYTES
 from pagewire.common.wire.transport.tls import TlsFiles
 
-# Calls that one connection may have at once, and calls of all connections that wait for the event loop to take them. A
-# call costs about 14 KiB before it is taken, also one that its client has reset. More calls of a connection wait at its
-# client. gRPC counts a call until its last object is gone: beyond the limit it refuses some for which a client thinks
-# that there is room.
+# The limits on concurrent RPCs of one connection, and on RPCs of all connections that wait for the event loop. An RPC
+# uses about 14 KiB before the event loop accepts it, even if its client has reset it. Further RPCs of a connection wait
+# at its client. gRPC counts an RPC until its last object is freed. At the limit, gRPC may therefore refuse an RPC
+# although its client counts fewer.
 _MAX_CALLS_OF_CONNECTION = 5_000
 _MAX_PENDING_CALLS = 6_000
-# What every server says of its port, of its clients' pings and of their calls.
+# The options of every server for its port, its clients' pings and their RPCs.
 _COMMON_OPTIONS = (
-    ("grpc.so_reuseport", 0),  # else a second server binds the same port without a word
+    ("grpc.so_reuseport", 0),  # otherwise a second server could silently bind the same port
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.max_concurrent_streams", _MAX_CALLS_OF_CONNECTION),
-    # Between the two gRPC cancels calls at random.
+    # Between these two limits gRPC cancels RPCs at random.
     ("grpc.server.max_pending_requests", _MAX_PENDING_CALLS),
     ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING_CALLS),
 )
 _MAX_CONNECTIONS = 65_536
-# What gRPC 1.85 calls the threads of its pool, and the one that starts more of them.
+# The names in gRPC 1.85 of its pool's threads, and of the thread that starts more of them.
 _POOL_THREADS = ("event_engine", "lifeguard")
 _POOL_NICE = 10
-# File descriptors that are kept for the service itself: its links, its files, metrics, probes.
+# File descriptors that are reserved for the service itself: its links, files, metrics and probes.
 _MAX_RESERVED = 256
 _CONNECT_TIMEOUT_S = 1.0
 
@@ -48,10 +48,10 @@ def create_server(
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     max_connections: int | None = None,
 ) -> grpc.aio.Server:
-    """Make a gRPC server whose connections, calls and messages are bounded, which every port of a service is.
+    """Create a gRPC server with limits on connections, RPCs and messages. Every port of a service uses it.
 
-    `enter` and `ending` are an `Interception`'s. Connections beyond `max_connections` at once are closed. By default
-    these are as many as this process may open, so that clients never take the descriptors that the service needs.
+    `enter` and `ending` are passed to `Interception`. Connections beyond `max_connections` are closed. The default is
+    the number of connections that leaves enough file descriptors for the service itself.
     """
     connections = ("grpc.max_allowed_incoming_connections", max_connections or max_open_connections())
     size = ("grpc.max_receive_message_length", max_message_bytes + MARGIN_BYTES)
@@ -60,19 +60,19 @@ def create_server(
 
 
 def give_way() -> None:
-    """Lets this process's own threads go first where gRPC's have more to do than there are cores for.
+    """Lower the priority of gRPC's pool threads, so that the process's own threads run first if cores are scarce.
 
-    It is to be called once a server has started. gRPC's pool of threads has work only where calls come, or are reset,
-    faster than the thread that polls can take them. Those that it starts later inherit the priority.
+    Call this once a server has started. The pool is busy only if RPCs arrive, or are reset, faster than the polling
+    thread can handle them. Threads that the pool starts later inherit the priority.
     """
     for thread in Path("/proc/self/task").glob("*"):
-        with contextlib.suppress(OSError):  # the thread has ended, or there is no such folder
+        with contextlib.suppress(OSError):  # the thread has ended, or the system has no /proc
             if (thread / "comm").read_text().strip() in _POOL_THREADS:
                 os.setpriority(os.PRIO_PROCESS, int(thread.name), _POOL_NICE)
 
 
 def max_open_connections() -> int:
-    """Return how many connections a port may have without taking what the service itself opens."""
+    """Return the number of connections that a port may have, leaving the service enough file descriptors."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return _MAX_CONNECTIONS
@@ -80,9 +80,11 @@ def max_open_connections() -> int:
 
 
 def listen(server: grpc.aio.Server, host: str, port: int, tls: TlsFiles | None, flag: str) -> int:
-    """Bind a port, which `flag` chooses, and return it; it is plaintext without `tls`. Raises OSError, one line for
-    people."""
-    # gRPC's core would log the cause itself, and tell Python nothing of it.
+    """Bind a port and return its number. Without `tls` the port uses plaintext.
+
+    `flag` names the option for the port. Raises OSError with a message of one line for users.
+    """
+    # gRPC's core logs the cause itself, and does not pass it to Python.
     check_port(host, port, flag)
     try:
         bound = _add(server, join(passive_host(host), port), None if tls is None else tls.server_credentials())
@@ -99,9 +101,12 @@ def listen(server: grpc.aio.Server, host: str, port: int, tls: TlsFiles | None, 
 def listen_on_socket(
     server: grpc.aio.Server, path: str, tls: TlsFiles | None, flag: str, *, marks_calls: bool = False
 ) -> str:
-    """Bind a Unix socket, which `flag` chooses, and return its address; it is plaintext without `tls`. Calls that came
-    by it can be marked, for `is_marked`. Raises OSError, one line for people."""
-    # gRPC would take the path from a server that listens there.
+    """Bind a Unix socket and return its address. Without `tls` the socket uses plaintext.
+
+    `flag` names the option for the socket. With `marks_calls`, `is_marked` recognizes RPCs that arrived on this socket.
+    Raises OSError with a message of one line for users.
+    """
+    # Without this check, gRPC would take the path over from a server that already listens on it.
     trouble = _socket_trouble(path)
     if trouble:
         raise OSError(f"cannot listen on {UNIX_SCHEME}{path}: {trouble}; choose another {flag}")
@@ -114,26 +119,28 @@ def listen_on_socket(
 
 
 def is_marked(context: grpc.aio.ServicerContext) -> bool:
-    """Say whether a call came by a socket that marks calls."""
+    """Return whether an RPC arrived on a socket that marks its RPCs."""
     return b"local" in context.auth_context().get("transport_security_type", ())
 
 
 def _add(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
-    """Bind an address. The port is 0, or RuntimeError is raised, if that failed."""
+    """Bind an address and return its port. If that fails, return 0 or raise RuntimeError."""
     if credentials is None:
         return server.add_insecure_port(address)
     return server.add_secure_port(address, credentials)
 
 
 def passive_host(host: str) -> str:
-    """Return the host to listen on without brackets: for ::, which is every address of both kinds, that of IPv4 alone
-    where this machine has no IPv6."""
+    """Return the host to listen on, without brackets.
+
+    The host :: means all IPv4 and IPv6 addresses. If this machine has no IPv6, return 0.0.0.0 for it.
+    """
     host = host.strip("[]")
     return "0.0.0.0" if host == "::" and not socket.has_dualstack_ipv6() else host
 
 
 def check_port(host: str, port: int, flag: str) -> None:
-    """Raises OSError, one line for people, if no server can listen there now."""
+    """Check that a server can listen on an address now. Raises OSError with a message of one line for users."""
     passive = passive_host(host)
     try:
         found = [
@@ -146,14 +153,14 @@ def check_port(host: str, port: int, flag: str) -> None:
         raise OSError(f"{host_flag} is {host!r}, which is no address ({error}); choose another {host_flag}") from None
     tries = [_try_address(family, kind, address) for family, kind, _, _, address in found]
     errors = [failure for failure in tries if failure is not None]
-    # gRPC listens on what it can get: a name may have an address of a kind that this machine lacks.
+    # gRPC listens on the addresses that it can bind. A name may have an address of a family that this machine lacks.
     taken = [failure for failure in errors if failure.errno == errno.EADDRINUSE]
     if taken or len(errors) == len(found):
         raise refusal((taken or errors)[0], host, port, flag)
 
 
 def refusal(error: OSError, host: str, port: int, flag: str) -> OSError:
-    """Make the error for people of one that bind has raised."""
+    """Return an error with a message for users from an error that bind has raised."""
     causes = {
         errno.EADDRINUSE: (f"port {port} is taken", flag),
         errno.EADDRNOTAVAIL: ("that is no address of this machine", _host_flag(flag)),
@@ -169,7 +176,7 @@ def _host_flag(flag: str) -> str:
 
 
 def _try_address(family: int, kind: int, address: tuple[object, ...]) -> OSError | None:
-    """Try to bind an address, and return the error if that fails."""
+    """Try to bind an address. Return the error, or None if the address is free."""
     try:
         with socket.socket(family, kind) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -182,7 +189,8 @@ def _try_address(family: int, kind: int, address: tuple[object, ...]) -> OSError
 
 
 def _socket_trouble(path: str) -> str:
-    """Why no server can listen there now, or nothing. What a server that was killed has left behind is no trouble."""
+    """Return why no server can listen on a path now, or an empty text. A stale socket of a killed server is
+    no problem."""
     directory = Path(path).parent
     if not directory.is_dir():
         return f"there is no directory {directory}"

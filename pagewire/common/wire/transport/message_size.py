@@ -1,10 +1,10 @@
-"""How large a message of a client may be, and what is said of a larger one. Loads nothing of gRPC."""
+"""The limit on the size of a client's message, and the error for a larger one. This module does not import gRPC."""
 
 import re
 
 MAX_MESSAGE_BYTES = 4 << 20
-# A message that exceeds its limit by less is read whole, so that the server itself can refuse it. gRPC cuts off larger
-# ones as RESOURCE_EXHAUSTED before they take any memory.
+# A message that exceeds the limit by less than this margin is read completely, so that the server can refuse it itself.
+# gRPC rejects larger ones as RESOURCE_EXHAUSTED before it allocates memory for them.
 MARGIN_BYTES = 16 << 20
 _CUT_OFF = re.compile(r"^SERVER: .*larger than max \((\d+) vs\. (\d+)\)")
 
@@ -14,6 +14,7 @@ def too_large(num_bytes: int, max_bytes: int) -> str:
 
 
 def of_cut_off(details: str) -> str | None:
-    """Return what a server says of a message that gRPC cut off, or None if `details` are not gRPC's words for one."""
+    """Return the error for a message that gRPC rejected as too large, or None if `details` is no such rejection by
+    gRPC."""
     found = _CUT_OFF.search(details)
     return found and too_large(int(found[1]), int(found[2]) - MARGIN_BYTES)

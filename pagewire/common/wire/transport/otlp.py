@@ -1,4 +1,4 @@
-"""Spans of OpenTelemetry on their way to a collector, over OTLP. This module needs the extra `tracing`."""
+"""Export of OpenTelemetry spans to a collector over OTLP. This module needs the extra `tracing`."""
 
 import logging
 import os
@@ -17,30 +17,31 @@ from pagewire.common.wire.transport.http_proxy import http_proxy_of
 
 logger = logging.getLogger(__name__)
 
-# Where OpenTelemetry tells every 20 s that a collector takes no spans, and that the queue of them is full.
+# The loggers with which OpenTelemetry reports every 20 s that a collector is unreachable, and that its queue is full.
 _EXPORTING = logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter")
 _QUEUEING = logging.getLogger("opentelemetry.sdk._shared_internal")
-_EXPORT_TIMEOUT = 1.0  # seconds: a collector that is not there must not delay the end of the process
+_EXPORT_TIMEOUT = 1.0  # seconds; an unreachable collector must not delay the end of the process
 
 
 class _Operations:
-    """Stands where OpenTelemetry 1.45 counts an exporter's failures, which it keeps in a cycle with all their spans."""
+    """A replacement for the failure metrics of OpenTelemetry 1.45, which keep failed spans alive in a
+    reference cycle."""
 
     @contextmanager
     def export_operation(self, num_spans: int) -> Iterator[SimpleNamespace]:
         result = SimpleNamespace(error=None, error_attrs=None)
         yield result
-        result.error = None  # its frames refer to the result: a cycle that only a full collection would free
+        result.error = None  # the error's frames refer to the result: a cycle that only a full collection would free
 
 
 class _Exporter(OTLPSpanExporter):
-    """Tells once that a collector takes no spans, and once that it takes them again."""
+    """An exporter that logs once when a collector stops accepting spans, and once when it accepts them again."""
 
     def __init__(self, endpoint: str, **options: Any) -> None:
         super().__init__(endpoint, **options)
         self._is_out = False
         self._metrics = _Operations()  # type: ignore[assignment]
-        _EXPORTING.setLevel(logging.ERROR)  # each try of a batch is a warning
+        _EXPORTING.setLevel(logging.ERROR)  # each failed attempt of a batch is a warning
         _QUEUEING.setLevel(logging.NOTSET)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
@@ -55,9 +56,10 @@ class _Exporter(OTLPSpanExporter):
 
 
 def tracer_provider(endpoint: str, service_name: str, version: str) -> TracerProvider:
-    """Make a provider of tracers, which sends a service's spans to the collector at `endpoint`, http://HOST:PORT.
+    """Return a tracer provider that sends a service's spans to the collector at `endpoint`, http://HOST:PORT.
 
-    Raises ValueError for variables of OpenTelemetry that it cannot be made with, of which each has errors of its own.
+    Raises ValueError if OpenTelemetry cannot be set up with the environment's OTEL_ variables. OpenTelemetry raises a
+    different type of error for each variable.
     """
     try:
         return _provider(endpoint, service_name, version)
@@ -69,11 +71,12 @@ def tracer_provider(endpoint: str, service_name: str, version: str) -> TracerPro
 
 def _provider(endpoint: str, service_name: str, version: str) -> TracerProvider:
     provider = TracerProvider(resource=Resource.create({"service.name": service_name, "service.version": version}))
-    # Its annotation knows options with texts alone; gRPC takes numbers.
+    # The annotation allows only text values, but gRPC accepts numbers.
     options: Any = (("grpc.enable_http_proxy", int(http_proxy_of(urlsplit(endpoint).netloc) is not None)),)
     exporter = _Exporter(
         endpoint, insecure=endpoint.startswith("http://"), timeout=_EXPORT_TIMEOUT, channel_options=options
     )
-    # Half of OpenTelemetry's own numbers: a span that waits is a dozen objects, which every full collection looks at.
+    # Half of OpenTelemetry's defaults: each queued span has a dozen objects, which every full garbage collection
+    # visits.
     provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=1024, max_export_batch_size=256))
     return provider

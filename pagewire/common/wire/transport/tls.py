@@ -1,4 +1,4 @@
-"""TLS from PEM files, for both sides of a connection. What a service uses is read again when it changes."""
+"""TLS from PEM files, for both sides of a connection. Services reload the files when they change."""
 
 import asyncio
 import logging
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_WATCH_INTERVAL = 1.0  # seconds between two looks
-# Seconds for which files may be at odds without a word: they are written one after the other.
+_WATCH_INTERVAL = 1.0  # seconds between two checks of the files
+# The number of seconds for which mismatched files are not reported, because they are written one after the other.
 _SETTLING = 3.0
 _DAY = 86_400.0
-# A certificate is told of when this share of its life is left, or these days if that is less. What renews them does so
-# before, with a third of their life left as a rule.
+# A warning is due when this share of a certificate's validity period is left, or this number of days if that is less.
+# Tools renew certificates earlier, usually when a third of the period is left.
 SHARE_LEFT = 0.2
 DAYS_LEFT = 30.0
-# Beside RSA, the curves of keys by which gRPC lets both sides prove who they are. With others it goes on with what it
-# had, or agrees with the other side on nothing, without a word.
+# The elliptic curves of keys that gRPC can use to authenticate both sides, besides RSA. With other curves, gRPC
+# silently keeps the old certificate or fails the handshake.
 _CURVES = ("secp256r1", "secp384r1")
 _PEM = re.compile(rb"^-----BEGIN ", re.MULTILINE)
 
 
 class Life(NamedTuple):
-    """The seconds of Unix time between which a certificate is good."""
+    """The validity period of a certificate, in seconds of Unix time."""
 
     begin: float
     end: float
@@ -44,12 +44,12 @@ class Life(NamedTuple):
         return (self.end - now) / _DAY
 
     def share_left(self, now: float) -> float:
-        return (self.end - now) / max(1.0, self.end - self.begin)  # certificates may say anything
+        return (self.end - now) / max(1.0, self.end - self.begin)  # the period may be empty or negative
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What the files of one side held when they were read: PEM that fits together, and when it is good, by flag."""
+    """The validated PEM contents of one side's files, and the certificates' validity periods by flag."""
 
     ca: bytes | None
     cert: bytes | None
@@ -57,16 +57,17 @@ class Credentials:
     lives: Mapping[str, Life]
 
     def for_channel(self) -> grpc.ChannelCredentials:
-        """Make those of a client. Without an authority, servers must show a certificate of one that gRPC knows."""
+        """Return the credentials of a client. Without a CA, servers need a certificate from a CA that gRPC trusts by
+        default."""
         return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
 
     def for_server(self) -> grpc.ServerCertificateConfiguration:
-        """Make those of a server."""
+        """Return the certificate configuration of a server."""
         return grpc.ssl_server_certificate_configuration([(self.key, self.cert)], root_certificates=self.ca)
 
 
 class TlsFiles:
-    """One side's certificate with its key, and the authority of whom it believes the other side, each if given."""
+    """The TLS files of one side: its certificate, its private key, and the CA of the other side. Each is optional."""
 
     def __init__(
         self,
@@ -76,23 +77,27 @@ class TlsFiles:
         key: NamedFile,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Read the files. `clock` is in seconds of Unix time. Raises OSError for a file that cannot be read, and
-        ValueError for what cannot be used."""
+        """Read the files. `clock` returns seconds of Unix time.
+
+        Raises OSError for a file that cannot be read, and ValueError for contents that cannot be used.
+        """
         self._ca, self._cert, self._key = ca, cert, key
         self._clock = clock
-        self._told_days: dict[str, int] = {}  # left of each file when that was told
+        self._told_days: dict[str, int] = {}  # the days left at the last warning, by flag
         self.watched = WatchedFiles(
             (ca, cert, key), self._parse, interval=_WATCH_INTERVAL, settling=_SETTLING, describe=_ends, clock=clock
         )
 
     @property
     def credentials(self) -> Credentials:
-        """What is in use."""
+        """The credentials in use."""
         return self.watched.current
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Make the credentials of a server, whose clients must show a certificate if there is an authority for them.
-        New ones hold from the next handshake on."""
+        """Return the credentials of a gRPC server, which follow the files. New files apply from the next handshake on.
+
+        If a CA is given, clients must present a certificate.
+        """
         given = self.credentials
 
         def renewed() -> grpc.ServerCertificateConfiguration | None:
@@ -105,7 +110,7 @@ class TlsFiles:
         )
 
     def server_context(self) -> ssl.SSLContext:
-        """Make the same for servers of Python's ssl."""
+        """Return the same credentials as an SSL context, for servers that use Python's ssl."""
         given, current = self.credentials, self._context()
         context = current
 
@@ -114,15 +119,15 @@ class TlsFiles:
             if given is not self.credentials:
                 try:
                     given, current = self.credentials, self._context()
-                except OSError as error:  # they have changed again, and the next handshake finds them as they are
+                except OSError as error:  # the files have changed again; the next handshake reads them
                     logger.warning("the certificate that is shown stays as it was: %s", error)
             connection.context = current
 
-        context.sni_callback = renewed  # which is called for clients too that name no server
+        context.sni_callback = renewed  # called also for clients that send no server name
         return context
 
     def _context(self) -> ssl.SSLContext:
-        """Raises OSError."""
+        """Return an SSL context with the files' current contents. Raises OSError."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         assert self._cert.path is not None, "a server has a certificate"
         context.load_cert_chain(self._cert.path, self._key.path)
@@ -132,7 +137,8 @@ class TlsFiles:
         return context
 
     async def watch(self) -> NoReturn:
-        """Keep what is in use up to date until cancelled, and tell what becomes of it."""
+        """Keep the credentials up to date until cancelled, and log changes, problems and certificates that
+        expire soon."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.watched.watch())
             while True:
@@ -140,7 +146,7 @@ class TlsFiles:
                 await asyncio.sleep(_WATCH_INTERVAL)
 
     def tell_days_left(self) -> None:
-        """Warn of certificates that end soon, each once a day, and once of those that have ended."""
+        """Warn of certificates that expire soon, each once a day, and once of each certificate that has expired."""
         now = self._clock()
         for flag, life in self.credentials.lives.items():
             days = max(-1, int((life.end - now) // _DAY))
@@ -152,13 +158,13 @@ class TlsFiles:
                 logger.warning("the certificate of %s %s on %s; renew it", flag, verb, _date(life.end))
 
     def _parse(self, *contents: bytes | None) -> Credentials:
-        """Make what can be used now of what the files hold. Raises ValueError."""
-        # gRPC overlooks PEM that begins in the middle of a line.
+        """Return credentials from the files' contents. Raises ValueError if they cannot be used now."""
+        # gRPC ignores PEM that begins in the middle of a line.
         ca, cert, key = (content if content is None or _PEM.search(content) else b"" for content in contents)
         return Credentials(ca, cert, key, dict(self._lives(ca, cert, key)))
 
     def _lives(self, ca: bytes | None, cert: bytes | None, key: bytes | None) -> Iterator[tuple[str, Life]]:
-        """Yield when the certificates of each file are good. Raises ValueError."""
+        """Yield the validity period of each file's certificates. Raises ValueError for unusable contents."""
         now = self._clock()
         if cert is not None and key is not None:
             chain = _certificates(self._cert, cert)
@@ -167,13 +173,13 @@ class TlsFiles:
             _usable(self._cert, lives[:1], now)
             yield self._cert.flag, min(lives, key=lambda life: life.end)
         if ca is not None:
-            # An authority that is being replaced is in the file beside the next one.
+            # While a CA is being replaced, the file contains the old and the new one.
             lives = _usable(self._ca, list(map(_life, _certificates(self._ca, ca))), now)
             yield self._ca.flag, max(lives, key=lambda life: life.end)
 
 
 def server_files(cert: str | None, key: str | None, client_ca: str | None) -> TlsFiles | None:
-    """Read a server's files, or return None without a certificate. Raises OSError, ValueError."""
+    """Read a server's TLS files. Return None if no certificate is given. Raises OSError and ValueError."""
     if cert is None:
         return None
     return TlsFiles(
@@ -182,8 +188,10 @@ def server_files(cert: str | None, key: str | None, client_ca: str | None) -> Tl
 
 
 def link_files(name: str, ca: str | None, cert: str | None, key: str | None) -> TlsFiles | None:
-    """Read the files with which a service dials the one that its flags call `name`, or return None without an
-    authority. Raises OSError, ValueError."""
+    """Read the TLS files for a link to the service that flags call `name`. Return None if no CA is given.
+
+    Raises OSError and ValueError.
+    """
     if ca is None:
         return None
     flag = f"--{name}-tls"
@@ -197,11 +205,11 @@ def _ends(credentials: Credentials) -> str:
 
 
 def _certificates(file: NamedFile, pem: bytes) -> "list[x509.Certificate]":
-    """Return the certificates of a file, one at least. Raises ValueError."""
+    """Return the certificates in a file, at least one. Raises ValueError."""
     from cryptography import x509
     from cryptography.utils import CryptographyDeprecationWarning
 
-    # Authorities of the last century, which bundles still have, break rules for which it would warn.
+    # Bundles still contain CAs from the 1990s, whose certificates violate rules that cryptography would warn about.
     warnings.filterwarnings("ignore", category=CryptographyDeprecationWarning)
     try:
         return x509.load_pem_x509_certificates(pem)
@@ -210,7 +218,7 @@ def _certificates(file: NamedFile, pem: bytes) -> "list[x509.Certificate]":
 
 
 def _check_pair(cert_file: NamedFile, key_file: NamedFile, cert: "x509.Certificate", key_pem: bytes) -> None:
-    """Raises ValueError if the key is not that of the certificate, or gRPC takes none of its kind."""
+    """Raise ValueError if the key does not match the certificate, or if gRPC does not support this kind of key."""
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric import ec, rsa
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
@@ -225,7 +233,7 @@ def _check_pair(cert_file: NamedFile, key_file: NamedFile, cert: "x509.Certifica
             f"{where} is encrypted; give the key as it is, in a file that only this user can read"
         ) from None
     except (ValueError, UnsupportedAlgorithm) as error:
-        # Before cryptography 47 a curve whose parameters stand in the key is not read.
+        # cryptography before version 47 cannot read a curve that is given by explicit parameters.
         raise ValueError(
             unfit
             if "explicit parameters are" in str(error)
@@ -234,7 +242,7 @@ def _check_pair(cert_file: NamedFile, key_file: NamedFile, cert: "x509.Certifica
     if not is_pair:
         raise ValueError(f"{where} is not the key of the first certificate in {cert_file.flag} {cert_file.path}")
     is_elliptic = isinstance(key, ec.EllipticCurvePrivateKey) and key.curve.name in _CURVES
-    # A plain RSA key, or a curve by its name, and not one whose parameters stand in the certificate.
+    # Accept plain RSA keys and named curves, but no curve that the certificate gives by explicit parameters.
     is_plain = (
         key.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo) in cert.tbs_certificate_bytes
     )
@@ -243,7 +251,7 @@ def _check_pair(cert_file: NamedFile, key_file: NamedFile, cert: "x509.Certifica
 
 
 def _usable(file: NamedFile, lives: list[Life], now: float) -> list[Life]:
-    """Return the lives that now belongs to. Raises ValueError if there is none."""
+    """Return the periods that contain the time `now`. Raises ValueError if no period does."""
     usable = [life for life in lives if life.begin <= now < life.end]
     if not usable:
         last = max(lives, key=lambda life: life.end)

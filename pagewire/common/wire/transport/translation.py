@@ -1,7 +1,8 @@
-"""Frozen dataclasses to and from protobuf messages, by tables that are made once from the fields of both.
+"""Translation of frozen dataclasses to and from protobuf messages, by tables that are built once from the fields of
+both.
 
-A field is translated where both have its name; the type that the dataclass gives it says how. Every other field must be
-named as one that stands apart, so that a field which one side alone has is a TypeError as soon as the table is made.
+A field that both sides have is translated according to the dataclass's type of the field. Every other field must be
+listed in `apart`. A field that only one side has is otherwise a TypeError when the table is built.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -27,11 +28,12 @@ def decoder(
     converted: Mapping[str, Convert] | None = None,
     apart: Collection[str] = (),
 ) -> Callable[..., Data]:
-    """Returns what makes an instance of the dataclass from a message, and from the fields that stand apart, by keyword.
+    """Return a function that builds an instance of the dataclass from a message. Fields in `apart` are keyword
+    arguments.
 
-    What is not set in the message takes the dataclass's default, or is None. Members of an enum have the message's
-    numbers as their values; another number is a ValueError. `converted` has functions for values whose type does not
-    say how they are translated.
+    A field that is not set in the message gets the dataclass's default, or None. The values of an enum's members are
+    the numbers in the message; an unknown number is a ValueError. `converted` has functions for fields whose type does
+    not determine the translation.
     """
     always: list[tuple[str, Convert]] = []
     absent: dict[str, Any] = {}
@@ -46,7 +48,7 @@ def decoder(
 
     def decode(message: Message, **others: Any) -> Data:
         values = absent | others
-        for descriptor, value in message.ListFields():  # those that are set
+        for descriptor, value in message.ListFields():  # the fields that are set
             if column := present.get(descriptor.number):
                 name, convert = column
                 values[name] = value if convert is None else convert(value)
@@ -60,9 +62,9 @@ def decoder(
 def encoder(
     data_type: type[Any], message_type: type[SomeMessage], apart: Collection[str] = ()
 ) -> Callable[[Any], SomeMessage]:
-    """Returns what makes a message from an instance of the dataclass.
+    """Return a function that builds a message from an instance of the dataclass.
 
-    What is None, or a dataclass that is the field's default, is not set, and neither are the fields that stand apart.
+    A field stays unset if it is None, if it is a dataclass equal to the field's default, or if it is in `apart`.
     """
     columns = list(_columns(data_type, message_type, encoder, apart=apart))
     names, empty = [field.name for field, _, _ in columns], ()
@@ -79,14 +81,16 @@ def encoder(
 
 
 def enum_names(descriptor: EnumDescriptor) -> dict[int, str]:
-    """The names of an enum's values by number, in lower case and without the prefix that they share; the one that is
-    unspecified is left out."""
+    """Return the names of an enum's values by number, in lower case and without their common prefix.
+
+    The unspecified value is left out.
+    """
     prefix = descriptor.values_by_number[0].name.removesuffix("UNSPECIFIED")
     return {value.number: value.name.removeprefix(prefix).lower() for value in descriptor.values if value.number}
 
 
 def unknown_field(message: Message) -> str | None:
-    """Says which field this version does not know, in a message or in those within it; None: it knows all."""
+    """Return a description of a field that this version does not know, or None. Nested messages are searched too."""
     if len(unknown := UnknownFieldSet(message)):
         name, number = message.DESCRIPTOR.full_name, unknown[0].field_number
         return f"{name} holds a field that this version does not know, number {number}"
@@ -105,10 +109,11 @@ def _columns(
     converted: Mapping[str, Convert] | None = None,
     apart: Collection[str] = (),
 ) -> Iterator[tuple[FieldDescriptor, Convert | None, Any]]:
-    """Fields that both sides have, each with how its values are translated (None: they are taken as they are) and with
-    the dataclass's value where the message's field is not set (MISSING: that cannot be told).
+    """Yield the fields that both sides have, each with its conversion and its value for an unset field.
 
-    `nested` is `decoder` or `encoder`. Raises TypeError if other fields stand apart than those named.
+    The conversion is None if values are used unchanged. The value is MISSING if the message cannot show that the field
+    is unset. `nested` is `decoder` or `encoder`. Raises TypeError if the fields that only one side has differ from
+    `apart`.
     """
     ours = {field.name: field for field in fields(data_type)}
     theirs = {field.name: field for field in message_type.DESCRIPTOR.fields}

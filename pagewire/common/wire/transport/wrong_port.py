@@ -1,9 +1,9 @@
-"""What a port looks like that does not serve the calls that are made there, by what gRPC says of them."""
+"""Diagnosis of a wrong port from gRPC's error messages."""
 
 import re
 from dataclasses import dataclass
 
-# What gRPC says of a port, and how that is read; the first that fits counts.
+# Patterns for gRPC's messages, and the diagnosis for each. The first pattern that matches applies.
 _READINGS = (
     (
         r"^Received http2 header with status: |^Stream removed \(Data frame|: Received http2 header with status: ",
@@ -24,7 +24,7 @@ _READINGS = (
     ),
     ("Hostname Verification Check failed", "the certificate of {where} bears another name: {port.give_name}"),
     (
-        # The second is what is said where an authority was made anew under its old name.
+        # The second pattern matches if a CA was recreated under its old name.
         "CERTIFICATE_VERIFY_FAILED|certificate signature failure",
         "the certificate of {where} is not of an authority that is known here: {port.name_authority}",
     ),
@@ -33,8 +33,8 @@ _READINGS = (
         "{where} and this side agree on no TLS: look at the certificates of both, and at their authorities",
     ),
     (
-        # A server that refuses a client's certificate does so when the client takes the connection for made, without a
-        # word.
+        # A server that refuses a client's certificate closes the connection without a message, after the client
+        # considers the handshake complete.
         r"last error: (?:(?!last error: ).)*Socket closed|^there is no connection .*Socket closed|"
         r"^there is no session .*Secure read failed",
         "{where} accepts connections and closes them: it looks like {port.with_tls}, or one of another protocol; "
@@ -45,18 +45,18 @@ _READINGS = (
 
 @dataclass(frozen=True, slots=True)
 class RightPort:
-    """What should be there, for people: a clause for each way to give another port."""
+    """The expected port, described by one clause for each way to correct the address."""
 
-    give: str  # which port is the right one
-    strangers: str  # whose ports speak gRPC too, and know other calls
-    without_tls: str  # how to speak without TLS
-    name_authority: str  # how to say whose certificates are known
-    give_name: str  # how to say which name is in its certificate
-    with_tls: str  # what the port may ask for that hangs up
+    give: str  # how to give the right port
+    strangers: str  # other ports that also speak gRPC but have other methods
+    without_tls: str  # how to connect without TLS
+    name_authority: str  # how to give the CA of the server
+    give_name: str  # how to give the name in the server's certificate
+    with_tls: str  # what a port may require if it closes the connection
 
     @staticmethod
     def of_link(service: str, give: str, strangers: str) -> "RightPort":
-        """That of a service's link to another one, whose TLS options begin with that one's name."""
+        """Return the clauses for a link to another service, whose TLS options start with the service's name."""
         return RightPort(
             give,
             strangers,
@@ -68,6 +68,6 @@ class RightPort:
         )
 
     def reading(self, where: str, message: str) -> str | None:
-        """Return what the port looks like of which gRPC says this, or None if it may be the right one."""
+        """Return a diagnosis of the port that caused gRPC's message, or None if the port may be the right one."""
         found = next((text for sign, text in _READINGS if re.search(sign, message)), None)
         return found and f"{found.format(where=where, port=self)} ({message})"
