@@ -1,3 +1,3 @@
-"""The floor that client, services and kernels stand on. It imports nothing that lies above it, and never torch."""
+"""Modules that the client, the services and the kernels share. They import no higher package, and never torch."""
 
 __version__ = "0.2.0"

@@ -1,6 +1,6 @@
-"""Options of a service's process: fields of a frozen dataclass, each with its help text and the limits of its value.
+"""Options of a service's process: fields of a frozen dataclass, each with a help text and the limits of its value.
 
-Loads nothing of gRPC.
+This module does not import gRPC.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A rule that values keep to, in words (after "must be"), and as a test of a value."""
+    """A limit on an option's value: `text` completes the sentence "VALUE must be ...", and `holds` tests a value."""
 
     text: str
     holds: Callable[[Any], bool]
@@ -42,15 +42,19 @@ ORIGINS = Limit("* or SCHEME://HOST:PORT, several separated by commas", lambda v
 def option(
     default: Any, help: str, *limits: Limit, choices: tuple[str, ...] | None = None, needs: tuple[str, ...] = ()
 ) -> Any:
-    """Make the field of an option. None, where it is a value, keeps to every limit; `needs` names the options without
-    which it has no meaning."""
+    """Return the dataclass field of an option.
+
+    A value that is not None must satisfy every limit. `needs` names the options without which this option has no
+    effect.
+    """
     return field(default=default, metadata={"help": help, "limits": limits, "choices": choices, "needs": needs})
 
 
 def check_options(config: Any, must_be: str = ", but must be") -> None:
-    """Raise ValueError, which names the flag at fault, unless every value keeps to the limits of its option.
+    """Check every option of `config` against its limits and its needed options.
 
-    `must_be` stands in the message between the value and its limit.
+    Raises ValueError that names the flag at fault. `must_be` is the text between the value and its limit in the
+    message.
     """
     given = [
         (each, value) for each in fields(config) if each.metadata and (value := getattr(config, each.name)) is not None
@@ -70,5 +74,5 @@ def check_options(config: Any, must_be: str = ", but must be") -> None:
 
 
 def flag(name: str) -> str:
-    """Write the name of an option as its flag."""
+    """Return the command line flag of an option."""
     return "--" + name.replace("_", "-")

@@ -1,5 +1,8 @@
-"""JSON that every reader takes. Python's own writes Infinity and NaN, which JSON has not, and reads what is nested so
-deeply that what goes through it fails."""
+"""JSON that every parser accepts, and bounded parsing of JSON from strangers.
+
+Python's encoder writes Infinity and NaN, which are no JSON. Its decoder accepts such deep nesting that code which
+traverses the result fails.
+"""
 
 import json
 import math
@@ -8,12 +11,12 @@ from typing import Any
 
 from pagewire.common.surrogates import without_half_escapes
 
-MAX_DEPTH = 128  # as deep as the library of grammars reads
-# Of what one call of a decoder reads, which keeps the interpreter's lock: it takes 20 ms at most, of a slow processor.
+MAX_DEPTH = 128  # the deepest nesting that the library of grammars reads
+# The most values in one call of a decoder, which holds the GIL: at most 20 ms on a slow processor.
 MAX_VALUES = 1 << 19
-# What reading costs, in numbers without a fraction.
+# The costs of parsing, in units of one number without a fraction.
 _TEXT, _CONTAINER, _FRACTION, _EXPONENT = 4, 6, 15, 500
-_LONG = 30  # for each run of 20 digits in a number: up to the 4299 of the longest integer the cost is a square
+_LONG = 30  # per run of 20 digits; the cost is quadratic up to the longest integer of 4299 digits
 _ZEROS = b"0" * 20
 _AS_ZEROS = bytes(ord("0") if chr(byte).isdecimal() else byte for byte in range(256))
 _UNCOUNTED = bytes(set(range(256)) - set(b",:[{.eE"))
@@ -21,10 +24,14 @@ _TOO_DEEP = f"it has more than {MAX_DEPTH} lists and objects within one another"
 
 
 class StrictEncoder(json.JSONEncoder):
-    """Writes something else in place of numbers that are infinite, or none."""
+    """A JSON encoder that writes a substitute for infinite numbers and NaN."""
 
     def __init__(self, stand_in: Callable[[float], Any] = lambda number: None, **options: Any) -> None:
-        """`stand_in`: what is written for such a number; null, if left out. `options`: as of the class beneath."""
+        """Create an encoder.
+
+        `stand_in` returns the substitute for an infinite number or NaN, by default null. `options` are those that
+        `json.JSONEncoder` accepts.
+        """
         super().__init__(allow_nan=False, **options)
         self._stand_in = stand_in
 
@@ -32,7 +39,7 @@ class StrictEncoder(json.JSONEncoder):
         """Return the JSON of a value."""
         try:
             return super().encode(o)
-        except ValueError:  # such numbers are rare, and looking for them takes long
+        except ValueError:  # such numbers are rare, and looking for them is slow
             return super().encode(self._finite(json.loads(json.dumps(o, default=self.default))))
 
     def _finite(self, value: Any) -> Any:
@@ -47,10 +54,11 @@ to_json = StrictEncoder().encode
 
 
 def count_values(text: bytes) -> int:
-    """Return how many values JSON has, each counted by what reading it costs at most: a number 1, a text or key 4, a
-    list or object 6, a number with a fraction 15, one with an exponent 500, and 20 digits in a row 30 more.
+    """Return the number of values in a JSON text, weighted with an upper bound of their parsing cost.
 
-    Counting takes some milliseconds for 4 MiB, and ends early above MAX_VALUES. What is no JSON has some number.
+    The weights are: 1 for a number, 4 for a text or key, 6 for a list or object. A number with a fraction has the
+    weight 15, and with an exponent 500. Each run of 20 digits adds 30. Counting takes some milliseconds for 4 MiB, and
+    stops early above MAX_VALUES. For a text that is no JSON, the result is arbitrary.
     """
     if b"\\" in text:
         text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
@@ -70,8 +78,11 @@ def count_values(text: bytes) -> int:
 
 
 def from_json(text: str) -> Any:
-    """Return what JSON of strangers says, with U+FFFD in place of half a surrogate pair. Raises ValueError for what is
-    none, for more than MAX_VALUES, and for more than MAX_DEPTH lists and objects within one another."""
+    """Parse JSON from a stranger. Unpaired surrogates become U+FFFD.
+
+    Raises ValueError for invalid JSON, for more than MAX_VALUES weighted values, and for lists and objects nested
+    deeper than MAX_DEPTH.
+    """
     if (number := count_values(text.encode(errors="surrogatepass"))) > MAX_VALUES:
         raise ValueError(f"it has at least {number} values, more than {MAX_VALUES}")
     try:

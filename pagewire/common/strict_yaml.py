@@ -1,4 +1,4 @@
-"""YAML from files and flags, without what its library lets pass: a key that is there twice, errors of many types."""
+"""Strict parsing of YAML from files and flags: duplicate keys are errors, and every error is a ValueError."""
 
 from collections.abc import Hashable
 from typing import Any
@@ -7,18 +7,18 @@ import yaml
 
 
 def parse_yaml(text: str) -> Any:
-    """Return what the text stands for. Raises ValueError, one line."""
+    """Return the value of a YAML text. Raises ValueError with a message of one line."""
     try:
         return _UniqueKeyLoader(text).get_single_data()
     except RecursionError:
         raise ValueError("not YAML that can be read: it is nested too deeply") from None
-    except Exception as error:  # for a value that its tag does not fit, that of whatever conversion failed
+    except Exception as error:  # a value that does not fit its tag raises the error of the failed conversion
         reason = str(error) if isinstance(error, yaml.YAMLError | ValueError) else f"a value of no sense: {error!r}"
         raise ValueError(f"not YAML: {' '.join(reason.split())}") from None
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """Refuses a mapping that has a key twice, of which YAML's own would silently take the last."""
+    """A loader that refuses duplicate keys in a mapping. PyYAML's own loaders silently use the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()

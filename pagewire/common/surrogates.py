@@ -1,23 +1,23 @@
-"""Halves of surrogate pairs, which texts of Python and escapes of JSON can have alone, and UTF-8 cannot.
+"""Replacement of unpaired surrogates, which Python texts and JSON escapes can contain but UTF-8 cannot.
 
-A model may write such an escape, and clients send them where they have cut a text in two. Each becomes U+FFFD, as
-encoders of JSON write it.
+A model may write such an escape, and clients send them when they split a text inside a pair. Each one becomes U+FFFD,
+as in JSON encoders.
 """
 
 import re
 
-# Text without a lone half: other characters, other escapes, and pairs. What is not yet whole is left.
+# Text without an unpaired surrogate: other characters, other escapes, and pairs. An incomplete escape does not match.
 _WHOLE = re.compile(
     r"(?:[^\\]++|\\[^u]|\\u(?=[^dD]|[dD][0-7])|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*+", re.DOTALL
 )
 _HALF = re.compile(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 _HALF_CHARS, _PAIR_CHARS = 6, 12
-_FIRST_LOW = "dc"  # of the second halves
+_FIRST_LOW = "dc"  # of low surrogates, which come second in a pair
 _REPLACEMENT = r"\ufffd"
 
 
 def without_halves(text: str) -> str:
-    """Return a text in which halves that belong together are one character, and others U+FFFD."""
+    """Return a text in which surrogate pairs are joined to one character, and unpaired surrogates are U+FFFD."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -26,18 +26,18 @@ def without_halves(text: str) -> str:
 
 
 def without_half_escapes(text: str) -> str:
-    """Return JSON with U+FFFD in place of each escape of a half that stands alone."""
+    """Return a JSON text with \\ufffd in place of each escape of an unpaired surrogate."""
     return HalfEscapes().feed(text, is_last=True)
 
 
 class HalfEscapes:
-    r"""Writes \ufffd in place of each escape of a half that stands alone, in JSON that comes in pieces."""
+    r"""A filter for JSON in pieces that writes \ufffd in place of each escape of an unpaired surrogate."""
 
     def __init__(self) -> None:
-        self._held = ""  # the beginning of an escape, or a first half of which the second may come
+        self._held = ""  # an incomplete escape, or a high surrogate that may be followed by a low one
 
     def feed(self, text: str, *, is_last: bool = False) -> str:
-        """Return what is known of the text so far. Nothing can follow what is last."""
+        """Filter the next piece and return the text that is final now. No text may follow a call with `is_last`."""
         text, pieces, at = self._held + text, [], 0
         while True:
             whole = _WHOLE.match(text, at)
