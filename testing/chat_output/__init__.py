@@ -1,1 +1,1 @@
-"""Outputs as models spell them, whole and in pieces, for tests of their parsers."""
+"""Model outputs, whole and in pieces, for tests of the parsers of chat outputs."""

@@ -1,7 +1,8 @@
-"""Read answers as chat templates write them in a history: `python -m testing.chat_output.corpus FOLDER`.
+"""A check that answers rendered by chat templates parse back: `python -m testing.chat_output.corpus FOLDER`.
 
-The folder has templates (*.jinja), as llama.cpp's models/templates has. What a template leaves out of an answer is not
-expected, and neither is anything where it takes no such answer, or several calls in messages of their own alone.
+The folder contains templates (*.jinja), like llama.cpp's models/templates. The check does not expect content that a
+template leaves out of an answer. It skips answers that a template cannot render, and several calls if the template
+writes each call as a message of its own.
 """
 
 import json
@@ -32,7 +33,7 @@ SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "", "unk
 QUESTION = {"role": "user", "content": "Hello"}
 OSLO, ODD, LIST = {"city": "Oslo"}, {"city": 'São "P" <b>\nx', "days": 3}, {"city": "R", "days": -1, "flags": [True]}
 TEXT, THOUGHT = 'It is sunny, I think: {"a": 1}.', "The user asks.\nSo I say."
-_MOST_OF_A_TAG = 2  # that two tags begin alike with
+_MOST_OF_A_TAG = 2  # the number of characters that two different tags may have in common at their beginning
 # Content, reasoning, and calls.
 ANSWERS: list[tuple[str, str, list[tuple[str, Any]]]] = [
     (TEXT, "", []),
@@ -63,7 +64,7 @@ def main(folder: str) -> int:
 
 
 def _results(template: str, chat_format: ChatFormat) -> Iterator[tuple[str, bool]]:
-    """Yield answers as a template writes them, and whether they are read as what they are."""
+    """Yield each answer as the template renders it, and whether the parser reads it back correctly."""
     tools = TOOLS if chat_format.calls else None
     prompt = render(template, [QUESTION], special_tokens=SPECIAL_TOKENS, variables={"tools": tools})
     written: list[tuple[str, str, int]] = []
@@ -97,8 +98,11 @@ def _call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _divided(prompt: str, history: str) -> tuple[str, str]:
-    """Return what a history has of a prompt, and the rest. An answer without reasoning may not begin with the tag that
-    the prompt ends with: it does where it ends the reasoning at once."""
+    """Return the prompt of a history, and the rest, which is the answer.
+
+    An answer without reasoning may lack the tag that the prompt ends with. If the answer ends the reasoning at once,
+    the prompt keeps that tag.
+    """
     at = len(os.path.commonprefix([prompt, history]))  # noqa: RUF071
     if at == len(prompt):
         return prompt, history[at:].rstrip("\n")
@@ -110,7 +114,7 @@ def _divided(prompt: str, history: str) -> tuple[str, str]:
 
 
 def _common_end(outputs: list[str]) -> str:
-    """Return what ends every answer, from a tag on."""
+    """Return the text, from a tag on, that ends every answer."""
     end = os.path.commonprefix([output[::-1] for output in outputs])[::-1]  # noqa: RUF071
     begins = [place for place in (end.find("<"), end.find("[")) if place >= 0]
     return end[min(begins) :] if begins and len(outputs) > 1 else ""

@@ -1,4 +1,4 @@
-"""How models of each format spell calls, in random outputs whose parts are known."""
+"""Random outputs with known parts, in which calls are spelled as models of each format spell them."""
 
 import json
 import random
@@ -18,7 +18,7 @@ _PROPERTIES = {
 FUNCTIONS: Functions = {
     name: {"type": "object", "properties": _PROPERTIES} for name in ("f", "get_weather", "look_up2")
 }
-# Texts that are part of no tag of any format, however they stand together.
+# Texts that form no tag of any format, in whatever order they are joined.
 _TEXTS = (
     *("Hello", " ", "\n", "\n\n", "I'll look.", "ünïcödé 🙂", '{"nom": "f"}', "}", "]", "[1, 2]", '"', "\\", "\\n"),
     *("<", "<b>", "</", "a < b", "```json\n", ", ", ": ", "x = f(1)", "<tool", "</tool_call", "[TOOL", "<|", "|>"),
@@ -46,14 +46,14 @@ class Segment(NamedTuple):
 
 
 class Spelling(NamedTuple):
-    """A format in tests: how its models spell calls, and texts in the format's tags that are no calls."""
+    """A format in tests: how its models spell calls, and texts that contain the format's tags but are no calls."""
 
-    template: str  # which it is told by
+    template: str  # selects the format
     spell: Callable[[list[Call]], str]
     no_calls: tuple[str, ...]
-    no_values: tuple[str, ...] = ()  # which texts in arguments cannot have
+    no_values: tuple[str, ...] = ()  # texts that arguments cannot contain
     thinking: tuple[str, str] | None = None
-    spell_first: Callable[[list[Call]], str] | None = None  # at the beginning of an output
+    spell_first: Callable[[list[Call]], str] | None = None  # spells calls at the beginning of an output
     is_in_channels: bool = False
     before_text: str = ""
 
@@ -62,7 +62,7 @@ class Spelling(NamedTuple):
         return format_of(self.template)
 
     def draw(self, drawn: random.Random) -> list[Segment]:
-        """Draw an output."""
+        """Draw a random output."""
         if self.is_in_channels:
             return [_message(self, drawn, is_first=place == 0) for place in range(max(1, _num_segments(drawn)))]
         thoughts = list(self.thought(drawn))
@@ -71,7 +71,7 @@ class Spelling(NamedTuple):
         return [*thoughts, *first, *(self.segment(drawn) for _ in range(_num_segments(drawn)))]
 
     def draw_broken(self, drawn: random.Random) -> str:
-        """Draw parts of calls and tags, one after another, of which nothing is expected."""
+        """Draw pieces of calls and tags in random order, for which no parts are expected."""
         spelled = (self.spell_first or self.spell)([self.call(drawn)])
         pieces = []
         for _ in range(drawn.randint(1, 14)):
@@ -115,7 +115,8 @@ class Spelling(NamedTuple):
 
 
 def _num_segments(drawn: random.Random) -> int:
-    """Most outputs are short: reading one in every split takes time by the square of its length."""
+    """Draw a number of segments. Most outputs are short, because parsing every split takes time quadratic in the
+    length."""
     return drawn.randint(0, drawn.choice((1, 1, 1, 2, 2, 2, 6)))
 
 

@@ -1,4 +1,4 @@
-"""Texts in pieces, and what a parser makes of them."""
+"""Functions that split texts into pieces, and that parse the pieces."""
 
 import random
 from collections.abc import Iterable, Iterator
@@ -10,7 +10,7 @@ Functions = dict[str, dict[str, object]]
 
 
 def parts_of(chat_format: ChatFormat, functions: Functions, prompt: str, pieces: Iterable[str]) -> list[OutputPart]:
-    """Return the parts of an output that comes in some pieces; the texts of neighbours of one kind are one."""
+    """Parse an output that arrives in `pieces`. Return its parts, with adjacent texts of the same kind merged."""
     parser = chat_format.parser(prompt, functions)
     parts = [part for piece in pieces for part in parser.feed(piece)]
     return merged([*parts, *parser.feed("", is_last=True)])
@@ -30,7 +30,7 @@ def merged(parts: Iterable[OutputPart]) -> list[OutputPart]:
 
 
 def in_two(text: str) -> Iterator[list[str]]:
-    """Every split of a text in two."""
+    """Return every split of a text in two."""
     return ([text[:at], text[at:]] for at in range(1, len(text)))
 
 

@@ -1,1 +1,1 @@
-"""Grammars of every kind, and tokenizers of every shape."""
+"""Grammars of every kind, and tokenizers of every supported shape."""

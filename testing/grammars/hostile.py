@@ -1,4 +1,4 @@
-"""Grammars that take minutes, gigabytes or a whole stack where nothing limits them, or that the library refuses."""
+"""Grammars that need minutes, gigabytes or the whole stack if no limits apply, or that the library refuses."""
 
 import json
 
@@ -7,7 +7,7 @@ def nested(depth: int) -> str:
     return '{"type":"array","items":' * depth + '{"type":"integer"}' + "}" * depth
 
 
-# Kind and text by name.
+# The kind and the text of each grammar, by a descriptive name.
 HOSTILE: dict[str, tuple[str, str]] = {
     "nested schemas": ("json_schema", nested(3000)),
     "nested arrays": ("json_schema", "[" * 200_000 + "]" * 200_000),
@@ -31,7 +31,7 @@ HOSTILE: dict[str, tuple[str, str]] = {
         f"start: {' '.join(f'x{i}' for i in range(2000))}\n" + "\n".join(f'x{i}: "a" | "b" | ' for i in range(2000)),
     ),
     "many alternatives": ("grammar", "start: " + " | ".join(f'"{i:06d}"' for i in range(40_000))),
-    # Behind some twenty tokens each of its rules may have begun at each of them.
+    # After about twenty tokens, each rule may have begun at each of them.
     "rules that are ambiguous together": (
         "grammar",
         "start: x0\n" + "\n".join(f'x{i}: x{i} x{(i + 1) % 30} | x{(i + 7) % 30} x{i} | "a" | "b"' for i in range(30)),

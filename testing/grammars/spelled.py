@@ -1,4 +1,4 @@
-"""Grammars of every kind that have a text in them: their outputs are that text, or the text is refused by its name."""
+"""Grammars of every kind that allow exactly one text. The output is that text, or the error names the text."""
 
 import ctypes
 import json
@@ -12,13 +12,13 @@ from pagewire.common.grammars import GrammarCompiler, GrammarError, Matcher
 from scheduler_service.serving.checkpoint.tokenizer import IncrementalDecoder, Tokenizer
 from testing.grammars.tokenizer_shapes import END, Shape
 
-# What tokens are called, what normalizers change, and what not every tokenizer has tokens for.
+# Names of tokens, characters that normalizers change, and characters that some tokenizers have no tokens for.
 NAMES = ("<think>", "<tool_call>", "</tool_call>", "<repo_name>", "[INST]", "[TOOL_CALLS]", "<|im_end|>", "<0x41>")
 TEXTS = ("e\u0301", "é", "ﬁ Å", "FOX", "fox", " a  b ", "日本", "▁", "\n\n", "\u00a0", "\t", "a")
 
 
 def random_output(compiler: GrammarCompiler, kind: str, text: str, vocab_size: int, rng: random.Random) -> list[int]:
-    """Any output of a grammar: each token is as likely as every other one that is allowed."""
+    """Return a random output of a grammar. All allowed tokens are equally likely at each step."""
     matcher, output = compiler.compile(kind, text, (END,)), list[int]()
     while matcher.end_token_id is None:
         assert len(output) < 500
@@ -35,7 +35,8 @@ def allowed_tokens(matcher: Matcher, vocab_size: int) -> list[int]:
 
 
 def grammars_of(literal: str) -> dict[str, tuple[str, str, str]]:
-    """Of each kind one that allows a text, as a kind, the grammar, and what its output is."""
+    """Return a grammar of each kind that allows only `literal`: the kind, the grammar's text, and the
+    expected output."""
     quoted, in_json = json.dumps(literal, ensure_ascii=False), json.dumps({literal: literal}, ensure_ascii=False)
     named = {"type": "object", "properties": {literal: {"const": literal}}, "required": [literal]}
     tag = {"type": "tag", "begin": literal, "content": {"type": "const_string", "value": literal}, "end": literal}
@@ -52,7 +53,7 @@ def grammars_of(literal: str) -> dict[str, tuple[str, str, str]]:
 
 
 class Speller:
-    """A tokenizer of a shape, with the grammars that it reads."""
+    """A tokenizer of a given shape, with a compiler of grammars for it."""
 
     def __init__(self, shape: Shape, folder: Path) -> None:
         path = shape.write(folder)
@@ -64,7 +65,8 @@ class Speller:
         self._compiler = GrammarCompiler(path.read_text(encoding="utf-8"), self._vocab_size)
 
     def spell(self, literal: str, rng: random.Random) -> int:
-        """Try a text in grammars of every kind. Returns how many refused it, by its name."""
+        """Check the output of a grammar of each kind for a text. Return the number of grammars that refused the text by
+        name."""
         return sum(not self._spell_as(*grammar, rng) for grammar in grammars_of(literal).items())
 
     def _spell_as(self, name: str, grammar: tuple[str, str, str], rng: random.Random) -> bool:

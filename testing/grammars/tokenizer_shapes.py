@@ -1,4 +1,4 @@
-"""Tokenizers in the shapes that served families publish, made on the spot with few tokens."""
+"""Tokenizers in the shapes that supported model families publish, built on demand with few tokens."""
 
 import string
 from collections.abc import Callable, Sequence
@@ -15,7 +15,8 @@ PIECES = ["▁once", "▁fox", "owl", '":▁', '{"', "▁{", "},", "▁12"]
 
 
 def as_llamas(tokenizer: Tokenizer) -> Tokenizer:
-    """Spaces are part of a piece, one stands before a text, and bytes stand for what is in no piece."""
+    """Return the tokenizer with Llama's rules: pieces contain spaces, a space precedes the text, and unknown characters
+    are encoded as bytes."""
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -24,14 +25,14 @@ def as_llamas(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def as_gemmas(tokenizer: Tokenizer) -> Tokenizer:
-    """Spaces are part of a piece, and none is put before a text."""
+    """Return the tokenizer with Gemma's rules: pieces contain spaces, and no space precedes the text."""
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     return tokenizer
 
 
 def with_first(normalizer: normalizers.Normalizer, tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer with a normalizer before its own."""
+    """Return the tokenizer with `normalizer` in front of its own normalizer."""
     own = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
     tokenizer.normalizer = normalizers.Sequence([normalizer, *own])
     return tokenizer
@@ -51,7 +52,7 @@ def byte_fallback_bpe() -> Tokenizer:
 
 
 def byte_level(alphabet: Sequence[str] = ()) -> Tokenizer:
-    """`alphabet`: the characters for bytes, by default all."""
+    """Return a byte-level BPE tokenizer. `alphabet`: the characters that stand for bytes, by default all of them."""
     letters = sorted(alphabet or pre_tokenizers.ByteLevel.alphabet())
     merges = [("f", "o"), ("fo", "x"), ("<", "t"), ("e", "Ì"), ("Ġ", "a")]
     merges = [merge for merge in merges if {*merge} <= {*letters, "fo"}]
@@ -64,7 +65,10 @@ def byte_level(alphabet: Sequence[str] = ()) -> Tokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A tokenizer, tokens that are added to it, and whether it has bytes enough to spell everything."""
+    """A recipe for a tokenizer.
+
+    `shown` and `special` are tokens to add. `spells_all`: the tokenizer has enough bytes to spell every text.
+    """
 
     make: Callable[[], Tokenizer]
     shown: tuple[str, ...] = ()
@@ -72,7 +76,7 @@ class Shape:
     spells_all: bool = True
 
     def write(self, folder: Path) -> Path:
-        """The path of its tokenizer.json in a folder."""
+        """Write the tokenizer.json to a folder and return its path."""
         tokenizer = self.make()
         tokenizer.add_special_tokens(SPECIAL)
         tokenizer.add_tokens([AddedToken(name, special=False, normalized=False) for name in self.shown])
