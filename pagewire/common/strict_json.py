@@ -20,7 +20,7 @@ _LONG = 30  # per run of 20 digits; the cost is quadratic up to the longest inte
 _ZEROS = b"0" * 20
 _AS_ZEROS = bytes(ord("0") if chr(byte).isdecimal() else byte for byte in range(256))
 _UNCOUNTED = bytes(set(range(256)) - set(b",:[{.eE"))
-_TOO_DEEP = f"it has more than {MAX_DEPTH} lists and objects within one another"
+_TOO_DEEP = f"its lists and objects are nested more than {MAX_DEPTH} levels deep"
 
 
 class StrictEncoder(json.JSONEncoder):
@@ -84,7 +84,7 @@ def from_json(text: str) -> Any:
     deeper than MAX_DEPTH.
     """
     if (number := count_values(text.encode(errors="surrogatepass"))) > MAX_VALUES:
-        raise ValueError(f"it has at least {number} values, more than {MAX_VALUES}")
+        raise ValueError(f"it has at least {number} values, but at most {MAX_VALUES} are allowed")
     try:
         read = json.loads(without_half_escapes(text) if "\\ud" in text or "\\uD" in text else text)
     except RecursionError:

@@ -11,9 +11,9 @@ def parse_yaml(text: str) -> Any:
     try:
         return _UniqueKeyLoader(text).get_single_data()
     except RecursionError:
-        raise ValueError("not YAML that can be read: it is nested too deeply") from None
+        raise ValueError("not readable YAML: it is nested too deeply") from None
     except Exception as error:  # a value that does not fit its tag raises the error of the failed conversion
-        reason = str(error) if isinstance(error, yaml.YAMLError | ValueError) else f"a value of no sense: {error!r}"
+        reason = str(error) if isinstance(error, yaml.YAMLError | ValueError) else f"an invalid value: {error!r}"
         raise ValueError(f"not YAML: {' '.join(reason.split())}") from None
 
 

@@ -354,11 +354,13 @@ async def test_a_request_that_is_too_large_for_the_link_fails_alone(
         monkeypatch.setattr("scheduler_service.links.scheduler.scheduler_link.MAX_MESSAGE_BYTES", 400)
         fine = asyncio.create_task(front.generate(request(PROMPT, max_tokens=200)))
         await stack.until(lambda loads: loads.num_running == 1)
-        with pytest.raises(grpc.aio.AioRpcError, match="takes 400 in a message: shorten it") as caught:
+        with pytest.raises(grpc.aio.AioRpcError, match="accepts at most 400 in a message; shorten it") as caught:
             await front.generate(request([VOCAB_SIZE - 1] * 200, max_tokens=1))
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert (await fine).token_ids[0] == expected_tokens(PROMPT, 200)
-        with pytest.raises(grpc.aio.AioRpcError, match=f"takes {MAX_MESSAGE_BYTES} in a message: shorten it") as caught:
+        with pytest.raises(
+            grpc.aio.AioRpcError, match=f"accepts at most {MAX_MESSAGE_BYTES} in a message; shorten it"
+        ) as caught:
             await front.generate(request("x" * MAX_MESSAGE_BYTES))
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 

@@ -199,22 +199,22 @@ def test_outputs_match_or_do_not(name: str, compiler: GrammarCompiler, tokenizer
     [
         ("json_schema", '{"type":', "Expecting value"),
         ("json_schema", "false", "the JSON Schema false allows no output"),
-        ("json_schema", "[]", "a JSON Schema is an object or true"),
+        ("json_schema", "[]", "a JSON Schema must be an object or true"),
         *(
-            ("json_schema", f'{{"x-guidance": {bad}}}', "x-guidance of a JSON Schema is an object")
+            ("json_schema", f'{{"x-guidance": {bad}}}', "x-guidance of a JSON Schema must be an object")
             for bad in ["1", "[]"]
         ),
         ("json_schema", '{"format": []}', "Expected string for 'format'"),
         ("json_schema", '{"format": "date", "allOf": 5}', "allOf"),
         ("json_schema", '{"minLength": false}', "for 'minLength', got false"),
         ("structural_tag", of_format(tag("<a>", "</a>", False)), "the JSON Schema false allows no output"),
-        ("structural_tag", of_format(tag("<a>", "</a>", [])), "a JSON Schema is an object or true"),
+        ("structural_tag", of_format(tag("<a>", "</a>", [])), "a JSON Schema must be an object or true"),
         ("json_schema", '{"type": "nothing"}', "nothing"),
         ("regex", "(", "unclosed group"),
         ("grammar", "start: missing", "missing"),
         ("choice", "[]", "at least one"),
-        ("choice", '["a", 1]', "array of texts"),
-        ("choice", '["a", ""]', "none of them empty"),
+        ("choice", '["a", 1]', "array of at least one text"),
+        ("choice", '["a", ""]', "no text may be empty"),
         ("structural_tag", "[]", "a JSON object"),
         ("structural_tag", of_format({"type": "poem"}), "'poem' are not supported"),
         ("structural_tag", of_format({"type": "triggered_tags", "triggers": ["<x"], "tags": []}), "no tag begins"),
@@ -222,7 +222,7 @@ def test_outputs_match_or_do_not(name: str, compiler: GrammarCompiler, tokenizer
         (
             "structural_tag",
             of_format({"type": "any_text", "max_tokens": -1}),
-            "-1 as max_tokens, which is a whole number",
+            "-1 as max_tokens, which must be a whole number",
         ),
         ("structural_tag", of_format({"type": "triggered_tags", "triggers": [], "tags": [{}]}), "no 'begin'"),
         (
@@ -242,7 +242,7 @@ def test_outputs_match_or_do_not(name: str, compiler: GrammarCompiler, tokenizer
             "'starts",
         ),
         ("structural_tag", of_format({"type": "json_schema", "json_schema": POINT, "style": "qwen_xml"}), "'style' of"),
-        ("verse", "a", "no kind of grammar"),
+        ("verse", "a", "does not support grammars of kind verse"),
     ],
 )
 def test_what_cannot_be_read_says_why(kind: str, text: str, reason: str, compiler: GrammarCompiler) -> None:
@@ -302,7 +302,7 @@ def test_what_is_of_the_wrong_type_is_named() -> None:
         seen.add(field)
         # What stands where a format should is told by what it lacks, and what is no JSON Schema by what it is.
         text = (
-            f"as {field}, which is"
+            f"as {field}, which must be"
             if field in FLAT
             else f"as {field}, which|no '(type|begin)'|as type|JSON (Schema|object)"
         )

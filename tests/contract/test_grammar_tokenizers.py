@@ -92,14 +92,14 @@ def test_a_text_is_spelled_or_refused_by_its_name(name: str, tmp_path: Path) -> 
         (
             "regex",
             "fox[日本]",
-            "behind [1-3] tokens of an output: the tokenizer has no tokens for what the grammar allows",
+            "after [1-3] tokens of an output: the tokenizer has no tokens for the text that must come",
         ),
-        ("regex", "[日本]", "^the tokenizer has no tokens for what the grammar allows next$"),
-        ("grammar", 'start: X x\nX: /f/\nx: "o" Y\nY: /a/ & /b/', "behind 2 tokens .* no tokens for what the grammar"),
+        ("regex", "[日本]", "^the tokenizer has no tokens for the text that must come next$"),
+        ("grammar", 'start: X x\nX: /f/\nx: "o" Y\nY: /a/ & /b/', "after 2 tokens .* no tokens for the text"),
         (
             "choice",
             '["fox", "日本 fox"]',
-            "it has the text '日本 fox', but the tokenizer has no tokens for '日'; leave it",
+            "it has the text '日本 fox', but the tokenizer has no tokens for '日'; remove",
         ),
     ],
 )

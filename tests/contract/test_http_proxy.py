@@ -158,7 +158,7 @@ async def test_a_client_names_the_proxy_that_is_not_there(variable: str, monkeyp
                 await client.info()
         text = str(caught.value)
     hint = "no server answers at grpc://scheduler.example:50051 (`pagewire serve MODEL` starts one): "
-    advice = f", through {variable} http://{nobody}; set no_proxy=scheduler.example to go there without it"
+    advice = f", through {variable} http://{nobody}; set no_proxy=scheduler.example to connect without the proxy"
     assert text.startswith(hint), text
     assert text.endswith(advice), text
     reason = text.removeprefix(hint).removesuffix(advice)

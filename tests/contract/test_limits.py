@@ -62,7 +62,7 @@ def test_a_folder_that_was_removed_is_one_line_of_services(
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     assert command.main(["worker", "storyteller"]) == command.FAILURE
-    line = "pagewire: error: the working directory was removed: change to one that is there\n"
+    line = "pagewire: error: the working directory was removed: change to one that exists\n"
     assert capsys.readouterr().err == line
     assert limits.obstacle() == ""
 

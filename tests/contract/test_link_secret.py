@@ -166,7 +166,7 @@ def test_a_file_that_becomes_unreadable_changes_nothing(file: Path, caplog: pyte
     file.unlink()
     look(secret)
     assert secret.metadata() == shown(SECRET)
-    assert [record.message.partition(";")[2] for record in caplog.records][1] == " what was read before stays"
+    assert [record.message.partition(";")[2] for record in caplog.records][1] == " the previous contents stay in use"
 
 
 @pytest.mark.parametrize("verb", ["worker", "scheduler"])
@@ -174,8 +174,8 @@ def test_a_file_that_becomes_unreadable_changes_nothing(file: Path, caplog: pyte
     ("content", "told"),
     [
         (None, "--link-secret-file is {path}, which cannot be read: No such file or directory"),
-        (b" 0123456789abcde\n", "--link-secret-file {path} holds 15 bytes; a secret has 16 to 4096"),
-        (b"x" * 10_000, "--link-secret-file {path} holds more than 4096 bytes; a secret has 16 to 4096"),
+        (b" 0123456789abcde\n", "--link-secret-file {path} holds 15 bytes, but a secret must have 16 to 4096"),
+        (b"x" * 10_000, "--link-secret-file {path} holds more than 4096 bytes, but a secret must have 16 to 4096"),
     ],
 )
 def test_a_bad_file_is_one_line_and_exit_code_78(tmp_path: Path, verb: str, content: bytes | None, told: str) -> None:

@@ -66,11 +66,15 @@ def test_a_taken_port_is_one_clear_line(taken: int, command: list[str], flag: st
 
 
 def test_other_reasons_have_their_own_words(taken: int) -> None:
-    with pytest.raises(OSError, match=r"^cannot listen on 203\.0\.113\.7:1234: that is no address of .*other --host$"):
+    with pytest.raises(
+        OSError, match=r"^cannot listen on 203\.0\.113\.7:1234: this machine has no such address; .*other --host$"
+    ):
         check_port("203.0.113.7", 1234, "--port")
-    with pytest.raises(OSError, match=r"^--health-host is 'no such name', which is no address \(.*other --health-host"):
+    with pytest.raises(
+        OSError, match=r"^--health-host is 'no such name', which is no valid address \(.*other --health-host"
+    ):
         check_port("no such name", 1234, "--health-port")
-    with pytest.raises(OSError, match=r"^--host is '\.\.', which is no address"):
+    with pytest.raises(OSError, match=r"^--host is '\.\.', which is no valid address"):
         check_port("..", 1234, "--port")
     for host in ("localhost", "0.0.0.0"):
         with pytest.raises(OSError, match=f"port {taken} is taken"):
@@ -79,7 +83,7 @@ def test_other_reasons_have_their_own_words(taken: int) -> None:
 
 def test_a_port_of_the_system_is_refused() -> None:
     told = refusal(PermissionError(errno.EACCES, "Permission denied"), "127.0.0.1", 7, "--health-port")
-    assert str(told) == "cannot listen on 127.0.0.1:7: this user may not take port 7; choose another --health-port"
+    assert str(told) == "cannot listen on 127.0.0.1:7: this user may not use port 7; choose another --health-port"
 
 
 async def test_a_server_listens_on_what_it_is_given() -> None:
@@ -96,7 +100,7 @@ async def test_a_certificate_that_grpc_does_not_take_is_no_taken_port() -> None:
     other, issued = authority.issue("localhost"), authority.issue("localhost")
     credentials = grpc.ssl_server_credentials([(other.key, issued.cert)])
     tls = cast(TlsFiles, SimpleNamespace(server_credentials=lambda: credentials))
-    with pytest.raises(OSError, match=r"^cannot listen on 127\.0\.0\.1:0: gRPC takes no certificate of this kind"):
+    with pytest.raises(OSError, match=r"^cannot listen on 127\.0\.0\.1:0: gRPC does not support this certificate"):
         listen(create_server(), "127.0.0.1", 0, tls, "--port")
 
 

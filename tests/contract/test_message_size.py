@@ -74,7 +74,9 @@ async def test_what_is_no_larger_is_read_and_what_is_much_larger_is_not(checkpoi
         for size in (2 << 20, 5 << 20, 64 << 20):
             with pytest.raises(pagewire.InvalidRequest, match="shorten it") as caught:
                 await client.complete("x" * size)
-            assert (f"takes {MAX_MESSAGE_BYTES} in a message" in str(caught.value)) == (size > MAX_MESSAGE_BYTES)
+            assert (f"accepts at most {MAX_MESSAGE_BYTES} in a message" in str(caught.value)) == (
+                size > MAX_MESSAGE_BYTES
+            )
 
 
 async def test_one_that_shares_a_call_ends_it_and_no_other(checkpoint: Path) -> None:
@@ -82,7 +84,7 @@ async def test_one_that_shares_a_call_ends_it_and_no_other(checkpoint: Path) -> 
         other, shared = SharedStream(stack), SharedStream(stack, reads=False)
         (stream,) = await other.submit(request(PROMPT, max_tokens=200))
         await shared.submit(request("x" * (5 << 20)))
-        with pytest.raises(grpc.aio.AioRpcError, match=f"takes {MAX_MESSAGE_BYTES} in a message") as caught:
+        with pytest.raises(grpc.aio.AioRpcError, match=f"accepts at most {MAX_MESSAGE_BYTES} in a message") as caught:
             await shared.read()
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         await stream.ended.wait()

@@ -60,7 +60,7 @@ def test_names_keep_their_colons_for_any_client(server: MetricsServer, accept: s
 @pytest.mark.parametrize("host", ["no such name", "a" * 70])
 def test_a_host_that_is_no_address_is_one_line_that_names_its_flag(host: str) -> None:
     with pytest.raises(
-        OSError, match=r"^--metrics-host is '.*', which is no address \(.*choose another --metrics-host$"
+        OSError, match=r"^--metrics-host is '.*', which is no valid address \(.*choose another --metrics-host$"
     ):
         MetricsServer(CollectorRegistry(), host, None)
 

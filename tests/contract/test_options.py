@@ -119,7 +119,7 @@ def test_null_in_yaml_is_none(tmp_path: Path) -> None:
         ("num_things: 1\nnum-things: 2", "num_things is given twice"),
         ("num_things: 1\nnum_things: 2", "cannot read the --config file .* found 'num_things' twice"),
         ("num_things: 2026-02-30", "cannot read the --config file .*: not YAML: day "),
-        ("num_things: !!bool maybe", "cannot read the --config file .*: not YAML: a value of no sense"),
+        ("num_things: !!bool maybe", "cannot read the --config file .*: not YAML: an invalid value"),
         ("[" * 10_000, "cannot read the --config file .* nested too deeply"),
         ("num_things: 1.5", "num_things: 1.5 is not an integer"),
         ("num_things: true", "num_things: True is not an integer"),

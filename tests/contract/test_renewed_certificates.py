@@ -194,7 +194,7 @@ async def test_a_scheduler_that_waits_for_a_worker_takes_renewed_files(
         await worker.kill()
         await start()
         with told:
-            while "is not of an authority that is known here" not in await told.next():
+            while "is not from a CA that is trusted here" not in await told.next():
                 pass
         for path, content in fresh.items():
             path.write_bytes(content)
@@ -240,23 +240,23 @@ async def test_a_scheduler_and_a_front_end_are_renewed_under_streams(
     told = [
         line
         for line in lines_of(caplog, "pagewire.common.process.watched_files")
-        if "--tls-cert is good" not in line[1]
+        if "--tls-cert is valid" not in line[1]
     ]
     ((level, line),) = told
     assert level == "INFO"
     flags = ", ".join(f"--scheduler-tls-{name}" for name in ("ca", "cert", "key"))
-    assert line.startswith(f"read {flags} again: --scheduler-tls-cert is good until ")
+    assert line.startswith(f"read {flags} again: --scheduler-tls-cert is valid until ")
 
 
 MINE, THEIRS = Authority("pagewire"), Authority("pagewire")
-ENDED = "has ended, or has not begun: renew it there"
+ENDED = "has expired or is not valid yet: renew it there"
 REFUSED = "accepts connections and closes them: it looks like "
 # What the other side shows, whom it believes, and what is told of that where MINE is believed and shown.
 OTHERS: dict[str, tuple[Certificate, bytes, str]] = {
     "has ended": (MINE.issue("localhost", ends_in=-DAY), MINE.cert, ENDED),
     "has not begun": (MINE.issue("localhost", began=-DAY, ends_in=2 * DAY), MINE.cert, ENDED),
-    "another authority": (THEIRS.issue("localhost"), MINE.cert, "is not of an authority that is known here: give --"),
-    "another name": (MINE.issue("elsewhere"), MINE.cert, "bears another name: give --"),
+    "another authority": (THEIRS.issue("localhost"), MINE.cert, "is not from a CA that is trusted here: give --"),
+    "another name": (MINE.issue("elsewhere"), MINE.cert, "is for another name: give --"),
     "refuses mine": (MINE.issue("localhost"), THEIRS.cert, REFUSED),
 }
 

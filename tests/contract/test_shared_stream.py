@@ -154,7 +154,7 @@ async def test_a_request_too_large_for_the_server_fails_alone(checkpoint: Path) 
         await stack.until(lambda loads: loads.num_running == 1)
         too_large = {"prompt": "x" * (5 << 20), "prompt_token_ids": None, "request_id": "large"}
         with pytest.raises(
-            pagewire.InvalidRequest, match=r"has 52\d+ bytes, but .* takes 4194304 in a message: shorten"
+            pagewire.InvalidRequest, match=r"has 52\d+ bytes, but .* accepts at most 4194304 in a message; shorten"
         ):
             await complete(client, too_large)
         assert (await fine).outputs[0].token_ids == tuple(expected_tokens(PROMPT, 200, seed=3))

@@ -37,7 +37,7 @@ async def test_only_a_service_that_has_time_promises_some(
     monkeypatch.setattr(shutdown.logger, "info", tell)
     async with asyncio.timeout(20):
         await shutdown.drain(asyncio.Event().wait(), stop_now, limit)
-    running = "requests are running: they have {} to end; a second signal ends them at once"
+    running = "requests are still running: waiting up to {} for them; a second signal ends them at once"
     assert told == ["stopping", *map(running.format, promises)]
 
 

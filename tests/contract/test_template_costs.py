@@ -87,7 +87,7 @@ def test_a_last_message_is_found_at_once(content: Callable[[int], str]) -> None:
         prompt, message = "a" * (2 * num), {"content": content(num)}
 
         def search() -> None:
-            with pytest.raises(ChatTemplateError, match="does not stand in the prompt"):
+            with pytest.raises(ChatTemplateError, match="the prompt does not contain the last message"):
                 up_to_last(prompt, message)
 
         return search

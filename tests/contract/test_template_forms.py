@@ -153,9 +153,12 @@ def test_every_form_of_a_conversation_is_as_transformers_renders_it(oracle: Any,
 def test_parts_that_a_template_cannot_take_are_named() -> None:
     template = TEMPLATES["text, trimmed"][1]
     for part, told in (
-        ({"type": "thinking", "thinking": "hm"}, "holds 'thinking', but the model's chat template takes texts alone"),
-        ({"type": "text"}, "which has no text in 'text'"),
-        ({"type": "text", "text": 5}, "which has no text in 'text'"),
+        (
+            {"type": "thinking", "thinking": "hm"},
+            "has the type 'thinking', but the model's chat template supports only texts",
+        ),
+        ({"type": "text"}, "which has no text in its field 'text'"),
+        ({"type": "text", "text": 5}, "which has no text in its field 'text'"),
         ({"type": "image_url"}, "'image_url', but only texts"),
     ):
         with pytest.raises(ChatTemplateError, match=told):

@@ -274,18 +274,18 @@ def test_what_would_not_end_or_grow_without_bounds_is_cut_off(template: str) -> 
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "nested too deeply"),
         ("{{ " + "(" * 5000 + ")" * 5000 + " }}", "nested too deeply"),
         ("{% for a in b %}" * 60 + "{% endfor %}" * 60, "too many statically nested blocks"),
-        ("{{ 'x' | center(999999999) }}", "1000 is the most"),
-        ("{{ 'x'.rjust(width) }}", "1000 is the most"),
-        ("{{ [1, 2] | tojson(indent=99999999) }}", "1000 is the most"),
-        ("{{ '%999999999d' % 1 }}", "a width that is not small"),
-        ("{{ '%*d' % (999999999, 1) }}", "a width that is not small"),
-        ("{{ '{:999999999}'.format(1) }}", "a width that is not small"),
-        ("{{ '{:{w}}'.format(1, w=999999999) }}", "a width that is not small"),
-        ("{{ 9 ** 9999 }}", "4096 are the most"),
+        ("{{ 'x' | center(999999999) }}", "at most 1000 is allowed"),
+        ("{{ 'x'.rjust(width) }}", "at most 1000 is allowed"),
+        ("{{ [1, 2] | tojson(indent=99999999) }}", "at most 1000 is allowed"),
+        ("{{ '%999999999d' % 1 }}", "a width that is variable or has over 3 digits"),
+        ("{{ '%*d' % (999999999, 1) }}", "a width that is variable or has over 3 digits"),
+        ("{{ '{:999999999}'.format(1) }}", "a width that is variable or has over 3 digits"),
+        ("{{ '{:{w}}'.format(1, w=999999999) }}", "a width that is variable or has over 3 digits"),
+        ("{{ 9 ** 9999 }}", "at most 4096 are allowed"),
         ("{{ lipsum(n=10**6) }}", "'lipsum' is undefined"),
-        ("{{ [[1]] | sum(start=[]) }}", "adds numbers only"),
+        ("{{ [[1]] | sum(start=[]) }}", "adds only numbers"),
         ("{% include 'x' %}", "no loader"),
-        ("x" * ((1 << 20) + 1), "1048576 are the most"),
+        ("x" * ((1 << 20) + 1), "at most 1048576 are allowed"),
     ],
 )
 def test_what_fails_says_why_and_where(template: str, reason: str) -> None:
@@ -298,7 +298,7 @@ def test_what_fails_says_why_and_where(template: str, reason: str) -> None:
 def test_what_has_no_length_is_joined_by_a_short_text_alone() -> None:
     template = Template("{{ separator.join(['a', 'b'] | map('upper')) }}")
     assert template.render({"separator": "-" * 64}) == f"A{'-' * 64}B"
-    with pytest.raises(TemplateFailure, match="a separator of 65 characters for what has no length"):
+    with pytest.raises(TemplateFailure, match="a separator of 65 characters, but its items have no known length"):
         template.render({"separator": "-" * 65})
 
 

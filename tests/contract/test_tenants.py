@@ -361,7 +361,7 @@ async def test_the_file_is_read_again_when_it_changes(
         await until_code(stack, "acme", grpc.StatusCode.UNAUTHENTICATED)
         assert await code("globex") is None
         write_text(tenants, "tenants: [nonsense")
-        while not any("what was read before stays" in line for line in caplog.messages):
+        while not any("the previous contents stay in use" in line for line in caplog.messages):
             assert await code("globex") is None, "what was known stays known"
         assert await code("acme") is grpc.StatusCode.UNAUTHENTICATED
         write_tenants(tenants)
@@ -399,7 +399,7 @@ def test_each_state_of_a_file_is_told_once(tenants: Path, caplog: pytest.LogCapt
     tenants.unlink()
     tenants.mkdir()  # it is there, and cannot be read
     [line] = told()
-    assert line.endswith("; what was read before stays: 3 tenants")
+    assert line.endswith("; the previous contents stay in use: 3 tenants")
     assert told() == []
     tenants.rmdir()
     write_text(tenants, "tenants: [nonsense")
@@ -411,7 +411,7 @@ def test_each_state_of_a_file_is_told_once(tenants: Path, caplog: pytest.LogCapt
     assert "No such file" in line
     write_tenants(tenants)
     [line] = told()
-    assert line == "--tenants: again what is in use: 3 tenants"
+    assert line == "--tenants: the files match what is in use again: 3 tenants"
     tenants.unlink()
     tenants.mkdir()
     assert len(told()) == 1, "it was well in between"
@@ -579,8 +579,8 @@ async def test_who_shows_nothing_may_be_a_tenant(checkpoint: Path, tenants: Path
         ("tenants: {? [a] : 3}", "not YAML"),
         ("[" * 100_000, "nested too deeply"),
         ("tenants: " + "{a: " * 100_000, "nested too deeply"),
-        ("tenants: {a: {operator: !!bool maybe}}", "not YAML: a value of no sense: KeyError('maybe')"),
-        ("tenants: {a: {max_blocks: !!float ''}}", "not YAML: a value of no sense: IndexError"),
+        ("tenants: {a: {operator: !!bool maybe}}", "not YAML: an invalid value: KeyError('maybe')"),
+        ("tenants: {a: {max_blocks: !!float ''}}", "not YAML: an invalid value: IndexError"),
         ("tenants: {2026-02-30: {}}", "not YAML: day "),
     ],
 )

@@ -84,28 +84,32 @@ SIDES = {
 # What each file may hold that it should not, and what is said of it.
 BAD_FILES: dict[str, tuple[dict[str, bytes | None], str, str]] = {
     "no certificate": ({"cert": None}, "cert", "cannot be read: No such file"),
-    "an empty certificate": ({"cert": b""}, "cert", "holds no certificate in PEM"),
-    "half a certificate": ({"cert": GOOD.cert[:200]}, "cert", "holds no certificate in PEM"),
-    "a broken certificate": ({"cert": GOOD.cert.replace(b"M", b"A", 1)}, "cert", "holds no certificate in PEM"),
-    "a key as certificate": ({"cert": GOOD.key}, "cert", "holds no certificate in PEM"),
-    "a certificate that has ended": ({"cert": ENDED.cert, "key": ENDED.key}, "cert", "ended on"),
-    "a certificate that has not begun": ({"cert": NOT_BEGUN.cert, "key": NOT_BEGUN.key}, "cert", "is good from"),
+    "an empty certificate": ({"cert": b""}, "cert", "no valid certificate in PEM"),
+    "half a certificate": ({"cert": GOOD.cert[:200]}, "cert", "no valid certificate in PEM"),
+    "a broken certificate": ({"cert": GOOD.cert.replace(b"M", b"A", 1)}, "cert", "no valid certificate in PEM"),
+    "a key as certificate": ({"cert": GOOD.key}, "cert", "no valid certificate in PEM"),
+    "a certificate that has ended": ({"cert": ENDED.cert, "key": ENDED.key}, "cert", "expired on"),
+    "a certificate that has not begun": ({"cert": NOT_BEGUN.cert, "key": NOT_BEGUN.key}, "cert", "is not valid before"),
     "no key": ({"key": None}, "key", "cannot be read: No such file"),
-    "garbage as key": ({"key": b"\x00\xff garbage"}, "key", "holds no private key in PEM"),
-    "half a key": ({"key": GOOD.key[:100]}, "key", "holds no private key in PEM"),
-    "a certificate as key": ({"key": GOOD.cert}, "key", "holds no private key in PEM"),
+    "garbage as key": ({"key": b"\x00\xff garbage"}, "key", "contains no valid private key in PEM"),
+    "half a key": ({"key": GOOD.key[:100]}, "key", "contains no valid private key in PEM"),
+    "a certificate as key": ({"key": GOOD.cert}, "key", "contains no valid private key in PEM"),
     "an encrypted key": ({"key": encrypted(GOOD.key)}, "key", "is encrypted"),
-    "a key of Ed25519": ({"cert": ED25519.cert, "key": ED25519.key}, "key", "is of a kind that gRPC does not take"),
-    "a key on P-521": ({"cert": P521.cert, "key": P521.key}, "key", "is of a kind that gRPC does not take"),
-    "a key on secp256k1": ({"cert": K256.cert, "key": K256.key}, "key", "is of a kind that gRPC does not take"),
-    "a key of RSA-PSS": ({"cert": RSA_PSS, "key": RSA_PSS}, "key", "is of a kind that gRPC does not take"),
+    "a key of Ed25519": ({"cert": ED25519.cert, "key": ED25519.key}, "key", "is of a kind that gRPC does not support"),
+    "a key on P-521": ({"cert": P521.cert, "key": P521.key}, "key", "is of a kind that gRPC does not support"),
+    "a key on secp256k1": ({"cert": K256.cert, "key": K256.key}, "key", "is of a kind that gRPC does not support"),
+    "a key of RSA-PSS": ({"cert": RSA_PSS, "key": RSA_PSS}, "key", "is of a kind that gRPC does not support"),
     "a key on a curve without a name": (
         {"cert": EXPLICIT_CURVE, "key": EXPLICIT_CURVE},
         "key",
-        "is of a kind that gRPC does not take",
+        "is of a kind that gRPC does not support",
     ),
-    "a certificate behind a mark": ({"cert": b"\xef\xbb\xbf" + GOOD.cert}, "cert", "holds no certificate in PEM"),
-    "an indented key": ({"key": textwrap.indent(GOOD.key.decode(), "  ").encode()}, "key", "no private key in PEM"),
+    "a certificate behind a mark": ({"cert": b"\xef\xbb\xbf" + GOOD.cert}, "cert", "no valid certificate in PEM"),
+    "an indented key": (
+        {"key": textwrap.indent(GOOD.key.decode(), "  ").encode()},
+        "key",
+        "no valid private key in PEM",
+    ),
     "another key": ({"key": OTHER.key}, "key", "is not the key of the first certificate in"),
     "the chain upside down": (
         {"cert": AUTHORITY.cert + GOOD.cert},
@@ -113,8 +117,8 @@ BAD_FILES: dict[str, tuple[dict[str, bytes | None], str, str]] = {
         "is not the key of the first certificate in",
     ),
     "no authority": ({"ca": None}, "ca", "cannot be read: No such file"),
-    "an empty authority": ({"ca": b"\n"}, "ca", "holds no certificate in PEM"),
-    "an authority that has ended": ({"ca": Authority("old", ends_in=-DAY).cert}, "ca", "ended on"),
+    "an empty authority": ({"ca": b"\n"}, "ca", "no valid certificate in PEM"),
+    "an authority that has ended": ({"ca": Authority("old", ends_in=-DAY).cert}, "ca", "expired on"),
 }
 
 
@@ -212,7 +216,7 @@ def test_a_renewed_pair_is_one_line_and_only_when_both_files_are_there(watched: 
     watched.folder.write(key=OTHER.key)
     ((level, line),) = watched.lines(*LONG)
     assert level == logging.INFO
-    assert line.startswith("read --tls-ca, --tls-cert, --tls-key again: --tls-cert is good until ")
+    assert line.startswith("read --tls-ca, --tls-cert, --tls-key again: --tls-cert is valid until ")
     assert watched.pair() == OTHER
     watched.folder.write()  # with the same content
     assert watched.lines(*LONG) == []
@@ -227,7 +231,7 @@ def test_a_bad_renewal_is_one_error_and_the_old_files_stay(name: str, watched: W
     assert level == logging.ERROR
     assert line.startswith("--tls-")
     assert reason in line
-    assert "; what was read before stays: --tls-cert is good until " in line
+    assert "; the previous contents stay in use: --tls-cert is valid until " in line
     assert watched.files.credentials is before
     watched.folder.write(ca=AUTHORITY.cert, cert=OTHER.cert, key=OTHER.key)
     assert [level for level, _ in watched.lines(*LONG)] == [logging.INFO]
@@ -273,7 +277,7 @@ def test_an_end_is_told_in_time_once_a_day_and_once_when_it_has_come(
     lines = watched.lines(*[hour] * (40 * 24))
     assert len(lines) == 18 + 1
     assert all(level == logging.WARNING and line.startswith("the certificate of --tls-cert ") for level, line in lines)
-    assert ["has ended" in line for _, line in lines] == [False] * 18 + [True]
+    assert ["has expired" in line for _, line in lines] == [False] * 18 + [True]
     assert round(watched.files.credentials.lives["--tls-cert"].days_left(now + 40 * DAY.total_seconds())) == -10
 
 

@@ -37,10 +37,10 @@ def test_a_field_that_one_side_lacks_is_noticed() -> None:
     less = make_dataclass("Less", [("num_blocks", int)])
     for data_type, name in ((more, "colour"), (less, "request_id")):
         for make in (decoder, encoder):
-            with pytest.raises(TypeError, match=f"BlockHolder do not agree in {name}"):
+            with pytest.raises(TypeError, match=f"BlockHolder differ in the fields {name}"):
                 make(data_type, pb.BlockHolder)
         decoder(data_type, pb.BlockHolder, apart=(name,))
-        with pytest.raises(TypeError, match="BlockHolder do not agree in num_blocks"):
+        with pytest.raises(TypeError, match="BlockHolder differ in the fields num_blocks"):
             decoder(data_type, pb.BlockHolder, apart=(name, "num_blocks"))
 
 
@@ -73,7 +73,7 @@ def test_values_of_an_enum_are_named_without_their_prefix() -> None:
 def test_unknown_fields_are_found_within_messages() -> None:
     unknown = worker_pb2.Logprobs.FromString(b"\x98\x06\x01")
     result = worker_pb2.StepResult(prompt_logprobs=[worker_pb2.PromptLogprobs(), {"logprobs": unknown}])
-    expected = "pagewire.worker.v1.Logprobs holds a field that this version does not know, number 99"
+    expected = "pagewire.worker.v1.Logprobs has a field that this version does not know, number 99"
     assert unknown_field(result) == expected
     assert unknown_field(worker_pb2.StepResult(step=1)) is None
 

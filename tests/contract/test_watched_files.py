@@ -132,5 +132,5 @@ def test_a_pipe_that_nobody_writes_to_hides_no_later_file(tmp_path: Path, caplog
 def test_of_an_enormous_file_little_is_read(tmp_path: Path) -> None:
     with open(tmp_path / "file", "wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(OSError, match=f"--file is {tmp_path}/file, which has more than 16 MiB"):
+    with pytest.raises(OSError, match=f"--file is {tmp_path}/file, which is larger than the limit of 16 MiB"):
         WatchedFiles([NamedFile("--file", str(tmp_path / "file"))], bytes)

@@ -95,7 +95,7 @@ COUNTS = ("vocab_size", "max_model_len", "block_size", "num_device_blocks", "max
 @pytest.mark.parametrize("name", [*COUNTS, "tensor_parallel_size"])
 def test_a_worker_without_capacity_is_refused(name: str) -> None:
     ready = WorkerCapacity("w", b"d", 1, 1, 1, 1, 1, 1, 1, "", "", "")
-    with pytest.raises(WorkerProtocolError, match=f"ready with {name} 0"):
+    with pytest.raises(WorkerProtocolError, match=f"reports an invalid {name}: 0"):
         to_scheduler(replace(ready, **{name: 0}))
 
 

@@ -73,7 +73,7 @@ def worker() -> Iterator[str]:
 PORTS = {
     "web server": (lambda: listener(web_server), "", "answers as a web server, not as gRPC"),
     "metrics": (metrics, "", "answers, but not in HTTP/2: it looks like a port for metrics"),
-    "worker": (worker, "", "speaks gRPC, but knows no such call: it looks like a worker's port"),
+    "worker": (worker, "", "speaks gRPC, but does not have this method: it looks like a worker's port"),
     "hangs up": (lambda: listener(hangs_up), "", "accepts connections and closes them: it looks like a port with TLS"),
     "no TLS": (lambda: serving(ScriptedScheduler()), "grpcs://", "answers without TLS: leave out grpcs://"),
     "metrics without TLS": (metrics, "grpcs://", "answers without TLS: leave out grpcs://"),
@@ -155,14 +155,14 @@ LINKS = {
     "a scheduler's": (
         lambda: serving(ScriptedScheduler()),
         SCHEDULER,
-        "knows no such call: it looks like a scheduler's",
+        "does not have this method: it looks like a scheduler's",
     ),
     "a router's": (lambda: listener(web_server), SCHEDULER, "answers as a web server"),
     "metrics": (metrics, SCHEDULER, "answers, but not in HTTP/2: it looks like a port for metrics"),
-    "a worker's": (worker, FRONT_END, "knows no such call: it looks like a worker's port"),
+    "a worker's": (worker, FRONT_END, "does not have this method: it looks like a worker's port"),
     "a router's for the scheduler's": (lambda: listener(web_server), FRONT_END, "answers as a web server"),
     "metrics for the scheduler's": (metrics, FRONT_END, "answers, but not in HTTP/2: it looks like a port for metrics"),
-    "hangs up": (lambda: listener(hangs_up), FRONT_END, "it looks like a port with TLS (--scheduler-tls-ca), one"),
+    "hangs up": (lambda: listener(hangs_up), FRONT_END, "it looks like a port with TLS (--scheduler-tls-ca), or"),
 }
 
 

@@ -268,11 +268,9 @@ def test_a_chat_goes_on_with_its_last_message(llm: LLM) -> None:
     options: dict[str, Any] = {"chat_template": template, "continue_final_message": True}
     outputs = llm.chat([conversation, conversation[:1]], GREEDY, add_generation_prompt=False, **options)
     assert [output.prompt for output in outputs] == ["<user>Hi\n<assistant> Once upon ", "<user>Hi"]
-    with pytest.raises(
-        ValueError, match=r"^continue_final_message goes on with the last message, and add_generation_pr"
-    ):
+    with pytest.raises(ValueError, match=r"^continue_final_message continues the last message, but add_generation_pr"):
         llm.chat(conversation, GREEDY, **options)
-    with pytest.raises(ValueError, match=r"^the last message does not stand in the prompt as it was sent, or is"):
+    with pytest.raises(ValueError, match=r"^the prompt does not contain the last message as it was sent, or the"):
         llm.chat([{"role": "user", "content": ""}], GREEDY, add_generation_prompt=False, **options)
 
 
@@ -348,7 +346,7 @@ def test_parameters_of_a_beam_search_are_checked_when_made(
 
 
 def test_a_beam_search_chooses_nothing_at_random(llm: LLM) -> None:
-    with pytest.raises(pagewire.InvalidRequest, match=r"temperature is 0\.5, but beam search chooses nothing"):
+    with pytest.raises(pagewire.InvalidRequest, match=r"temperature is 0\.5, but beam search makes no random"):
         llm.beam_search("Once", BeamSearchParams(2, 4, temperature=0.5))
     with pytest.raises(TypeError, match=r"^params must be pagewire\.BeamSearchParams, got SamplingParams"):
         llm.beam_search("Once", GREEDY)  # type: ignore[arg-type]

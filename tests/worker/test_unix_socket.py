@@ -61,7 +61,7 @@ async def test_what_a_killed_server_has_left_is_replaced(directory: Path) -> Non
 def test_other_reasons_have_their_own_words(directory: Path) -> None:
     server: grpc.aio.Server = None  # which none of them comes to
     (directory / "file").touch()
-    with pytest.raises(OSError, match="there is a file which is no socket"):
+    with pytest.raises(OSError, match="the path is a file that is no socket"):
         listen_on_socket(server, str(directory / "file"), None, "--socket")
     assert (directory / "file").exists()
     with pytest.raises(OSError, match=rf"there is no directory {directory}/none"):

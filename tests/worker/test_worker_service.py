@@ -210,7 +210,7 @@ async def test_a_message_that_is_too_large_ends_its_session_alone() -> None:
             await stream.send(StepPlan(epoch, 1, append_token_ids=(2**31,) * (1 << 20)))
             code, details = await stream.status()
             assert code is grpc.StatusCode.INVALID_ARGUMENT
-            assert f"this server takes {MAX_MESSAGE_BYTES} in a message: shorten it" in details
+            assert f"this server accepts at most {MAX_MESSAGE_BYTES} in a message; shorten it" in details
         stream = Stream(stub)
         await stream.open(3)
         await stream.send(StepPlan(3, 1))
@@ -515,10 +515,10 @@ def with_unknown_field(where: str) -> pb.ExecuteRequest:
         ([hello(1), pb.ExecuteRequest()], "no body"),
         ([hello(1), encode_plan(StepPlan(2, 1))], "is of epoch 2, this session is epoch 1"),
         ([hello(1), encode_plan(StepPlan(1, 2))], "the next step is 1"),
-        ([hello(1), with_unknown_field("request")], "ExecuteRequest holds a field"),
-        ([hello(1), with_unknown_field("plan")], "StepPlan holds a field"),
-        ([hello(1), with_unknown_field("opening")], "RowOpening holds a field"),
-        ([hello(1), with_unknown_field("sampling")], "SamplingParams holds a field"),
+        ([hello(1), with_unknown_field("request")], "ExecuteRequest has a field"),
+        ([hello(1), with_unknown_field("plan")], "StepPlan has a field"),
+        ([hello(1), with_unknown_field("opening")], "RowOpening has a field"),
+        ([hello(1), with_unknown_field("sampling")], "SamplingParams has a field"),
         ([hello(1, depth=1), *(encode_plan(StepPlan(1, step)) for step in (1, 2))], "the pipeline depth is 1"),
     ],
 )

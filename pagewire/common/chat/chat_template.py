@@ -21,7 +21,7 @@ from pagewire.common.chat.template_sandbox import Overspent, TemplateFailure
 
 # The error message for a request that sets both options.
 GOES_TWO_WAYS = (
-    "continue_final_message goes on with the last message, and add_generation_prompt begins another; set one"
+    "continue_final_message continues the last message, but add_generation_prompt begins a new one; set only one"
 )
 
 # The checks of a template at startup: the name of a kind of conversation, alternative conversations of which the
@@ -80,8 +80,8 @@ def up_to_last(prompt: str, message: Message) -> str:
     place = len(prompt) - found - len(stripped)
     if found < 0 or not stripped:
         raise ChatTemplateError(
-            "the last message does not stand in the prompt as it was sent, or is empty; leave continue_final_message "
-            "unset"
+            "the prompt does not contain the last message as it was sent, or the message is empty; leave "
+            "continue_final_message unset"
         )
     kept = content.lstrip()
     return prompt[: place + len(kept)] if prompt.startswith(kept, place) else prompt[: place + len(stripped)]

@@ -109,7 +109,7 @@ def refused_medium(field: str, kind: Any) -> str:
         return ""
     return (
         f"{field} is {kind!r}, but only texts are supported: this model does not {verb}; leave the part out, or send "
-        "what it holds as a text"
+        "its content as text"
     )
 
 
@@ -493,7 +493,9 @@ def _content(content: Any, asked: AskedTemplate, role: str) -> str | list[dict[s
 
 def _text(parts: Sequence[dict[str, Any]]) -> str:
     if any(part["type"] != "text" for part in parts):
-        raise ChatTemplateError("a message's content holds 'thinking', but the model's chat template takes texts alone")
+        raise ChatTemplateError(
+            "a message's content has the type 'thinking', but the model's chat template supports only texts"
+        )
     return "".join(part["text"] for part in parts)
 
 
@@ -513,10 +515,14 @@ def _parts(content: Any) -> list[dict[str, Any]]:
         if isinstance(part, Mapping) and kind in ("input_text", "output_text"):  # the Responses API's names for texts
             part, kind = {**part, "type": "text"}, "text"
         if not isinstance(part, Mapping) or kind not in ("text", "thinking"):
-            raise ChatTemplateError(f"a message's content holds {reprlib.repr(kind)}, but only texts are supported")
+            raise ChatTemplateError(
+                f"a message's content has the type {reprlib.repr(kind)}, but only texts are supported"
+            )
         if kind not in part or (kind == "text" and not isinstance(part["text"], str)):
             shown = reprlib.repr(dict(part))
-            raise ChatTemplateError(f"a part of a message's content is {shown}, which has no {kind} in {kind!r}")
+            raise ChatTemplateError(
+                f"a part of a message's content is {shown}, which has no {kind} in its field {kind!r}"
+            )
         parts.append(dict(part))
     return parts
 

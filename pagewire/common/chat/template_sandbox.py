@@ -71,7 +71,7 @@ class Template:
     def __init__(self, text: str) -> None:
         """Compile the template. Raises TemplateFailure if it is too long or invalid."""
         if len(text) > MAX_TEMPLATE_CHARS:
-            raise TemplateFailure(f"it has {len(text)} characters; {MAX_TEMPLATE_CHARS} are the most")
+            raise TemplateFailure(f"it has {len(text)} characters, but at most {MAX_TEMPLATE_CHARS} are allowed")
         self._environment = _Environment()
         try:
             self._template = self._environment.from_string(text)
@@ -91,7 +91,7 @@ def _failure(error: Exception) -> TemplateFailure:
     """Return an exception whose message is the reason and the line in the template."""
     reason = (str(error) or type(error).__name__).partition("\n")[0]
     if isinstance(error, MemoryError | RecursionError):
-        reason = f"it is nested too deeply or makes too much ({type(error).__name__})"
+        reason = f"it is nested too deeply or needs too much memory ({type(error).__name__})"
     if len(reason) > _MAX_REASON_CHARS:
         reason = f"{reason[:_MAX_REASON_CHARS]}..."
     if isinstance(error, TemplateSyntaxError):
@@ -297,7 +297,7 @@ class _Environment(ImmutableSandboxedEnvironment):
                 and abs(other) > _MAX_WIDTH
                 and name not in ("in", "eq", "ne", "lt", "le", "gt", "ge")
             ):
-                raise TemplateError(f"the filter {name} is given {other}; {_MAX_WIDTH} is the most")
+                raise TemplateError(f"the filter {name} has the argument {other}, but at most {_MAX_WIDTH} is allowed")
         if name == "replace":
             _check_replace(budget, str(value), *map(str, others[:2]))
         elif name == "join":
@@ -314,7 +314,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         elif name == "trim":
             budget.take_text(len(str(value)) * max((len(str(other)) for other in others), default=1))
         elif name == "sum" and not all(isinstance(other, int | float | str | None) for other in others):
-            raise TemplateError("the filter sum adds numbers only")
+            raise TemplateError("the filter sum adds only numbers")
 
 
 class _Metering(NodeTransformer):
@@ -438,7 +438,7 @@ def _check_text_method(
     if name in _FILLING:
         width = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, int)), 8)
         if width > _MAX_WIDTH:
-            raise TemplateError(f"{name} is given the width {width}; {_MAX_WIDTH} is the most")
+            raise TemplateError(f"{name} has the width {width}, but at most {_MAX_WIDTH} is allowed")
         budget.take_text(width * (owner.count("\t") + 1))
     elif name == "replace" and len(args) >= 2:
         _check_replace(budget, owner, str(args[0]), str(args[1]))
@@ -457,12 +457,12 @@ def _check_join(budget: _Budget, separator: str, items: Any) -> None:
     if isinstance(items, dict | range | str | _CONTAINERS):
         budget.take_text(len(items) * len(separator))
     elif len(separator) > _CHARS_PER_STEP:
-        raise TemplateError(f"join is given a separator of {len(separator)} characters for what has no length")
+        raise TemplateError(f"join has a separator of {len(separator)} characters, but its items have no known length")
 
 
 def _check_format(budget: _Budget, form: str, values: Any) -> None:
     if _WIDE.search(form):
-        raise TemplateError(f"the format {form[:40]!r} has a width that is not small")
+        raise TemplateError(f"the format {form[:40]!r} has a width that is variable or has over 3 digits")
     for _ in range(1 + form.count("%") + form.count("{")):  # each placeholder may write all values
         budget.take_tree(values)
 
@@ -480,12 +480,12 @@ def _check_product(budget: _Budget, left: Any, right: Any) -> None:
 
 def _check_bits(num_bits: int) -> None:
     if num_bits > _MAX_BITS:
-        raise TemplateError(f"a number would have {num_bits} bits; {_MAX_BITS} are the most")
+        raise TemplateError(f"a number would have {num_bits} bits, but at most {_MAX_BITS} are allowed")
 
 
 def _strftime_now(form: str) -> str:
     if len(form) > _MAX_WIDTH or _WIDE.search(form):
-        raise TemplateError(f"strftime_now is given a format of {len(form)} characters, or a width that is not small")
+        raise TemplateError(f"the format of strftime_now has {len(form)} characters, or a width of over 3 digits")
     return datetime.now().strftime(form)
 
 

@@ -86,10 +86,10 @@ def for_library(schema: Any) -> dict[str, Any]:
     if read is False:
         raise ValueError("the JSON Schema false allows no output")
     if not isinstance(read, dict):
-        raise ValueError("a JSON Schema is an object or true")
+        raise ValueError("a JSON Schema must be an object or true")
     own, defaults = read.get("x-guidance", {}), _OPTIONS
     if not isinstance(own, dict):
-        raise ValueError("x-guidance of a JSON Schema is an object")
+        raise ValueError("x-guidance of a JSON Schema must be an object")
     if any(name.startswith("whitespace_") for name in own):
         defaults = {name: value for name, value in _OPTIONS.items() if not name.startswith("whitespace_")}
     return {**read, "x-guidance": defaults | own}
@@ -301,4 +301,4 @@ def _inward(name: str, bound: Any) -> Any:
 def _told(text: str) -> None:
     """Raise ValueError for a number that the library would read as a different number."""
     if abs(float(text)) > _LARGEST or (text.lstrip("-").isdecimal() and int(text) != float(text)):
-        raise ValueError(f"const or enum has the number {text:.40}, which is not told from others; make it a text")
+        raise ValueError(f"const or enum has the number {text:.40}, which is read inexactly; use a string")

@@ -77,8 +77,8 @@ class Alphabet:
                 text = text.replace(name, "")
             if missing := self.missing(Literal(text, literal.is_any_case)):
                 return (
-                    f"it has the text {literal.text[:80]!r}, but the tokenizer has no tokens for {missing!r}; leave it "
-                    "out, or write it otherwise"
+                    f"it has the text {literal.text[:80]!r}, but the tokenizer has no tokens for {missing!r}; remove "
+                    "or change the text"
                 )
         return ""
 

@@ -172,7 +172,7 @@ class Matcher:
             return None
         text = self._state.get_error()
         if text.startswith(_DEAD_END_REASON):
-            return GrammarDeadEndError("the tokenizer has no tokens for what the grammar allows next")
+            return GrammarDeadEndError("the tokenizer has no tokens for the text that must come next")
         is_limit = self._state.stop_reason() in _LIMIT_REASONS or any(known in text for known in _LIMIT_TEXTS)
         return (GrammarLimitError if is_limit else GrammarError)(text)
 
@@ -311,7 +311,7 @@ def _to_lark(kind: str, text: str, token_names: Mapping[str, int], alone: Contai
             return any_to_lark(text)
         case "structural_tag":
             return structural_tag_to_lark(text, token_names, alone)
-    raise ValueError(f"{kind} is no kind of grammar that this server has")
+    raise ValueError(f"this server does not support grammars of kind {kind}")
 
 
 def _choices(text: str) -> list[str]:
@@ -323,5 +323,5 @@ def _choices(text: str) -> list[str]:
         or not choices
         or not all(isinstance(choice, str) and choice for choice in choices)
     ):
-        raise ValueError("a choice is a JSON array of texts, at least one, none of them empty")
+        raise ValueError("a choice must be a JSON array of at least one text, and no text may be empty")
     return list(dict.fromkeys(choices))

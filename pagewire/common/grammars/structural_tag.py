@@ -77,7 +77,7 @@ def format_in(text: str) -> Any:
     tag."""
     tag = from_json(text)
     if _checked(tag, "a structural tag").get("type", "structural_tag") != "structural_tag":
-        raise ValueError(f"a structural tag has the type {tag['type']!r:.80}, which is 'structural_tag'")
+        raise ValueError(f"a structural tag has the type {tag['type']!r:.80}, but must have the type 'structural_tag'")
     if "structures" not in tag:
         form = _field(tag, "format", "a structural tag")
         _kind(form)
@@ -147,7 +147,7 @@ class _Rules:
 
     def either(self, parts: Sequence[str]) -> str:
         if not parts:
-            raise ValueError("a structural tag has an empty list where one of several should come")
+            raise ValueError("a structural tag has an empty list of elements, tags or ends; add at least one")
         return self.rule(" | ".join(parts))
 
     def tag(self, form: Any) -> str:
@@ -247,7 +247,7 @@ class _Rules:
         """
         tags, required = _tags(form), _field(form, "required", "tags_in_order")
         if len(tags) != len(required):
-            raise ValueError(f"tags_in_order has {len(tags)} tags, but required is a list of {len(required)}")
+            raise ValueError(f"tags_in_order has {len(tags)} tags, but required has {len(required)} entries")
         separator = self.literal(form.get("separator", ""))
         first = later = '""'  # the tags from a position on, if no tag or some tag preceded them
         for form_of_tag, is_required in zip(reversed(tags), reversed(required), strict=True):
@@ -296,18 +296,20 @@ def _tags(form: Any) -> list[Any]:
     tags: list[Any] = _field(form, "tags", form["type"])
     for tag in tags:
         if (kind := _kind({"type": "tag"} | _checked(tag, "a tag"))) != "tag":
-            raise ValueError(f"a structural tag has a format of type {kind!r} among its tags")
+            raise ValueError(
+                f"a structural tag has a format of type {kind!r} among its tags, but only tags are allowed there"
+            )
     return tags
 
 
 def _checked(form: Any, what: str) -> dict[str, Any]:
     """Return a part of a structural tag. Raises ValueError if it is no object or has fields of wrong types."""
     if not isinstance(form, dict):
-        raise ValueError(f"{what} is a JSON object, not {form!r:.80}")
+        raise ValueError(f"{what} must be a JSON object, but is {form!r:.80}")
     for name, value in form.items():
         is_legal, expected = _TYPES.get(name, (lambda _: True, ""))
         if not is_legal(value):
-            raise ValueError(f"a structural tag has {value!r:.80} as {name}, which is {expected}")
+            raise ValueError(f"a structural tag has {value!r:.80} as {name}, which must be {expected}")
     return form
 
 

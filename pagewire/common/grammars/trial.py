@@ -35,7 +35,7 @@ TOO_MUCH = (
     "make it simpler"
 )
 _LONG_MASKS = (
-    f"to tell what it allows next takes {{:.1f}} ms of CPU time a token, the limit is {1000 * MAX_MASK_SECONDS:.0f}; "
+    f"its token masks take {{:.1f}} ms of CPU time per token, but the limit is {1000 * MAX_MASK_SECONDS:.0f} ms; "
     "make it simpler"
 )
 _MAX_WALK_TOKENS, _WALK_SECONDS = 64, 0.03
@@ -179,7 +179,7 @@ class _Walk:
                 self._token_ids.append(token_id)
                 self._fill()
             except GrammarLimitError as error:
-                return f"behind {num_tokens} tokens of an output: {error}"
+                return f"after {num_tokens} tokens of an output: {error}"
             now = time.process_time()
             if now > until:
                 mean = (now - began) / num_tokens
@@ -192,7 +192,7 @@ class _Walk:
         except GrammarDeadEndError as error:
             self._start.consume(self._token_ids)
             forced = self._start.forced_text()
-            where = f"behind {len(self._token_ids)} tokens of an output: " if self._token_ids else ""
+            where = f"after {len(self._token_ids)} tokens of an output: " if self._token_ids else ""
             raise GrammarDeadEndError(f"{where}{error}" + (f", {forced[:80]!r}" if forced else "")) from None
 
     def _draw(self, rng: random.Random) -> int:

@@ -39,7 +39,7 @@ def obstacle(*, loads_libraries: bool = False) -> str:
         try:
             os.getcwd()
         except FileNotFoundError:
-            return "the working directory was removed: change to one that is there"
+            return "the working directory was removed: change to one that exists"
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY and soft < LEAST_ADDRESS_SPACE:
         return f"{LEAST_ADDRESS_SPACE >> 20} MiB of address space are needed{describe_address_space()}"

@@ -39,7 +39,7 @@ async def drain(drained: Coroutine[Any, Any, None], stop_now: asyncio.Event, lim
     The wait ends after `limit` seconds, or as soon as `stop_now` is set. `drained` is then cancelled.
     """
     logger.info("stopping")
-    text = "requests are running: they have %g s to end; a second signal ends them at once"
+    text = "requests are still running: waiting up to %g s for them; a second signal ends them at once"
     promise = asyncio.get_running_loop().call_later(_PATIENCE, logger.info, text, limit)
     ends: list[asyncio.Task[Any]] = [asyncio.create_task(end) for end in (drained, stop_now.wait())]
     await asyncio.wait(ends, timeout=limit, return_when=asyncio.FIRST_COMPLETED)

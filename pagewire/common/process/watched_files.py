@@ -102,7 +102,7 @@ class WatchedFiles(Generic[T]):
                 self._contents = contents
                 take(value)
             elif self._told is not None:
-                logger.info("%s: again what is in use%s", self._flags(), self._describe(self.current))
+                logger.info("%s: the files match what is in use again%s", self._flags(), self._describe(self.current))
             self._trouble = self._told = None
         except (OSError, ValueError) as error:
             self._note_trouble(str(error))
@@ -135,7 +135,7 @@ class WatchedFiles(Generic[T]):
             self._trouble = (reason, now)
         if reason != self._told and abs(now - self._trouble[1]) >= self._settling:  # abs: a clock may be set back
             self._told = reason
-            logger.error("%s; what was read before stays%s", reason, self._describe(self.current))
+            logger.error("%s; the previous contents stay in use%s", reason, self._describe(self.current))
 
     def _flags(self) -> str:
         return ", ".join(file.flag for file in self._files if file.path is not None)
@@ -153,5 +153,5 @@ def _content(file: NamedFile) -> bytes | None:
     except OSError as error:
         raise OSError(f"{file.flag} is {file.path}, which cannot be read: {error.strerror}") from None
     if len(content) > _MAX_BYTES:
-        raise OSError(f"{file.flag} is {file.path}, which has more than {_MAX_BYTES >> 20} MiB, the most that is read")
+        raise OSError(f"{file.flag} is {file.path}, which is larger than the limit of {_MAX_BYTES >> 20} MiB")
     return content

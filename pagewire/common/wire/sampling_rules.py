@@ -124,21 +124,19 @@ def _faults_of_beams(options: Options) -> Iterator[Fault]:
         return
     n, beam_width, length_penalty = options.get("n", 1), options["beam_width"], options.get("length_penalty", 1.0)
     if n > beam_width:
-        yield Fault(
-            "n", f"n is {n}, but {beam_width} beams find at most as many hypotheses; lower n or raise beam_width"
-        )
+        yield Fault("n", f"n is {n}, but must be at most the beam_width of {beam_width}; lower n or raise beam_width")
     if not abs(length_penalty) < math.inf:
         yield Fault("length_penalty", f"length_penalty is {length_penalty:g}, but must be a finite number")
     for field, off in FILTERS_OFF.items():
         if (value := options.get(field, off)) != off:
-            told = "but beam search chooses nothing at random"
+            told = "but beam search makes no random choices"
             yield Fault(field, f"{field} is {float(value):g}, {told}; leave {field} or beam_width unset")
     for field in (*LOGPROB_NUMBERS, "logprob_token_ids"):
         if field in options:
             told = f"leave {field} unset, or sample without beam_width"
-            yield Fault(field, f"beam search reports no {field}; {told}")
+            yield Fault(field, f"beam search does not support {field}; {told}")
     if options.get("stop"):
-        yield Fault("stop", "beam search watches for no stop texts; use stop_token_ids, or sample without beam_width")
+        yield Fault("stop", "beam search does not support stop texts; use stop_token_ids, or sample without beam_width")
 
 
 def grammar_kind(options: Options) -> GrammarKind | None:
@@ -159,9 +157,9 @@ def _faults_of_grammar(options: Options) -> Iterator[Fault]:
     name = kind.name.lower()
     value = options[name]
     if value is False:
-        yield Fault(name, "json_object is false, but only true says something; leave it unset")
+        yield Fault(name, "json_object is false, but must be true or unset; leave it unset")
     elif not value:
-        yield Fault(name, f"{name} is empty; say what the output must match, or leave it unset")
+        yield Fault(name, f"{name} is empty; specify what the output must match, or leave it unset")
     else:
         yield from faults_of_grammar_text(name, grammar_text(options, kind))
 

@@ -56,7 +56,7 @@ class _Translation(Generic[Data, Envelope]):
         try:
             return self._decoders[body](getattr(message, body))
         except ValueError as error:
-            raise WorkerProtocolError(f"a {body} means nothing: {error}") from None
+            raise WorkerProtocolError(f"the message {body} is invalid: {error}") from None
 
 
 _requests: _Translation[FromScheduler, worker_pb2.ExecuteRequest] = _Translation(
@@ -74,7 +74,7 @@ def decode_response(message: worker_pb2.ExecuteResponse) -> Response:
     if not isinstance(response, WorkerCapacity):
         return response
     for name, value in illegal_values(response):
-        raise WorkerProtocolError(f"the worker is ready with {name} {value}")
+        raise WorkerProtocolError(f"the worker reports an invalid {name}: {value}")
     if response.num_host_blocks and not 0 < response.swap_bandwidth < math.inf:
-        raise WorkerProtocolError(f"the worker is ready with host blocks and swap_bandwidth {response.swap_bandwidth}")
+        raise WorkerProtocolError(f"the worker reports host blocks, but the swap_bandwidth {response.swap_bandwidth}")
     return response

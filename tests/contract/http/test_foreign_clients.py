@@ -238,7 +238,7 @@ async def test_media_are_refused_in_the_same_words(server: HttpServer) -> None:
             assert error["param"] == place
             assert error["message"] == (
                 f"{place} is {part['type']!r}, but only texts are supported: this model does not {verb}; leave the "
-                "part out, or send what it holds as a text"
+                "part out, or send its content as text"
             )
     for kind in ("base64", "url", "file"):
         block = {"type": "document", "source": {"type": kind, "file_id": "x"}}

@@ -136,7 +136,7 @@ async def test_json_is_read_up_to_a_depth(container: str) -> None:
     while (depth := text.count("[") + text.count("{")) <= MAX_DEPTH:
         assert from_json(text) == json.loads(text)
         text = container % text
-    with pytest.raises(ValueError, match=f"more than {MAX_DEPTH} lists and objects"):
+    with pytest.raises(ValueError, match=f"nested more than {MAX_DEPTH} levels deep"):
         from_json(text)
     assert depth > MAX_DEPTH
 

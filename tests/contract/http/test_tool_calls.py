@@ -204,7 +204,7 @@ async def test_reasoning_has_a_budget(server: HttpServer, say: Say) -> None:
     for bad in ("b", 0):
         refused = tag | {"format": {"type": "any_text", "excludes": bad}}
         answer = await server.refusal(PATH, messages=[QUESTION], thinking_token_budget=3, response_format=refused)
-        assert "as excludes, which is a list of texts" in answer["message"]
+        assert "as excludes, which must be a list of texts" in answer["message"]
 
 
 async def test_what_the_template_is_given(server: HttpServer, model: Path, say: Say) -> None:
@@ -263,7 +263,7 @@ async def test_formats_may_be_named(model: Path, say: Say) -> None:
         ("openai", "none", False),
     ):
         config = FrontEndConfig(model="m", http=HttpOptions(tool_call_parser=calls, reasoning_parser=reasoning))
-        said = f"^--tool-call-parser {calls} and --reasoning-parser {reasoning} cannot go together: .*belong together"
+        said = f"^--tool-call-parser {calls} and --reasoning-parser {reasoning} cannot go together: .*requires"
         with nullcontext() if agree else pytest.raises(ValueError, match=said):
             config.validate()
 

@@ -170,5 +170,5 @@ def test_a_template_without_calls_has_none() -> None:
     chat_format = format_of("{{ messages }}")
     hold(chat_format, "", " <tool_call>{}\n", [Content(" <tool_call>{}\n")])
     assert not chat_format.tags({"f": {}})
-    with pytest.raises(ValueError, match="no calls"):
+    with pytest.raises(ValueError, match="no tool calls"):
         chat_format.structural_tag({"f": {}}, "", is_required=True, is_parallel=True)

@@ -113,8 +113,8 @@ def test_types_are_found_once_an_output(name: str) -> None:
 def test_tags_in_order_say_of_each_whether_it_is_required() -> None:
     tag = {"begin": "a", "content": {"type": "any_text"}, "end": "b"}
     for required, reason in (
-        ([True, False], "has 1 tags, but required is a list of 2"),
-        ("x", "as required, which is a list of true or false"),
+        ([True, False], "has 1 tags, but required has 2 entries"),
+        ("x", "as required, which must be a list of true or false"),
         (None, "no 'required'"),
     ):
         form = {"type": "tags_in_order", "tags": [tag]} | ({} if required is None else {"required": required})

@@ -95,7 +95,7 @@ class ChatFormat(NamedTuple):
         functions but the format has no calls, and SchemaBudgetError.
         """
         if functions and self.calls is None:
-            raise ValueError("there are no calls in this format")
+            raise ValueError("this chat format has no tool calls")
         thought: Form = {"type": ANY_TEXT}
         text = {"type": ANY_TEXT} if text is None else text
         if max_reasoning_tokens is not None:
@@ -210,7 +210,7 @@ class ChatRules(NamedTuple):
         if None not in (calls, reasoning) and (calls == _OPENAI) != (reasoning == _GPT_OSS):
             raise ValueError(
                 f"--tool-call-parser {calls} and --reasoning-parser {reasoning} cannot go together: gpt-oss writes "
-                f"both in one format, so that {_OPENAI} and {_GPT_OSS} belong together; leave one of the two out"
+                f"both in one format, so {_OPENAI} requires {_GPT_OSS}; leave one of the two options out"
             )
 
     def format_of(self, template: str) -> ChatFormat:

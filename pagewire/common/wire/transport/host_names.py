@@ -26,4 +26,4 @@ class HostNames:
         name = name if port.isdigit() else named
         if not self._names or name.strip("[]").lower() in self._names:
             return ""
-        return f"the host {named[:80]!r} is not this machine; call it by 127.0.0.1 or localhost"
+        return f"the host {named[:80]!r} is not this machine; use 127.0.0.1 or localhost"

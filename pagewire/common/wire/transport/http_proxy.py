@@ -26,7 +26,7 @@ class HttpProxy:
     @property
     def remark(self) -> str:
         """A suffix for the error of a failed connection. It names the proxy, and the setting that avoids the proxy."""
-        return f", through {self.variable} {self.url}; set no_proxy={self.host} to go there without it"
+        return f", through {self.variable} {self.url}; set no_proxy={self.host} to connect without the proxy"
 
 
 def http_proxy_of(address: str) -> HttpProxy | None:

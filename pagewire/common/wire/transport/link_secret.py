@@ -37,7 +37,7 @@ def _secret(path: str, content: bytes) -> bytes:
     secret = content.strip()
     if len(secret) < _MIN_BYTES or len(content) > _MAX_BYTES:
         size = f"more than {_MAX_BYTES}" if len(content) > _MAX_BYTES else str(len(secret))
-        raise ValueError(f"{_FLAG} {path} holds {size} bytes; a secret has {_MIN_BYTES} to {_MAX_BYTES}")
+        raise ValueError(f"{_FLAG} {path} holds {size} bytes, but a secret must have {_MIN_BYTES} to {_MAX_BYTES}")
     return secret
 
 

@@ -92,7 +92,7 @@ def listen(server: grpc.aio.Server, host: str, port: int, tls: TlsFiles | None, 
         bound = 0
     if bound == 0 and tls is not None:
         check_port(host, port, flag)
-        raise OSError(f"cannot listen on {join(host, port)}: gRPC takes no certificate of this kind; have another made")
+        raise OSError(f"cannot listen on {join(host, port)}: gRPC does not support this certificate; use another")
     if bound == 0:
         raise refusal(OSError(errno.EADDRINUSE, "taken since a moment"), host, port, flag)
     return bound
@@ -150,7 +150,9 @@ def check_port(host: str, port: int, flag: str) -> None:
         ]
     except (OSError, UnicodeError) as error:
         host_flag = _host_flag(flag)
-        raise OSError(f"{host_flag} is {host!r}, which is no address ({error}); choose another {host_flag}") from None
+        raise OSError(
+            f"{host_flag} is {host!r}, which is no valid address ({error}); choose another {host_flag}"
+        ) from None
     tries = [_try_address(family, kind, address) for family, kind, _, _, address in found]
     errors = [failure for failure in tries if failure is not None]
     # gRPC listens on the addresses that it can bind. A name may have an address of a family that this machine lacks.
@@ -163,8 +165,8 @@ def refusal(error: OSError, host: str, port: int, flag: str) -> OSError:
     """Return an error with a message for users from an error that bind has raised."""
     causes = {
         errno.EADDRINUSE: (f"port {port} is taken", flag),
-        errno.EADDRNOTAVAIL: ("that is no address of this machine", _host_flag(flag)),
-        errno.EACCES: (f"this user may not take port {port}", flag),
+        errno.EADDRNOTAVAIL: ("this machine has no such address", _host_flag(flag)),
+        errno.EACCES: (f"this user may not use port {port}", flag),
     }
     number = error.errno or 0
     cause, remedy = causes.get(number, (os.strerror(number) if number > 0 else str(error), flag))
@@ -203,7 +205,7 @@ def _socket_trouble(path: str) -> str:
     except OSError as error:
         return os.strerror(error.errno or 0)
     if not stat.S_ISSOCK(mode):
-        return "there is a file which is no socket"
+        return "the path is a file that is no socket"
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(_CONNECT_TIMEOUT_S)
         try:

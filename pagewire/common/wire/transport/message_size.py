@@ -10,7 +10,7 @@ _CUT_OFF = re.compile(r"^SERVER: .*larger than max \((\d+) vs\. (\d+)\)")
 
 
 def too_large(num_bytes: int, max_bytes: int) -> str:
-    return f"the request has {num_bytes} bytes, but this server takes {max_bytes} in a message: shorten it"
+    return f"the request has {num_bytes} bytes, but this server accepts at most {max_bytes} in a message; shorten it"
 
 
 def of_cut_off(details: str) -> str | None:

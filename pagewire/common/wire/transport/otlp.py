@@ -51,7 +51,7 @@ class _Exporter(OTLPSpanExporter):
             _EXPORTING.setLevel(logging.CRITICAL if self._is_out else logging.ERROR)
             _QUEUEING.setLevel(logging.CRITICAL if self._is_out else logging.NOTSET)
             if not self._is_out:
-                logger.info("the collector of spans takes them again")
+                logger.info("the span collector accepts spans again")
         return result
 
 

@@ -120,7 +120,9 @@ class TlsFiles:
                 try:
                     given, current = self.credentials, self._context()
                 except OSError as error:  # the files have changed again; the next handshake reads them
-                    logger.warning("the certificate that is shown stays as it was: %s", error)
+                    logger.warning(
+                        "the previous certificate stays in use, because the new one cannot be loaded: %s", error
+                    )
             connection.context = current
 
         context.sni_callback = renewed  # called also for clients that send no server name
@@ -154,7 +156,7 @@ class TlsFiles:
                 self._told_days.pop(flag, None)
             elif self._told_days.get(flag) != days:
                 self._told_days[flag] = days
-                verb = "ends" if life.end > now else "has ended, and is refused: it ended"
+                verb = "expires" if life.end > now else "has expired, and is refused: it expired"
                 logger.warning("the certificate of %s %s on %s; renew it", flag, verb, _date(life.end))
 
     def _parse(self, *contents: bytes | None) -> Credentials:
@@ -201,7 +203,7 @@ def link_files(name: str, ca: str | None, cert: str | None, key: str | None) -> 
 
 
 def _ends(credentials: Credentials) -> str:
-    return ": " + ", ".join(f"{flag} is good until {_date(life.end)}" for flag, life in credentials.lives.items())
+    return ": " + ", ".join(f"{flag} is valid until {_date(life.end)}" for flag, life in credentials.lives.items())
 
 
 def _certificates(file: NamedFile, pem: bytes) -> "list[x509.Certificate]":
@@ -214,7 +216,7 @@ def _certificates(file: NamedFile, pem: bytes) -> "list[x509.Certificate]":
     try:
         return x509.load_pem_x509_certificates(pem)
     except (ValueError, x509.InvalidVersion):
-        raise ValueError(f"{file.flag} is {file.path}, which holds no certificate in PEM, or a broken one") from None
+        raise ValueError(f"{file.flag} is {file.path}, which contains no valid certificate in PEM") from None
 
 
 def _check_pair(cert_file: NamedFile, key_file: NamedFile, cert: "x509.Certificate", key_pem: bytes) -> None:
@@ -224,20 +226,16 @@ def _check_pair(cert_file: NamedFile, key_file: NamedFile, cert: "x509.Certifica
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
     where = f"{key_file.flag} is {key_file.path}, which"
-    unfit = f"{where} is of a kind that gRPC does not take; have one made of RSA, or on the curve P-256"
+    unfit = f"{where} is of a kind that gRPC does not support; use an RSA key, or a key on the curve P-256"
     try:
         key = load_pem_private_key(key_pem, None)
         is_pair = key.public_key() == cert.public_key()
     except TypeError:
-        raise ValueError(
-            f"{where} is encrypted; give the key as it is, in a file that only this user can read"
-        ) from None
+        raise ValueError(f"{where} is encrypted; store it unencrypted in a file that only this user can read") from None
     except (ValueError, UnsupportedAlgorithm) as error:
         # cryptography before version 47 cannot read a curve that is given by explicit parameters.
         raise ValueError(
-            unfit
-            if "explicit parameters are" in str(error)
-            else f"{where} holds no private key in PEM, or a broken one"
+            unfit if "explicit parameters are" in str(error) else f"{where} contains no valid private key in PEM"
         ) from None
     if not is_pair:
         raise ValueError(f"{where} is not the key of the first certificate in {cert_file.flag} {cert_file.path}")
@@ -255,8 +253,10 @@ def _usable(file: NamedFile, lives: list[Life], now: float) -> list[Life]:
     usable = [life for life in lives if life.begin <= now < life.end]
     if not usable:
         last = max(lives, key=lambda life: life.end)
-        what = f"ended on {_date(last.end)}" if last.end <= now else f"is good from {_date(last.begin)} on"
-        raise ValueError(f"{file.flag} is {file.path}, whose certificate {what}; renew it, or set this machine's clock")
+        what = f"expired on {_date(last.end)}" if last.end <= now else f"is not valid before {_date(last.begin)}"
+        raise ValueError(
+            f"{file.flag} is {file.path}, whose certificate {what}; renew it, or correct this machine's clock"
+        )
     return usable
 
 

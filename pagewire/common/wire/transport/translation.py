@@ -93,7 +93,7 @@ def unknown_field(message: Message) -> str | None:
     """Return a description of a field that this version does not know, or None. Nested messages are searched too."""
     if len(unknown := UnknownFieldSet(message)):
         name, number = message.DESCRIPTOR.full_name, unknown[0].field_number
-        return f"{name} holds a field that this version does not know, number {number}"
+        return f"{name} has a field that this version does not know, number {number}"
     for descriptor, value in message.ListFields():
         if descriptor.message_type is not None:
             for part in (value,) if isinstance(value, Message) else value:
@@ -119,7 +119,7 @@ def _columns(
     theirs = {field.name: field for field in message_type.DESCRIPTOR.fields}
     if wrong := set(ours) ^ set(theirs) ^ set(apart):
         names = ", ".join(sorted(wrong))
-        raise TypeError(f"{data_type.__name__} and {message_type.DESCRIPTOR.full_name} do not agree in {names}")
+        raise TypeError(f"{data_type.__name__} and {message_type.DESCRIPTOR.full_name} differ in the fields {names}")
     for name, field in theirs.items():
         if name in ours:
             default = None if NoneType in get_args(ours[name].type) else ours[name].default

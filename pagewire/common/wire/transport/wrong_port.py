@@ -15,22 +15,22 @@ _READINGS = (
     ),
     (
         r"\bMethod not found!",
-        "{where} speaks gRPC, but knows no such call: it looks like {port.strangers}; {port.give}",
+        "{where} speaks gRPC, but does not have this method: it looks like {port.strangers}; {port.give}",
     ),
     ("WRONG_VERSION_NUMBER", "{where} answers without TLS: {port.without_tls}, or give a port with TLS"),
     (
         "CERTIFICATE_VERIFY_FAILED: certificate (has expired|is not yet valid)",
-        "the certificate of {where} has ended, or has not begun: renew it there, or set this machine's clock",
+        "the certificate of {where} has expired or is not valid yet: renew it there, or correct this machine's clock",
     ),
-    ("Hostname Verification Check failed", "the certificate of {where} bears another name: {port.give_name}"),
+    ("Hostname Verification Check failed", "the certificate of {where} is for another name: {port.give_name}"),
     (
         # The second pattern matches if a CA was recreated under its old name.
         "CERTIFICATE_VERIFY_FAILED|certificate signature failure",
-        "the certificate of {where} is not of an authority that is known here: {port.name_authority}",
+        "the certificate of {where} is not from a CA that is trusted here: {port.name_authority}",
     ),
     (
         "Tls handshake failed|Failed to create security handshaker",
-        "{where} and this side agree on no TLS: look at the certificates of both, and at their authorities",
+        "{where} and this side cannot agree on TLS: check the certificates and CAs of both sides",
     ),
     (
         # A server that refuses a client's certificate closes the connection without a message, after the client
@@ -63,8 +63,8 @@ class RightPort:
             without_tls=f"leave out --{service}-tls-ca",
             name_authority=f"give --{service}-tls-ca",
             give_name=f"give --{service}-tls-name, or have it made for that host",
-            with_tls=f"a port with TLS (--{service}-tls-ca), one that asks for another certificate, or for one that is "
-            f"good (--{service}-tls-cert)",
+            with_tls=f"a port with TLS (--{service}-tls-ca), or a port that requires another or a valid client "
+            f"certificate (--{service}-tls-cert)",
         )
 
     def reading(self, where: str, message: str) -> str | None:
