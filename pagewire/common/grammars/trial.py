@@ -161,9 +161,10 @@ class _Walk:
         self._mask = create_string_buffer(4 * -(-vocab_size // 32))
 
     def take(self, seed: str) -> str:
-        """Return the reason why the grammar's masks are too slow, or an empty text. Raises GrammarError.
+        """Return the reason why the grammar needs too much work along this output, or an empty text.
 
         `seed` determines the tokens, so every process gets the same result unless masks are slow.
+        Raises GrammarDeadEndError if no token is allowed, and GrammarError.
         """
         rng, token_id = random.Random(seed), -1
         began = time.process_time()
