@@ -267,12 +267,11 @@ class Metrics(Observer):
         self._observe("pagewire:grammar_check_seconds", seconds)
         self.num_grammar_checks["accepted" if is_good else "refused"] += 1
 
-    def step_finished(self, result: StepResult, stats: SchedulerStats) -> None:
-        # A whole prompt counts in the step in which its sequence first runs, including all later chunks.
-        num_computed = stats.num_prompt_tokens - stats.num_cached_prompt_tokens
-        num_tokens = len(result.token_ids) + num_computed - self._num_computed_prompt_tokens
+    def step_finished(self, result: StepResult, num_computed_prompt_tokens: int) -> None:
+        # A prompt counts in the step in which its sequence first runs, all chunks of it together.
+        num_tokens = len(result.token_ids) + num_computed_prompt_tokens - self._num_computed_prompt_tokens
         self._observe("vllm:iteration_tokens_total", num_tokens)
-        self._num_computed_prompt_tokens = num_computed
+        self._num_computed_prompt_tokens = num_computed_prompt_tokens
         self._observe("pagewire:step_duration_seconds", result.duration_us / 1e6)
         for name in self._parts_us:
             self._parts_us[name] += getattr(result.parts, name)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from scheduler_service.core.request import Request, TokenOutputs
 from scheduler_service.serving.availability import Availability
 from scheduler_service.serving.clock import Clock
-from scheduler_service.serving.observer import Observer
+from scheduler_service.serving.observer import Observers
 from scheduler_service.serving.output import (
     MAX_DELTA_TOKENS,
     Delta,
@@ -180,7 +180,7 @@ class Publisher:
     Those of a ready list wait in it until they are taken, and its reader is told once.
     """
 
-    def __init__(self, observers: Sequence[Observer], clock: Clock, batch_size: int = 16) -> None:
+    def __init__(self, observers: Observers, clock: Clock, batch_size: int = 16) -> None:
         self._observers = observers
         self._clock = clock
         self.samples: dict[int, tuple[SampleRecord, ActiveRequest]] = {}  # that have not ended
@@ -215,8 +215,8 @@ class Publisher:
             self.counts.num_kept += request.keeps_all
             self.enqueue(output, request)
         for last_token_at, num_tokens in gaps.items():
-            for observer in self._observers:
-                observer.tokens_after(now - last_token_at, num_tokens)
+            for tell in self._observers.tokens_after:
+                tell(now - last_token_at, num_tokens)
         for sequence_id, logprobs in outputs.logprobs.items():
             self.samples[sequence_id][0].new_logprobs.append(logprobs)
         for sequence_id, prompt_logprobs in outputs.prompt_logprobs.items():
@@ -227,14 +227,14 @@ class Publisher:
             output, request = self.samples.pop(end.sequence_id)
             output.finish(end)
             self.enqueue(output, request)
-            for observer in self._observers:
-                observer.sequence_ended(request.request, end, now)
+            for ended in self._observers.sequence_ended:
+                ended(request.request, end, now)
         if not self.samples:
             self.idle.set()
 
     def _first_token_came(self, request: ActiveRequest, now: float) -> None:
-        for observer in self._observers:
-            observer.first_token_after(now - request.arrived_at)
+        for tell in self._observers.first_token_after:
+            tell(now - request.arrived_at)
 
     def enqueue(self, output: SampleRecord, request: ActiveRequest) -> None:
         if output.is_queued:

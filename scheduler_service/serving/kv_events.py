@@ -6,14 +6,13 @@ in bytes, and the oldest goes first.
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from scheduler_service.core.request import BlockStored, KvEvent
+from scheduler_service.core.request import BlockStored, KvEvent, KvEventCounts
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.serving.clock import Clock
-from scheduler_service.serving.observer import Observer
 
 MAX_BATCHES = 10_000
 MAX_BYTES = 64 * 1024 * 1024
@@ -101,9 +100,10 @@ class KvEvents:
         self,
         scheduler: Scheduler,
         log: KvEventLog,
-        observers: Sequence[Observer],
+        observers: Sequence[Callable[[KvEventCounts], None]],
         clock: Clock,
     ) -> None:
+        """The `observers` hear how many events of each kind there were."""
         self._scheduler = scheduler
         self._log = log
         self._observers = observers
@@ -151,8 +151,8 @@ class KvEvents:
             if counts:
                 self._log.skip()
         if counts:
-            for observer in self._observers:
-                observer.kv_events_happened(counts)
+            for tell in self._observers:
+                tell(counts)
 
     def end(self) -> None:
         """Nothing happens any more; readers that wait for the next batch hear so."""

@@ -15,14 +15,13 @@ from functools import partial
 from typing import Protocol
 
 from pagewire.common.wire.messages import StepPlan, StepResult, WorkerCapacity, WorkerProtocolError
-from scheduler_service.core import explain
 from scheduler_service.core.request import TokenOutputs
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.serving.active_request import ActiveRequest, Publisher
 from scheduler_service.serving.availability import WorkerAvailability
 from scheduler_service.serving.clock import Clock
 from scheduler_service.serving.kv_events import KvEventLog, KvEvents
-from scheduler_service.serving.observer import Observer
+from scheduler_service.serving.observer import Observer, Observers
 from scheduler_service.serving.output import SampleRecord, TokenCounts
 from scheduler_service.serving.refusal import Reason, RefusedError
 
@@ -49,7 +48,7 @@ class PlanExchange:
         self,
         scheduler: Scheduler,
         publisher: Publisher,
-        observers: Sequence[Observer],
+        observers: Observers,
         availability: WorkerAvailability,
         kv_events: KvEvents,
         wake: asyncio.Event,
@@ -57,6 +56,7 @@ class PlanExchange:
     ) -> None:
         """`wake` is set when there is something that the step loop must look at."""
         self._scheduler = scheduler
+        self._counters = scheduler.state.counters
         self._publisher = publisher
         self._observers = observers
         self.availability = availability
@@ -74,8 +74,8 @@ class PlanExchange:
 
     def worker_ready(self, capacity: WorkerCapacity, epoch: int, link: EpochLink) -> None:
         self._link, self.epoch = link, epoch
-        for observer in self._observers:
-            observer.worker_changed(capacity)
+        for tell in self._observers.worker_changed:
+            tell(capacity)
         self._publisher.publish(self._scheduler.worker_joined(capacity, epoch, self._clock.now()))
         self._wake.set()
         self.availability.worker_joined(capacity, self._scheduler.max_sequence_tokens)
@@ -116,9 +116,9 @@ class PlanExchange:
         self._publisher.publish(outputs)
         if outputs.token_ids or result.candidates.token_ids or result.embeddings:
             self.availability.token_came()
-        stats = explain.stats(self._scheduler.state)
-        for observer in self._observers:
-            observer.step_finished(result, stats)
+        counters = self._counters
+        for tell in self._observers.step_finished:
+            tell(result, counters.num_prompt_tokens - counters.num_cached_prompt_tokens)
         self._num_unchecked_steps += 1
         if self._num_unchecked_steps == _CHECK_INTERVAL:
             self._num_unchecked_steps = 0
@@ -130,8 +130,8 @@ class PlanExchange:
             self._scheduler.check_sample()
         except AssertionError:
             logger.exception("an invariant of the scheduler is broken; a new epoch begins")
-            for observer in self._observers:
-                observer.invariant_failed()
+            for tell in self._observers.invariant_failed:
+                tell()
             self._fail_epoch("an invariant of the scheduler is broken")
 
     def send_plans(self) -> None:
@@ -158,8 +158,8 @@ class PlanExchange:
     def _end_epoch(self, reason: str) -> None:
         logger.warning("lost the worker in epoch %d: %s", self.epoch, reason)
         self.availability.worker_lost(reason)
-        for observer in self._observers:
-            observer.worker_changed(None)
+        for tell in self._observers.worker_changed:
+            tell(None)
         self._leave_epoch()
 
     def _leave_epoch(self) -> None:
@@ -184,7 +184,8 @@ class StepLoop:
         """See WorkerAvailability for `worker_timeout` and `worker_grace`. Without a `clock` it is the event loop's."""
         self._scheduler = scheduler
         self.state = scheduler.state  # for questions that change nothing; `core.explain` answers them
-        self._observers = observers
+        heard_by = Observers(observers)
+        self._submissions = heard_by.submission
         self.clock = clock = clock or Clock()
         self.availability = WorkerAvailability(
             scheduler.max_sequence_tokens,
@@ -194,11 +195,11 @@ class StepLoop:
             on_grace_ended=partial(self._end_requests, scheduler.worker_grace_ended),
             on_timed_out=partial(self._end_requests, scheduler.worker_timed_out),
         )
-        self.kv_events = KvEvents(scheduler, kv_event_log or KvEventLog(), observers, clock)
-        self._publisher = publisher = Publisher(observers, clock)
+        self.kv_events = KvEvents(scheduler, kv_event_log or KvEventLog(), heard_by.kv_events_happened, clock)
+        self._publisher = publisher = Publisher(heard_by, clock)
         self._wake = asyncio.Event()
         self.exchange = PlanExchange(
-            scheduler, publisher, observers, self.availability, self.kv_events, self._wake, clock
+            scheduler, publisher, heard_by, self.availability, self.kv_events, self._wake, clock
         )
 
     # Requests
@@ -210,8 +211,8 @@ class StepLoop:
             raise RefusedError(Reason.UNAVAILABLE, refusal)
         now = self.clock.now()
         with ExitStack() as submission:
-            for observer in self._observers:
-                asked = submission.enter_context(observer.submission(asked, trace))
+            for begin in self._submissions:
+                asked = submission.enter_context(begin(asked, trace))
             sequence_ids = self._scheduler.add(asked, now)
         request.queued(asked, sequence_ids, now)
         self._publisher.add(request)

@@ -282,7 +282,7 @@ class Simulation(Observer):
     def tokens_after(self, seconds: float, num_tokens: int) -> None:
         self._run.gaps[round(seconds, 6)] += num_tokens  # distinguished to the microsecond
 
-    def step_finished(self, result: StepResult, stats: SchedulerStats) -> None:
+    def step_finished(self, result: StepResult, num_computed_prompt_tokens: int) -> None:
         self._run.num_steps += 1
         self._progress(self._run, self._timeline.time)
         self._timeline.catch_up()  # the next plan includes requests that arrive when others end

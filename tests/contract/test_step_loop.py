@@ -18,6 +18,7 @@ from scheduler_service.serving.active_request import ActiveRequest, Publisher
 from scheduler_service.serving.availability import WorkerAvailability
 from scheduler_service.serving.checkpoint.tokenizer import DecodedText
 from scheduler_service.serving.clock import Clock
+from scheduler_service.serving.observer import Observers
 from scheduler_service.serving.output import OutputReader, SampleRecord
 from scheduler_service.serving.step_loop import StepLoop
 from testing.core.simulated_worker import SimulatedWorker, reference
@@ -263,7 +264,7 @@ async def test_ten_epochs_without_a_token() -> None:
 
 
 async def test_the_publisher_serves_a_few_per_turn_and_in_order() -> None:
-    publisher, order, received = Publisher([], Clock(), batch_size=3), [], []
+    publisher, order, received = Publisher(Observers([]), Clock(), batch_size=3), [], []
     outputs = [SampleRecord(0) for _ in range(10)]
     reader = OutputReader(outputs[0])
 
