@@ -6,15 +6,17 @@ from collections.abc import Callable
 
 
 class Clock:
-    """The clock and the timers of the event loop that runs. A simulation has others, and overrides all of them."""
+    """The clock and the timers of the event loop that runs. A simulation has others, and overrides all of them.
 
-    def now(self) -> float:
-        """Return the seconds since any moment in the past. They never go back."""
-        return time.monotonic()
+    Attributes:
+        now: returns the seconds since any moment in the past. They never go back.
+        soon: has something done in the next iteration of the event loop.
+    """
 
-    def soon(self, action: Callable[[], None]) -> None:
-        """Have something done in the next iteration of the event loop."""
-        asyncio.get_running_loop().call_soon(action)
+    now: Callable[[], float] = staticmethod(time.monotonic)
+
+    def __init__(self) -> None:
+        self.soon: Callable[[Callable[[], None]], object] = asyncio.get_running_loop().call_soon
 
     def later(self, seconds: float, action: Callable[[], None]) -> Callable[[], None]:
         """Have something done after so many seconds. Returns what prevents it."""
