@@ -97,7 +97,6 @@ class WorkerAvailability:
         self._missing: dict[int | None, str | WorkerStarting] = {}  # by rank, why it is not there
         self._progress: set[tuple[int | None, WorkerStarting]] = set()  # for which the first worker got more time
         self._is_draining = False
-        self._epoch_is_fruitless = False  # it has a plan, but no token yet
         self._num_fruitless_epochs = 0
         self._next_change = asyncio.Event()  # a new one for each change
         self.changed = asyncio.Event()  # for one follower, who clears it
@@ -141,7 +140,6 @@ class WorkerAvailability:
         """A worker is there, with which a sequence may have so many tokens."""
         self.stop_timers()
         self._grace_has_ended = self._has_timed_out = False
-        self._epoch_is_fruitless = False
         self.capacity, self.max_sequence_tokens = capacity, max_sequence_tokens
         self._missing.clear()
         self._tell()
@@ -150,10 +148,11 @@ class WorkerAvailability:
         """The worker does not begin an epoch: why, and which rank says so of a worker that has several."""
         self._missing[rank] = reason
 
-    def worker_lost(self, reason: str) -> None:
-        """The worker has failed. `worker_left` follows."""
+    def worker_lost(self, reason: str, *, is_fruitless: bool) -> None:
+        """The worker has failed, before the first token of an epoch that computes if that `is_fruitless`. `worker_left`
+        follows."""
         self.num_worker_losses += 1
-        if self._epoch_is_fruitless:
+        if is_fruitless:
             self._num_fruitless_epochs += 1
             if self._num_fruitless_epochs == _MAX_FRUITLESS_EPOCHS:
                 logger.error("not serving: %d epochs without one token; %s", _MAX_FRUITLESS_EPOCHS, reason)
@@ -163,13 +162,8 @@ class WorkerAvailability:
         self.start_timers()
         self._tell()
 
-    def epoch_began_to_compute(self) -> None:
-        """The first plan of an epoch was sent."""
-        self._epoch_is_fruitless = True
-
-    def token_came(self) -> None:
-        """The worker has computed a token."""
-        self._epoch_is_fruitless = False
+    def epoch_bore_fruit(self) -> None:
+        """The worker has computed the first token of its epoch."""
         if self._num_fruitless_epochs:
             self._num_fruitless_epochs = 0
             self._tell()

@@ -66,6 +66,7 @@ class PlanExchange:
         self._inbox: deque[Callable[[float], None]] = deque()  # what the worker told, which gets the time
         self._link: EpochLink | None = None
         self._num_unchecked_steps = 0
+        self._is_fruitless = False  # the epoch has a plan, but no token yet
         self.epoch = 0  # the number of the epoch that is, or was
 
     @property
@@ -73,7 +74,7 @@ class PlanExchange:
         return self._link is not None
 
     def worker_ready(self, capacity: WorkerCapacity, epoch: int, link: EpochLink) -> None:
-        self._link, self.epoch = link, epoch
+        self._link, self.epoch, self._is_fruitless = link, epoch, False
         for tell in self._observers.worker_changed:
             tell(capacity)
         self._publisher.publish(self._scheduler.worker_joined(capacity, epoch, self._clock.now()))
@@ -114,8 +115,9 @@ class PlanExchange:
     def _take_result(self, result: StepResult, now: float) -> None:
         outputs = self._scheduler.complete(result, now)
         self._publisher.publish(outputs)
-        if outputs.token_ids or result.candidates.token_ids or result.embeddings:
-            self.availability.token_came()
+        if self._is_fruitless and (outputs.token_ids or result.candidates.token_ids or result.embeddings):
+            self._is_fruitless = False
+            self.availability.epoch_bore_fruit()
         counters = self._counters
         for tell in self._observers.step_finished:
             tell(result, counters.num_prompt_tokens - counters.num_cached_prompt_tokens)
@@ -140,8 +142,7 @@ class PlanExchange:
             plan = self._scheduler.schedule(self._clock.now())
             if plan is None:
                 return
-            if plan.step == 1:
-                self.availability.epoch_began_to_compute()
+            self._is_fruitless |= plan.step == 1
             self._link.send(plan)
 
     def close(self, message: str) -> None:
@@ -157,7 +158,7 @@ class PlanExchange:
 
     def _end_epoch(self, reason: str) -> None:
         logger.warning("lost the worker in epoch %d: %s", self.epoch, reason)
-        self.availability.worker_lost(reason)
+        self.availability.worker_lost(reason, is_fruitless=self._is_fruitless)
         for tell in self._observers.worker_changed:
             tell(None)
         self._leave_epoch()
