@@ -429,7 +429,8 @@ class Lifecycle:
         self.standings.end(group, num_tokens, self.now)
         group.dissolve()
         del self.groups[tenant, group.request.request_id]
-        self.quarantine.cleared(group)
+        if self.quarantine.charged:
+            self.quarantine.cleared(group)
         self.num_tenant_requests[tenant] -= 1
         if not self.num_tenant_requests[tenant]:
             del self.num_tenant_requests[tenant]

@@ -29,8 +29,8 @@ class NeededGrammars:
     def __init__(self, *, prepares: bool) -> None:
         self._prepares = prepares
         self._needs: dict[Grammar, _Need] = {}
-        self._released: list[int] = []  # not yet in a plan
-        self._num_untold = 0
+        self.released: list[int] = []  # which no plan has said
+        self.num_untold = 0  # that are needed, and named by no plan
         self.last_id = 0
 
     def need(self, grammar: Grammar) -> bool:
@@ -38,7 +38,7 @@ class NeededGrammars:
         need = self._needs.get(grammar)
         if need is None:
             need = self._needs[grammar] = _Need(is_ready=not self._prepares)
-            self._num_untold += 1
+            self.num_untold += 1
         need.num_requests += 1
         return need.is_ready
 
@@ -49,9 +49,9 @@ class NeededGrammars:
         if not need.num_requests:
             del self._needs[grammar]
             if need.grammar_id:
-                self._released.append(need.grammar_id)
+                self.released.append(need.grammar_id)
             else:
-                self._num_untold -= 1
+                self.num_untold -= 1
 
     def id_of(self, grammar: Grammar) -> int:
         """Return the id of a grammar that is needed; 0 if no plan has contained it."""
@@ -83,20 +83,14 @@ class NeededGrammars:
         """
         added: list[AddedGrammar] = []
         num_bytes = 0
-        if self._num_untold:
-            for grammar, need in self._needs.items():
-                if need.grammar_id or not admits(grammar):
-                    continue
-                num_bytes += 4 * len(grammar.text)
-                if added and num_bytes > _MAX_PLAN_BYTES:
-                    break
-                self.last_id += 1
-                need.grammar_id = self.last_id
-                added.append(AddedGrammar(self.last_id, grammar.kind, grammar.text, grammar.end_token_ids))
-            self._num_untold -= len(added)
+        for grammar, need in self._needs.items():
+            if need.grammar_id or not admits(grammar):
+                continue
+            num_bytes += 4 * len(grammar.text)
+            if added and num_bytes > _MAX_PLAN_BYTES:
+                break
+            self.last_id += 1
+            need.grammar_id = self.last_id
+            added.append(AddedGrammar(self.last_id, grammar.kind, grammar.text, grammar.end_token_ids))
+        self.num_untold -= len(added)
         return added
-
-    def take_released(self) -> list[int]:
-        """Return the ids of the grammars that the next plan releases. The caller must send that plan."""
-        released, self._released = self._released, []
-        return released

@@ -115,7 +115,8 @@ class Results:
     def _take_sample(self, worker: WorkerState, sample: SampledRow, outputs: TokenOutputs, now: float) -> None:
         """Process the token, the candidates or the embedding of an individually planned row."""
         row, sequence, token_id = sample.row, sample.row.sequence, sample.token_id
-        self._state.quarantine.cleared(sequence.group)
+        if self._state.quarantine.charged:
+            self._state.quarantine.cleared(sequence.group)
         if sequence.first_token_at is None:
             sequence.first_token_at = now
         if sample.candidates is not None:

@@ -123,7 +123,8 @@ class Scheduler:
         if state.quarantine.suspects and not self._isolate_trial(worker, now):
             return None
         builder = PlanBuilder(worker.steps.num_steps + 1, self._token_budget(worker), worker.rows, worker.cache, now)
-        builder.added_grammars.extend(worker.grammars.take_added(self._may_prepare))
+        if worker.grammars.num_untold:
+            builder.added_grammars.extend(worker.grammars.take_added(self._may_prepare))
         max_wait_s, num_step_tokens = self._policy.max_wait_s, self._admission.limits.num_step_tokens
         builder.is_slowed = self._policy.moves_keys and builder.max_tokens < num_step_tokens
         if self._policy.moves_keys and worker.rows.active:

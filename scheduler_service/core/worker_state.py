@@ -190,12 +190,13 @@ class WorkerState:
                 has_moves=bool(moves),
             )
         )
+        released_grammar_ids, self.grammars.released = self.grammars.released, []
         plan = builder.freeze(
             self.epoch,
             swaps_out=[(move.device_block, move.host_block) for move in moves if move.is_out],
             swaps_in=[(move.host_block, move.device_block) for move in moves if not move.is_out],
             released_slots=self.rows.slots.take_released(),
-            released_grammar_ids=self.grammars.take_released(),
+            released_grammar_ids=released_grammar_ids,
             patches_of_work=self.rows.slots.patch(rows),
         )
         for planned in rows:

@@ -377,7 +377,7 @@ MUTANTS = (
         "need.num_requests += 1",
         "need.num_requests = 1",
     ),
-    mutant("a grammar that is not needed is never released", "give_up", "self._released.append(need.grammar_id)", ""),
+    mutant("a grammar that is not needed is never released", "give_up", "self.released.append(need.grammar_id)", ""),
     mutant(
         "a group that waits for a grammar holds up the queue",
         "admit",
