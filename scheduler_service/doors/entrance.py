@@ -9,7 +9,6 @@ import grpc.aio
 from google.protobuf.duration_pb2 import Duration
 
 from pagewire.common.wire.transport.interception import Unreadable
-from pagewire.common.wire.transport.listening import is_marked
 from scheduler_service.serving.refusal import REASONS, Reason, RefusedError
 from scheduler_service.serving.tenants.caller import Call, Caller
 from scheduler_service.serving.tenants.tenant_file import TenantFile
@@ -72,9 +71,11 @@ class Entrance:
         e-mail address did not mean a host by it."""
         metadata = dict(context.invocation_metadata() or ())
         key = metadata.get("authorization")
-        names = tuple(name.decode(errors="replace") for name in context.auth_context().get("peer_dns", ()))
+        shown = context.auth_context()
+        names = tuple(name.decode(errors="replace") for name in shown.get("peer_dns", ()))
+        is_local = b"local" in shown.get("transport_security_type", ())  # by a socket that marks its calls
         key = key.decode(errors="replace") if isinstance(key, bytes) else key
-        return Caller(self._tenants, key, names, is_marked(context), metadata.get(_REVISION_HEADER))
+        return Caller(self._tenants, key, names, is_local, metadata.get(_REVISION_HEADER))
 
 
 def passed_on(call: Call, tenants_revision: str) -> Iterable[tuple[str, str]]:

@@ -101,12 +101,9 @@ def listen(server: grpc.aio.Server, host: str, port: int, tls: TlsFiles | None, 
 def listen_on_socket(
     server: grpc.aio.Server, path: str, tls: TlsFiles | None, flag: str, *, marks_calls: bool = False
 ) -> str:
-    """Bind a Unix socket and return its address. Without `tls` the socket uses plaintext.
-
-    `flag` names the option for the socket. With `marks_calls`, `is_marked` recognizes RPCs that arrived on this socket.
-    Raises OSError with a message of one line for users.
-    """
-    # Without this check, gRPC would take the path over from a server that already listens on it.
+    """Bind a Unix socket, which `flag` chooses, and return its address; it is plaintext without `tls`. With
+    `marks_calls` the `transport_security_type` of its calls is local. Raises OSError, one line for people."""
+    # gRPC would take the path from a server that listens there.
     trouble = _socket_trouble(path)
     if trouble:
         raise OSError(f"cannot listen on {UNIX_SCHEME}{path}: {trouble}; choose another {flag}")
@@ -116,11 +113,6 @@ def listen_on_socket(
     except RuntimeError as error:
         raise OSError(f"cannot listen on {UNIX_SCHEME}{path}: {error}; choose another {flag}") from None
     return UNIX_SCHEME + path
-
-
-def is_marked(context: grpc.aio.ServicerContext) -> bool:
-    """Return whether an RPC arrived on a socket that marks its RPCs."""
-    return b"local" in context.auth_context().get("transport_security_type", ())
 
 
 def _add(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
