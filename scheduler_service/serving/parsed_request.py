@@ -188,7 +188,7 @@ def parse_request(
 
 
 def _check_text(prompt: str | Sequence[int], model: ModelInfo) -> None:
-    if isinstance(prompt, str) and not model.has_tokenizer:
+    if isinstance(prompt, str) and model.tokenizer_path is None:
         raise invalid("text", "the served checkpoint has no tokenizer; send the prompt as token_ids")
 
 
@@ -312,7 +312,7 @@ def _read_grammar(options: Options, model: ModelInfo) -> Grammar | None:
 def read_stop(options: Options, model: ModelInfo) -> tuple[str, ...]:
     """Return the texts that end an output. Raises RefusedError where the model has no texts."""
     stop = tuple(options.get("stop", ()))
-    if stop and not model.has_tokenizer:
+    if stop and model.tokenizer_path is None:
         raise invalid("sampling.stop", "the served checkpoint has no tokenizer and knows no text; use stop_token_ids")
     return stop
 

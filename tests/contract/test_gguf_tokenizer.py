@@ -313,7 +313,7 @@ def test_the_models_info_is_that_of_the_checkpoint(tmp_path: Path) -> None:
     )
     for field in same:
         assert getattr(ours, field) == getattr(theirs, field), field
-    assert ours.has_tokenizer
+    assert ours.tokenizer_path is not None
     assert ours.warnings() == []
 
 

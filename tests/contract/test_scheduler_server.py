@@ -90,7 +90,7 @@ def test_model_info(tmp_path: Path) -> None:
     assert read_model_info(str(path)).chat_template == "other"
     (path / "tokenizer.json").unlink()
     without = read_model_info(str(path))
-    assert not without.has_tokenizer
+    assert without.tokenizer_path is None
     assert without.digest != info.digest
 
 

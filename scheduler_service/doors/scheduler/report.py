@@ -40,7 +40,7 @@ def encode_server(
         chat_refusals=model.chat_refusals,
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
-        has_tokenizer=model.has_tokenizer,
+        has_tokenizer=model.tokenizer_path is not None,
         model_digest=model.digest,
         special_tokens=model.special_tokens,
     )

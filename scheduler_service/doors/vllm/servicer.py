@@ -239,7 +239,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
 
     async def _tokenizer_archive(self) -> bytes:
         """Return the archive, which is made once, off the event loop. Raises RefusedError."""
-        if not self._intake.model.has_tokenizer:
+        if self._intake.model.tokenizer_path is None:
             raise RefusedError(Reason.FAILED_PRECONDITION, "the served checkpoint has no tokenizer.json")
         if self._archive is None:
             self._archive = asyncio.create_task(asyncio.to_thread(read_tokenizer_archive, self._intake.model.directory))

@@ -46,15 +46,11 @@ class ModelInfo:
     template_file: ChatTemplate | None
     chat_refusals: tuple[str, ...]  # kinds of conversation that its chat template makes no prompt of, and why
     special_tokens: Mapping[str, str]  # texts, by the names that a chat template uses
-    tokenizer_path: Path | None  # a tokenizer.json or a GGUF file
+    tokenizer_path: Path | None  # a tokenizer.json or a GGUF file; None: there is no tokenizer
     is_as_routers_read: bool  # its files say of tokenizer and chat template what they seem to
     embedding: PoolingChoice  # how embeddings are made
     tokenizer_class: str = ""  # of transformers, by the tokenizer's files
     hidden_size: int = 0  # the numbers of an embedding; 0: the configuration does not say
-
-    @property
-    def has_tokenizer(self) -> bool:
-        return self.tokenizer_path is not None
 
     @property
     def grammar_end_token_ids(self) -> tuple[int, ...]:
@@ -64,7 +60,7 @@ class ModelInfo:
     @property
     def grammar_refusal(self) -> str:
         """Why no output can match a grammar, or nothing."""
-        if not self.has_tokenizer:
+        if self.tokenizer_path is None:
             return "the served checkpoint has no tokenizer, and without its texts no output can match a grammar"
         if not self.grammar_end_token_ids:
             return (
@@ -81,7 +77,7 @@ class ModelInfo:
     def warnings(self) -> list[str]:
         """Return warnings about what does not work with this checkpoint."""
         found = []
-        if not self.has_tokenizer:
+        if self.tokenizer_path is None:
             found.append(
                 f"{self.directory} has no tokenizer.json: prompts and outputs are token ids only; text prompts, stop "
                 f"texts and chat do not work{_convertible(self.directory)}"
