@@ -30,7 +30,7 @@ class DetachedRequests:
         self._retention = retention
         self._max_ended = max_ended
         self._max_bytes = max_bytes
-        self._kept: dict[tuple[str, str], Kept] = {}  # by tenant and request id
+        self.by_name: dict[tuple[str, str], Kept] = {}  # by tenant and request id
         self._ended: dict[tuple[str, str], tuple[asyncio.TimerHandle, int]] = {}  # and bytes; oldest first
         self._num_ended: Counter[str] = Counter()  # by tenant; none is 0
         self._ended_bytes: Counter[str] = Counter()  # by tenant; none is 0
@@ -61,36 +61,25 @@ class DetachedRequests:
         finally:
             _count(running, tenant, -num_bytes)
 
-    def check_free(self, tenant: str, request_id: str) -> None:
-        """Raises RefusedError if something of that name is here."""
-        if self.has(tenant, request_id):
-            raise RefusedError(
-                Reason.ALREADY_EXISTS,
-                f"a result or a response of request_id {request_id!r} is kept; choose another request_id, or delete it",
-                "request_id",
-            )
-
     def add(self, active: ActiveRequest, record: bytes = b"") -> None:
         """Take a request that runs, of a name that is not here."""
         key = (active.request.tenant, active.request.request_id)
-        self._kept[key] = Kept(record, active)
+        self.by_name[key] = Kept(record, active)
         _count(self._running_bytes, key[0], len(record))
         active.on_end = partial(self._end, key)
 
     def add_record(self, tenant: str, request_id: str, record: bytes) -> None:
         """Keep a record alone for a while. Raises RefusedError if something of that name is here."""
-        self.check_free(tenant, request_id)
-        self._kept[tenant, request_id] = Kept(record, None)
+        if (tenant, request_id) in self.by_name:
+            raise name_taken(request_id)
+        self.by_name[tenant, request_id] = Kept(record, None)
         self._keep((tenant, request_id), len(record))
-
-    def has(self, tenant: str, request_id: str) -> bool:
-        return (tenant, request_id) in self._kept
 
     def kept(self, tenant: str, request_id: str) -> Kept:
         """Return what has that name. Raises RefusedError if nothing has, but not whether it never was, is another
         tenant's or has expired."""
         try:
-            return self._kept[tenant, request_id]
+            return self.by_name[tenant, request_id]
         except KeyError:
             raise unknown_result(request_id) from None
 
@@ -107,7 +96,7 @@ class DetachedRequests:
         if (tenant, request_id) in self._ended:
             self._forget((tenant, request_id))
         elif active is not None:
-            del self._kept[tenant, request_id]
+            del self.by_name[tenant, request_id]
             _count(self._running_bytes, tenant, -len(record))
             active.on_end = None
             active.abort()
@@ -116,7 +105,7 @@ class DetachedRequests:
         """Keep a request that has ended, or that has failed: then what is left of it ends now."""
         active = self.find(*key)
         active.cancel()
-        num_record_bytes = len(self._kept[key].record)
+        num_record_bytes = len(self.by_name[key].record)
         _count(self._running_bytes, key[0], -num_record_bytes)
         self._keep(key, num_record_bytes + sum(output.num_bytes for output in active.outputs))
 
@@ -139,7 +128,7 @@ class DetachedRequests:
     def _forget(self, key: tuple[str, str]) -> None:
         timer, num_bytes = self._ended.pop(key)
         timer.cancel()
-        del self._kept[key]
+        del self.by_name[key]
         self.num_bytes -= num_bytes
         _count(self._num_ended, key[0], -1)
         _count(self._ended_bytes, key[0], -num_bytes)
@@ -150,6 +139,15 @@ def _count(amounts: Counter[str], tenant: str, change: int) -> None:
     amounts[tenant] += change
     if not amounts[tenant]:
         del amounts[tenant]
+
+
+def name_taken(request_id: str) -> RefusedError:
+    """Return the refusal of a request, or of a record, under a name that something here has."""
+    return RefusedError(
+        Reason.ALREADY_EXISTS,
+        f"a result or a response of request_id {request_id!r} is kept; choose another request_id, or delete it",
+        "request_id",
+    )
 
 
 def unknown_result(request_id: str) -> RefusedError:

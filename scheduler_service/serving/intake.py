@@ -10,7 +10,7 @@ from scheduler_service.core.request import AdmissionError, OutputMode, Request, 
 from scheduler_service.serving.active_request import ActiveRequest, RequestEngine
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
 from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
-from scheduler_service.serving.detached import DetachedRequests
+from scheduler_service.serving.detached import DetachedRequests, name_taken
 from scheduler_service.serving.grammar_checks import GrammarChecks
 from scheduler_service.serving.output import ReadyList, SampleRecord
 from scheduler_service.serving.parsed_request import ParsedRequest, all_logprobs_bytes
@@ -224,8 +224,8 @@ class Intake:
         request = active.request
         if request.grammar is not None and self._grammars is not None:
             self._grammars.check_served(request.grammar)  # another worker may have come since
-        if self._detached is not None:
-            self._detached.check_free(request.tenant, request.request_id)
+        if self._detached is not None and (request.tenant, request.request_id) in self._detached.by_name:
+            raise name_taken(request.request_id)
         claim = self._quotas.claim(request) if self._quotas is not None else None
         if claim is not None:
             # What waits in a ready list is not taken in, and would not be counted.

@@ -156,7 +156,7 @@ class Client:
             failure = decode_error(error, "")
             self._check_failure(failure, before)
             if failure.code is not grpc.StatusCode.UNAVAILABLE:
-                assert not simulation.world.detached.has(*request.key), "a refused request is kept"
+                assert request.key not in simulation.world.detached.by_name, "a refused request is kept"
             return
         await self._submit_again()
         for seconds in self.task.attachments:

@@ -33,7 +33,7 @@ class DetachedLedger:
     def audit(self) -> None:
         ended, gone = [], []
         for key in self._keys:
-            if not self._detached.has(*key):
+            if key not in self._detached.by_name:
                 if key in self._taken and key not in self.forgotten:
                     gone.append(key)
                 continue

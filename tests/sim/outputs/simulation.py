@@ -183,7 +183,7 @@ class Simulation:
     def kept(self, request: SimulatedRequest) -> ActiveRequest | None:
         """The detached request, if the server has it."""
         detached = self.world.detached
-        return detached.find(*request.key) if detached.has(*request.key) else None
+        return detached.find(*request.key) if request.key in detached.by_name else None
 
     def is_served(self, key: tuple[str, str]) -> bool:
         """Whether the core has a request of that tenant and name."""
@@ -280,4 +280,4 @@ class Simulation:
         await asyncio.sleep(self.scenario.retention)
         assert not self.world.detached.num_bytes
         for task in self.scenario.tasks:
-            assert not self.world.detached.has(*task.request.key), "a result is kept for too long"
+            assert task.request.key not in self.world.detached.by_name, "a result is kept for too long"
