@@ -242,13 +242,13 @@ class Connection:
         finally:
             abort()
 
+    @contextlib.asynccontextmanager
     async def read(self, method: str, request: object, timeout: float | None) -> AsyncGenerator[Any, None]:
-        """Yield the responses of a separate streaming call. Closing the generator cancels the call."""
+        """Makes a call of its own, over whose responses the block iterates. Leaving the block cancels the call."""
         with self.translated():
             call = getattr(self.stub, method)(request, timeout=timeout, metadata=self.metadata)
             try:
-                async for response in call:
-                    yield response
+                yield call
             finally:
                 call.cancel()
 

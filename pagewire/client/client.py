@@ -6,7 +6,8 @@ import functools
 import secrets
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import grpc
@@ -457,17 +458,18 @@ class AsyncClient:
     async def _stream(
         self, request: pb.GenerateRequest, attempts: Attempts, builder: CompletionBuilder
     ) -> AsyncGenerator[Output, None]:
-        is_small = request.ByteSize() <= MAX_SHARED_BYTES
+        is_small, has_begun = request.ByteSize() <= MAX_SHARED_BYTES, False
+        call: AbstractAsyncContextManager[AsyncIterator[pb.GenerateResponse]]
         with self._channels.connected(is_request=True) as connection:
             while True:
                 if is_small and connection.can_share and connection.num_requests >= MIN_SHARED:
-                    call = connection.responses(request, attempts.timeout_s)
+                    call = contextlib.aclosing(connection.responses(request, attempts.timeout_s))
                 else:
                     call = connection.read("Generate", request, attempts.timeout_s)
                 try:
-                    async with contextlib.aclosing(call) as responses:
+                    async with call as responses:
                         async for response in responses:
-                            attempts.end()
+                            has_begun = True
                             output = wire.decode_output(response)
                             builder.add(output, time.monotonic())
                             yield output
@@ -476,6 +478,8 @@ class AsyncClient:
                 except NotShared:
                     connection.can_share = False
                 except PagewireError as error:
+                    if has_begun:  # what has begun is never begun again
+                        raise
                     await connection.wait(attempts.next_delay(error))
 
     async def _attach(
@@ -488,7 +492,7 @@ class AsyncClient:
                 request.from_tokens[:] = attachment.reconnect()
                 call = connection.read("Attach", request, attempts.timeout_s)
                 try:
-                    async with contextlib.aclosing(call) as responses:
+                    async with call as responses:
                         async for response in responses:
                             num_failures = 0
                             output = attachment.take(wire.decode_output(response))

@@ -65,7 +65,3 @@ class Attempts:
             code = grpc.StatusCode.DEADLINE_EXCEEDED
             raise DeadlineExceeded(f"{_TIMEOUT_PASSED}{failure}", code=code) from failure
         return delay_s if timeout_s is None else min(delay_s, timeout_s)
-
-    def end(self) -> None:
-        """Make the current attempt the last one. Output that has begun is never restarted."""
-        self._retry_until = self.started_at

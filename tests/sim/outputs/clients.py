@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -102,23 +103,23 @@ class Client:
     async def _read_alone(self) -> None:
         """On a call of its own, perhaps slowly."""
         view, before = View(self.request), self.began
-        responses = self.route.connection.read("Generate", self.request.message, self.task.timeout)
-        await self._read(view, responses, before)
+        reading = self.route.connection.read("Generate", self.request.message, self.task.timeout)
+        await self._read(view, reading, before)
         self.simulation.must_be_gone(self.request)
 
     async def _read_over_http(self, *, is_streamed: bool) -> None:
         view, before, world = View(self.request), self.began, self.simulation.world
         assert world.http is not None
         responses = read_over_http(world.http, world.before, self.request, self.task.timeout, is_streamed=is_streamed)
-        await self._read(view, responses, before)
+        await self._read(view, contextlib.aclosing(responses), before)
         if view.is_over and view.has_ended_well:
             self.simulation.reached[f"served {self.task.way.value}"] += 1
         self.simulation.must_be_gone(self.request)
 
-    async def _read(self, view: View, responses: Any, before: Moment) -> bool:
+    async def _read(self, view: View, reading: contextlib.AbstractAsyncContextManager[Any], before: Moment) -> bool:
         """Whether it is known how the request has ended."""
         try:
-            async with asyncio.timeout(self.task.gives_up_after):
+            async with asyncio.timeout(self.task.gives_up_after), reading as responses:
                 async for response in responses:
                     self.take(view, response)
                     await asyncio.sleep(self.rng.random() * self.task.read_seconds)
@@ -130,8 +131,6 @@ class Client:
             view.finish(is_well=False)
             self._check_failure(failure, before)
             return failure.code not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-        finally:
-            await responses.aclose()
         return True
 
     def take(self, view: View, response: pb.GenerateResponse) -> None:
@@ -203,9 +202,9 @@ class Client:
         before = self.route.moment()
         view.begin_again()
         self.simulation.reached["a detached request is read from amid it"] += any(view.num_tokens)
-        responses = self.route.connection.read("Attach", message, None)
+        reading = self.route.connection.read("Attach", message, None)
         try:
-            async with asyncio.timeout(gives_up_after):
+            async with asyncio.timeout(gives_up_after), reading as responses:
                 async for response in responses:
                     # An end that an earlier reader had is told again.
                     if view.samples[response.index].end is None:
@@ -220,8 +219,6 @@ class Client:
             else:
                 self._check_failure(failure, before)
             return failure.code is not grpc.StatusCode.UNAVAILABLE or self.simulation.is_stopping
-        finally:
-            await responses.aclose()
         return True
 
     async def _get_result(self) -> None:
