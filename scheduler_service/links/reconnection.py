@@ -4,7 +4,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple
 
 import grpc.aio
@@ -47,16 +47,18 @@ class Ended(NamedTuple):
     rank: int = 0  # whose session it was, of a worker that has several
 
 
-async def ends(hold: Callable[[], Awaitable[Ended]]) -> AsyncIterator[Ended]:
-    """Hold one session after the other, and yield how each ended. `hold` makes one attempt."""
-    backoff = _MIN_BACKOFF
-    while True:
-        ended = await hold()
-        yield ended
+class Backoff:
+    """The time between the end of a session and the next attempt."""
+
+    def __init__(self) -> None:
+        self._seconds = _MIN_BACKOFF
+
+    async def wait(self, ended: Ended) -> None:
+        """Wait before the next attempt, twice as long as before the last one unless that was held."""
         if ended.was_held:
-            backoff = _MIN_BACKOFF
-        await asyncio.sleep(backoff)
-        backoff = min(2 * backoff, _MAX_BACKOFF)
+            self._seconds = _MIN_BACKOFF
+        await asyncio.sleep(self._seconds)
+        self._seconds = min(2 * self._seconds, _MAX_BACKOFF)
 
 
 class Outage:

@@ -22,7 +22,7 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_p
 from scheduler_service.core.request import EndReason, OutputMode
 from scheduler_service.doors.scheduler.generate_response import decode_end, decode_logprobs
 from scheduler_service.doors.scheduler.resolved_request import FRONT_END_PROTOCOL, encode_resolved
-from scheduler_service.links.reconnection import LINK_OPTIONS, Ended, Outage, Outdated, ends
+from scheduler_service.links.reconnection import LINK_OPTIONS, Backoff, Ended, Outage, Outdated
 from scheduler_service.links.scheduler.forwarder import Forwarder
 from scheduler_service.links.scheduler.scheduler_availability import SchedulerAvailability
 from scheduler_service.serving.active_request import ActiveRequest
@@ -151,7 +151,9 @@ class SchedulerLink:
 
     async def run(self) -> None:
         """Hold one call after the other, until cancelled."""
-        async for ended in ends(self._hold):
+        backoff = Backoff()
+        while True:
+            ended = await self._hold()
             if ended.was_held:
                 self._outage.end()
                 logger.log(
@@ -165,6 +167,7 @@ class SchedulerLink:
             else:
                 self._outage.tell(ended.reason, is_calm=ended.is_calm)
             self.availability.changed.set()
+            await backoff.wait(ended)
 
     async def drain(self) -> None:
         """Take no more requests, and return when those that are there have ended."""

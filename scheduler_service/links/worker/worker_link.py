@@ -29,7 +29,7 @@ from pagewire.common.wire.transport.tls import Life
 from pagewire.common.wire.transport.wrong_port import RightPort
 from pagewire.common.wire.worker_wire import Response, encode_request
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
-from scheduler_service.links.reconnection import LINK_OPTIONS, Ended, Outage, Outdated, ends
+from scheduler_service.links.reconnection import LINK_OPTIONS, Backoff, Ended, Outage, Outdated
 from scheduler_service.links.worker.worker_session import (
     RankSession,
     Session,
@@ -143,7 +143,9 @@ class WorkerLink:
 
     async def run(self) -> None:
         """Hold epochs until cancelled. Raises FencedError, EpochsExhausted."""
-        async for ended in ends(self._hold_epoch):
+        backoff = Backoff()
+        while True:
+            ended = await self._hold_epoch()
             if ended.was_held:
                 for outage in self._outages:
                     outage.end()
@@ -152,6 +154,7 @@ class WorkerLink:
                 )
             else:
                 self._outages[ended.rank].tell(ended.reason, is_calm=ended.is_calm)
+            await backoff.wait(ended)
 
     async def _hold_epoch(self) -> Ended:
         """Hold the streams of all ranks until one of them ends, which ends the others; return why it did."""
