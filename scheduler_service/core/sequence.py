@@ -132,6 +132,12 @@ class SequenceGroup:
         return self.request.sampling.pooling is Pooling.MEAN
 
     @property
+    def chooses_tokens(self) -> bool:
+        """Whether its rows yield tokens, not candidates for one or embeddings."""
+        sampling = self.request.sampling
+        return sampling.num_candidates is None and sampling.pooling is Pooling.NONE
+
+    @property
     def num_first_slots(self) -> int:
         """The number of slots that the group needs to start.
 

@@ -75,10 +75,6 @@ class SamplingParams:
     # If not NONE, the row reports an embedding instead of choosing a token.
     pooling: Pooling = field(default=Pooling.NONE, metadata={"is_legal": lambda value: isinstance(value, Pooling)})
 
-    @property
-    def chooses_tokens(self) -> bool:
-        return self.num_candidates is None and self.pooling is Pooling.NONE
-
 
 class GrammarKind(Enum):
     """The syntax of a grammar's text."""

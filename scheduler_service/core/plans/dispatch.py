@@ -95,7 +95,7 @@ def read_result(dispatch: Dispatch, result: StepResult, vocab_size: int) -> Reso
         everybody = [row for _, row in _merge(rows, dispatch.columns)]
         samples = _read_samples(dispatch, everybody, token_ids, result, vocab_size)
         return ResolvedResult(samples, [], prompt_logprobs, mask_times)
-    choosing = [planned for planned in rows if planned.row.sequence.group.request.sampling.chooses_tokens]
+    choosing = [planned for planned in rows if planned.row.sequence.group.chooses_tokens]
     positions = [bisect_left(dispatch.columns.slots, planned.slot) + i for i, planned in enumerate(choosing)]
     _check_count(dispatch.step, len(dispatch.columns.slots) + len(positions), len(token_ids))
     decoded = list(token_ids)
@@ -137,8 +137,9 @@ def _read_samples(
     """
     statuses = result.statuses or (RowStatus.OK,) * len(rows)
     pairs = list(zip(rows, statuses, strict=True))
-    wanted = [row.sequence.group.request.sampling for row, status in pairs if status is RowStatus.OK]
-    choosing = [sampling for sampling in wanted if sampling.chooses_tokens]
+    groups = [row.sequence.group for row, status in pairs if status is RowStatus.OK]
+    choosing = [group.request.sampling for group in groups if group.chooses_tokens]
+    wanted = [group.request.sampling for group in groups]
     _check_count(dispatch.step, len(choosing), len(token_ids))
     tokens = iter(token_ids)
     reported = [

@@ -114,7 +114,7 @@ class WorkerRows:
         request, reserved = sequence.group.request, sequence.group.reserved_slots
         slot = reserved.pop(0) if reserved else self.slots.take()
         gates = request.grammar is not None and self._gates_grammars
-        return sequence.take_slot(slot, self.drops, is_gated=gates or not request.sampling.chooses_tokens)
+        return sequence.take_slot(slot, self.drops, is_gated=gates or not sequence.group.chooses_tokens)
 
     def open(self, sequence: Sequence) -> Row:
         """Give a sequence a row that is planned individually."""
