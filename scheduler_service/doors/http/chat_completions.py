@@ -74,7 +74,7 @@ class ChatWriter:
         parsers = [make_parser() for _ in range(request.n or 1)]
         joins = request.separate_reasoning is False and request.include_reasoning is not False
         self._readers = [SampleReader(parser, joins_reasoning=joins) for parser in parsers]
-        self._reasoning = [ReasoningTokens(self._texts, parser) for parser in parsers]
+        self._reasoning = [ReasoningTokens(self._texts, parser) for parser in parsers if parser.has_reasoning]
 
     @property
     def output_details(self) -> OutputTokensDetails:
@@ -90,7 +90,7 @@ class ChatWriter:
         request, end = self._request, delta.end
         reader = self._readers[delta.sample_index]
         told = reader.read(delta.text, is_last=end is not None)
-        others = self._reasoning[delta.sample_index].others(delta)
+        others = self._reasoning[delta.sample_index].others(delta) if self._reasoning else delta
         if request.include_reasoning is False:
             told, delta = told._replace(reasoning=""), others
         shows = any(told) or end is not None or (delta.token_ids and (request.return_token_ids or request.logprobs))

@@ -57,7 +57,7 @@ async def read_detached(
     query: DetachedQuery, call: Call, intake: Intake, forward: Forward, stream: EventStream
 ) -> bytes | None:
     """Return all there is of a request, unless it is streamed. Raises RefusedError."""
-    named, texts = _named(query, call), TokenTexts(intake.tokenizer, as_ids=False)
+    named, texts = _named(query, call), TokenTexts(intake.tokenizer)
     if query.from_token is not None and not query.stream:
         raise invalid("from_token", "from_token is set, but stream is not true; set it, or leave both unset")
     if not query.stream:

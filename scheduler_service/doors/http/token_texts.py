@@ -7,6 +7,7 @@ import codecs
 import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec import Raw
@@ -32,19 +33,19 @@ _PIECE_ROWS = 256  # of a completion's columns, that are written at once
 _Row = tuple[int, float | None, str, dict[str, float] | None]
 
 
+@dataclass(frozen=True, slots=True)
 class TokenTexts:
     """The texts of a model's tokens; without a tokenizer, or with ids in their place, there are none."""
 
-    def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool) -> None:
-        self._tokenizer = tokenizer
-        self._as_ids = as_ids or tokenizer is None
+    tokenizer: Tokenizer | None
+    as_ids: bool = False
 
     def bytes_of(self, token_id: int) -> bytes:
-        return b"" if self._tokenizer is None else self._tokenizer.bytes_of(token_id)
+        return b"" if self.tokenizer is None else self.tokenizer.bytes_of(token_id)
 
     def text_of(self, token_id: int, prefix: str = "") -> str:
         """`prefix` marks one that shows bytes."""
-        if self._as_ids:
+        if self.as_ids or self.tokenizer is None:
             return f"token_id:{token_id}"
         content = self.bytes_of(token_id)
         try:
@@ -120,7 +121,7 @@ class CompletionTokens:
 
 
 class ReasoningTokens:
-    """The tokens of one output's reasoning: those whose text begins between its tags."""
+    """The tokens of one output's reasoning, in a format that has tags of it: those whose text begins between them."""
 
     def __init__(self, texts: TokenTexts, parser: OutputParser) -> None:
         """`parser` reads the output."""
@@ -134,8 +135,6 @@ class ReasoningTokens:
     def others(self, delta: Delta) -> Delta:
         """Count the reasoning tokens of a delta whose text the parser has read, and return the delta without them. If
         the text to come decides about a token, a later delta has it."""
-        if not self._parser.has_reasoning:
-            return delta
         for token_id, entry in itertools.zip_longest(delta.token_ids, delta.logprobs):
             self._unknown.append((self._num_chars, token_id, entry))
             self._num_chars += len(self._decoder.decode(self._texts.bytes_of(token_id)))

@@ -14,7 +14,7 @@ class OutputParser:
         self.has_reasoning = has_reasoning
         self._unread = Unread()
         self._next = partial(next, read(self._unread), None)
-        self._escapes = HalfEscapes()  # of the arguments of the current call
+        self._escapes: HalfEscapes | None = None  # of the arguments that are read
 
     def feed(self, text: str, *, is_last: bool = False) -> list[OutputPart]:
         """Parse more text and return the parts that are now known, in order. No text may follow a call with
@@ -40,6 +40,7 @@ class OutputParser:
         """
         text = without_halves(part[0])
         if isinstance(part, Arguments):
+            self._escapes = self._escapes or HalfEscapes()
             text = self._escapes.feed(text)
         else:
             yield from self._end_arguments()
@@ -47,5 +48,6 @@ class OutputParser:
             yield type(part)(text)
 
     def _end_arguments(self) -> Iterator[OutputPart]:
-        if held := self._escapes.feed("", is_last=True):
+        if self._escapes is not None and (held := self._escapes.feed("", is_last=True)):
             yield Arguments(held)
+        self._escapes = None

@@ -48,7 +48,7 @@ class ResponseTeller:
         """`begun` is the response of a tenant as it begins, and `tools` may be called, by the names of their
         functions."""
         self._parser = parser
-        self._texts = TokenTexts(intake.tokenizer, as_ids=False)
+        self._texts = TokenTexts(intake.tokenizer)
         self._reasoning = ReasoningTokens(self._texts, parser)
         self._begun = begun
         self._intake = intake
@@ -101,7 +101,8 @@ class ResponseTeller:
     def _told(self, delta: Delta) -> list[ResponseEvent]:
         """Tell a delta: the first event of its text has the log-probabilities of all its tokens."""
         events = list(self._tell_text(delta.text, is_last=delta.end is not None))
-        self._logprobs += map(self._texts.chat_logprob, self._reasoning.others(delta).logprobs)
+        others = self._reasoning.others(delta) if self._parser.has_reasoning else delta
+        self._logprobs += map(self._texts.chat_logprob, others.logprobs)
         for index, event in enumerate(events):
             if event.type == _TEXT_DELTA and self._num_told_logprobs < len(self._logprobs):
                 events[index] = msgspec.structs.replace(event, logprobs=self._logprobs[self._num_told_logprobs :])
