@@ -145,12 +145,11 @@ def _described_label(family: Metric, label: str) -> str:
 
 
 def _exported() -> MetricsCollector:
-    metrics = Metrics()
-    metrics.capacity = WorkerCapacity("w", b"", 300, 256, 16, 64, 1, 8, 64, "cpu", "float32", "torch")
+    capacity = WorkerCapacity("w", b"", 300, 256, 16, 64, 1, 8, 64, "cpu", "float32", "torch")
     stats = SchedulerStats(**{field.name: 0 for field in fields(SchedulerStats) if field.default is MISSING})
     worker = {f"worker 0 {flag}": Life(0.0, 1.0) for flag in ("--tls-cert", "--tls-client-ca")}
-    service = ServiceStats(certificate_lives=worker | _lives("worker"))
-    return MetricsCollector(metrics, lambda: stats, "model", lambda: service)
+    service = ServiceStats(capacity, certificate_lives=worker | _lives("worker"))
+    return MetricsCollector(Metrics(), lambda: stats, "model", lambda: service)
 
 
 def _lives(other: str) -> dict[str, Life]:

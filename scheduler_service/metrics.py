@@ -130,11 +130,9 @@ _TOKEN_COUNTERS = {
 }
 # Counters: help text, and attribute of Metrics.
 _METRICS_COUNTERS = {
-    "pagewire:invariant_failures": ("Violations of the scheduler's invariants.", "num_invariant_failures"),
-    "pagewire:worker_losses": ("Lost workers.", "num_worker_losses"),
-    "pagewire:epochs": ("Epochs started.", "num_epochs"),
-    "pagewire:mask_seconds": ("Time that the worker spent computing grammar masks.", "mask_seconds"),
-    "pagewire:late_rows": ("Rows that missed a step because their grammar mask was not ready.", "num_late_rows"),
+    "pagewire:invariant_failures": ("Invariants of the scheduler found broken.", "num_invariant_failures"),
+    "pagewire:mask_seconds": ("Time that the worker took to tell what grammars allow.", "mask_seconds"),
+    "pagewire:late_rows": ("Rows that missed a step, since what they may take was not told in time.", "num_late_rows"),
 }
 # Gauges: help text, and attribute of ServiceStats.
 _SERVICE_GAUGES = {
@@ -156,8 +154,10 @@ _SERVICE_GAUGES = {
 }
 
 
-# Counters: help text, and attribute of both ServiceStats and FrontEndStats.
+# Counters that are told as they are: their texts, and their names in ServiceStats.
 _SERVICE_COUNTERS = {
+    "pagewire:worker_losses": ("Workers lost.", "num_worker_losses"),
+    "pagewire:epochs": ("Epochs begun.", "num_epochs"),
     "pagewire:log_lines_dropped": (
         "Log lines dropped because standard error was not read.",
         "num_log_lines_dropped",
@@ -175,8 +175,8 @@ _FRONT_END_COUNTERS = {
         "Output tokens delivered to its clients. The scheduler's vllm:generation_tokens_total includes them.",
         "num_generation_tokens",
     ),
-    "pagewire:frontend_failed_requests": ("Failed requests of its clients.", "num_failed"),
-    **_SERVICE_COUNTERS,
+    "pagewire:frontend_failed_requests": ("Requests of its clients that failed.", "num_failed"),
+    "pagewire:log_lines_dropped": _SERVICE_COUNTERS["pagewire:log_lines_dropped"],
 }
 
 
@@ -184,6 +184,10 @@ _FRONT_END_COUNTERS = {
 class ServiceStats:
     """Statistics of the service around the core: retained data and dropped data. Sizes are in bytes."""
 
+    capacity: WorkerCapacity | None = None  # of the worker that is there or was there last
+    num_worker_losses: int = 0
+    num_epochs: int = 0
+    num_kv_events: KvEventCounts = field(default_factory=Counter)
     num_log_lines_dropped: int = 0
     waiting_text_bytes: int = 0
     detached_bytes: int = 0
@@ -234,15 +238,11 @@ class Metrics(Observer):
     def __init__(self) -> None:
         self.histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self.num_ended = dict.fromkeys(EndReason, 0)
-        self.num_worker_losses = 0
-        self.num_epochs = 0
-        self.num_kv_events: KvEventCounts = Counter()
         self.num_invariant_failures = 0
         self.mask_seconds = 0.0
         self.num_late_rows = 0
         self.num_grammar_requests = {kind.name.lower(): 0 for kind in GrammarKind}
         self.num_grammar_checks = {"accepted": 0, "refused": 0}
-        self.capacity: WorkerCapacity | None = None
         self._num_computed_prompt_tokens = 0
         self._parts_us = dict.fromkeys((field.name for field in fields(StepParts)), 0)
         self._collection_began_at = 0.0, 0.0
@@ -290,16 +290,6 @@ class Metrics(Observer):
 
     def plan_sent(self, num_bytes: int) -> None:
         self._observe("pagewire:plan_bytes", num_bytes)
-
-    def worker_changed(self, capacity: WorkerCapacity | None) -> None:
-        if capacity is None:
-            self.num_worker_losses += 1
-        else:
-            self.num_epochs += 1
-            self.capacity = capacity
-
-    def kv_events_happened(self, counts: KvEventCounts) -> None:
-        self.num_kv_events.update(counts)
 
     def invariant_failed(self) -> None:
         self.num_invariant_failures += 1
@@ -408,11 +398,11 @@ class MetricsCollector(Labelled, Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats, metrics, service = self._read_stats(), self._metrics, self._read_service_stats()
-        yield from self._gauges(stats)
+        yield from self._gauges(stats, service.capacity)
         yield from self._told(GaugeMetricFamily, _SERVICE_GAUGES, service)
         yield from self._told(CounterMetricFamily, _COUNTERS, stats)
         yield from self._told(CounterMetricFamily, _TOKEN_COUNTERS, service.tokens)
-        for name, values in self._labelled(stats).items():
+        for name, values in self._labelled(stats, service.num_kv_events).items():
             yield self._series(CounterMetricFamily, name, *_LABELLED_COUNTERS[name], values)
         yield from self._told(CounterMetricFamily, _METRICS_COUNTERS, metrics)
         yield from self._told(CounterMetricFamily, _SERVICE_COUNTERS, service)
@@ -422,11 +412,10 @@ class MetricsCollector(Labelled, Collector):
             family.add_metric(list(self._labels.values()), histogram.buckets(), histogram.sum)
             yield family
 
-    def _gauges(self, stats: SchedulerStats) -> Iterator[Metric]:
+    def _gauges(self, stats: SchedulerStats, capacity: WorkerCapacity | None) -> Iterator[Metric]:
         yield from self._told(GaugeMetricFamily, _GAUGES, stats)
         for name, (text, held, whole) in _USAGES.items():
             yield self._number(GaugeMetricFamily, name, text, share(getattr(stats, held), getattr(stats, whole)))
-        capacity = self._metrics.capacity
         if capacity is not None:
             sizes = {
                 "block_size": str(capacity.block_size),
@@ -441,8 +430,8 @@ class MetricsCollector(Labelled, Collector):
                 **sizes,
             )
 
-    def _labelled(self, stats: SchedulerStats) -> dict[str, Mapping[str, float]]:
-        """Return the values of `_LABELLED_COUNTERS`, by name and label value."""
+    def _labelled(self, stats: SchedulerStats, num_kv_events: KvEventCounts) -> dict[str, Mapping[str, float]]:
+        """Return the counters of `_LABELLED_COUNTERS`, by the values of their labels."""
         metrics = self._metrics
         num_from_device = stats.num_cached_prompt_tokens - stats.num_host_cached_prompt_tokens
         num_recomputed = stats.num_preemptions - stats.num_swap_preemptions
@@ -456,9 +445,9 @@ class MetricsCollector(Labelled, Collector):
             "pagewire:moved_blocks": {"out": stats.num_moved_blocks_out, "in": stats.num_moved_blocks_in},
             "vllm:request_success": {**num_ended, "error": num_failed},
             "pagewire:kv_events": {
-                "stored": metrics.num_kv_events[BlockStored],
-                "removed": metrics.num_kv_events[BlockRemoved],
-                "cleared": metrics.num_kv_events[CacheCleared],
+                "stored": num_kv_events[BlockStored],
+                "removed": num_kv_events[BlockRemoved],
+                "cleared": num_kv_events[CacheCleared],
             },
             "pagewire:grammar_requests": metrics.num_grammar_requests,
             "pagewire:grammar_checks": metrics.num_grammar_checks,

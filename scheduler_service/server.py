@@ -181,7 +181,12 @@ class _Scheduler:
         return _PIECES_A_BLOCK * num_blocks + _PIECES_A_REQUEST * state.waiting.num_sequences
 
     def _service_stats(self) -> ServiceStats:
+        step_loop = self._step_loop
         return ServiceStats(
+            capacity=step_loop.availability.capacity,
+            num_worker_losses=step_loop.availability.num_worker_losses,
+            num_epochs=step_loop.availability.num_epochs,
+            num_kv_events=step_loop.kv_events.num_events,
             num_log_lines_dropped=self._num_log_lines_dropped(),
             waiting_text_bytes=self._servicer.intake.turns.waiting.num_bytes,
             detached_bytes=self._detached.num_bytes,
@@ -189,7 +194,7 @@ class _Scheduler:
             num_unread_failures=self._servicer.num_unread_failures,
             waiting_grammar_bytes=self._grammars.num_waiting_bytes,
             num_grammar_verdicts=self._grammars.num_verdicts,
-            tokens=self._step_loop.token_counts(),
+            tokens=step_loop.token_counts(),
             certificate_lives=self._service.certificate_lives() | self._worker_link.certificate_lives(),
         )
 

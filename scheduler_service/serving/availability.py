@@ -102,6 +102,7 @@ class WorkerAvailability:
         self.changed = asyncio.Event()  # for one follower, who clears it
         self.capacity: WorkerCapacity | None = None  # of the worker that is there or was there last
         self.max_sequence_tokens = max_sequence_tokens
+        self.num_epochs = 0
         self.num_worker_losses = 0
 
     # Questions
@@ -139,6 +140,7 @@ class WorkerAvailability:
     def worker_joined(self, capacity: WorkerCapacity, max_sequence_tokens: int) -> None:
         """A worker is there, with which a sequence may have so many tokens."""
         self.stop_timers()
+        self.num_epochs += 1
         self._grace_has_ended = self._has_timed_out = False
         self.capacity, self.max_sequence_tokens = capacity, max_sequence_tokens
         self._missing.clear()

@@ -6,7 +6,7 @@ in bytes, and the oldest goes first.
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -100,14 +100,12 @@ class KvEvents:
         self,
         scheduler: Scheduler,
         log: KvEventLog,
-        observers: Sequence[Callable[[KvEventCounts], None]],
         clock: Clock,
     ) -> None:
-        """The `observers` hear how many events of each kind there were."""
         self._scheduler = scheduler
         self._log = log
-        self._observers = observers
         self._clock = clock
+        self.num_events: KvEventCounts = Counter()  # that there were, by their kinds
         self._log_grew = asyncio.Event()  # a new one for each batch
         self._has_ended = False
 
@@ -150,9 +148,7 @@ class KvEvents:
             counts = self._scheduler.drop_kv_events()
             if counts:
                 self._log.skip()
-        if counts:
-            for tell in self._observers:
-                tell(counts)
+        self.num_events.update(counts)
 
     def end(self) -> None:
         """Nothing happens any more; readers that wait for the next batch hear so."""

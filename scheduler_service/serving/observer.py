@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Concatenate, ParamSpec, TypeVar
 
 from pagewire.common.wire.messages import StepResult, WorkerCapacity
-from scheduler_service.core.request import EndReason, KvEventCounts, Request, SequenceEnd
+from scheduler_service.core.request import EndReason, Request, SequenceEnd
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -41,9 +41,6 @@ class Observer:
     def worker_changed(self, capacity: WorkerCapacity | None) -> None:
         """A worker joined, or (None) was lost."""
 
-    def kv_events_happened(self, counts: KvEventCounts) -> None:
-        """So many changes of the prefix cache were taken from the core."""
-
     def invariant_failed(self) -> None:
         """An invariant of the scheduler was found broken."""
 
@@ -58,7 +55,6 @@ class Observers:
         self.first_token_after = _overriding(Observer.first_token_after, observers)
         self.tokens_after = _overriding(Observer.tokens_after, observers)
         self.worker_changed = _overriding(Observer.worker_changed, observers)
-        self.kv_events_happened = _overriding(Observer.kv_events_happened, observers)
         self.invariant_failed = _overriding(Observer.invariant_failed, observers)
 
 

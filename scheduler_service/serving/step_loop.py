@@ -196,7 +196,7 @@ class StepLoop:
             on_grace_ended=partial(self._end_requests, scheduler.worker_grace_ended),
             on_timed_out=partial(self._end_requests, scheduler.worker_timed_out),
         )
-        self.kv_events = KvEvents(scheduler, kv_event_log or KvEventLog(), heard_by.kv_events_happened, clock)
+        self.kv_events = KvEvents(scheduler, kv_event_log or KvEventLog(), clock)
         self._publisher = publisher = Publisher(heard_by, clock)
         self._wake = asyncio.Event()
         self.exchange = PlanExchange(

@@ -15,12 +15,11 @@ NAME = re.compile(r"\b(?:vllm|pagewire):[a-z0-9_:]+")
 
 def exported() -> dict[str, set[str]]:
     """Returns every series that the scheduler and front ends export, and its labels."""
-    metrics = Metrics()
-    metrics.capacity = WorkerCapacity("w", b"", 300, 256, 16, 64, 1, 8, 64, "cpu", "float32", "torch")
+    capacity = WorkerCapacity("w", b"", 300, 256, 16, 64, 1, 8, 64, "cpu", "float32", "torch")
     numbers = {field.name: 0 for field in fields(SchedulerStats) if field.default is MISSING}
     lives = {"--tls-cert": Life(0.0, 1.0)}
-    service = ServiceStats(certificate_lives=lives)
-    collector = MetricsCollector(metrics, lambda: SchedulerStats(**numbers), "model", lambda: service)
+    service = ServiceStats(capacity, certificate_lives=lives)
+    collector = MetricsCollector(Metrics(), lambda: SchedulerStats(**numbers), "model", lambda: service)
     front_end = FrontEndCollector(lambda: FrontEndStats(certificate_lives=lives))
     return {
         sample.name: set(sample.labels) | TARGET_LABELS
