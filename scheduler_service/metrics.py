@@ -244,7 +244,8 @@ class Metrics(Observer):
         self.num_grammar_requests = {kind.name.lower(): 0 for kind in GrammarKind}
         self.num_grammar_checks = {"accepted": 0, "refused": 0}
         self._num_computed_prompt_tokens = 0
-        self._parts_us = dict.fromkeys((field.name for field in fields(StepParts)), 0)
+        # Of all steps on the worker together, by part of the step, in microseconds.
+        self.parts_us = dict.fromkeys((field.name for field in fields(StepParts)), 0)
         self._collection_began_at = 0.0, 0.0
 
     def collection(self, phase: str, info: dict[str, Any]) -> None:
@@ -273,14 +274,10 @@ class Metrics(Observer):
         self._observe("vllm:iteration_tokens_total", num_tokens)
         self._num_computed_prompt_tokens = num_computed_prompt_tokens
         self._observe("pagewire:step_duration_seconds", result.duration_us / 1e6)
-        for name in self._parts_us:
-            self._parts_us[name] += getattr(result.parts, name)
+        for name in self.parts_us:
+            self.parts_us[name] += getattr(result.parts, name)
         self.mask_seconds += sum(result.mask_us) / 1e6
         self.num_late_rows += result.statuses.count(RowStatus.LATE)
-
-    def part_seconds(self) -> dict[str, float]:
-        """Return the total seconds of all steps on the worker, by part of the step."""
-        return {name.removesuffix("_us"): us / 1e6 for name, us in self._parts_us.items()}
 
     def first_token_after(self, seconds: float) -> None:
         self._observe("vllm:time_to_first_token_seconds", seconds)
@@ -451,7 +448,7 @@ class MetricsCollector(Labelled, Collector):
             },
             "pagewire:grammar_requests": metrics.num_grammar_requests,
             "pagewire:grammar_checks": metrics.num_grammar_checks,
-            "pagewire:step_part_seconds": metrics.part_seconds(),
+            "pagewire:step_part_seconds": {name.removesuffix("_us"): us / 1e6 for name, us in metrics.parts_us.items()},
         }
 
 

@@ -118,9 +118,8 @@ class PlanExchange:
         if self._is_fruitless and (outputs.token_ids or result.candidates.token_ids or result.embeddings):
             self._is_fruitless = False
             self.availability.epoch_bore_fruit()
-        counters = self._counters
         for tell in self._observers.step_finished:
-            tell(result, counters.num_prompt_tokens - counters.num_cached_prompt_tokens)
+            tell(result, self._counters.num_prompt_tokens - self._counters.num_cached_prompt_tokens)
         self._num_unchecked_steps += 1
         if self._num_unchecked_steps == _CHECK_INTERVAL:
             self._num_unchecked_steps = 0

@@ -21,10 +21,10 @@ from testing.serving.door import make_chat_checkpoint, serve_http
 from testing.sources import ROOT
 
 PRODUCT = tuple(f"{ROOT}/{folder}/" for folder in ("pagewire", "scheduler_service"))
-MAX_FILES_OF_A_TOKEN = 42
-MAX_FILES_OF_A_REQUEST = 59  # of which `turns.py` is what all work on texts waits in
+MAX_FILES_OF_A_TOKEN = 34
+MAX_FILES_OF_A_REQUEST = 50  # of which `turns.py` is what all work on texts waits in
 # Of a chat over HTTP in front end and scheduler together: until the worker has its plan, of a token, and in all.
-MAX_FILES_OF_A_CHAT = 68, 50, 77
+MAX_FILES_OF_A_CHAT = 60, 43, 67
 # The service that the running code belongs to: tasks and callbacks inherit the context of the code that starts them.
 SERVICES = ("front end", "scheduler")
 SERVICE: ContextVar[str] = ContextVar("service", default="neither")

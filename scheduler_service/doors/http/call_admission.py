@@ -43,13 +43,9 @@ class CallAdmission:
         self._tenants = tenants
         self._intake = intake
         self._takes_any_model_name = takes_any_model_name
-        self._hosts = HostNames(host)
+        self.hosts = HostNames(host)  # that the header Host of a call may name
         self._bodies = TenantBytes("bodies", MAX_BODIES_BYTES, max(MAX_BODY_BYTES, MAX_BODIES_BYTES // 4))
         self._requests = TenantBytes("requests", MAX_REQUESTS_BYTES, MAX_REQUESTS_BYTES // 4)
-
-    def host_refusal(self, scope: Scope) -> str:
-        """Return why a call is refused whose header Host names another machine, or an empty string."""
-        return self._hosts.refusal(scope["header_values"].get(b"host", "localhost"))
 
     def check_origin(self, scope: Scope) -> None:
         """Raise HttpRefusal for a call by a web page of another origin. The page could not read the answer, but what

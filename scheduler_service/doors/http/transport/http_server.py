@@ -82,7 +82,7 @@ class HttpServer:
         send = partial(_send_named, send, f"req_{secrets.token_hex(12)}".encode())
         # The first of a name counts.
         scope["header_values"] = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}
-        if why := self._admission.host_refusal(scope):
+        if why := self._admission.hosts.refusal(scope["header_values"].get(b"host", "localhost")):
             await error_response(HttpRefusal(403, why), scope["path"])(scope, receive, send)
         else:
             await self._application(scope, receive, send)
