@@ -33,10 +33,8 @@ from pagewire.compatibility import FOREIGN, MAPPED, SAMPLING_FIELDS, STRUCTURED_
 from pagewire.kernels.quantized import BITS
 from pagewire.network.families.reading import DTYPES
 from pagewire.network.quantization import METHODS
-from scheduler_service.core.request import SchedulerStats
-from scheduler_service.core.sequence import TRANSITIONS, GroupState
-from scheduler_service.doors.http.openapi import field_rows
-from scheduler_service.doors.http.requests import (
+from scheduler_service.api.http.openapi import field_rows
+from scheduler_service.api.http.requests import (
     INERT,
     JsonObjectFormat,
     JsonSchemaFormat,
@@ -48,7 +46,9 @@ from scheduler_service.doors.http.requests import (
     ThinkingField,
     ValueFormat,
 )
-from scheduler_service.doors.http.routes import NAMED, POSTED
+from scheduler_service.api.http.routes import NAMED, POSTED
+from scheduler_service.core.request import SchedulerStats
+from scheduler_service.core.sequence import TRANSITIONS, GroupState
 from scheduler_service.metrics import FrontEndCollector, FrontEndStats, Metrics, MetricsCollector, ServiceStats
 from worker_service.device.triton_operations import TritonOperations
 from worker_service.host.cpu_operations import CpuProducts

@@ -11,19 +11,19 @@ from pagewire.common.process.child_process import EXIT_ERROR
 from pagewire.common.process.watched_files import NamedFile, WatchedFiles
 from pagewire.common.wire.transport.dialling import Dialler
 from pagewire.common.wire.transport.tls import Life, link_files
+from scheduler_service.api.authentication import Authenticator
+from scheduler_service.api.grpc.report import decode_stats
+from scheduler_service.api.grpc.request_servicer import FrontEndServicer
 from scheduler_service.config import FrontEndConfig
-from scheduler_service.doors.entrance import Entrance
-from scheduler_service.doors.scheduler.report import decode_stats
-from scheduler_service.doors.scheduler.request_servicer import FrontEndServicer
 from scheduler_service.links.scheduler.scheduler_link import CHANNEL_OPTIONS, SchedulerLink
 from scheduler_service.metrics import FrontEndCollector, FrontEndStats
 from scheduler_service.metrics_server import exposition, serve_metrics
 from scheduler_service.request_service import RequestService, refused
 
 if TYPE_CHECKING:
-    from scheduler_service.doors.http.transport.http_server import HttpServer
-    from scheduler_service.doors.vllm.report import Load
-    from scheduler_service.doors.vllm.servicer import VllmServicer
+    from scheduler_service.api.http.transport.http_server import HttpServer
+    from scheduler_service.api.vllm.report import Load
+    from scheduler_service.api.vllm.servicer import VllmServicer
 
 logger = logging.getLogger(__name__)
 
@@ -67,22 +67,22 @@ async def run(
             link,
             link.availability.server_info,
             link.forwarder.forward,
-            service.entrance,
+            service.authenticator,
             config.scheduler,
             service.model,
             service.tokenizer,
             text_limits=service.text_limits,
             chats=config.http.chats,
         )
-        service.listen(servicer, partial(_make_vllm, link, servicer, service.entrance))
+        service.listen(servicer, partial(_make_vllm, link, servicer, service.authenticator))
         read_stats = partial(_stats, link, servicer, service.certificate_lives, num_log_lines_dropped)
         collector = FrontEndCollector(read_stats)
-        door = _make_http(config, link, servicer, service, collector) if config.http.http_port else None
+        http_server = _make_http(config, link, servicer, service, collector) if config.http.http_port else None
         metrics = serve_metrics(collector, config)
     except (ValueError, OSError) as error:
         return refused(error)
     try:
-        parts = [door.run()] if door is not None else []
+        parts = [http_server.run()] if http_server is not None else []
         return await service.run(
             link, *parts, failed=_failed, stop=stop, stop_now=stop_now or asyncio.Event(), ready=ready
         )
@@ -112,14 +112,16 @@ def _stats(
     )
 
 
-def _make_vllm(link: SchedulerLink, servicer: FrontEndServicer, entrance: Entrance, vllm: ModuleType) -> "VllmServicer":
+def _make_vllm(
+    link: SchedulerLink, servicer: FrontEndServicer, authenticator: Authenticator, vllm: ModuleType
+) -> "VllmServicer":
     async def read_load() -> "Load":
         loads, worker = await link.loads(), link.availability.capacity
         throughput = round(loads.generation_throughput, 1)
         block_size, max_num_seqs = worker.block_size if worker else 0, link.availability.server_info().max_num_seqs
         return vllm.Load(decode_stats(loads), block_size, max_num_seqs, throughput)
 
-    return vllm.VllmServicer(servicer.intake, entrance, link.availability.server_info, read_load, None)
+    return vllm.VllmServicer(servicer.intake, authenticator, link.availability.server_info, read_load, None)
 
 
 def _make_http(
@@ -130,9 +132,9 @@ def _make_http(
     collector: FrontEndCollector,
 ) -> "HttpServer":
     """Create the HTTP server of the OpenAI API and bind its port. Raise OSError if that fails."""
-    from scheduler_service.doors.http.call_admission import CallAdmission
-    from scheduler_service.doors.http.routes import Routes
-    from scheduler_service.doors.http.transport.http_server import HttpServer
+    from scheduler_service.api.http.call_admission import CallAdmission
+    from scheduler_service.api.http.routes import Routes
+    from scheduler_service.api.http.transport.http_server import HttpServer
 
     http, intake = config.http, servicer.intake
     origins = [origin.strip() for origin in (http.allowed_origins or "").split(",")] if http.allowed_origins else []

@@ -19,9 +19,9 @@ from pagewire.common.wire.transport.listening import (
     max_open_connections,
 )
 from pagewire.common.wire.transport.tls import Life, TlsFiles, server_files
+from scheduler_service.api.authentication import Authenticator, ending
+from scheduler_service.api.grpc.request_servicer import SERVICE_NAME, RequestServicer
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
-from scheduler_service.doors.entrance import Entrance, ending
-from scheduler_service.doors.scheduler.request_servicer import SERVICE_NAME, RequestServicer
 from scheduler_service.links.scheduler.scheduler_link import SchedulerLink
 from scheduler_service.serving.availability import Availability
 from scheduler_service.serving.checkpoint.model_info import ModelInfo, read_model
@@ -31,7 +31,7 @@ from scheduler_service.serving.step_loop import StepLoop
 from scheduler_service.serving.tenants.tenant_file import TenantFile
 
 if TYPE_CHECKING:
-    from scheduler_service.doors.vllm.servicer import VllmServicer
+    from scheduler_service.api.vllm.servicer import VllmServicer
 
 logger = logging.getLogger(__name__)
 
@@ -83,10 +83,10 @@ class RequestService:
         self.tokenizer = None if files is None else Tokenizer(files.path, self.tokenizer_json)
         self.text_limits = TextLimits(config.max_prompt_bytes, config.max_waiting_text_bytes)
         self.tenants = TenantFile(config.tenants) if config.tenants else None
-        self.entrance = Entrance(self.tenants)
+        self.authenticator = Authenticator(self.tenants)
         self._server = create_server(
             *_SERVER_OPTIONS,
-            enter=self.entrance.enter,
+            enter=self.authenticator.enter,
             ending=ending,
             max_connections=max_open_connections() // num_ports,
         )
@@ -104,7 +104,7 @@ class RequestService:
         config = self._config
         self._servicer = servicer
         if self.tenants is not None:
-            self.tenants.listeners += [self.entrance.end_strangers, servicer.intake.revoke]
+            self.tenants.listeners += [self.authenticator.end_strangers, servicer.intake.revoke]
             self.watched.append(self.tenants.file)
         servicer.add_to(self._server)
         service_names = [SERVICE_NAME]
@@ -170,7 +170,7 @@ class RequestService:
 def _import_vllm() -> ModuleType | None:
     """Return the module that serves VllmEngine, or None if its stubs are missing. Nothing else depends on the stubs."""
     try:
-        from scheduler_service.doors.vllm import servicer
+        from scheduler_service.api.vllm import servicer
     except (ImportError, RuntimeError) as error:  # the stubs raise RuntimeError with an older grpcio
         logger.log(
             logging.INFO if isinstance(error, ModuleNotFoundError) else logging.WARNING,

@@ -16,13 +16,13 @@ from pagewire.common.process.child_process import EXIT_ERROR, EXIT_REFUSED
 from pagewire.common.wire.transport.dialling import Dialler
 from pagewire.common.wire.transport.link_secret import LinkSecret
 from pagewire.common.wire.transport.tls import TlsFiles, link_files
+from scheduler_service.api.grpc.report import WORKERS_LIMITS, encode_server
+from scheduler_service.api.grpc.scheduler_servicer import SchedulerServicer
 from scheduler_service.config import SchedulerConfig
 from scheduler_service.core import explain
 from scheduler_service.core.request import SchedulerStats
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.core.scheduler_options import SchedulerOptions
-from scheduler_service.doors.scheduler.report import WORKERS_LIMITS, encode_server
-from scheduler_service.doors.scheduler.scheduler_servicer import SchedulerServicer
 from scheduler_service.links.worker.worker_link import CHANNEL_OPTIONS, EpochsExhausted, FencedError, WorkerLink
 from scheduler_service.metrics import Metrics, MetricsCollector, ServiceStats
 from scheduler_service.metrics_server import serve_metrics
@@ -38,8 +38,8 @@ from scheduler_service.serving.step_loop import StepLoop
 from scheduler_service.serving.tenants.quota import Quotas
 
 if TYPE_CHECKING:
-    from scheduler_service.doors.vllm.report import Load
-    from scheduler_service.doors.vllm.servicer import VllmServicer
+    from scheduler_service.api.vllm.report import Load
+    from scheduler_service.api.vllm.servicer import VllmServicer
     from scheduler_service.tracing import Tracing
 
 logger = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ class _Scheduler:
         service, availability = self._service, self._step_loop.availability
         return SchedulerServicer(
             self._step_loop,
-            service.entrance,
+            service.authenticator,
             service.model,
             service.tokenizer,
             self._info,
@@ -210,7 +210,7 @@ class _Scheduler:
             return load()
 
         return vllm.VllmServicer(
-            servicer.intake, self._service.entrance, servicer.server_info, read_load, (step_loop, load)
+            servicer.intake, self._service.authenticator, servicer.server_info, read_load, (step_loop, load)
         )
 
     async def run(self, stop: asyncio.Event, stop_now: asyncio.Event, ready: Callable[[str], None]) -> int:

@@ -29,7 +29,7 @@ PRELOADED = {
     "frontend": [
         "pagewire.cli.services",
         "scheduler_service.front_end",
-        "scheduler_service.doors.http.transport.http_server",
+        "scheduler_service.api.http.transport.http_server",
     ],
     "worker": ["torch", "pagewire.cli.services", "worker_service.server", "worker_service.startup.loader"],
 }

@@ -25,7 +25,7 @@ from bench.peers.environment import BF16, FORMATS, Environments
 from pagewire import AsyncClient, SamplingParams
 from pagewire.bench.run import run
 from pagewire.bench.workload import LengthRange, PlannedRequest, Workload
-from pagewire.cli.services import DOOR_OPTIONS
+from pagewire.cli.services import API_OPTIONS
 from pagewire.client.errors import CommandError
 from pagewire.hosting import local_server
 from pagewire.progress import Progress
@@ -175,7 +175,7 @@ class PagewireArm:
 
     def measure(self, model: Model, loads: Loads, seed: int) -> dict[str, float]:
         try:
-            serving = local_server.serving(str(self._served(model)), self._flags, flags_only=DOOR_OPTIONS)
+            serving = local_server.serving(str(self._served(model)), self._flags, flags_only=API_OPTIONS)
             with serving as (url, _), asyncio.Runner() as runner:
                 client = AsyncClient(url)
                 runner.run(client.__aenter__())

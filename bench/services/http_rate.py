@@ -94,7 +94,7 @@ def over_grpc(stub: pb_grpc.SchedulerServiceStub) -> Read:
 
 
 @contextlib.asynccontextmanager
-async def doors(model: Path, scheduler: str, *more_flags: str) -> AsyncIterator[tuple[dict[str, Read], int, int]]:
+async def apis(model: Path, scheduler: str, *more_flags: str) -> AsyncIterator[tuple[dict[str, Read], int, int]]:
     """Run a front end, and yield a reader for each of its APIs, its process id, and its HTTP port."""
     port = free_port(HOST)
     flags = ["--model", model, "--scheduler", scheduler, "--port", 0, "--http-port", port, "--metrics-port", 0]
@@ -130,7 +130,7 @@ async def rates(model: Path, num_rounds: int, num_alone: int) -> dict[str, list[
         running(model, worker=["--num-device-blocks", 4096, "--num-threads", 1]) as system,
         Router([system.url], "--policy=round_robin") as smg,
     ):
-        async with doors(model, system.url) as (arms, front_end, _):
+        async with apis(model, system.url) as (arms, front_end, _):
             processes = {"client": os.getpid(), "front_end": front_end, "smg": smg.pid}
             processes |= {"scheduler": system.scheduler.pid, "worker": system.worker.pid}
             arms["smg"] = over_http(smg.port, model.name)
@@ -146,7 +146,7 @@ async def parser_rates(model: Path, num_rounds: int) -> dict[str, list[dict[str,
     (model / "chat_template.jinja").write_text(_TEMPLATE)
     with running(model, worker=["--num-device-blocks", 4096, "--num-threads", 1]) as system:
         # A grammar for tool calls would end these outputs early.
-        async with doors(model, system.url, "--no-strict-tools") as (_, front_end, port):
+        async with apis(model, system.url, "--no-strict-tools") as (_, front_end, port):
             arms = {
                 "content": over_http(port, model.name, "content"),
                 "parsed": over_http(port, model.name, "parsed", tools=[_TOOL]),
@@ -179,7 +179,7 @@ async def many_gaps(model: Path, num_rounds: int) -> dict[str, list[dict[str, fl
     flags = ["--model", model, "--worker", worker.address, "--port", 0, "--metrics-port", 0, "--log-level", "error"]
     scheduler = Service("scheduler", [*flags, "--max-num-seqs", NUM_MANY])
     try:
-        async with doors(model, scheduler.wait_until_ready()) as (arms, _, _):
+        async with apis(model, scheduler.wait_until_ready()) as (arms, _, _):
             return await in_rounds(arms, gaps, num_rounds)
     finally:
         scheduler.stop()

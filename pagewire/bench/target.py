@@ -35,5 +35,5 @@ def opened(
             parser.error(f"{serve_flags[0]} follows --, but no server is started with --url")
         yield connection.client(parser, parsed, AsyncClient)
         return
-    with local_server.serving(parsed.model, [*serve_flags, *extra_flags], flags_only=services.DOOR_OPTIONS) as (url, _):
+    with local_server.serving(parsed.model, [*serve_flags, *extra_flags], flags_only=services.API_OPTIONS) as (url, _):
         yield AsyncClient(url)

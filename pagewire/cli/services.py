@@ -157,7 +157,7 @@ OWN_GROUPS = {
     for title in (MOST_USED, "model", "memory and KV cache", "scheduling", "computing")
 }
 # The starting process sends no credentials, so a local server must not require any.
-DOOR_OPTIONS = GROUPS["tenants and TLS"]
+API_OPTIONS = GROUPS["tenants and TLS"]
 # `serve` connects the scheduler and the worker over private sockets, so these options do not apply there.
 LINK_OPTIONS = (
     "worker",

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, NotRequired, TypedDict
 
 from pagewire import installation
-from pagewire.cli.services import DOOR_OPTIONS, serve_options
+from pagewire.cli.services import API_OPTIONS, serve_options
 from pagewire.client import background_loop, conversation, wire
 from pagewire.client.arguments import are_token_ids, as_list, check_text, is_integer, is_real, require, split_prompt
 from pagewire.client.batch import RequestBatch
@@ -96,7 +96,7 @@ class LLM:
         require("seed", seed, seed is None or is_integer(seed), "an integer or None")
         self.model = os.fspath(model)
         check_text("model", self.model)
-        server = LocalServer(self.model, [*FLAGS, *serve_flags(self.model, options)], flags_only=DOOR_OPTIONS)
+        server = LocalServer(self.model, [*FLAGS, *serve_flags(self.model, options)], flags_only=API_OPTIONS)
         self._server = server
         self._seeds = None if seed is None else itertools.count(seed << 32)
         self.url = server.start()

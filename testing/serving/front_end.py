@@ -16,8 +16,8 @@ from pagewire.options import Resolved
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 from scheduler_service import front_end
+from scheduler_service.api.grpc.request_servicer import SERVICE_NAME
 from scheduler_service.config import FrontEndConfig
-from scheduler_service.doors.scheduler.request_servicer import SERVICE_NAME
 from testing.scheduler_stack import Result, Stack, serve
 
 DEADLINE = 30

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from testing.serving.door import serve_http
+from testing.serving.http_server import serve_http
 from tests.clients.program import INSTALLED, Program, programs
 from tests.clients.scripted_model import ScriptedWorker, make_scripted_checkpoint
 from tests.clients.scripts import forced, helpful

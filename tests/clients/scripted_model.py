@@ -21,7 +21,7 @@ from testing.core.simulated_worker import Row, SimulatedWorker
 from testing.core.toy_grammar import ToyMatcher
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import VOCAB_SIZE
-from testing.serving.door import make_chat_checkpoint
+from testing.serving.http_server import make_chat_checkpoint
 
 MAX_MODEL_LEN = 200_000
 END = 0  # the token of make_chat_checkpoint that ends an output

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from scheduler_service.doors.http.prompts import IMAGE_LEFT_OUT
+from scheduler_service.api.http.prompts import IMAGE_LEFT_OUT
 from tests.clients.conftest import Served
 from tests.clients.program import NPM
 from tests.clients.scripts import Call, loop

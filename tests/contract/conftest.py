@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, processors
 
 from pagewire.common.grammars import GrammarError
 from pagewire.common.grammars.trial import Trials
-from scheduler_service.doors.scheduler import scheduler_servicer
+from scheduler_service.api.grpc import scheduler_servicer
 from scheduler_service.serving import grammar_checks
 from testing.scheduler_stack import make_checkpoint
 from testing.serving.tenants import write_tenants

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from pagewire.common.strict_json import MAX_VALUES, count_values, from_json
-from scheduler_service.doors.http.body import MAX_BODY_BYTES, decode_body
-from scheduler_service.doors.http.requests import CompletionRequest
+from scheduler_service.api.http.body import MAX_BODY_BYTES, decode_body
+from scheduler_service.api.http.requests import CompletionRequest
 from scheduler_service.serving.refusal import RefusedError
 from scheduler_service.serving.turns import PIECE_SIZE
 from tests.growth import check_costs

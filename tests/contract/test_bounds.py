@@ -14,7 +14,7 @@ import pytest
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service import request_service
-from scheduler_service.doors.scheduler import shared_call
+from scheduler_service.api.grpc import shared_call
 from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
 from testing.scheduler_stack import Stack, details, make_checkpoint, request, serve, status_of
 from testing.serving.failures import failure_of

@@ -18,9 +18,9 @@ from tokenizers import Tokenizer
 from pagewire import AsyncClient, NotFound
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service import server
+from scheduler_service.api.grpc.generate_response import whole_response
+from scheduler_service.api.grpc.scheduler_servicer import result_of
 from scheduler_service.core.request import EndReason, SequenceEnd, TokenLogprobs
-from scheduler_service.doors.scheduler.generate_response import whole_response
-from scheduler_service.doors.scheduler.scheduler_servicer import result_of
 from scheduler_service.serving.checkpoint.tokenizer import Tokenizer as ServedTokenizer
 from scheduler_service.serving.detached import DetachedRequests
 from scheduler_service.serving.output import Delta, OutputReader, SampleRecord

@@ -17,7 +17,7 @@ from pagewire.common.wire.messages import StepPlan
 from scheduler_service import front_end, server
 from testing import fake_worker
 from testing.scheduler_stack import serve
-from testing.serving.door import make_chat_checkpoint, serve_http
+from testing.serving.http_server import make_chat_checkpoint, serve_http
 from testing.sources import ROOT
 
 PRODUCT = tuple(f"{ROOT}/{folder}/" for folder in ("pagewire", "scheduler_service"))
@@ -159,7 +159,7 @@ async def test_a_chat_over_http_enters_few_files(tmp_path: Path, monkeypatch: py
     assert all(count <= most for count, most in zip(counts, MAX_FILES_OF_A_CHAT, strict=True)), counts
     of_chat = set.intersection(*chats)
     assert {
-        ("front end", f"scheduler_service/{name}.py") for name in ("doors/http/answering", "serving/intake")
+        ("front end", f"scheduler_service/{name}.py") for name in ("api/http/answering", "serving/intake")
     } < of_chat
     assert ("scheduler", "scheduler_service/core/scheduler.py") in set.intersection(*tokens)
 

@@ -12,7 +12,7 @@ import pytest
 from pagewire import AsyncClient, SamplingParams
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
-from scheduler_service.doors.scheduler import scheduler_servicer
+from scheduler_service.api.grpc import scheduler_servicer
 from testing.scheduler_stack import VOCAB_SIZE, details, expected_tokens, request, serve
 from testing.serving.failures import failure_of
 from testing.serving.front_end import DEADLINE, serve_both, serve_front_end

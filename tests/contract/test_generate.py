@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from scheduler_service.doors.scheduler import generate_response
+from scheduler_service.api.grpc import generate_response
 from testing.scheduler_stack import Result, Stack, expected_tokens, make_checkpoint, request, serve
 from testing.serving.failures import failure_of
 from tests.contract import vllm_client

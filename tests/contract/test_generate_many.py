@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
-from scheduler_service.doors.scheduler.shared_call import SharedCall
+from scheduler_service.api.grpc.shared_call import SharedCall
 from scheduler_service.serving.active_request import ActiveRequest
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from scheduler_service.serving.refusal import Reason, RefusedError
@@ -129,7 +129,7 @@ async def test_a_connection_that_goes_takes_its_requests(checkpoint: Path) -> No
 async def test_a_slow_reader_gets_fewer_and_longer_messages(
     checkpoint: Path, token_only: bool, max_weight: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scheduler_service.doors.scheduler.shared_call._MAX_MESSAGE_WEIGHT", max_weight)
+    monkeypatch.setattr("scheduler_service.api.grpc.shared_call._MAX_MESSAGE_WEIGHT", max_weight)
     window = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
     async with serve(checkpoint) as stack, grpc.aio.insecure_channel(stack.url[len("grpc://") :], window) as channel:
         shared = SharedStream(replace(stack, stub=pb_grpc.SchedulerServiceStub(channel)), reads=False)

@@ -18,7 +18,7 @@ from transformers.tokenization_utils_base import generate_merges
 
 from pagewire.common.chat.chat_template import render
 from pagewire.common.gguf import GgufError, GgufFile, tokenizer_json
-from scheduler_service.doors.vllm.tokenizer_archive import read_tokenizer_archive
+from scheduler_service.api.vllm.tokenizer_archive import read_tokenizer_archive
 from scheduler_service.serving.checkpoint.model_info import ModelInfo, read_model_info
 from scheduler_service.serving.checkpoint.tokenizer import load_tokenizer
 from testing.checkpoints.families import make_checkpoint

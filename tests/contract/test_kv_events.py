@@ -10,8 +10,8 @@ import pytest
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service import server
+from scheduler_service.api.grpc.kv_event_stream import kv_event_messages
 from scheduler_service.core.request import BlockRemoved, BlockStored, KvEvent, Tier
-from scheduler_service.doors.scheduler.kv_event_stream import kv_event_messages
 from scheduler_service.serving.kv_events import KvEventBatch, KvEventLog
 from scheduler_service.serving.refusal import Reason, RefusedError
 from testing.fake_worker import FakeWorker

@@ -14,7 +14,7 @@ import pytest
 
 from pagewire.common.gguf import MAX_LISTING_BYTES, MAX_SETTINGS_BYTES, ModelFileError
 from pagewire.hosting.model_source import SMALL_FILES
-from scheduler_service.doors.vllm.tokenizer_archive import archive_chunks, read_tokenizer_archive
+from scheduler_service.api.vllm.tokenizer_archive import archive_chunks, read_tokenizer_archive
 from scheduler_service.serving.checkpoint.chat_template import _MAX_FILE_BYTES
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from scheduler_service.serving.checkpoint.tokenizer import load_tokenizer

@@ -9,8 +9,8 @@ import torch
 
 from pagewire.kernels.sampling import lowest_kept
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from scheduler_service.doors.scheduler.generate_request import read_request
-from scheduler_service.doors.scheduler.resolved_request import decode_resolved, encode_resolved
+from scheduler_service.api.grpc.generate_request import read_request
+from scheduler_service.api.grpc.resolved_request import decode_resolved, encode_resolved
 from scheduler_service.serving.checkpoint.model_info import ModelInfo, read_model_info
 from scheduler_service.serving.checkpoint.sampling_defaults import SUPPRESSING_BIAS
 from scheduler_service.serving.checkpoint.tokenizer import load_tokenizer

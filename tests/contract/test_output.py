@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from scheduler_service.api.grpc.generate_response import encode_delta, whole_response
 from scheduler_service.core.request import EndReason, SequenceEnd, TokenLogprobs
-from scheduler_service.doors.scheduler.generate_response import encode_delta, whole_response
 from scheduler_service.serving.checkpoint.tokenizer import DecodedText, Tokenizer
 from scheduler_service.serving.output import OutputReader, SampleRecord
 from testing.scheduler_stack import EOS, VOCAB_SIZE

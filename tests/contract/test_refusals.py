@@ -4,8 +4,8 @@ from http import HTTPStatus
 
 import grpc
 
+from scheduler_service.api.authentication import set_status
 from scheduler_service.core.request import AdmissionReason, EndReason
-from scheduler_service.doors.entrance import set_status
 from scheduler_service.serving.observer import ENDED_WELL
 from scheduler_service.serving.refusal import MAX_MESSAGE_BYTES, OF_ADMISSION, OF_END, Reason, RefusedError
 

@@ -6,8 +6,8 @@ from typing import get_args
 
 from pagewire.common.wire.messages import WorkerCapacity
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from scheduler_service.api.grpc.report import decode_stats, encode_loads, encode_report, encode_worker
 from scheduler_service.core.request import BlockHolder, RequestReport, SchedulerStats
-from scheduler_service.doors.scheduler.report import decode_stats, encode_loads, encode_report, encode_worker
 
 
 def values(record: type, rng: random.Random) -> dict[str, object]:

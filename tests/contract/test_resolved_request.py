@@ -20,15 +20,15 @@ from pagewire.common.wire.messages import Pooling, SamplingParams, illegal_value
 from pagewire.common.wire.sampling_rules import ALL_TOKENS, FILTERS_OFF, MAX_GRAMMAR_BYTES
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
-from scheduler_service.core.request import Request
-from scheduler_service.doors.scheduler import resolved_request
-from scheduler_service.doors.scheduler.generate_request import read_request
-from scheduler_service.doors.scheduler.resolved_request import (
+from scheduler_service.api.grpc import resolved_request
+from scheduler_service.api.grpc.generate_request import read_request
+from scheduler_service.api.grpc.resolved_request import (
     FRONT_END_PROTOCOL,
     decode_resolved,
     encode_resolved,
     read_submitted,
 )
+from scheduler_service.core.request import Request
 from scheduler_service.serving.checkpoint.model_info import ModelInfo, read_model_info
 from scheduler_service.serving.checkpoint.sampling_defaults import SUPPRESSING_BIAS
 from scheduler_service.serving.parsed_request import SAME_NUMBERS, parse_request

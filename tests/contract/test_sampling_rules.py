@@ -21,7 +21,7 @@ from pagewire.common.wire.sampling_rules import (
     RANGES,
 )
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from scheduler_service.doors.scheduler.generate_request import read_request
+from scheduler_service.api.grpc.generate_request import read_request
 from scheduler_service.serving.checkpoint.model_info import ModelInfo, read_model_info
 from scheduler_service.serving.refusal import RefusedError
 from scheduler_service.serving.tenants.caller import Call, Caller

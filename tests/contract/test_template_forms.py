@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from pagewire.common.chat.chat_template import ChatTemplateError, refusals, render
 from pagewire.common.chat.template_sandbox import MAX_TEMPLATE_CHARS
-from scheduler_service.doors.vllm.tokenizer_archive import read_tokenizer_archive
+from scheduler_service.api.vllm.tokenizer_archive import read_tokenizer_archive
 from scheduler_service.serving.checkpoint.chat_template import _MAX_NAMED
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.scheduler_stack import make_checkpoint

@@ -19,9 +19,9 @@ from pagewire.common.chat.template_sandbox import TemplateFailure
 from pagewire.common.grammars.literals import literals_of
 from pagewire.common.wire.transport.wrong_port import RightPort
 from pagewire.protos.gen.pagewire.scheduler.v1.scheduler_pb2 import GenerateResponse
-from scheduler_service.doors.http.body import decode_body, decode_query
-from scheduler_service.doors.http.requests import ChatCompletionRequest, DetachedQuery
-from scheduler_service.doors.http.tool_calls import SampleReader
+from scheduler_service.api.http.body import decode_body, decode_query
+from scheduler_service.api.http.requests import ChatCompletionRequest, DetachedQuery
+from scheduler_service.api.http.tool_calls import SampleReader
 from scheduler_service.links import reconnection
 from scheduler_service.serving.output import OutputReader, SampleRecord
 from scheduler_service.serving.refusal import RefusedError

@@ -17,7 +17,7 @@ from transformers.models.auto import tokenization_auto
 from pagewire.common.chat.chat_template import render
 from pagewire.common.gguf.tokenizer_files import TokenizerFiles, classes, settings
 from pagewire.network.checkpoint_files import CheckpointError, model_digest
-from scheduler_service.doors.vllm.tokenizer_archive import read_tokenizer_archive
+from scheduler_service.api.vllm.tokenizer_archive import read_tokenizer_archive
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from scheduler_service.serving.checkpoint.tokenizer import load_tokenizer
 from testing.checkpoints.families import FAMILIES

@@ -12,8 +12,8 @@ from smg_grpc_proto import vllm_engine_pb2
 from tokenizers import Tokenizer
 
 from pagewire.common.grammars import GrammarCompiler, GrammarError
-from scheduler_service.doors.vllm import servicer
-from scheduler_service.doors.vllm.generate_request import close_calls
+from scheduler_service.api.vllm import servicer
+from scheduler_service.api.vllm.generate_request import close_calls
 from testing import scheduler_stack
 from testing.scheduler_stack import EOS, VOCAB_SIZE, details, expected_tokens, make_checkpoint, serve
 from testing.serving.failures import failure_of

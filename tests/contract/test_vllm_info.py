@@ -20,9 +20,9 @@ from smg_grpc_proto.generated import common_pb2
 from pagewire import AsyncClient
 from pagewire.common.wire.messages import WorkerCapacity
 from pagewire.hosting.supervisor import free_port
-from scheduler_service import doors, server
+from scheduler_service import api, server
+from scheduler_service.api.vllm.generate_request import read_generate_request
 from scheduler_service.config import SchedulerConfig
-from scheduler_service.doors.vllm.generate_request import read_generate_request
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from scheduler_service.serving.tenants.caller import Call, Caller
 from testing.fake_worker import FakeWorker
@@ -43,8 +43,8 @@ async def test_without_its_extra_all_else_is_served(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.delattr(doors.vllm, "servicer", raising=False)
-    monkeypatch.delitem(sys.modules, "scheduler_service.doors.vllm.servicer", raising=False)
+    monkeypatch.delattr(api.vllm, "servicer", raising=False)
+    monkeypatch.delitem(sys.modules, "scheduler_service.api.vllm.servicer", raising=False)
     monkeypatch.setitem(sys.modules, "smg_grpc_proto", None)
     async with serve(checkpoint) as stack, AsyncClient(stack.url) as client:
         assert (await client.complete(prompt_token_ids=PROMPT, max_tokens=2)).outputs[0].token_ids

@@ -12,12 +12,12 @@ from smg_grpc_proto.generated import common_pb2
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service import server
+from scheduler_service.api.vllm.kv_events import KvEventFeed
+from scheduler_service.api.vllm.report import Load
 from scheduler_service.core import explain
 from scheduler_service.core.request import BlockStored, KvEvent, Tier
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.core.scheduler_options import SchedulerOptions
-from scheduler_service.doors.vllm.kv_events import KvEventFeed
-from scheduler_service.doors.vllm.report import Load
 from scheduler_service.serving.kv_events import KvEventBatch, KvEventLog
 from testing import scheduler_stack
 from testing.fake_worker import FakeWorker

@@ -27,12 +27,12 @@ from pagewire.network.families import BY_ARCHITECTURE
 from pagewire.network.families.reading import MAX_EXPERTS
 from pagewire.network.quantization import METHODS
 from scheduler_service import metrics_server
+from scheduler_service.api.grpc import shared_call
+from scheduler_service.api.grpc.resolved_request import FRONT_END_PROTOCOL
+from scheduler_service.api.http import body, call_admission
+from scheduler_service.api.http.transport import connection
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
 from scheduler_service.core.policy import POLICIES
-from scheduler_service.doors.http import body, call_admission
-from scheduler_service.doors.http.transport import connection
-from scheduler_service.doors.scheduler import shared_call
-from scheduler_service.doors.scheduler.resolved_request import FRONT_END_PROTOCOL
 from scheduler_service.links.worker import liveness
 from scheduler_service.server import EXIT_FENCED
 from scheduler_service.serving import grammar_checks, intake, parsed_request, recording, turns

@@ -6,7 +6,7 @@ from typing import Any
 import grpc.aio
 from google.protobuf.message import Message
 
-from scheduler_service.doors.entrance import passed_on, refusal_of
+from scheduler_service.api.authentication import passed_on, refusal_of
 from scheduler_service.links.scheduler.scheduler_availability import SchedulerAvailability
 from scheduler_service.serving.refusal import Reason, RefusedError
 from scheduler_service.serving.tenants.caller import Call

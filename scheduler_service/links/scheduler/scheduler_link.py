@@ -19,9 +19,9 @@ from pagewire.common.wire.transport.dialling import Dialler
 from pagewire.common.wire.transport.message_size import MAX_MESSAGE_BYTES, too_large
 from pagewire.common.wire.transport.wrong_port import RightPort
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from scheduler_service.api.grpc.generate_response import decode_end, decode_logprobs
+from scheduler_service.api.grpc.resolved_request import FRONT_END_PROTOCOL, encode_resolved
 from scheduler_service.core.request import EndReason, OutputMode
-from scheduler_service.doors.scheduler.generate_response import decode_end, decode_logprobs
-from scheduler_service.doors.scheduler.resolved_request import FRONT_END_PROTOCOL, encode_resolved
 from scheduler_service.links.reconnection import LINK_OPTIONS, Backoff, Ended, Outage, Outdated
 from scheduler_service.links.scheduler.forwarder import Forwarder
 from scheduler_service.links.scheduler.scheduler_availability import SchedulerAvailability

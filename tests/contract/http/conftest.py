@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from scheduler_service.doors.http import prompts
+from scheduler_service.api.http import prompts
 from testing.core.simulated_worker import SimulatedWorker
-from testing.serving.door import HttpServer, make_chat_checkpoint, serve_http
+from testing.serving.http_server import HttpServer, make_chat_checkpoint, serve_http
 from tests.contract.http.scripted import Say
 
 

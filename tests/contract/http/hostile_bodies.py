@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from msgspec import Struct, inspect
 
-from scheduler_service.doors.http.openapi import TypedRoute
+from scheduler_service.api.http.openapi import TypedRoute
 from testing.chat_output.spellings import SPELLINGS
 
 # Makes a value in JSON of about that many bytes.

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from testing.serving.door import make_chat_checkpoint
+from testing.serving.http_server import make_chat_checkpoint
 
 # Has the model write a text, whatever it is asked.
 Say = Callable[[str], None]

@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from testing.serving.door import HttpServer, serve_http
+from testing.serving.http_server import HttpServer, serve_http
 from testing.serving.tenants import KEYS, key_file, write_tenants
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from testing.serving.door import HttpServer
+from testing.serving.http_server import HttpServer
 
 PATH = "/v1/completions"
 VERSION = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"

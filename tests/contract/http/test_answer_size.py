@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from pagewire.common.wire.sampling_rules import faults_in
+from scheduler_service.api.http import answering
 from scheduler_service.core.request import TokenLogprobs
-from scheduler_service.doors.http import answering
 from scheduler_service.serving import parsed_request
 from scheduler_service.serving.output import OutputReader, SampleRecord
-from testing.serving.door import HttpServer, make_chat_checkpoint, serve_http
+from testing.serving.http_server import HttpServer, make_chat_checkpoint, serve_http
 from tests.contract.http.shared import CHAT, COMPLETION, MIB, chat, of, shared_server
 from tests.contract.pooling import write_pooling
 

@@ -14,11 +14,11 @@ from tokenizers import Tokenizer
 
 from pagewire.common import __version__
 from pagewire.kernels.sampling import lowest_kept
-from scheduler_service.doors.http.requests import LEAST_TOP_P
+from scheduler_service.api.http.requests import LEAST_TOP_P
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.core.simulated_worker import SimulatedWorker
 from testing.fake_worker import FakeWorker
-from testing.serving.door import CHAT_TEMPLATE, HttpServer, joined, make_chat_checkpoint, serve_http
+from testing.serving.http_server import CHAT_TEMPLATE, HttpServer, joined, make_chat_checkpoint, serve_http
 from tests.contract.http.scripted import make_tool_checkpoint
 from tests.contract.http.shared import CHAT, COMPLETION
 from tests.contract.pooling import write_pooling

@@ -14,11 +14,11 @@ from openai.types import Model
 
 from pagewire.common import __version__
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from scheduler_service.doors.http import body, routes
-from scheduler_service.doors.http.transport import connection, event_stream
+from scheduler_service.api.http import body, routes
+from scheduler_service.api.http.transport import connection, event_stream
 from testing.seeds import seeded
 from testing.serving.certificates import Authority
-from testing.serving.door import DONE, HttpServer, serve_http, server_of_the_module
+from testing.serving.http_server import DONE, HttpServer, serve_http, server_of_the_module
 from testing.serving.tenants import KEYS, key_file, remove_tenant, write_tenants
 
 lasting_server = server_of_the_module("lasting_server")
@@ -437,6 +437,6 @@ async def test_drawn_requests_are_never_a_failure(server: HttpServer) -> None:
 
 
 async def _field_names(path: str) -> list[str]:
-    from scheduler_service.doors.http.requests import ChatCompletionRequest, CompletionRequest
+    from scheduler_service.api.http.requests import ChatCompletionRequest, CompletionRequest
 
     return list((CompletionRequest if path == PATH else ChatCompletionRequest).__struct_fields__)

@@ -9,7 +9,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizers import Tokenizer
 
 from testing.scheduler_stack import expected_tokens
-from testing.serving.door import HttpServer, joined, make_chat_checkpoint, server_of_the_module
+from testing.serving.http_server import HttpServer, joined, make_chat_checkpoint, server_of_the_module
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 server = server_of_the_module()

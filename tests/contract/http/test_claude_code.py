@@ -12,9 +12,9 @@ import pytest
 from anthropic.types import Message
 from tokenizers import Tokenizer
 
-from scheduler_service.doors.http.messages.conversation import chat_of
-from scheduler_service.doors.http.messages.requests import CountTokensRequest
-from testing.serving.door import Begun, HttpServer, noting_requests, serve_http, server_of_the_module
+from scheduler_service.api.http.messages.conversation import chat_of
+from scheduler_service.api.http.messages.requests import CountTokensRequest
+from testing.serving.http_server import Begun, HttpServer, noting_requests, serve_http, server_of_the_module
 from tests.contract.http.scripted import CALL, WEATHER, Say, make_tool_checkpoint
 from tests.growth import check_growth
 

@@ -8,8 +8,8 @@ import pytest
 from openai.types.responses import Response
 from tokenizers import Tokenizer
 
-from scheduler_service.doors.http import prompts
-from testing.serving.door import HttpServer, server_of_the_module
+from scheduler_service.api.http import prompts
+from testing.serving.http_server import HttpServer, server_of_the_module
 from tests.contract.http.response_items import PATH
 from tests.contract.http.scripted import Say, make_tool_checkpoint
 

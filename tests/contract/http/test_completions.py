@@ -11,8 +11,8 @@ from pagewire.common.wire.messages import GrammarKind
 from scheduler_service.serving.refusal import Reason
 from testing.grammars.spelled import allowed_tokens
 from testing.scheduler_stack import VOCAB_SIZE, expected_tokens, request
-from testing.serving.door import HttpServer, joined, server_of_the_module
 from testing.serving.failures import failure_of
+from testing.serving.http_server import HttpServer, joined, server_of_the_module
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 server = server_of_the_module()

@@ -9,8 +9,8 @@ from tokenizers import Tokenizer
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from testing.scheduler_stack import VOCAB_SIZE, expected_tokens
-from testing.serving.door import DONE, HttpServer, serve_http
 from testing.serving.front_end import DEADLINE, serve_front_end
+from testing.serving.http_server import DONE, HttpServer, serve_http
 from testing.serving.tenants import KEYS, credentials, key_file, write_tenants
 from tests.contract.detached import attach, submit, until, until_ended
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from scheduler_service.doors.http import body, call_admission
-from scheduler_service.doors.http.transport import connection, event_stream, http_server
+from scheduler_service.api.http import body, call_admission
+from scheduler_service.api.http.transport import connection, event_stream, http_server
 from testing.serving.certificates import Authority
-from testing.serving.door import DONE, HttpServer, serve_http, server_of_the_module
+from testing.serving.http_server import DONE, HttpServer, serve_http, server_of_the_module
 from tests.contract.http.sockets import PATH, VERSION, Stream, answer_to, connected, posted, status_of
 
 lasting_server = server_of_the_module("lasting_server")

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from pagewire.common.chat.chat_output import OutputParser
-from scheduler_service.doors.http import answering, call_admission, prompts
-from scheduler_service.doors.http.responses import response_teller
-from scheduler_service.doors.http.transport import http_server
-from scheduler_service.doors.scheduler import request_servicer
+from scheduler_service.api.grpc import request_servicer
+from scheduler_service.api.http import answering, call_admission, prompts
+from scheduler_service.api.http.responses import response_teller
+from scheduler_service.api.http.transport import http_server
 from scheduler_service.serving.prompt_text import TextLimits
 from scheduler_service.serving.turns import PIECE_SIZE
-from testing.serving.door import HttpServer, make_chat_checkpoint, serve_http
+from testing.serving.http_server import HttpServer, make_chat_checkpoint, serve_http
 from testing.serving.tenants import KEYS
 from tests.contract.http.scripted import Say
 from tests.contract.http.shared import CHAT, COMPLETION, MIB, chat, of, shared_server

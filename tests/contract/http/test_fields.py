@@ -14,13 +14,13 @@ import pytest_asyncio
 from tokenizers import Tokenizer, processors
 
 from pagewire.common.wire.messages import GrammarKind
+from scheduler_service.api.http.openapi import FieldRow, field_rows
+from scheduler_service.api.http.requests import INERT
+from scheduler_service.api.http.routes import POSTED
 from scheduler_service.core.request import Request
-from scheduler_service.doors.http.openapi import FieldRow, field_rows
-from scheduler_service.doors.http.requests import INERT
-from scheduler_service.doors.http.routes import POSTED
 from scheduler_service.serving.parsed_request import ParsedRequest
 from scheduler_service.serving.tenants.caller import Call
-from testing.serving.door import (
+from testing.serving.http_server import (
     CHAT_TEMPLATE,
     Begun,
     HttpServer,

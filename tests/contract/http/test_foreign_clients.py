@@ -10,10 +10,10 @@ import anthropic
 import pytest
 import pytest_asyncio
 
-from scheduler_service.doors.http.body import decode_body
-from scheduler_service.doors.http.messages.requests import MessagesRequest
-from scheduler_service.doors.http.requests import ChatCompletionRequest, JsonSchemaFormat
-from testing.serving.door import HttpServer, serve_http
+from scheduler_service.api.http.body import decode_body
+from scheduler_service.api.http.messages.requests import MessagesRequest
+from scheduler_service.api.http.requests import ChatCompletionRequest, JsonSchemaFormat
+from testing.serving.http_server import HttpServer, serve_http
 from tests.contract.http.scripted import WEATHER, make_tool_checkpoint
 from tests.growth import check_growth
 

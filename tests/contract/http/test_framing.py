@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from scheduler_service.doors.http.transport import connection
+from scheduler_service.api.http.transport import connection
 from testing.seeds import seeded
-from testing.serving.door import DONE, HttpServer, serve_http, server_of_the_module
+from testing.serving.http_server import DONE, HttpServer, serve_http, server_of_the_module
 from tests.contract.http.sockets import PATH, VERSION, Stream, answer_to, connected, posted, status_of
 
 lasting_server = server_of_the_module("lasting_server")

@@ -20,7 +20,7 @@ from pagewire.client.completion import Output
 from pagewire.client.errors import PagewireError
 from testing.scheduler_stack import VOCAB_SIZE
 from testing.seeds import seeded
-from testing.serving.door import HttpServer, joined, serve_http
+from testing.serving.http_server import HttpServer, joined, serve_http
 from testing.serving.over_http import COMPLETIONS, as_over_http, body_of, id_of, outputs_over_http
 from testing.serving.received import Received
 from tests.thorough import thorough

@@ -15,12 +15,12 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from scheduler_service.doors.http.body import MAX_BODY_BYTES
-from scheduler_service.doors.http.openapi import TypedRoute
-from scheduler_service.doors.http.routes import NAMED, POSTED
-from scheduler_service.doors.http.transport.connection import MAX_HEAD_BYTES
+from scheduler_service.api.http.body import MAX_BODY_BYTES
+from scheduler_service.api.http.openapi import TypedRoute
+from scheduler_service.api.http.routes import NAMED, POSTED
+from scheduler_service.api.http.transport.connection import MAX_HEAD_BYTES
 from testing.chat_output.spellings import SPELLINGS
-from testing.serving.door import HttpServer, make_chat_checkpoint, serve_http
+from testing.serving.http_server import HttpServer, make_chat_checkpoint, serve_http
 from tests.contract.http.hostile_bodies import HostileBody, bodies_of, format_bodies_of
 from tests.contract.http.scripted import TEMPLATE
 from tests.contract.pooling import write_pooling

@@ -10,13 +10,13 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from scheduler_service.doors.http import answers, detached_requests
-from scheduler_service.doors.scheduler import generate_response
+from scheduler_service.api.grpc import generate_response
+from scheduler_service.api.http import answers, detached_requests
 from scheduler_service.serving import parsed_request
 from scheduler_service.serving.output import MAX_DELTA_TOKENS, Delta
 from testing import scheduler_stack
 from testing.scheduler_stack import make_checkpoint
-from testing.serving.door import HttpServer, joined
+from testing.serving.http_server import HttpServer, joined
 from tests.contract.http.shared import CHAT, COMPLETION, MIB, chat, of, shared_server
 
 VOCAB_SIZE = 300

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from testing.serving.door import HttpServer, server_of_the_module
+from testing.serving.http_server import HttpServer, server_of_the_module
 from tests.contract.http.scripted import make_tool_checkpoint
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

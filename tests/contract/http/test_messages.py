@@ -10,9 +10,9 @@ import pytest
 from anthropic.types import Message
 from tokenizers import Tokenizer
 
-from scheduler_service.doors.http.messages.conversation import chat_of
-from scheduler_service.doors.http.messages.requests import CountTokensRequest
-from testing.serving.door import HttpServer, make_chat_checkpoint, serve_http, server_of_the_module
+from scheduler_service.api.http.messages.conversation import chat_of
+from scheduler_service.api.http.messages.requests import CountTokensRequest
+from testing.serving.http_server import HttpServer, make_chat_checkpoint, serve_http, server_of_the_module
 from testing.serving.tenants import KEYS, key_file, write_tenants
 from tests.contract.http.scripted import CALL, SECOND, WEATHER, Say, make_tool_checkpoint
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from pagewire.common.strict_json import MAX_DEPTH, from_json
-from scheduler_service.doors.http.messages.answers import (
+from scheduler_service.api.http.messages.answers import (
     BlockDelta,
     BlockStart,
     BlockStop,
@@ -21,9 +21,9 @@ from scheduler_service.doors.http.messages.answers import (
     Stop,
     ToolUsePart,
 )
-from scheduler_service.doors.http.messages.messages import folded
+from scheduler_service.api.http.messages.messages import folded
 from testing.seeds import seeded
-from testing.serving.door import HttpServer, server_of_the_module
+from testing.serving.http_server import HttpServer, server_of_the_module
 from tests.contract.http.scripted import make_tool_checkpoint
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -6,7 +6,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from testing.serving.door import HttpServer
+from testing.serving.http_server import HttpServer
 from tests.contract.http.scripted import CALL, SECOND, WEATHER, Say, make_tool_checkpoint
 
 # One system message, one call an answer, ids of nine characters, no text beside reasoning and a call.

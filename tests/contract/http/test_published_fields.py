@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from scheduler_service.api.http.openapi import field_rows
+from scheduler_service.api.http.routes import POSTED
 from scheduler_service.core.request import Request
-from scheduler_service.doors.http.openapi import field_rows
-from scheduler_service.doors.http.routes import POSTED
-from testing.serving.door import Begun, HttpServer, make_chat_checkpoint, noting_requests, serve_http, steady
+from testing.serving.http_server import Begun, HttpServer, make_chat_checkpoint, noting_requests, serve_http, steady
 from tests.contract.http.published_fields import (
     CHAT,
     COMPLETIONS,

@@ -11,9 +11,9 @@ import pytest
 from openai.types.responses import Response
 from tokenizers import Tokenizer
 
-from scheduler_service.doors.http.responses.conversation import chat_meant, items_of
-from scheduler_service.doors.http.responses.requests import ResponsesRequest
-from testing.serving.door import HttpServer, serve_http, server_of_the_module
+from scheduler_service.api.http.responses.conversation import chat_meant, items_of
+from scheduler_service.api.http.responses.requests import ResponsesRequest
+from testing.serving.http_server import HttpServer, serve_http, server_of_the_module
 from tests.contract.http.response_items import PATH, TOOLS, items
 from tests.contract.http.scripted import CALL, SECOND, TEMPLATE, Say, make_tool_checkpoint
 from tests.contract.http.shared import CHAT

@@ -17,9 +17,9 @@ from pagewire.common.wire.messages import RowStatus
 from pagewire.common.wire.transport.message_size import MAX_MESSAGE_BYTES
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from scheduler_service.doors.http.responses import stored_responses
-from testing.serving.door import HttpServer, serve_http
+from scheduler_service.api.http.responses import stored_responses
 from testing.serving.front_end import DEADLINE, serve_front_end
+from testing.serving.http_server import HttpServer, serve_http
 from testing.serving.tenants import KEYS, key_file, write_tenants
 from tests.contract.detached import until as until_closed
 from tests.contract.http.response_items import PATH, TOOLS, items

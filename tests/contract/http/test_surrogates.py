@@ -8,7 +8,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from testing.serving.door import HttpServer, serve_http
+from testing.serving.http_server import HttpServer, serve_http
 from tests.contract.http.scripted import Say, make_tool_checkpoint
 
 CHAT = "/v1/chat/completions"

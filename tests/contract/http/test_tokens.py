@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from pagewire.common.wire.messages import Pooling
 from testing.core.simulated_worker import reference_embedding
 from testing.scheduler_stack import VOCAB_SIZE
-from testing.serving.door import HttpServer, make_chat_checkpoint, server_of_the_module
+from testing.serving.http_server import HttpServer, make_chat_checkpoint, server_of_the_module
 from tests.contract.pooling import write_pooling
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

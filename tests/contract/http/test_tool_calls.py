@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from pagewire.common.chat.schema_budget import MAX_VALUES
 from scheduler_service.config import FrontEndConfig, HttpOptions
-from testing.serving.door import HttpServer, serve_http, server_of_the_module
+from testing.serving.http_server import HttpServer, serve_http, server_of_the_module
 from tests.contract.http.scripted import CALL, SECOND, WEATHER, Say, make_tool_checkpoint
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pagewire.common.grammars.json_schema import enforceable, for_library, without_unset
-from scheduler_service.doors.http import prompts
-from testing.serving.door import HttpServer, serve_http, server_of_the_module
+from scheduler_service.api.http import prompts
+from testing.serving.http_server import HttpServer, serve_http, server_of_the_module
 from tests.contract.http.scripted import CALL, WEATHER, Say, make_tool_checkpoint
 from tests.growth import check_growth
 

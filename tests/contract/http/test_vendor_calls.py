@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from scheduler_service.doors.http.body import decode_body
-from scheduler_service.doors.http.messages.requests import MessagesRequest
-from scheduler_service.doors.http.responses.conversation import chat_meant, items_of
-from scheduler_service.doors.http.responses.requests import ResponsesRequest
+from scheduler_service.api.http.body import decode_body
+from scheduler_service.api.http.messages.requests import MessagesRequest
+from scheduler_service.api.http.responses.conversation import chat_meant, items_of
+from scheduler_service.api.http.responses.requests import ResponsesRequest
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
-from testing.serving.door import HttpServer, serve_http
+from testing.serving.http_server import HttpServer, serve_http
 from tests.contract.http.scripted import Say, make_tool_checkpoint
 from tests.growth import check_growth
 

@@ -13,10 +13,10 @@ from unittest import mock
 
 from pagewire.client.wire import decode_failure
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from scheduler_service.doors.http.call_admission import CallAdmission
-from scheduler_service.doors.http.routes import Routes
-from scheduler_service.doors.http.transport.http_server import HttpServer
-from scheduler_service.doors.scheduler.request_servicer import RequestServicer
+from scheduler_service.api.grpc.request_servicer import RequestServicer
+from scheduler_service.api.http.call_admission import CallAdmission
+from scheduler_service.api.http.routes import Routes
+from scheduler_service.api.http.transport.http_server import HttpServer
 from scheduler_service.links.scheduler.scheduler_link import SchedulerLink
 from scheduler_service.serving.refusal import Reason
 from tests.sim.outputs.network import Network, Pipe, Status, StatusCode

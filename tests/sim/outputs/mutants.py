@@ -183,7 +183,7 @@ PLANTING = Planting(
     copied=("pagewire", "scheduler_service", "worker_service", "testing", "tests/sim"),
     planted_in=(
         "pagewire",
-        "scheduler_service/doors",
+        "scheduler_service/api",
         "scheduler_service/links",
         "scheduler_service/serving",
     ),

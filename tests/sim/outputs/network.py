@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from scheduler_service.doors.entrance import Entrance, ending
+from scheduler_service.api.authentication import Authenticator, ending
 
 StatusCode = grpc.StatusCode
 _LOST = "Socket closed"
@@ -354,8 +354,8 @@ class Dialler:
 class Port:
     """A server, as the generated servicers see it when they are added, and as calls reach it."""
 
-    def __init__(self, entrance: Entrance, on_error: Callable[[BaseException], None]) -> None:
-        self._entrance = entrance
+    def __init__(self, authenticator: Authenticator, on_error: Callable[[BaseException], None]) -> None:
+        self._authenticator = authenticator
         self._on_error = on_error
         self._handlers: dict[str, Any] = {}
         self._calls: dict[Call, None] = {}
@@ -373,7 +373,7 @@ class Port:
         self._calls[call] = None
         try:
             with ending(context):
-                await self._entrance.enter(call.method, context)
+                await self._authenticator.enter(call.method, context)
                 await self._respond(handler, call, context)
         except asyncio.CancelledError:
             return

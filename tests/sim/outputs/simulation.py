@@ -17,9 +17,9 @@ import grpc
 
 from pagewire.client import channels
 from pagewire.client.errors import PagewireError
+from scheduler_service.api.grpc import shared_call
 from scheduler_service.core import explain
 from scheduler_service.core.request import EndReason
-from scheduler_service.doors.scheduler import shared_call
 from scheduler_service.serving.active_request import ActiveRequest
 from tests.sim.outputs.clients import PATIENCE, Client, SlowClient
 from tests.sim.outputs.detached_ledger import DetachedLedger

@@ -4,8 +4,8 @@ log-probabilities, one end with its reason, and nothing behind it."""
 from collections.abc import Sequence
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from scheduler_service.api.grpc.generate_response import FINISH_REASONS
 from scheduler_service.core.request import EndReason
-from scheduler_service.doors.scheduler.generate_response import FINISH_REASONS
 from tests.sim.outputs.request import Output, SimulatedRequest
 from tests.sim.outputs.toy_tokenizer import text_of
 

@@ -9,12 +9,12 @@ from weakref import WeakValueDictionary
 
 from pagewire.common.chat.chat_output import ChatRules
 from pagewire.common.wire.messages import Pooling, SamplingParams
+from scheduler_service.api.authentication import Authenticator
+from scheduler_service.api.grpc.report import encode_server
+from scheduler_service.api.grpc.request_servicer import FrontEndServicer, RequestServicer
+from scheduler_service.api.grpc.scheduler_servicer import SchedulerServicer
 from scheduler_service.core.request import EndReason, Request, SequenceEnd
 from scheduler_service.core.scheduler import Scheduler
-from scheduler_service.doors.entrance import Entrance
-from scheduler_service.doors.scheduler.report import encode_server
-from scheduler_service.doors.scheduler.request_servicer import FrontEndServicer, RequestServicer
-from scheduler_service.doors.scheduler.scheduler_servicer import SchedulerServicer
 from scheduler_service.links.scheduler.scheduler_link import SchedulerLink
 from scheduler_service.serving.active_request import ActiveRequest
 from scheduler_service.serving.availability import Availability
@@ -66,14 +66,14 @@ class Service:
         self,
         servicer: RequestServicer,
         engine: StepLoop | SchedulerLink,
-        entrance: Entrance,
+        authenticator: Authenticator,
         on_error: Callable[[BaseException], None],
     ) -> None:
         self.servicer = servicer
         self._engine = engine
         self.requests: WeakValueDictionary[str, ActiveRequest] = WeakValueDictionary()  # by name
         servicer.intake.begin = self._watched(servicer.intake.begin)  # type: ignore[method-assign]
-        self.port = Port(entrance, on_error)
+        self.port = Port(authenticator, on_error)
         servicer.add_to(self.port)
         self.is_stopping = False
         self._tasks = [asyncio.create_task(self._follow(engine.availability)), asyncio.create_task(engine.run())]
@@ -143,10 +143,10 @@ class World:
         limits = TextLimits()
         quota = Quota(max_requests=scenario.max_requests)
         quotas = Quotas(lambda tenant: quota, lambda: self.step_loop.availability.capacity)
-        entrance = Entrance(None)
+        authenticator = Authenticator(None)
         servicer = SchedulerServicer(
             self.step_loop,
-            entrance,
+            authenticator,
             MODEL,
             ToyTokenizer(Random(f"tokenizer {seed}")),
             encode_server(
@@ -166,23 +166,23 @@ class World:
             # What is counted for a quota does not wait in ready lists.
             quotas=None if scenario.max_requests is None else quotas,
         )
-        self.server = Service(servicer, self.step_loop, entrance, on_error)
+        self.server = Service(servicer, self.step_loop, authenticator, on_error)
         self.direct = Network(self.server.port, scenario.client_weather, f"direct {seed}")
         self.between = Network(self.server.port, scenario.link_weather, f"link {seed}")
         dialler: Any = Dialler(self.between)
         self.link = SchedulerLink(dialler, "scheduler", model=MODEL, clock=clock)
-        entrance = Entrance(None)
+        authenticator = Authenticator(None)
         front_end = FrontEndServicer(
             self.link,
             self.link.availability.server_info,
             self.link.forwarder.forward,
-            entrance,
+            authenticator,
             "scheduler",
             MODEL,
             ToyTokenizer(Random(f"front end {seed}")),
             text_limits=limits,
             chats=ChatRules(),
         )
-        self.front_end = Service(front_end, self.link, entrance, on_error)
+        self.front_end = Service(front_end, self.link, authenticator, on_error)
         self.before = Network(self.front_end.port, scenario.client_weather, f"front end {seed}")
         self.http = make_server(front_end, self.link) if scenario.http_tasks else None

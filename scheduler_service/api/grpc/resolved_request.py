@@ -1,0 +1,144 @@
+"""A request as a front end has resolved it, to and from a ResolvedRequest: the core's own, without the fields that each
+scheduler sets itself.
+
+A scheduler trusts nothing in it: it checks the size before the values, and the values as the options that ask for the
+same.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from pagewire.common.wire.messages import Pooling, SamplingParams
+from pagewire.common.wire.sampling_rules import (
+    ALL_TOKENS,
+    MAX_GRAMMAR_BYTES,
+    faults_in,
+    faults_of_grammar_text,
+)
+from pagewire.common.wire.transport.translation import decoder, encoder, unknown_field
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from scheduler_service.api.grpc.generate_request import read_request
+from scheduler_service.core.request import Request
+from scheduler_service.serving.checkpoint.model_info import ModelInfo
+from scheduler_service.serving.checkpoint.sampling_defaults import SUPPRESSING_BIAS
+from scheduler_service.serving.parsed_request import (
+    SAME_NUMBERS,
+    ParsedRequest,
+    check_names,
+    check_tokens,
+    num_candidates,
+    read_stop,
+    refuse,
+)
+from scheduler_service.serving.refusal import invalid
+from scheduler_service.serving.tenants.caller import Call
+
+# Rises with every change of ResolvedRequest. Front end and scheduler must speak the same one.
+FRONT_END_PROTOCOL = 1
+# What a request has beside its prompt and its grammar is small, so that it is read at once.
+_OTHER_BYTES = 64 << 10
+_SCHEDULERS_OWN = ("deadline", "traceparent", "output_mode")
+_encode = encoder(Request, scheduler_pb2.ResolvedRequest, _SCHEDULERS_OWN)
+_decode = decoder(Request, scheduler_pb2.ResolvedRequest, apart=_SCHEDULERS_OWN)
+
+
+def encode_resolved(request: Request, max_sequence_tokens: int) -> scheduler_pb2.ResolvedRequest:
+    """Encode a request. An output that may have as many tokens as fit stays so: the scheduler knows best how many."""
+    message = _encode(request)
+    if len(request.prompt_token_ids) + request.max_tokens == max_sequence_tokens:
+        message.max_tokens = 0
+    return message
+
+
+def submitted(
+    message: scheduler_pb2.Submission | scheduler_pb2.SubmitRequest,
+) -> scheduler_pb2.ResolvedRequest | scheduler_pb2.GenerateRequest:
+    """Return the request that a message submits, in the form that counts if it has both."""
+    return message.resolved if message.HasField("resolved") else message.request
+
+
+def read_submitted(
+    message: scheduler_pb2.Submission | scheduler_pb2.SubmitRequest, call: Call, model: ModelInfo
+) -> ParsedRequest:
+    """Read the request that a message submits, in either form. Raises RefusedError."""
+    if not message.HasField("resolved"):
+        return read_request(message.request, call, model)
+    if isinstance(message, scheduler_pb2.Submission):
+        return decode_resolved(message.resolved, call, model)
+    return replace(
+        decode_resolved(message.resolved, call, model, tuple(message.stop)),
+        include_stop_text=message.include_stop_text,
+        skip_special_tokens=message.skip_special_tokens,
+    )
+
+
+def decode_resolved(
+    message: scheduler_pb2.ResolvedRequest, call: Call, model: ModelInfo, stop: tuple[str, ...] = ()
+) -> ParsedRequest:
+    """Return the request, checked, with its prompt still in the message. `stop` are the texts that end its output.
+    Raises RefusedError."""
+    rest = scheduler_pb2.ResolvedRequest()
+    rest.CopyFrom(message)
+    rest.ClearField("prompt_token_ids")
+    if (size := rest.ByteSize()) > (limit := min(rest.grammar.ByteSize(), MAX_GRAMMAR_BYTES) + _OTHER_BYTES):
+        raise invalid("resolved", f"the request has {size} bytes beside its prompt, at most {limit} are allowed")
+    if reason := unknown_field(rest):
+        raise invalid("resolved", f"{reason}; install the same release for front end and scheduler")
+    rest.tenant = call.caller.tenant(rest.tenant)
+    try:
+        request = _decode(rest)
+        options = _options(request, model) | ({"stop": stop} if stop else {})
+    except ValueError as error:
+        raise invalid("resolved", f"the request cannot be read: {error}") from None
+    check_names(request)
+    refuse(faults_in(options))
+    if request.grammar is not None:
+        refuse(faults_of_grammar_text(request.grammar.kind.name.lower(), request.grammar.text))
+    check_tokens(options, model)
+    read_stop(options, model)
+    if not _agrees(request, model):
+        raise invalid(
+            "resolved",
+            "a front end has resolved the request in another way than this server; install the same release for both, "
+            "and start them with the same --model",
+        )
+    return ParsedRequest(request, message.prompt_token_ids, max_tokens=request.max_tokens or None, stop=stop)
+
+
+def _options(request: Request, model: ModelInfo) -> dict[str, Any]:
+    """Return the options that ask for a request, without those that the checkpoint adds. Raises ValueError for biases
+    and tokens of different numbers."""
+    sampling = request.sampling
+    if sampling.pooling is not Pooling.NONE:
+        return {}
+    biases = zip(sampling.logit_bias_token_ids, sampling.logit_bias_values, strict=True)
+    options: dict[str, Any] = {
+        "n": request.n,
+        "stop_token_ids": [id for id in sampling.stop_token_ids if id not in model.eos_token_ids],
+        "logit_bias": {token_id: bias for token_id, bias in biases if bias != SUPPRESSING_BIAS},
+        **{name: getattr(sampling, name) for name in SAME_NUMBERS},
+    }
+    if request.beam is not None:
+        options |= {"beam_width": request.beam.beam_width, "length_penalty": request.beam.length_penalty}
+    reported = {"prompt_logprobs": sampling.num_prompt_logprobs, "logprobs": sampling.num_logprobs}
+    if sampling.logprob_token_ids:
+        reported["logprobs"], options["logprob_token_ids"] = None, sampling.logprob_token_ids
+    every = model.vocab_size
+    return options | {name: ALL_TOKENS if num == every else num for name, num in reported.items() if num is not None}
+
+
+def _agrees(request: Request, model: ModelInfo) -> bool:
+    """Say whether all that follows from the rest of a request, or from the model, is as it follows here."""
+    sampling, grammar, listed = request.sampling, request.grammar, request.sampling.logprob_token_ids
+    if sampling.pooling is not Pooling.NONE:
+        pooled = SamplingParams(pooling=model.embedding.pooling)
+        return request == replace(request, sampling=pooled, max_tokens=0, seed=0, n=1, beam=None, grammar=None)
+    biases = zip(sampling.logit_bias_token_ids, sampling.logit_bias_values, strict=True)
+    return (
+        all(ids == tuple(sorted({*ids})) for ids in (sampling.stop_token_ids, sampling.logit_bias_token_ids))
+        and tuple(id for id, bias in biases if bias == SUPPRESSING_BIAS) == model.sampling_defaults.logit_bias_token_ids
+        and len({*listed}) == len(listed)
+        and (not listed or sampling.num_logprobs == len(listed))
+        and sampling.num_candidates == num_candidates(sampling, request.beam, grammar, model)
+        and (grammar is None or grammar.end_token_ids == model.grammar_end_token_ids)
+    )

@@ -1,0 +1,349 @@
+"""One GenerateMany call: many requests, and one message for what all of them got.
+
+Each request goes the way of Generate: `intake.py` in, the outputs of its `active_request.py` out. Only the tokens of
+token-only requests go a shorter way: they wait in a ready list and are put into columns, a few list operations each.
+Nothing is made before the client has read what came before, so a slow one gets fewer and longer messages.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from itertools import chain
+
+import grpc
+import grpc.aio
+
+from pagewire.common.wire.sampling_rules import MAX_SAMPLES
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from scheduler_service.api.grpc.generate_response import encode_delta
+from scheduler_service.api.grpc.resolved_request import read_submitted, submitted
+from scheduler_service.core.request import OutputMode
+from scheduler_service.serving.active_request import ActiveRequest, News
+from scheduler_service.serving.intake import Intake
+from scheduler_service.serving.output import OutputReader, ReadyList, SampleRecord
+from scheduler_service.serving.refusal import Reason, RefusedError, invalid, timed_out
+from scheduler_service.serving.tenants.caller import Call
+
+logger = logging.getLogger(__name__)
+
+# Of one message, by weight: a token is 1. Keeps it far below a client's message limit of 4 MiB.
+_MAX_MESSAGE_WEIGHT = 65_536
+# Failures that wait for a client that does not read. With so many, its next requests wait on the wire.
+_MAX_UNREAD_FAILURES = 1024
+_END_OF_STREAM_IDS = 2**64
+_LOGPROB_WEIGHT = 32  # so that a message takes a few milliseconds
+
+
+class _Submitted:
+    """A request of the call: on its way into the engine, or active, with the call's place in its outputs."""
+
+    def __init__(self, stream_id: int) -> None:
+        self.stream_id = stream_id
+        self.active: ActiveRequest | None = None  # none before it is queued
+        self.readers: list[OutputReader] = []  # of the samples, whose streams count up from `stream_id`
+        self.num_kept: dict[int, int] = {}  # tokens of the samples that the client has told of
+        self.error: RefusedError | None = None  # that is not the active request's
+        self.task: asyncio.Task[None] | None = None
+        self.timer: asyncio.TimerHandle | None = None
+
+    @property
+    def failure(self) -> RefusedError | None:
+        return self.error or (self.active.error if self.active is not None else None)
+
+    @property
+    def has_ended(self) -> bool:
+        """Say whether all samples have ended well, and the client has been told everything."""
+        is_well = self.active is not None and self.active.has_ended and self.active.error is None
+        return is_well and all(reader.has_ended for reader in self.readers)
+
+
+class SharedCall:
+    def __init__(
+        self,
+        intake: Intake,
+        call: Call,
+        server_info: Callable[[], scheduler_pb2.GetServerInfoResponse],
+        loads: Callable[[Call], scheduler_pb2.GetLoadsResponse] | None,
+    ) -> None:
+        """`server_info` says what the first message tells of the server, and another one whenever that has changed.
+        Without `loads` it is not known here what there is to do."""
+        self._intake = intake
+        self._call = call
+        self._news = News()
+        self._ready_list = ReadyList(self._news.tell)
+        self._server_info = server_info
+        self._loads = loads
+        self._announces = True  # the next message tells the server's state
+        self._tells_loads = False  # the next message does
+        self._requests: dict[int, _Submitted] = {}  # by first stream
+        self._streams: dict[int, _Submitted] = {}  # by each of their streams
+        self._ready: dict[_Submitted, None] = {}  # those with something new, in order
+        # Relayed streams that are over, of which the client has still to tell what it has kept.
+        self._unsettled: dict[int, SampleRecord] = {}
+        self._next_stream_id = 0
+        self.num_unread_failures = 0  # requests whose failure the client has not been told
+        self._room = asyncio.Event()  # for more of them
+        self._room.set()
+        self._is_closing = False  # nothing more is submitted
+
+    def announce(self) -> None:
+        """Tell the client in the next message that the server's state has changed."""
+        self._announces = True
+        self._news.tell()
+
+    def close(self) -> None:
+        """Let the call end with its last request."""
+        self._is_closing = True
+        self._news.tell()
+
+    async def serve(
+        self, requests: AsyncIterator[scheduler_pb2.GenerateManyRequest], context: grpc.aio.ServicerContext
+    ) -> None:
+        """Serve the call until the client has half-closed, or `close`, and every request has ended. Raises
+        RefusedError."""
+        reading = asyncio.create_task(self._read(requests))
+        reading.add_done_callback(lambda _: self.close())
+        try:
+            while True:
+                if reading.done():
+                    reading.result()
+                if self._ready_list.outputs or self._ready or self._announces or self._tells_loads:
+                    message = self._take()
+                    if message.ByteSize():
+                        await context.write(message)
+                elif self._is_closing and not self._requests:
+                    return
+                else:
+                    await self._news.wait()
+        finally:
+            reading.cancel()
+            for request in list(self._requests.values()):
+                self._cancel(request)
+            for output in self._unsettled.values():  # no reader will tell
+                self._intake.engine.settle(output, output.num_published)
+
+    # Up
+
+    async def _read(self, messages: AsyncIterator[scheduler_pb2.GenerateManyRequest]) -> None:
+        async for message in messages:
+            command = message.WhichOneof("command")
+            if command == "submit":
+                await self._room.wait()
+                self._begin(message.submit)
+            elif command == "abort":
+                self._abort(message.abort.stream_id)
+            elif command == "stop":
+                self._stop(message.stop.stream_id, message.stop.num_tokens)
+            elif command == "get_loads":
+                if self._loads is None:
+                    raise invalid("get_loads", "a front end does not tell loads; call the scheduler itself")
+                self._tells_loads = True
+                self._news.tell()
+            else:
+                raise invalid(
+                    "command",
+                    "the message has no command that this server knows; set submit, abort, stop or get_loads",
+                )
+
+    def _begin(self, submission: scheduler_pb2.Submission) -> None:
+        stream_id = submission.stream_id
+        if stream_id < self._next_stream_id or stream_id in self._requests:
+            raise invalid(
+                "submit.stream_id",
+                f"stream_id is {stream_id}, but this call has used those below {self._next_stream_id}; count upwards",
+            )
+        num_samples = submission.resolved.n if submission.HasField("resolved") else submission.request.sampling.n
+        end = stream_id + (num_samples if 1 <= num_samples <= MAX_SAMPLES else 1)
+        request = _Submitted(stream_id)
+        self._requests[stream_id] = request
+        if end > _END_OF_STREAM_IDS:
+            error = invalid(
+                "submit.stream_id",
+                f"stream_id is {stream_id} and n is {num_samples}, but stream ids end at {_END_OF_STREAM_IDS - 1}, and "
+                "every sample has one; begin with a smaller one",
+            )
+            self._fail(request, error)
+            return
+        self._next_stream_id = end
+        if submission.HasField("timeout_seconds"):
+            seconds = max(0.0, submission.timeout_seconds)
+            request.timer = asyncio.get_running_loop().call_later(seconds, self._expire, request)
+        if self._is_closing:
+            self._fail(request, RefusedError(Reason.UNAVAILABLE, "the server is shutting down; call another one"))
+        else:
+            request.task = asyncio.create_task(self._submit(submission, request))
+
+    async def _submit(self, submission: scheduler_pb2.Submission, request: _Submitted) -> None:
+        try:
+            await self._take_in(submission, request)
+        except RefusedError as error:
+            self._fail(request, error)
+        except Exception:
+            logger.exception("a request of a shared call cannot be taken in")
+            self._fail(request, RefusedError(Reason.INTERNAL, "the request failed; see the server's log"))
+
+    async def _take_in(self, submission: scheduler_pb2.Submission, request: _Submitted) -> None:
+        """Check what comes with a request in this kind of call, and begin it. Raises RefusedError."""
+        message, token_only = submission.request, submission.token_only
+        has_text = not (token_only or submission.HasField("resolved"))
+        if submission.tenants_revision:
+            self._call.caller.check_forwarded(submitted(submission).tenant, submission.tenants_revision)
+        if token_only and message.WhichOneof("prompt") == "text":
+            raise invalid("text", "a token-only request has no text; send the prompt as token_ids")
+        if token_only and message.sampling.stop:
+            raise invalid("sampling.stop", "a token-only request has no stop texts; send stop for those you find")
+        call = replace(
+            self._call,
+            trace={"traceparent": submission.traceparent} if submission.traceparent else self._call.trace,
+            time_remaining=submission.timeout_seconds if submission.HasField("timeout_seconds") else None,
+        )
+        output_mode = OutputMode.WHOLE if submission.read_whole else OutputMode.STREAMED
+        active = await self._intake.begin(
+            read_submitted(submission, call, self._intake.model),
+            call,
+            output_mode,
+            with_text=has_text,
+            ready_list=None if has_text else self._ready_list,
+            label=request.stream_id,
+            is_relayed=submission.tells_kept,
+        )
+        active.listeners[lambda: self._mark_ready(request)] = None
+        request.active = active
+        request.readers = [OutputReader(output, max_tokens=active.max_delta_tokens) for output in active.outputs]
+        last = request.stream_id + len(request.readers)
+        self._streams.update(dict.fromkeys(range(request.stream_id, last), request))
+
+    def _abort(self, stream_id: int) -> None:
+        request = self._requests.get(stream_id)
+        if request is None:
+            return
+        if request.active is None:
+            self._fail(request, RefusedError(Reason.CANCELLED, "the request was aborted before it was queued"))
+        else:
+            request.active.abort()
+
+    def _stop(self, stream_id: int, num_tokens: int) -> None:
+        request = self._streams.get(stream_id)
+        if request is not None and request.active is not None:
+            index = stream_id - request.stream_id
+            request.num_kept[index] = num_tokens
+            self._intake.engine.stop(request.active.outputs[index], num_tokens)
+        elif stream_id in self._unsettled:
+            self._intake.engine.settle(self._unsettled.pop(stream_id), num_tokens)
+
+    def _expire(self, request: _Submitted) -> None:
+        self._fail(request, timed_out())
+
+    def _fail(self, request: _Submitted, error: RefusedError) -> None:
+        if request.error is None:
+            self.num_unread_failures += 1
+            if self.num_unread_failures >= _MAX_UNREAD_FAILURES:
+                self._room.clear()
+        # Without its traceback, whose frames refer to the request: a cycle that only a full collection would free.
+        request.error = request.failure or error.with_traceback(None)
+        self._mark_ready(request)
+
+    def _cancel(self, request: _Submitted) -> None:
+        """End a request that is over, and whatever is left of it."""
+        del self._requests[request.stream_id]
+        if request.error is not None:
+            self.num_unread_failures -= 1
+            self._room.set()
+        self._ready.pop(request, None)
+        if request.task is not None and request.task is not asyncio.current_task():
+            request.task.cancel()
+            request.task = None  # its frames refer to the request: a cycle that only a full collection would free
+        if request.timer is not None:
+            request.timer.cancel()
+        for index in range(len(request.readers)):
+            self._streams.pop(request.stream_id + index, None)
+        if request.active is not None:
+            if request.active.is_relayed:
+                self._settle(request, request.active)
+            request.active.cancel()
+
+    def _settle(self, request: _Submitted, active: ActiveRequest) -> None:
+        """Count what the client has kept of a relayed request, or wait until it tells. What is not over ends by itself,
+        and all of it counts as kept."""
+        active.is_relayed = False
+        for index, output in enumerate(active.outputs):
+            if output.is_over and (index in request.num_kept or request.failure is not None):
+                self._intake.engine.settle(output, request.num_kept.get(index, output.num_published))
+            elif output.is_over:
+                self._unsettled[request.stream_id + index] = output
+
+    # Down
+
+    def _mark_ready(self, request: _Submitted) -> None:
+        if request.stream_id in self._requests:
+            self._ready[request] = None
+            self._news.tell()
+
+    def _take(self) -> scheduler_pb2.GenerateManyResponse:
+        """Make a message of what is new, as much of it as one holds."""
+        message = scheduler_pb2.GenerateManyResponse()
+        if self._announces:
+            self._announces = False
+            message.server_info.CopyFrom(self._server_info())
+        if self._tells_loads and self._loads is not None:
+            self._tells_loads = False
+            message.loads.CopyFrom(self._loads(self._call))
+        self._take_tokens(message)
+        self._take_deltas(message, _MAX_MESSAGE_WEIGHT - len(message.token_ids))
+        return message
+
+    def _take_tokens(self, message: scheduler_pb2.GenerateManyResponse) -> None:
+        stream_ids: list[int] = []
+        token_ids: list[int] = []
+        counts: list[int] = []
+        outputs = self._ready_list.take()
+        for position, output in enumerate(outputs):
+            if len(token_ids) >= _MAX_MESSAGE_WEIGHT:
+                self._ready_list.put_back(outputs[position:])
+                break
+            new = output.take_tokens()
+            if new is not None:
+                stream_ids.append(output.label)
+                counts.append(len(new))
+                token_ids += new
+            elif (request := self._streams.get(output.label)) is not None and request.active is not None:
+                # Its end has come, which its reader tells.
+                request.active.take_in(output)
+        message.stream_ids.extend(stream_ids)
+        message.token_ids.extend(token_ids)
+        if len(token_ids) != len(stream_ids):
+            message.num_tokens.extend(counts)
+
+    def _take_deltas(self, message: scheduler_pb2.GenerateManyResponse, room: int) -> None:
+        while self._ready and room > 0:
+            request = next(iter(self._ready))
+            # Those that are left are due the next time.
+            for delta in chain.from_iterable(map(OutputReader.take, request.readers)):
+                assert request.active is not None
+                response = encode_delta(request.active.request.request_id, delta)
+                message.deltas.add(stream_id=request.stream_id + response.index, delta=response)
+                room -= _weight(response)
+                if room <= 0:
+                    break
+            else:
+                del self._ready[request]
+                error = request.failure
+                if request.has_ended:
+                    self._cancel(request)
+                elif error is not None:
+                    message.failures.add(
+                        stream_id=request.stream_id,
+                        code=error.reason.grpc_code,
+                        message=str(error),
+                        field=error.field,
+                        retry_delay_seconds=error.reason.retry_delay_s or None,
+                    )
+                    self._cancel(request)
+
+
+def _weight(response: scheduler_pb2.GenerateResponse) -> int:
+    entries = (*response.logprobs, *response.prompt_logprobs)
+    num_logprobs = sum(1 + len(entry.top) + len(entry.top_token_ids) for entry in entries)
+    num_values = len(response.token_ids) + len(response.text) + len(response.embedding)
+    return 1 + num_values + _LOGPROB_WEIGHT * num_logprobs

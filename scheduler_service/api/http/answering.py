@@ -1,0 +1,382 @@
+"""From the deltas of one call's requests to its answer, whole or as events."""
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from functools import partial
+from hashlib import sha256
+from typing import Any, Protocol, TypeVar
+
+from msgspec import UNSET, Raw, Struct, UnsetType
+
+from pagewire.common import __version__
+from scheduler_service.api.http.answers import OutputTokensDetails, PromptTokensDetails, UsageCounts, encode
+from scheduler_service.api.http.request_options import ReadCall
+from scheduler_service.api.http.requests import GenerationRequest, StreamOptions
+from scheduler_service.api.http.transport.event_stream import EventStream
+from scheduler_service.core.request import EndReason, OutputMode, Request, SequenceEnd
+from scheduler_service.serving.active_request import ActiveRequest
+from scheduler_service.serving.intake import Intake
+from scheduler_service.serving.output import Delta, LogprobColumns
+from scheduler_service.serving.parsed_request import LOGPROB_BYTES, MAX_ANSWER_BYTES
+from scheduler_service.serving.refusal import invalid
+from scheduler_service.serving.tenants.caller import Call
+from scheduler_service.serving.turns import PIECE_SIZE, Turns
+
+_FINISH_REASONS = {EndReason.STOP: "stop", EndReason.LENGTH: "length", EndReason.ABORT: "abort"}
+_Result = TypeVar("_Result")
+_Event = TypeVar("_Event", bound=Struct)
+_TOKEN_BYTES = 16  # an estimate of what an answer has of each token that it repeats
+_EXPECTED_TOKENS = 4096  # of an output whose length is not asked for
+_ENTRY_VALUES = 32  # that writing a log-probability counts as
+CHAR_VALUES = 16  # that reading a character of an output's format counts as
+
+
+class PromptProgress:
+    """What has come of one prompt so far."""
+
+    def __init__(self, index: int, active: ActiveRequest, turns: Turns) -> None:
+        num_samples = active.request.n
+        self._turns = turns
+        self.index = index
+        self.active = active
+        self.num_tokens = [0] * num_samples
+        self.has_begun = [False] * num_samples  # something was told of the sample
+        self.num_cached_tokens = 0
+        self.logprobs = LogprobColumns()  # of the prompt, from its second token on
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        return self.active.request.prompt_token_ids
+
+    async def write(self, num_values: int, work: Callable[..., _Result], *args: Any, **named: Any) -> _Result:
+        """Call `work`, which writes a part of the answer with so many values in it: many on a thread, in the tenant's
+        turn."""
+        if num_values <= PIECE_SIZE:
+            return work(*args, **named)
+        return await self._turns.call(self.active.request.tenant, partial(work, *args, **named))
+
+    def num_values(self, delta: Delta) -> int:
+        """Return what a choice of a delta costs: its text, and the log-probabilities that it shows, with the prompt's
+        if it is the first."""
+        sampling = self.active.request.sampling
+        num_prompt = 0 if self.has_begun[delta.sample_index] else len(self.logprobs)
+        num_output = len(delta.logprobs)
+        num_entries = num_prompt * (1 + (sampling.num_prompt_logprobs or 0))
+        num_entries += num_output * (1 + (sampling.num_logprobs or 0))
+        return num_entries * _ENTRY_VALUES + len(delta.text) * CHAR_VALUES
+
+    def take(self, delta: Delta) -> None:
+        self.logprobs.extend(delta.prompt_logprobs)
+        self.num_tokens[delta.sample_index] += len(delta.token_ids)
+        if delta.end is not None:
+            self.num_cached_tokens = delta.end.num_cached_tokens
+
+
+class AnswerWriter(Protocol):
+    """How one kind of answer is written."""
+
+    num_hidden_tokens: int  # of each sample, that were computed and are not shown
+
+    @property
+    def output_details(self) -> OutputTokensDetails | UnsetType:
+        """What is known of the tokens of all outputs so far."""
+
+    def first_choices(self, progress: PromptProgress) -> list[Any]:
+        """Make the choices that an answer in events begins with, each in an event of its own."""
+
+    def choice(self, progress: PromptProgress, delta: Delta, *, is_whole: bool) -> Any:
+        """Make the choice that tells a delta."""
+
+    def answer(
+        self,
+        choices: list[Any],
+        usage: UsageCounts | UnsetType | None,
+        progress: PromptProgress | None,
+        *,
+        is_whole: bool,
+    ) -> Struct:
+        """Put choices into a whole answer or into an event. `progress` is that of the prompt that they are of, if it
+        is one, and none of its choices was told before."""
+
+
+async def answer_call(
+    request: GenerationRequest,
+    asked: ReadCall,
+    call: Call,
+    intake: Intake,
+    writer: AnswerWriter,
+    stream: EventStream,
+    num_best: int | None = None,
+) -> bytes | None:
+    """Queue what a call asks for, all of it or nothing, and return the answer, unless it is streamed. A whole one has
+    of each prompt the best so many samples, if so many are wanted. Raises RefusedError."""
+    if request.stream_options is not None and not request.stream:
+        raise invalid("stream_options", "stream_options is set, but stream is not true; set it, or leave both unset")
+    async with begin_requests(asked, call, intake, is_streamed=bool(request.stream)) as begun:
+        if not request.stream:
+            return await _whole_answer(begun, writer, num_best)
+        await _stream_answer(begun, writer, stream, request.stream_options or StreamOptions())
+        return None
+
+
+@contextlib.asynccontextmanager
+async def begin_requests(
+    asked: ReadCall, call: Call, intake: Intake, *, is_streamed: bool
+) -> AsyncIterator[list[PromptProgress]]:
+    """Queue what a call asks for, all of it or nothing, until the block ends. Raises RefusedError, and what is refused
+    inside the block under the request's own names."""
+    mode = OutputMode.STREAMED if is_streamed else OutputMode.WHOLE
+    begun: list[PromptProgress] = []
+    with asked.names.in_refusals():
+        resolved = []
+        for parsed in asked.requests:
+            resolved.append(await intake.resolve(parsed, call, mode))
+            await asyncio.sleep(0)  # others have their turn
+        with intake.answers.held(resolved[0].tenant, answer_size(asked, resolved)):
+            try:
+                for index, (parsed, request) in enumerate(zip(asked.requests, resolved, strict=True)):
+                    begun.append(PromptProgress(index, intake.start(parsed, request, call), intake.turns))
+                    await asyncio.sleep(0)  # others have their turn
+                yield begun
+            finally:
+                for progress in begun:
+                    progress.active.cancel()
+
+
+def answer_size(asked: ReadCall, resolved: Sequence[Request]) -> int:
+    """Return the bytes that an answer may hold in memory, but for the texts of outputs, as far as what was asked for
+    says. Raises RefusedError for too many."""
+    sizes: Counter[str] = Counter()  # by the field that asks for it
+    for parsed, request in zip(asked.requests, resolved, strict=True):
+        sampling, num_prompt_tokens = request.sampling, len(request.prompt_token_ids)
+        num_tokens = 0
+        if request.output_mode is not OutputMode.STREAMED:  # whose tokens go out as they come
+            is_open = parsed.max_tokens is None and parsed.default_max_tokens is None
+            num_tokens = min(request.max_tokens, _EXPECTED_TOKENS) if is_open else request.max_tokens
+        for field, num, number in (
+            ("prompt_logprobs", num_prompt_tokens, sampling.num_prompt_logprobs),
+            ("logprobs", num_tokens, sampling.num_logprobs),
+        ):
+            if number is not None:
+                sizes[f"sampling.{field}"] += request.n * num * (1 + number) * LOGPROB_BYTES
+        sizes["input"] += asked.embedding_bytes
+        sizes["echo"] += asked.echoes * request.n * num_prompt_tokens * _TOKEN_BYTES
+        sizes["return_token_ids"] += asked.shows_tokens * request.n * (num_prompt_tokens + num_tokens) * _TOKEN_BYTES
+    field, size = sizes.most_common(1)[0]
+    if sizes.total() > MAX_ANSWER_BYTES:
+        raise invalid(
+            field,
+            f"the answer may take {sizes.total()} bytes, {size} of them for {field.removeprefix('sampling.')}, and "
+            f"{MAX_ANSWER_BYTES} are the most of a call; ask for fewer, or for shorter outputs, stream them, or "
+            "send the prompts by themselves",
+        )
+    return sizes.total()
+
+
+async def deltas_of(progress: PromptProgress) -> AsyncIterator[Delta]:
+    """Yield what comes of a prompt, once its progress knows of it."""
+    async with contextlib.aclosing(progress.active.deltas()) as deltas:
+        async for delta in deltas:
+            progress.take(delta)
+            yield delta
+
+
+async def told_output(
+    progress: PromptProgress,
+    first: Iterable[_Event],
+    tell: Callable[[Delta], Awaitable[Iterable[_Event]]],
+    stream: EventStream,
+    *,
+    is_streamed: bool,
+) -> list[_Event]:
+    """Return the events of an output, `first` and those that `tell` makes of each delta; send them instead if they are
+    streamed."""
+    if not is_streamed:
+        await progress.active.wait_for_end()
+    events = list(first)
+    async for delta in deltas_of(progress):
+        events += await tell(delta)
+        if is_streamed:
+            await tell_events(events, stream)
+            events.clear()
+    if is_streamed:
+        await stream.end()
+    return events
+
+
+async def tell_events(events: Iterable[Struct], stream: EventStream) -> None:
+    """Send events with their names: the type is a field, or the struct's tag."""
+    stream.is_named = True
+    for event in events:
+        await stream.tell(encode(event), str(getattr(event, "type", event.__struct_config__.tag)))
+
+
+async def _whole_answer(begun: Sequence[PromptProgress], writer: AnswerWriter, num_best: int | None) -> bytes:
+    choices = []
+    for progress in begun:
+        await progress.active.wait_for_end()
+        wholes = await _wholes(progress)
+        if num_best is not None and num_best < len(wholes):
+            best = sorted(wholes, key=_mean_logprob, reverse=True)[:num_best]
+            wholes = [delta._replace(sample_index=index) for index, delta in enumerate(best)]
+        for delta in wholes:
+            choices.append(await progress.write(progress.num_values(delta), _whole_choice, writer, progress, delta))
+            await asyncio.sleep(0)  # others have their turn
+    usage, only = _usage(begun, writer), begun[0] if len(begun) == 1 else None
+    num_values = 0 if only is None else max(map(only.num_values, wholes))
+    return await begun[0].write(num_values, _encoded_answer, writer, choices, usage, only)
+
+
+def _whole_choice(writer: AnswerWriter, progress: PromptProgress, delta: Delta) -> Raw:
+    return Raw(encode(writer.choice(progress, delta, is_whole=True)))
+
+
+def _encoded_answer(writer: AnswerWriter, choices: list[Any], usage: UsageCounts, only: PromptProgress | None) -> bytes:
+    return encode(writer.answer(choices, usage, only, is_whole=True))
+
+
+async def _wholes(progress: PromptProgress) -> list[Delta]:
+    """Return all that came of each sample, as one delta."""
+    parts: list[list[Delta]] = [[] for _ in progress.num_tokens]
+    logprobs = [LogprobColumns() for _ in parts]
+    async for delta in deltas_of(progress):
+        if delta.logprobs or delta.prompt_logprobs:
+            logprobs[delta.sample_index].extend(delta.logprobs)
+            await asyncio.sleep(0)  # others have their turn
+        parts[delta.sample_index].append(delta._replace(logprobs=(), prompt_logprobs=()))
+    return [
+        deltas[-1]._replace(
+            first_token=0,
+            token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
+            logprobs=logprobs[index],
+            text="".join(delta.text for delta in deltas),
+        )
+        for index, deltas in enumerate(parts)
+    ]
+
+
+def _mean_logprob(delta: Delta) -> float:
+    return (delta.cumulative_logprob or 0.0) / max(1, len(delta.token_ids))
+
+
+async def _stream_answer(
+    begun: Sequence[PromptProgress], writer: AnswerWriter, stream: EventStream, options: StreamOptions
+) -> None:
+    if len(begun) == 1:
+        await _stream_prompt(begun[0], writer, stream, options)
+    else:
+        await all_of(_stream_prompt(progress, writer, stream, options) for progress in begun)
+    if options.include_usage:
+        usage = _usage(begun, writer)
+        await stream.tell(encode(writer.answer([], usage, None, is_whole=False)))
+    await stream.end()
+
+
+async def all_of(parts: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
+    """Return what each gives. If one fails, the others are cancelled, and that failure is raised."""
+    tasks = []
+    try:
+        for part in parts:
+            tasks.append(asyncio.create_task(part))
+            await asyncio.sleep(0)  # others have their turn
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _stream_prompt(
+    progress: PromptProgress, writer: AnswerWriter, stream: EventStream, options: StreamOptions
+) -> None:
+    is_first = True
+    async with contextlib.aclosing(progress.active.deltas()) as deltas:
+        async for delta in deltas:
+            if is_first:
+                for choice in writer.first_choices(progress):
+                    await stream.tell(_event(writer, choice, progress, 0, options, is_first=is_first))
+                    is_first = False
+            progress.take(delta)
+            choice = await progress.write(progress.num_values(delta), writer.choice, progress, delta, is_whole=False)
+            if choice is not None:
+                num_tokens = progress.num_tokens[delta.sample_index]
+                await stream.tell(_event(writer, choice, progress, num_tokens, options, is_first=is_first))
+                is_first = False
+
+
+def _event(
+    writer: AnswerWriter,
+    choice: Any,
+    progress: PromptProgress,
+    num_tokens: int,
+    options: StreamOptions,
+    *,
+    is_first: bool,
+) -> bytes:
+    usage: UsageCounts | UnsetType | None = UNSET
+    if options.include_usage:
+        usage = None
+        if options.continuous_usage_stats:
+            usage = counts(len(progress.prompt_token_ids), num_tokens - min(num_tokens, writer.num_hidden_tokens))
+    return encode(writer.answer([choice], usage, progress if is_first else None, is_whole=False))
+
+
+def _usage(begun: Sequence[PromptProgress], writer: AnswerWriter) -> UsageCounts:
+    return counts(
+        sum(len(progress.prompt_token_ids) for progress in begun),
+        sum(num - min(num, writer.num_hidden_tokens) for progress in begun for num in progress.num_tokens),
+        PromptTokensDetails(sum(progress.num_cached_tokens for progress in begun)),
+        writer.output_details,
+    )
+
+
+def counts(
+    num_prompt: int,
+    num_output: int,
+    details: PromptTokensDetails | UnsetType = UNSET,
+    output_details: OutputTokensDetails | UnsetType = UNSET,
+) -> UsageCounts:
+    return UsageCounts(num_prompt, num_output, num_prompt + num_output, details, output_details)
+
+
+def finish_reason(end: SequenceEnd | None, *, calls: bool = False) -> str | None:
+    """`calls`: the output has calls of tools."""
+    if calls and end is not None and end.reason is EndReason.STOP:
+        return "tool_calls"
+    return None if end is None else _FINISH_REASONS[end.reason]
+
+
+def stop_reason(request: GenerationRequest, delta: Delta) -> int | str | None:
+    """Return the text or the token of the request that ended an output."""
+    if delta.end is None or delta.stop_text is not None:
+        return delta.stop_text
+    token_id = delta.end.stop_token_id
+    return token_id if token_id in (request.stop_token_ids or ()) else None
+
+
+def now() -> int:
+    """Return the seconds of Unix time at which an answer is made."""
+    return int(time.time())
+
+
+def longest_sequence(intake: Intake) -> int:
+    """Return the tokens that prompt and output can have together, as far as is known."""
+    availability = intake.engine.availability
+    return availability.max_sequence_tokens if availability.capacity else intake.model.max_model_len
+
+
+def fingerprint(intake: Intake) -> str:
+    """Return a name that differs if the version, config.json, the tokenizer, or the worker's data types or backend
+    differ. Weights of the same format are not compared."""
+    worker = intake.engine.availability.capacity
+    named = (intake.model.digest, worker and (worker.dtype, worker.weight_format, worker.attention_backend))
+    return f"pagewire-{__version__}-{sha256(repr(named).encode()).hexdigest()[:8]}"
+
+
+def numbered(request_id: str, count: int) -> Iterator[str]:
+    """Yield a name for each of so many requests of a call."""
+    for index in range(count):
+        yield request_id if count == 1 else f"{request_id}-{index}"

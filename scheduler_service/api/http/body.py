@@ -1,0 +1,312 @@
+"""The body of a call, within its bounds, as a request of its type; or why it is none, in one line with the field, its
+value, and what would do."""
+
+import asyncio
+import contextlib
+import difflib
+import functools
+import json
+import re
+from collections.abc import Iterator, Mapping
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta, Struct, defstruct, field, structs
+from starlette.types import Receive, Scope
+
+from pagewire.common.chat.template_forms import refused_medium
+from pagewire.common.strict_json import MAX_VALUES, count_values
+from pagewire.common.surrogates import without_halves
+from pagewire.common.wire.transport.message_size import MAX_MESSAGE_BYTES
+from scheduler_service.api.http.refusals import HttpRefusal
+from scheduler_service.api.http.requests import INERT
+from scheduler_service.serving.refusal import RefusedError, invalid
+from scheduler_service.serving.turns import PIECE_SIZE, Turns
+
+MAX_BODY_BYTES = MAX_MESSAGE_BYTES
+BODY_TIMEOUT_S = 30.0
+_SHOWN_CHARS = 60
+_MAX_SHOWN_BYTES = 64 << 10  # of a body of which a value or a place is shown, for which it is decoded once more
+_HALF = "half a surrogate pair, which is no character; cut texts between characters"
+_MAX_ERROR_CHARS = 600  # of an error's beginning, and of its end, that are read: the rest quotes the client
+_PLACE = " - at `"  # between the reason and the path in an error
+_UNKNOWN = "Object contains unknown field `"
+_NO_TAG = "Invalid value '"
+_INDEX = re.compile(r"\[(\d+)\]")
+_IN_BRACKETS = re.compile(r"\[[^][]*\]")
+# Fields of other servers and of proxies that ask for nothing of an answer.
+_OF_OTHERS = frozenset(
+    {
+        *("anthropic_beta", "anthropic_version", "api_key", "betas", "cache_prompt", "drop_params", "id_slot"),
+        *("num_retries", "slot_id", "snippy", "tool_stream"),
+    }
+)
+# Options of other APIs and servers, with the values by which they ask for nothing.
+_NEUTRAL: Mapping[str, Any] = {
+    **dict.fromkeys(("best_of", "n", "repeat_penalty", "repetition_penalty", "tfs_z", "typical_p"), 1),
+    **dict.fromkeys(("dry_multiplier", "dynatemp_range", "frequency_penalty", "min_p", "mirostat", "n_keep"), 0),
+    **dict.fromkeys(("presence_penalty", "xtc_probability"), 0),
+    **dict.fromkeys(("do_sample", "incremental_output", "normalized", "parse_tool_calls"), True),
+    **dict.fromkeys(("enable_search", "late_chunking", "logprobs", "return_progress", "safe_prompt"), False),
+    **dict.fromkeys(("timings_per_token", "vl_high_resolution_images"), False),
+    **{"embedding_type": "float", "extra_body": {}, "options": {}, "plugins": [], "result_format": "message"},
+    "transforms": [],
+}
+_Request = TypeVar("_Request", bound=Struct)
+
+
+async def read_body(scope: Scope, receive: Receive) -> bytes:
+    """Return the whole body. Raises HttpRefusal."""
+    headers = scope["header_values"]
+    encoding = headers.get(b"content-encoding") or "identity"
+    if encoding.lower() != "identity":
+        raise HttpRefusal(415, f"the body is encoded as {encoding[:_SHOWN_CHARS]!r}; send it as it is")
+    length = headers.get(b"content-length", "0")
+    if length.isdecimal() and int(length) > MAX_BODY_BYTES:
+        raise _too_large(int(length))
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise HttpRefusal(400, "the client has gone")
+                body += message.get("body", b"")
+                if len(body) > MAX_BODY_BYTES:
+                    raise _too_large(len(body))
+                if not message.get("more_body", False):
+                    return bytes(body)
+    except TimeoutError:
+        raise HttpRefusal(408, f"the body has not come within {BODY_TIMEOUT_S:g} s") from None
+
+
+def _too_large(num_bytes: int) -> HttpRefusal:
+    return HttpRefusal(413, f"the body has {num_bytes} bytes or more, this server takes {MAX_BODY_BYTES}; shorten it")
+
+
+async def decode_in_turn(body: bytes, kind: type[_Request], tenant: str, turns: Turns) -> tuple[_Request, int]:
+    """Return the request, and its size: its bytes, or its values if these are more. A large one is decoded in the
+    turn of its tenant. Raises RefusedError."""
+    size = len(body) if len(body) > PIECE_SIZE else max(len(body), count_values(body))
+    return await turns.carry_out(tenant, size, decode_body, body, kind), size
+
+
+def decode_body(body: bytes, kind: type[_Request]) -> _Request:
+    """Raises RefusedError."""
+    if (number := count_values(body)) > MAX_VALUES:
+        raise invalid(
+            "",
+            f"the body has at least {number} values, this server takes {MAX_VALUES}: a text counts as 4, a list or "
+            "object as 6, a number with a fraction as 15, one with an exponent as 500, and 20 digits in a row as 30 "
+            "more; send fewer",
+        )
+    try:
+        try:
+            decoded = _decoder(kind).decode(body)
+        except msgspec.ValidationError:
+            decoded = _decoder(kind).decode(_as_meant(body, kind))
+        # A large one is not kept with what nothing reads.
+        return structs.replace(decoded, **_unset_inert(kind)) if len(body) > PIECE_SIZE else decoded
+    except msgspec.ValidationError as error:
+        raise _refusal(str(error), body, kind) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        if rb"\ud" in body.lower():
+            raise _refused_half(body) from None
+        raise invalid("", f"the body is no JSON: {error}") from None
+    except RecursionError:
+        raise invalid("", "the body is nested too deeply") from None
+
+
+def _as_meant(body: bytes, kind: type[Struct]) -> bytes:
+    """Return the JSON of a body without the values that ask for nothing, and with integers for whole floats, or the
+    body itself if it cannot be read."""
+    try:
+        return msgspec.json.encode(_meant(msgspec.json.decode(body), kind))
+    except (msgspec.MsgspecError, ValueError):
+        return body
+
+
+def _meant(value: Any, hint: Any) -> Any:
+    """Return a value of a type as a client means it. A field that is not known counts as unset if it asks for nothing,
+    a field that takes no boolean if it is false, and a field that takes null alone if it is empty. A whole float
+    becomes an integer where no float is expected: many languages have no other numbers. A struct with `as_meant` says
+    by it what objects of other APIs mean."""
+    parts = _parts(hint)
+    is_off = value is False and not any(part is bool or isinstance(part, bool) for part in parts)
+    if NoneType in parts and (
+        is_off or (value in ("", [], {}) and all(part is NoneType or isinstance(part, Meta) for part in parts))
+    ):
+        return None
+    if isinstance(value, list):
+        return [_meant(each, hint) for each in value]
+    if isinstance(value, dict) and (kinds := list(_structs(hint))):
+        tagged = [kind for kind in kinds if (config := kind.__struct_config__).tag == value.get(config.tag_field)]
+        tagged = tagged or kinds
+        if len(tagged) == 1:
+            value = getattr(tagged[0], "as_meant", dict)(value)
+        known = {name: inner for kind in tagged for name, inner in _fields_of(kind).items()}
+        return {
+            name: _meant(inner, known.get(name))
+            for name, inner in value.items()
+            if name in known or not _asks_nothing(name, inner)
+        }
+    is_whole = isinstance(value, float) and value.is_integer() and int in parts and float not in parts
+    return int(value) if is_whole else value
+
+
+def _asks_nothing(name: str, value: Any) -> bool:
+    """Return whether a field that is not known asks for nothing of an answer."""
+    return value is None or name in _OF_OTHERS or value == _NEUTRAL.get(name)
+
+
+@functools.cache
+def _parts(hint: Any) -> frozenset[Any]:
+    """Return the types, and the values, that a type consists of."""
+    return frozenset().union(*map(_parts, inner)) if (inner := get_args(hint)) else frozenset([hint])
+
+
+@functools.cache
+def _fields_of(kind: type[Struct]) -> Mapping[str, Any]:
+    """Return the types of a struct's fields by the names that they have in JSON."""
+    return {each.encode_name: each.type for each in structs.fields(kind)}
+
+
+def _refused_half(body: bytes) -> RefusedError:
+    """Return why a body is refused that is no JSON, or has an escape that stands for no character."""
+    with contextlib.suppress(ValueError, RecursionError):
+        # Values, each with its place: that of what it is in, and a step.
+        waiting: list[tuple[Any, Any]] = [(None, json.loads(body))] if len(body) <= _MAX_SHOWN_BYTES else []
+        for place, value in waiting:
+            if isinstance(value, str) and without_halves(value) != value:
+                steps = []
+                while place is not None:
+                    place, step = place
+                    steps.append(step)
+                path = "".join(reversed(steps)).removeprefix(".")
+                return invalid(path, f"{path or 'the body'} has {_HALF}")
+            if isinstance(value, dict):
+                waiting += [(place, name) for name in value]
+                waiting += [((place, f".{name[:_SHOWN_CHARS]}"), inner) for name, inner in value.items()]
+            elif isinstance(value, list):
+                waiting += [((place, f"[{index}]"), inner) for index, inner in enumerate(value)]
+    return invalid("", f"the body is no JSON, or a text in it has {_HALF}")
+
+
+def decode_query(values: Mapping[str, str], kind: type[_Request]) -> _Request:
+    """Return the request that a path and its query name. Raises RefusedError."""
+    try:
+        return msgspec.convert(values, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise _refusal(str(error), msgspec.json.encode(values), kind) from None
+
+
+def lenient(kind: Any) -> Any:
+    """Return a type in which each struct takes fields too that it does not know."""
+    origin: Any = Union if get_origin(kind) is UnionType else get_origin(kind)
+    if origin is not None:  # also of lists and of what is annotated
+        return origin[tuple(map(lenient, get_args(kind)))]
+    return _lenient_struct(kind) if isinstance(kind, type) and issubclass(kind, Struct) else kind
+
+
+@functools.cache  # a struct that stands in several is one type in all, as a description of them needs
+def _lenient_struct(kind: type[Struct]) -> type[Struct]:
+    fields = [
+        (each.name, lenient(each.type), field(default=each.default, name=each.encode_name))
+        for each in structs.fields(kind)
+    ]
+    return defstruct(
+        kind.__name__, fields, bases=(kind,), forbid_unknown_fields=False, frozen=True, kw_only=True, module=__name__
+    )
+
+
+@functools.cache
+def _decoder(kind: type[_Request]) -> "msgspec.json.Decoder[_Request]":
+    return msgspec.json.Decoder(kind)
+
+
+@functools.cache
+def _unset_inert(kind: type[Struct]) -> Mapping[str, Any]:
+    """Return the fields without an effect, as they are if they are not set."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {each.name: each.default for each in structs.fields(kind) if _described(hints[each.name]) == INERT}
+
+
+def _refusal(text: str, body: bytes, kind: type[Struct]) -> RefusedError:
+    said, path = _split_error(text)
+    if said.startswith(_UNKNOWN):
+        name = said[len(_UNKNOWN) :].partition("`")[0][:_SHOWN_CHARS]
+        field = f"{path}.{name}" if path else name
+        fields = _fields_beside(kind, field)
+        # Fields of another member of a union are among them: then the name is no slip.
+        near = [] if name in fields else difflib.get_close_matches(name, fields, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        return invalid(field, f"{field} is no field of this request{hint}")
+    if not path:
+        return invalid("", f"the body is no request: {_lowered(said)}")
+    if said.startswith(_NO_TAG) and (media := refused_medium(path, said[len(_NO_TAG) : -1])):
+        return invalid(path, media)
+    why = _described(_fields_beside(kind, path).get(_names(path)[-1]))
+    given = _shown(body, path)
+    if why and ("`null`, got" in said or "length <= 0" in said or "Invalid enum value" in said):
+        return invalid(path, f"{path}{given} is not served: {why}")
+    return invalid(path, f"{path}{given} cannot be: {_lowered(said)}{why and f' ({why})'}")
+
+
+def _split_error(text: str) -> tuple[str, str]:
+    """Return the reason and the path of the field that an error of the decoder names. In front of the path it quotes
+    names and values of any length."""
+    if len(text) > 2 * _MAX_ERROR_CHARS:
+        text = f"{text[:_MAX_ERROR_CHARS]}…{text[-_MAX_ERROR_CHARS:]}"
+    said, _, place = text.rpartition(_PLACE)
+    return (said, place.removeprefix("key` in `")[:-1].removeprefix("$").removeprefix(".")) if said else (text, "")
+
+
+def _names(path: str) -> list[str]:
+    return _IN_BRACKETS.sub("", path).split(".")
+
+
+def _fields_beside(kind: type[Struct], path: str) -> Mapping[str, Any]:
+    """Return the types of the fields that stand where a path ends."""
+    fields: dict[str, Any] = get_type_hints(kind, include_extras=True)
+    for name in _names(path)[:-1]:
+        inner = list(_structs(fields.get(name)))
+        fields = {key: hint for each in inner for key, hint in get_type_hints(each, include_extras=True).items()}
+    return fields
+
+
+def _structs(hint: Any) -> Iterator[type[Struct]]:
+    """Yield the structs that a type has."""
+    if isinstance(hint, type) and issubclass(hint, Struct):
+        yield hint
+    for part in get_args(hint):
+        yield from _structs(part)
+
+
+def _described(hint: Any) -> str:
+    """Return the description that a type has, or a part of it."""
+    for part in (*getattr(hint, "__metadata__", ()), *get_args(hint)):
+        if isinstance(part, Meta):
+            if part.description:
+                return part.description
+        elif found := _described(part):
+            return found
+    return ""
+
+
+def _shown(body: bytes, path: str) -> str:
+    """Return the value that stands at a place, as far as it can be shown."""
+    if len(body) > _MAX_SHOWN_BYTES:
+        return ""
+    try:
+        value = msgspec.json.decode(body)
+        for name in _INDEX.sub(r".\1", path).split("."):
+            value = value[int(name)] if isinstance(value, list) else value[name]
+        text = msgspec.json.encode(value).decode()
+    except (msgspec.MsgspecError, LookupError, ValueError, TypeError, RecursionError):
+        return ""
+    return f" is {text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + '…'}, which"
+
+
+def _lowered(said: str) -> str:
+    return said[:1].lower() + said[1:]

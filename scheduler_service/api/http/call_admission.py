@@ -1,0 +1,114 @@
+"""Admission to the HTTP API: who may call, for which model, and how many bytes all calls may hold."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+from starlette.types import Message, Receive, Scope
+
+from pagewire.common.wire.transport.host_names import HostNames
+from scheduler_service.api.http.body import MAX_BODY_BYTES, read_body
+from scheduler_service.api.http.refusals import HttpRefusal
+from scheduler_service.serving.intake import Intake
+from scheduler_service.serving.refusal import Reason, RefusedError
+from scheduler_service.serving.tenants.caller import Call, Caller
+from scheduler_service.serving.tenants.tenant_file import TenantFile
+from scheduler_service.serving.turns import PIECE_SIZE, TenantBytes
+
+_SESSION_HEADER = b"x-session-id"
+_TRACE_HEADERS = (b"traceparent", b"tracestate")
+# Bodies larger than PIECE_SIZE that are on their way have this much memory together, and those of a tenant a quarter.
+MAX_BODIES_BYTES = 64 << 20
+# Requests of such bodies, each of which is kept until its call ends, by the bytes of the bodies.
+MAX_REQUESTS_BYTES = 1 << 30
+
+
+class CallAdmission:
+    """Admits or refuses calls, by what their headers say and by what the calls of all tenants hold."""
+
+    def __init__(
+        self,
+        host: str,
+        allowed_origins: Sequence[str],
+        tenants: TenantFile | None,
+        intake: Intake,
+        model_names: Callable[[], Sequence[str]],
+        *,
+        takes_any_model_name: bool,
+    ) -> None:
+        """`host` is the address that the server listens on. Web pages of `allowed_origins` may call. `intake` knows
+        whether a worker computes. `model_names` returns the names by which requests may ask for the model, first the
+        one in answers. If `takes_any_model_name`, requests may name any model."""
+        self.allowed_origins = allowed_origins
+        self.model_names = model_names
+        self._tenants = tenants
+        self._intake = intake
+        self._takes_any_model_name = takes_any_model_name
+        self.hosts = HostNames(host)  # that the header Host of a call may name
+        self._bodies = TenantBytes("bodies", MAX_BODIES_BYTES, max(MAX_BODY_BYTES, MAX_BODIES_BYTES // 4))
+        self._requests = TenantBytes("requests", MAX_REQUESTS_BYTES, MAX_REQUESTS_BYTES // 4)
+
+    def check_origin(self, scope: Scope) -> None:
+        """Raise HttpRefusal for a call by a web page of another origin. The page could not read the answer, but what
+        it starts would run."""
+        headers = scope["header_values"]
+        origin = headers.get(b"origin")
+        is_open = scope["method"] in ("GET", "HEAD") or not {"*", origin}.isdisjoint(self.allowed_origins)
+        if origin is not None and not is_open and origin.partition("://")[2] != headers.get(b"host", "localhost"):
+            raise HttpRefusal(403, f"the web page's origin {origin[:80]!r} may not call; name it in --allowed-origins")
+
+    def call(self, scope: Scope) -> Call:
+        """Return the call with its caller. Raises RefusedError for an unknown caller.
+
+        Without tenants the key is ignored: OpenAI's clients always send one.
+        """
+        headers = scope["header_values"]
+        key = None
+        if self._tenants is not None:
+            # Clients of the Messages API send the key in a header of its own.
+            alone = headers.get(b"x-api-key")
+            key = headers.get(b"authorization", f"Bearer {alone}" if alone else None)
+        caller = Caller(self._tenants, key, scope["certificate_names"])
+        caller.check()
+        scope["state"]["tenant"] = caller.tenant("")
+        trace = {name.decode(): headers[name] for name in _TRACE_HEADERS if name in headers}
+        return Call(caller, headers.get(_SESSION_HEADER, ""), trace)
+
+    async def read_body(self, scope: Scope, receive: Receive, tenant: str) -> bytes:
+        """Return the whole body, counted while it arrives. Raises HttpRefusal, and RefusedError if too many bytes of
+        bodies are on their way."""
+        num_bytes = num_counted = 0
+
+        async def receive_counted() -> Message:
+            nonlocal num_bytes, num_counted
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > PIECE_SIZE:
+                self._bodies.add(tenant, num_bytes - num_counted)
+                num_counted = num_bytes
+            return message
+
+        try:
+            return await read_body(scope, receive_counted)
+        finally:
+            self._bodies.remove(tenant, num_counted)
+
+    def held(self, tenant: str, size: int) -> AbstractContextManager[None]:
+        """Count a request of a large body inside the block. Raises RefusedError if too many bytes are held."""
+        return self._requests.held(tenant, size if size > PIECE_SIZE else 0)
+
+    def model_name(self) -> str:
+        """Return the model's name in answers. Raises RefusedError until the name is known."""
+        if name := self.model_names()[0]:
+            return name
+        raise RefusedError(Reason.UNAVAILABLE, self._intake.engine.availability.refusal())
+
+    def check_model(self, name: str | None) -> None:
+        """Raise RefusedError if a request names a model that is not served, or no model is known."""
+        served = self.model_name()
+        if name is not None and not self._takes_any_model_name and name not in self.model_names():
+            raise RefusedError(
+                Reason.NOT_FOUND,
+                f"the model {name[:80]!r} is not served here; send {served!r}, or leave model unset "
+                "(--any-model-name accepts any)",
+                "model",
+            )

@@ -1,0 +1,192 @@
+"""`/v1/completions`: texts or token ids as prompts, and what comes after them."""
+
+import itertools
+import secrets
+from typing import Any
+
+from msgspec import UNSET, UnsetType
+
+from scheduler_service.api.http.answering import (
+    PromptProgress,
+    answer_call,
+    fingerprint,
+    finish_reason,
+    now,
+    numbered,
+    stop_reason,
+)
+from scheduler_service.api.http.answers import CompletionAnswer, CompletionChoice, CompletionLogprobs, UsageCounts
+from scheduler_service.api.http.prompts import reading_size, separate_prompts
+from scheduler_service.api.http.request_options import ReadCall, RequestNames, parsed, sampling_options, structured
+from scheduler_service.api.http.requests import CompletionRequest
+from scheduler_service.api.http.token_texts import CompletionTokens, TokenTexts
+from scheduler_service.api.http.transport.event_stream import EventStream
+from scheduler_service.core.request import EndReason
+from scheduler_service.serving.intake import Intake
+from scheduler_service.serving.output import Delta
+from scheduler_service.serving.parsed_request import ParsedRequest
+from scheduler_service.serving.refusal import invalid
+from scheduler_service.serving.tenants.caller import Call
+
+_DEFAULT_MAX_TOKENS = 16
+_MAX_GRAMMARS_BYTES = 8 << 20  # of what outputs must match, in all requests of a call
+
+
+class CompletionWriter:
+    output_details = UNSET
+
+    def __init__(self, request: CompletionRequest, head: tuple[str, str], intake: Intake, echoed: list[str]) -> None:
+        """`head` is the answer's id, and the model's name; `echoed` are the texts of prompts to begin with, or
+        none."""
+        self._request = request
+        self._id, self._model = head
+        self._created = now()
+        self._fingerprint = fingerprint(intake)
+        self._echoed = echoed
+        self._texts = TokenTexts(intake.tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
+        self._tokens: dict[int, CompletionTokens] = {}  # of each choice
+        self.num_hidden_tokens = 1 if request.max_tokens == 0 else 0
+
+    def first_choices(self, progress: PromptProgress) -> list[CompletionChoice]:
+        return []
+
+    def choice(self, progress: PromptProgress, delta: Delta, *, is_whole: bool) -> CompletionChoice | None:
+        request, sample = self._request, delta.sample_index
+        index = progress.index * (request.n or 1) + sample
+        is_first = not progress.has_begun[sample]
+        if self.num_hidden_tokens:
+            delta = delta._replace(text="", token_ids=(), logprobs=())
+        text, token_ids, end = delta.text, delta.token_ids, delta.end
+        echoed = self._echoed[progress.index] if self._echoed and is_first else ""
+        shows = echoed or text or end is not None or (token_ids and (request.return_token_ids or delta.logprobs))
+        if not shows or (delta.prompt_logprobs and not token_ids and end is None):
+            return None
+        progress.has_begun[sample] = True
+        not_asked = None if is_whole else UNSET  # events are kept short
+        reason = finish_reason(end)
+        if end is not None and self.num_hidden_tokens and end.reason is not EndReason.ABORT:
+            reason = "length"
+        return CompletionChoice(
+            index,
+            echoed + text,
+            self._logprobs(index, delta, progress if self._echoed and is_first else None),
+            reason,
+            stop_reason(request, delta),
+            list(token_ids) if request.return_token_ids else not_asked,
+            list(progress.prompt_token_ids) if request.return_token_ids and is_first else not_asked,
+            self._texts.prompt_logprobs(progress.logprobs)
+            if request.prompt_logprobs is not None and is_first
+            else not_asked,
+        )
+
+    def answer(
+        self,
+        choices: list[Any],
+        usage: UsageCounts | UnsetType | None,
+        progress: PromptProgress | None,
+        *,
+        is_whole: bool,
+    ) -> CompletionAnswer:
+        return CompletionAnswer(
+            self._id, "text_completion", self._created, self._model, self._fingerprint, choices, usage
+        )
+
+    def _logprobs(self, index: int, delta: Delta, echoed: PromptProgress | None) -> CompletionLogprobs | None:
+        """Return the log-probabilities of a delta's tokens, behind those of a prompt that it begins with."""
+        if self._request.logprobs is None:
+            return None
+        tokens = self._tokens.get(index)
+        if tokens is None:
+            tokens = self._tokens[index] = CompletionTokens(self._texts)
+        if echoed is None:
+            return tokens.logprobs(delta.logprobs)
+        return tokens.logprobs(itertools.chain(echoed.logprobs, delta.logprobs), echoed.prompt_token_ids[0])
+
+
+async def complete_prompts(
+    request: CompletionRequest, call: Call, intake: Intake, model_name: str, stream: EventStream
+) -> bytes | None:
+    """Return the answer, unless it is streamed. Raises RefusedError."""
+    asked = await read_completion(request, call, intake)
+    echoed = [await _text_of(prompt, intake) for prompt in asked.requests] if request.echo else []
+    writer = CompletionWriter(request, (asked.answer_id, model_name), intake, echoed)
+    num_best = request.n or 1 if request.best_of is not None else None
+    return await answer_call(request, asked, call, intake, writer, stream, num_best)
+
+
+async def read_completion(request: CompletionRequest, call: Call, intake: Intake) -> ReadCall:
+    """Raises RefusedError."""
+    tenant, size = call.caller.tenant(request.tenant or ""), reading_size(request.prompt, call)
+    return await intake.turns.carry_out(tenant, size, _read, request, call, intake)
+
+
+def _read(request: CompletionRequest, call: Call, intake: Intake) -> ReadCall:
+    options, names = sampling_options(request, intake.model, structured(request))
+    called = RequestNames("prompt", **names)
+    if request.max_tokens == 0 and not request.echo:
+        raise invalid("max_tokens", "max_tokens is 0, which nothing comes of without echo; send at least 1")
+    if request.max_tokens not in (None, -1):
+        options["max_tokens"] = request.max_tokens or 1
+    if request.logprob_token_ids and (request.logprobs is None or request.max_tokens == 0):
+        told = "logprobs is not; set it too" if request.logprobs is None else "max_tokens is 0; send at least 1"
+        raise invalid("logprob_token_ids", f"logprob_token_ids is set, but {told}")
+    if request.logprobs is not None:
+        options["logprobs"] = request.logprobs
+        if request.echo:
+            options.setdefault("prompt_logprobs", request.logprobs)
+    if request.best_of is not None:
+        _check_best_of(request, request.best_of)
+        options["n"] = request.best_of
+        options.setdefault("logprobs", 0)
+    prompts = separate_prompts(request.prompt, "prompt")
+    drawn = f"cmpl-{secrets.token_hex(12)}"
+    first_name, *names_behind = numbered(request.request_id or drawn, len(prompts))
+    with called.in_refusals():
+        first = parsed(
+            request,
+            prompts[0],
+            options,
+            call,
+            intake.model,
+            request_id=first_name,
+            default_max_tokens=_DEFAULT_MAX_TOKENS if request.max_tokens is None else None,
+        )
+        _check_grammars(first, len(prompts))
+        requests = [first]
+        for prompt, name in zip(prompts[1:], names_behind, strict=True):
+            requests.append(first.with_prompt(prompt, name, options.get("seed"), intake.model))
+    answer_id = drawn if request.request_id is None else f"cmpl-{request.request_id}"
+    return ReadCall(requests, answer_id, called, bool(request.echo), bool(request.return_token_ids))
+
+
+def _check_grammars(request: ParsedRequest, num_prompts: int) -> None:
+    """Raises RefusedError for a grammar that is too long for a number of prompts: each goes to the scheduler with a
+    copy."""
+    grammar = request.request.grammar
+    size = 0 if grammar is None else len(grammar.text.encode()) * num_prompts
+    if grammar is not None and size > _MAX_GRAMMARS_BYTES:
+        raise invalid(
+            f"sampling.{grammar.kind.name.lower()}",
+            f"what the outputs must match has {size} bytes for {num_prompts} prompts together, {_MAX_GRAMMARS_BYTES} "
+            "are the most; shorten it, or send fewer prompts",
+        )
+
+
+def _check_best_of(request: CompletionRequest, best_of: int) -> None:
+    """Raises RefusedError."""
+    if best_of < (request.n or 1):
+        raise invalid("best_of", f"best_of is {best_of}, but n is {request.n}; best_of must be at least n")
+    if request.stream and best_of > (request.n or 1):
+        raise invalid("best_of", "which samples are best is known at the end alone; leave stream or best_of unset")
+
+
+async def _text_of(asked: ParsedRequest, intake: Intake) -> str:
+    """Return the text of a prompt. Raises RefusedError."""
+    prompt = asked.prompt
+    if isinstance(prompt, str):
+        return prompt
+    if intake.texts is None:
+        raise invalid("echo", "the served checkpoint has no tokenizer, and knows no text of a prompt; leave echo unset")
+    # Tokens that there are not are refused later.
+    known = [token_id for token_id in prompt if token_id < intake.model.vocab_size]
+    return await intake.texts.decode(known, asked.request.tenant, skip_special_tokens=False)

@@ -1,0 +1,86 @@
+"""`/v1/embeddings`: one or several texts, or their token ids, each as numbers of length 1."""
+
+import asyncio
+import base64
+import math
+import secrets
+import struct
+from typing import Any
+
+from msgspec import Raw, structs
+
+from scheduler_service.api.http.answering import begin_requests, now, numbered
+from scheduler_service.api.http.answers import EmbeddingAnswer, EmbeddingItem, UsageCounts, encode
+from scheduler_service.api.http.prompts import reading_size, render_messages, separate_prompts
+from scheduler_service.api.http.request_options import ReadCall, RequestNames, parsed
+from scheduler_service.api.http.requests import MAX_INPUTS, EmbeddingRequest, PromptField
+from scheduler_service.core.request import SequenceEnd
+from scheduler_service.serving.checkpoint.model_info import ModelInfo
+from scheduler_service.serving.intake import Intake, embedding_end
+from scheduler_service.serving.parsed_request import ParsedRequest
+from scheduler_service.serving.refusal import invalid
+from scheduler_service.serving.tenants.caller import Call
+
+_NUMBER_BYTES = 4
+_SHOWN_BYTES = {"base64": 6, "float": 24}  # of a number in an answer, at most
+
+
+async def embed_inputs(request: EmbeddingRequest, call: Call, intake: Intake, model_name: str) -> bytes:
+    """Return an embedding of each input. Raises RefusedError."""
+    drawn = f"embd-{secrets.token_hex(12)}"
+    given = await _input_of(request, call, intake)
+    tenant, size = call.caller.tenant(request.tenant or ""), reading_size(given, call)
+    names = RequestNames("messages" if request.input is None else "input", embed="model")
+    with names.in_refusals():
+        requests = await intake.turns.carry_out(tenant, size, _read, request, given, drawn, call, intake.model)
+    num_numbers = min(request.dimensions or intake.model.hidden_size, intake.model.hidden_size)
+    size = num_numbers * _SHOWN_BYTES[request.encoding_format or "float"]
+    asked = ReadCall(requests, drawn, names, embedding_bytes=size)
+    async with begin_requests(asked, call, intake, is_streamed=False) as begun:
+        ends = [await embedding_end(progress.active) for progress in begun]
+    num_tokens = sum(end.num_prompt_tokens for end in ends)
+    data: list[Any] = []
+    for index, end in enumerate(ends):
+        data.append(Raw(encode(EmbeddingItem("embedding", index, _shown(request, end)))))
+        await asyncio.sleep(0)  # others have their turn
+    usage = UsageCounts(num_tokens, 0, num_tokens)
+    return encode(EmbeddingAnswer(request.request_id or drawn, "list", now(), model_name, data, usage))
+
+
+async def _input_of(request: EmbeddingRequest, call: Call, intake: Intake) -> PromptField:
+    """Return the texts of a request, or that of its conversation. Raises RefusedError."""
+    if (request.input is None) == (request.messages is None):
+        raise invalid("input", "send either an input or messages")
+    if request.input is not None:
+        return request.input
+    chat = structs.replace(request, add_generation_prompt=request.add_generation_prompt is True)
+    return await render_messages(chat, call, intake)
+
+
+def _read(
+    request: EmbeddingRequest, given: PromptField, drawn: str, call: Call, model: ModelInfo
+) -> list[ParsedRequest]:
+    prompts, is_text = separate_prompts(given, "input", MAX_INPUTS), request.messages is None
+    return [
+        parsed(request, prompt, None, call, model, request_id=name, add_special_tokens=is_text)
+        for prompt, name in zip(prompts, numbered(request.request_id or drawn, len(prompts)), strict=True)
+    ]
+
+
+def _shown(request: EmbeddingRequest, end: SequenceEnd) -> list[float] | str:
+    data = end.embedding
+    if request.dimensions is not None:
+        data = _shortened(data, request.dimensions)
+    if request.encoding_format == "base64":
+        return base64.b64encode(data).decode()
+    return list(struct.unpack(f"<{len(data) // _NUMBER_BYTES}f", data))
+
+
+def _shortened(data: bytes, dimensions: int) -> bytes:
+    """Return the first numbers, scaled to length 1 again. Raises RefusedError."""
+    num = len(data) // _NUMBER_BYTES
+    if dimensions > num:
+        raise invalid("dimensions", f"dimensions is {dimensions}, but the model's embeddings have {num}; lower it")
+    numbers = struct.unpack(f"<{dimensions}f", data[: dimensions * _NUMBER_BYTES])
+    length = math.hypot(*numbers) or 1.0
+    return struct.pack(f"<{dimensions}f", *(number / length for number in numbers))

@@ -1,0 +1,166 @@
+"""The HTTP API described: as OpenAPI, and as a page. Both are made of the types that requests and answers have."""
+
+import html
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from pagewire.common import __version__
+from scheduler_service.api.http.answers import Models
+from scheduler_service.api.http.refusals import ErrorAnswer
+
+_REFERENCE = "#/components/schemas/{name}"
+_JSON = "application/json"
+# The ends of paths whose answers are never streamed, though their requests have the field `stream`.
+_UNSTREAMED = ("/render", "/input_tokens", "/compact")
+
+
+@dataclass(frozen=True, slots=True)
+class TypedRoute:
+    """A route whose requests are of a type: sent as JSON, or else what path and query say.
+
+    Attributes:
+        serve: Serves a request, given with its call, its stream of events and the routes. Returns the answer, or None
+            if the answer is streamed.
+    """
+
+    path: str
+    request: type[Struct]
+    answer: Any
+    serve: Callable[..., Awaitable[bytes | None]]
+    summary: str
+    method: str = "POST"
+
+    @property
+    def is_named(self) -> bool:
+        """Whether path and query say all."""
+        return "{" in self.path
+
+
+_GOT = {
+    "/v1/models": "The model that is served",
+    "/health": "200 while requests are taken",
+    "/ping": "As /health",
+    "/version": "Pagewire's version",
+    "/tokenizer_info": "The tokenizer's special tokens and the chat template",
+    "/metrics": "This front end's metrics, for operators",
+}
+
+
+def document(routes: Sequence[TypedRoute], as_read: Callable[[type[Struct]], Any]) -> dict[str, Any]:
+    """Return the description in OpenAPI 3.1, with the types that requests are read as."""
+    kinds = [kind for route in routes for kind in (as_read(route.request), route.answer)]
+    schemas, components = msgspec.json.schema_components([*kinds, Models, ErrorAnswer], ref_template=_REFERENCE)
+    models, error = schemas[-2:]
+    refused = {"default": {"description": "The request is refused", "content": {_JSON: {"schema": error}}}}
+    paths: dict[str, Any] = {}
+    for route, request, answer in zip(routes, schemas[0:-2:2], schemas[1:-2:2], strict=True):
+        content = {_JSON: {"schema": answer}}
+        if "stream" in route.request.__struct_fields__ and not route.path.endswith(_UNSTREAMED):
+            content["text/event-stream"] = {"schema": answer}
+        given: dict[str, Any] = {"requestBody": {"required": True, "content": {_JSON: {"schema": request}}}}
+        if route.is_named:
+            schema = components[route.request.__name__]
+            given = {
+                "parameters": [
+                    {"name": name, "in": "query" if "default" in field else "path", "required": "default" not in field}
+                    | {"schema": field}
+                    for name, field in schema["properties"].items()
+                ]
+            }
+        paths.setdefault(route.path, {})[route.method.lower()] = {
+            "summary": route.summary,
+            **given,
+            "responses": {"200": {"description": "OK", "content": content}, **refused},
+        }
+    for route in filter(lambda route: route.is_named, routes):
+        components.pop(route.request.__name__, None)
+    for path, summary in _GOT.items():
+        content = {_JSON: {"schema": models}} if path == "/v1/models" else {}
+        paths[path] = {"get": {"summary": summary, "responses": {"200": {"description": "OK", "content": content}}}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Pagewire", "version": __version__},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class FieldRow:
+    """A field of a request: what it takes, and what is to be said of it."""
+
+    name: str
+    takes: str  # or nothing but null
+    note: str
+    is_required: bool
+
+
+def field_rows(kind: type[Struct]) -> Iterator[FieldRow]:
+    """Yield the fields of a request, those that are required first."""
+    (_,), components = msgspec.json.schema_components([kind], ref_template="{name}")
+    schema = components[kind.__name__]
+    required = schema["required"]
+    fields = schema["properties"].items()
+    for name, field in sorted(fields, key=lambda item: item[0] not in required):
+        yield FieldRow(name, " or ".join(filter(None, _takes(field))), _note(field), name in required)
+
+
+def page(routes: Sequence[TypedRoute]) -> str:
+    """Return the page that shows the routes with their fields. It needs nothing from elsewhere."""
+    parts = [_HEAD]
+    for route in routes:
+        parts.append(f"<h2><code>{route.method} {route.path}</code></h2><p>{html.escape(route.summary)}.</p><table>")
+        for row in field_rows(route.request):
+            name = f"<b>{row.name}</b>" if row.is_required else row.name
+            note = row.note if row.takes else f"not served: {row.note}"
+            cells = (f"<code>{name}</code>", html.escape(row.takes), html.escape(note))
+            parts.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
+        parts.append("</table>")
+    parts += [f"<h2><code>GET {path}</code></h2><p>{html.escape(summary)}.</p>" for path, summary in _GOT.items()]
+    return "\n".join(parts)
+
+
+_HEAD = f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>Pagewire's HTTP API</title>
+<style>body{{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}}
+td{{padding:.1rem 1rem .1rem 0;vertical-align:top}}</style>
+<h1>Pagewire {__version__}</h1><p>The same as <a href="openapi.json">OpenAPI</a>. Fields in bold are required; null
+counts as unset.</p>"""
+
+
+def _takes(field: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a field takes beside null."""
+    if "anyOf" in field:
+        for option in field["anyOf"]:
+            if option != {"type": "null"}:
+                yield from _takes(option)
+    elif "$ref" in field:
+        yield field["$ref"]
+    elif "enum" in field:
+        yield ", ".join(map(repr, filter(None, field["enum"])))
+    elif field.get("type") == "array":
+        items = " or ".join(_takes(field.get("items", {})))
+        if field.get("maxItems") != 0:
+            yield f"list of {items}" if " or " not in items else f"list of ({items})"
+    elif field.get("type") == "null" or field.get("maxProperties") == 0:
+        return
+    else:
+        low = field.get("minimum", field.get("exclusiveMinimum"))
+        high = field.get("maximum")
+        above = "above " if "exclusiveMinimum" in field else ""
+        limits = (
+            f" {above}{low} to {high}" if high is not None else f" {above or 'from '}{low}" if low is not None else ""
+        )
+        yield f"{field.get('type', 'any JSON')}{limits}"
+
+
+def _note(field: Mapping[str, Any]) -> str:
+    found = [field.get("description", "")] + [option.get("description", "") for option in field.get("anyOf", ())]
+    return next(filter(None, found), "")

@@ -1,0 +1,117 @@
+"""The prompts of a request: texts, token ids, or the text that a chat template makes of a conversation."""
+
+from typing import Any, cast
+
+from pagewire.common.chat.chat_template import GOES_TWO_WAYS, ChatTemplateError, render, up_to_last
+from pagewire.common.grammars.json_schema import without_unset
+from scheduler_service.api.http.requests import (
+    MAX_INPUTS,
+    MAX_PROMPTS,
+    ChatCompletionRequest,
+    EmbeddingRequest,
+    NoMode,
+    PromptField,
+    TokenizeRequest,
+    ToolField,
+)
+from scheduler_service.serving.checkpoint.model_info import ModelInfo
+from scheduler_service.serving.intake import Intake
+from scheduler_service.serving.refusal import invalid
+from scheduler_service.serving.tenants.caller import Call
+
+# In place of an image in the result of a tool, and what the client is told of it.
+IMAGE_LEFT_OUT = "[An image was left out here: the model reads text only.]"
+IMAGES_WARNING = "images in the results of tools are left out: the model reads text only"
+# The same for a file whose text is not sent.
+FILE_LEFT_OUT = "[A file was left out here: the model reads text only.]"
+FILES_WARNING = "files in the results of tools are left out: the model reads text only"
+_Conversation = ChatCompletionRequest | TokenizeRequest | EmbeddingRequest
+_PROMPT_VALUES = 512  # that making a request of a prompt counts as
+# Fields of a request that are variables of a template.
+_VARIABLES = ("documents", "reasoning_effort", "verbosity")
+
+
+def separate_prompts(given: PromptField, field: str, most: int = MAX_PROMPTS) -> list[str | tuple[int, ...]]:
+    """Return each prompt as a text, or as token ids. Raises RefusedError."""
+    if isinstance(given, str):
+        return [given]
+    kinds = {type(item) for item in given}
+    if kinds == {int}:
+        return [tuple(cast(list[int], given))]
+    if len(given) > most:
+        raise invalid(field, f"{field} has {len(given)} entries, at most {most} are allowed; send fewer")
+    if int in kinds:
+        raise invalid(field, f"{field} has token ids beside texts or lists; send the ids in a list of their own")
+    return [item if isinstance(item, str) else tuple(item) for item in cast(list[str | list[int]], given)]
+
+
+def reading_size(given: PromptField, call: Call) -> int:
+    """Return the values that making requests of a call's prompts counts as."""
+    num_prompts = 1 if isinstance(given, str) or isinstance(given[0], int) else min(len(given), MAX_INPUTS)
+    return max(call.size, _PROMPT_VALUES * num_prompts)
+
+
+async def render_messages(request: _Conversation, call: Call, intake: Intake) -> str:
+    """Return the text of a conversation's prompt, rendered in the tenant's turn. Raises RefusedError."""
+    template = chosen_template(intake.model, request.chat_template)
+    if request.continue_final_message and request.add_generation_prompt:
+        raise invalid("continue_final_message", GOES_TWO_WAYS)
+    tenant = call.caller.tenant(getattr(request, "tenant", None) or "")
+    return await intake.turns.run(tenant, call.size, _rendered, template, request, intake.model)
+
+
+def _rendered(template: str, request: _Conversation, model: ModelInfo) -> str:
+    messages = request.messages or []
+    adds_prompt = not request.continue_final_message and request.add_generation_prompt is not False
+    try:
+        text = render(
+            template,
+            messages,
+            special_tokens=model.special_tokens,
+            add_generation_prompt=adds_prompt,
+            variables=_variables_of(request),
+        )
+    except ChatTemplateError as error:
+        raise invalid(f"messages{error.place}", str(error)) from None
+    try:
+        return up_to_last(text, messages[-1]) if request.continue_final_message else text
+    except ChatTemplateError as error:
+        raise invalid("continue_final_message", str(error)) from None
+
+
+def _variables_of(request: _Conversation) -> dict[str, Any]:
+    """Return the variables of a template that a request sets, by fields of their names or by `chat_template_kwargs`."""
+    named = {name: value for name in _VARIABLES if (value := getattr(request, name, None)) is not None}
+    thinks = getattr(request, "enable_thinking", None)
+    if thinks is None and (thinking := getattr(request, "thinking", None)) is not None:
+        thinks = getattr(thinking, "type", thinking) not in (False, "disabled")
+    if thinks is not None:
+        named |= {"enable_thinking": thinks, "thinking": thinks}  # templates read one or the other
+    tools = getattr(request, "tools", None)
+    if tools and getattr(request, "tool_choice", None) not in ("none", NoMode()):  # else the model knows of none
+        named["tools"] = [tool if isinstance(tool, dict) else _plain(tool) for tool in tools]
+    return named | (request.chat_template_kwargs or {})
+
+
+def _plain(tool: ToolField) -> dict[str, Any]:
+    # `strict` is for the server.
+    function = {name: getattr(tool.function, name) for name in ("name", "description", "parameters")}
+    function = {name: without_unset(value) for name, value in function.items() if value is not None}
+    return {"type": "function", "function": function}
+
+
+def chosen_template(model: ModelInfo, name: str | None) -> str:
+    """Return the model's template, or one of its others. Raises RefusedError."""
+    if model.template_file is None:
+        raise invalid(
+            "messages", "the served model has no chat template; send a prompt to /v1/completions, or serve one that has"
+        )
+    if name is None:
+        return model.template_file.text
+    named = model.template_file.named
+    if name not in named:
+        known = ", ".join(sorted(named)) or "none"
+        raise invalid(
+            "chat_template", f"chat_template is {name[:40]!r}, which names no template of the model; it has {known}"
+        )
+    return named[name]

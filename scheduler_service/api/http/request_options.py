@@ -1,0 +1,182 @@
+"""Options of a request, by the names that they have everywhere else; and what the request itself calls them."""
+
+import contextlib
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import UNSET, Raw
+
+from pagewire.common.wire.sampling_rules import Options
+from scheduler_service.api.http.requests import (
+    READINGS,
+    GenerationRequest,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    NamedSchema,
+    QueuedRequest,
+    SampledRequest,
+    StructuralTagFormat,
+    ValueFormat,
+)
+from scheduler_service.serving.checkpoint.model_info import ModelInfo
+from scheduler_service.serving.parsed_request import ParsedRequest, Truncation, check_token_id, parse_request
+from scheduler_service.serving.refusal import RefusedError, invalid
+from scheduler_service.serving.tenants.caller import Call
+
+_SAME = (*SampledRequest.__annotations__, "n", "prompt_logprobs", "beam_width", "length_penalty")
+_NULL = b"null"
+_OF_SGLANG = {"regex": "regex", "grammar": "ebnf"}  # fields, by kinds of what an output must match
+_MAX_BAD_WORDS = 1024
+_PARENT = "sampling."  # of the paths of fields that stand in a request itself here
+_LISTS_OF_TOKENS = "token_ids.ids"
+# What an output must match: the field that says so, the kind, and its value.
+FoundGrammar = tuple[str, str, Any]
+
+
+class RequestNames:
+    """What a request calls a field at fault."""
+
+    def __init__(self, prompt: str, **options: str) -> None:
+        """`prompt` is the field of the prompt; `options` are those whose names differ."""
+        self._prompt = prompt
+        self._options = options
+
+    @contextlib.contextmanager
+    def in_refusals(self) -> Iterator[None]:
+        """Raise what is refused inside the block under the request's own name of the field."""
+        try:
+            yield
+        except RefusedError as refusal:
+            field = refusal.field.removeprefix(_PARENT)
+            if field == "text" or field.startswith(_LISTS_OF_TOKENS):
+                field = self._prompt
+            name, bracket, place = field.partition("[")
+            raise refusal.again(self._options.get(name, name) + bracket + place) from None
+
+
+class ReadCall(NamedTuple):
+    """The requests of a call as they go to the intake, under the id of its answer, and what it calls their fields."""
+
+    requests: list[ParsedRequest]
+    answer_id: str
+    names: RequestNames
+    echoes: bool = False  # each answer begins with its prompt
+    shows_tokens: bool = False  # with its token ids, the prompt's too
+    embedding_bytes: int = 0  # of each answer
+
+
+def sampling_options(
+    request: GenerationRequest, model: ModelInfo, grammars: Iterable[FoundGrammar]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the options that are set, and the names of fields that differ; `grammars` are what outputs must match
+    beside what is ruled out. Raises RefusedError."""
+    set_fields = ((name, value) for name in _SAME if (value := getattr(request, name)) is not None)
+    options: dict[str, Any] = {name: READINGS[name](value) if name in READINGS else value for name, value in set_fields}
+    if request.logprob_token_ids:
+        options["logprob_token_ids"] = request.logprob_token_ids
+    if request.use_beam_search:
+        options.setdefault("beam_width", request.n or 1)
+    elif "beam_width" not in options and request.length_penalty == 1:
+        del options["length_penalty"]
+    found = [*grammars, *_ruled_out(request, model)]
+    if len(found) > 1:
+        (first, *_), (second, *_) = found[:2]
+        raise invalid(second, f"{first} and {second} both say what the output must match; send one of them")
+    names = {}
+    for field, kind, value in found:
+        options[kind], names[kind] = value, field
+    return options, names
+
+
+def parsed(
+    request: QueuedRequest,
+    prompt: str | tuple[int, ...],
+    options: Options | None,
+    call: Call,
+    model: ModelInfo,
+    *,
+    request_id: str,
+    add_special_tokens: bool = True,
+    default_max_tokens: int | None = None,
+) -> ParsedRequest:
+    """Make a request of one of the prompts, with special tokens around it unless it is said otherwise. Raises
+    RefusedError."""
+    truncation = None
+    if (most := request.truncate_prompt_tokens) is not None:
+        truncation = Truncation(None if most < 0 else most, keeps_first=request.truncation_side == "right")
+    return parse_request(
+        prompt,
+        options,
+        call,
+        model,
+        request_id=request_id,
+        tenant=request.tenant or "",
+        priority=request.priority or 0,
+        cache_salt=request.cache_salt or "",
+        session_id=request.session_id or "",
+        will_return=request.will_return,
+        retention_seconds=request.retention_seconds,
+        add_special_tokens=add_special_tokens if request.add_special_tokens is None else request.add_special_tokens,
+        default_max_tokens=default_max_tokens,
+        truncation=truncation,
+    )
+
+
+def structured(request: GenerationRequest) -> Iterator[FoundGrammar]:
+    """Yield what the output must match. Raises RefusedError."""
+    match request.response_format:
+        case JsonObjectFormat(schema=schema) if schema is UNSET or bytes(schema) == _NULL:
+            yield "response_format", "json_object", True
+        case (
+            JsonObjectFormat(schema=Raw() as schema)
+            | ValueFormat(value=schema)
+            | JsonSchemaFormat(json_schema=NamedSchema(schema=schema))
+        ):
+            yield "response_format", "json_schema", _text(schema, "response_format")
+        case StructuralTagFormat() as tag:
+            parts = {name: value for name in tag.__struct_fields__ if (value := getattr(tag, name)) is not UNSET}
+            text = Raw(msgspec.json.encode({"type": "structural_tag", **parts}))
+            yield "response_format", "structural_tag", _text(text, "response_format")
+    for kind in ("json", "regex", "choice", "grammar", "structural_tag", "json_object"):
+        for field, value in (
+            (f"guided_{kind}", getattr(request, f"guided_{kind}", None)),
+            (_OF_SGLANG.get(kind, ""), getattr(request, _OF_SGLANG.get(kind, ""), None)),
+            (f"structured_outputs.{kind}", getattr(request.structured_outputs, kind, None)),
+        ):
+            if isinstance(value, Raw):
+                if bytes(value) != _NULL:
+                    yield field, "json_schema", _text(value, field)
+            elif value is not None and value is not UNSET and value is not False:
+                yield field, kind, value
+
+
+def _ruled_out(request: GenerationRequest, model: ModelInfo) -> Iterator[FoundGrammar]:
+    """Yield what rules tokens or texts out, as grammars in Lark. Raises RefusedError."""
+    for field, limit in (("allowed_token_ids", model.vocab_size), ("bad_words", _MAX_BAD_WORDS)):
+        if (count := len(getattr(request, field) or ())) > limit:
+            raise invalid(field, f"{field} has {count} entries, at most {limit} are allowed; send fewer")
+    if request.allowed_token_ids is not None:
+        for position, token_id in enumerate(request.allowed_token_ids):
+            check_token_id(f"allowed_token_ids[{position}]", token_id, model)
+        # Where a grammar is whole, any end token may follow: this one is with those that are allowed, or never.
+        ends = {*request.allowed_token_ids}.intersection(model.grammar_end_token_ids)
+        others = {*request.allowed_token_ids}.difference(ends)
+        parts = [f"<{sorted(others)}>{'*' if ends else ' start'}"] if others else []
+        parts += [f"<{sorted(ends)}>"] if ends else []
+        yield "allowed_token_ids", "grammar", f"start: {' '.join(parts)}".replace(", ", ",")
+    if request.bad_words:
+        if "" in request.bad_words:
+            raise invalid(f"bad_words[{request.bad_words.index('')}]", "a bad word is empty; leave it out")
+        words = " | ".join(map(json.dumps, request.bad_words))
+        yield "bad_words", "grammar", f"start: TEXT\nANY: /(?s:.*)/\nTEXT: ANY & ~(ANY ({words}) ANY)"
+
+
+def _text(schema: Raw, field: str) -> str:
+    """Return the JSON of a schema, which may have been sent as a text that holds it. Raises RefusedError."""
+    try:
+        text = bytes(schema).decode().strip()
+        return msgspec.json.decode(text, type=str) if text.startswith('"') else text
+    except UnicodeDecodeError:
+        raise invalid(field, f"{field} is not in UTF-8") from None

@@ -1,0 +1,152 @@
+"""The tools of a request as the functions that the model calls, and their calls as the client knows them."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from pagewire.common.strict_json import from_json
+from scheduler_service.api.http.requests import FunctionField, ToolField
+from scheduler_service.api.http.responses.requests import (
+    CustomTool,
+    FunctionTool,
+    GrammarFormat,
+    InputItem,
+    NamespaceTool,
+    Tool,
+    ToolSearchResultItem,
+    ToolSearchTool,
+    VendorTool,
+)
+from scheduler_service.serving.refusal import invalid
+
+_INPUT = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+SEARCH = "tool_search"  # the function by which the model searches for tools
+_INPUT_BEGINS = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+_MAX_ESCAPE_CHARS = 6
+
+
+class CalledTool(NamedTuple):
+    """A tool as the client names it in its calls."""
+
+    name: str
+    namespace: str | None = None
+    is_custom: bool = False
+    is_search: bool = False
+
+
+def function_name(name: str, namespace: str | None) -> str:
+    """Return the name of the function by which the model calls a tool."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+def tool_fields(tools: Iterable[Tool], found: Iterable[Tool]) -> list[ToolField]:
+    """Return the functions that the model is given, with those that searches have found, which may find one again.
+    Raises RefusedError for two tools of one name."""
+    fields: dict[str, ToolField] = {}
+    for place, tool, namespace, preface in _each(tools):
+        name = function_name(tool.name, namespace)
+        if name in fields:
+            raise invalid(f"{place}.name", f"{place}.name: another tool is called as {name!r} too; rename one")
+        fields[name] = _field(name, tool, preface)
+    for _, tool, namespace, preface in _each(found):
+        name = function_name(tool.name, namespace)
+        fields.setdefault(name, _field(name, tool, preface))
+    return list(fields.values())
+
+
+def _field(name: str, tool: FunctionTool | CustomTool, preface: str) -> ToolField:
+    parameters, strict = (_INPUT, None) if isinstance(tool, CustomTool) else (tool.parameters, tool.strict)
+    return ToolField(FunctionField(name, _description(tool, preface), parameters, strict))
+
+
+def found_tools(conversation: Iterable[InputItem]) -> list[Tool]:
+    """Return the tools that searches of the client have found."""
+    return [tool for item in conversation if isinstance(item, ToolSearchResultItem) for tool in item.tools]
+
+
+def found_names(item: ToolSearchResultItem) -> list[str]:
+    """Return the names of the functions that a search has found."""
+    return [function_name(tool.name, namespace) for _, tool, namespace, _ in _each(item.tools)]
+
+
+def called_tools(tools: Iterable[Tool], found: Iterable[Tool]) -> dict[str, CalledTool]:
+    """Return the tools by the names of their functions; `tools` go before those that were found."""
+    called = {
+        function_name(tool.name, namespace): CalledTool(tool.name, namespace, isinstance(tool, CustomTool))
+        for each in (found, tools)
+        for _, tool, namespace, _ in _each(each)
+    }
+    if any(isinstance(tool, ToolSearchTool) and tool.execution == "client" for tool in tools):
+        called[SEARCH] = CalledTool(SEARCH, is_search=True)
+    return called
+
+
+def tool_warnings(tools: Iterable[Tool]) -> Iterator[str]:
+    """Yield what is done otherwise than the tools ask for."""
+    left_out = {str(tool.__struct_config__.tag) for tool in tools if isinstance(tool, VendorTool)}
+    if left_out:
+        yield f"tools that run at the vendor are left out: {', '.join(sorted(left_out))}"
+    if any(isinstance(tool, CustomTool) and isinstance(tool.format, GrammarFormat) for _, tool, *_ in _each(tools)):
+        yield "the grammars of custom tools are given to the model, but not enforced"
+
+
+def input_arguments(text: str) -> str:
+    """Return the arguments of the function by which a custom tool is called with a text."""
+    return json.dumps({"input": text}, ensure_ascii=False)
+
+
+def input_of(arguments: str) -> str:
+    """Return the input of a custom tool from the arguments of its function, which may be cut off. Arguments of another
+    form are the input themselves."""
+    try:
+        read = from_json(arguments)
+    except ValueError:
+        begins = _INPUT_BEGINS.match(arguments)
+        return arguments if begins is None else _cut_text(arguments[begins.end() :])
+    match read:
+        case {"input": str(text)}:
+            return text
+    return arguments
+
+
+def _cut_text(escaped: str) -> str:
+    """Return a text from the part of its JSON that was written, without an escape that is not whole."""
+    for num_cut in range(min(len(escaped), _MAX_ESCAPE_CHARS) + 1):
+        try:
+            return str(json.loads(f'"{escaped[: len(escaped) - num_cut]}"', strict=False))
+        except ValueError:
+            continue
+    return escaped
+
+
+def _each(tools: Iterable[Tool]) -> Iterator[tuple[str, FunctionTool | CustomTool, str | None, str]]:
+    """Yield each tool that is called, with its place in the request, its namespace, and for the first tool of a
+    namespace the text that describes the namespace."""
+    for index, tool in enumerate(tools):
+        match tool:
+            case FunctionTool() | CustomTool():
+                yield f"tools[{index}]", tool, None, ""
+            case ToolSearchTool(execution="client"):
+                yield f"tools[{index}]", _search(tool), None, ""
+            case NamespaceTool(name=namespace, description=description):
+                preface = f"Tools of {namespace}: {description}" if description else ""
+                for position, inner in enumerate(tool.tools):
+                    yield f"tools[{index}].tools[{position}]", inner, namespace, "" if position else preface
+
+
+def _search(tool: ToolSearchTool) -> FunctionTool:
+    return FunctionTool(name=SEARCH, description=tool.description, parameters=tool.parameters)
+
+
+def _description(tool: FunctionTool | CustomTool, preface: str) -> str | None:
+    """Return the description of a function, with its grammar if it has one."""
+    parts = [preface, tool.description]
+    if isinstance(tool, CustomTool) and isinstance(tool.format, GrammarFormat):
+        parts.append(f"The input matches this grammar ({tool.format.syntax}):\n{tool.format.definition}")
+    return "\n\n".join(filter(None, parts)) or tool.description

@@ -1,0 +1,263 @@
+"""A request of the Responses API as the chat that it means."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from scheduler_service.api.http.body import decode_body, lenient
+from scheduler_service.api.http.prompts import FILE_LEFT_OUT, FILES_WARNING, IMAGE_LEFT_OUT, IMAGES_WARNING
+from scheduler_service.api.http.requests import (
+    AllowedTools,
+    AllowedToolsChoice,
+    ChatCompletionRequest,
+    FunctionField,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    NamedSchema,
+    ResponseFormat,
+    SampledRequest,
+    ToolField,
+)
+from scheduler_service.api.http.responses.called_tools import (
+    SEARCH,
+    found_names,
+    found_tools,
+    function_name,
+    input_arguments,
+    tool_fields,
+    tool_warnings,
+)
+from scheduler_service.api.http.responses.requests import (
+    AllowedFunctions,
+    CompactionItem,
+    CustomCallItem,
+    CustomResultItem,
+    CustomTool,
+    FunctionCallItem,
+    FunctionResultItem,
+    FunctionTool,
+    InputImage,
+    InputItem,
+    InputItems,
+    InputText,
+    MessageItem,
+    OutputText,
+    ReasoningConfig,
+    ReasoningItem,
+    ResponsesRequest,
+    SchemaFormat,
+    TextField,
+    ToolSearchCallItem,
+    ToolSearchResultItem,
+)
+from scheduler_service.api.http.vendor_calls import VENDOR_WARNING, is_vendor_result, leaves_out, vendor_text
+from scheduler_service.serving.refusal import invalid
+
+_SAME = (
+    *SampledRequest.__struct_fields__,
+    *("stream", "structured_outputs", "chat_template_kwargs", "parallel_tool_calls"),
+)
+_IN_TURN = "commentary"  # the phase of a message of which more of the same turn follows
+# Before the ids of items that were sent without.
+_KINDS = {
+    MessageItem: "msg",
+    ReasoningItem: "rs",
+    FunctionCallItem: "fc",
+    FunctionResultItem: "fco",
+    CustomCallItem: "ctc",
+    CustomResultItem: "ctco",
+    CompactionItem: "cmp",
+    ToolSearchCallItem: "tsc",
+    ToolSearchResultItem: "tso",
+}
+
+
+def items_of(request: ResponsesRequest, before: Iterable[InputItem] = ()) -> list[InputItem]:
+    """Return the input of a request as items, each whole as it is listed, with an id that no other has, be it of what
+    comes before. Raises RefusedError."""
+    given = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input or []
+    typed = [_of_vendor({"type": "message", **_without_nulls(item)}) for item in given]
+    kind = InputItems if type(request) is ResponsesRequest else lenient(InputItems)  # as the request was read
+    items: list[InputItem] = decode_body(msgspec.json.encode({"input": typed}), kind).input
+    taken = {item.id for item in before}
+    return [_whole(item, f"{request.request_id}_input_{index}", taken) for index, item in enumerate(items)]
+
+
+def _of_vendor(item: dict[str, Any]) -> dict[str, Any]:
+    """Return a message in place of an item of a tool that ran at a vendor."""
+    text = vendor_text(item)
+    if not text:
+        return item
+    own: dict[str, Any] = {"role": "user"} if is_vendor_result(item) else {"role": "assistant", "phase": _IN_TURN}
+    return {"type": "message", "id": item.get("id"), "content": text, **own}
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return an item, or a part of it, without the fields that are null: they count as unset, whatever they are."""
+    match value:
+        case dict():
+            return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+        case list():
+            return [_without_nulls(inner) for inner in value]
+    return value
+
+
+def _whole(item: InputItem, name: str, taken: set[str | None]) -> InputItem:
+    item_id = (
+        f"{next(kind for each, kind in _KINDS.items() if isinstance(item, each))}_{name}"
+        if not item.id or item.id in taken
+        else item.id
+    )
+    taken.add(item_id)
+    changes: dict[str, Any] = {
+        "id": item_id,
+        "status": item.status or "completed",
+    }
+    if isinstance(item, MessageItem) and isinstance(item.content, str):
+        is_answer = item.role == "assistant"
+        changes["content"] = [OutputText(item.content, []) if is_answer else InputText(item.content)]
+    return msgspec.structs.replace(item, **changes)
+
+
+def chat_meant(request: ResponsesRequest, conversation: Iterable[InputItem]) -> ChatCompletionRequest:
+    """Return the chat that a request means, which goes on with a conversation."""
+    same: dict[str, Any] = {name: getattr(request, name) for name in _SAME}
+    text = request.text or TextField()
+    if request.wants_logprobs and request.tools and request.tool_choice != "none":
+        field = "top_logprobs" if request.top_logprobs else "include"
+        raise invalid(field, f"{field} asks for log-probabilities, but tools may be called; set tool_choice to none")
+    return ChatCompletionRequest(
+        messages=list(_messages(request.instructions, conversation)),
+        max_tokens=request.max_output_tokens,
+        tools=tool_fields(request.tools or (), found_tools(conversation)),
+        tool_choice=_choice(request.tool_choice),
+        reasoning_effort=(request.reasoning or ReasoningConfig()).effort,
+        response_format=_format(text.format),
+        verbosity=text.verbosity,
+        logprobs=request.wants_logprobs,
+        top_logprobs=request.top_logprobs if request.wants_logprobs else None,
+        **same,
+    )
+
+
+def warnings_of(request: ResponsesRequest, conversation: Iterable[InputItem]) -> list[str]:
+    """Return what is done otherwise than a request and its conversation ask for."""
+    warnings = list(tool_warnings([*(request.tools or ()), *found_tools(conversation)]))
+    results = [item.output for item in conversation if isinstance(item, FunctionResultItem | CustomResultItem)]
+    parts = [part for output in results if isinstance(output, list) for part in output]
+    if any(isinstance(part, InputImage) for part in parts):
+        warnings.append(IMAGES_WARNING)
+    if any(isinstance(part, InputText) and part.text == FILE_LEFT_OUT for part in parts):
+        warnings.append(FILES_WARNING)
+    messages = [item.content for item in conversation if isinstance(item, MessageItem)]
+    if any(leaves_out(part.text) for content in messages for part in content if not isinstance(part, str)):
+        warnings.append(VENDOR_WARNING)
+    return warnings
+
+
+def _choice(given: Any) -> Any:
+    match given:
+        case FunctionTool() | CustomTool():
+            return ToolField(FunctionField(given.name))
+        case AllowedFunctions():
+            return AllowedToolsChoice(AllowedTools(given.mode, [_choice(tool) for tool in given.tools]))
+    return given
+
+
+def _format(given: Any) -> ResponseFormat | None:
+    match given:
+        case SchemaFormat():
+            return JsonSchemaFormat(NamedSchema(given.schema, given.name))
+        case JsonObjectFormat():
+            return given
+    return None
+
+
+def _messages(instructions: str | None, conversation: Iterable[InputItem]) -> Iterator[dict[str, Any]]:
+    if instructions is not None:
+        yield {"role": "system", "content": instructions}
+    answer: dict[str, Any] = {}  # what the model wrote in one turn is one message
+    last: InputItem | None = None
+    for item in conversation:
+        if answer and not _goes_on(answer, item, last):
+            yield _joined(answer)
+            answer = {}
+        last = item
+        match item:
+            case (
+                MessageItem(role="assistant")
+                | ReasoningItem()
+                | FunctionCallItem()
+                | CustomCallItem()
+                | ToolSearchCallItem()
+            ):
+                answer = answer or {"role": "assistant", "content": []}
+                _add(answer, item)
+            case MessageItem():
+                yield {"role": "system" if item.role == "developer" else item.role, "content": _text(item.content)}
+            case CompactionItem():
+                yield {"role": "user", "content": f"Summary of the conversation so far:\n\n{item.encrypted_content}"}
+            case FunctionResultItem(call_id=None):
+                yield {"role": "user", "content": f"{_output_heading(item)}\n\n{_text(item.output)}"}
+            case FunctionResultItem() | CustomResultItem():
+                yield {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+            case ToolSearchResultItem():
+                names = ", ".join(found_names(item)) or "none"
+                yield {
+                    "role": "tool",
+                    "tool_call_id": item.call_id,
+                    "content": f"Tools that may be called now: {names}",
+                }
+    if answer:
+        yield _joined(answer)
+
+
+def _output_heading(item: FunctionResultItem) -> str:
+    """Return the first line of an output that answers no call: many templates refuse tool messages without one."""
+    return f"Output of {function_name(item.name, item.namespace) if item.name else 'a tool'}:"
+
+
+def _goes_on(answer: dict[str, Any], item: InputItem, last: InputItem | None) -> bool:
+    """Tell whether an item is of the turn that has begun: reasoning comes first, then a text, then calls. A text in the
+    midst of a turn may come anywhere."""
+    is_within = isinstance(last, MessageItem) and last.phase == _IN_TURN
+    match item:
+        case FunctionCallItem() | CustomCallItem() | ToolSearchCallItem():
+            return True
+        case MessageItem(role="assistant", phase="commentary"):
+            return True
+        case MessageItem(role="assistant"):
+            return is_within or (not answer["content"] and "tool_calls" not in answer)
+    return is_within and isinstance(item, ReasoningItem)
+
+
+def _add(answer: dict[str, Any], item: InputItem) -> None:
+    """Add an item to a turn, whose texts are lists until it is whole."""
+    match item:
+        case MessageItem():
+            answer["content"] += filter(None, [_text(item.content)])
+        case ReasoningItem():
+            answer.setdefault("reasoning_content", []).extend(filter(None, [_text(item.content or [])]))
+        case FunctionCallItem() | CustomCallItem() | ToolSearchCallItem():
+            call = {"id": item.call_id, "type": "function", "function": _called(item)}
+            answer.setdefault("tool_calls", []).append(call)
+
+
+def _joined(answer: dict[str, Any]) -> dict[str, Any]:
+    """Return a whole turn."""
+    names = answer.keys() & {"content", "reasoning_content"}
+    return answer | {name: "\n\n".join(answer[name]) for name in names}
+
+
+def _called(item: FunctionCallItem | CustomCallItem | ToolSearchCallItem) -> dict[str, Any]:
+    if isinstance(item, ToolSearchCallItem):
+        return {"name": SEARCH, "arguments": item.arguments}
+    arguments = item.arguments if isinstance(item, FunctionCallItem) else input_arguments(item.input)
+    return {"name": function_name(item.name, item.namespace), "arguments": arguments}
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(IMAGE_LEFT_OUT if isinstance(part, InputImage) else part.text for part in content)

@@ -1,0 +1,442 @@
+"""Requests of OpenAI's Responses API: these types alone decide what is valid."""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct, field
+
+from pagewire.common.wire.sampling_rules import UINT32
+from scheduler_service.api.http.prompts import FILE_LEFT_OUT
+from scheduler_service.api.http.requests import (
+    INERT,
+    LOADED,
+    Empty,
+    FunctionField,
+    JsonObjectFormat,
+    NamedSchema,
+    SampledRequest,
+    StructuredOutputsField,
+    TextFormat,
+    why,
+)
+
+_INERT = Meta(description=INERT)
+_FILE = {"type": "input_text", "text": FILE_LEFT_OUT}
+_LATER = why("results come with the next request")
+
+
+class InputText(Struct, tag_field="type", tag="input_text", forbid_unknown_fields=True, frozen=True):
+    text: str
+    prompt_cache_breakpoint: Annotated[dict[str, Any], _INERT] | None = None
+
+
+class RefusalText(Struct, tag_field="type", tag="refusal", forbid_unknown_fields=True, frozen=True):
+    """A text of an answer that refuses."""
+
+    text: str = field(name="refusal")
+
+
+class OutputText(Struct, tag_field="type", tag="output_text", forbid_unknown_fields=True, frozen=True):
+    """A text of an answer, as that had it."""
+
+    text: str
+    annotations: Annotated[list[Any], _INERT] | None = None
+    logprobs: Annotated[list[Any], _INERT] | None = None
+
+
+class ReasoningText(Struct, tag_field="type", tag="reasoning_text", forbid_unknown_fields=True, frozen=True):
+    text: str
+
+
+class SummaryText(Struct, tag_field="type", tag="summary_text", forbid_unknown_fields=True, frozen=True):
+    text: str
+
+
+def _renamed(part: Any, kinds: tuple[str, ...], kind: str) -> Any:
+    """Return a part of a content, as a text of a kind if it is one of others. Inert fields of answers stay behind."""
+    if _type(part) not in kinds:
+        return part
+    return {name: value for name, value in part.items() if name not in ("annotations", "logprobs")} | {"type": kind}
+
+
+def _type(part: Any) -> Any:
+    return part.get("type") if isinstance(part, dict) else None
+
+
+class MessageItem(
+    Struct, tag_field="type", tag="message", forbid_unknown_fields=True, omit_defaults=True, frozen=True, kw_only=True
+):
+    """A message. An answer lists its `phase` only if the client has set it: a phase is never null."""
+
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[InputText | OutputText | RefusalText]
+    id: Annotated[str, _INERT] | None = None
+    status: Annotated[str, _INERT] | None = None
+    phase: Annotated[str, _INERT] | None = None
+    end_turn: Annotated[bool, _INERT] | None = None  # of Codex
+
+    @staticmethod
+    def as_meant(given: dict[str, Any]) -> dict[str, Any]:
+        """Return a message whose texts may be named as chats name them."""
+        kind = "output_text" if given.get("role") == "assistant" else "input_text"
+        match given:
+            case {"content": list() as parts}:
+                return {**given, "content": [_renamed(part, ("text",), kind) for part in parts]}
+        return given
+
+
+class DirectCaller(Struct, forbid_unknown_fields=True, frozen=True):
+    """The caller of a tool: the model itself, and no program that it wrote."""
+
+    type: Literal["direct"]
+
+
+class Item(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """An item of a conversation other than a message. Subclasses have these fields last."""
+
+    id: Annotated[str, _INERT] | None = None
+    status: Annotated[str, _INERT] | None = None
+
+
+class FunctionCallItem(Item, tag_field="type", tag="function_call", forbid_unknown_fields=True, frozen=True):
+    call_id: str
+    name: str
+    arguments: str = ""
+    namespace: str | None = None
+    is_asynchronous: Annotated[Literal[False], _LATER] | None = field(default=None, name="async")
+    caller: Annotated[DirectCaller, _INERT] | None = None
+
+
+class CustomCallItem(Item, tag_field="type", tag="custom_tool_call", forbid_unknown_fields=True, frozen=True):
+    call_id: str
+    name: str
+    input: str = ""
+    namespace: str | None = None
+    is_asynchronous: Annotated[Literal[False], _LATER] | None = field(default=None, name="async")
+    caller: Annotated[DirectCaller, _INERT] | None = None
+
+
+class InputImage(Struct, tag_field="type", tag="input_image", forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """An image in the result of a call. The prompt says that it was left out."""
+
+    image_url: str | None = None
+    file_id: str | None = None
+    detail: str | None = None
+    prompt_cache_breakpoint: Annotated[dict[str, Any], _INERT] | None = None
+
+
+def _result(given: dict[str, Any]) -> dict[str, Any]:
+    """Return a result whose texts may be named as chats or answers name them. A text replaces each file."""
+    match given:
+        case {"output": list() as parts}:
+            parts = [_renamed(part, ("text", "output_text"), "input_text") for part in parts]
+            return {**given, "output": [_FILE if _type(part) == "input_file" else part for part in parts]}
+    return given
+
+
+class FunctionResultItem(Item, tag_field="type", tag="function_call_output", forbid_unknown_fields=True, frozen=True):
+    """The result of a call; without a `call_id`, the output of a tool that the client ran by itself."""
+
+    output: str | list[InputText | InputImage] = ""
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    caller: Annotated[DirectCaller, _INERT] | None = None
+
+    as_meant = staticmethod(_result)
+
+
+class CustomResultItem(Item, tag_field="type", tag="custom_tool_call_output", forbid_unknown_fields=True, frozen=True):
+    call_id: str
+    output: str | list[InputText | InputImage] = ""
+    name: Annotated[str, _INERT] | None = None
+    namespace: Annotated[str, _INERT] | None = None
+    caller: Annotated[DirectCaller, _INERT] | None = None
+
+    as_meant = staticmethod(_result)
+
+
+class ReasoningItem(Item, tag_field="type", tag="reasoning", forbid_unknown_fields=True, frozen=True):
+    content: list[ReasoningText] | None = None
+    summary: Annotated[list[SummaryText], _INERT] | None = None
+    encrypted_content: Annotated[str, _INERT] | None = None
+
+
+class CompactionItem(Item, tag_field="type", tag="compaction", forbid_unknown_fields=True, frozen=True):
+    """A summary of a conversation, in place of what it summarizes. The content is the text itself."""
+
+    encrypted_content: str
+
+
+def _flattened(given: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return an object with the fields of the object that one of its fields holds in place of that field. An object
+    with two values for a field is returned as it is."""
+    inner, own = given.get(name), {key: value for key, value in given.items() if key != name}
+    return {**own, **inner} if isinstance(inner, dict) and own.keys().isdisjoint(inner) else given
+
+
+class FunctionTool(
+    FunctionField, tag_field="type", tag="function", forbid_unknown_fields=True, frozen=True, kw_only=True
+):
+    """A function that the model may call."""
+
+    output_schema: Annotated[dict[str, Any], _INERT] | None = None
+    allowed_callers: Annotated[list[Literal["direct"]], why("the model calls tools, and no program")] | None = None
+    is_asynchronous: Annotated[Literal[False], _LATER] | None = field(default=None, name="async")
+
+    @staticmethod
+    def as_meant(given: dict[str, Any]) -> dict[str, Any]:
+        """Return a tool of chats, whose function is an object of its own, as a tool of the Responses API."""
+        return _flattened(given, "function")
+
+
+class GrammarFormat(Struct, tag_field="type", tag="grammar", forbid_unknown_fields=True, frozen=True):
+    """The grammar of a custom tool's input. The model is given it, and its calls are not constrained by it."""
+
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+class CustomTool(Struct, tag_field="type", tag="custom", forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """A tool whose input is a text. The model calls it as a function with one parameter, `input`."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    description: str | None = None
+    format: TextFormat | GrammarFormat | None = None
+    defer_loading: Annotated[bool, LOADED] | None = None
+    allowed_callers: Annotated[list[Literal["direct"]], why("the model calls tools, and no program")] | None = None
+    is_asynchronous: Annotated[Literal[False], _LATER] | None = field(default=None, name="async")
+
+
+class NamespaceTool(Struct, tag_field="type", tag="namespace", forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """Tools under a common name. The model calls each as the function `namespace__name`."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    tools: list[FunctionTool | CustomTool]
+    description: str | None = None
+
+
+class ToolSearchTool(
+    Struct, tag_field="type", tag="tool_search", forbid_unknown_fields=True, frozen=True, kw_only=True
+):
+    """A search for tools. If the client executes it, it is a function of that name. Else it has no effect: the model
+    has all tools from the start."""
+
+    execution: Literal["server", "client"] | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class VendorTool(Struct, tag_field="type", frozen=True):
+    """A tool that runs at OpenAI. It is left out, whatever its options are; the answer's `warning` header says so."""
+
+
+class WebSearchTool(VendorTool, tag="web_search", frozen=True):
+    """A search of the web."""
+
+
+class DatedWebSearchTool(VendorTool, tag="web_search_2025_08_26", frozen=True):
+    """A search of the web, of a date."""
+
+
+class PreviewWebSearchTool(VendorTool, tag="web_search_preview", frozen=True):
+    """The older search of the web."""
+
+
+class DatedPreviewWebSearchTool(VendorTool, tag="web_search_preview_2025_03_11", frozen=True):
+    """The older search of the web, of a date."""
+
+
+class FileSearchTool(VendorTool, tag="file_search", frozen=True):
+    """A search of files that are stored at OpenAI."""
+
+
+class CodeInterpreterTool(VendorTool, tag="code_interpreter", frozen=True):
+    """A sandbox that runs code."""
+
+
+class ImageGenerationTool(VendorTool, tag="image_generation", frozen=True):
+    """A model that draws images."""
+
+
+class McpTool(VendorTool, tag="mcp", frozen=True):
+    """A server of tools that OpenAI calls."""
+
+
+Tool = (
+    FunctionTool
+    | CustomTool
+    | NamespaceTool
+    | ToolSearchTool
+    | WebSearchTool
+    | DatedWebSearchTool
+    | PreviewWebSearchTool
+    | DatedPreviewWebSearchTool
+    | FileSearchTool
+    | CodeInterpreterTool
+    | ImageGenerationTool
+    | McpTool
+)
+
+
+class ToolSearchCallItem(Item, tag_field="type", tag="tool_search_call", forbid_unknown_fields=True, frozen=True):
+    """A search for tools that the client executes."""
+
+    call_id: str
+    arguments: dict[str, Any] | str | None = None
+    execution: Annotated[str, _INERT] | None = None
+
+
+class ToolSearchResultItem(Item, tag_field="type", tag="tool_search_output", forbid_unknown_fields=True, frozen=True):
+    """The tools that a search has found. The model may call them from here on."""
+
+    call_id: str
+    tools: list[Tool]
+    execution: Annotated[str, _INERT] | None = None
+
+
+InputItem = (
+    MessageItem
+    | FunctionCallItem
+    | FunctionResultItem
+    | CustomCallItem
+    | CustomResultItem
+    | ReasoningItem
+    | CompactionItem
+    | ToolSearchCallItem
+    | ToolSearchResultItem
+)
+
+
+class InputItems(Struct, forbid_unknown_fields=True, frozen=True):
+    """The items of a request, each with its type, which messages may have been sent without."""
+
+    input: list[InputItem]
+
+
+class AllowedFunctions(Struct, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True, frozen=True):
+    """Calls of some of the tools; the template is given all."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[FunctionTool | CustomTool], Meta(min_length=1)]
+
+    @staticmethod
+    def as_meant(given: dict[str, Any]) -> dict[str, Any]:
+        """Return a choice of chats as a choice of the Responses API."""
+        return _flattened(given, "allowed_tools")
+
+
+class SchemaFormat(NamedSchema, tag_field="type", tag="json_schema", forbid_unknown_fields=True, frozen=True):
+    @staticmethod
+    def as_meant(given: dict[str, Any]) -> dict[str, Any]:
+        """Return a format of chats, whose schema is within an object of its own, as a format of the Responses API."""
+        return _flattened(given, "json_schema")
+
+
+class TextField(Struct, forbid_unknown_fields=True, frozen=True):
+    format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
+    verbosity: (
+        Annotated[Literal["low", "medium", "high"], why("the template's variable; a warning if it reads none")] | None
+    ) = None
+
+
+class ReasoningConfig(Struct, forbid_unknown_fields=True, frozen=True):
+    effort: Annotated[str, why("the template's variable reasoning_effort")] | None = None
+    summary: Annotated[str, why("no effect: reasoning is told as it is")] | None = None
+    generate_summary: Annotated[str, _INERT] | None = None
+    context: Annotated[Literal["auto"], why("the template decides which reasoning it writes")] | None = None
+    mode: Annotated[Literal["standard"], why("there is one mode")] | None = None
+
+
+# What an answer has besides, of tools that do not run here; reasoning is in the answer as it is.
+Included = Literal[
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "message.output_text.logprobs",
+]
+
+
+class ResponsesRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    input: (
+        str | Annotated[list[dict[str, Any]], Meta(min_length=1), why("may be unset with previous_response_id")] | None
+    ) = None
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1, le=UINT32.high)] | None = None
+    stream: bool | None = None
+    stream_options: Annotated[dict[str, Any], _INERT] | None = None
+    structured_outputs: StructuredOutputsField | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], why("variables of the template")] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionTool | CustomTool | AllowedFunctions | None = None
+    parallel_tool_calls: Annotated[bool, why("false: at most one")] | None = None
+    text: TextField | None = None
+    reasoning: ReasoningConfig | None = None
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
+            Meta(max_length=16),
+            why("stands in the answer; at most 16 texts of 512 characters, with keys of 64"),
+        ]
+        | None
+    ) = None
+    include: Annotated[list[Included], why("message.output_text.logprobs, without tools; others: no effect")] | None = (
+        None
+    )
+    truncation: (
+        Annotated[
+            Literal["disabled", "auto"],
+            why("no effect: a conversation that does not fit is refused; truncate_prompt_tokens cuts prompts"),
+        ]
+        | None
+    ) = None
+    store: Annotated[bool, why("kept for a while, for GET and previous_response_id, unless false")] | None = None
+    background: Annotated[bool, why("the answer comes at once, for GET")] | None = None
+    previous_response_id: Annotated[str, why("its conversation comes before the input")] | None = None
+    conversation: Annotated[None, why("conversations are not stored; send it")] = None
+    prompt: Annotated[None, why("prompts are not stored; send it")] = None
+    max_tool_calls: (
+        Annotated[int, Meta(ge=0), why("the answer repeats it: it limits tools that run at OpenAI")] | None
+    ) = None
+    prompt_cache_key: Annotated[str, why("the answer repeats it: prefixes are always cached")] | None = None
+    safety_identifier: Annotated[str, why("the answer repeats it")] | None = None
+    user: Annotated[str, why("the answer repeats it")] | None = None
+    client_metadata: Annotated[dict[str, Any], _INERT] | None = None
+    context_management: Annotated[Empty, why("a conversation is taken as it is sent")] | None = None
+    background_options: Annotated[dict[str, Any], _INERT] | None = None  # how late a response in background may be
+    image: Annotated[dict[str, Any], _INERT] | None = None
+    access_programs: Annotated[dict[str, Literal["standard"]], why("there are no programs")] | None = None
+    moderation: Annotated[None, why("texts are not moderated")] = None
+    personality: Annotated[None, why("ask for it in the instructions")] = None
+    enable_response_messages: Annotated[Literal[False], why("use return_token_ids of chats")] | None = None
+    previous_input_messages: Annotated[Empty, why("send them as input")] | None = None
+    previous_response: Annotated[None, why("send its output as input")] = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20), why("without tools")] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
+
+
+class NamedResponse(Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """Which response is meant."""
+
+    response_id: str
+    tenant: str | None = None
+
+
+class ResponseQuery(NamedResponse, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    stream: Annotated[bool, why("events from its beginning, of one in background alone")] | None = None
+    starting_after: Annotated[None, why("events are cut anew each time; read them from the beginning")] = None
+    include: Annotated[str, _INERT] | None = field(default=None, name="include[]")
+    include_obfuscation: Annotated[bool, _INERT] | None = None
+
+
+class InputItemsQuery(NamedResponse, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    order: Annotated[Literal["asc", "desc"], why("desc unless set: the last first")] | None = None
+    limit: Annotated[int, Meta(ge=1, le=100), why("20 unless set")] | None = None
+    after: Annotated[str, why("the id of the item that comes before")] | None = None
+    include: Annotated[str, _INERT] | None = field(default=None, name="include[]")

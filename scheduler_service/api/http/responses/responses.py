@@ -1,0 +1,209 @@
+"""`/v1/responses`, OpenAI's Responses API: chats, whose answers are items of reasoning, text, calls of functions."""
+
+import dataclasses
+import secrets
+
+import msgspec
+
+from pagewire.common.wire.messages import SamplingParams
+from scheduler_service.api.http.answering import begin_requests, now, tell_events, told_output
+from scheduler_service.api.http.answers import encode
+from scheduler_service.api.http.chat_completions import read_chat
+from scheduler_service.api.http.refusals import error_answer
+from scheduler_service.api.http.request_options import ReadCall, RequestNames
+from scheduler_service.api.http.requests import TextFormat
+from scheduler_service.api.http.responses.answers import (
+    CompactedConversation,
+    InputTokenCount,
+    MessageOutput,
+    ResponseAnswer,
+    ResponseEvent,
+)
+from scheduler_service.api.http.responses.conversation import chat_meant, items_of, warnings_of
+from scheduler_service.api.http.responses.requests import (
+    CompactionItem,
+    InputItem,
+    MessageItem,
+    ResponsesRequest,
+    TextField,
+    VendorTool,
+)
+from scheduler_service.api.http.responses.response_teller import ID_PREFIX
+from scheduler_service.api.http.responses.stored_responses import PROMPT_END_CHARS, ResponseRecord, StoredResponses
+from scheduler_service.api.http.tool_calls import ParserMaker
+from scheduler_service.api.http.transport.event_stream import EventStream
+from scheduler_service.serving.intake import Intake
+from scheduler_service.serving.output import Delta
+from scheduler_service.serving.parsed_request import SAME_NUMBERS, check_request_id
+from scheduler_service.serving.refusal import Reason, RefusedError, invalid
+from scheduler_service.serving.tenants.caller import Call
+
+# What a request calls the fields of the chat that it means.
+_NAMES = RequestNames("input", messages="input", max_tokens="max_output_tokens", response_format="text.format")
+_SUMMARIZE = (
+    "Summarize this conversation for a reader who goes on with it and sees only the user's messages besides: what is "
+    "asked for, what was done and found, with names, paths and numbers, and what is left to do. Call no tool."
+)
+_USED = [name for name in ResponseAnswer.__struct_fields__ if name in SAME_NUMBERS]  # the sampling used
+_REFERENCE = "item_reference"  # the type of items that stand for others, by their ids
+
+
+async def answer_response(
+    request: ResponsesRequest,
+    call: Call,
+    intake: Intake,
+    stored: StoredResponses,
+    model_name: str,
+    stream: EventStream,
+) -> bytes | None:
+    """Return the response, unless it is streamed. Raises RefusedError."""
+    is_stored = request.store is not False
+    if request.background and not is_stored:
+        raise invalid("background", "background is true, but store is false: nothing could be read of it; set store")
+    if request.background and request.timeout is not None:
+        raise invalid("timeout", "timeout is of an answer, and one in background is not waited for; leave it unset")
+    with _NAMES.in_refusals():
+        request, conversation, call, asked, make_parser = await _read(request, call, intake, stored, stream)
+        prompt = asked.requests[0].prompt
+        assert isinstance(prompt, str), "chats are of texts"
+        begun = _begun(request, asked.requests[0].request.sampling, model_name)
+        record = ResponseRecord(conversation, begun, prompt_end=prompt[-PROMPT_END_CHARS:])
+        if request.background:
+            return await stored.begin(request, record, asked, stream)
+        if is_stored:
+            await stored.in_turn(call.size, record.encoded)  # what would not be kept is not computed
+        teller = stored.teller(make_parser, record, request)
+        try:
+            async with begin_requests(asked, call, intake, is_streamed=bool(request.stream)) as [progress]:
+
+                async def tell(delta: Delta) -> list[ResponseEvent]:
+                    events = await teller.tell(delta)
+                    if delta.end is not None and is_stored:  # before its client can ask for it
+                        kept = await stored.keep(msgspec.structs.replace(record, response=events[-1].response))
+                        events[-1] = msgspec.structs.replace(events[-1], response=kept)
+                    return events
+
+                events = await told_output(progress, teller.begin(), tell, stream, is_streamed=bool(request.stream))
+                return encode(events[-1].response) if events else None
+        except RefusedError as refused:
+            if refused.overflow is None or not request.stream:
+                raise
+            # Codex compacts its conversation at this event, and gives up at a status.
+            error = error_answer(refused, "/v1/responses").error
+            await tell_events([*teller.begin(), *teller.fail(error.message, "context_length_exceeded")], stream)
+            await stream.end()
+            return None
+
+
+async def count_input_tokens(
+    request: ResponsesRequest, call: Call, intake: Intake, stored: StoredResponses, stream: EventStream
+) -> bytes:
+    """Return how many tokens the prompt of a request has. Raises RefusedError."""
+    with _NAMES.in_refusals():
+        _, _, _, asked, _ = await _read(request, call, intake, stored, stream)
+        return encode(InputTokenCount(len(await intake.tokenize(asked.requests[0]))))
+
+
+async def compact_conversation(
+    request: ResponsesRequest,
+    call: Call,
+    intake: Intake,
+    stored: StoredResponses,
+    model_name: str,
+    stream: EventStream,
+) -> bytes:
+    """Return what a client may send in place of a conversation: the messages of its user, and a summary that the model
+    writes. Raises RefusedError."""
+    if request.stream or request.background:
+        field = "stream" if request.stream else "background"
+        raise invalid(field, f"{field} is true, but a compacted conversation comes whole; leave it unset")
+    if request.model is None:
+        raise invalid("model", "model is not set; name the model that writes the summary")
+    with _NAMES.in_refusals():
+        last = MessageItem(role="user", content=_SUMMARIZE)
+        request, conversation, call, asked, make_parser = await _read(request, call, intake, stored, stream, last)
+        begun = _begun(request, asked.requests[0].request.sampling, model_name)
+        async with begin_requests(asked, call, intake, is_streamed=False) as [progress]:
+            teller = stored.teller(make_parser, ResponseRecord(conversation, begun), request)
+            events = await told_output(progress, (), teller.tell, stream, is_streamed=False)
+    response = events[-1].response
+    assert response is not None, "the last event has the response"
+    messages = [item for item in response.output if isinstance(item, MessageOutput)]
+    summary = "".join(part.text for message in messages for part in message.content)
+    if not summary:
+        raise RefusedError(Reason.INTERNAL, "the model has written no summary; raise max_output_tokens, or try again")
+    kept = [item for item in conversation if isinstance(item, MessageItem) and item.role == "user"]
+    compacted = CompactionItem(encrypted_content=summary, id=f"cmp_{request.request_id}")
+    return encode(CompactedConversation(response.id, response.created_at, [*kept, compacted], response.usage))
+
+
+async def _read(
+    request: ResponsesRequest,
+    call: Call,
+    intake: Intake,
+    stored: StoredResponses,
+    stream: EventStream,
+    *last: InputItem,
+) -> tuple[ResponsesRequest, list[InputItem], Call, ReadCall, ParserMaker]:
+    """Return a request with an id, its own or a drawn one, the conversation that it answers, its call with the size of
+    that, and the chat as `read_chat` reads it, with `last` at its end. Raises RefusedError."""
+    request_id = request.request_id or secrets.token_hex(24)
+    check_request_id(request_id)  # each item may be named after it
+    request = msgspec.structs.replace(request, request_id=request_id)
+    conversation, call = await _conversation(request, call, stored, stream)
+    chat = await stored.in_turn(call.size, chat_meant, request, [*conversation, *last])
+    return request, conversation, call, *await read_chat(chat, call, intake, stream)
+
+
+async def _conversation(
+    request: ResponsesRequest, call: Call, stored: StoredResponses, stream: EventStream
+) -> tuple[list[InputItem], Call]:
+    """Return all items that a request has answered, and its call with their size. Warn of what is done otherwise than
+    they ask for. Raises RefusedError."""
+    conversation: list[InputItem] = []
+    if request.previous_response_id:
+        conversation, size = await stored.conversation(request.previous_response_id)
+        call = dataclasses.replace(call, size=max(call.size, size))
+    given = [] if isinstance(request.input, str) else request.input or []
+    if ids := {str(item.get("id")) for item in given if item.get("type") == _REFERENCE}:
+        found = await stored.items(ids)
+        call = dataclasses.replace(call, size=call.size + sum(map(len, found.values())))
+        items = [msgspec.json.decode(found[item["id"]]) if item.get("type") == _REFERENCE else item for item in given]
+        request = msgspec.structs.replace(request, input=items)
+    conversation += await stored.in_turn(call.size, items_of, request, conversation)
+    if not conversation:
+        raise invalid("input", "input is not set, and no response is named; send one of them")
+    for text in warnings_of(request, conversation):
+        stream.warn(text)
+    return conversation, call
+
+
+def _begun(request: ResponsesRequest, used: SamplingParams, model_name: str) -> ResponseAnswer:
+    text = request.text or TextField()
+    return ResponseAnswer(
+        id=f"{ID_PREFIX}{request.request_id}",
+        created_at=now(),
+        model=model_name,
+        status="queued" if request.background else "in_progress",
+        output=[],
+        usage=None,
+        incomplete_details=None,
+        error=None,
+        instructions=request.instructions,
+        max_output_tokens=request.max_output_tokens,
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        max_tool_calls=request.max_tool_calls,
+        top_logprobs=request.top_logprobs or 0,
+        tool_choice=request.tool_choice or "auto",
+        tools=[tool for tool in request.tools or () if not isinstance(tool, VendorTool)],
+        text=msgspec.structs.replace(text, format=text.format or TextFormat(), verbosity=text.verbosity or "medium"),
+        reasoning=request.reasoning,
+        metadata=request.metadata or {},
+        background=bool(request.background),
+        previous_response_id=request.previous_response_id,
+        prompt_cache_key=request.prompt_cache_key,
+        safety_identifier=request.safety_identifier,
+        user=request.user,
+        store=request.store is not False,
+        **{name: getattr(used, name) for name in _USED},
+    )

@@ -1,0 +1,261 @@
+"""Responses that are kept for a while, or made in background. The scheduler has them, so that any door answers any id:
+of each a record, which only doors understand, under the id of its request."""
+
+import contextlib
+import logging
+import re
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from pagewire.common.strict_json import MAX_VALUES, count_values
+from pagewire.common.wire.transport.message_size import MAX_MESSAGE_BYTES
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from scheduler_service.api.grpc.generate_response import decode_delta
+from scheduler_service.api.grpc.request_servicer import Forward, answer_of
+from scheduler_service.api.http.answering import tell_events
+from scheduler_service.api.http.answers import encode
+from scheduler_service.api.http.chat_completions import parser_maker
+from scheduler_service.api.http.detached_requests import encoded_request
+from scheduler_service.api.http.request_options import ReadCall
+from scheduler_service.api.http.responses.answers import DeletedResponse, InputItemList, ResponseAnswer
+from scheduler_service.api.http.responses.called_tools import called_tools, found_tools
+from scheduler_service.api.http.responses.conversation import chat_meant
+from scheduler_service.api.http.responses.requests import InputItem, InputItemsQuery, ResponseQuery, ResponsesRequest
+from scheduler_service.api.http.responses.response_teller import ID_PREFIX, ResponseTeller
+from scheduler_service.api.http.tool_calls import ParserMaker
+from scheduler_service.api.http.transport.event_stream import EventStream
+from scheduler_service.serving.intake import Intake
+from scheduler_service.serving.refusal import Reason, RefusedError, invalid
+from scheduler_service.serving.tenants.caller import Call
+
+logger = logging.getLogger(__name__)
+
+_RECORD_BYTES = MAX_MESSAGE_BYTES - 1024  # what names it has room beside
+_PAGE_ITEMS = 20
+_ITEM_PLACE = re.compile(r"(_input)?_\d+$")  # what an item's id has after the name of its response
+_MAX_NAMED = 1024  # responses whose items a request refers to
+PROMPT_END_CHARS = 256
+_Result = TypeVar("_Result")
+_decode_items = msgspec.json.Decoder(list[InputItem]).decode
+
+
+class ResponseRecord(Struct, frozen=True):
+    """What is kept of a response."""
+
+    input: list[InputItem]  # all that it answers, what came before the request's own input too
+    response: ResponseAnswer  # as it has ended; one in background as it begins
+    request: ResponsesRequest | None = None  # of one in background, without its input: how the output is read
+    prompt_end: str = ""  # which says how the output begins
+
+    def encoded(self) -> bytes:
+        """Raises RefusedError for one that is too large to be kept."""
+        record = encode(self)
+        if len(record) > _RECORD_BYTES:
+            advice = "store: false" if self.request is None else "store: false without background"
+            raise invalid(
+                "store",
+                f"the response and its conversation have {len(record)} bytes, {_RECORD_BYTES} can be kept; shorten it, "
+                f"or send {advice}",
+            )
+        if (number := count_values(record)) > MAX_VALUES:
+            raise invalid(
+                "store",
+                f"the response and its conversation have {number} values, {MAX_VALUES} can be kept; shorten it, or "
+                "send store: false",
+            )
+        return record
+
+
+_decode_record = msgspec.json.Decoder(ResponseRecord).decode
+
+
+class StoredResponses:
+    """The responses of a tenant, as a caller asks for them."""
+
+    def __init__(self, tenant: str | None, call: Call, intake: Intake, forward: Forward) -> None:
+        """Raises RefusedError for a tenant that is not the caller's."""
+        self.tenant = call.caller.tenant(tenant or "")
+        self._call = call
+        self._intake = intake
+        self._forward = forward
+
+    async def keep(self, record: ResponseRecord) -> ResponseAnswer:
+        """Keep a response that has ended, and return it. What was computed is not lost where it cannot be kept: the
+        response says that it is not stored."""
+        named = {"request_id": record.response.id.removeprefix(ID_PREFIX), "tenant": self.tenant}
+        try:
+            encoded = await self.in_turn(self._call.size, record.encoded)
+            message = scheduler_pb2.KeepRecordRequest(record=encoded, **named)
+            await answer_of(self._forward("KeepRecord", message, self._call))
+        except RefusedError as refusal:
+            logger.warning("the response of request %r is answered, but not kept: %s", named["request_id"], refusal)
+            return msgspec.structs.replace(record.response, store=False)
+        return record.response
+
+    async def begin(
+        self, request: ResponsesRequest, record: ResponseRecord, asked: ReadCall, stream: EventStream
+    ) -> bytes | None:
+        """Begin a response in background, and return it, unless it is streamed. Raises RefusedError."""
+        record = msgspec.structs.replace(record, request=msgspec.structs.replace(request, input=""))
+        with asked.names.in_refusals():
+            encoded = await self.in_turn(self._call.size, record.encoded)
+            message = await encoded_request(asked.requests[0], self._intake, encoded)
+            await answer_of(self._forward("Submit", message, self._call))
+        if not request.stream:
+            return encode(record.response)
+        await self._tell(record, stream)
+        return None
+
+    async def conversation(self, response_id: str) -> tuple[list[InputItem], int]:
+        """Return what a request goes on with that names a response, and its size in bytes. Raises RefusedError."""
+        record, result = await self._find(response_id, "previous_response_id")
+        response = await self._response(record, result)
+        if response.status not in ("completed", "incomplete"):
+            raise invalid(
+                "previous_response_id",
+                f"the response {response_id!r} is {response.status}; name one that is completed, or wait until it is",
+            )
+        items = await self.in_turn(len(result.record), lambda: _decode_items(encode(response.output)))
+        return [*record.input, *items], len(result.record)
+
+    async def items(self, ids: set[str]) -> dict[str, bytes]:
+        """Return items of responses, or of what these answer, as JSON by their ids. Raises RefusedError."""
+        names = {_ITEM_PLACE.sub("", each.partition("_")[2]) for each in ids}
+        if len(names) > _MAX_NAMED:
+            raise invalid("input", f"input refers to items of {len(names)} responses, at most {_MAX_NAMED} are allowed")
+        found: dict[str, bytes] = {}
+        for name in names:
+            with contextlib.suppress(RefusedError):  # it is not known
+                items, _ = await self.conversation(f"{ID_PREFIX}{name}")
+                found |= {item.id: encode(item) for item in items if item.id in ids}
+        for item_id in ids - found.keys():
+            raise invalid("input", f"no item {item_id[:80]!r} is known for this tenant; send the item itself")
+        return found
+
+    async def read(self, response_id: str) -> bytes:
+        """Return a response as it is now. Raises RefusedError."""
+        return encode(await self._response(*await self._find(response_id)))
+
+    async def show(self, query: ResponseQuery, stream: EventStream) -> bytes | None:
+        """Return a response as it is now, or tell its events from the beginning if they are asked for. Raises
+        RefusedError."""
+        if not query.stream:
+            return await self.read(query.response_id)
+        record, _ = await self._find(query.response_id)
+        if record.request is None:
+            raise invalid("stream", "the response was not made in background, and has no events; leave stream unset")
+        await self._tell(record, stream)
+        return None
+
+    async def cancel(self, response_id: str) -> bytes:
+        """End a response in background, and return it. Raises RefusedError."""
+        record, result = await self._find(response_id)
+        if record.request is None:
+            raise invalid("response_id", f"the response {response_id!r} was not made in background; it has ended")
+        if result.state == scheduler_pb2.RESULT_STATE_RUNNING:
+            named = {"request_id": result.request_id, "tenant": self.tenant}
+            with contextlib.suppress(RefusedError):  # it has ended meanwhile, or what it is now tells
+                await self._intake.abort(**named, call=self._call)
+            with contextlib.suppress(RefusedError):
+                async with contextlib.aclosing(self._attach(record)) as deltas:
+                    async for _ in deltas:
+                        pass
+        return await self.read(response_id)
+
+    async def delete(self, response_id: str) -> bytes:
+        """Forget a response, and end one that runs. Raises RefusedError."""
+        await self._find(response_id)
+        await self._ask("DeleteResult", scheduler_pb2.DeleteResultRequest, response_id, "response_id")
+        return encode(DeletedResponse(response_id))
+
+    async def input_items(self, query: InputItemsQuery) -> bytes:
+        """Return a page of what a response answers. Raises RefusedError."""
+        record, _ = await self._find(query.response_id)
+        items = record.input if query.order == "asc" else record.input[::-1]
+        ids = [item.id for item in items]
+        if query.after is not None:
+            if query.after not in ids:
+                raise invalid("after", f"after is {query.after[:80]!r}, which is the id of no item of this response")
+            items = items[ids.index(query.after) + 1 :]
+        page = items[: query.limit or _PAGE_ITEMS]
+        first, last = (page[0].id, page[-1].id) if page else (None, None)
+        return encode(InputItemList(page, first, last, len(page) < len(items)))
+
+    async def _find(self, response_id: str, field: str = "response_id") -> tuple[ResponseRecord, Any]:
+        """Return what is kept of a response, and the result of its request. Raises RefusedError."""
+        result = await self._ask("GetResult", scheduler_pb2.GetResultRequest, response_id, field)
+        with contextlib.suppress(msgspec.MsgspecError):  # of another request
+            record = await self.in_turn(len(result.record), _decode_record, result.record)
+            if record.request is None or len(result.outputs) == 1:
+                return record, result
+        raise _unknown(response_id, field)
+
+    async def _ask(self, method: str, kind: Any, response_id: str, field: str) -> Any:
+        """Ask the scheduler about the request of a response. Raises RefusedError, one that tells nothing of why it is
+        not known."""
+        prefix, request_id = response_id[: len(ID_PREFIX)], response_id[len(ID_PREFIX) :]
+        if prefix != ID_PREFIX:
+            raise _unknown(response_id, field)
+        try:
+            return await answer_of(self._forward(method, kind(request_id=request_id, tenant=self.tenant), self._call))
+        except RefusedError as refusal:
+            raise _unknown(response_id, field) if refusal.reason is Reason.NOT_FOUND else refusal from None
+
+    async def _response(self, record: ResponseRecord, result: Any) -> ResponseAnswer:
+        if record.request is None:
+            return record.response
+        [output] = result.outputs
+        if result.state == scheduler_pb2.RESULT_STATE_RUNNING:
+            status = "in_progress" if output.token_ids else "queued"
+            return msgspec.structs.replace(record.response, status=status)
+        teller = self._teller(record)
+        events = await teller.tell(decode_delta(output))
+        if result.state == scheduler_pb2.RESULT_STATE_FAILED:
+            events += teller.fail(result.failure.message)
+        response = events[-1].response
+        assert response is not None, "the last event has the response"
+        return response
+
+    async def _tell(self, record: ResponseRecord, stream: EventStream) -> None:
+        teller = self._teller(record)
+        await tell_events(teller.begin(), stream)
+        try:
+            async with contextlib.aclosing(self._attach(record)) as deltas:
+                async for delta in deltas:
+                    await tell_events(await teller.tell(decode_delta(delta)), stream)
+        except RefusedError:
+            _, result = await self._find(record.response.id)
+            if result.state != scheduler_pb2.RESULT_STATE_FAILED:
+                raise  # it cannot be read on, but goes on
+            await tell_events(teller.fail(result.failure.message), stream)
+        await stream.end()
+
+    def _attach(self, record: ResponseRecord) -> AsyncGenerator[scheduler_pb2.GenerateResponse, None]:
+        request_id = record.response.id.removeprefix(ID_PREFIX)
+        message = scheduler_pb2.AttachRequest(request_id=request_id, tenant=self.tenant)
+        return self._forward("Attach", message, self._call)
+
+    def teller(self, make_parser: ParserMaker, record: ResponseRecord, request: ResponsesRequest) -> ResponseTeller:
+        """Return what makes the events of a response that begins."""
+        tools = called_tools(request.tools or (), found_tools(record.input))
+        return ResponseTeller(make_parser(), record.response, tools, self._intake, self.tenant)
+
+    def _teller(self, record: ResponseRecord) -> ResponseTeller:
+        assert record.request is not None, "its output is told, so that it is made in background"
+        chat = chat_meant(record.request, record.input)
+        return self.teller(parser_maker(chat, record.prompt_end, self._intake), record, record.request)
+
+    async def in_turn(self, size: int, work: Callable[..., _Result], *args: Any) -> _Result:
+        """Call `work` in the tenant's turn if its size is large (`Turns.carry_out`). Raises RefusedError."""
+        return await self._intake.turns.carry_out(self.tenant, size, work, *args)
+
+
+def _unknown(response_id: str, field: str) -> RefusedError:
+    return RefusedError(
+        Reason.NOT_FOUND if field == "response_id" else Reason.FAILED_PRECONDITION,
+        f"no response {response_id!r} is known for this tenant; responses are kept for a while only",
+        field,
+    )

@@ -1,0 +1,386 @@
+"""The routes of the HTTP API: which function serves which path, and what each call goes through around it.
+
+A call is served in the task of its connection and ends with its client: its requests are cancelled within a step.
+"""
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+from urllib.parse import unquote
+
+from msgspec import Struct, structs
+from starlette.datastructures import QueryParams
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import Receive, Scope, Send
+
+from pagewire.common import __version__
+from scheduler_service.api.grpc.request_servicer import Forward
+from scheduler_service.api.http.answering import longest_sequence, now
+from scheduler_service.api.http.answers import (
+    ChatAnswer,
+    CompletionAnswer,
+    DecodedPrompt,
+    DetachedAnswer,
+    EmbeddingAnswer,
+    Model,
+    Models,
+    RenderedPrompt,
+    Tokens,
+    encode,
+)
+from scheduler_service.api.http.body import decode_in_turn, decode_query, lenient
+from scheduler_service.api.http.call_admission import CallAdmission
+from scheduler_service.api.http.chat_completions import complete_chat, read_chat, without_media
+from scheduler_service.api.http.completions import complete_prompts, read_completion
+from scheduler_service.api.http.detached_requests import abort_request, read_detached, submit_detached
+from scheduler_service.api.http.embeddings import embed_inputs
+from scheduler_service.api.http.messages.answers import MessageAnswer, TokenCount, described_model, model_page
+from scheduler_service.api.http.messages.messages import answer_message, count_tokens
+from scheduler_service.api.http.messages.requests import CountTokensRequest, MessagesRequest
+from scheduler_service.api.http.openapi import TypedRoute, document, page
+from scheduler_service.api.http.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetachedQuery,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    NamedRequest,
+    TokenizeRequest,
+)
+from scheduler_service.api.http.responses.answers import (
+    CompactedConversation,
+    DeletedResponse,
+    InputItemList,
+    InputTokenCount,
+    ResponseAnswer,
+)
+from scheduler_service.api.http.responses.requests import (
+    InputItemsQuery,
+    NamedResponse,
+    ResponseQuery,
+    ResponsesRequest,
+)
+from scheduler_service.api.http.responses.responses import answer_response, compact_conversation, count_input_tokens
+from scheduler_service.api.http.responses.stored_responses import StoredResponses
+from scheduler_service.api.http.tokenization import described_tokenizer, detokenize, render, tokenize
+from scheduler_service.api.http.transport.event_stream import EventStream, while_connected
+from scheduler_service.serving.intake import Intake
+from scheduler_service.serving.refusal import Reason, RefusedError, timed_out
+from scheduler_service.serving.tenants.caller import Call
+
+_JSON = "application/json"
+_RESPONSE = "/v1/responses/{response_id}"
+
+
+class Routes:
+    """Finds the function that serves a call by the call's path and method.
+
+    Attributes:
+        intake: The intake of all doors of this process.
+        forward: Passes calls about detached requests and records on to the scheduler.
+        admission: Admits the calls.
+        as_read: Returns the type as which a request is decoded.
+    """
+
+    def __init__(
+        self,
+        intake: Intake,
+        forward: Forward,
+        admission: CallAdmission,
+        read_metrics: Callable[[], bytes],
+        *,
+        is_lenient: bool,
+    ) -> None:
+        """`read_metrics` returns metrics in Prometheus' text format. If `is_lenient`, unknown fields are ignored."""
+        self.intake = intake
+        self.forward = forward
+        self.admission = admission
+        self._read_metrics = read_metrics
+        self._begun_at = now()
+        self.as_read: Callable[[type[Struct]], Any] = lenient if is_lenient else lambda kind: kind
+        routes = [
+            Route("/health", self._health, methods=["GET"]),
+            Route("/ping", self._health, methods=["GET", "POST"]),
+            Route("/version", _constant(encode({"version": __version__}), _JSON), methods=["GET"]),
+            Route("/tokenizer_info", self._tokenizer_info, methods=["GET"]),
+            Route("/metrics", self._metrics, methods=["GET"]),
+            Route("/v1/models", self._models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self._model, methods=["GET"]),
+            Route("/docs", _constant(page(TYPED).encode(), "text/html"), methods=["GET"]),
+            Route("/openapi.json", _constant(encode(document(TYPED, self.as_read)), _JSON), methods=["GET"]),
+            # Ids may have slashes that clients send as they are.
+            *(Route(each.path.replace("}", ":path}"), _Endpoint(each, self), methods=[each.method]) for each in TYPED),
+        ]
+        self._paths = {route.path for route in routes}
+        self._router = Router(routes, redirect_slashes=False)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a call. Raises HTTPException if no route matches, HttpRefusal, and RefusedError."""
+        # As it was sent: slashes within an id are none of the path's.
+        path = scope["raw_path"].decode()
+        # Clients join a base URL that ends in a slash, and a path that begins with one.
+        plain = re.sub("/+", "/", path).removesuffix("/")
+        # Without "app" the router would answer in plain text.
+        scope = {**scope, "app": self, "path": plain if plain in self._paths else path}
+        await self._router(scope, receive, send)
+
+    async def _health(self, request: Request) -> Response:
+        """Answer 503 while requests would be refused."""
+        availability = self.intake.engine.availability
+        if availability.is_serving:
+            return Response(status_code=200)
+        raise RefusedError(Reason.UNAVAILABLE, availability.refusal() or "no worker computes now")
+
+    async def _tokenizer_info(self, request: Request) -> Response:
+        self.admission.call(request.scope)
+        return Response(described_tokenizer(self.intake), media_type=_JSON)
+
+    async def _metrics(self, request: Request) -> Response:
+        self.admission.call(request.scope).caller.check_operator("/metrics")
+        return Response(self._read_metrics(), media_type="text/plain; version=0.0.4")
+
+    async def _models(self, request: Request) -> Response:
+        self.admission.call(request.scope)
+        cards = [self._card(name) for name in self.admission.model_names()]
+        answer = model_page(cards) if _is_of_anthropic(request.scope) else Models("list", cards)
+        return Response(encode(answer), media_type=_JSON)
+
+    async def _model(self, request: Request) -> Response:
+        self.admission.call(request.scope)
+        name = unquote(request.path_params["name"])
+        self.admission.check_model(name)
+        card = self._card(name)
+        return Response(encode(described_model(card) if _is_of_anthropic(request.scope) else card), media_type=_JSON)
+
+    def _card(self, name: str) -> Model:
+        return Model(
+            name, "model", self._begun_at, "pagewire", self.admission.model_name(), None, longest_sequence(self.intake)
+        )
+
+
+def _constant(content: bytes, media_type: str) -> Callable[[Request], Awaitable[Response]]:
+    """Return a handler that answers with the same content each time. Documents take long to make."""
+
+    async def answer(request: Request) -> Response:
+        return Response(content, media_type=media_type)
+
+    return answer
+
+
+def _is_of_anthropic(scope: Scope) -> bool:
+    """Return whether the client is one of Anthropic's API, which reads other lists of models."""
+    return b"anthropic-version" in scope["header_values"]
+
+
+class _Endpoint:
+    """Serves the calls of one route whose requests are of a type."""
+
+    def __init__(self, route: TypedRoute, routes: Routes) -> None:
+        self._route = route
+        self._routes = routes
+        self._kind = routes.as_read(route.request)
+        self._is_named = route.is_named
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        admission, turns = self._routes.admission, self._routes.intake.turns
+        call, size = admission.call(scope), 0
+        tenant = call.caller.tenant("")
+        if self._is_named:
+            named = {name: unquote(value) for name, value in scope["path_params"].items()}
+            request = decode_query({**QueryParams(scope["query_string"]), **named}, self._kind)
+        else:
+            request, size = await decode_in_turn(
+                await admission.read_body(scope, receive, tenant), self._kind, tenant, turns
+            )
+        call = replace(call, time_remaining=getattr(request, "timeout", None), size=size)
+        admission.check_model(getattr(request, "model", None))
+        if rid := getattr(request, "rid", None):
+            request = structs.replace(request, request_id=request.request_id or rid)
+        is_streamed = bool(getattr(request, "stream", None))
+        with admission.held(tenant, size):
+            try:
+                async with (
+                    while_connected(scope, receive, is_streamed=is_streamed) as stream,
+                    asyncio.timeout(call.time_remaining),
+                ):
+                    answer = await self._route.serve(request, call, stream, self._routes)
+            except TimeoutError:
+                raise timed_out() from None
+        if answer is not None:
+            await Response(answer, headers=stream.warning_headers, media_type=_JSON)(scope, receive, send)
+
+
+async def _complete(request: CompletionRequest, call: Call, stream: EventStream, routes: Routes) -> bytes | None:
+    if request.detached:
+        return await submit_detached(
+            request, await read_completion(request, call, routes.intake), call, routes.intake, routes.forward
+        )
+    return await complete_prompts(request, call, routes.intake, routes.admission.model_name(), stream)
+
+
+async def _complete_chat(
+    request: ChatCompletionRequest, call: Call, stream: EventStream, routes: Routes
+) -> bytes | None:
+    request = await without_media(request, call, routes.intake, stream)
+    if request.detached:
+        asked, _ = await read_chat(request, call, routes.intake, stream)
+        return await submit_detached(request, asked, call, routes.intake, routes.forward)
+    return await complete_chat(request, call, routes.intake, routes.admission.model_name(), stream)
+
+
+async def _render_prompts(request: CompletionRequest, call: Call, stream: EventStream, routes: Routes) -> bytes:
+    return encode(
+        await render(await read_completion(request, call, routes.intake), routes.intake, routes.admission.model_name())
+    )
+
+
+async def _render_chat(request: ChatCompletionRequest, call: Call, stream: EventStream, routes: Routes) -> bytes:
+    request = await without_media(request, call, routes.intake, stream)
+    asked, _ = await read_chat(request, call, routes.intake, stream)
+    (prompt,) = await render(asked, routes.intake, routes.admission.model_name())
+    return encode(prompt)
+
+
+def _stored(request: ResponsesRequest | NamedResponse, call: Call, routes: Routes) -> StoredResponses:
+    return StoredResponses(request.tenant, call, routes.intake, routes.forward)
+
+
+POSTED = (
+    TypedRoute("/v1/completions", CompletionRequest, CompletionAnswer, _complete, "What comes after a text"),
+    TypedRoute(
+        "/v1/chat/completions", ChatCompletionRequest, ChatAnswer, _complete_chat, "The answer to a conversation"
+    ),
+    TypedRoute(
+        "/v1/responses",
+        ResponsesRequest,
+        ResponseAnswer,
+        lambda asked, call, stream, routes: answer_response(
+            asked, call, routes.intake, _stored(asked, call, routes), routes.admission.model_name(), stream
+        ),
+        "The answer to a conversation, as items",
+    ),
+    TypedRoute(
+        "/v1/responses/input_tokens",
+        ResponsesRequest,
+        InputTokenCount,
+        lambda asked, call, stream, routes: count_input_tokens(
+            asked, call, routes.intake, _stored(asked, call, routes), stream
+        ),
+        "How many tokens the conversation of a response has",
+    ),
+    TypedRoute(
+        "/v1/responses/compact",
+        ResponsesRequest,
+        CompactedConversation,
+        lambda asked, call, stream, routes: compact_conversation(
+            asked, call, routes.intake, _stored(asked, call, routes), routes.admission.model_name(), stream
+        ),
+        "A conversation's user messages and a summary of it",
+    ),
+    TypedRoute(
+        "/v1/messages",
+        MessagesRequest,
+        MessageAnswer,
+        lambda asked, call, stream, routes: answer_message(
+            asked, call, routes.intake, routes.admission.model_name(), stream
+        ),
+        "The answer to a conversation, in Anthropic's form",
+    ),
+    TypedRoute(
+        "/v1/messages/count_tokens",
+        CountTokensRequest,
+        TokenCount,
+        lambda asked, call, stream, routes: count_tokens(asked, call, routes.intake, stream),
+        "How many tokens a conversation has",
+    ),
+    TypedRoute(
+        "/v1/embeddings",
+        EmbeddingRequest,
+        EmbeddingAnswer,
+        lambda asked, call, _, routes: embed_inputs(asked, call, routes.intake, routes.admission.model_name()),
+        "Texts as numbers",
+    ),
+    TypedRoute(
+        "/v1/completions/render",
+        CompletionRequest,
+        list[RenderedPrompt],
+        _render_prompts,
+        "The tokens of a completion's prompts",
+    ),
+    TypedRoute(
+        "/v1/chat/completions/render",
+        ChatCompletionRequest,
+        RenderedPrompt,
+        _render_chat,
+        "The tokens of a conversation",
+    ),
+    TypedRoute(
+        "/tokenize",
+        TokenizeRequest,
+        Tokens,
+        lambda asked, call, _, routes: tokenize(asked, call, routes.intake),
+        "The tokens of a text, or of a conversation",
+    ),
+    TypedRoute(
+        "/detokenize",
+        DetokenizeRequest,
+        DecodedPrompt,
+        lambda asked, call, _, routes: detokenize(asked, call, routes.intake),
+        "The text of tokens",
+    ),
+)
+NAMED = (
+    TypedRoute(
+        "/v1/requests/{request_id}",
+        DetachedQuery,
+        DetachedAnswer,
+        lambda query, call, stream, routes: read_detached(query, call, routes.intake, routes.forward, stream),
+        "What came of a detached request",
+        "GET",
+    ),
+    TypedRoute(
+        "/v1/requests/{request_id}",
+        NamedRequest,
+        dict[str, str],
+        lambda named, call, _, routes: abort_request(named, call, routes.intake),
+        "Ends a request, detached or not",
+        "DELETE",
+    ),
+    # Ids may have slashes: the longest paths are first.
+    TypedRoute(
+        f"{_RESPONSE}/cancel",
+        NamedResponse,
+        ResponseAnswer,
+        lambda named, call, _, routes: _stored(named, call, routes).cancel(named.response_id),
+        "Ends a response in background",
+    ),
+    TypedRoute(
+        f"{_RESPONSE}/input_items",
+        InputItemsQuery,
+        InputItemList,
+        lambda query, call, _, routes: _stored(query, call, routes).input_items(query),
+        "What a response answers",
+        "GET",
+    ),
+    TypedRoute(
+        _RESPONSE,
+        ResponseQuery,
+        ResponseAnswer,
+        lambda query, call, stream, routes: _stored(query, call, routes).show(query, stream),
+        "A response that is kept, or made in background",
+        "GET",
+    ),
+    TypedRoute(
+        _RESPONSE,
+        NamedResponse,
+        DeletedResponse,
+        lambda named, call, _, routes: _stored(named, call, routes).delete(named.response_id),
+        "Forgets a response, and ends it",
+        "DELETE",
+    ),
+)
+TYPED = (*POSTED, *NAMED)

@@ -1,0 +1,92 @@
+"""`/tokenize` and `/detokenize`, and the prompts of completions and conversations as the tokens that they become."""
+
+import asyncio
+from functools import partial
+
+from msgspec import Raw
+
+from scheduler_service.api.http.answering import longest_sequence
+from scheduler_service.api.http.answers import DecodedPrompt, RenderedPrompt, Tokens, encode, encode_list
+from scheduler_service.api.http.prompts import render_messages
+from scheduler_service.api.http.request_options import ReadCall
+from scheduler_service.api.http.requests import DetokenizeRequest, TokenizeRequest
+from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
+from scheduler_service.serving.intake import Intake
+from scheduler_service.serving.prompt_text import ANY_NUMBER
+from scheduler_service.serving.refusal import Reason, RefusedError, invalid
+from scheduler_service.serving.tenants.caller import Call
+
+
+async def tokenize(request: TokenizeRequest, call: Call, intake: Intake) -> bytes:
+    """Make tokens of a text, or of a conversation. Raises RefusedError."""
+    if (request.prompt is None) == (request.messages is None):
+        raise invalid("prompt", "send either a prompt or messages")
+    if request.prompt is not None:
+        text, special, field = request.prompt, request.add_special_tokens is not False, "prompt"
+    else:
+        text, special, field = (
+            await render_messages(request, call, intake),
+            request.add_special_tokens is True,
+            "messages",
+        )
+    tokenizer = _tokenizer(intake)
+    assert intake.texts is not None, "there is a tokenizer"
+    write = partial(_written, tokenizer if request.return_token_strs else None, longest_sequence(intake))
+    return await intake.texts.encode_then(
+        write, text, call.caller.tenant(""), ANY_NUMBER, field=field, add_special_tokens=special
+    )
+
+
+def _written(naming: Tokenizer | None, max_model_len: int, token_ids: list[int]) -> bytes:
+    names = None if naming is None else encode_list(map(naming.name_of, token_ids))
+    return encode(Tokens(len(token_ids), max_model_len, encode_list(token_ids), names))
+
+
+async def detokenize(request: DetokenizeRequest, call: Call, intake: Intake) -> bytes:
+    """Make a text of tokens. Raises RefusedError."""
+    _tokenizer(intake)
+    assert intake.texts is not None, "there is a tokenizer"
+    vocab_size = intake.model.vocab_size
+    highest = max(request.tokens, default=0)
+    if highest >= vocab_size:
+        raise invalid(
+            f"tokens[{request.tokens.index(highest)}]",
+            f"token id {highest} is not below the vocabulary's size, {vocab_size}",
+        )
+    tenant = call.caller.tenant("")
+    return encode(DecodedPrompt(await intake.texts.decode(request.tokens, tenant, skip_special_tokens=False)))
+
+
+def described_tokenizer(intake: Intake) -> bytes:
+    """Return the class, the special tokens, the lengths and the chat template, by the names of vLLM's
+    `/tokenizer_info`. Raises RefusedError."""
+    _tokenizer(intake)
+    model = intake.model
+    return encode(
+        {
+            "tokenizer_class": model.tokenizer_class,
+            **model.special_tokens,
+            "bos_token_id": model.bos_token_id,
+            "pad_token_id": model.pad_token_id,
+            "vocab_size": model.vocab_size,
+            "model_max_length": longest_sequence(intake),
+            "chat_template": model.chat_template,
+        }
+    )
+
+
+async def render(read: ReadCall, intake: Intake, model_name: str) -> list[Raw]:
+    """Return the tokens of each prompt as they would be queued. Raises RefusedError."""
+    rendered = []
+    with read.names.in_refusals():
+        for each in read.requests:
+            token_ids = encode_list(await intake.tokenize(each))
+            rendered.append(Raw(encode(RenderedPrompt(each.request.request_id, model_name, token_ids))))
+            await asyncio.sleep(0)  # others have their turn
+    return rendered
+
+
+def _tokenizer(intake: Intake) -> Tokenizer:
+    if intake.tokenizer is None:
+        raise RefusedError(Reason.FAILED_PRECONDITION, "the served checkpoint has no tokenizer; send token ids")
+    return intake.tokenizer

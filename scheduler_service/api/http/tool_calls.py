@@ -1,0 +1,242 @@
+"""Calls of tools, and reasoning, in chats: which calls a request allows, and what an output holds of both."""
+
+import json
+import secrets
+from collections.abc import Callable, Iterable
+from itertools import starmap
+from typing import Any, NamedTuple
+
+from msgspec import UNSET
+
+from pagewire.common.chat.chat_output import (
+    Arguments,
+    CallStart,
+    ChatFormat,
+    ChatRules,
+    Content,
+    OutputParser,
+    OutputPart,
+    Parameters,
+    Reasoning,
+)
+from pagewire.common.chat.schema_budget import SchemaBudget, SchemaBudgetError
+from pagewire.common.chat.template_forms import NOT_AN_OBJECT
+from pagewire.common.grammars.json_schema import enforceable
+from pagewire.common.grammars.structural_tag import format_in
+from pagewire.common.strict_json import from_json
+from scheduler_service.api.http.answers import CalledFunction, ToolCall
+from scheduler_service.api.http.request_options import FoundGrammar, structured
+from scheduler_service.api.http.requests import (
+    AllowedToolsChoice,
+    AutoMode,
+    ChatCompletionRequest,
+    NoMode,
+    RequiredMode,
+    ToolField,
+)
+from scheduler_service.serving.refusal import RefusedError, invalid
+
+_NO_PARAMETERS = {"type": "object", "additionalProperties": False}
+# Makes what reads an output.
+ParserMaker = Callable[[], OutputParser]
+
+
+def functions_of(request: ChatCompletionRequest, output: ChatFormat) -> tuple[dict[str, Parameters], set[str]]:
+    """Return the parameters of the functions that an output may call, by name, and the keywords of their schemas that
+    are left out because they cannot be enforced. Raises RefusedError."""
+    tools, (mode, names) = request.tools or [], _choice_of(request)
+    if not (tools or names or mode == "required"):
+        return {}, set()
+    budget, given = SchemaBudget(), SchemaBudget()
+    functions, left_out = dict[str, Parameters](), set[str]()
+    for position, tool in enumerate(tools):
+        name, schema = tool.function.name, tool.function.parameters
+        if name in functions:
+            raise invalid(f"tools[{position}].function.name", f"another tool is called {name!r} too; rename one")
+        try:
+            given.take_tree(schema)
+            kept = enforceable(schema, schema, keywords := set[str]())
+            if tool.function.strict and mode == "required":
+                _check_strict(f"tools[{position}]", name, keywords)
+                kept, keywords = schema, set()
+            functions[name] = Parameters(_NO_PARAMETERS if schema is None else kept, budget)
+            left_out |= keywords
+        except SchemaBudgetError as error:
+            raise _too_large(f"tools[{position}]", error) from None
+    if mode == "none":
+        return {}, set()
+    is_known = names <= functions.keys()
+    functions = {name: functions[name] for name in functions if name in names} if names else functions
+    if not functions or not is_known:
+        raise invalid(
+            "tool_choice", "tool_choice asks for a call of what is not among tools; add it, or choose another"
+        )
+    if output.calls is None:
+        raise invalid(
+            "tools",
+            "calls of tools are in no form that is known, by the model's chat template or --tool-call-parser; leave "
+            "tools unset",
+        )
+    return functions, left_out
+
+
+def _check_strict(field: str, name: str, keywords: set[str]) -> None:
+    """Raise RefusedError for keywords that cannot be enforced. Each oneOf is tried as it is."""
+    if asked := ", ".join(sorted(keywords - {"oneOf"})):
+        raise invalid(
+            field,
+            f"{field} is strict, but the schema of {name[:80]!r} has {asked}, which cannot be enforced; leave "
+            "strict unset, or write the schema without",
+        )
+
+
+def _too_large(field: str, error: SchemaBudgetError) -> RefusedError:
+    return invalid(
+        field,
+        f"{field}: the JSON Schemas of the request have {error}, counting what each $ref and each property's copy of "
+        "$defs adds; send simpler schemas, or fewer tools",
+    )
+
+
+def _choice_of(request: ChatCompletionRequest) -> tuple[str, set[str]]:
+    """Return whether there are to be calls, and of which functions; none: of any."""
+    match request.tool_choice:
+        case ToolField(function=function):
+            return "required", {function.name}
+        case AllowedToolsChoice(allowed_tools=allowed):
+            return allowed.mode, {tool.function.name for tool in allowed.tools}
+        case AutoMode() | NoMode() | RequiredMode() as mode:
+            return str(mode.__struct_config__.tag), set()
+        case mode:
+            return mode or "auto", set()
+
+
+def chat_grammars(
+    request: ChatCompletionRequest, output: ChatFormat, functions: dict[str, Parameters], prompt: str, rules: ChatRules
+) -> list[FoundGrammar]:
+    """Return what an output must match besides what is ruled out: calls as the request asks for them, or else a text of
+    the form that it asks for, once it has ended its reasoning. Raises RefusedError for a grammar, which cannot be told
+    where to begin, and for a budget where there is no reasoning."""
+    budget = None if request.thinking_token_budget == -1 else request.thinking_token_budget
+    if budget is not None and not output.has_reasoning:
+        raise invalid(
+            "thinking_token_budget",
+            "thinking_token_budget is set, but reasoning is in no form that is known, by the model's chat template or "
+            "--reasoning-parser; leave it unset",
+        )
+    found = list(structured(request))
+    is_required = bool(functions) and _choice_of(request)[0] == "required"
+    besides = "thinking_token_budget" if budget is not None else ""
+    if functions and (is_required or rules.strict_tools or found):
+        besides = "tools"
+    if not (besides or (found and (output.is_reasoning(prompt) or output.is_in_channels))):
+        return found
+    text = _form_of(found, besides, output)
+    if found and text is None:
+        return found
+    try:
+        tag = output.structural_tag(
+            functions,
+            prompt,
+            is_required=is_required,
+            is_parallel=not isinstance(request.tool_choice, ToolField) and request.parallel_tool_calls is not False,
+            text=text,
+            max_reasoning_tokens=budget,
+        )
+    except SchemaBudgetError as error:
+        raise _too_large("tools", error) from None
+    return [(found[0][0] if found else besides, "structural_tag", json.dumps(tag))]
+
+
+def _form_of(found: list[FoundGrammar], besides: str, output: ChatFormat) -> dict[str, Any] | None:
+    """Return what a request's own text must match as a format of a structural tag. None: there is none, or it is
+    refused for what it is where grammars are read. Raises RefusedError for a kind that no tag can hold."""
+    if len(found) != 1:
+        return None
+    [(field, kind, value)] = found
+    if kind in _FORMS:
+        budget = SchemaBudget()
+        try:
+            budget.take_json(value) if isinstance(value, str) else budget.take_tree(value)
+            return _FORMS[kind](value)
+        except SchemaBudgetError as error:
+            raise _too_large(field, error) from None
+        except ValueError:
+            return None
+    if besides:
+        raise invalid(field, f"{besides} and {field} both say what the output must match; send one of them")
+    if not output.is_in_channels:
+        raise invalid(field, f"{field} cannot begin behind the reasoning that the chat template begins; turn that off")
+    return None
+
+
+_FORMS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "json_schema": lambda text: {"type": "json_schema", "json_schema": from_json(text)},
+    "json_object": lambda _: {"type": "json_schema", "json_schema": {"type": "object"}},
+    "regex": lambda pattern: {"type": "regex", "pattern": pattern},
+    "choice": lambda texts: {"type": "or", "elements": [{"type": "const_string", "value": text} for text in texts]},
+    "structural_tag": format_in,
+}
+
+
+class Told(NamedTuple):
+    """What a piece of an output adds to its message."""
+
+    content: str
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+class SampleReader:
+    """Reads one output of a chat as it comes."""
+
+    def __init__(self, parser: OutputParser, *, joins_reasoning: bool = False) -> None:
+        """`joins_reasoning`: reasoning without tags, of a channel of its own, is a paragraph of the content."""
+        self._parser = parser
+        self._joins_reasoning = joins_reasoning
+        self._last: type[OutputPart] | None = None  # of the content, if reasoning is a part of it
+        self.num_calls = 0
+
+    def read(self, text: str, *, is_last: bool) -> Told:
+        content, reasoning = [], []
+        calls: list[tuple[ToolCall, list[str]]] = []  # with the pieces of its arguments
+        for part in self._parser.feed(text, is_last=is_last):
+            match part:
+                case Content() | Reasoning() if self._joins_reasoning:
+                    content.append(part.text if self._last in (None, type(part)) else f"\n{part.text}")
+                    self._last = type(part)
+                case Content():
+                    content.append(part.text)
+                case Reasoning():
+                    reasoning.append(part.text)
+                case CallStart():
+                    calls.append((_begun(self.num_calls, part.name), []))
+                    self.num_calls += 1
+                case Arguments():
+                    if not calls:
+                        calls.append((ToolCall(CalledFunction(""), self.num_calls - 1), []))
+                    calls[-1][1].append(part.text)
+        return Told("".join(content), "".join(reasoning), tuple(starmap(_with_arguments, calls)))
+
+
+def _begun(index: int, name: str) -> ToolCall:
+    return ToolCall(CalledFunction("", name), index, f"call_{secrets.token_hex(12)}", "function")
+
+
+def _with_arguments(call: ToolCall, pieces: Iterable[str]) -> ToolCall:
+    function = CalledFunction("".join(pieces), call.function.name)
+    return ToolCall(function, call.index, call.id, call.type)
+
+
+def object_of(arguments: str) -> dict[str, Any]:
+    """Return the arguments of a call as an object. A text of another form is under a key of its own."""
+    try:
+        read = from_json(arguments)
+    except ValueError:
+        read = None
+    return read if isinstance(read, dict) else {NOT_AN_OBJECT: arguments}
+
+
+def without_indexes(calls: tuple[ToolCall, ...]) -> list[ToolCall]:
+    """Return calls as a whole message has them."""
+    return [ToolCall(call.function, UNSET, call.id, call.type) for call in calls]

@@ -1,0 +1,498 @@
+"""The connections of the HTTP server, with bounds on what clients can do to them: how many there are, what stands
+before a body, how long they may say nothing, how long they may read nothing, how much comes ahead, what waits until it
+is read. Requests that RFC 9112 forbids are refused here if the parser accepts them."""
+
+import asyncio
+import re
+import socket
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from enum import IntEnum
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as UvicornConnection
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle as Cycle
+
+from scheduler_service.api.http.refusals import HttpRefusal, error_answer
+
+MAX_HEADERS = 100
+MAX_HEAD_BYTES = 64 << 10  # of the path and all headers, and of anything else of which no body comes
+HEAD_TIMEOUT_S = 30.0  # from a connection to its first request's head, and from any head's first byte to its last
+KEEP_ALIVE_S = 75.0  # longer than clients keep theirs
+UNREAD_TIMEOUT_S = 60.0  # in which a client reads some of what waits for it
+# Answers that wait until their clients have read them have so much memory together, but for those of one piece.
+MAX_UNREAD_BYTES = 64 << 20
+_PIECE_BYTES = 64 << 10
+_ACCEPTED_IN_A_ROW = 16  # asyncio would take thousands before it does anything else
+# Requests ahead: those that arrive before the previous one is answered. Beyond this bound a connection is not read.
+MAX_AHEAD_BYTES = 64 << 10
+# All requests in a piece become objects at once. After this many pieces other tasks run first.
+_PIECE_PARSED_BYTES = 1 << 10
+_PIECES_IN_A_ROW = 16
+# The bytes that begin each answer. They are written one at a time to find out whether a client is gone.
+_PROBES = b"HTTP/1.1 "
+_PROBE_S = 0.005  # before the first probe; each further delay is three times as long
+_HOST = re.compile(rb"(\[[\w:.%~-]+\]|[\w.~!$&'()*+,;=%-]*)(:\d*)?")
+_ABSOLUTE = re.compile(rb"(?i:https?)://([^/?]+)(.*)")
+
+
+class Use(IntEnum):
+    """What a connection is used for, in the order in which connections end for another one."""
+
+    NEVER = 0
+    IDLE = 1  # between requests
+    RECEIVING = 2  # a request of which the body has not arrived
+    SERVING = 3  # never ended
+
+
+class Listener(socket.socket):
+    """Listens, and holds at most so many connections at once, those in their TLS handshake among them. For one beyond,
+    the connection of the lowest use ends, of these the one that has had it longest. Where all have whole requests, the
+    new one is closed."""
+
+    def __init__(self, listening: socket.socket, max_connections: int) -> None:
+        super().__init__(fileno=listening.detach())
+        self.num_open = 0
+        self._num_tries = 0
+        self._max_connections = max_connections
+        self._connections: dict[Use, dict[int, socket.socket]] = {
+            use: {} for use in Use
+        }  # by descriptor, longest first
+
+    def accept(self) -> "tuple[_Accepted, Any]":
+        self._num_tries = (self._num_tries + 1) % _ACCEPTED_IN_A_ROW
+        if self._num_tries == 0:
+            raise BlockingIOError("others have their turn")
+        accepted, address = super().accept()
+        connection = _Accepted(accepted, self)
+        if self.num_open > self._max_connections and not self._end_longest():
+            connection.close()
+            raise ConnectionAbortedError("there are too many connections")  # asyncio takes it for the client's doing
+        self._connections[Use.NEVER][connection.fileno()] = connection
+        return connection, address
+
+    def set_use(self, descriptor: int, use: Use) -> None:
+        """Take note of what a connection is used for now, unless it was ended."""
+        held = self._pop(descriptor)
+        if held is not None:
+            self._connections[use][descriptor] = held
+
+    def remove(self, descriptor: int) -> None:
+        """Take note that a connection is closed."""
+        self.num_open -= 1
+        self._pop(descriptor)
+
+    def _pop(self, descriptor: int) -> socket.socket | None:
+        found = (connections.pop(descriptor, None) for connections in self._connections.values())
+        return next((each for each in found if each is not None), None)
+
+    def _end_longest(self) -> bool:
+        """As if its client had ended it."""
+        for use, connections in self._connections.items():
+            if connections and use is not Use.SERVING:
+                with suppress(OSError):  # the client has
+                    connections.pop(next(iter(connections))).shutdown(socket.SHUT_RD)
+                return True
+        return False
+
+
+class _Accepted(socket.socket):
+    def __init__(self, accepted: socket.socket, listener: Listener) -> None:
+        super().__init__(fileno=accepted.detach())
+        self._listener: Listener | None = listener
+        listener.num_open += 1
+
+    def close(self) -> None:
+        if self._listener is not None:
+            self._listener.remove(self.fileno())
+            self._listener = None
+        super().close()
+
+
+class UnreadAnswers:
+    """Answers on their way to all clients. Beyond a bound connections end: of the tenant with the most bytes, the one
+    that has taken longest. A client that reads is done soon, and no tenant ends another's."""
+
+    def __init__(self) -> None:
+        self._unread: dict[Callable[[], None], tuple[str, int]] = {}  # tenant and bytes, by what ends it; oldest first
+        self._num_bytes: Counter[str] = Counter()  # by tenant
+
+    async def send(self, send: Send, scope: Scope, message: Message) -> None:
+        """Send a message of a call's answer, a piece whenever the client has read enough of what came before: a
+        transport copies all that it is given, and that of TLS takes it for read."""
+        body = memoryview(message.get("body", b""))
+        if len(body) <= _PIECE_BYTES:
+            await send(message)
+            return
+        abort: Callable[[], None] = scope["abort"]
+        self._add(abort, scope["state"].get("tenant", ""), len(body))
+        try:
+            while len(body) > _PIECE_BYTES:
+                await send({**message, "body": body[:_PIECE_BYTES], "more_body": True})
+                body = body[_PIECE_BYTES:]
+            await send({**message, "body": body})
+        except asyncio.CancelledError:
+            abort()  # nothing can come behind a part of a message
+            raise
+        finally:
+            self._remove(abort)
+
+    def _add(self, abort: Callable[[], None], tenant: str, size: int) -> None:
+        self._unread[abort] = tenant, size
+        self._num_bytes[tenant] += size
+        while self._num_bytes.total() > MAX_UNREAD_BYTES:
+            [(most, _)] = self._num_bytes.most_common(1)
+            oldest = next(each for each, (whose, _) in self._unread.items() if whose == most)
+            self._remove(oldest)
+            oldest()
+
+    def _remove(self, abort: Callable[[], None]) -> None:
+        tenant, size = self._unread.pop(abort, ("", 0))
+        self._num_bytes[tenant] -= size
+        if not self._num_bytes[tenant]:
+            del self._num_bytes[tenant]
+
+
+class _Timer:
+    """Calls a function after a delay, unless it is set again or stopped before."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._handle: asyncio.TimerHandle | None = None
+
+    def set(self, seconds: float, function: Callable[..., None], *args: Any) -> None:
+        self.stop()
+        self._handle = self._loop.call_later(seconds, function, *args)
+
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+
+class _Flow(FlowControl):
+    """Flow control that does not read on while too many bytes wait to be parsed, and ends a connection whose client
+    does not read."""
+
+    is_full = False
+    ignores_input = False  # no further request is served
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(transport)
+        self._unread_timer = _Timer(loop)
+
+    def resume_reading(self) -> None:
+        if not self.is_full:
+            super().resume_reading()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread_timer.set(UNREAD_TIMEOUT_S, self._transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._unread_timer.stop()
+
+
+class _Answer:
+    """The answer to one request.
+
+    An answer to HTTP/1.0 is not chunked; it ends when the connection closes. A client that sends nothing more may be
+    gone, or may read what it asked for. To find out, the first bytes of the answer are written ahead, one at a time: a
+    client that is gone resets the connection, which the following write finds out.
+    """
+
+    def __init__(self, cycle: Cycle, loop: asyncio.AbstractEventLoop) -> None:
+        """`cycle` is uvicorn's, of the same request."""
+        self.cycle = cycle
+        self._num_probes = 0  # bytes written ahead
+        self._probe_timer = _Timer(loop)
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether the request has arrived whole and is not answered."""
+        return not self.cycle.response_complete and not self.cycle.more_body
+
+    async def serve(self, app: Any, scope: Scope, receive: Receive, send: Send) -> None:
+        await app(scope, receive, self._send)
+
+    async def _send(self, message: Any) -> None:
+        """Send a part of the answer. If the client still sends at its end, half-close the connection first: a reset
+        could overtake the answer."""
+        cycle, transport = self.cycle, self.cycle.transport
+        is_old = cycle.scope["http_version"] == "1.0"
+        if message["type"] == "http.response.start":
+            self.stop_probes()
+            if is_old:
+                cycle.chunked_encoding = False
+            if cycle.waiting_for_100_continue:
+                cycle.keep_alive = False  # the client may send its next request instead of this one's body
+            if num_written := self._num_probes:
+                rest = SimpleNamespace(write=lambda data: transport.write(data[num_written:]))
+                cycle.transport = rest  # type: ignore[assignment]
+            try:
+                await cycle.send(message)
+            finally:
+                cycle.transport = transport
+            return
+        if is_old:
+            cycle.expected_content_length = len(message.get("body", b""))  # or uvicorn takes it for too long
+        is_last = not message.get("more_body", False)
+        is_early = is_last and cycle.more_body and not cycle.keep_alive and transport.can_write_eof()
+        if is_early:
+            cycle.flow.ignores_input = cycle.keep_alive = True  # type: ignore[attr-defined]
+        await cycle.send(message)
+        if is_early:
+            transport.write_eof()
+
+    def probe_later(self, seconds: float = _PROBE_S) -> None:
+        self._probe_timer.set(seconds, self._probe, 3 * seconds)
+
+    def _probe(self, seconds: float) -> None:
+        """Write the next byte of the answer ahead of the others, unless the answer has begun."""
+        if self.cycle.response_started:
+            return
+        if self.is_owed:
+            probe = _PROBES[self._num_probes : self._num_probes + 1]
+            self.cycle.transport.write(probe)
+            self._num_probes += len(probe)
+        self.probe_later(seconds)
+
+    def stop_probes(self) -> None:
+        self._probe_timer.stop()
+
+
+class HttpConnection(UvicornConnection):
+    flow: _Flow
+    _num_body_bytes = 0  # of the body's announced length that have not arrived
+    _is_half_closed = False  # the client sends nothing more, and is gone or reads what it asked for
+    _parses_later = False
+    _num_head_bytes = 0
+    _num_unused_bytes = 0  # that have come since something could be made of them
+    _is_in_head = False
+    _answer: _Answer | None = None  # to the request that is served, or was last; others may wait for their turn
+
+    def __init__(self, *args: Any, listener: Listener, **kwargs: Any) -> None:
+        """`listener` accepts the connections; the rest is uvicorn's."""
+        super().__init__(*args, **kwargs)
+        self._listener = listener
+        self._timer = _Timer(self.loop)  # ends a connection that is silent
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._descriptor = transport.get_extra_info("socket").fileno()
+        self.flow = _Flow(transport, self.loop)
+        self._received = bytearray()  # and not parsed yet
+        names = (transport.get_extra_info("peercert") or {}).get("subjectAltName", ())
+        # As gRPC's doors have them.
+        self._certificate_names = tuple(name for kind, name in names if kind == "DNS")
+        self._timer.set(HEAD_TIMEOUT_S, self._end)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.flow.ignores_input = True
+        self._timer.stop()
+        if self._answer is not None:
+            self._answer.stop_probes()
+            self.cycle = self._answer.cycle  # uvicorn tells this one alone that the client has gone
+        super().connection_lost(exc)
+        self.pipeline.clear()  # which refers to this connection, and so would stay until a garbage collection
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        if not self.flow.ignores_input:
+            self._received += data
+            self._parse()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep the connection if a client that has closed its half awaits answers. TLS has no half-closed connection
+        in asyncio. A client that is gone looks the same until something is written to it."""
+        self._is_half_closed = True
+        if self._answer is not None:
+            self._answer.probe_later()
+        return self.scheme == "http" and (self._owes_answer() or bool(self._received))
+
+    def on_message_begin(self) -> None:
+        self._num_head_bytes = self._num_unused_bytes = 0
+        self._is_in_head = True
+        self._timer.set(HEAD_TIMEOUT_S, self._end)
+        super().on_message_begin()
+        self.scope["certificate_names"] = self._certificate_names  # type: ignore[typeddict-unknown-key]
+        self.scope["abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value))
+        if not self._is_in_head:
+            return  # behind a body: it is no part of the request, and proxies may not have looked at it
+        super().on_header(name, value)
+        if len(self.headers) > MAX_HEADERS:
+            raise HttpParserError("too many headers")  # which ends the connection
+
+    def on_headers_complete(self) -> None:
+        self._timer.stop()
+        self._is_in_head = False
+        method, version = self.parser.get_method(), self.parser.get_http_version()
+        if method == b"CONNECT":
+            raise HttpRefusal(405, "CONNECT is not supported: this server is no proxy")
+        if self.parser.should_upgrade():
+            return  # `_parse_piece` parses the head again
+        self.url = _check_head(version, self.url, self.headers)
+        if not self._owes_answer():
+            self._listener.set_use(self._descriptor, Use.RECEIVING)
+        self._num_body_bytes = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
+        self.expect_100_continue &= version != "1.0"
+        super().on_headers_complete()
+        self.flow.resume_reading()  # else it would not be noticed that the client goes before it has its answers
+
+    def on_body(self, body: bytes) -> None:
+        self._num_unused_bytes = 0
+        self._num_body_bytes -= len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._num_unused_bytes = 0
+        if self.parser.should_upgrade():
+            return
+        super().on_message_complete()
+        if not self.cycle.response_complete:
+            self._listener.set_use(self._descriptor, Use.SERVING)
+        self.cycle.keep_alive &= self.parser.should_keep_alive()  # a trailer may say so too
+        self.cycle.waiting_for_100_continue = False
+
+    def on_response_complete(self) -> None:
+        answered = self._answer
+        super().on_response_complete()
+        self._parse()
+        self._unset_keepalive_if_required()  # a line without a request would end uvicorn's timer
+        if self._answer is not answered:
+            self._listener.set_use(self._descriptor, Use.SERVING if self._owes_answer() else Use.RECEIVING)
+            return
+        self._listener.set_use(self._descriptor, Use.IDLE)
+        if answered is not None and not self._is_in_head:
+            self._timer.set(
+                HEAD_TIMEOUT_S if answered.cycle.more_body or self.transport.is_closing() else KEEP_ALIVE_S, self._end
+            )
+
+    def _parse(self) -> None:
+        """Parse the received bytes until a request waits for the answer to the previous one. Other tasks run in
+        between."""
+        if self._parses_later:
+            return
+        for _ in range(_PIECES_IN_A_ROW):
+            if not self._received or self.pipeline or self.flow.ignores_input:
+                break
+            self._parse_piece()
+        else:
+            self._parses_later = True
+            self.loop.call_soon(self._parse_on)
+        is_full = len(self._received) > MAX_AHEAD_BYTES
+        if is_full != self.flow.is_full:
+            self.flow.is_full = is_full
+            (self.flow.pause_reading if is_full else self.flow.resume_reading)()
+        if self._is_half_closed and not self._received and not self._owes_answer():
+            self.transport.close()
+
+    def _parse_on(self) -> None:
+        self._parses_later = False
+        self._parse()
+
+    def _parse_piece(self) -> None:
+        piece = self._received[: max(_PIECE_PARSED_BYTES, self._num_body_bytes)]
+        del self._received[: len(piece)]
+        self._num_unused_bytes += len(piece)
+        try:
+            self.parser.feed_data(piece)
+        except HttpParserUpgrade as upgrade:
+            # The parser takes the body for another protocol, so the head is parsed again as one without an offer.
+            version = self.parser.get_http_version().encode()
+            head = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+            head += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+            self._received[:0] = b"\r\n".join((*head, b"", piece[upgrade.args[0] :]))
+            self.parser = HttpRequestParser(self)  # the other reads nothing more if the connection is to close
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+        except HttpParserError as error:
+            self._refuse(error.__context__)
+        else:
+            if self._num_unused_bytes > MAX_HEAD_BYTES:
+                self._refuse(None)
+
+    def _refuse(self, cause: BaseException | None) -> None:
+        """Close the connection after the answers that it owes. If it owes none, report the cause in JSON unless an
+        answer has begun."""
+        self.flow.ignores_input = True
+        self._received.clear()
+        self._timer.stop()
+        if self.pipeline and self.pipeline[0][0].more_body:
+            self.pipeline.popleft()
+        serving = None if self._answer is None else self._answer.cycle
+        if self._owes_answer():
+            self.cycle = self.pipeline[0][0] if self.pipeline else serving  # type: ignore[assignment]
+            self.cycle.keep_alive = False
+            return
+        self._timer.set(HEAD_TIMEOUT_S, self._end)
+        if serving is None or serving.response_complete or not serving.response_started:
+            text = f"this is no HTTP request, or has more than {MAX_HEADERS} headers or {MAX_HEAD_BYTES} bytes of them"
+            refusal = cause if isinstance(cause, HttpRefusal) else HttpRefusal(400, text)
+            body = msgspec.json.encode(error_answer(refusal, ""))
+            head = f"content-type: application/json\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+            self.transport.write(STATUS_LINE[refusal.status] + head.encode() + body)
+        self.transport.close()
+
+    def _owes_answer(self) -> bool:
+        """Return whether a request has arrived whole and is not answered."""
+        return self._answer is not None and self._answer.is_owed
+
+    def _start_asgi_task(self, cycle: Cycle, app: Any) -> None:
+        self._answer = _Answer(cycle, self.loop)
+        super()._start_asgi_task(cycle, partial(self._answer.serve, app))
+        if self._is_half_closed:
+            self._answer.probe_later()
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_unused_bytes = 0
+        self._num_head_bytes += num_bytes
+        if self._num_head_bytes > MAX_HEAD_BYTES:
+            raise HttpParserError("the head is too long")
+
+    def _end(self) -> None:
+        if self.flow.read_paused or self._received:  # until what came before is answered
+            self._timer.set(HEAD_TIMEOUT_S, self._end)
+        elif self.transport.get_write_buffer_size():
+            self.transport.abort()  # a client that reads nothing would never let it close
+        else:
+            self.transport.close()
+
+
+def _check_head(version: str, url: bytes, headers: list[tuple[bytes, bytes]]) -> bytes:
+    """Return the target of a request. A target in absolute form is replaced by its path, and the header Host by its
+    authority. Raises HttpRefusal if RFC 9112 forbids the head."""
+    if version not in ("1.0", "1.1"):
+        raise HttpRefusal(505, f"HTTP/{version} is not supported; send HTTP/1.1")
+    codings = [value.lower() for name, value in headers if name == b"transfer-encoding"]
+    if codings and (version == "1.0" or codings != [b"chunked"]):
+        is_unknown = version == "1.1" and codings[-1].endswith(b"chunked")
+        raise HttpRefusal(501 if is_unknown else 400, "the only transfer coding is chunked, and needs HTTP/1.1")
+    hosts = [value for name, value in headers if name == b"host"]
+    if len(hosts) > 1 or (version == "1.1" and not hosts) or not all(map(_HOST.fullmatch, hosts)):
+        raise HttpRefusal(400, "the request needs one header Host, which is HOST or HOST:PORT")
+    if b"#" in url:
+        raise HttpRefusal(400, "the request's target has a fragment; send it without #")
+    if absolute := _ABSOLUTE.fullmatch(url):
+        if not _HOST.fullmatch(absolute[1]):
+            raise HttpRefusal(400, "the authority of the request's target is not HOST or HOST:PORT")
+        headers[:] = [header for header in headers if header[0] != b"host"] + [(b"host", absolute[1])]
+        url = absolute[2] if absolute[2].startswith(b"/") else b"/" + absolute[2]
+    elif not url.startswith((b"/", b"*")):
+        raise HttpRefusal(400, "the request's target is neither a path nor a URL of http")
+    return url

@@ -1,0 +1,95 @@
+"""Server-sent events of one call. They begin with the first of them, or with a comment once the call has been silent
+for long: until then a failure has a status of its own."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+
+from starlette.types import Receive, Scope, Send
+
+from scheduler_service.api.http.refusals import HttpRefusal
+
+logger = logging.getLogger(__name__)
+
+# Proxies cut what is silent for a minute, or for less.
+SILENCE_S = 15.0
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+_END = b"data: [DONE]\n\n"
+_COMMENT = b": waiting\n\n"
+
+
+class EventStream:
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._warnings: list[str] = []
+        self._told_at = time.monotonic()
+        self._turn = asyncio.Lock()  # of an event, which may go in pieces
+        self.is_kept_alive = False  # comments break its silence
+        self.has_begun = False
+        self.is_named = False  # events have names, and the last says that it is
+
+    @property
+    def warning_headers(self) -> dict[str, str]:
+        """The headers of the answer, whole or streamed, that carry the warnings."""
+        return {"warning": ", ".join(self._warnings)} if self._warnings else {}
+
+    def warn(self, text: str) -> None:
+        """Log a warning, and add it to the headers of an answer that has not begun. The text is ASCII without quotes,
+        and its length does not depend on the request."""
+        logger.warning("the request is answered with a warning: %s", text)
+        self._warnings.append(f'299 - "{text}"')
+
+    async def tell(self, message: bytes, name: str = "") -> None:
+        """Send an event. Returns when the client has read enough for the next."""
+        named = b"event: %b\n" % name.encode() if self.is_named else b""
+        await self._write(b"%bdata: %b\n\n" % (named, message))
+
+    async def end(self) -> None:
+        await self._write(b"" if self.is_named else _END, is_last=True)
+
+    async def break_silence(self) -> None:
+        """Send a comment if nothing was sent for long. A client that does not read what was sent gets none."""
+        if self.is_kept_alive and not self._turn.locked() and time.monotonic() - self._told_at >= SILENCE_S:
+            await self._write(_COMMENT)
+
+    async def _write(self, data: bytes, *, is_last: bool = False) -> None:
+        async with self._turn:
+            if not self.has_begun:
+                self.has_begun = True
+                warnings = [(name.encode(), value.encode()) for name, value in self.warning_headers.items()]
+                await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS + warnings})
+            await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
+            self._told_at = time.monotonic()
+
+
+@contextlib.asynccontextmanager
+async def while_connected(scope: Scope, receive: Receive, *, is_streamed: bool) -> AsyncIterator[EventStream]:
+    """Serve a call inside the block, which is cancelled when its client has gone. The stream of events is kept alive
+    if the answer is streamed."""
+    task = asyncio.current_task()
+    assert task is not None
+
+    async def cancel_when_gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        task.cancel()
+
+    stream: EventStream = scope["stream"]
+    watching = asyncio.create_task(cancel_when_gone())
+    try:
+        stream.is_kept_alive = is_streamed
+        yield stream
+    except asyncio.CancelledError:
+        if not watching.done():  # it was another that cancelled the call
+            raise
+        task.uncancel()
+        raise HttpRefusal(499, "the client has gone") from None
+    finally:
+        stream.is_kept_alive = False
+        watching.cancel()

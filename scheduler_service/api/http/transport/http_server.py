@@ -1,0 +1,165 @@
+"""The server of the HTTP API of one process: its socket, TLS, and the refusals that calls end with."""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import socket
+from collections.abc import Iterator
+from functools import partial
+from typing import cast
+
+import uvicorn
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pagewire.common.wire.transport.listening import check_port, max_open_connections, passive_host, refusal
+from pagewire.common.wire.transport.tls import TlsFiles
+from scheduler_service.api.http.answers import encode
+from scheduler_service.api.http.call_admission import CallAdmission
+from scheduler_service.api.http.refusals import HttpRefusal, error_answer, error_response
+from scheduler_service.api.http.transport import event_stream
+from scheduler_service.api.http.transport.connection import HttpConnection, Listener, UnreadAnswers
+from scheduler_service.api.http.transport.event_stream import EventStream
+from scheduler_service.serving.refusal import Reason, RefusedError, invalid
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S = 2
+
+
+class HttpServer:
+    """Listens on the port, passes calls on to the routes, and answers those that are refused or fail."""
+
+    def __init__(self, host: str, port: int, tls: TlsFiles | None, admission: CallAdmission, routes: ASGIApp) -> None:
+        """Bind the port. `routes` serve the calls that are admitted; their refusals end the calls. Raises OSError."""
+        self._admission = admission
+        self._routes = routes
+        self._streams: set[EventStream] = set()  # of the calls that are served
+        self._comments: set[asyncio.Task[None]] = set()
+        self._unread = UnreadAnswers()
+        self._socket = Listener(_bound(host, port), max_open_connections() // 2)  # gRPC has the others
+        self._application: ASGIApp = self._serve
+        if admission.allowed_origins:
+            self._application = CORSMiddleware(
+                self._serve, admission.allowed_origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
+            )
+        self._server = _Server(
+            uvicorn.Config(
+                self,
+                http=cast("type[HttpConnection]", partial(HttpConnection, listener=self._socket)),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level=logging.CRITICAL,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
+                ssl_context_factory=None if tls is None else lambda *_: tls.server_context(),
+            )
+        )
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        try:
+            while True:
+                await asyncio.wait([serving], timeout=event_stream.SILENCE_S / 3)
+                if serving.done():
+                    raise RuntimeError("the HTTP server has ended")
+                for stream in filter(lambda stream: stream.is_kept_alive, self._streams):
+                    comment = asyncio.create_task(stream.break_silence())  # which a connection may hold up
+                    self._comments.add(comment)
+                    comment.add_done_callback(self._comments.discard)
+        finally:
+            self._server.should_exit = True
+            await serving
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a call, as ASGI has it. Preflight requests are calls too."""
+        send = partial(_send_named, send, f"req_{secrets.token_hex(12)}".encode())
+        # The first of a name counts.
+        scope["header_values"] = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}
+        if why := self._admission.hosts.refusal(scope["header_values"].get(b"host", "localhost")):
+            await error_response(HttpRefusal(403, why), scope["path"])(scope, receive, send)
+        else:
+            await self._application(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        send = partial(self._unread.send, send, scope)
+        stream = scope["stream"] = EventStream(send)
+        self._streams.add(stream)
+        try:
+            self._admission.check_origin(scope)
+            await self._routes(scope, receive, send)
+        except HTTPException as error:
+            await _refuse(_unrouted(error.status_code, scope), stream, scope, receive, send)
+        except (RefusedError, HttpRefusal) as refused:
+            await _refuse(refused, stream, scope, receive, send)
+        except asyncio.CancelledError:  # the server shuts down, and has waited for the call
+            if stream.has_begun:
+                raise
+            stopped = RefusedError(Reason.UNAVAILABLE, "the server has shut down; send the request to another one")
+            await _refuse(stopped, stream, scope, receive, send)
+        except RecursionError:
+            await _refuse(invalid("", "the body is nested too deeply"), stream, scope, receive, send)
+        except Exception:
+            logger.exception("%s %r has failed", scope["method"], scope["path"][:80])
+            failure = RefusedError(Reason.INTERNAL, "the call has failed; see the server's log")
+            await _refuse(failure, stream, scope, receive, send)
+        finally:
+            self._streams.discard(stream)
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the service that it is a part of."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _send_named(send: Send, call_id: bytes, message: Message) -> None:
+    """Send a part of an answer. Add the call's id to the headers, under the names that the clients of OpenAI and of
+    Anthropic read."""
+    if message["type"] == "http.response.start":
+        names = [(b"x-request-id", call_id), (b"request-id", call_id)]
+        message = {**message, "headers": [*message["headers"], *names]}
+    await send(message)
+
+
+async def _refuse(
+    refused: RefusedError | HttpRefusal, stream: EventStream, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """End a call by an error, as its last event if it has begun."""
+    if stream.has_begun:
+        await stream.tell(encode(error_answer(refused, scope["path"])), "error")
+        await stream.end()
+    else:
+        await error_response(refused, scope["path"])(scope, receive, send)
+
+
+def _unrouted(status: int, scope: Scope) -> HttpRefusal:
+    """Return the refusal of a call that no route matches."""
+    if status == 405:
+        return HttpRefusal(405, f"{scope['path'][:80]} is not served by {scope['method']}")
+    return HttpRefusal(status, f"there is no {scope['path'][:80]} here; see /docs for what there is")
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """Return a socket that listens, one line for people if there can be none. Raises OSError."""
+    check_port(host, port, "--http-port")
+    family, *_, address = socket.getaddrinfo(
+        passive_host(host), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    try:
+        return socket.create_server(
+            address[:2],
+            family=family,
+            backlog=2048,
+            dualstack_ipv6=passive_host(host) == "::" and family == socket.AF_INET6,
+        )
+    except OSError as error:
+        raise refusal(error, host, port, "--http-port") from None
