@@ -366,7 +366,7 @@ FOREIGN_VERBS = {
     "pagewire list": "`hf cache ls` lists the models that were downloaded",
     "pagewire ls": "`hf cache ls` lists the models that were downloaded",
     "pagewire rm": "`hf cache rm` deletes models that were downloaded",
-    "pagewire bench serve": "`vllm bench serve` and `guidellm` measure the OpenAI API: see docs/benchmarks.md",
+    "pagewire bench serve": "`vllm bench serve` and `guidellm` measure the OpenAI API: see docs/performance.md",
     "pagewire demo": "`pagewire run storyteller` serves the bundled model, for a chat or a prompt",
     "pagewire stop": "Ctrl-C or SIGTERM ends a server; `pagewire run` ends its own",
 }
@@ -374,7 +374,7 @@ FOREIGN_BENCH_FLAGS = {
     **dict.fromkeys(("--save-result", "--result-dir", "--result-filename"), "--output-json FILE writes the figures"),
     **dict.fromkeys(
         ("--chart", "--metadata", "--save-detailed"),
-        "`vllm bench serve` and `guidellm` report more: docs/benchmarks.md",
+        "`vllm bench serve` and `guidellm` report more: docs/performance.md",
     ),
 }
 _SECRETS = ("api_key", "hf_token")  # messages never show their values

@@ -10,7 +10,7 @@ perplexity. The text is from Python's own reference manual, which every Python i
 Pagewire computes with the CPU kernels, as the worker does. llama.cpp runs on the same files, in the environment of
 `python -m bench peers`. It also creates the K-quant files, because PyPI's `gguf` cannot write them. If llama.cpp is not
 available, its column and the K-quants are left out, and the reason is printed. The raw numbers are written to
-bench/results/perplexity.json, and a table for docs/benchmarks.md to standard output.
+bench/results/perplexity.json, and a table for docs/performance.md to standard output.
 """
 
 import argparse

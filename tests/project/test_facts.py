@@ -54,30 +54,29 @@ BODY_MIB, BODIES_MIB, SMALL_KIB = (
     turns.PIECE_SIZE >> 10,
 )
 UNREAD_MIB, UNREAD_PIECE_KIB = connection.MAX_UNREAD_BYTES // MIB, connection._PIECE_BYTES >> 10
-OF_BODIES = call_admission.MAX_BODIES_BYTES, turns.PIECE_SIZE
-UNREAD = "as much" if (connection.MAX_UNREAD_BYTES, connection._PIECE_BYTES) == OF_BODIES else "another bound"
 KEEP_ALIVE_S, UNREAD_S = f"{connection.KEEP_ALIVE_S:g} s", f"{connection.UNREAD_TIMEOUT_S:g} s"
 MAX_NAMES = parsed_request._MAX_NAME_CHARS
 # What a page says, with the code's own values.
 FACTS = [
-    ("docs/upgrading.md", f"a protocol version (now {PROTOCOL_VERSION})"),
+    ("docs/upgrading.md", f"the same protocol version (now {PROTOCOL_VERSION})"),
     ("docs/upgrading.md", f"this worker speaks protocol version {PROTOCOL_VERSION - 1}, not {PROTOCOL_VERSION}"),
-    ("docs/upgrading.md", f"the version of its protocol (now {FRONT_END_PROTOCOL})"),
-    ("docs/upgrading.md", f"smg {PINS['smg'].rpartition('.')[0]}, the version"),
+    ("docs/upgrading.md", f"the front-end protocol version (now {FRONT_END_PROTOCOL})"),
+    ("docs/upgrading.md", f"smg {PINS['smg'].rpartition('.')[0]}, the tested version"),
     ("docs/openai.md", f"smg {PINS['smg']} (PyPI"),
     ("docs/gpu.md", f"torch {LEAST['torch']}\nor later"),
     ("docs/gpu.md", f"Triton {LEAST['triton']} or later"),
-    ("docs/models.md", f"At most {MAX_EXPERTS:,} experts are served"),
-    ("docs/models.md", f"a file of settings {model_file.MAX_SETTINGS_BYTES // MIB} MiB,"),
+    ("docs/models.md", f"At most {MAX_EXPERTS:,} experts are supported"),
+    ("docs/models.md", f"settings files {model_file.MAX_SETTINGS_BYTES // MIB} MiB,"),
     ("docs/models.md", f"the index of weights {model_file.MAX_LISTING_BYTES // MIB} MiB,"),
-    ("docs/models.md", f"{chat_template._MAX_NAMED} names and {template_sandbox.MAX_TEMPLATE_CHARS:,}\n"),
+    ("docs/models.md", f"{chat_template._MAX_NAMED} named chat templates,"),
+    ("docs/models.md", f"and {template_sandbox.MAX_TEMPLATE_CHARS:,} characters per template"),
     ("docs/models.md", f": {', '.join(f'`{name}`' for name in classes._BY_NAME)}; other"),
-    ("docs/recovery.md", f"Given up after {liveness.MAX_SILENCE} s without a heartbeat"),
-    ("docs/recovery.md", f"with exit code {EXIT_REFUSED}; a scheduler that was fenced"),
-    ("docs/recovery.md", f"by a newer one ends with {EXIT_FENCED}."),
+    ("docs/reliability.md", f"Given up after {liveness.MAX_SILENCE} s without a heartbeat"),
+    ("docs/reliability.md", f"and exit code {EXIT_REFUSED}; a fenced scheduler exits with {EXIT_FENCED}"),
+    ("docs/reliability.md", f"the older one exits with code {EXIT_FENCED}."),
     ("docs/troubleshooting.md", f"`RestartPreventExitStatus=2 {EXIT_FENCED} {EXIT_REFUSED}`"),
-    ("docs/troubleshooting.md", f"\n| {EXIT_REFUSED} | it cannot start like this"),
-    ("docs/troubleshooting.md", f"it needs {link_secret._MIN_BYTES} to {link_secret._MAX_BYTES}"),
+    ("docs/troubleshooting.md", f"\n| {EXIT_REFUSED} | cannot start with this setup"),
+    ("docs/troubleshooting.md", f"it needs {link_secret._MIN_BYTES} to {link_secret._MAX_BYTES} bytes"),
     ("docs/troubleshooting.md", f"must be one of {', '.join(METHODS)}`"),
     ("docs/serving.md", f"the same {link_secret._MIN_BYTES} to {link_secret._MAX_BYTES} bytes"),
     ("docs/serving.md", f"A path has at most {addresses.MAX_SOCKET_PATH_BYTES}\n"),
@@ -94,21 +93,14 @@ FACTS = [
     ("docs/structured_output.md", f"or {grammar_checks.MAX_WAITING_BYTES // MIB} MiB"),
     ("docs/metrics.md", f"the next by {grammar_checks.MAX_WAITING_BYTES // MIB} MiB, the last by"),
     ("docs/metrics.md", f"the last by {shared_call._MAX_UNREAD_FAILURES:,} for"),
-    ("docs/sizing.md", f"up to {listening._MAX_CONNECTIONS:,}, and a port keeps"),
-    ("docs/sizing.md", f"has at most {listening._MAX_CALLS_OF_CONNECTION:,} calls at once"),
-    ("docs/sizing.md", f"at most {listening._MAX_PENDING_CALLS:,} calls of all connections"),
-    ("docs/sizing.md", f"`--health-port` take {metrics_server.MAX_CONNECTIONS} each"),
-    ("docs/sizing.md", f"a head of {HEADERS} headers, {HEAD_KIB} KiB, in {HEAD_S};"),
-    ("docs/sizing.md", f"a body of {BODY_MIB} MiB, in {BODY_S} |"),
-    ("docs/sizing.md", f"a body has at most {strict_json.MAX_VALUES:,} values"),
-    ("docs/sizing.md", f"in answers: {parsed_request.MAX_ANSWER_BYTES // MIB} MiB of one"),
-    ("docs/sizing.md", f"MiB of one, {intake.MAX_TENANT_ANSWER_BYTES // MIB} MiB of a tenant"),
-    ("docs/sizing.md", f"of a tenant, {intake.MAX_ANSWERS_BYTES // MIB} MiB together"),
-    ("docs/sizing.md", f"on their way: {BODIES_MIB} MiB together, but for {SMALL_KIB} KiB of each"),
-    ("docs/sizing.md", f"answers not yet read: {UNREAD} as all bodies |"),
-    ("docs/sizing.md", f"| {connection.MAX_AHEAD_BYTES >> 10} KiB of requests ahead on a connection |"),
-    ("docs/sizing.md", f"| {KEEP_ALIVE_S} between"),
-    ("docs/sizing.md", f" {UNREAD_S} of reading nothing"),
+    ("docs/performance.md", f"limit of open files, up to {listening._MAX_CONNECTIONS:,};"),
+    ("docs/performance.md", f"one gRPC connection: {listening._MAX_CALLS_OF_CONNECTION:,} calls in progress"),
+    ("docs/performance.md", f"all gRPC connections: {listening._MAX_PENDING_CALLS:,} calls that wait"),
+    ("docs/performance.md", f"`--health-port`: {metrics_server.MAX_CONNECTIONS} connections each"),
+    ("docs/performance.md", f"values of an HTTP body: {strict_json.MAX_VALUES:,} |"),
+    ("docs/performance.md", f"in answers: {parsed_request.MAX_ANSWER_BYTES // MIB} MiB of one request,"),
+    ("docs/performance.md", f"{intake.MAX_TENANT_ANSWER_BYTES // MIB} MiB of a tenant,"),
+    ("docs/performance.md", f"of a tenant, {intake.MAX_ANSWERS_BYTES // MIB} MiB together"),
     ("SECURITY.md", f"| {HEADERS} headers, {HEAD_KIB} KiB, received within {HEAD_S}"),
     ("SECURITY.md", f"(TLS handshake: {asyncio.constants.SSL_HANDSHAKE_TIMEOUT:g} s)"),
     ("SECURITY.md", f"| body | {BODY_MIB} MiB, received within {BODY_S} |"),
@@ -133,7 +125,7 @@ def test_a_page_says_what_the_code_says(page: str, text: str) -> None:
 
 
 def test_two_ports_take_as_many_connections() -> None:
-    assert metrics_server.MAX_CONNECTIONS == health.MAX_PROBES, "docs/sizing.md has one number for both"
+    assert metrics_server.MAX_CONNECTIONS == health.MAX_PROBES, "docs/performance.md has one number for both"
 
 
 def test_no_page_counts_architectures_otherwise() -> None:
@@ -178,7 +170,7 @@ def first_column(page: str, title: str) -> list[str]:
 
 
 def test_tables_have_all_rows() -> None:
-    assert first_column("docs/sizing.md", "`--policy`") == list(POLICIES)
+    assert first_column("docs/performance.md", "`--policy`") == list(POLICIES)
     overlays = [path.name for path in (ROOT / "deploy" / "overlays").iterdir()]
     assert sorted(first_column("deploy/README.md", "overlay")) == sorted(overlays)
 
