@@ -31,17 +31,17 @@ class GroupState(Enum):
 # The allowed changes of state, and the event of each. `Lifecycle._enter` checks them. The diagram in ARCHITECTURE.md is
 # generated from them.
 TRANSITIONS = {
-    (GroupState.WAITING, GroupState.PREPARING): "its grammar is not ready on this worker; no other waits for it",
+    (GroupState.WAITING, GroupState.PREPARING): "its grammar is not ready on this worker; other groups are not delayed",
     (GroupState.PREPARING, GroupState.WAITING): "its grammar is ready, or the worker is lost",
-    (GroupState.WAITING, GroupState.RUNNING): "it begins, with nothing to load",
-    (GroupState.WAITING, GroupState.SWAPPING_IN): "it begins with blocks that the host has",
-    (GroupState.RUNNING, GroupState.SWAPPING_OUT): "it is preempted, and what it has computed is kept on the host",
-    (GroupState.RUNNING, GroupState.SWAPPED): "the same, and the host has all of that already",
+    (GroupState.WAITING, GroupState.RUNNING): "it is admitted, with no blocks to load",
+    (GroupState.WAITING, GroupState.SWAPPING_IN): "it is admitted, and loads blocks from the host",
+    (GroupState.RUNNING, GroupState.SWAPPING_OUT): "it is preempted, and its blocks are copied to the host",
+    (GroupState.RUNNING, GroupState.SWAPPED): "it is preempted, and the host already has its blocks",
     (GroupState.SWAPPING_OUT, GroupState.SWAPPED): "its blocks are on the host",
-    (GroupState.SWAPPED, GroupState.SWAPPING_IN): "it goes on",
+    (GroupState.SWAPPED, GroupState.SWAPPING_IN): "it is resumed",
     (GroupState.SWAPPING_IN, GroupState.RUNNING): "its blocks are on the device",
     **{
-        (state, GroupState.WAITING): "what it has on the worker is lost"
+        (state, GroupState.WAITING): "its blocks on the worker are lost"
         for state in (GroupState.RUNNING, GroupState.SWAPPING_OUT, GroupState.SWAPPED, GroupState.SWAPPING_IN)
     },
     **{
