@@ -24,7 +24,7 @@ async def server(model: Path) -> AsyncIterator[HttpServer]:
 
 @pytest.fixture
 def say(model: Path, monkeypatch: pytest.MonkeyPatch) -> Say:
-    """Has the model write a text, whatever it is asked."""
+    """Return a function that makes the model generate a given text, whatever the prompt is."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
 
     def say(text: str) -> None:
@@ -40,7 +40,7 @@ def say(model: Path, monkeypatch: pytest.MonkeyPatch) -> Say:
 
 @pytest.fixture
 def rendered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The messages of each chat that is rendered."""
+    """The list of messages of each chat that is rendered."""
     seen: list[Any] = []
     render = prompts.render
 

@@ -1,7 +1,7 @@
-"""Bodies of any size that cost a server as much as their size allows.
+"""Request bodies of any size that try to cost a server as much as their size allows.
 
-Bodies follow from the types of requests: each field, and each field of an object in it, gets values that are deep,
-wide, cyclic, repeated, of one character, or of another type. New routes and fields are covered without an edit here.
+The bodies are generated from the request types. Each field, and each field of a nested object, gets values that are
+deep, wide, cyclic, repeated, of one character, or of another type. New routes and fields are covered automatically.
 """
 
 import json
@@ -13,30 +13,30 @@ from msgspec import Struct, inspect
 from scheduler_service.api.http.openapi import TypedRoute
 from testing.chat_output.spellings import SPELLINGS
 
-# Makes a value in JSON of about that many bytes.
+# Returns a JSON value of approximately the given number of bytes.
 Make = Callable[[int], str]
 Wrap = Callable[[str], str]
-# Values of required fields with which a request is served, where their types do not say that much.
+# Valid values for required fields whose types allow values that the server refuses.
 _SERVED = {
     "messages": '[{"role": "user", "content": "hi"}]',
     "prompt": '"once upon a time"',
     "input": '"once upon a time"',
     "tokens": "[70, 71]",
 }
-# Fields that would have a request served for as long as it takes, or keep it.
+# Fields that would keep a request running for a long time, or store it.
 _LEFT_OUT = {"detached", "background", "store", "timeout"}
-_PLACE = "` - at `$`"  # as the decoder of JSON writes where an error is
+_PLACE = "` - at `$`"  # how the JSON decoder reports the position of an error
 
 
 @dataclass(frozen=True, eq=False)
 class HostileBody:
-    """A body of any size.
+    """A generator of request bodies of any size.
 
     Attributes:
-        route: the route that gets it.
+        route: the route to which the body is sent.
         place: the field that is large.
-        shape: the value of that field.
-        make: makes a body of about that many bytes.
+        shape: the name of the large value.
+        make: returns a body of approximately the given number of bytes.
     """
 
     route: TypedRoute
@@ -51,7 +51,7 @@ class HostileBody:
 
 @dataclass(frozen=True)
 class _Place:
-    """A place in a body, with the type of its values and what stands around it."""
+    """A position in a request body: its name, the type of its value, and the JSON around the value."""
 
     name: str
     kind: inspect.Type
@@ -63,12 +63,12 @@ def repeated(part: str, opening: str = "", closing: str = "") -> Make:
 
 
 def listed(part: str, opening: str = "[", closing: str = "]") -> Make:
-    """A list of one part again and again."""
+    """Return a maker of a list that repeats one part."""
     return lambda size: opening + ", ".join([part] * max(1, size // (len(part) + 2))) + closing
 
 
 def numbered(part: str, opening: str, closing: str) -> Make:
-    """Parts with a number in each."""
+    """Return a maker of a list whose parts are numbered: each `#` becomes the part's index."""
 
     def make(size: int) -> str:
         count = max(1, size // (len(part) + len(str(size)) + 1))
@@ -86,12 +86,12 @@ def nested(opening: str, closing: str, inner: str = "") -> Make:
 
 
 def in_text(make: Make) -> Make:
-    """A text that has a value in JSON. Its quotes are escaped, which makes it longer."""
+    """Return a maker of a JSON string that contains a JSON value. Escaped quotes make the string longer."""
     return lambda size: json.dumps(make(size // 2))
 
 
 def _cyclic(size: int) -> str:
-    """A schema whose definitions each refer to all."""
+    """Return a schema in which each definition refers to all definitions."""
     count = max(2, int((size / 28) ** 0.5))
     others = ", ".join(f'{{"$ref": "#/$defs/{number}"}}' for number in range(count))
     definitions = ", ".join(f'"{number}": {{"anyOf": [{others}]}}' for number in range(count))
@@ -99,13 +99,13 @@ def _cyclic(size: int) -> str:
 
 
 def _self_referring(size: int) -> str:
-    """A schema of which each branch is the whole one."""
+    """Return a schema in which each branch of a property refers to that whole property."""
     branches = ", ".join(['{"$ref": "#/properties/a"}'] * max(2, size // 28))
     return f'{{"properties": {{"a": {{"anyOf": [{branches}]}}}}}}'
 
 
 def _defined(size: int) -> str:
-    """A schema with as many properties as definitions."""
+    """Return a schema that has equally many properties and definitions."""
     count = max(1, size // 60)
     properties = ", ".join(f'"a{number}": {{"type": "integer"}}' for number in range(count))
     definitions = ", ".join(f'"d{number}": {{"const": 1}}' for number in range(count))
@@ -152,7 +152,7 @@ SCHEMAS: dict[str, Make] = {
 }
 _USER = '{"role": "user", "content": "hi"}'
 _CALL = '{"id": "c", "type": "function", "function": {"name": "f", "arguments": #}}'
-# What stands in a conversation whose messages are any objects.
+# Conversations whose messages are arbitrary objects.
 MESSAGES: dict[str, Make] = {
     "messages": listed(_USER),
     "messages without a content": listed('{"role": "user"}'),
@@ -198,7 +198,7 @@ ITEMS: dict[str, Make] = {
 
 
 def bodies_of(route: TypedRoute) -> Iterator[HostileBody]:
-    """Yield the bodies that a posted route gets."""
+    """Yield the hostile bodies for a POST route."""
     kind = inspect.type_info(route.request)
     for place in _places("", kind, lambda text: text):
         for shape, make in _shapes(place.kind).items():
@@ -210,9 +210,10 @@ def _body(wrap: Wrap, make: Make) -> Callable[[int], bytes]:
 
 
 def format_bodies_of(route: TypedRoute) -> Iterator[HostileBody]:
-    """Yield tools with hostile schemas for the format of calls of each template, if a route has templates and calls.
+    """Yield bodies whose tools have hostile schemas, one for each template's tool call format.
 
-    The templates of the server have the names of `SPELLINGS`.
+    Yields nothing if the route has no chat template or no tool calls. The server's templates are named as in
+    `SPELLINGS`.
     """
     if not {"chat_template", "tool_choice"} <= {*route.request.__struct_fields__}:
         return
@@ -230,7 +231,7 @@ def _tool(kind: type[Struct], template: str) -> Wrap:
 
 
 def _places(name: str, kind: inspect.Type, wrap: Wrap) -> Iterator[_Place]:
-    """Yield all places of a type, itself among them."""
+    """Yield all positions within a type, including the position of the type itself."""
     if isinstance(kind, inspect.Metadata):
         yield from _places(name, kind.type, wrap)
     elif isinstance(kind, inspect.UnionType):
@@ -253,12 +254,14 @@ def _around(kind: type[Struct], name: str, wrap: Wrap) -> Wrap:
 
 
 def _object(kind: type[Struct], name: str, text: str) -> str:
-    """Return an object of a type with a value of one field, and the values that it must have."""
+    """Return an object of a type in which the field `name` has the value `text` and required fields
+    have valid values.
+    """
     info = inspect.type_info(kind)
     assert isinstance(info, inspect.StructType)
     needed = {field.encode_name: _example(field) for field in info.fields if field.required}
     if "prompt" in kind.__struct_fields__ and not needed and name != "messages":
-        needed["prompt"] = _SERVED["prompt"]  # of /tokenize, which takes one of two
+        needed["prompt"] = _SERVED["prompt"]  # /tokenize accepts one of two fields
     for limit in ("max_tokens", "max_output_tokens"):
         if limit in kind.__struct_fields__:
             needed[limit] = "1"
@@ -272,7 +275,7 @@ def _example(field: inspect.Field) -> str:
 
 
 def _valid(kind: inspect.Type) -> str:
-    """Return a small value of a type."""
+    """Return a small valid value of a type."""
     match kind:
         case inspect.Metadata():
             return _valid(kind.type)
@@ -297,7 +300,7 @@ def _valid(kind: inspect.Type) -> str:
 
 
 def _shapes(kind: inspect.Type) -> dict[str, Make]:
-    """Return the hostile values of a type, some of another type among them."""
+    """Return the hostile values for a type by name. Some of them are of another type."""
     match kind:
         case inspect.StrType():
             return TEXTS | {"numbers": LISTS["zeros"]}

@@ -1,7 +1,7 @@
-"""The fields of requests as OpenAI, Anthropic and vLLM publish them, those of objects within requests too.
+"""The request fields that OpenAI, Anthropic and vLLM publish, including fields of nested objects.
 
-OpenAI's and Anthropic's are read from their pinned packages. vLLM's are written down from its repository
-(https://github.com/vllm-project/vllm, as stored on 28 November 2026), from the modules that are named beside them.
+The fields of OpenAI and Anthropic are read from their pinned packages. The fields of vLLM are copied from its
+repository (https://github.com/vllm-project/vllm, as stored on 28 November 2026). A comment names the source module.
 """
 
 import types
@@ -20,9 +20,9 @@ from openai.types.responses import input_token_count_params, response_compact_pa
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 COUNT_INPUT, COUNT_TOKENS = f"{RESPONSES}/input_tokens", f"{MESSAGES}/count_tokens"
-# Clients send these as headers.
+# Clients send these fields as headers.
 HEADERS = {"betas", "user_profile_id", "workspace_id"}
-# By path: the types of requests, some of which have several.
+# The request types of each path. Some paths have several.
 TYPED: dict[str, list[Any]] = {
     COMPLETIONS: [completion_params.CompletionCreateParamsStreaming],
     CHAT: [chat_params.CompletionCreateParamsStreaming],
@@ -61,7 +61,7 @@ VLLM: dict[str, list[str]] = {
         "prompt_cache_key reasoning repetition_penalty request_id seed service_tier skip_special_tokens stop store "
         "stream structured_outputs temperature text tool_choice tools top_k top_logprobs top_p truncation user "
         "vllm_xargs",
-        # vllm/entrypoints/pooling/base/protocol.py, and of embed/protocol.py the older `normalize`
+        # vllm/entrypoints/pooling/base/protocol.py, and the older `normalize` of embed/protocol.py
         EMBEDDINGS: f"{_TEMPLATE} {_MEDIA} add_special_tokens cache_salt dimensions embed_dtype encoding_format "
         "endianness input messages model normalize padding priority request_id truncate_prompt_tokens truncation_side "
         "use_activation user",
@@ -77,25 +77,27 @@ VLLM: dict[str, list[str]] = {
 
 
 def fields_of(kind: Any) -> dict[str, Any]:
-    """Return the types of an object's fields by name."""
+    """Return the types of an object's fields, keyed by field name."""
     return get_type_hints(kind, include_extras=True)
 
 
 def published(path: str) -> set[str]:
-    """Return the fields of a path's requests."""
+    """Return the names of the published fields of a path's requests."""
     typed = {name for kind in TYPED.get(path, ()) for name in fields_of(kind)}
     return (typed | {*VLLM.get(path, ())}) - HEADERS
 
 
 def is_tag(hint: Any) -> bool:
-    """Return whether a field has one value, which tells an object from others."""
+    """Return whether a field has a single literal value, which distinguishes the object from others."""
     hint = _bare(hint)
     return get_origin(hint) is Literal and len(get_args(hint)) == 1
 
 
 def variants(path: str, hint: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the types of objects that a field may have, each with its path: with the object's tag in parentheses, if
-    it has one, and with brackets if it is in a list."""
+    """Yield the object types that a field accepts, each with its path.
+
+    The path has the object's tag in parentheses, if it has one, and brackets if the object is in a list.
+    """
     hint = _bare(hint)
     if typing_extensions.is_typeddict(hint):
         yield f"{path}{_tag(hint)}", hint

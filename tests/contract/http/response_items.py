@@ -1,4 +1,4 @@
-"""What is asked for on `/v1/responses`, and what responses hold."""
+"""Helpers for tests of `/v1/responses`: sample requests, and the output items of a response."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ TOOLS = [
 
 
 def items(response: Response) -> list[tuple[Any, ...]]:
-    """What a response holds, but for ids."""
+    """Return the output items of a response without their ids, as tuples of the item type and its content."""
     told: list[tuple[Any, ...]] = []
     for item in response.output:
         match item.type:

@@ -1,11 +1,11 @@
-"""A model whose chat template knows calls of tools and reasoning, and what it writes."""
+"""A model that generates a given text, and whose chat template supports tool calls and reasoning."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 from testing.serving.http_server import make_chat_checkpoint
 
-# Has the model write a text, whatever it is asked.
+# Makes the model generate a text, whatever the prompt is.
 Say = Callable[[str], None]
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool.function.name }},{% endfor %}"
@@ -20,7 +20,7 @@ SECOND = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 
 def make_tool_checkpoint(path: Path, *, max_model_len: int = 256) -> Path:
-    """One with another template besides, which knows of neither."""
+    """Write a checkpoint with tool calls and reasoning, and a second template named `plain` without either."""
     make_chat_checkpoint(path, max_model_len=max_model_len, plain="{{ messages[0].content }}")
     (path / "chat_template.jinja").write_text(TEMPLATE)
     return path

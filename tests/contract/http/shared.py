@@ -1,4 +1,4 @@
-"""A server that several tenants share, and their requests."""
+"""A server that several tenants share, and helpers for their requests."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,7 +14,7 @@ MIB = 1 << 20
 
 @asynccontextmanager
 async def shared_server(model: Path, folder: Path, **front: Any) -> AsyncIterator[HttpServer]:
-    """A server of tenants that know their keys."""
+    """Start a server with several tenants, each with an API key."""
     tenants = folder / "tenants.yaml"
     write_tenants(tenants)
     front |= {"tenants": str(tenants), "scheduler_api_key_file": key_file(folder, "root")}

@@ -1,4 +1,4 @@
-"""Raw connections to the HTTP API of a server."""
+"""Raw TCP connections to the HTTP API of a server."""
 
 import asyncio
 import json
@@ -20,7 +20,10 @@ Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 async def connected(
     server: HttpServer, tls: ssl.SSLContext | None = None, num_ahead: int | None = None
 ) -> AsyncIterator[Stream]:
-    """`num_ahead`: so many bytes come before they are read, or somewhat more."""
+    """Open a connection to the server.
+
+    `num_ahead`: approximately how many bytes the client's socket and reader buffer before the test reads them.
+    """
     host, port = server.url.removeprefix("http://").split(":")
     with socket.socket() as client:
         if num_ahead is not None:
@@ -43,7 +46,7 @@ def posted(head: str = "", **asked: Any) -> bytes:
 
 
 async def answer_to(server: HttpServer, sent: bytes) -> bytes:
-    """All that comes until the server closes the connection, or nothing if it resets it."""
+    """Return all bytes until the server closes the connection, or no bytes if the server resets it."""
     async with connected(server) as (reader, writer):
         try:
             writer.write(sent)
@@ -53,7 +56,7 @@ async def answer_to(server: HttpServer, sent: bytes) -> bytes:
 
 
 async def status_of(server: HttpServer, sent: bytes) -> int:
-    """The status of the next answer on a connection that stays open."""
+    """Send a request on a connection that stays open. Return the status of the response."""
     async with connected(server) as (reader, writer):
         writer.write(sent)
         return int((await reader.readline()).split()[1])

@@ -1,4 +1,4 @@
-"""What answers hold in memory, which is bounded before anything is computed."""
+"""The memory that responses need is limited before any token is computed."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ EMBEDDINGS = "/v1/embeddings"
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-async def test_what_an_answer_holds_is_bounded_before_it_is_computed(
+async def test_response_memory_is_limited_before_computation(
     server: HttpServer, monkeypatch: pytest.MonkeyPatch, field: str, path: str, asked: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(answering, "MAX_ANSWER_BYTES", 4 * MIB)
@@ -42,9 +42,7 @@ async def test_what_an_answer_holds_is_bounded_before_it_is_computed(
     assert (await server.stack.loads()).num_prompt_tokens == 0
 
 
-async def test_what_embeddings_hold_is_bounded_before_they_are_computed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_embedding_memory_is_limited_before_computation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answering, "MAX_ANSWER_BYTES", 4 * MIB)
     model = make_chat_checkpoint(tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
@@ -54,7 +52,7 @@ async def test_what_embeddings_hold_is_bounded_before_they_are_computed(
         for asked, fits, beyond in (
             ({}, 160, 200),
             ({"encoding_format": "base64"}, 600, 800),
-            ({"dimensions": 128}, 0, 1500),  # more numbers than the worker's embeddings have
+            ({"dimensions": 128}, 0, 1500),  # more values than the worker's embeddings have
         ):
             if fits:
                 assert (await server.post(EMBEDDINGS, input=[[5]] * fits, **asked)).status_code == 200
@@ -78,7 +76,7 @@ async def test_answers_of_a_tenant_share_a_bound(model: Path, tmp_path: Path, mo
 
 
 async def test_tokens_of_texts_do_not_wait_as_lists(server: HttpServer) -> None:
-    """All that is held is less than the lists would be, of 8 bytes for a small token id."""
+    """Peak memory must be smaller than lists of token ids would be, at 8 bytes for each small id."""
     text, num = "yz" * 50_000, 24
     whole = (await server.post("/tokenize", prompt=text)).json()["tokens"]
     assert len(whole) > 50_000
@@ -92,7 +90,7 @@ async def test_tokens_of_texts_do_not_wait_as_lists(server: HttpServer) -> None:
 
 
 async def test_no_grammar_is_copied_for_many_prompts(server: HttpServer) -> None:
-    """Each request goes to the scheduler with its own."""
+    """Each of a request's prompts would have its own copy of the grammar in the scheduler."""
     choice = ["a" * 60] * 200
     error = await server.refusal(COMPLETION, prompt=["x"] * 1024, structured_outputs={"choice": choice}, max_tokens=1)
     assert error["param"] == "structured_outputs.choice"
@@ -120,8 +118,8 @@ async def test_options_are_read_once_for_all_prompts(server: HttpServer, monkeyp
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/responses/input_tokens"])
-async def test_items_have_no_names_of_any_length(server: HttpServer, path: str) -> None:
-    """Each would have a copy of the request's id."""
+async def test_long_request_ids_are_refused(server: HttpServer, path: str) -> None:
+    """Each stored item would contain a copy of the request's id."""
     asked = {"request_id": "r" * 100_000, "input": [{"role": "user", "content": "a"}] * 400}
     tracemalloc.start()
     try:

@@ -1,4 +1,4 @@
-"""The parts of answers and refusals by which clients decide what to do next."""
+"""The parts of responses and errors from which clients decide what to do next."""
 
 import json
 import shutil
@@ -35,7 +35,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-# Too long by their tokens, and so long that their tokens are not counted.
+# Prompts that are too long by their tokens, and prompts whose tokens the server does not count, because the text is too
+# large.
 @pytest.mark.parametrize("text", ["x " * 200, "x" * 300_000, "x" * 2_000_000], ids=["counted", "bytes", "prompt"])
 async def test_agents_learn_that_a_prompt_is_too_long(server: HttpServer, text: str) -> None:
     question = {"messages": [{"role": "user", "content": text}]}
@@ -60,7 +61,7 @@ async def test_agents_learn_that_a_prompt_is_too_long(server: HttpServer, text: 
 async def test_a_streamed_response_to_a_prompt_that_is_too_long_fails_in_an_event(
     server: HttpServer, text: str
 ) -> None:
-    """Codex compacts its conversation at that, and gives up at a status."""
+    """Codex compacts its conversation after this event, but gives up after an error status."""
     stream = await server.openai.responses.create(model="chatty", input=text, stream=True)
     created, failed = [event async for event in stream]
     assert (created.type, failed.type) == ("response.created", "response.failed")
@@ -111,8 +112,8 @@ async def test_every_answer_has_an_id_for_its_client(server: HttpServer) -> None
     assert None not in ids
 
 
-async def test_answers_tell_what_has_made_them(server: HttpServer) -> None:
-    """Whole and streamed, and the same for every request."""
+async def test_responses_have_a_system_fingerprint(server: HttpServer) -> None:
+    """Whole responses and stream events carry the same fingerprint for every request."""
     asked: dict[str, dict[str, Any]] = {CHAT: {"messages": [QUESTION]}, COMPLETION: {"prompt": "once"}}
     answers = []
     for path, given in asked.items():
@@ -157,7 +158,7 @@ async def thinker(tmp_path: Path) -> AsyncIterator[tuple[HttpServer, Tokenizer]]
 
 
 def write(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer, text: str) -> list[int]:
-    """Has the model write a text. Return its tokens, with the one that ends it."""
+    """Make the model generate a text. Return the token ids, including the end token."""
     script = [*tokenizer.encode(text).ids, 0]
 
     def next_token(self: SimulatedWorker, row: Any, matcher: object, prefix: int) -> int:
@@ -170,7 +171,9 @@ def write(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer, text: str) -> l
 async def test_tokens_of_reasoning_are_counted(
     thinker: tuple[HttpServer, Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those between the tags, whole, streamed, cut at any token, and in background."""
+    """`reasoning_tokens` counts the tokens between the tags: whole, streamed, cut at any token, and in
+    the background.
+    """
     server, tokenizer = thinker
     script = write(monkeypatch, tokenizer, THOUGHT)
     begin = len(tokenizer.encode("<think>\n").ids)
@@ -198,7 +201,10 @@ async def test_tokens_of_reasoning_are_counted(
 async def test_reasoning_that_is_left_out_is_in_no_list_of_tokens(
     thinker: tuple[HttpServer, Tokenizer], monkeypatch: pytest.MonkeyPatch, stop: str | None
 ) -> None:
-    """Also where the text of a token is held back; its tags and the answer have their tokens."""
+    """Omitted reasoning has no token ids and no logprobs, even if a stop text holds tokens back.
+
+    The tags and the final answer keep their tokens.
+    """
     server, tokenizer = thinker
     script = write(monkeypatch, tokenizer, THOUGHT)
     asked: dict[str, Any] = {"messages": [QUESTION], "max_tokens": 200, "logprobs": True, "return_token_ids": True}
@@ -220,7 +226,7 @@ async def test_reasoning_that_is_left_out_is_in_no_list_of_tokens(
 
 
 async def test_many_inputs_are_embedded(server: HttpServer) -> None:
-    """As many as OpenAI takes."""
+    """The limit is 2048 inputs, as in OpenAI's API."""
     answer = (await server.post(EMBEDDINGS, input=[[token_id % 250 + 1] for token_id in range(2048)])).json()
     assert [each["index"] for each in answer["data"]] == list(range(2048))
     error = await server.refusal(EMBEDDINGS, input=[[1]] * 2049)
@@ -228,7 +234,7 @@ async def test_many_inputs_are_embedded(server: HttpServer) -> None:
 
 
 async def test_a_conversation_is_embedded(server: HttpServer) -> None:
-    """As its template writes it, without the beginning of an answer."""
+    """The chat template renders the conversation without the generation prompt."""
     [of_chat] = (await server.post(EMBEDDINGS, messages=[QUESTION])).json()["data"]
     [of_text] = (await server.post(EMBEDDINGS, input="<user>hello\n")).json()["data"]
     assert of_chat["embedding"] == of_text["embedding"]
@@ -241,7 +247,7 @@ async def test_a_conversation_is_embedded(server: HttpServer) -> None:
 async def test_reasoning_may_stay_in_the_content(
     thinker: tuple[HttpServer, Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As sglang has it: with its tags, however the answer comes."""
+    """`separate_reasoning: false`, as in SGLang, leaves the reasoning with its tags in the content."""
     server, tokenizer = thinker
     write(monkeypatch, tokenizer, THOUGHT)
     answer = await server.chat("x", separate_reasoning=False, max_tokens=200)
@@ -255,7 +261,7 @@ async def test_reasoning_may_stay_in_the_content(
 
 
 async def test_reasoning_in_a_channel_may_be_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As gpt-oss writes it: it has no tags."""
+    """gpt-oss writes reasoning in channels without tags."""
     model = make_chat_checkpoint(tmp_path / "model")
     (model / "chat_template.jinja").write_text(CHAT_TEMPLATE + "{# <|channel|> <|message|> #}")
     written = (("analysis", "hm"), ("final", "sun"), ("analysis", "oh"))
@@ -276,7 +282,10 @@ async def test_reasoning_in_a_channel_may_be_content(tmp_path: Path, monkeypatch
 
 
 async def test_verbosity_is_a_variable_of_the_template(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Codex asks for low verbosity where the model has a name of OpenAI's. A template that does not read it is told."""
+    """Codex requests low verbosity for model names of OpenAI.
+
+    If the template does not read the variable, the response and the log contain a warning.
+    """
     model = make_chat_checkpoint(tmp_path / "model", wordy=CHAT_TEMPLATE + "<{{ verbosity }}>")
     warning = "verbosity is left out: the chat template of the model does not read it"
     async with serve_http(model) as server:
@@ -340,7 +349,7 @@ async def test_a_length_of_minus_1_is_as_many_as_fit(server: HttpServer) -> None
 
 
 async def test_a_schema_may_be_a_value(server: HttpServer) -> None:
-    """As TGI and huggingface_hub's `InferenceClient` have it."""
+    """Accept the form of TGI and huggingface_hub's `InferenceClient`: `{"type": "json", "value": schema}`."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     await server.chat("x", response_format={"type": "json", "value": schema}, max_tokens=5)
     assert json.loads(server.stack.worker.grammars[-1].text) == schema

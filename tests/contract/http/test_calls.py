@@ -1,4 +1,4 @@
-"""What holds for every call over HTTP: who may make it, how it is refused, its bounds, its end with its client."""
+"""Behavior common to all HTTP requests: authentication, errors, size limits, and client disconnects."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ PATH = "/v1/completions"
 NAMES = ["first", "second", "third"]
 
 
-async def test_what_is_served(server: HttpServer) -> None:
+async def test_model_list_health_and_version_endpoints(server: HttpServer) -> None:
     for path in ("/health", "/ping"):
         assert (await server.client.get(path)).status_code == 200
     assert (await server.client.get("/version")).json() == {"version": __version__}
@@ -42,7 +42,7 @@ async def test_what_is_served(server: HttpServer) -> None:
 
 
 async def test_a_model_has_several_names(model: Path) -> None:
-    """Any may be sent by every route that takes one; the first stands in answers and metrics."""
+    """Every route accepts any of the names. The first name appears in responses and metrics."""
     async with serve_http(model, served_model_name="first, second,third,first") as server:
         cards = (await server.client.get("/v1/models")).json()["data"]
         assert [(card["id"], card["root"]) for card in cards] == [(name, "first") for name in NAMES]
@@ -59,7 +59,7 @@ async def test_a_model_has_several_names(model: Path) -> None:
 
 
 async def test_metrics_count_the_tokens_that_clients_got(model: Path) -> None:
-    """All of an output, or those before a stop text: the worker may have computed more."""
+    """Tokens after a stop text are not counted, although the worker may have computed them."""
     async with serve_http(model) as server:
 
         async def counted() -> float:
@@ -165,9 +165,9 @@ async def test_another_hosts_name_is_refused(server: HttpServer) -> None:
 async def test_web_pages_may_call_where_that_is_asked_for(model: Path, server: HttpServer) -> None:
     asks = {"origin": "https://app.example", "access-control-request-method": "POST"}
     assert (await server.client.options(PATH, headers=asks)).status_code == 403
-    own = server.url  # whose pages are this server's
+    own = server.url  # the server's own origin
     for origin, status in {asks["origin"]: 403, "null": 403, own: 200, own + "1": 403}.items():
-        # Browsers send such a call without asking first.
+        # Browsers send such a request without a preflight request.
         headers = {"origin": origin, "content-type": "text/plain"}
         assert (await server.post(PATH, headers=headers, prompt="x")).status_code == status
         assert (await server.client.get("/version", headers=headers)).status_code == 200
@@ -192,7 +192,7 @@ async def test_the_head_has_bounds(server: HttpServer) -> None:
     assert (await server.client.get("/version")).status_code == 200
 
 
-async def test_a_head_has_its_time(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_head_has_a_timeout(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.1)
     async with serve_http(model) as server:
         address = server.url.removeprefix("http://").split(":")
@@ -206,7 +206,7 @@ async def test_a_head_has_its_time(model: Path, monkeypatch: pytest.MonkeyPatch)
             writer.close()
 
 
-async def test_a_body_has_its_time(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_body_has_a_timeout(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body, "BODY_TIMEOUT_S", 0.1)
     async with serve_http(model) as server:
         reader, writer = await asyncio.open_connection(*server.url.removeprefix("http://").split(":"))
@@ -277,7 +277,7 @@ async def test_tls(model: Path, tmp_path: Path) -> None:
 
 
 async def test_renewed_certificates_count(model: Path, tmp_path: Path) -> None:
-    """The server's own, and that of the authority of which it believes its clients."""
+    """Renewal applies to the server's certificate and to the authority for client certificates."""
     ours, others = Authority("ours"), Authority("others")
     cert, key = ours.issue("127.0.0.1").write(tmp_path, "server")
     ca = ours.write(tmp_path)
@@ -303,7 +303,7 @@ async def test_renewed_certificates_count(model: Path, tmp_path: Path) -> None:
         others.write(tmp_path)
         renewed = trusting(others, others)
         async with asyncio.timeout(20):
-            while not await is_served(renewed):  # noqa: ASYNC110 - nothing tells
+            while not await is_served(renewed):  # noqa: ASYNC110 - no event to wait for
                 await asyncio.sleep(0.05)
         assert not await is_served(trusting(others, ours))
 
@@ -333,13 +333,13 @@ async def test_certificates_tell_tenants_apart(model: Path, tmp_path: Path) -> N
                 assert other.status_code == (403 if status == 200 else 401)
 
 
-async def test_without_tenants_a_key_is_not_looked_at(server: HttpServer) -> None:
+async def test_without_tenants_api_keys_are_ignored(server: HttpServer) -> None:
     response = await server.post(PATH, headers={"authorization": "Bearer EMPTY"}, prompt="x")
     assert response.status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_a_client_that_goes_takes_its_requests_along(server: HttpServer, stream: bool) -> None:
+async def test_client_disconnect_aborts_its_requests(server: HttpServer, stream: bool) -> None:
     server.stack.worker.step_seconds = 0.02
     asked = {"prompt": ["x", "y"], "max_tokens": 200, "stream": stream, "n": 2}
     call = asyncio.create_task(server.post(PATH, **asked))
@@ -350,7 +350,7 @@ async def test_a_client_that_goes_takes_its_requests_along(server: HttpServer, s
 
 
 async def test_a_client_that_goes_while_it_waits(server: HttpServer) -> None:
-    """Its request has got nothing yet."""
+    """The client disconnects before it has received any byte."""
     await server.stack.worker.kill()
     call = asyncio.create_task(server.post(PATH, prompt="x", stream=True))
     await server.stack.until(lambda loads: loads.num_waiting == 1)
@@ -387,8 +387,8 @@ async def test_a_failure_behind_the_first_event_is_an_event(server: HttpServer) 
             pass
 
 
-async def test_a_slow_reader_holds_up_nobody(server: HttpServer) -> None:
-    """What it does not read waits in its own output, within its own length."""
+async def test_a_slow_reader_does_not_delay_other_requests(server: HttpServer) -> None:
+    """Output that the client has not read waits in the server, limited by the output's own length."""
     server.stack.worker.step_seconds = 0.005
     reader, writer = await asyncio.open_connection(*server.url.removeprefix("http://").split(":"))
     content = json.dumps(
@@ -419,7 +419,7 @@ async def test_requests_one_after_the_other_on_a_connection(server: HttpServer) 
 
 
 async def test_drawn_requests_are_never_a_failure(server: HttpServer) -> None:
-    """Fields with values of any kind: each is answered, or refused as a client's fault."""
+    """A request with random field values either succeeds or fails with a client error."""
     draw = seeded()
     values: list[Any] = [
         None, True, False, 0, 1, -1, 2**31, 2**64, 0.5, -0.0, 1e300, "", "x", "é🐢", "x" * 500, [], [1], ["x"], [[1]],

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions` over real HTTP: conversations become the template's prompts, answers are of OpenAI's shape."""
+"""`/v1/chat/completions` over HTTP: conversations are rendered by the chat template, responses have OpenAI's form."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def prompt_of(server: HttpServer, model: Path, messages: Sequence[dict[str, Any]], **fields: Any) -> str:
-    """The text that a conversation came to the model as."""
+    """Return the prompt text to which the chat template rendered a conversation."""
     response = await server.post(PATH, messages=messages, max_tokens=1, return_token_ids=True, **fields)
     assert response.status_code == 200, response.text
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))

@@ -1,5 +1,8 @@
-"""`/v1/messages` as Claude Code calls it: what asks for nothing is accepted, and what asks for more is refused by
-name. The first request is that of Claude Code 2.1.197, with short texts."""
+"""`/v1/messages` as Claude Code calls it.
+
+Fields that request no effect are accepted. Fields that request an unsupported effect are refused by name. The first
+request equals the first request of Claude Code 2.1.197, with shorter texts.
+"""
 
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
@@ -87,7 +90,7 @@ async def client(server: HttpServer) -> AsyncIterator[anthropic.AsyncAnthropic]:
 
 
 class Prompts:
-    """The prompts that requests become."""
+    """Sends requests and returns the prompts to which they are rendered."""
 
     def __init__(self, server: HttpServer, tokenizer: Tokenizer, begun: list[Begun]) -> None:
         self._server, self._tokenizer, self._begun = server, tokenizer, begun
@@ -136,7 +139,7 @@ PLAIN = "<user>hi<assistant>"
     ],
     ids=str,
 )
-async def test_what_asks_for_nothing_changes_nothing(prompts: Prompts, asked: dict[str, Any]) -> None:
+async def test_fields_without_effect_do_not_change_the_prompt(prompts: Prompts, asked: dict[str, Any]) -> None:
     assert await prompts.of(**asked) == PLAIN
 
 
@@ -170,7 +173,7 @@ async def test_blocks_of_a_history(prompts: Prompts) -> None:
 
 
 def turns(*blocks: dict[str, Any]) -> list[dict[str, Any]]:
-    """A conversation in which each block is an answer, and has a result if it is a call."""
+    """Return a conversation in which each block is an assistant message. A tool call is followed by its result."""
     told: list[dict[str, Any]] = []
     for block in blocks:
         result = [{"type": "tool_result", "tool_use_id": "1", "content": "x"}]
@@ -250,13 +253,13 @@ async def test_edits_that_change_nothing(
     ],
     ids=str,
 )
-async def test_what_asks_for_more_is_refused_by_name(server: HttpServer, param: str, asked: dict[str, Any]) -> None:
+async def test_unsupported_fields_are_refused_by_name(server: HttpServer, param: str, asked: dict[str, Any]) -> None:
     error = await server.refusal(MESSAGES, **{"messages": [QUESTION], "max_tokens": 1} | asked)
     assert error["param"].removesuffix(".type") == param
 
 
 def given_result(message: Message) -> list[dict[str, Any]]:
-    """The results of a message's calls."""
+    """Return tool results for all tool calls of a message."""
     ids = [block.id for block in message.content if block.type == "tool_use"]
     return said(*({"type": "tool_result", "tool_use_id": call_id, "content": "x"} for call_id in ids))
 
@@ -278,7 +281,7 @@ async def test_thinking_has_a_signature_and_may_be_omitted(
             assert (thought.thinking, bool(thought.signature)) == (thinking, True)
             assert (called.type, message.stop_reason) == ("tool_use", "tool_use")
         assert deltas.count("signature_delta") == 1
-        dumped = [block.model_dump() for block in whole.content]  # with the nulls of all fields
+        dumped = [block.model_dump() for block in whole.content]  # with the nulls of all unset fields
         parsed = {"type": "text", "text": "x", "citations": None, "parsed_output": {"a": 1}}
         history = [QUESTION, {"role": "assistant", "content": [parsed, *dumped]}, *given_result(whole)]
         assert (await server.post(MESSAGES, messages=history, max_tokens=1, tools=[TOOL])).json().get("error") is None
@@ -333,8 +336,8 @@ async def test_a_text_like_the_billing_line_stays(prompts: Prompts, given: list[
     assert await prompts.of(messages=user) == f"<user>{BILLING.format('1')}<assistant>"
 
 
-async def test_no_line_of_any_length_is_read() -> None:
-    """A regular expression keeps the interpreter's lock until it has ended."""
+async def test_a_very_long_billing_line_is_not_parsed() -> None:
+    """A regular expression would hold the GIL until it ends, so the server must reject a long line early."""
     for number, num_messages in ((100, 1), (10_000, 2)):
         asked = {"messages": [QUESTION], "system": "x-anthropic-billing-header:" + " a=b;" * number}
         assert len(chat_of(msgspec.convert(asked, CountTokensRequest)).messages) == num_messages

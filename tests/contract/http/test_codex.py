@@ -1,4 +1,4 @@
-"""What Codex sends to `/v1/responses`, in its first request and in the turns that follow, by OpenAI's own client."""
+"""`/v1/responses` as Codex calls it, in its first request and later turns, through OpenAI's client."""
 
 import json
 from pathlib import Path
@@ -53,7 +53,7 @@ def of_role(role: str, number: int, *texts: str) -> dict[str, Any]:
     return {"type": "message", "id": f"msg_{number}", "role": role, "content": parts}
 
 
-# The shape of the first request of Codex CLI 0.171.0, with fewer tools.
+# The form of the first request of Codex CLI 0.171.0, with fewer tools.
 FIRST: dict[str, Any] = {
     "model": "chatty",
     "input": [
@@ -82,7 +82,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def rendered(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
-    """The messages and the variables of each chat that is rendered."""
+    """The messages and the template variables of each chat that is rendered."""
     seen: list[tuple[Any, dict[str, Any]]] = []
     render = prompts.render
 
@@ -99,7 +99,7 @@ def call(name: str, arguments: str) -> str:
 
 
 async def both(server: HttpServer, **asked: Any) -> tuple[Response, list[Any]]:
-    """The response, and the events of the same response streamed."""
+    """Create a response twice, whole and streamed. Return the whole response and the events of the stream."""
     asked = FIRST | {"extra_body": METADATA} | asked
     whole = await server.openai.responses.create(**asked)
     Response.model_validate(whole.model_dump(warnings="error", by_alias=True))
@@ -172,7 +172,7 @@ async def test_a_custom_tool_is_called_with_a_text(server: HttpServer, say: Say)
     ("arguments", "expected"),
     [
         ('{"input": ""}', ""),
-        ('{"patch": "x"}', '{"patch": "x"}'),  # what the model wrote is not lost
+        ('{"patch": "x"}', '{"patch": "x"}'),  # the text that the model wrote is kept
         ('{"input": "a", "more": 1}', "a"),
     ],
 )
@@ -194,7 +194,7 @@ async def test_a_call_of_a_custom_tool_that_is_cut(server: HttpServer, model: Pa
         "max_output_tokens",
     )
     for item in response.output:
-        if item.type == "message":  # no call has begun
+        if item.type == "message":  # no tool call has begun
             assert end == "{"
             continue
         assert f"Patch\n+ 𝄞{PATCH}".startswith(item.input.rstrip("\ufffd"))
@@ -225,7 +225,7 @@ async def test_a_tool_may_be_chosen(server: HttpServer, say: Say, kind: str) -> 
     ],
     ids=str,
 )
-async def test_what_asks_for_nothing_is_accepted(server: HttpServer, say: Say, asked: dict[str, Any]) -> None:
+async def test_fields_without_effect_are_accepted(server: HttpServer, say: Say, asked: dict[str, Any]) -> None:
     say("hello")
     answer = await server.post(PATH, input="hi", **asked)
     assert answer.status_code == 200, answer.text
@@ -257,7 +257,7 @@ async def test_what_asks_for_nothing_is_accepted(server: HttpServer, say: Say, a
     ],
     ids=str,
 )
-async def test_what_asks_for_more_is_refused_by_name(server: HttpServer, param: str, asked: dict[str, Any]) -> None:
+async def test_unsupported_fields_are_refused_by_name(server: HttpServer, param: str, asked: dict[str, Any]) -> None:
     assert (await server.refusal(PATH, **{"input": "hi"} | asked))["param"].startswith(param)
 
 
@@ -273,7 +273,7 @@ async def test_what_asks_for_more_is_refused_by_name(server: HttpServer, param: 
 async def test_an_output_without_a_call_is_a_turn_of_the_user(
     server: HttpServer, say: Say, rendered: list[Any], named: dict[str, Any], heading: str
 ) -> None:
-    """As Codex sends the objective of a goal: text that no user wrote."""
+    """Codex sends the objective of a goal this way: as text that the user did not write."""
     say("done")
     result = {"type": "function_call_output", "id": "fco_1", "output": "see it through", **named}
     call = {"type": "function_call", "call_id": "1", "name": "exec_command", "arguments": "{}"}
@@ -286,14 +286,14 @@ async def test_an_output_without_a_call_is_a_turn_of_the_user(
         assert ("user", f"{heading}\n\nsee it through") in turns
 
 
-async def test_a_field_of_another_item_is_no_slip(server: HttpServer) -> None:
+async def test_fields_of_other_item_types_are_accepted(server: HttpServer) -> None:
     error = await server.refusal(PATH, input=[of_role("user", 1, "hi") | {"namespace": "a"}])
     assert error["message"] == "input[0].namespace is no field of this request"
 
 
 @pytest.mark.parametrize("store", [False, True])
 async def test_a_loop_of_tools(server: HttpServer, say: Say, rendered: list[Any], store: bool) -> None:
-    """As Codex sends it: whole conversations, with items as they came, nulls among them."""
+    """Codex sends whole conversations, with items as it received them, including null fields."""
     said = [
         "<think>\nhm\n</think>\n\n" + call("exec_command", '{"cmd": "ls"}'),
         call("multi_agent_v1__wait_agent", '{"targets": []}'),
@@ -357,7 +357,7 @@ async def test_a_conversation_is_compacted(server: HttpServer, say: Say, rendere
     for asked in ({"input": conversation}, {"previous_response_id": kept.id}):
         answer = await server.openai.responses.compact(model="chatty", instructions="Be brief.", **asked)
         assert answer.object == "response.compaction"
-        # Open Responses: the phase of a message is a text, and not null.
+        # Open Responses requires the phase of a message to be a string, so a null phase is omitted.
         assert all("phase" not in item.model_fields_set for item in answer.output)
         assert [(item.type, getattr(item, "role", None)) for item in answer.output] == [
             ("message", "user"),
@@ -430,7 +430,7 @@ LISTED = {"type": "namespace", "name": "mail", "description": "Mails.", "tools":
 
 @pytest.mark.parametrize("store", [False, True])
 async def test_the_client_searches_for_tools(server: HttpServer, say: Say, rendered: list[Any], store: bool) -> None:
-    """As Codex does where the model has a name of OpenAI's."""
+    """Codex does this if the model has an OpenAI name."""
     say(call("tool_search", '{"query": "mail"}'))
     tools = [*TOOLS[:1], SEARCH]
     response, events = await both(server, tools=tools, store=store)
@@ -464,7 +464,7 @@ async def test_the_client_searches_for_tools(server: HttpServer, say: Say, rende
     assert search == {"name": "tool_search", "arguments": {"query": "mail"}}
     results = {message["content"] for message in messages if message["role"] == "tool"}
     assert results == {"Tools that may be called now: read_mail, mail__send"}
-    if store:  # in background too
+    if store:  # also in the background
         began = await server.openai.responses.create(
             **FIRST | {"tools": tools, "input": items, "store": True, "background": True} | more
         )
@@ -478,7 +478,7 @@ async def test_the_client_searches_for_tools(server: HttpServer, say: Say, rende
 
 
 async def test_a_search_for_tools_that_no_client_makes(server: HttpServer, say: Say, rendered: list[Any]) -> None:
-    """The model has all tools from the start; what the vendor has searched for is a text."""
+    """The model sees all tools from the start. The search results of the vendor's server become text."""
     say("hello")
     search = {"type": "tool_search_call", "call_id": None, "execution": "server", "arguments": {"paths": ["a"]}}
     listed = {"type": "tool_search_output", "call_id": None, "execution": "server", "tools": [FOUND]}

@@ -1,4 +1,4 @@
-"""`/v1/completions` over real HTTP: each field does what it says, streamed as whole."""
+"""`/v1/completions` over HTTP: the effect of each field, and that streamed and whole responses are equal."""
 
 from pathlib import Path
 
@@ -61,7 +61,7 @@ async def test_every_kind_of_prompt(server: HttpServer) -> None:
 
 
 async def test_streamed_is_as_whole(server: HttpServer) -> None:
-    """Text, tokens, log-probabilities with their places, and what ended an output."""
+    """Text, token ids, logprobs with their text offsets, and the finish reason are equal."""
     asked = {"prompt": ["once upon", "hello"], "seed": 0, "n": 2, "logprobs": 2, "return_token_ids": True}
     for more in ({"max_tokens": 40}, {"max_tokens": 200, "stop": ["a", "he"]}, {"max_tokens": 9, "echo": True}):
         server.stack.worker.step_seconds = 0
@@ -100,7 +100,7 @@ async def test_usage_in_streams(server: HttpServer) -> None:
 
 
 async def test_a_text_is_scored(server: HttpServer) -> None:
-    """As lm-eval does: echo, log-probabilities, and no new token."""
+    """lm-eval scores a text this way: echo and logprobs, but no new tokens."""
     for stream in (False, True):
         asked = {"prompt": "once upon a time", "max_tokens": 0, "echo": True, "logprobs": 1}
         if stream:
@@ -217,7 +217,7 @@ async def test_tokens_and_texts_are_ruled_out(server: HttpServer, model: Path) -
     async def matcher(**asked: object) -> Matcher:
         await server.complete(prompt=PROMPT, **asked)
         added = server.stack.worker.grammars[-1]
-        other_end = 71  # of a model that has several
+        other_end = 71  # as in a model that has several end tokens
         return compiler.compile(added.kind.name.lower(), added.text, (*added.end_token_ids, other_end))
 
     endless = await matcher(allowed_token_ids=[70, 72, 70])
@@ -292,15 +292,15 @@ async def test_the_client_of_openai(server: HttpServer) -> None:
 
 
 async def test_a_request_ends_with_its_time(server: HttpServer) -> None:
-    """As a call over gRPC that has a deadline: what it held is free then."""
+    """Like an RPC with a deadline, the request ends and its memory is freed."""
     server.stack.worker.step_seconds = 0.02
     late = await failure_of(server.front.generate(request("once", max_tokens=240, ignore_eos=True), timeout=0.3))
     endless = {"prompt": "once", "seed": 0, "max_tokens": 240, "ignore_eos": True, "timeout": 0.3}
     error = await server.refusal(PATH, Reason[late.code().name].http_status, **endless)
     assert (error["message"], error["type"], error["param"]) == (TIMEOUT_PASSED, "server_error", None)
-    for seconds in (0.3, 1, 3):  # on a busy machine the first tokens take longer
+    for seconds in (0.3, 1, 3):  # on a busy machine the first tokens need longer
         response = await server.post(PATH, **endless | {"stream": True, "timeout": seconds})
-        if response.text.count("data: ") > 3:  # with the error and the end
+        if response.text.count("data: ") > 3:  # including the error and the end of the stream
             break
     *events, last = server.events_of(response)
     assert len(events) > 1

@@ -1,4 +1,4 @@
-"""Detached requests over HTTP: their ids are those of every other door."""
+"""Detached requests over HTTP. Their ids are valid in every API of the server."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ async def submitted(server: HttpServer, path: str = COMPLETIONS, **body: Any) ->
 
 
 async def result(server: HttpServer, name: str, **query: Any) -> dict[str, Any]:
-    """What there is, once it has ended."""
+    """Poll a detached request until it has ended. Return its final state."""
     async with asyncio.timeout(DEADLINE):
         while True:
             response = await server.client.get(f"/v1/requests/{name}", params=query)
@@ -48,7 +48,7 @@ async def events(server: HttpServer, name: str, **query: Any) -> list[dict[str, 
     return [json.loads(event.removeprefix("data: ")) for event in found]
 
 
-async def test_any_door_answers_any_id(server: HttpServer, model: Path) -> None:
+async def test_every_api_serves_every_request_id(server: HttpServer, model: Path) -> None:
     stack = server.stack
     stack.worker.step_seconds = 0.005
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
@@ -79,7 +79,7 @@ async def test_any_door_answers_any_id(server: HttpServer, model: Path) -> None:
                 assert (await attach(door, name, n=2)).token_ids == expected
 
 
-async def test_requests_are_read_as_those_that_are_waited_for(server: HttpServer, model: Path) -> None:
+async def test_detached_requests_are_parsed_like_other_requests(server: HttpServer, model: Path) -> None:
     sampling = {"max_tokens": 60, "seed": 5, "stop": ["q", " "], "include_stop_str_in_output": True}
     conversation = {"messages": [{"role": "user", "content": "once upon"}], "logprobs": True, "top_logprobs": 2}
     text = {"prompt": "once upon", "truncate_prompt_tokens": 3, "prompt_logprobs": 1, "add_special_tokens": False}
@@ -94,7 +94,7 @@ async def test_requests_are_read_as_those_that_are_waited_for(server: HttpServer
     assert (await result(server, "mine"))["outputs"][0]["usage"]["completion_tokens"] == 16  # as in OpenAI's API
 
 
-async def test_what_an_answer_alone_can_have_is_refused(server: HttpServer) -> None:
+async def test_options_of_whole_responses_are_refused(server: HttpServer) -> None:
     for path, field, body in (
         (COMPLETIONS, "stream", {"stream": True}),
         (COMPLETIONS, "echo", {"echo": True}),

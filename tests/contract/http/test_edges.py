@@ -1,4 +1,4 @@
-"""What clients do to a connection of the HTTP API at its edges, and what it keeps of its promises then."""
+"""Unusual client behavior on HTTP connections, and the limits and timeouts that apply to it."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ LARGE = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r
 
 @pytest.fixture
 def open_connections(monkeypatch: pytest.MonkeyPatch) -> set[object]:
-    """The connections that servers have."""
+    """The open connections of all servers."""
     held: set[object] = set()
     made, lost = connection.HttpConnection.connection_made, connection.HttpConnection.connection_lost
 
@@ -58,7 +58,7 @@ async def test_a_whole_answer_that_takes_long_is_no_stream(model: Path, monkeypa
 
 
 async def is_open(stream: Stream) -> bool:
-    """Whether the server keeps a connection: it is asked for its version."""
+    """Request the server's version. Return whether the connection is still open."""
     reader, writer = stream
     try:
         writer.write(VERSION)
@@ -84,9 +84,7 @@ async def test_a_connection_beyond_the_bound_ends_one_without_a_request(
             writer.close()
 
 
-async def test_a_connection_that_had_a_request_ends_if_all_had_one(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_connection_limit_closes_an_idle_connection(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "max_open_connections", lambda: 8)
     async with serve_http(model) as server:
         address = server.url.removeprefix("http://").split(":")
@@ -109,7 +107,7 @@ async def test_no_connection_with_a_request_ends_for_another(model: Path, monkey
         for _, writer in held:
             writer.write(posted(max_tokens=200, ignore_eos=True))
         async with asyncio.timeout(10):
-            while await answer_to(server, VERSION.replace(b"1.1", b"1.0")) != b"":  # noqa: ASYNC110 - nothing tells
+            while await answer_to(server, VERSION.replace(b"1.1", b"1.0")) != b"":  # noqa: ASYNC110 - no event to wait for
                 await asyncio.sleep(0.01)
         server.stack.worker.step_seconds = 0.0
         for reader, writer in held:
@@ -122,7 +120,7 @@ async def test_no_connection_with_a_request_ends_for_another(model: Path, monkey
     [posted()[:-1], VERSION + VERSION[:-1], VERSION + posted()[:-1]],
     ids=["body", "head behind a request", "body behind a request"],
 )
-async def test_requests_that_never_arrive_keep_no_one_out(
+async def test_unfinished_requests_do_not_block_new_connections(
     model: Path, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
     monkeypatch.setattr(http_server, "max_open_connections", lambda: 8)
@@ -140,11 +138,11 @@ async def test_requests_that_never_arrive_keep_no_one_out(
             writer.close()
 
 
-async def test_others_have_their_turn_between_connections() -> None:
+async def test_accepting_connections_yields_to_the_event_loop() -> None:
     listener = connection.Listener(socket.create_server(("127.0.0.1", 0), backlog=200), 200)
     address = listener.getsockname()
     async with await asyncio.start_server(lambda reader, writer: None, sock=listener, backlog=200):
-        clients = [socket.create_connection(address) for _ in range(100)]  # while the loop stands still
+        clients = [socket.create_connection(address) for _ in range(100)]  # while the event loop is blocked
         most = 0
         async with asyncio.timeout(10):
             while (before := listener.num_open) < len(clients):
@@ -175,7 +173,7 @@ async def test_connections_count_from_their_handshake_on(
 
 
 async def test_an_idle_connection_ends(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where lines come that are no request, or where the body of an answered request does not."""
+    """The timeout also applies to blank lines between requests, and to the unread body of an answered request."""
     monkeypatch.setattr(connection, "KEEP_ALIVE_S", 0.2)
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
     async with serve_http(model) as server:
@@ -194,10 +192,10 @@ async def test_a_client_that_goes_with_requests_ahead(server: HttpServer) -> Non
         writer.write(posted(max_tokens=200, stream=True) + posted(max_tokens=200))
         await server.stack.until(lambda loads: loads.num_running == 1)
     await server.stack.until_idle()
-    assert server.stack.worker.step_seconds * 200 > 3  # or it might have ended by itself
+    assert server.stack.worker.step_seconds * 200 > 3  # or the request might have ended by itself
 
 
-async def test_nothing_is_said_within_another_answer(server: HttpServer) -> None:
+async def test_errors_are_not_written_into_another_response(server: HttpServer) -> None:
     server.stack.worker.step_seconds = 0.02
     async with connected(server) as (reader, writer):
         writer.write(posted(max_tokens=200, stream=True))
@@ -214,9 +212,9 @@ async def test_a_client_that_reads_nothing_loses_its_request(
     monkeypatch.setattr(connection, "UNREAD_TIMEOUT_S", 0.3)
     streamed = posted(max_tokens=240, n=4, logprobs=20, ignore_eos=True, stream=True)
     async with serve_http(model) as server, connected(server, num_ahead=4096) as (reader, writer):
-        writer.write(streamed * 17 if is_streamed else LARGE)  # more than what lies in the sockets between
+        writer.write(streamed * 17 if is_streamed else LARGE)  # more than the buffers of both sockets can hold
         await reader.readline()
-        while open_connections:  # noqa: ASYNC110 - nothing tells
+        while open_connections:  # noqa: ASYNC110 - no event to wait for
             await asyncio.sleep(0.01)
         await server.stack.until_idle()
 
@@ -232,19 +230,19 @@ async def test_answers_that_are_not_read_have_a_bound_together(
     async with serve_http(model, front={"tls_cert": cert, "tls_key": key} if has_tls else None) as server:
         readers = []
         async with asyncio.timeout(30), contextlib.AsyncExitStack() as clients:
-            for _ in range(5):  # of which three have room
+            for _ in range(5):  # three of them fit
                 reader, writer = await clients.enter_async_context(connected(server, trusted, num_ahead=4096))
                 writer.write(LARGE)
                 readers.append(reader)
                 await reader.readuntil(b"content-length: ")
-            while len(open_connections) > 3:  # noqa: ASYNC110 - nothing tells
+            while len(open_connections) > 3:  # noqa: ASYNC110 - no event to wait for
                 await asyncio.sleep(0.01)
             answers = await asyncio.gather(*(_all_of(reader) for reader in readers))
         assert [len(answer) == max(map(len, answers)) for answer in answers] == [False] * 2 + [True] * 3
 
 
 async def test_a_client_that_reads_slowly_gets_its_answer(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long all of it takes."""
+    """The timeout applies to each pause in reading, not to the whole response."""
     monkeypatch.setattr(connection, "UNREAD_TIMEOUT_S", 1.0)
     async with serve_http(model) as server, connected(server, num_ahead=4096) as (reader, writer):
         writer.write(LARGE)
@@ -259,7 +257,7 @@ async def test_a_client_that_reads_slowly_gets_its_answer(model: Path, monkeypat
 
 
 async def test_events_of_several_prompts_are_whole() -> None:
-    """Also where each goes in pieces, and all wait for one slow reader."""
+    """Events stay intact even if each is sent in pieces and all wait for one slow reader."""
     sent: list[bytes] = []
 
     async def send(message: Any) -> None:
@@ -275,7 +273,7 @@ async def test_events_of_several_prompts_are_whole() -> None:
 
 
 async def test_a_message_that_is_cut_ends_its_connection() -> None:
-    """What came behind it would be read as a part of it."""
+    """Otherwise the client would read the following bytes as a part of the message."""
     sending, never, num_aborts = asyncio.Event(), asyncio.Event(), itertools.count()
 
     async def send(message: Any) -> None:
@@ -313,7 +311,7 @@ async def test_unread_answers_end_those_of_their_tenant(monkeypatch: pytest.Monk
 
 
 async def _all_of(reader: asyncio.StreamReader) -> bytes:
-    """What is left of an answer, or of the part that has come."""
+    """Return the remaining bytes of a response, or the part that arrived before the connection closed."""
     num_bytes, _, _ = (await reader.readuntil(b"\r\n\r\n")).partition(b"\r\n")
     try:
         return await reader.readexactly(int(num_bytes))
@@ -375,7 +373,7 @@ async def test_a_long_name_is_not_said_again(server: HttpServer, name: str) -> N
     ],
     ids=["header", "name", "path", "lines", "extension", "trailer", "trailers"],
 )
-async def test_what_never_ends_is_not_kept(server: HttpServer, begun: bytes, endless: bytes) -> None:
+async def test_endless_requests_are_not_buffered(server: HttpServer, begun: bytes, endless: bytes) -> None:
     post = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n".encode()
     num_sent, piece = 0, endless * (4096 // len(endless))
     async with connected(server) as (_, writer):
@@ -387,11 +385,11 @@ async def test_what_never_ends_is_not_kept(server: HttpServer, begun: bytes, end
             except ConnectionError:
                 break
             num_sent += len(piece)
-    assert num_sent < 16 * MIB  # what the sockets hold is a part of it
+    assert num_sent < 16 * MIB  # including the bytes in the socket buffers
     assert (await server.client.get("/version")).status_code == 200
 
 
-async def test_what_stands_behind_a_body_is_no_header(server: HttpServer) -> None:
+async def test_chunked_trailers_are_not_headers(server: HttpServer) -> None:
     head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
     content = '{"prompt": "x", "max_tokens": 2}'
     sent = f"{head}{len(content):x}\r\n{content}\r\n0\r\ncontent-encoding: gzip\r\n\r\n"
@@ -424,11 +422,11 @@ async def _check_bodies_on_their_way(server: HttpServer) -> None:
         assert (await server.post(PATH, prompt="small", max_tokens=2)).status_code == 200
         reading.cancel()
     async with asyncio.timeout(10):
-        while await status_of(server, posted(user="x" * MIB)) == 429:  # noqa: ASYNC110 - nothing tells
+        while await status_of(server, posted(user="x" * MIB)) == 429:  # noqa: ASYNC110 - no event to wait for
             await asyncio.sleep(0.01)
 
 
-async def test_a_client_may_wait_for_leave_to_send(server: HttpServer) -> None:
+async def test_expect_100_continue(server: HttpServer) -> None:
     whole = posted("expect: 100-continue\r\n", max_tokens=2)
     head, _, content = whole.partition(b"\r\n\r\n")
     async with connected(server) as (reader, writer):
@@ -464,8 +462,8 @@ async def test_a_stream_is_whole_where_the_connection_closes(server: HttpServer)
 # The log
 
 
-async def test_what_clients_do_is_no_line_of_the_log(server: HttpServer, caplog: pytest.LogCaptureFixture) -> None:
-    """The scheduler has one of a request that fails; what a client does wrong has its answer."""
+async def test_client_errors_are_not_logged(server: HttpServer, caplog: pytest.LogCaptureFixture) -> None:
+    """A failed request has one log line in the scheduler. A client error is reported in its response alone."""
     caplog.set_level(logging.INFO)
     caplog.clear()
     server.stack.worker.step_seconds = 0.02
@@ -479,4 +477,4 @@ async def test_what_clients_do_is_no_line_of_the_log(server: HttpServer, caplog:
     await asyncio.gather(call, return_exceptions=True)
     await server.stack.until_idle()
     logged = [record for record in caplog.records if not record.name.startswith("httpx")]
-    assert len(logged) <= 1, logged  # of the request that was cancelled
+    assert len(logged) <= 1, logged  # the line about the cancelled request

@@ -1,4 +1,4 @@
-"""What one tenant's calls cost others: order, bytes and memory."""
+"""Limits on the effect of one tenant's requests on other tenants: order, bytes and memory."""
 
 import asyncio
 import threading
@@ -22,7 +22,7 @@ from tests.contract.pooling import write_pooling
 
 
 async def test_chats_are_rendered_in_turns(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many one tenant sends, another's is served next after those that are being rendered."""
+    """However many chats one tenant sends, another tenant's chat is served right after those in progress."""
     rendered: list[str] = []
     may_go_on, render = threading.Event(), prompts.render
 
@@ -34,14 +34,14 @@ async def test_chats_are_rendered_in_turns(model: Path, tmp_path: Path, monkeypa
     monkeypatch.setattr(prompts, "render", held)
     async with shared_server(model, tmp_path) as server:
         flood = [asyncio.create_task(server.post(CHAT, of("acme"), **chat("flood"))) for _ in range(30)]
-        while not rendered:  # noqa: ASYNC110 - nothing tells
+        while not rendered:  # noqa: ASYNC110 - no event to wait for
             await asyncio.sleep(0.01)
         small = asyncio.create_task(server.post(CHAT, of("globex"), **chat("small")))
-        await server.post("/tokenize", of("globex"), prompt="x")  # behind it
+        await server.post("/tokenize", of("globex"), prompt="x")  # queued after it
         may_go_on.set()
         assert (await small).status_code == 200
         assert {answer.status_code for answer in await asyncio.gather(*flood)} == {200}
-    assert rendered.index("small") <= 6  # of the threads that there were before
+    assert rendered.index("small") <= 6  # at most the number of threads that were busy
     assert rendered.count("flood") == 30
 
 
@@ -66,7 +66,7 @@ async def test_large_chats_wait_within_a_bound_of_their_tenant(
         for answer in asyncio.as_completed(flood):
             response = await answer
             refused += response.status_code == 429
-            if refused == 7:  # five have room
+            if refused == 7:  # five fit
                 assert "texts of this tenant" in response.text
                 assert int(response.headers["retry-after"]) > 0
                 break
@@ -74,13 +74,13 @@ async def test_large_chats_wait_within_a_bound_of_their_tenant(
         may_go_on.set()
         statuses = [(await answer).status_code for answer in flood]
         assert statuses.count(429) == 7
-        assert statuses.count(400) == 5  # more tokens than fit
+        assert statuses.count(400) == 5  # more tokens than the context length
 
 
 async def test_bodies_on_their_way_are_bounded_by_tenant(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(call_admission, "MAX_BODIES_BYTES", 16 * MIB)  # of one tenant's 4
+    monkeypatch.setattr(call_admission, "MAX_BODIES_BYTES", 16 * MIB)  # of which one tenant may use 4
     async with shared_server(model, tmp_path) as server:
         host, port = server.url.removeprefix("http://").split(":")
         writers = []
@@ -107,13 +107,13 @@ async def test_an_ended_response_is_read_without_its_template(
     monkeypatch.setattr(prompts, "render", None)
     path, running = f"/v1/responses/{created['id']}", ("queued", "in_progress")
     async with asyncio.timeout(20):
-        while (read := (await server.client.get(path)).json())["status"] in running:  # noqa: ASYNC110 - nothing tells
+        while (read := (await server.client.get(path)).json())["status"] in running:  # noqa: ASYNC110 - no event to wait for
             await asyncio.sleep(0.01)
     assert read["status"] == "incomplete", read
 
 
 async def test_a_long_list_of_tokens_becomes_text_in_pieces(server: HttpServer, model: Path) -> None:
-    """Also where a character's bytes stand in two pieces."""
+    """A character's bytes may be split between two pieces."""
     text = "日é🐢 " * (PIECE_SIZE // 8)
     token_ids = (await server.post("/tokenize", prompt=text)).json()["tokens"]
     assert len(token_ids) > 2 * PIECE_SIZE // 8
@@ -126,7 +126,7 @@ async def test_a_long_list_of_tokens_becomes_text_in_pieces(server: HttpServer, 
 async def test_a_long_output_is_read_off_the_event_loop(
     path: str, server: HttpServer, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one piece with whole answers; a short one is read at once."""
+    """A whole response is parsed in one piece on another thread. A short output is parsed on the event loop."""
     threads: set[int] = set()
     feed = OutputParser.feed
 
@@ -148,7 +148,7 @@ async def test_a_long_output_is_read_off_the_event_loop(
 
 
 async def test_calls_with_many_inputs_refuse_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is one of the calls that wait to be queued, however many inputs it has."""
+    """Each HTTP request counts as one pending call, however many inputs it has."""
     monkeypatch.setattr(request_servicer, "_MAX_PENDING_CALLS", 20)
     model = make_chat_checkpoint(tmp_path / "model")
     write_pooling(model, pooling_mode_mean_tokens=False, pooling_mode_lasttoken=True)
@@ -164,8 +164,8 @@ async def test_calls_with_many_inputs_refuse_no_other(tmp_path: Path, monkeypatc
 async def test_requests_that_are_served_are_bounded_by_tenant(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Streams that go on keep what was asked, but no fields without an effect."""
-    monkeypatch.setattr(call_admission, "MAX_REQUESTS_BYTES", 8 * MIB)  # of one tenant's 2
+    """Running streams keep the request's fields in memory, except fields without an effect."""
+    monkeypatch.setattr(call_admission, "MAX_REQUESTS_BYTES", 8 * MIB)  # of which one tenant may use 2
     asked = chat("x") | {"documents": [{"text": "x" * MIB}], "max_tokens": 100, "stream": True, "seed": 0}
     async with shared_server(model, tmp_path) as server:
         server.stack.worker.step_seconds = 0.1
@@ -197,7 +197,7 @@ async def test_calls_that_wait_for_a_turn_are_refused_when_the_server_stops(
         calls = [asyncio.create_task(server.post(CHAT, **chat("x"))) for _ in range(6)]
         await asyncio.to_thread(begun.wait, 20)
         server.front.stop.set()
-        done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)  # the others run on threads
+        done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)  # the other requests run on threads
         may_go_on.set()
         await asyncio.wait(calls)
         assert done

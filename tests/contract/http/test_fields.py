@@ -1,5 +1,8 @@
-"""Every row of docs/http_api.md, as the request types make it: what a field does, that one without an effect changes
-nothing, and why one is not served. A new field fails here until it has a case."""
+"""Every field that docs/http_api.md lists, generated from the request types.
+
+A supported field must have its effect, and a field without an effect must change nothing. An unsupported field must be
+refused with the documented reason. A new field fails here until it has a case.
+"""
 
 import json
 from collections.abc import AsyncIterator, Callable
@@ -54,12 +57,12 @@ PLAIN: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Outcome:
-    """What became of a call: its answer, without what differs from call to call, and what the intake read."""
+    """The result of a request: its response without the parts that vary, and the request as the server parsed it."""
 
     status: int
-    kind: str  # of the answer's content
-    answer: Any  # a text, if it is no JSON
-    prompt: str = ""  # that came to the model, or would
+    kind: str  # the media type of the response
+    answer: Any  # a string if the response is not JSON
+    prompt: str = ""  # the prompt that the model gets
     call: Call | None = None
     parsed: ParsedRequest | None = None
     request: Request | None = None
@@ -67,7 +70,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Case:
-    """A value of a field that is sent with others; and what is seen then, and not without it."""
+    """A value of a field, sent together with the fields in `beside`.
+
+    `see` reads `expected` from the outcome if the field is sent, and another value if it is not.
+    """
 
     value: Any
     see: Callable[[Any], Any]
@@ -77,20 +83,20 @@ class Case:
 
 @dataclass(frozen=True)
 class Harmless:
-    """A value that changes nothing, of a field that may take no other."""
+    """A value without an effect, for a field that accepts no other value."""
 
     value: Any
-    refused: Any = None  # by the reason in its row
+    refused: Any = None  # refused with the reason that is documented for the field
     beside: dict[str, Any] = field(default_factory=dict)
 
 
 def read(place: str, value: Any, expected: Any = None, **beside: Any) -> Case:
-    """One that stands at a place of what the intake read."""
+    """Return a case whose value appears at the path `place` in the parsed request."""
     return Case(value, attrgetter(place), value if expected is None else expected, beside)
 
 
 def prompted(value: Any, expected: str, **beside: Any) -> Case:
-    """One that makes the prompt another."""
+    """Return a case that changes the prompt to `expected`."""
     return Case(value, attrgetter("prompt"), expected, beside)
 
 
@@ -99,7 +105,7 @@ def answered(see: Callable[[Any], Any], value: Any, expected: Any, **beside: Any
 
 
 def matched(value: Any, kind: str, text: str) -> Case:
-    """One that says what the output must match."""
+    """Return a case that sets the grammar that the output must match."""
     expected = (GrammarKind[kind], text)
     return Case(value, lambda seen: (found := seen.request.grammar) and (found.kind, found.text), expected)
 
@@ -354,7 +360,7 @@ CASES: dict[str, dict[str, Case | Harmless]] = {
         "tokens": answered(lambda answer: answer["prompt"], [0], "<end>"),
     },
 }
-# Nothing is computed for a prompt that is shown: what says how only has to be right.
+# A rendered prompt is not computed, so sampling fields only have to be valid.
 for shown, computed in ((RENDER, COMPLETIONS), (RENDER_CHAT, CHAT)):
     CASES[shown] = (
         {
@@ -364,7 +370,7 @@ for shown, computed in ((RENDER, COMPLETIONS), (RENDER_CHAT, CHAT)):
         | {"detached": Harmless(True)}
         | CASES[shown]
     )
-# Requests whose tokens are counted, or that are compacted, have the type of others.
+# Requests that count tokens or compact a conversation have the types of other requests.
 ROWS = [
     (route.path, row)
     for route in POSTED
@@ -394,7 +400,7 @@ class Door:
         return seen
 
     async def _by_openai(self, path: str, body: dict[str, Any]) -> Any:
-        """By the client's own call, of which all but what it demands are extra fields."""
+        """Send the request through OpenAI's client, with all fields as `extra_body`."""
         client = self.server.openai
         creates = {COMPLETIONS: client.completions, CHAT: client.chat.completions, EMBEDDINGS: client.embeddings}
         name = {COMPLETIONS: "prompt", CHAT: "messages", EMBEDDINGS: "input"}[path]
@@ -433,7 +439,7 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Door]:
 
 
 def ways(path: str) -> list[bool]:
-    """Whether by the client of OpenAI."""
+    """Return whether to send the request through OpenAI's client: both ways, where the client supports the path."""
     return [False, True] if path in OPENAI else [False]
 
 
@@ -459,7 +465,7 @@ async def test_a_field_does_what_it_says(door: Door, path: str, row: FieldRow) -
                 await _is_refused(door, path, row, case.refused, by_openai=by_openai)
 
 
-# What asks for something, where that is no list.
+# Values that request an effect of an unsupported field. The default is a non-empty list.
 NOT_SERVED = {"suffix": "x"}
 NOT_SERVED |= {name: {"a": 1} for name in ("kv_transfer_params", "ec_transfer_params", "vllm_xargs")}
 FLAGS = ("watermarking", "return_token_offsets", "return_prompt_text", "enable_response_messages")

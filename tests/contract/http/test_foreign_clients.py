@@ -1,5 +1,7 @@
-"""Requests as clients of other servers send them, each from a public report of one that was refused. What asks for
-nothing is accepted; what asks for something else is refused by name."""
+"""Requests as clients of other servers send them, each taken from a public report of a refused request.
+
+Values that request no effect are accepted. Values that request an unsupported effect are refused by field name.
+"""
 
 import json
 from collections.abc import AsyncIterator
@@ -51,7 +53,9 @@ async def refused_field(server: HttpServer, path: str, **body: Any) -> str:
 
 
 async def test_null_of_an_unknown_field_counts_as_unset(server: HttpServer) -> None:
-    """Spring AI, langchain4j, Semantic Kernel and anthropic's C# client write each of their own fields, set or not."""
+    """Spring AI, langchain4j, Semantic Kernel and Anthropic's C# client send all of their own fields,
+    even unset ones.
+    """
     for path in PLAIN:
         await accepted(server, path, moderation=None, lora_path=None, keep_alive=None)
         assert await refused_field(server, path, moderation=None, keep_alive="5m") == "keep_alive"
@@ -81,7 +85,7 @@ async def test_null_within_schemas_and_messages_stays() -> None:
 
 
 async def test_whole_floats_are_integers(server: HttpServer) -> None:
-    """Lua, JavaScript and Go's maps know no integers: LiteLLM sent max_tokens as 100.0."""
+    """Lua, JavaScript and Go's maps have no integers: LiteLLM sent `max_tokens` as 100.0."""
     answer = await accepted(server, CHAT, max_tokens=3.0, n=1.0, top_k=40.0, seed=1.0, ignore_eos=True)
     assert answer["usage"]["completion_tokens"] == 3
     assert (await accepted(server, COMPLETIONS, prompt=[5.0, 6.0]))["usage"]["prompt_tokens"] == 2
@@ -100,7 +104,7 @@ async def test_empty_values_of_what_is_not_served_ask_for_nothing(server: HttpSe
 
 
 async def test_false_where_no_boolean_is_expected_asks_for_nothing(server: HttpServer) -> None:
-    """Chats have `logprobs` as a boolean, and proxies pass it on to completions."""
+    """`logprobs` is a boolean in chats, and some proxies pass it on to completions."""
     assert (await accepted(server, COMPLETIONS, logprobs=False))["choices"][0]["logprobs"] is None
     assert await refused_field(server, COMPLETIONS, logprobs=True) == "logprobs"
 
@@ -122,7 +126,7 @@ async def test_top_logprobs_of_zero_asks_for_nothing(server: HttpServer) -> None
 
 
 async def test_choices_of_a_tool_that_other_apis_write(server: HttpServer) -> None:
-    """Cursor writes modes as objects, and Zed says of no call that it is the only one."""
+    """Cursor sends the modes of `tool_choice` as objects, and Zed sends `disable_parallel_tool_use` without tools."""
     for mode in ("auto", "none", "required"):
         as_text, as_object = [
             await prompt_and_calls(server, tools=[TOOL], tool_choice=choice) for choice in (mode, {"type": mode})
@@ -134,14 +138,14 @@ async def test_choices_of_a_tool_that_other_apis_write(server: HttpServer) -> No
 
 
 async def prompt_and_calls(server: HttpServer, **body: Any) -> tuple[str, bool]:
-    """Return the prompt of a chat, and whether its output has to begin with a call."""
+    """Return the prompt of a chat, and whether its output contained tool calls."""
     answer = await accepted(server, CHAT, **body, return_token_ids=True)
     prompt = await server.post("/detokenize", tokens=answer["prompt_token_ids"])
     return prompt.json()["prompt"], "tool_calls" in answer["choices"][0]["message"]
 
 
 async def test_texts_of_responses_are_texts_of_chats(server: HttpServer) -> None:
-    """LangChain's agents sent `output_text` to chats of vLLM."""
+    """LangChain's agents sent `output_text` parts to the chats of vLLM."""
     for kind in ("text", "input_text", "output_text"):
         told = [{"role": role, "content": [{"type": kind, "text": "sun"}]} for role in ("user", "assistant", "user")]
         prompt, _ = await prompt_and_calls(server, messages=told)
@@ -149,7 +153,7 @@ async def test_texts_of_responses_are_texts_of_chats(server: HttpServer) -> None
 
 
 async def test_images_in_results_of_tools_are_left_out_with_a_warning(server: HttpServer) -> None:
-    """Qwen Code, Strands and other agents write screenshots into messages of tools."""
+    """Qwen Code, Strands and other agents put screenshots into tool messages."""
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
     asked = [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}]
@@ -198,7 +202,9 @@ async def test_fields_without_an_effect_may_be_anything(server: HttpServer) -> N
 
 
 async def test_paths_with_slashes_too_many(server: HttpServer) -> None:
-    """LiteLLM, Open WebUI, aichat and others join a base URL that ends in a slash, and a path that begins with one."""
+    """LiteLLM, Open WebUI, aichat and others join a base URL that ends in a slash with a path that
+    begins with a slash.
+    """
     for path in ("/v1/chat/completions/", "/v1//chat/completions", "//v1/chat/completions", "/v1/chat//completions//"):
         url = server.client.base_url.copy_with(raw_path=path.encode())
         response = await server.client.post(url, json=PLAIN[CHAT])
@@ -213,7 +219,7 @@ async def test_an_empty_content_encoding_is_none(server: HttpServer) -> None:
 
 
 async def test_media_are_refused_in_the_same_words(server: HttpServer) -> None:
-    """The model reads texts. Its parts are named as several APIs name them."""
+    """The model reads text only. Several APIs have different names for the same kind of part."""
     image, audio = {"url": "data:image/png;base64,aGk="}, {"data": "aGk=", "format": "wav"}
     source = {"type": "base64", "media_type": "image/png", "data": "aGk="}
     parts: list[tuple[str, str, dict[str, Any]]] = [
@@ -251,7 +257,7 @@ FLAT = {"type": "function", **TOOL["function"]}  # type: ignore[dict-item]
 
 
 async def test_tools_and_choices_in_the_form_of_the_other_api(server: HttpServer) -> None:
-    """Agents that speak both APIs keep tools in one form: LibreChat's and Cursor's were refused."""
+    """Agents that speak both APIs keep tools in one form: tools of LibreChat and Cursor were refused."""
     chosen, flat = {"type": "function", "function": {"name": "weather"}}, {"type": "function", "name": "weather"}
     named, allowed = {"mode": "required", "tools": [chosen]}, {"mode": "required", "tools": [flat]}
     choices: list[tuple[Any, Any]] = [
@@ -283,7 +289,7 @@ FILE = "[A file was left out here: the model reads text only.]"
 
 
 async def test_files_in_results_of_tools_are_left_out_with_a_warning(server: HttpServer) -> None:
-    """Claude Code's Read returns a PDF so: with it each later request of the conversation was refused."""
+    """Claude Code's Read returns a PDF this way. Every later request of the conversation was refused."""
     source = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}
     file = {"type": "file", "file": {"filename": "a.pdf", "file_data": "data:application/pdf;base64,JVBERi0="}}
     uses: list[Any] = [{"type": "tool_use", "id": "1", "name": "weather", "input": {}}]
@@ -324,7 +330,7 @@ async def test_files_in_results_of_tools_are_left_out_with_a_warning(server: Htt
 
 
 async def test_texts_of_chats_are_texts_of_responses(server: HttpServer) -> None:
-    """Agents that keep histories of chats send them to the Responses API."""
+    """Agents that keep the history of a chat send it to the Responses API."""
     call = {"type": "function_call", "call_id": "1", "name": "weather", "arguments": "{}"}
     usages = []
     for asked, said, told in (
@@ -361,7 +367,7 @@ async def test_forms_of_answers_in_the_form_of_the_other_api(server: HttpServer)
 
 
 async def test_choices_and_reasoning_as_other_vendors_write_them(server: HttpServer) -> None:
-    """Mistral's and Anthropic's choices of tools, and OpenRouter's reasoning."""
+    """Mistral and Anthropic have other values for `tool_choice`, and OpenRouter has a `reasoning` object."""
     chosen = await prompt_and_calls(server, tools=[TOOL], tool_choice="required", max_tokens=40)
     for choice in ("any", {"type": "any"}, {"type": "tool", "name": "weather"}):
         assert await prompt_and_calls(server, tools=[TOOL], tool_choice=choice, max_tokens=40) == chosen
@@ -377,7 +383,10 @@ async def test_choices_and_reasoning_as_other_vendors_write_them(server: HttpSer
 
 
 async def test_options_of_other_servers_at_values_that_ask_for_nothing(server: HttpServer) -> None:
-    """llama.cpp's, GLM's, Qwen's, Mistral's and OpenRouter's options, and LiteLLM's and Bedrock's own fields."""
+    """Neutral values of options of llama.cpp, GLM, Qwen, Mistral and OpenRouter are accepted.
+
+    Fields that LiteLLM and Bedrock add for themselves are accepted with any value.
+    """
     neutral: dict[str, tuple[Any, Any]] = {
         **dict.fromkeys(("repeat_penalty", "typical_p", "tfs_z", "best_of"), (1.0, 2)),
         **dict.fromkeys(("mirostat", "dry_multiplier", "dynatemp_range", "xtc_probability", "n_keep"), (0, 1)),
@@ -399,7 +408,7 @@ async def test_options_of_other_servers_at_values_that_ask_for_nothing(server: H
 
 
 async def test_an_answer_may_be_a_message_with_all_its_fields(server: HttpServer) -> None:
-    """As `model_dump()` of anthropic's client writes it."""
+    """`model_dump()` of Anthropic's client writes all fields of a message."""
     answer = await accepted(server, MESSAGES)
     dumped = anthropic.types.Message.model_validate(answer).model_dump()
     await accepted(server, MESSAGES, messages=[QUESTION, dumped, QUESTION])

@@ -1,4 +1,4 @@
-"""Where a request ends, and when its answer and its connection do: what RFC 9112 says and no client may change."""
+"""HTTP message framing after RFC 9112: where a request ends, and when its response and connection end."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ lasting_server = server_of_the_module("lasting_server")
 POST = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\n".encode()
 CONTENT = json.dumps({"prompt": "x", "seed": 0, "max_tokens": 2}).encode()
 CHUNKED = b"transfer-encoding: chunked\r\n"
-# Java's HttpClient sends these with each request until a server has declined HTTP/2.
+# Java's HttpClient sends these headers with each request until a server has declined HTTP/2.
 OFFERS = {
     "h2c": b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQBAAAAAAIAAAAA\r\n",
     "websocket": b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n",
@@ -29,7 +29,7 @@ OLD_STREAM = posted(stream=True).replace(b"HTTP/1.1", b"HTTP/1.0")
 
 
 class Arrivals:
-    """Counts the bytes that servers have received, and what they hold of them."""
+    """Counts the bytes that servers receive, and the largest amounts of unparsed bytes and waiting requests."""
 
     def __init__(self) -> None:
         self.num_bytes = self.most_unparsed = self.most_waiting = 0
@@ -60,14 +60,14 @@ def arrivals(monkeypatch: pytest.MonkeyPatch) -> Arrivals:
 
 
 async def send_in_pieces(stream: Stream, arrivals: Arrivals, sent: bytes, cuts: list[int]) -> None:
-    """Send bytes so that the server receives them in pieces, which end at the cuts."""
+    """Send bytes in pieces that end at the offsets `cuts`. Wait until the server has received each piece."""
     for start, end in zip([0, *cuts], [*cuts, len(sent)], strict=True):
         stream[1].write(sent[start:end])
         await arrivals.until(arrivals.num_bytes + end - start)
 
 
 async def next_answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
-    """Read the next answer, which has a length, and return its status and its body."""
+    """Read a response that has a content-length. Return its status and its body."""
     head = await reader.readuntil(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 "), head
     length = re.search(rb"content-length: (\d+)", head)
@@ -89,7 +89,7 @@ def chunked(content: bytes, draw: random.Random) -> bytes:
 async def test_an_offered_upgrade_is_ignored(
     server: HttpServer, arrivals: Arrivals, offer: bytes, is_chunked: bool
 ) -> None:
-    """The body is the body, wherever it is cut, and the following request is the next."""
+    """The body is read correctly wherever it is cut, and the next request is answered."""
     draw = seeded()
     framing = CHUNKED if is_chunked else b"content-length: %d\r\n" % len(CONTENT)
     head = POST + offer + framing + b"\r\n"
@@ -103,7 +103,9 @@ async def test_an_offered_upgrade_is_ignored(
 
 
 @pytest.mark.parametrize("offer", OFFERS.values(), ids=OFFERS)
-async def test_a_body_behind_an_offer_is_no_request(server: HttpServer, arrivals: Arrivals, offer: bytes) -> None:
+async def test_a_body_after_an_upgrade_offer_is_not_a_request(
+    server: HttpServer, arrivals: Arrivals, offer: bytes
+) -> None:
     server.stack.worker.step_seconds = 0.02
     begun = await server.complete(prompt="x", max_tokens=200, detached=True)
     hidden = f"DELETE /v1/requests/{begun['request_id']} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode()
@@ -177,7 +179,7 @@ async def test_nothing_behind_connect_is_served(server: HttpServer, arrivals: Ar
 async def test_heads_that_rfc_9112_names_have_their_status(
     lasting_server: HttpServer, status: int, sent: bytes
 ) -> None:
-    """A refusal ends the connection, and nothing behind it is served."""
+    """An error closes the connection, and requests after it are not served."""
     assert await status_of(lasting_server, sent) == status
     if status not in (200, 403, 404):
         answer = await answer_to(lasting_server, sent + VERSION)
@@ -185,10 +187,10 @@ async def test_heads_that_rfc_9112_names_have_their_status(
 
 
 @pytest.mark.parametrize("bad", [b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", POST + CHUNKED + b"\r\n-1\r\n"])
-async def test_answers_are_not_lost_to_a_bad_request_behind(
+async def test_a_bad_request_does_not_discard_earlier_responses(
     model: Path, monkeypatch: pytest.MonkeyPatch, bad: bytes
 ) -> None:
-    """However long they take."""
+    """Responses to earlier requests are sent, however long they take."""
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
     async with serve_http(model) as server:
         server.stack.worker.step_seconds = 0.05
@@ -197,14 +199,14 @@ async def test_answers_are_not_lost_to_a_bad_request_behind(
 
 
 async def test_a_connection_that_a_trailer_ends_is_closed(server: HttpServer) -> None:
-    """The parser reads no further request then."""
+    """The parser reads no further request after `connection: close` in a trailer."""
     content = b"%x\r\n%b\r\n0\r\nconnection: close\r\n\r\n" % (len(CONTENT), CONTENT)
     answer = await answer_to(server, POST + CHUNKED + b"\r\n" + content + VERSION)
     assert (answer.count(b"200 OK"), b"connection: close" in answer) == (1, True)
 
 
-async def test_a_client_without_leave_to_send_may_send_another_request(server: HttpServer) -> None:
-    """So the connection ends, since the server cannot know whether the body comes or the next request."""
+async def test_a_refused_expect_100_closes_the_connection(server: HttpServer) -> None:
+    """The server cannot know whether the next bytes are the body or another request, so it closes the connection."""
     refused = POST.replace(b"localhost", b"evil.example")
     sent = refused + b"expect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(VERSION)
     async with connected(server) as (reader, writer):
@@ -215,7 +217,7 @@ async def test_a_client_without_leave_to_send_may_send_another_request(server: H
         assert b"HTTP/1.1" not in await reader.read()
 
 
-async def test_an_old_client_is_not_told_to_continue(server: HttpServer, arrivals: Arrivals) -> None:
+async def test_http_1_0_clients_get_no_100_continue(server: HttpServer, arrivals: Arrivals) -> None:
     whole = posted("expect: 100-continue\r\n", max_tokens=2).replace(b"HTTP/1.1", b"HTTP/1.0")
     async with connected(server) as stream:
         await send_in_pieces(stream, arrivals, whole, [whole.index(b"{")])
@@ -223,7 +225,7 @@ async def test_an_old_client_is_not_told_to_continue(server: HttpServer, arrival
 
 
 async def test_an_early_answer_arrives_while_the_client_sends(server: HttpServer) -> None:
-    """Also where the connection ends with it: a reset would drop it on its way."""
+    """The response also arrives if the connection closes after it: a reset would discard the response in transit."""
     size = 24 << 20
     sent = POST + b"connection: close\r\ncontent-length: %d\r\n\r\n" % size
     async with connected(server) as (reader, writer):
@@ -233,8 +235,8 @@ async def test_an_early_answer_arrives_while_the_client_sends(server: HttpServer
     assert answer.split()[1] == b"413"
 
 
-async def test_many_chunks_leave_others_their_turn(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each costs a call, however small it is: 43,000 of them come in one packet."""
+async def test_many_chunks_do_not_block_the_event_loop(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chunk costs a function call, however small it is, and one packet may contain 43,000 chunks."""
     num_parsed, turns = 0, []
     parse, on_body = connection.HttpConnection._parse, connection.HttpConnection.on_body
 
@@ -272,11 +274,11 @@ async def test_an_old_client_gets_no_chunks(server: HttpServer) -> None:
     assert (b"200 OK" in head, content) == (True, b"")
 
 
-# Requests ahead
+# Pipelined requests
 
 
 async def test_requests_ahead_are_answered_in_order(server: HttpServer, arrivals: Arrivals) -> None:
-    """However many there are; beyond a bound they are not read before they can be answered."""
+    """Any number of requests may be pipelined. Beyond a limit, the server stops reading until it can answer them."""
     server.stack.worker.step_seconds = 0.02
     names = [f"/v1/models/{index:03}{'n' * 1000}" for index in range(1000)]
     sent = b"".join(b"GET %b HTTP/1.1\r\nhost: localhost\r\n\r\n" % name.encode() for name in names)
@@ -292,9 +294,9 @@ async def test_requests_ahead_are_answered_in_order(server: HttpServer, arrivals
 
 
 async def test_small_requests_ahead_wait_as_bytes(server: HttpServer, arrivals: Arrivals) -> None:
-    """As objects each would take a hundred times as much."""
+    """Each request would need a hundred times the memory as an object."""
     server.stack.worker.step_seconds = 0.02
-    small = b"GET / HTTP/1.1\r\nhost:\r\n\r\n"  # of which a piece that is parsed at once has 40
+    small = b"GET / HTTP/1.1\r\nhost:\r\n\r\n"  # one piece that is parsed at once contains 40 of them
     async with connected(server) as (reader, writer):
         writer.write(posted(max_tokens=50) + small * 2000)
         assert (await next_answer(reader))[0] == 200
@@ -303,12 +305,12 @@ async def test_small_requests_ahead_wait_as_bytes(server: HttpServer, arrivals: 
     assert 0 < arrivals.most_waiting <= 41
 
 
-# Clients that close their half
+# Half-closed connections
 
 
 @pytest.mark.parametrize("is_old", [False, True], ids=["HTTP/1.1", "HTTP/1.0"])
 @pytest.mark.parametrize("asked", [{}, {"stream": True}], ids=["whole", "stream"])
-async def test_a_client_that_closes_its_half_gets_its_answer(
+async def test_a_half_closed_connection_gets_its_response(
     server: HttpServer, is_old: bool, asked: dict[str, Any]
 ) -> None:
     server.stack.worker.step_seconds = 0.03
@@ -344,9 +346,9 @@ async def test_a_closed_half_without_an_answer_due_is_closed(server: HttpServer,
 
 
 @pytest.mark.parametrize("asked", [{}, {"stream": True}, {"n": 2}], ids=["whole", "stream", "several"])
-async def test_a_client_that_closes_both_halves_ends_its_request(server: HttpServer, asked: dict[str, Any]) -> None:
-    """It looks like one that closes its own, until something is written to it."""
-    server.stack.worker.step_seconds = 0.1  # by itself the request would end later than the test
+async def test_a_closed_connection_aborts_its_request(server: HttpServer, asked: dict[str, Any]) -> None:
+    """The connection looks half-closed until the server writes to it."""
+    server.stack.worker.step_seconds = 0.1  # the request would outlast the test if it were not aborted
     async with connected(server) as (_, writer):
         writer.write(posted(max_tokens=240, ignore_eos=True, **asked))
         await server.stack.until(lambda loads: loads.num_running > 0)

@@ -1,6 +1,7 @@
-"""A request yields the same over HTTP as over gRPC, whole and streamed: tokens, text, log-probabilities, end, usage.
+"""HTTP and gRPC return equal results for a request, whole and streamed.
 
-Requests are drawn from a printed seed. Their stop texts and tokens are parts of what they yield without any.
+The tests compare tokens, text, logprobs, finish reason and usage. Requests are random, from a printed seed. Stop texts
+and stop tokens are parts of the output that the request has without them.
 """
 
 import contextlib
@@ -53,12 +54,12 @@ async def client(server: HttpServer) -> AsyncIterator[AsyncClient]:
 
 
 def drawn_options(rng: random.Random, **chances: Any) -> dict[str, Any]:
-    """Return some of these options; each value is a function that draws it."""
+    """Return a random subset of options. Each value of `chances` is a function that draws the option's value."""
     return {name: draw() for name, draw in chances.items() if rng.random() < 0.3}
 
 
 def draw_request(rng: random.Random) -> dict[str, Any]:
-    """Return the arguments of `AsyncClient.stream`."""
+    """Return random arguments for `AsyncClient.stream`."""
     drawn: dict[str, Any] = drawn_options(
         rng, priority=lambda: rng.randint(-2, 2), cache_salt=lambda: "salt", tenant=lambda: "somebody"
     )
@@ -104,7 +105,7 @@ def _draw_sampling(rng: random.Random) -> SamplingParams:
 
 
 async def with_stops(client: AsyncClient, arguments: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    """Return a request that ends at a part of what it yields, now and then."""
+    """Return the request, sometimes with a stop text or stop token that occurs in its output."""
     sampling = arguments["sampling"]
     if sampling.beam_width or sampling.structured_outputs or rng.random() < 0.4:
         return arguments
@@ -156,7 +157,7 @@ async def test_completions_are_equal(server: HttpServer, client: AsyncClient, se
 
 @pytest.mark.parametrize("seed", SEEDS)
 async def test_usage_is_equal(server: HttpServer, client: AsyncClient, seed: int) -> None:
-    """But for what is found in the cache, which depends on what came before."""
+    """Cached tokens are not compared, because they depend on earlier requests."""
     print(f"seed {seed}")
     rng = random.Random(f"usage {seed}")
     for _ in range(NUM_REQUESTS // 2):
@@ -174,7 +175,7 @@ async def test_usage_is_equal(server: HttpServer, client: AsyncClient, seed: int
 
 
 async def usage_of(client: AsyncClient, arguments: dict[str, Any]) -> tuple[int, int]:
-    """Return the tokens of the prompt, and of all samples. Raises PagewireError."""
+    """Return the number of prompt tokens, and the number of output tokens of all samples. Raises PagewireError."""
     usages = [output.usage async for output in outputs_of(client, arguments) if output.usage is not None]
     (num_prompt_tokens,) = {usage.prompt_tokens for usage in usages}
     return num_prompt_tokens, sum(usage.completion_tokens for usage in usages)
@@ -182,7 +183,7 @@ async def usage_of(client: AsyncClient, arguments: dict[str, Any]) -> tuple[int,
 
 @dataclass(frozen=True)
 class Told:
-    """What any of the APIs of conversations says of an output."""
+    """The text, finish reason and usage of an output, as any of the chat APIs reports them."""
 
     text: str
     reason: str
@@ -190,7 +191,7 @@ class Told:
 
 
 async def told_by_chat(server: HttpServer, body: dict[str, Any], limit: int) -> tuple[Told, Told]:
-    """Return what a whole answer says, and what a stream says."""
+    """Return the output as a whole response reports it, and as a stream reports it."""
     whole = await server.chat(max_tokens=limit, **body)
     events = await server.events(CHAT, **body, max_tokens=limit, stream_options={"include_usage": True})
     (choice,) = whole["choices"]
@@ -221,7 +222,7 @@ async def told_by_messages(server: HttpServer, body: dict[str, Any], limit: int)
 
 
 def _input_tokens(usage: dict[str, Any]) -> int:
-    """Return all tokens of the prompt: those that were found in the cache are counted by themselves."""
+    """Return the number of prompt tokens, including cached tokens, which the API counts separately."""
     return usage["input_tokens"] + (usage.get("cache_read_input_tokens") or 0)
 
 
@@ -253,7 +254,7 @@ ToldBy = Callable[[HttpServer, dict[str, Any], int], Awaitable[tuple[Told, Told]
 @pytest.mark.parametrize("told_by", [told_by_chat, told_by_messages, told_by_responses], ids=lambda each: each.__name__)
 @pytest.mark.parametrize("seed", SEEDS)
 async def test_conversations_are_equal(server: HttpServer, client: AsyncClient, told_by: ToldBy, seed: int) -> None:
-    """To what comes of the prompt that they are rendered as."""
+    """A conversation has the same output as the prompt to which it is rendered."""
     print(f"seed {seed}")
     rng = random.Random(f"conversations {seed}")
     for _ in range(NUM_REQUESTS // 2):

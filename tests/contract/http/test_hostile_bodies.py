@@ -1,6 +1,7 @@
-"""No request costs a server more than its size allows: processor time is compared at a size and at four times that.
+"""No request costs a server more than its size allows: CPU time is compared between a size and four times that size.
 
-Each route gets the bodies of `hostile_bodies`. Times are compared as `growth` does, above what is too short to compare.
+Each route gets the bodies of `hostile_bodies`. Times are compared as in `growth`. Times too short to compare are
+ignored.
 """
 
 import asyncio
@@ -32,17 +33,17 @@ SEED = 60
 PATHS = [route.path for route in POSTED]
 SMALL_SIZE = 256
 SIZES = [64 * STEP**power for power in range(6)]  # up to 64 KiB
-# With room for what stands around the large field.
+# With room for the JSON around the large field.
 LARGE_SIZES = [(MAX_BODY_BYTES - 4096) // STEP**power for power in (2, 1, 0)]
 HEAD_SIZES = [(MAX_HEAD_BYTES - 1024) // STEP**power for power in (4, 3, 2, 1, 0)]
-NUM_LARGE = 4  # drawn bodies of each route that have such sizes, beside the listed ones
-# Shorter times are not compared: most of such a time is what any request costs.
+NUM_LARGE = 4  # randomly drawn bodies of each route that are sent at these sizes, in addition to the listed bodies
+# Shorter times are not compared, because every request has most of such a cost.
 SHORT_S = 0.02
-# A request that takes longer, waiting included, is tried at no larger size.
+# After a request that takes longer, including waiting, larger sizes are not tried.
 LONG_S = 0.5
-# A request holds the event loop for a bounded time at once: from some size on, a larger one holds it no longer.
+# A request may block the event loop for a limited time only: above some size, the time must not grow.
 MAX_HELD_RATIO = 2.0
-# Fields and shapes that are always tried: whole values of them are decoded, or make other values.
+# Fields and shapes that are always tried, because the server decodes their values or builds other values from them.
 LISTED = {
     *(("metadata", shape) for shape in ("lists within", "deep lists within", "keys")),
     *(("allowed_token_ids", shape) for shape in ("zeros", "its own")),
@@ -53,7 +54,7 @@ LISTED = {
     *(("messages", shape) for shape in ("messages", "calls", "keys")),
     *(("", shape) for shape in ("a long key", "a long key and a line", "keys")),
 }
-# What stands in a path or in a query again and again, and what stands at its end.
+# The repeated part and the end of a path or a query.
 PARTS: dict[str, tuple[str, str]] = {
     "one character": ("a", ""),
     "escaped": ("%41", ""),
@@ -70,14 +71,14 @@ Measure = Callable[[int], Awaitable[float]]
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpServer]:
-    """A server of a model that makes embeddings, with a template for each format of calls."""
+    """A server of an embedding model, with one template for each tool call format."""
     print(f"seed {SEED}")
     named = {name: f"{{{{ messages[0].content }}}}{{# {each.template} #}}" for name, each in SPELLINGS.items()}
     model = make_chat_checkpoint(tmp_path_factory.mktemp("models") / "chatty", **named)
     (model / "chat_template.jinja").write_text(TEMPLATE)
     write_pooling(model, pooling_mode_mean_tokens=False, pooling_mode_lasttoken=True)
     gc.collect()
-    gc.freeze()  # or collections would look at all that other tests have left
+    gc.freeze()  # otherwise collections would scan all objects of earlier tests
     async with serve_http(model) as server:
         yield server
     gc.unfreeze()
@@ -91,7 +92,7 @@ def by_path(bodies: Iterable[HostileBody]) -> Bodies:
 
 
 def dealt(bodies: Iterable[HostileBody]) -> Bodies:
-    """Return bodies by route. A body of a field that several routes have goes to one of them."""
+    """Return bodies by route. If several routes share a field, only one of them gets its body."""
     rng = random.Random(SEED)
     found: dict[tuple[str, str], list[HostileBody]] = {}
     for body in bodies:
@@ -100,7 +101,9 @@ def dealt(bodies: Iterable[HostileBody]) -> Bodies:
 
 
 def drawn() -> Bodies:
-    """Return the bodies that have many sizes: at each route, each shape in one field, and the listed ones."""
+    """Return the bodies that are sent at many sizes, by route: each shape in one random field, and the
+    listed bodies.
+    """
     rng = random.Random(SEED)
     found: dict[tuple[str, str], list[HostileBody]] = {}
     listed = []
@@ -117,10 +120,10 @@ DEALT, DRAWN = dealt(ALL), drawn()
 
 
 class Ladder:
-    """Requests of one kind, of one size after another.
+    """Sends one kind of request at increasing sizes.
 
     Attributes:
-        faults: what is wrong with answers, or with what they cost.
+        faults: descriptions of wrong responses and of excessive costs.
     """
 
     def __init__(self, server: HttpServer, name: str, make: Callable[[int], bytes]) -> None:
@@ -130,7 +133,7 @@ class Ladder:
         self.faults: list[str] = []
 
     async def climb(self, sizes: Sequence[int]) -> bool:
-        """Compare the seconds of each size with those of the size before. Return whether larger ones may be tried."""
+        """Compare the CPU time of each size with the previous size. Return whether larger sizes may be tried."""
         before = await self._seconds(sizes[0])
         for size, next_size in pairwise(sizes):
             begun = time.monotonic()
@@ -143,7 +146,7 @@ class Ladder:
         return True
 
     async def hold(self, size: int, next_size: int, short: float) -> None:
-        """Compare for how long two sizes hold the event loop."""
+        """Compare for how long requests of two sizes block the event loop."""
         costs = Costs(MAX_HELD_RATIO, short)
         costs.add(await self._held(size), await self._held(next_size))
         await self._compare("hold the event loop for", costs, size, next_size, self._held, self._held)
@@ -151,11 +154,11 @@ class Ladder:
     async def _compare(
         self, what: str, costs: Costs, size: int, next_size: int, measure_small: Measure, measure_large: Measure
     ) -> None:
-        """Let the best of several tries decide where one try does not."""
+        """Repeat the measurement if the first one exceeds the limit. Record a fault if every attempt exceeds it."""
         if costs.are_too_high:
             costs = Costs(costs.max_ratio, costs.short)
             for _ in range(2 * NUM_TRIES):
-                gc.collect()  # or what other requests have left would be looked at in the time of these
+                gc.collect()  # otherwise the time would include collecting garbage of other requests
                 costs.add(await measure_small(size), await measure_large(next_size))
                 if not costs.are_too_high:
                     break
@@ -167,14 +170,14 @@ class Ladder:
             )
 
     async def _mean_seconds(self, size: int) -> float:
-        """Return the mean of as many requests as have the next size together."""
+        """Return the mean CPU time of `STEP` requests, whose total size equals the next size."""
         return sum([await self._seconds(size) for _ in range(STEP)]) / STEP
 
     async def try_size(self, size: int) -> None:
         self._judge(size, await ask(self._server, self._make(size)))
 
     async def _seconds(self, size: int) -> float:
-        """Return the processor time that a request costs this process, all of its threads together."""
+        """Return the CPU seconds that a request costs this process, including all threads."""
         content = self._make(size)
         before = time.process_time()
         status = await ask(self._server, content)
@@ -196,7 +199,7 @@ class Ladder:
 
 
 async def _longest_beat() -> float:
-    """Return the most processor time of this process between two turns of the event loop, until cancelled."""
+    """Measure until cancelled. Return the longest CPU time of this process between two turns of the event loop."""
     longest, last = 0.0, time.process_time()
     try:
         while True:
@@ -208,7 +211,7 @@ async def _longest_beat() -> float:
 
 
 async def ask(server: HttpServer, content: bytes) -> str:
-    """Send a request on a connection of its own, read the answer to its end, and return its status."""
+    """Send a request on a new connection, read the whole response, and return its status."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
     answer = b""
     try:
@@ -217,7 +220,7 @@ async def ask(server: HttpServer, content: bytes) -> str:
         while await reader.read(1 << 20):
             pass
     except ConnectionError:
-        pass  # behind an answer, to what the server has not read to its end
+        pass  # the server closed the connection after its response, without reading the rest of the request
     finally:
         writer.close()
     return answer[9:12].decode()
@@ -239,7 +242,7 @@ async def check(server: HttpServer, faults: Sequence[str]) -> None:
 
 
 def decoding_seconds() -> float:
-    """Return the seconds in which this machine decodes a whole body of numbers."""
+    """Return the CPU seconds in which this machine decodes a body of maximum size that consists of numbers."""
     content, seconds = b"[" + b"0," * (MAX_BODY_BYTES // 2 - 1) + b"0]", []
     for _ in range(NUM_TRIES):
         before = time.process_time()
@@ -279,7 +282,7 @@ async def test_no_large_body_holds_the_event_loop(server: HttpServer, path: str)
     faults: list[str] = []
     for body in (*listed, *random.Random(SEED).sample(others, min(NUM_LARGE, len(others)))):
         each = ladder(server, body)
-        # What is too dear already fails in the test above.
+        # A body that is too expensive already fails in the test above.
         if await each.climb(SIZES[-2:]) and await each.climb(LARGE_SIZES):
             await each.hold(*LARGE_SIZES[-2:], short)
         faults += each.faults
@@ -288,7 +291,7 @@ async def test_no_large_body_holds_the_event_loop(server: HttpServer, path: str)
 
 @pytest.mark.parametrize("route", NAMED, ids=lambda route: f"{route.method} {route.path}")
 async def test_no_head_costs_more_than_its_size(server: HttpServer, route: TypedRoute) -> None:
-    """Paths and queries say all of these requests."""
+    """These requests consist of a path and a query only."""
     before, _, after = route.path.partition("{")
     after = after.partition("}")[2]
     forms = {"the id": f"{before}#{after}", "a field that is not known": f"{before}x{after}?#=1"}

@@ -1,4 +1,4 @@
-"""The tokens of which log-probabilities are reported: those that a request lists, or the whole vocabulary."""
+"""The tokens whose logprobs are reported: the tokens that a request lists, or the whole vocabulary."""
 
 import asyncio
 import threading
@@ -29,7 +29,7 @@ def ids_in(tops: list[dict[str, Any]]) -> list[int]:
 
 
 async def whole_and_streamed(server: HttpServer, path: str, **asked: Any) -> list[Any]:
-    """The log-probabilities of the choice of a whole answer, and of one in events, put together."""
+    """Return the logprobs of a choice twice: of the whole response, and joined from the events of a stream."""
     columns = (await server.post(path, **asked)).json()["choices"][0]["logprobs"]
     whole = {name: column for name, column in columns.items() if column is not None}
     events = await server.events(path, **asked)
@@ -38,7 +38,7 @@ async def whole_and_streamed(server: HttpServer, path: str, **asked: Any) -> lis
 
 
 async def test_listed_tokens_replace_the_most_likely(server: HttpServer) -> None:
-    """As in vLLM: the token itself, then those that are listed, each once."""
+    """As in vLLM, the output token comes first, then the listed tokens, each once."""
     asked = chat("hello") | IDS | {"logprobs": True, "top_logprobs": 5, "logprob_token_ids": LISTED}
     ChatCompletion.model_validate((await server.post(CHAT, **asked)).json())
     for found in await whole_and_streamed(server, CHAT, **asked):
@@ -110,7 +110,7 @@ async def test_all_tokens_of_the_vocabulary(server: HttpServer) -> None:
 async def test_all_tokens_are_bounded_before_they_are_computed(
     server: HttpServer, monkeypatch: pytest.MonkeyPatch, path: str, field: str, asked: dict[str, Any], more: Any
 ) -> None:
-    """Also in events, each of which has the whole vocabulary."""
+    """The limit also applies to streams, because each event contains the whole vocabulary."""
     monkeypatch.setattr(parsed_request, "MAX_ANSWER_BYTES", MIB)
     error = await server.refusal(path, **asked, **more)
     assert error["param"] == field
@@ -165,7 +165,7 @@ async def test_the_result_of_a_detached_request_is_put_together_in_small_pieces(
 async def test_requests_for_all_tokens_share_their_tenants_bound(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As long as one is there, however it is sent, and no longer."""
+    """Memory is charged to the tenant while a request exists, in every API, and not longer."""
     monkeypatch.setattr("scheduler_service.serving.intake.MAX_TENANT_ANSWER_BYTES", MIB)
     asked = {"prompt": [5], "max_tokens": 40, "logprobs": -1, "ignore_eos": True, "stream": True}
     async with shared_server(model, tmp_path) as server:

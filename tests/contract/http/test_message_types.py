@@ -1,4 +1,4 @@
-"""Messages of a chat have the types that they must, and all that clients send is served."""
+"""Chat messages are checked for the types of their fields, and messages that real clients send are accepted."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""`/v1/messages` over real HTTP, by Anthropic's own client: a streamed message is the whole one."""
+"""`/v1/messages` over HTTP, through Anthropic's client: streamed and whole messages are equal."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -40,7 +40,7 @@ async def client(server: HttpServer) -> AsyncIterator[anthropic.AsyncAnthropic]:
 
 
 def blocks(message: Message) -> list[tuple[Any, ...]]:
-    """What a message holds, but for ids."""
+    """Return the content blocks of a message without their ids, as tuples of the block type and its content."""
     told: list[tuple[Any, ...]] = []
     for block in message.content:
         match block.type:
@@ -54,7 +54,7 @@ def blocks(message: Message) -> list[tuple[Any, ...]]:
 
 
 async def both(client: anthropic.AsyncAnthropic, **asked: Any) -> Message:
-    """The message, which is the same streamed."""
+    """Create a message whole and streamed, check that both are equal, and return it."""
     asked = {"model": "chatty", "messages": [QUESTION], "max_tokens": LIMIT} | asked
     whole = await client.messages.create(**asked)
     async with client.messages.stream(**asked) as stream:
@@ -79,7 +79,7 @@ async def both(client: anthropic.AsyncAnthropic, **asked: Any) -> Message:
     ],
     ids=str,
 )
-async def test_what_the_model_writes(
+async def test_text_thinking_and_tool_use_blocks(
     client: anthropic.AsyncAnthropic, say: Say, text: str, expected: list[tuple[Any, ...]], reason: str
 ) -> None:
     say(text)

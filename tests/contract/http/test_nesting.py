@@ -1,4 +1,4 @@
-"""Requests and outputs that are nested at any depth: what is too deep is refused, and nothing fails by it."""
+"""Requests and outputs with deep nesting: values that are nested too deeply are refused without a server error."""
 
 import gc
 import json
@@ -32,7 +32,7 @@ server = server_of_the_module()
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 ASKED = '"messages": [{"role": "user", "content": "hi"}]'
 TOOLS = '"tools": [{"type": "function", "function": {"name": "now"}}]'
-DEEPEST = 1200  # more than Python itself follows
+DEEPEST = 1200  # deeper than Python's recursion limit
 
 
 def nested(depth: int) -> str:
@@ -40,7 +40,7 @@ def nested(depth: int) -> str:
 
 
 def schema(depth: int) -> str:
-    """A JSON Schema, nested as deeply with what goes to the library."""
+    """Return a JSON Schema in which the value that the grammar library compiles is nested to the given depth."""
     return f'{{"const": {nested(depth - 1)}}}'
 
 
@@ -99,8 +99,10 @@ PLACES: dict[str, tuple[str, Callable[[int], str]]] = {
 
 @pytest.fixture(autouse=True)
 def uncollected() -> Iterator[None]:
-    """Garbage is collected wherever Python allocates, at the end of its stack too: finalizers that run there fail, and
-    so does what would report it."""
+    """Disable garbage collection.
+
+    Otherwise a collection may run close to the recursion limit, where finalizers and their error reports fail.
+    """
     gc.disable()
     yield
     gc.enable()
@@ -120,7 +122,7 @@ async def status(server: HttpServer, place: str, depth: int) -> int:
 @pytest.mark.parametrize("place", PLACES)
 async def test_a_request_is_served_or_refused_at_any_depth(server: HttpServer, place: str) -> None:
     draw = seeded()
-    near_python_s = range(880, 1000, 3)  # what is read there fails in what reads on
+    near_python_s = range(880, 1000, 3)  # decodable values that may fail in later code
     for depth in (MAX_DEPTH, DEEPEST, 100_000, *draw.sample(range(2, DEEPEST), 5), *draw.sample(near_python_s, 12)):
         assert await status(server, place, depth) in (200, 400), depth
 

@@ -1,4 +1,4 @@
-"""Answers that clients send back, by a template that is particular: its model goes on with them, whatever the API."""
+"""Clients can send the server's own responses back in every API, even if the model's chat template is strict."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,8 @@ import pytest
 from testing.serving.http_server import HttpServer
 from tests.contract.http.scripted import CALL, SECOND, WEATHER, Say, make_tool_checkpoint
 
-# One system message, one call an answer, ids of nine characters, no text beside reasoning and a call.
+# The template accepts one system message, one tool call for each assistant message, ids of nine characters, and no text
+# beside reasoning and a tool call.
 PARTICULAR = (
     "{% for m in messages %}{% if m.role == 'system' and not loop.first or m.role == 'developer' "
     "or m.role == 'tool' and m.tool_call_id|length != 9 or m.tool_calls and (m.tool_calls|length != 1 "
@@ -34,7 +35,7 @@ def tools(**form: Any) -> list[dict[str, Any]]:
     return [{"name": name, **form} for name in ("weather", "now")]
 
 
-async def test_chats_go_on(server: HttpServer, say: Say) -> None:
+async def test_chats_are_continued(server: HttpServer, say: Say) -> None:
     say(WRITTEN)
     functions = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("weather", "now")]
     messages: list[Any] = [{"role": "system", "content": "s"}, {"role": "developer", "content": "d"}]
@@ -50,7 +51,7 @@ async def test_chats_go_on(server: HttpServer, say: Say) -> None:
         messages += [{"role": "tool", "tool_call_id": call.id, "content": "r"} for call in calls]
 
 
-async def test_responses_go_on(server: HttpServer, say: Say) -> None:
+async def test_responses_are_continued(server: HttpServer, say: Say) -> None:
     say(WRITTEN)
     before, given = None, [{"role": "developer", "content": "d"}, {"role": "user", "content": "q"}]
     for _ in range(ROUNDS):
@@ -68,7 +69,7 @@ async def test_responses_go_on(server: HttpServer, say: Say) -> None:
         before = answer.id
 
 
-async def test_messages_go_on(server: HttpServer, say: Say) -> None:
+async def test_messages_are_continued(server: HttpServer, say: Say) -> None:
     say(WRITTEN)
     messages: list[Any] = [{"role": "user", "content": "q"}]
     async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as client:

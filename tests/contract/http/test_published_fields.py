@@ -1,7 +1,7 @@
-"""Every field of the requests that OpenAI, Anthropic and vLLM publish: honoured, inert at a value, or refused by name.
+"""Every request field that OpenAI, Anthropic and vLLM publish is honored, has no effect at one value, or is refused.
 
-Those of a request itself have a row of docs/http_api.md each, which test_fields.py shows. Those of objects within a
-request are shown here. A new field of a pinned package fails here until it is known.
+Each top-level field has a row in docs/http_api.md, which test_fields.py tests. This file tests the fields of nested
+objects. A new field of a pinned package fails here until it has a case.
 """
 
 import json
@@ -40,7 +40,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     RESPONSES: {"input": "hello", "seed": 0, "max_output_tokens": 4, "request_id": "same", "store": False},
     MESSAGES: {"messages": [QUESTION], "seed": 0, "max_tokens": 4, "request_id": "same"},
 }
-# Every message with all that it has, and every tool.
+# Renders every message and every tool with all fields.
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{{ enable_thinking }}{{ reasoning_effort }}"
     "{% for message in messages %}{{ message | tojson }}{% endfor %}{# <tool_call> <think> </think> #}"
@@ -49,13 +49,13 @@ TEMPLATE = (
 
 @dataclass(frozen=True)
 class Part:
-    """An object within a request: what it needs at least, and other values for its fields."""
+    """An object within a request: its required fields, and other values for its fields."""
 
     least: dict[str, Any]
-    honoured: dict[str, Any] = field(default_factory=dict)  # what changes the request or its answer
-    inert: dict[str, Any] = field(default_factory=dict)  # what changes nothing
+    honoured: dict[str, Any] = field(default_factory=dict)  # values that change the request or its response
+    inert: dict[str, Any] = field(default_factory=dict)  # values without an effect
     refused: dict[str, Any] = field(default_factory=dict)
-    beside: dict[str, Any] = field(default_factory=dict)  # in the request itself
+    beside: dict[str, Any] = field(default_factory=dict)  # fields of the request itself
 
 
 CACHED = {"cache_control": {"type": "ephemeral"}}
@@ -182,7 +182,7 @@ RESPONSE_PARTS: dict[str, Part] = {
         {"type": "tool_search_output", "call_id": "1", "tools": [ITEM_TOOL]},
         {"tools": [ITEM_TOOL | {"name": "g"}], "call_id": "2"},
         {"id": "tso_1", "status": "completed", "execution": "client"},
-        {"tools": [{"type": "computer"}]},  # tools are what they are in a request
+        {"tools": [{"type": "computer"}]},  # the tools are checked like the tools of a request
     ),
     "tools[](tool_search)": Part(
         {"type": "tool_search", "execution": "client"},
@@ -193,7 +193,7 @@ RESPONSE_PARTS: dict[str, Part] = {
     "text.format(json_object)": Part({"type": "json_object"}),
     "text.format(json_schema)": Part(
         {"type": "json_schema", "name": "a", "schema": SCHEMA},
-        {"schema": {"type": "array"}, "name": "b", "description": "c", "strict": True},  # the answer repeats them
+        {"schema": {"type": "array"}, "name": "b", "description": "c", "strict": True},  # the response repeats it
     ),
     "reasoning": Part(
         {},
@@ -214,7 +214,7 @@ RESPONSE_PARTS: dict[str, Part] = {
     ),
     "tools[](function)": Part(
         ITEM_TOOL,
-        # The answer repeats the tools.
+        # The response repeats the tools.
         DESCRIBED | LOADED | {"strict": True, "output_schema": SCHEMA, "allowed_callers": ["direct"], "async": False},
         refused={"async": True, "allowed_callers": ["programmatic"]},
     ),
@@ -349,9 +349,9 @@ MESSAGE_PARTS: dict[str, Part] = {
 }
 PARTS = {CHAT: CHAT_PARTS, RESPONSES: RESPONSE_PARTS, MESSAGES: MESSAGE_PARTS}
 
-# Blocks of what Anthropic's servers alone know.
+# Blocks that only Anthropic's servers can interpret.
 _OF_VENDOR = "container_upload|compaction|tool_addition|tool_removal|fallback"
-# Objects that are refused by their tags, or left out with a warning, by the list that they are in.
+# Objects that are refused by their tags or left out with a warning, keyed by the list that contains them.
 REFUSED: dict[str, dict[str, str]] = {
     CHAT: {
         "function_call": "",
@@ -388,7 +388,7 @@ LEFT_OUT: dict[str, dict[str, str]] = {
         "tools[]": "(web_search|web_fetch|code_execution|tool_search_tool_bm25|tool_search_tool_regex|advisor)_[0-9]{8}"
     },
 }
-# Objects that the model reads as texts.
+# Objects that the model reads as text.
 _USED = "server_tool_use|.*_tool_result|mcp_tool_use|mcp_tool_listing"
 AS_TEXTS: dict[str, dict[str, str]] = {
     CHAT: {},
@@ -401,19 +401,19 @@ AS_TEXTS: dict[str, dict[str, str]] = {
     MESSAGES: {"messages[](user).content[]": _USED, "messages[](assistant).content[]": _USED},
 }
 
-# Objects that another test shows.
+# Objects that another test covers.
 ELSEWHERE = {"input[](item_reference)": "test_items_may_be_named"}
 
 
 def whole_fields(path: str) -> set[str]:
-    """Fields of a request that are refused or inert with all that they hold."""
+    """Return the fields of a request that are refused, or have no effect, together with all nested fields."""
     kind = next(route.request for route in POSTED if route.path == path)
     rows = list(field_rows(kind))
     return {row.name for row in rows if not row.takes or "no effect" in row.note} | {"access_programs"}
 
 
 def objects(path: str) -> list[tuple[str, Any]]:
-    """The objects within the requests of a path, each with its type."""
+    """Return the paths and types of all objects within the requests of a path."""
     waiting: list[tuple[str, Any]] = [("", kind) for kind in TYPED[path]]
     for at, kind in waiting:
         part = PARTS[path].get(at)
@@ -426,7 +426,7 @@ def objects(path: str) -> list[tuple[str, Any]]:
 
 
 def body_with(path: str, at: str, value: Any) -> dict[str, Any]:
-    """A request with an object at a place."""
+    """Return a request that has an object at the path `at`."""
     above, _, last = at.rpartition(".")
     name, _, _ = last.partition("(")
     given = [value] if name.endswith("[]") else value
@@ -439,7 +439,10 @@ def body_with(path: str, at: str, value: Any) -> dict[str, Any]:
 
 
 def joined(answers: list[Any]) -> list[Any]:
-    """The answers, with the text of a chat's chunks in one: how many tokens a chunk has is a matter of time."""
+    """Return the responses, with the text of a chat's chunks joined and appended as the last element.
+
+    The number of tokens in a chunk depends on timing.
+    """
     kept, text = [], ""
     for answer in answers:
         choices = [choice for choice in answer.get("choices", ()) if "delta" in choice]
@@ -455,8 +458,10 @@ class Door:
     begun: list[Begun]
 
     async def send(self, path: str, body: dict[str, Any]) -> tuple[int, Any, Request | None, str | None]:
-        """Send a request. Return the status, the answer without what differs from call to call, the request that was
-        begun, and the warning."""
+        """Send a request.
+
+        Returns the status, the response without the parts that vary, the request that was started, and the warning.
+        """
         self.begun.clear()
         response = await self.server.post(path, **body)
         texts = [response.text]
@@ -467,7 +472,7 @@ class Door:
         return response.status_code, answers, begun, response.headers.get("warning")
 
     async def refusal(self, path: str, body: dict[str, Any]) -> str:
-        """The field that is refused, without its indexes."""
+        """Return the name of the refused field, without its indexes."""
         response = await self.server.post(path, **body)
         assert response.status_code == 400, response.text
         return re.sub(r"\[\d+\]", "", response.json()["error"]["param"] or "")
@@ -488,7 +493,7 @@ def without_tags(at: str) -> str:
 
 @pytest.mark.parametrize("path", sorted({*TYPED, *VLLM}))
 async def test_every_field_of_a_request_is_known(path: str) -> None:
-    """Its row of docs/http_api.md says what it does, and test_fields.py shows that."""
+    """The field has a row in docs/http_api.md, whose statement test_fields.py tests."""
     kind = next(route.request for route in POSTED if route.path == path)
     assert published(path) <= {row.name for row in field_rows(kind)}
 
@@ -521,7 +526,7 @@ def is_listed(known: dict[str, str], at: str) -> bool:
 
 
 def apart(at: str) -> tuple[str, str]:
-    """The list or field that an object is in, and its tag, if it has one."""
+    """Return the list or field that contains an object, and the object's tag or an empty string."""
     found = re.fullmatch(r"(.*?)(?:\(([^()]*)\))?", at)
     assert found is not None
     return found[1], found[2] or ""
@@ -531,7 +536,7 @@ CASES = [(path, at) for path, parts in PARTS.items() for at in parts]
 
 
 @pytest.mark.parametrize(("path", "at"), CASES)
-async def test_a_field_of_an_object(door: Door, path: str, at: str) -> None:
+async def test_nested_fields_are_honored_inert_or_refused(door: Door, path: str, at: str) -> None:
     part = PARTS[path][at]
     sent = await door.send(path, body_with(path, at, part.least) | part.beside)
     assert sent[0] == 200, sent

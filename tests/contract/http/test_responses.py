@@ -1,4 +1,4 @@
-"""`/v1/responses` over real HTTP, by OpenAI's own client: a streamed response is the whole one."""
+"""`/v1/responses` over HTTP, through OpenAI's client: streamed and whole responses are equal."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def both(server: HttpServer, **asked: Any) -> Response:
-    """The response, which is the same streamed."""
+    """Create a response whole and streamed, check that both are equal, and return it."""
     asked = {"model": "chatty", "input": "hi", "max_output_tokens": 150} | asked
     whole = await server.openai.responses.create(**asked)
     Response.model_validate(whole.model_dump(warnings="error"))
@@ -47,7 +47,7 @@ async def both(server: HttpServer, **asked: Any) -> Response:
 
 
 def _told(events: list[Any]) -> list[tuple[Any, ...]]:
-    """What the deltas of a stream say."""
+    """Return the output items that the deltas of a stream add up to."""
     added = [event for event in events if event.type == "response.output_item.added"]
     assert [event.output_index for event in added] == list(range(len(added)))
     texts = ["" for _ in added]
@@ -121,7 +121,7 @@ async def test_each_message_has_the_logprobs_of_its_own_tokens(model: Path, say:
     ],
     ids=str,
 )
-async def test_what_the_model_writes(server: HttpServer, say: Say, text: str, expected: list[tuple[Any, ...]]) -> None:
+async def test_output_items(server: HttpServer, say: Say, text: str, expected: list[tuple[Any, ...]]) -> None:
     say(text)
     response = await both(server, tools=TOOLS)
     assert (items(response), response.status) == (expected, "completed")
@@ -153,7 +153,7 @@ async def test_usage(server: HttpServer, model: Path, say: Say, thought: str) ->
 
 @pytest.mark.parametrize("background", [False, True])
 async def test_an_answer_says_what_was_used(model: Path, tmp_path: Path, say: Say, background: bool) -> None:
-    """Open Responses wants each of these fields, and none of the options of sampling null."""
+    """Open Responses requires each of these fields, and the sampling options must not be null."""
     own = tmp_path / "chatty"
     shutil.copytree(model, own)
     (own / "generation_config.json").write_text(json.dumps({"temperature": 0.5, "top_p": 0.25}))
@@ -184,7 +184,7 @@ async def test_an_answer_says_what_was_used(model: Path, tmp_path: Path, say: Sa
             assert completed_at is None if background else answer["created_at"] <= completed_at
 
 
-async def test_a_response_that_has_not_completed_has_no_time_of_it(server: HttpServer, say: Say) -> None:
+async def test_only_completed_responses_have_a_completion_time(server: HttpServer, say: Say) -> None:
     say("hello, hello, hello")
     events = await server.openai.responses.create(model="chatty", input="hi", max_output_tokens=2, stream=True)
     async for event in events:
@@ -241,7 +241,7 @@ async def test_a_conversation_is_the_chat_that_it_means() -> None:
 
 
 async def test_no_two_items_have_one_id(server: HttpServer, say: Say) -> None:
-    """Else pages of them, each behind the last one's id, would have no end."""
+    """Otherwise paging through the items after a given id would never end."""
     say("hello")
     given = [{"role": "user", "content": text, "id": "same"} for text in "abc"]
     first = await server.openai.responses.create(model="chatty", input=given)
@@ -257,7 +257,7 @@ async def test_no_two_items_have_one_id(server: HttpServer, say: Say) -> None:
 @pytest.mark.parametrize(("mode", "kind"), [("auto", "triggered_tags"), ("required", "tags_with_separator")])
 async def test_some_tools_may_be_allowed(server: HttpServer, say: Say, mode: str, kind: str) -> None:
     say(CALL)
-    whole = dict(next(tool for tool in TOOLS if tool["name"] == "weather"))  # of which its name counts
+    whole = dict(next(tool for tool in TOOLS if tool["name"] == "weather"))  # only its name matters
     choice: Any = {"type": "allowed_tools", "mode": mode, "tools": [whole]}
     response = await server.openai.responses.create(model="chatty", input="hi", tools=TOOLS, tool_choice=choice)
     assert items(response) == [USED]

@@ -1,4 +1,4 @@
-"""Responses that are kept, gone on with, and made in background: by OpenAI's own client, at any door."""
+"""Responses that are stored, continued, or run in the background, through OpenAI's client and any server."""
 
 import asyncio
 import random
@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def another_door(server: HttpServer, model: Path, **options: Any) -> AsyncIterator[openai.AsyncOpenAI]:
-    """Of the same scheduler."""
+    """Start another front end of the same scheduler."""
     port = free_port("127.0.0.1")
     async with (
         serve_front_end(model, server.stack.url, http_port=port, **options),
@@ -55,7 +55,7 @@ async def until(client: openai.AsyncOpenAI, response_id: str, *statuses: str) ->
             response = await client.responses.retrieve(response_id)
             if response.status in statuses:
                 return response
-            await asyncio.sleep(0.01)  # a client that only polls has no event to wait for
+            await asyncio.sleep(0.01)  # a client that polls has no event to wait for
 
 
 async def ended(client: openai.AsyncOpenAI, response_id: str) -> Response:
@@ -76,7 +76,7 @@ async def unknown(client: openai.AsyncOpenAI, response_id: str) -> str:
     return caught.value.message.replace(response_id, "ID")
 
 
-# Kept
+# Storing
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -89,7 +89,7 @@ async def test_a_response_is_kept_before_its_client_knows(
         created = await create(server.openai, **asked)
         if is_streamed:
             async for event in created:
-                if event.type == "response.completed":  # while the stream is open
+                if event.type == "response.completed":  # while the stream is still open
                     created = event.response
                     assert (await other.responses.retrieve(created.id)).output == created.output
         assert (created.store, created.background, created.previous_response_id) == (True, False, None)
@@ -114,7 +114,7 @@ async def test_ids_of_items_are_the_responses(server: HttpServer, say: Say) -> N
 async def test_items_may_be_named(
     server: HttpServer, model: Path, say: Say, rendered: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the AI SDK sends the turns of a loop of tools, of responses that are kept, by any door."""
+    """The AI SDK refers to the items of stored responses this way in a loop of tool calls. Any server resolves them."""
     say(THOUGHT)
     first = await create(server.openai, tools=TOOLS, extra_body={"request_id": "a_1"})
     result: Any = {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "5 degrees"}
@@ -170,7 +170,7 @@ async def test_ids_may_have_any_characters(server: HttpServer, say: Say, seed: i
         assert created.id == response_id
         assert await responses.retrieve(response_id) == created
         assert [item.id async for item in await responses.input_items.list(response_id)] == [f"msg_{name}_input_0"]
-        for verb in (responses.cancel, partial(responses.retrieve, stream=True)):  # of one in background alone
+        for verb in (responses.cancel, partial(responses.retrieve, stream=True)):  # for background responses only
             with pytest.raises(openai.BadRequestError, match="was not made in background"):
                 await verb(response_id)
         detached = f"/v1/requests/{quote('d' + name, safe='')}"
@@ -183,7 +183,7 @@ async def test_ids_may_have_any_characters(server: HttpServer, say: Say, seed: i
         assert await unknown(server.openai, created.id)
 
 
-async def test_what_is_not_kept_looks_as_what_never_was(model: Path, say: Say) -> None:
+async def test_unstored_responses_look_unknown(model: Path, say: Say) -> None:
     say("hello")
     async with serve_http(model) as server:
         never = await unknown(server.openai, "resp_never")
@@ -191,12 +191,12 @@ async def test_what_is_not_kept_looks_as_what_never_was(model: Path, say: Say) -
         await server.openai.responses.delete(forgotten.id)
         unkept = await create(server.openai, store=False)
         assert unkept.store is False
-        # What is kept there is no response.
+        # A stored request that is not a response.
         completion = await server.post("/v1/completions", prompt="x", detached=True, request_id="completion")
         assert completion.status_code == 200
         record = pb.KeepRecordRequest(request_id="record", record=b'{"input": []}')
         await server.stack.stub.KeepRecord(record)
-        # A record of a response in background, without its request.
+        # A record of a background response, without its request.
         background = await create(server.openai, background=True, extra_body={"request_id": "background"})
         found = await server.stack.stub.GetResult(pb.GetResultRequest(request_id="background"))
         await server.stack.stub.KeepRecord(pb.KeepRecordRequest(request_id="copy", record=found.record))
@@ -204,7 +204,7 @@ async def test_what_is_not_kept_looks_as_what_never_was(model: Path, say: Say) -
         never_made = ("resp_completion", "completion", "resp_record", "resp_copy", "resp_", "a/b")
         for name in (forgotten.id, unkept.id, *never_made):
             assert await unknown(server.openai, name) == never
-        for name in (forgotten.id, "resp_never", "never"):  # status and code are OpenAI's
+        for name in (forgotten.id, "resp_never", "never"):  # status and code equal OpenAI's
             with pytest.raises(openai.BadRequestError) as caught:
                 await create(server.openai, previous_response_id=name)
             assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
@@ -244,7 +244,7 @@ async def test_a_response_that_is_too_large_is_refused_before_it_is_made(server:
 async def test_a_response_that_cannot_be_kept_is_not_lost(
     server: HttpServer, say: Say, monkeypatch: Any, caplog: pytest.LogCaptureFixture, is_streamed: bool, is_large: bool
 ) -> None:
-    """What makes that so comes to light when it has been computed."""
+    """The failure is only detected after the response has been computed."""
     say(LONG)
     kept = await create(server.openai, extra_body={"request_id": "first"})
     record = (await server.stack.stub.GetResult(pb.GetResultRequest(request_id="first"))).record
@@ -266,7 +266,7 @@ async def test_a_response_that_cannot_be_kept_is_not_lost(
 
 
 async def _last_of(creating: Awaitable[Any]) -> Response:
-    """The response, or that of the last event."""
+    """Return the response, or the response of the stream's last event."""
     created = await creating
     return created if isinstance(created, Response) else [event async for event in created][-1].response
 
@@ -312,7 +312,7 @@ async def test_input_items_come_in_pages(server: HttpServer, say: Say) -> None:
         assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
-# Gone on with
+# Continuing
 
 
 async def test_a_conversation_goes_on(server: HttpServer, model: Path, say: Say, rendered: list[Any]) -> None:
@@ -326,14 +326,14 @@ async def test_a_conversation_goes_on(server: HttpServer, model: Path, say: Say,
         assert (second.previous_response_id, items(second)) == (first.id, [("message", "hello")])
         third = await create(server.openai, input="and now?", previous_response_id=second.id, store=False)
         assert third.previous_response_id == second.id
-        # As if its client had sent all of it.
+        # The same conversation, as a client would send it in full.
         spelled = [{"role": "user", "content": "hi"}, *(item.to_dict() for item in first.output), output]
         spelled += [*(item.to_dict() for item in second.output), {"role": "user", "content": "and now?"}]
         await create(server.openai, input=spelled, store=False)
         assert rendered[2] == rendered[3]
         assert [message["role"] for message in rendered[2]] == ["user", "assistant", "tool", "assistant", "user"]
         assert rendered[2][1]["reasoning_content"] == "hm"
-        # One that forks.
+        # A fork of the conversation.
         again = await create(server.openai, input=[output], previous_response_id=first.id, tools=TOOLS)
         assert items(again) == items(second)
 
@@ -345,7 +345,7 @@ async def test_the_prefix_of_a_conversation_is_cached(server: HttpServer, say: S
     for _ in range(2):
         second = await create(server.openai, input="go on", previous_response_id=first.id)
         usage = second.usage
-        assert usage.input_tokens_details.cached_tokens >= first.usage.input_tokens // 4 * 4  # in blocks of 4
+        assert usage.input_tokens_details.cached_tokens >= first.usage.input_tokens // 4 * 4  # the block size is 4
         first = second
 
 
@@ -365,7 +365,7 @@ async def test_only_what_has_ended_well_is_gone_on_with(server: HttpServer, say:
     await create(server.openai, previous_response_id=cut.id, max_output_tokens=3)
 
 
-# In background
+# In the background
 
 
 @pytest.mark.parametrize(
@@ -378,7 +378,7 @@ async def test_only_what_has_ended_well_is_gone_on_with(server: HttpServer, say:
     ],
     ids=str,
 )
-async def test_a_response_in_background_is_the_one_that_is_waited_for(
+async def test_background_and_foreground_responses_are_equal(
     server: HttpServer, model: Path, say: Say, text: str, asked: dict[str, Any]
 ) -> None:
     say(text)
@@ -489,7 +489,7 @@ async def _all_of(client: openai.AsyncOpenAI, response_id: str) -> list[Any]:
 
 
 async def _running(server: HttpServer, say: Say) -> tuple[Response, asyncio.Task[list[Any]]]:
-    """A response in background that runs, and who reads its events."""
+    """Start a background response. Return the response and a task that reads its events."""
     say(LONG)
     server.stack.worker.step_seconds = 0.05
     begun = await create(server.openai, background=True)

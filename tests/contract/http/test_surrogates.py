@@ -1,4 +1,4 @@
-"""Halves of surrogate pairs, of clients or of the model, end no conversation."""
+"""Unpaired surrogates in the text of clients or models do not break a conversation."""
 
 import json
 from collections.abc import AsyncIterator
@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def free(model: Path) -> AsyncIterator[HttpServer]:
-    """One whose model writes calls as it likes."""
+    """A server whose model may write any tool call arguments."""
     async with serve_http(model, front={"strict_tools": False}) as server:
         yield server
 
@@ -57,7 +57,7 @@ async def test_a_text_of_a_body_has_whole_characters(server: HttpServer, field: 
 
 
 @pytest.mark.parametrize("kind", HALVES)
-async def test_chats_go_on_behind_halves_of_pairs(free: HttpServer, say: Say, kind: str) -> None:
+async def test_chats_continue_after_unpaired_surrogates(free: HttpServer, say: Say, kind: str) -> None:
     say(f"<tool_call>\n{HALVES[kind]}\n</tool_call>")
     asked: dict[str, Any] = {"tools": [FUNCTION], "max_tokens": 100}
     [choice] = (await free.chat("hi", **asked))["choices"]
@@ -77,7 +77,7 @@ async def test_arguments_of_others_may_have_halves(server: HttpServer) -> None:
         assert (await server.post(f"{CHAT}/render", messages=history)).status_code == 200
 
 
-async def test_responses_go_on_behind_halves_of_pairs(free: HttpServer, say: Say) -> None:
+async def test_responses_continue_after_unpaired_surrogates(free: HttpServer, say: Say) -> None:
     say(f"<tool_call>\n{HALVES['in a value']}\n</tool_call>")
     tools = [{"type": "function", "name": "weather", "parameters": PARAMETERS}]
     asked: dict[str, Any] = {"model": "chatty", "tools": tools, "max_output_tokens": 100}
@@ -88,7 +88,7 @@ async def test_responses_go_on_behind_halves_of_pairs(free: HttpServer, say: Say
     assert json.loads(second.output[0].arguments) == {"city": "�"}
 
 
-async def test_messages_go_on_behind_halves_of_pairs(free: HttpServer, say: Say) -> None:
+async def test_messages_continue_after_unpaired_surrogates(free: HttpServer, say: Say) -> None:
     say(f"<tool_call>\n{HALVES['in a value']}\n</tool_call>")
     asked: dict[str, Any] = {"model": "chatty", "max_tokens": 100}
     asked["tools"] = [{"name": "weather", "input_schema": PARAMETERS}]

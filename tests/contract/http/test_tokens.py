@@ -1,4 +1,4 @@
-"""Tokens, prompts and embeddings over real HTTP."""
+"""Tokenization, prompt rendering and embeddings over HTTP."""
 
 import base64
 import math
@@ -69,7 +69,7 @@ async def test_embeddings(server: HttpServer) -> None:
     assert [each["index"] for each in several["data"]] == [0, 1, 2]
     assert several["data"][2]["embedding"] == numbers != several["data"][1]["embedding"]
     assert several["usage"]["prompt_tokens"] == 9
-    texts = await server.openai.embeddings.create(model="chatty", input=["once", "upon", "a"])  # in base64
+    texts = await server.openai.embeddings.create(model="chatty", input=["once", "upon", "a"])  # as base64
     assert len(texts.data) == 3
     one = (await server.post("/v1/embeddings", input="upon")).json()["data"][0]["embedding"]
     assert texts.data[1].embedding == pytest.approx(one)

@@ -1,4 +1,4 @@
-"""Calls of tools and reasoning over real HTTP: whole answers are the streamed ones, whatever the model writes."""
+"""Tool calls and reasoning over HTTP: streamed and whole responses are equal, whatever the model writes."""
 
 import json
 from contextlib import nullcontext
@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def folded(events: list[dict[str, Any]]) -> tuple[str, str, list[tuple[str, str]], str]:
-    """What the events of a stream say: content, reasoning, calls, and why it ended."""
+    """Return the content, reasoning, tool calls and finish reason that the events of a stream add up to."""
     content, reasoning, calls, reason = "", "", [], ""
     for event in events:
         ChatCompletionChunk.model_validate(event)
@@ -54,7 +54,7 @@ def folded(events: list[dict[str, Any]]) -> tuple[str, str, list[tuple[str, str]
 
 
 def told(answer: dict[str, Any]) -> tuple[str, str, list[tuple[str, str]], str]:
-    """The same of a whole answer."""
+    """Return the content, reasoning, tool calls and finish reason of a whole response."""
     ChatCompletion.model_validate(answer)
     [choice] = answer["choices"]
     message = choice["message"]
@@ -69,12 +69,12 @@ def told(answer: dict[str, Any]) -> tuple[str, str, list[tuple[str, str]], str]:
 
 
 def last_format(server: HttpServer) -> Any:
-    """What the last grammar's structural tag says."""
+    """Return the format in the structural tag of the last grammar."""
     return json.loads(server.stack.worker.grammars[-1].text)["format"]
 
 
 async def both(server: HttpServer, **asked: Any) -> tuple[str, str, list[tuple[str, str]], str]:
-    """What comes of a chat, whole and streamed."""
+    """Send a chat whole and streamed, check that both results are equal, and return the result."""
     whole = told(await server.chat("hi", **asked))
     assert folded(await server.events(PATH, messages=[QUESTION], **asked)) == whole
     return whole
@@ -92,7 +92,7 @@ async def both(server: HttpServer, **asked: Any) -> tuple[str, str, list[tuple[s
     ],
     ids=str,
 )
-async def test_what_the_model_writes(
+async def test_content_reasoning_and_tool_calls(
     server: HttpServer, say: Say, text: str, expected: tuple[str, str, list[tuple[str, str]], str]
 ) -> None:
     say(text)
@@ -143,7 +143,7 @@ async def test_reasoning_that_the_template_begins(server: HttpServer, say: Say) 
     ],
     ids=str,
 )
-async def test_what_an_output_must_match_begins_behind_reasoning(
+async def test_grammars_apply_after_reasoning(
     server: HttpServer, say: Say, field: str, value: Any, form: dict[str, Any]
 ) -> None:
     say("hm</think>{}")
@@ -159,13 +159,13 @@ async def test_what_an_output_must_match_begins_behind_reasoning(
     assert (await both(server, **thinks, bad_words=["cat"]))[1] == "{}"
 
 
-async def test_what_is_no_call_keeps_to_its_format(server: HttpServer, say: Say) -> None:
+async def test_text_beside_tool_calls_matches_the_response_format(server: HttpServer, say: Say) -> None:
     asked: dict[str, Any] = {"tools": TOOLS, "guided_json": {"type": "array"}, "max_tokens": 150}
     text = {"type": "json_schema", "json_schema": {"type": "array"}}
     for output, expected in ((CALL, ("", "", [MADE], "tool_calls")), ("[1]", ("[1]", "", [], "stop"))):
         say(output)
         assert await both(server, **asked) == expected
-        [either, _] = last_format(server)["elements"]  # without reasoning, or behind some
+        [either, _] = last_format(server)["elements"]  # without reasoning, or after reasoning
         assert [form["type"] for form in either["elements"]] == ["tags_with_separator", "json_schema"]
         assert either["elements"][1] == text
     say(CALL)
@@ -226,7 +226,7 @@ async def test_grammars_hold_calls_to_what_is_asked(server: HttpServer, model: P
         ({}, "triggered_tags", ["weather", "now"]),
         ({"tool_choice": "required"}, "tags_with_separator", ["weather", "now"]),
         ({"tool_choice": named}, "tags_with_separator", ["weather"]),
-        ({"tool_choice": TOOLS[0]}, "tags_with_separator", ["weather"]),  # as some send it
+        ({"tool_choice": TOOLS[0]}, "tags_with_separator", ["weather"]),  # some clients send the whole tool
         ({"tool_choice": allowed["auto"]}, "triggered_tags", ["weather"]),
         ({"tool_choice": allowed["required"]}, "tags_with_separator", ["weather"]),
     ):

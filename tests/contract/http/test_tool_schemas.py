@@ -1,4 +1,4 @@
-"""Schemas of tools that cannot be enforced in full: calls are constrained as far as possible, and answers say so."""
+"""Tool schemas that cannot be enforced in full: calls are constrained as far as possible, and a warning says so."""
 
 import itertools
 import json
@@ -22,7 +22,7 @@ QUESTION = {"role": "user", "content": "hi"}
 LENGTH = 1024
 CITY = WEATHER["properties"]["city"]  # type: ignore[index]
 KIND = {"type": "object", "properties": {"kind": {"const": "a"}}, "required": ["kind"]}
-# By the keyword that cannot be enforced: a schema with it, and the schema that is.
+# Keyed by the keyword that cannot be enforced: a schema with the keyword, and the schema that is enforced.
 SCHEMAS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "uniqueItems": ({"type": "array", "uniqueItems": True}, {"type": "array"}),
     "not": ({**CITY, "not": {"const": "Rome"}}, CITY),
@@ -40,7 +40,7 @@ SCHEMAS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"type": "object"},
     ),
     "$ref": ({"$ref": "https://example.com/schema.json"}, {}),
-    # A reference is resolved from the beginning of the schema.
+    # A reference is resolved from the root of the schema.
     "$ref ": ({"$ref": "#/$defs/a", "$defs": {"a": CITY}}, {"$defs": {"a": CITY}}),
     "required": ({"type": "object", "required": True}, {"type": "object"}),
     "minProperties": (
@@ -65,7 +65,7 @@ def warning(*left_out: str) -> str:
 
 
 def asked(path: str, schema: dict[str, Any], *, required: bool = False, **tool: Any) -> dict[str, Any]:
-    """A request with one tool."""
+    """Return a request with one tool for the given path."""
     named = {"name": "weather"} | tool
     match path:
         case "/v1/messages":
@@ -88,7 +88,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def enforced(server: HttpServer) -> list[Any]:
-    """The schemas of calls in the last grammar."""
+    """Return the schemas of the tool calls in the last grammar."""
     form = json.loads(server.stack.worker.grammars[-1].text)["format"]
     return [tag["content"]["json_schema"] for tag in form["elements"][0]["tags"]]
 
@@ -116,7 +116,7 @@ async def test_a_strict_tool_that_must_be_called_is_refused_by_name(server: Http
         answer = await server.post(path, **asked(path, within(given), required=True, strict=True))
         error = answer.json()["error"]
         assert answer.status_code == 400
-        if keyword.strip() != "oneOf":  # each is tried: some are enforced
+        if keyword.strip() != "oneOf":  # alternatives are checked one by one, and some can be enforced
             assert error["param"] == "tools[0]"
             assert f"the schema of 'weather' has {keyword.strip()}, which cannot be enforced" in error["message"]
     answer = await server.post(path, **asked(path, WEATHER, required=True, strict=True))
@@ -132,7 +132,7 @@ MORE_NULLS = ("if", "uniqueItems", "pattern", "patternProperties", "propertyName
 async def test_a_keyword_that_is_null_is_not_set(
     server: HttpServer, say: Say, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    """Serializers write each keyword that they know. A value that is null in `const` or `default` means null."""
+    """Some serializers write every keyword, with null for unset ones. Null in `const` or `default` is a value."""
     say(CALL)
     nulls = dict.fromkeys((*NULLS, *MORE_NULLS, "minimum", "maxItems", "minLength", "description"))
     given = {**nulls, **WEATHER, "properties": {"city": CITY, "days": {**nulls, "type": "array"}}}
@@ -167,7 +167,7 @@ async def test_strict_is_no_part_of_a_prompt(server: HttpServer, say: Say) -> No
     assert rendered[0] == rendered[1] == rendered[2]
 
 
-async def test_what_nothing_is_enforced_of_has_no_warning(model: Path, say: Say) -> None:
+async def test_schemas_that_are_not_enforced_cause_no_warning(model: Path, say: Say) -> None:
     say(CALL)
     async with serve_http(model, front={"strict_tools": False}) as server:
         given, _ = SCHEMAS["not"]
@@ -193,7 +193,7 @@ async def test_128_tools_of_239_kb(server: HttpServer, say: Say) -> None:
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
 async def test_schemas_as_other_languages_and_apis_write_them(server: HttpServer, say: Say, path: str) -> None:
-    """Gemini's types have capitals, and Lua, Go's maps and protobuf have no integers."""
+    """Gemini's types are in capitals. Lua, Go's maps and protobuf have no integers."""
     say(CALL)
     city = {"type": "STRING", "enum": ["Oslo"], "minLength": 1.0, "maxLength": 9.0}
     given = {"type": "OBJECT", "properties": {"city": city}, "required": ["city"], "minProperties": 1.0}
@@ -236,7 +236,7 @@ def test_what_can_be_enforced_is_kept() -> None:
 
 
 def test_schemas_of_any_form_are_read() -> None:
-    """What no schema is, the library refuses: here it is no failure."""
+    """Invalid schemas are read without an error here, because the grammar library refuses them."""
     keywords = (*NULLS, *MORE_NULLS, "type", "minProperties", "maxLength", "discriminator", "dependentRequired")
     odd: list[Any] = [None, True, 5, 1.5, "#/x", "(", [], [[]], [{}, {}], [5, 5], ["a", 5, {}], {}, {"a": 5}]
     odd += [{"propertyName": name} for name in ("a", 5)] + [[{"required": 5}, {"$ref": 5}], {"a": {"required": {}}}]

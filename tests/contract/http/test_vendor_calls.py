@@ -1,6 +1,7 @@
-"""Conversations that began at a vendor, with calls of tools that ran there, go on here: the model reads them as texts.
+"""Conversations with tool calls that ran on a vendor's servers can be continued. The model reads these calls as text.
 
-The items are of the forms that openai's and anthropic's clients give back, each from a public report or their docs.
+The items have the forms that OpenAI's and Anthropic's clients return. Each is from a public report or the vendor's
+docs.
 """
 
 import json
@@ -41,7 +42,7 @@ SEARCHED = (
     '[Called web_search: {"type": "search", "query": "sun in Oslo", "queries": ["sun in Oslo"], '
     '"sources": [{"type": "url", "url": "https://example.com/sun"}]}]'
 )
-# Items of responses, and what the model reads of each.
+# Items of responses, each with the text that the model reads.
 CALLS: list[tuple[dict[str, Any], str]] = [
     (SEARCH, SEARCHED),
     (
@@ -118,7 +119,7 @@ RESULTS: list[tuple[dict[str, Any], str]] = [
         '[Result of mcp_approval: {"approval_request_id": "mcpr_1", "approve": false}]',
     ),
 ]
-# Blocks of messages, and what the model reads of each.
+# Blocks of messages, each with the text that the model reads.
 FETCHED = {"type": "web_fetch_result", "url": "https://example.com/a"}
 BLOCKS: list[tuple[dict[str, Any], str]] = [
     (
@@ -185,7 +186,7 @@ async def server(model: Path) -> AsyncIterator[HttpServer]:
 
 
 def turns(messages: Any) -> list[tuple[Any, ...]]:
-    """Each message as its role, and what it has of a text and of reasoning."""
+    """Return the role, the text, and the reasoning of each message."""
     return [(each["role"], each["content"], each.get("reasoning_content") or "") for each in messages]
 
 
@@ -205,7 +206,7 @@ async def test_items_of_responses_are_texts(
 
 
 async def test_items_of_one_turn_are_one_message(server: HttpServer, say: Say, rendered: list[Any]) -> None:
-    """As OpenAI's models reason between searches."""
+    """OpenAI's models reason between searches."""
     say("hello")
     thoughts = [
         {"type": "reasoning", "id": f"rs_{index}", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
@@ -221,12 +222,12 @@ async def test_items_of_one_turn_are_one_message(server: HttpServer, say: Say, r
         await server.post(RESPONSES, input=[QUESTION, *calls, answered, THANKS])
         assert turns(rendered[-1])[1:-1] == [("assistant", SEARCHED, ""), ("tool", "x", "")]
         assert len(rendered[-1][1]["tool_calls"]) == 1
-    # Two answers of which neither is within a turn stay two.
+    # Two assistant messages that do not belong to one turn stay separate.
     await server.post(RESPONSES, input=[QUESTION, said, said, THANKS])
     assert len(rendered[-1]) == 4
 
 
-async def test_a_stored_response_keeps_them(server: HttpServer, say: Say, rendered: list[Any]) -> None:
+async def test_a_stored_response_keeps_vendor_calls(server: HttpServer, say: Say, rendered: list[Any]) -> None:
     say("hello")
     first = (await server.post(RESPONSES, input=[QUESTION, SEARCH])).json()
     second = await server.post(RESPONSES, input="thanks", previous_response_id=first["id"])
@@ -255,7 +256,7 @@ async def test_blocks_of_messages_are_texts(
         assert ("left out of calls of tools that ran at the vendor" in caplog.text) is not is_whole
 
 
-async def test_what_no_text_can_replace_is_refused(server: HttpServer) -> None:
+async def test_vendor_calls_without_a_text_form_are_refused(server: HttpServer) -> None:
     for kind in ("container_upload", "fallback", "web_searched_tool_result"):
         error = await server.refusal(
             MESSAGES, messages=[{"role": "user", "content": [{"type": kind, "file_id": "x"}]}], max_tokens=5
@@ -266,7 +267,7 @@ async def test_what_no_text_can_replace_is_refused(server: HttpServer) -> None:
         assert error["param"] == "input[1].type"
 
 
-def test_they_are_read_in_linear_time() -> None:
+def test_vendor_calls_are_parsed_in_linear_time() -> None:
     def read_blocks(number: int) -> None:
         content = [block for block, _ in BLOCKS] * number
         body = {"max_tokens": 4, "messages": [{"role": "assistant", "content": content}]}
