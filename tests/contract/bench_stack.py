@@ -1,4 +1,4 @@
-"""Runs `pagewire bench` against a scheduler in this process."""
+"""Helpers that run `pagewire bench` against a scheduler in this process."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ from testing.scheduler_stack import Stack, serve
 
 
 class SoundWorker(FakeWorker):
-    """Has no token whose logits are bad: prompts are random."""
+    """A fake worker whose logits are never bad, because the prompts of the benchmark are random."""
 
     def _simulated_worker(self) -> SimulatedWorker:
         worker = super()._simulated_worker()
@@ -29,5 +29,5 @@ async def stack_of(checkpoint: Path, step_seconds: float = 0.0, **options: objec
 
 
 async def bench(stack: Stack, *arguments: object) -> int:
-    """The command on a thread, as it needs an event loop of its own."""
+    """Run `pagewire bench` on another thread, because the command needs its own event loop. Return its exit status."""
     return await asyncio.to_thread(main, ["bench", *map(str, arguments), "--url", stack.url])

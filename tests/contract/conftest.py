@@ -18,7 +18,7 @@ from testing.serving.tenants import write_tenants
 
 
 def _is_of_this_test(record: logging.LogRecord) -> bool:
-    """Not what the poller of grpcio 1.81 may say of the event loop of a test that has ended."""
+    """Return False for a late error that the poller of grpcio 1.81 logs about an event loop of an earlier test."""
     is_closed = record.exc_info is not None and str(record.exc_info[1]) == "Event loop is closed"
     return not (is_closed and "PollerCompletionQueue" in record.getMessage())
 
@@ -39,7 +39,7 @@ def tenants(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def special_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One whose tokenizer puts a special token before a prompt."""
+    """A checkpoint whose tokenizer puts a special token in front of each prompt."""
     folder = make_checkpoint(tmp_path_factory.mktemp("special"))
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     special = ("<end>", tokenizer.token_to_id("<end>"))
@@ -52,7 +52,7 @@ def special_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _root_logger_as_it_was() -> Iterator[None]:
-    """A verb that runs in this process sets the root logger up for itself: no later test sees that."""
+    """Restore the root logger after each test, because a command that runs in this process configures it."""
     root = logging.getLogger()
     level, handlers = root.level, root.handlers.copy()
     yield
@@ -66,7 +66,10 @@ def _root_logger_as_it_was() -> Iterator[None]:
 
 
 class _Shared:
-    """Trials that outlive each of the services that share them, whose threads take turns."""
+    """A grammar trial process that several services share.
+
+    The process outlives each service. The services' threads use it one at a time.
+    """
 
     def __init__(self, trials: Trials) -> None:
         self._trials, self._lock = trials, threading.Lock()
@@ -76,7 +79,7 @@ class _Shared:
             return self._trials.run(kind, text, end_token_ids)
 
     def close(self) -> None:
-        """Leave them to the next service."""
+        """Do nothing: the next service uses the process."""
 
 
 @pytest.fixture(scope="session")
@@ -104,14 +107,17 @@ def _shared_trials() -> Iterator[Callable[..., _Shared]]:
 
 @pytest.fixture(autouse=True)
 def trials_are_shared(_shared_trials: Callable[..., _Shared], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A service in this process starts no process for its grammars, which would cost more than most tests: those of
-    one tokenizer share one. A file whose tests are about that process has a fixture of this name that does nothing."""
+    """Let all services in this process share one grammar trial process for each tokenizer.
+
+    Starting a process for each service would take longer than most tests. A test file about the trial process itself
+    overrides this fixture with an empty one.
+    """
     monkeypatch.setattr(grammar_checks, "Trials", _shared_trials)
 
 
 @pytest.fixture
 def open_attachments(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """The calls of Attach that the scheduler serves now."""
+    """The Attach RPCs that the scheduler is serving."""
     found: list[object] = []
     write_deltas = scheduler_servicer.write_deltas
 

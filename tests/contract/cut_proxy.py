@@ -1,4 +1,4 @@
-"""A port that passes on what it gets to a service, until its connections are cut."""
+"""A TCP proxy in front of a service, whose connections a test can cut."""
 
 import asyncio
 import contextlib
@@ -9,7 +9,7 @@ from testing.scheduler_stack import serve
 
 
 class Proxy:
-    """A way to a server that can be cut."""
+    """A TCP proxy that forwards bytes to `target` until it is cut."""
 
     def __init__(self, target: str) -> None:
         self._host, _, port = target.removeprefix("grpc://").rpartition(":")
@@ -24,7 +24,7 @@ class Proxy:
         self.url = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     def cut(self) -> None:
-        """Every connection ends at once."""
+        """Abort every connection immediately."""
         for writer in self._writers:
             writer.transport.abort()
 

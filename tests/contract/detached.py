@@ -1,4 +1,4 @@
-"""Detached requests as clients of a scheduler, or of a front end, see them."""
+"""Helpers that submit detached requests and attach to them, over a scheduler or a front end."""
 
 import asyncio
 from collections.abc import Callable
@@ -28,7 +28,10 @@ async def submit(
 
 
 class Attached:
-    """What an attachment brought of one request: each sample from its first token on, once and in order."""
+    """The deltas that one attachment received.
+
+    Each sample is checked to arrive from its first token on, once and in order.
+    """
 
     def __init__(self, first_tokens: list[int]) -> None:
         self.first_tokens = first_tokens
@@ -67,7 +70,7 @@ async def until_ended(server: Server, request_id: str, tenant: str = "") -> pb.G
             result = await server.stub.GetResult(pb.GetResultRequest(request_id=request_id, tenant=tenant))
             if result.state != pb.RESULT_STATE_RUNNING:
                 return result
-            await asyncio.sleep(0.01)  # a client that only polls has no event to wait for
+            await asyncio.sleep(0.01)  # a client that polls has no event to wait for
 
 
 async def until(holds: Callable[[], object]) -> None:
@@ -75,4 +78,4 @@ async def until(holds: Callable[[], object]) -> None:
         while True:
             if holds():
                 return
-            await asyncio.sleep(0.01)  # nothing tells
+            await asyncio.sleep(0.01)  # no event reports the change

@@ -1,4 +1,4 @@
-"""Dataclasses and messages of random values, made from their fields so that none can be forgotten."""
+"""Random dataclasses and protobuf messages. They are generated from the type's fields, so new fields are included."""
 
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
@@ -21,9 +21,9 @@ _SIZES = {
 
 
 def drawn_data(data_type: type[Any], message_type: type[Message], rng: Random, default_share: float = 0.0) -> Any:
-    """An instance of a dataclass, of values that its message can hold.
+    """Return an instance of a dataclass with random values that its message can represent.
 
-    Fields that have a default keep it with the probability `default_share`; all others are set to something else.
+    Fields that have a default keep it with the probability `default_share`. All other fields get another value.
     """
     descriptors = message_type.DESCRIPTOR.fields_by_name
     chosen = [field for field in fields(data_type) if field.default is MISSING or rng.random() >= default_share]
@@ -33,7 +33,7 @@ def drawn_data(data_type: type[Any], message_type: type[Message], rng: Random, d
 
 
 def drawn_message(message_type: type[Message], rng: Random) -> Any:
-    """A message with every field set, but that one field of a oneof is."""
+    """Return a message in which every field is set, except that one field of each oneof is set."""
     message = message_type()
     for descriptor in message_type.DESCRIPTOR.fields:
         value = getattr(message, descriptor.name)

@@ -1,4 +1,4 @@
-"""A clock of the step loop whose last timer ends when the test says so."""
+"""A clock for the step loop that lets a test fire the last timer."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ from scheduler_service.serving.clock import Clock
 
 
 class HandClock(Clock):
-    """Timers before the last one are never due. It needs no event loop."""
+    """A clock whose timers never fire by themselves. `end_last` fires the last one. No event loop is needed."""
 
     def __init__(self) -> None:
         self.end_last: Callable[[], None] = lambda: None

@@ -1,4 +1,4 @@
-"""Holds the checks of grammars as long as a test needs."""
+"""A helper that blocks grammar checks for as long as a test needs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +11,10 @@ from scheduler_service.serving.grammar_checks import GrammarChecks
 
 @contextmanager
 def held_checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Event, Event]]:
-    """Hold the thread on which grammars are checked, once a check has begun: it sets the first event, and goes on with
-    the second."""
+    """Block the thread that checks grammars once a check has begun.
+
+    Yields two events: the check sets the first when it begins, and continues when the test sets the second.
+    """
     begun, go_on = Event(), Event()
     compile_on_thread = GrammarChecks._compile_on_thread
 

@@ -1,4 +1,4 @@
-"""A worker's service that is never done with loading."""
+"""A worker service whose engine never finishes loading."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,7 +13,7 @@ from worker_service.rpc.servicer import WorkerServicer
 
 @asynccontextmanager
 async def loading_worker(credentials: grpc.ServerCredentials | None = None, **options: Any) -> AsyncIterator[str]:
-    """Serve, in plaintext without credentials. Yield the address."""
+    """Start the service, without TLS if `credentials` is None. Yield its address."""
     server = grpc.aio.server()
 
     def load() -> LoadedWorker:

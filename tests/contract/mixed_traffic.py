@@ -1,6 +1,6 @@
-"""A client of every kind of request, as a process of its own: `python -m tests.contract.mixed_traffic ADDRESS NUMBER`.
+"""A client that sends every kind of request, run by `python -m tests.contract.mixed_traffic ADDRESS NUMBER`.
 
-The objects that gRPC's client leaves are not those of the server, so the two do not share a process.
+It is a separate process, so that objects of the gRPC client are not counted as objects of the server.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 
-ROUND = 20  # requests at a time
+ROUND = 20  # requests in parallel
 
 
 class Traffic:
@@ -25,7 +25,7 @@ class Traffic:
         self._vllm = vllm_engine_pb2_grpc.VllmEngineStub(channel)
 
     async def send(self, number: int) -> None:
-        """One request of the kind that its number says; refusals and lost streams are part of it."""
+        """Send one request, of the kind that `number` selects. Errors and lost streams are expected and ignored."""
         kinds = (self._generate, self._cancel, self._expire, self._many, self._detached, self._engine, self._refused)
         with contextlib.suppress(grpc.aio.AioRpcError):
             await kinds[number % len(kinds)]()

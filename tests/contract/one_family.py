@@ -1,6 +1,6 @@
-"""`python -m tests.contract.one_family 4|6`: both kinds of service, where there is one kind of address.
+"""Runs both services where only one address family exists: `python -m tests.contract.one_family 4|6`.
 
-It is run in a network namespace of its own, by `test_address_families.py`, and all ports are its own.
+`test_address_families.py` runs it in a separate network namespace, where all ports are free.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ DISABLE_IPV6 = Path("/proc/sys/net/ipv6/conf/all/disable_ipv6")
 
 
 def set_up(family: str) -> str:
-    """Give this namespace its one address, beside loopback."""
+    """Configure loopback and the namespace's only address. Return the address."""
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     if family == "4" and DISABLE_IPV6.exists():
         DISABLE_IPV6.write_text("1")

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its embeddings."""
+"""Writes the pooling configuration of an embedding checkpoint."""
 
 import json
 from pathlib import Path

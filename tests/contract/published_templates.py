@@ -1,7 +1,7 @@
-"""Render histories of agents by published chat templates: `python -m tests.contract.published_templates FOLDER`.
+"""Renders agents' conversations with published chat templates: `python -m tests.contract.published_templates FOLDER`.
 
-The folder has templates (*.jinja), as llama.cpp's models/templates has. Of each kind of history it prints how many
-templates write it out whole, lose a part of it, or refuse it, and then which and why.
+The folder contains templates (*.jinja), like models/templates of llama.cpp. For each kind of conversation, the program
+prints how many templates render it completely, lose a part of it, or refuse it. Then it prints the names and reasons.
 """
 
 import json
@@ -33,7 +33,7 @@ def answered(num_calls: int, **fields: Any) -> list[dict[str, Any]]:
     return [QUESTION, {"role": "assistant", "content": None, "tool_calls": calls} | fields, *RESULTS[:num_calls]]
 
 
-# Of each kind a history, and what must stand in its prompt.
+# For each kind of conversation: its messages, and the texts that its prompt must contain.
 HISTORIES: dict[str, tuple[list[dict[str, Any]], tuple[str, ...]]] = {
     "a question": ([QUESTION], ("Where to?",)),
     "a system message": ([{"role": "system", "content": "Be kind."}, QUESTION], ("Be kind.",)),

@@ -1,4 +1,4 @@
-"""A port that speaks what a test says."""
+"""A TCP port whose behavior a test defines."""
 
 import socket
 import threading
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def listener(behave: Callable[[socket.socket], None]) -> Iterator[str]:
-    """The address of a port whose connections are left to a function."""
+    """Listen on a port and call `behave` with each connection on a new thread. Yields the address."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def run() -> None:

@@ -1,4 +1,4 @@
-"""A service as a process of its own."""
+"""A service in a separate process."""
 
 import asyncio
 import signal
@@ -14,8 +14,11 @@ Process = subprocess.Popen[str]
 async def service(
     *arguments: str, launcher: Sequence[str] = (), stdout: int = subprocess.PIPE, stderr: int | None = None
 ) -> AsyncIterator[tuple[Process, str]]:
-    """Start `pagewire` with arguments, by a command that runs another if one is given. Yield the process, and its
-    address unless its standard output goes elsewhere. It ends at SIGTERM, with 0."""
+    """Start `pagewire` with the given arguments, optionally through the command `launcher`.
+
+    Yields the process and its address. The address is empty if standard output is redirected. At the end the process
+    gets SIGTERM and must exit with status 0.
+    """
     command = [*launcher, sys.executable, "-m", "pagewire", *arguments]
     process = subprocess.Popen(command, stdout=stdout, stderr=stderr, text=True)  # noqa: ASYNC220 - it returns at once
     try:

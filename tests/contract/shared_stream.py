@@ -1,4 +1,6 @@
-"""A client of GenerateMany for tests: one call, its requests put together and checked on the way (S6)."""
+"""A client of the GenerateMany RPC that joins and checks the deltas of each request (invariant S6 of
+ARCHITECTURE.md).
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -34,7 +36,10 @@ class Stream:
 
 
 class SharedStream:
-    """`reads` off: nothing is read before `read` is called."""
+    """One GenerateMany RPC with several requests.
+
+    If `reads` is false, the client reads no message before `read` is called.
+    """
 
     def __init__(self, stack: Stack, *, reads: bool = True, metadata: Sequence[tuple[str, str]] = ()) -> None:
         self.call: grpc.aio.StreamStreamCall = stack.stub.GenerateMany(metadata=metadata)
@@ -42,11 +47,11 @@ class SharedStream:
         self.messages: list[pb.GenerateManyResponse] = []
         self.infos: asyncio.Queue[pb.GetServerInfoResponse] = asyncio.Queue()
         self._next = 0
-        self._writing = asyncio.Lock()  # a call takes one write at a time
+        self._writing = asyncio.Lock()  # an RPC allows one write at a time
         self._reading = asyncio.create_task(self.read()) if reads else None
 
     async def submit(self, request: pb.GenerateRequest, **options: object) -> list[Stream]:
-        """The streams of its samples."""
+        """Send a request. Return one stream for each of its samples."""
         first = self._next
         self._next += max(1, request.sampling.n)
         made = [self.streams.setdefault(id, Stream()) for id in range(first, self._next)]
@@ -55,7 +60,7 @@ class SharedStream:
         return made
 
     async def submit_resolved(self, resolved: pb.ResolvedRequest, **options: object) -> list[Stream]:
-        """The streams of a request that a front end has resolved."""
+        """Send a request that a front end has resolved. Return one stream for each of its samples."""
         first = self._next
         self._next += resolved.n if 1 <= resolved.n <= MAX_SAMPLES else 1
         made = [self.streams.setdefault(id, Stream()) for id in range(first, self._next)]
@@ -106,7 +111,7 @@ class SharedStream:
                 stream.ended.set()
 
     async def close(self) -> None:
-        """Half-close, and see the call end well."""
+        """Half-close the RPC, and check that it ends with status OK."""
         await self.call.done_writing()
         async with asyncio.timeout(30):
             await self._reading

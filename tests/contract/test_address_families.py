@@ -1,4 +1,4 @@
-"""What listens on :: is reached over IPv6 and IPv4, and where there is only one of them."""
+"""A service that listens on :: accepts IPv6 and IPv4, also on machines with only one address family."""
 
 import asyncio
 import os
@@ -25,7 +25,7 @@ class NoMetrics(Collector):
 
 
 def why_no_namespaces() -> str:
-    """Say why this machine can try no network of its own, or nothing."""
+    """Return the reason why this machine cannot create network namespaces, or an empty string if it can."""
     if not (shutil.which("unshare") and shutil.which("ip")):
         return "there is no unshare, or no ip"
     tried = subprocess.run([*NAMESPACE, "ip", "link", "set", "lo", "up"], capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Clients of detached requests whose connections break."""
+"""Clients that read detached requests while their connections break."""
 
 import asyncio
 from pathlib import Path
@@ -104,7 +104,7 @@ async def _read_all(client: AsyncClient, request_id: str) -> list[Output]:
     return [output async for output in client.attach(request_id)]
 
 
-# What is new in a delta
+# The new part of a delta
 
 
 def output(index: int, first_token: int, token_ids: tuple[int, ...], *, last: bool = False, **fields: object) -> Output:

@@ -1,4 +1,4 @@
-"""Lists of prompts: results in order, as many at a time as the server takes, one failure ends all."""
+"""Lists of prompts: results are in order, the server's queue limits the parallelism, and one failure ends the list."""
 
 import asyncio
 import gc
@@ -45,7 +45,7 @@ async def test_results_come_in_order(checkpoint: Path) -> None:
 
 
 async def test_tokens_are_told_as_they_come(checkpoint: Path) -> None:
-    """Before the first request has ended, and each once."""
+    """Tokens are reported before the first request has ended, and each token is reported once."""
     prompts = prompts_of(random.Random(4), 5)
     requests = [wire.encode_request(None, replace(SAMPLING, n=2), prompt_token_ids=prompt) for prompt in prompts]
     news: list[tuple[int, bool]] = []
@@ -83,8 +83,8 @@ async def test_a_full_queue_gets_fewer_at_a_time(checkpoint: Path) -> None:
         await stack.until_idle()
 
 
-async def test_a_queue_that_others_fill_is_the_servers_word(checkpoint: Path) -> None:
-    """Without `retry`; with it, the list waits until there is room."""
+async def test_a_queue_that_others_fill_is_an_error(checkpoint: Path) -> None:
+    """With `retry`, the list waits until the queue has room. Without `retry`, it fails."""
     async with serve(checkpoint, max_num_seqs=1, max_waiting_requests=1) as stack, AsyncClient(stack.url) as client:
         stack.worker.step_seconds = 0.01
         others = [
@@ -125,8 +125,8 @@ async def test_cancelling_ends_all(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-async def test_a_call_that_is_cancelled_at_any_time_complains_of_nothing(checkpoint: Path, seed: int) -> None:
-    """Cancelled once or twice, before, while or after the server answers; asyncio tells what was not asked for."""
+async def test_cancelling_at_any_time_leaves_no_unhandled_exception(checkpoint: Path, seed: int) -> None:
+    """Cancel once or twice: before, while, or after the server answers. Asyncio must report no unhandled exception."""
     rng = seeded(seed)
     complaints: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
@@ -170,7 +170,7 @@ async def test_the_timeout_covers_the_whole_list(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_a_connection_that_breaks_is_made_again(checkpoint: Path, seed: int) -> None:
-    """What had come stays, what had not is asked for again."""
+    """Completed results are kept, and only unfinished requests are sent again."""
     rng = random.Random(seed)
     prompts = prompts_of(rng, 30)
     async with proxied(checkpoint, max_num_seqs=4) as (stack, proxy):

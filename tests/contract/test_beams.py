@@ -1,4 +1,4 @@
-"""Beam search as a client sees it: an oracle without cache, blocks or steps says what must come out."""
+"""Beam search over gRPC, compared with a reference that has no cache, blocks or steps."""
 
 import asyncio
 import math
@@ -62,7 +62,7 @@ def check(result: Result, expected: Hypotheses, tokenizer: Tokenizer) -> None:
         assert last.usage.prompt_tokens == len(PROMPT)
 
 
-async def test_hypotheses_are_the_oracles_while_others_run(checkpoint: Path) -> None:
+async def test_hypotheses_equal_the_reference_under_load(checkpoint: Path) -> None:
     seed = 5
     rng = seeded(seed)
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
@@ -74,7 +74,7 @@ async def test_hypotheses_are_the_oracles_while_others_run(checkpoint: Path) -> 
             sampling["length_penalty"] = rng.choice([-1.0, 0.0, 0.5, 2.0])
             sampling["early_stopping"] = rng.choice([0, 1, 2, 3])
         if rng.random() < 0.5:
-            # Each vocabulary entry is a likely continuation of some beam sooner or later.
+            # Every vocabulary entry is a likely continuation of some beam at some step.
             sampling["stop_token_ids"] = rng.sample(range(VOCAB_SIZE - 1), 12)
         if rng.random() < 0.2:
             sampling["min_tokens"] = 1

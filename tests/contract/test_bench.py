@@ -1,4 +1,4 @@
-"""`pagewire bench`: figures against ones computed by hand, and the verbs against a scheduler with a fake worker."""
+"""`pagewire bench`: statistics compared with values computed by hand, and the commands with a fake worker."""
 
 import asyncio
 import io
@@ -27,8 +27,8 @@ from pagewire.hosting.supervisor import free_port
 from pagewire.progress import Progress
 from tests.contract.bench_stack import bench, stack_of
 
-# Sent at 0, 1, 2 and 3 s. The first gets tokens at 0.5, 1.0, 2.0 (two) s, the second one at 1.5 s, the third fails and
-# the fourth is cut off.
+# Sent at 0, 1, 2 and 3 s. The first gets tokens at 0.5 s, 1.0 s and 2.0 s (two tokens), and the second at 1.5 s. The
+# third fails, and the fourth is cut off.
 RECORDS = (
     RequestRecord(10, 0.0, 2.0, (Arrival(0.5, 1), Arrival(1.0, 1), Arrival(2.0, 2)), is_finished=True),
     RequestRecord(20, 1.0, 2.5, (Arrival(1.5, 1),), is_finished=True),
@@ -38,7 +38,7 @@ RECORDS = (
 
 
 def test_totals_of_a_run() -> None:
-    """A request that was cut off counts with its tokens, one that failed with nothing."""
+    """The tokens of a request that was cut off are counted. A failed request is not counted."""
     totals = total(Run(RECORDS, 4.0, was_interrupted=True))
     assert totals == Totals(4.0, completed=2, failed=1, num_prompt_tokens=70, num_output_tokens=6)
     assert throughput.report(totals).split("\n") == [
@@ -90,7 +90,8 @@ def test_requests_follow_from_the_seed() -> None:
 
 
 def test_profile_by_hand() -> None:
-    # Two requests of three tokens. One step of 10 ms computes a prompt, each of two more a token in 2 ms.
+    # Two requests of three tokens. One step of 10 ms computes a prompt. Two further steps of 2 ms compute one token
+    # each.
     parts = {"products": 0.012, "attention": 0.008, "sampling": 0.0}
     prefill = ServerTimes(Total(0.020, 2), Total(0.030, 2), Total(), Total(60, 2), 2, parts)
     parts = {"products": 0.016, "attention": 0.012, "sampling": 0.0}
@@ -125,7 +126,7 @@ def test_metrics_of_something_else() -> None:
 
 
 class SlowServer:
-    """Gives a token, then no more until it is told to; refuses prompts of one token."""
+    """A fake server that sends one token, then waits for `go_on`. It refuses prompts of one token."""
 
     def __init__(self) -> None:
         self.num_running = self.max_running = self.num_closed = 0
@@ -161,7 +162,7 @@ async def test_a_cancelled_run_keeps_what_it_has() -> None:
     running.cancel()
     ran = await running
     assert ran.was_interrupted
-    # Those that waited for their turn were never sent.
+    # Requests that waited for a free slot were never sent.
     assert len(ran.records) == 2
     assert {record.num_output_tokens for record in ran.records} <= {0, 1}
     assert sum(record.num_output_tokens for record in ran.records) >= 1
@@ -191,7 +192,7 @@ async def test_equal_seeds_find_nothing_in_the_cache(checkpoint: Path, capsys: p
             assert await bench(stack, "throughput", *SMALL) == 0
         assert (await stack.until_idle()).num_cached_prompt_tokens == 0
         assert await bench(stack, "throughput", *SMALL, "--random-prefix-len", 16) == 0
-        # All but the first find the four blocks that they share.
+        # All prompts but the first get a prefix cache hit on the four blocks that they share.
         assert (await stack.until_idle()).num_cached_prompt_tokens > 0
     first, second, third = capsys.readouterr().out.split("Throughput: ")[1:]
     requests = Workload(12, LengthRange(10, 30), LengthRange(5, 15), seed=3).requests(300)
@@ -215,7 +216,7 @@ async def test_throughput_json(checkpoint: Path, tmp_path: Path) -> None:
     num_output_tokens = sum(request.num_output_tokens for request in requests)
     assert result["total_output_tokens"] == num_output_tokens
     assert result["total_num_tokens"] == num_output_tokens + sum(len(each.prompt_token_ids) for each in requests)
-    # The warm-up requests have the prompts of the first ones, and must not have computed them.
+    # The warm-up requests have different prompts, or the measured requests would get prefix cache hits.
     assert loads.num_cached_prompt_tokens == 0
     assert loads.num_generation_tokens > num_output_tokens
     assert result["tokens_per_second"] == pytest.approx(result["total_num_tokens"] / result["elapsed_time"])
@@ -236,7 +237,7 @@ async def test_latency_and_its_profile(checkpoint: Path, tmp_path: Path, capsys:
     assert len(result["latencies"]) == 4
     assert result["avg_latency"] == pytest.approx(statistics.mean(result["latencies"]))
     assert result["percentiles"]["50"] == pytest.approx(statistics.median(result["latencies"]))
-    # The fake worker says that each step took it 1 ms; a step of it takes 64 tokens.
+    # The fake worker reports 1 ms for each step, and computes up to 64 tokens in a step.
     found = result["profile"]
     assert found["num_prefill_steps"] == 2
     assert found["prefill"] == pytest.approx(0.002)
@@ -285,7 +286,7 @@ async def test_ctrl_c_prints_what_was_measured(checkpoint: Path, verb: str) -> N
         process = await asyncio.create_subprocess_exec(
             *command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
-        # By then some requests have ended, and others run.
+        # At this point some requests have ended, and others are running.
         num_tokens = 25 if verb == "latency" else 700
         await stack.until(lambda loads: loads.num_generation_tokens > num_tokens)
         process.send_signal(signal.SIGINT)

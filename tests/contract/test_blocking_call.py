@@ -1,4 +1,4 @@
-"""Blocking calls of the client: Ctrl-C ends them and breaks nothing, wherever it comes."""
+"""Blocking calls of the client can be interrupted by Ctrl-C at any point, and the client stays usable."""
 
 import contextlib
 import itertools
@@ -28,7 +28,7 @@ def _interruptible() -> Iterator[None]:
 
 
 def talk(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
-    """Token after token, as fast as they are taken."""
+    """Yield tokens as fast as the client reads them."""
     for number in itertools.takewhile(lambda _: context.is_active(), itertools.count()):
         yield delta(0, number, [1], " so")
 

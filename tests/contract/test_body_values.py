@@ -1,4 +1,4 @@
-"""Bodies are counted before they are decoded, so that no kind of value makes decoding long."""
+"""The values of a body are counted before decoding, so that no kind of value makes decoding slow."""
 
 from functools import partial
 from typing import Any
@@ -57,13 +57,13 @@ def test_values_are_counted(kind: str) -> None:
         (b'["\\\\", 1.5, "\\\\\\"[", -2e5, true, false, null]', 6 + 4 + 15 + 4 + 500 + 6),
     ],
 )
-def test_what_stands_in_texts_does_not_count(text: bytes, number: int) -> None:
+def test_characters_in_strings_are_not_counted(text: bytes, number: int) -> None:
     assert count_values(text) == number
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_kind_takes_much_longer_than_numbers(kind: str) -> None:
-    """As large a body as is taken: before there was a count, 4 MiB of exponents took ten seconds."""
+    """Decode the largest accepted body of each kind. Without the limit, 4 MiB of exponents took ten seconds."""
     piece, weight = KINDS[kind]
     most = min((MAX_BODY_BYTES - 100) // (len(piece) + 1), (MAX_VALUES - 100) // weight)
     numbers = body_of(b"12", MAX_VALUES - 100)

@@ -1,4 +1,4 @@
-"""What clients can make the scheduler hold: gauges tell how much, and beyond its bounds it is refused or dropped."""
+"""Limits on the memory that clients can make the scheduler use, and the gauges that report the use."""
 
 import asyncio
 import contextlib
@@ -143,7 +143,7 @@ async def test_kv_events(checkpoint: Path) -> None:
 async def test_failures_of_a_client_that_does_not_read(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_call, "_MAX_UNREAD_FAILURES", 50)
     num_submissions = 5_000
-    # The client's own buffer does not grow.
+    # Keep the client's receive buffer from growing.
     options = [("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1)]
     async with (
         measured(checkpoint) as (stack, gauges),

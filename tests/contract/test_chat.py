@@ -1,4 +1,4 @@
-"""`pagewire chat` on a terminal: a real pseudo-terminal, a real process, a scripted server."""
+"""`pagewire chat` in a pseudo-terminal, as a separate process, with a scripted server."""
 
 import os
 import pty
@@ -44,7 +44,7 @@ def texts(scheduler: ScriptedScheduler) -> list[str]:
 
 
 def asked(*messages: str, system: str | None = None) -> str:
-    """The prompt for the last message, all before having been answered with the story."""
+    """Return the prompt for the last message, if all earlier messages were answered with `STORY`."""
     head = "" if system is None else f"<system>{system}\n"
     return head + f"\n<assistant>{STORY}\n".join(f"<user>{message}" for message in messages) + "\n<assistant>"
 
@@ -56,7 +56,7 @@ def test_lines_are_edited_and_remembered(url: str, scheduler: ScriptedScheduler,
             if number == 0:
                 terminal.say(f"world{CTRL_A}hello ")
             else:
-                terminal.say(f"{UP} again")  # of the chat before
+                terminal.say(f"{UP} again")  # the last input of the previous chat
             assert terminal.end() == 0
     assert texts(scheduler) == [asked("hello world"), asked("hello world again")]
     history = tmp_path / "pagewire" / "chat_history"
@@ -121,7 +121,7 @@ def test_commands(url: str, scheduler: ScriptedScheduler, tmp_path: Path) -> Non
         asked("two", "/etc", system="be brief"),
         asked("two", "/etc", "three"),
     ]
-    # What was forgotten was another conversation; which system message it has does not matter.
+    # The turns before /forget belong to another conversation. The system message does not change the session id.
     first, *later = [request.session_id for request in scheduler.requests]
     assert len({first, *later}) == 2
     assert len(set(later)) == 1
@@ -206,7 +206,7 @@ def test_a_full_context_offers_to_go_on(url: str, scheduler: ScriptedScheduler, 
         terminal.type(CTRL_C)
         terminal.wait_for("(Ctrl-D")
         terminal.wait_for("> ")
-        terminal.type("x" * 1000 + "\r")  # too long by itself
+        terminal.type("x" * 1000 + "\r")  # too long on its own
         terminal.wait_for("Forget the oldest turns and go on? [Y/n] ")
         terminal.type("\r")
         terminal.wait_for("error: the prompt has")
@@ -227,7 +227,7 @@ def test_without_a_terminal_the_oldest_turns_go(url: str, scheduler: ScriptedSch
 
 
 def test_an_answer_that_fills_the_context_says_so(url: str, scheduler: ScriptedScheduler) -> None:
-    scheduler.info.max_sequence_tokens = 12  # as many as the usage of the story's last delta
+    scheduler.info.max_sequence_tokens = 12  # equal to the number of tokens in the usage of the last delta
     command = [sys.executable, "-m", "pagewire", "chat", "--url", url]
     ended = subprocess.run(command, input="1\n", capture_output=True, text=True, check=True, cwd=ROOT)
     assert "(the context is full, 12 tokens: the answer was cut off)" in ended.stderr

@@ -1,4 +1,4 @@
-"""Chats and tokens through the client, and what a model's chat template may do."""
+"""Chats and tokenization through the client, and the limits of a model's chat template."""
 
 import asyncio
 import dataclasses
@@ -27,7 +27,7 @@ TEXT = "<end>[user]hello<end>[assistant]"
 
 @pytest.fixture(scope="module")
 def chatty(special_checkpoint: Path) -> Path:
-    """A checkpoint whose tokenizer and whose chat template both put a special token before a prompt."""
+    """A checkpoint whose tokenizer and whose chat template both put a special token in front of a prompt."""
     config = json.loads((special_checkpoint / "tokenizer_config.json").read_text())
     (special_checkpoint / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
     return special_checkpoint

@@ -1,4 +1,4 @@
-"""The files of a chat template: what is wrong with them is named with the file, and the line where there is one."""
+"""Errors in a chat template's files are reported with the file name and, if known, the line."""
 
 import json
 import logging
@@ -55,7 +55,7 @@ def warned(path: Path, caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records]
 
 
-def test_what_will_not_work_is_a_warning_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unsupported_templates_cause_a_warning_at_startup(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = make_checkpoint(tmp_path / "model")
     (path / TEMPLATE).write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     assert warned(path, caplog) == []
@@ -102,7 +102,7 @@ async def test_a_text_that_the_tokenizer_fails_on_is_the_clients_fault(tmp_path:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_whatever_the_files_hold_is_read_or_named(tmp_path: Path, seed: int) -> None:
+def test_random_files_are_read_or_named_in_an_error(tmp_path: Path, seed: int) -> None:
     rng = seeded(seed)
     path = make_checkpoint(tmp_path / "model", temperature=0.5, top_k=3)
     config = {"chat_template": [{"name": "default", "template": "{{ messages }}"}], "eos_token": {"content": "<end>"}}

@@ -1,4 +1,4 @@
-"""The client against a real server of the public proto."""
+"""The Python client, with a scripted server of the public proto."""
 
 import asyncio
 import contextlib
@@ -103,7 +103,7 @@ async def test_beam_search_is_asked_for_without_the_default_temperature(schedule
         await collect(url, "Once", SamplingParams(beam_width=4, length_penalty=-1, early_stopping=early_stopping))
         sampling = scheduler.requests.pop().sampling
         assert (sampling.length_penalty, sampling.early_stopping) == (-1, expected)
-    # The default is sent without beams.
+    # Without beams, the default temperature is sent.
     await collect(url, "Once", SamplingParams())
     assert scheduler.requests.pop().sampling.temperature == 1
 
@@ -237,13 +237,13 @@ async def test_what_is_of_another_kind_names_its_argument(url: str, wrong: dict[
 
 
 def integer_fields() -> list[tuple[type[Message], FieldDescriptor]]:
-    """Returns all fields of the public proto that hold integers."""
+    """Return all integer fields of the public proto, each with its message type."""
     kinds = [getattr(pb, name) for name in pb.DESCRIPTOR.message_types_by_name]
     return [(kind, field) for kind in kinds for field in kind.DESCRIPTOR.fields if field.cpp_type in wire._INTEGERS]
 
 
 def test_every_integer_is_told_its_range() -> None:
-    """Protobuf is the oracle for what a field holds."""
+    """Protobuf itself is the reference for a field's range."""
     assert len(integer_fields()) > 40
     for kind, field in integer_fields():
         legal = wire._INTEGERS[field.cpp_type]
@@ -261,7 +261,7 @@ def test_every_integer_is_told_its_range() -> None:
 
 @pytest.mark.parametrize("name", RANGES)
 def test_ranges_are_checked_at_construction(name: str) -> None:
-    """The server's own ranges: it says the same of what another client sends."""
+    """The client checks the server's own ranges, and its error text equals the server's."""
     legal, is_whole = RANGES[name], name in INTEGER_FIELDS
     step = 1 if is_whole else 1e-6
     inside = [legal.low + (step if legal.excludes_low else 0), min(legal.high, 2**32 - 1)]
@@ -433,7 +433,7 @@ async def test_timeout_is_the_deadline_of_the_call(scheduler: ScriptedScheduler,
         await collect(url, "Once", timeout=0.3)
     [remaining] = scheduler.time_remaining
     assert remaining is not None
-    # gRPC rounds a deadline up on the wire, at most by 1 in its third digit.
+    # gRPC rounds a deadline up when sending it, by at most 1 in its third digit.
     assert 0 < remaining <= 0.303
 
 
@@ -464,15 +464,15 @@ def test_server_data_has_every_field_of_the_proto() -> None:
         (pagewire.Usage, pb.Usage),
         (pagewire.TokenLogprobs, pb.TokenLogprobs),
     ]
-    parts_of_top = {pagewire.TokenLogprobs: ["top_token_ids", "top_logprobs"]}  # a form of `top` on the wire
-    apart = {pagewire.ServerInfo: ["front_end_protocol"]}  # of no use to a client
+    parts_of_top = {pagewire.TokenLogprobs: ["top_token_ids", "top_logprobs"]}  # `top` in the message
+    apart = {pagewire.ServerInfo: ["front_end_protocol"]}  # a client does not need it
     for data_type, message in pairs:
         others = parts_of_top.get(data_type, []) + apart.get(data_type, [])
         names = [*(field.name for field in fields(data_type)), *others]
         assert names == list(message.DESCRIPTOR.fields_by_name)
 
 
-async def test_it_opens_at_its_first_use_and_again_after_it_was_closed(url: str) -> None:
+async def test_the_client_connects_at_first_use_and_after_close(url: str) -> None:
     client, blocking = AsyncClient(url), Client(url)
     for _ in range(2):
         assert (await asyncio.to_thread(blocking.complete, "Once")).outputs[0].text == STORY
@@ -507,7 +507,7 @@ def test_a_process_ends_quietly_without_closing(url: str, use: str) -> None:
 
 @pytest.mark.parametrize("sampling", [None, SamplingParams(max_tokens=16, top_p=0.5, seed=1)])
 async def test_sampling_fields_by_name(scheduler: ScriptedScheduler, url: str, sampling: SamplingParams | None) -> None:
-    """They change the parameters that are given; what is not given at all stays with the server."""
+    """Sampling fields by name change the given parameters. Parameters that are not given are left to the server."""
     client = AsyncClient(url)
     await collect(url, "Once", sampling, max_tokens=4, stop=["x"])
     await asyncio.to_thread(Client(url).complete, "Once", sampling, max_tokens=4, stop=["x"])
@@ -536,7 +536,7 @@ async def test_sampling_fields_by_name(scheduler: ScriptedScheduler, url: str, s
     ],
 )
 def test_wrong_arguments_say_what_to_do(arguments: tuple[object, ...], options: dict[str, object], text: str) -> None:
-    """At the call, not when the first output is asked for."""
+    """The error is raised by the call itself, not when the first output is read."""
     for kind in (Client, AsyncClient):
         with pytest.raises(TypeError, match=text):
             kind("127.0.0.1:1").stream(*arguments, **options)

@@ -1,4 +1,4 @@
-"""What holds for every call of both clients: names, timeouts, errors of what is given, closing."""
+"""Behavior common to all calls of both clients: names, timeouts, argument errors and closing."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ from testing.serving.scripted_scheduler import ScriptedScheduler, delta, serving
 
 NO_SERVER = "127.0.0.1:1"
 HELLO = {"role": "user", "content": "Once"}
-# Each call with arguments that it takes.
+# Each call with valid arguments.
 CALLS: dict[str, tuple[Any, ...]] = {
     "stream": ("Once",),
     "complete": ("Once",),
@@ -40,7 +40,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "blocks": (),
     "loads": (),
 }
-# The same, and lists of prompts.
+# The same calls, and calls with lists of prompts.
 WAYS = [*CALLS.items(), ("complete", (["Once", [1]],)), ("embed", (["Once", [1]],))]
 FORMER_NAMES = ("generate", "acomplete", "achat", "aembed", "atokenize", "adetokenize", "server_info")
 
@@ -50,14 +50,14 @@ def public_calls(kind: type) -> set[str]:
 
 
 async def whole(call: Any) -> Any:
-    """Awaits what a call returns, or reads it to its end."""
+    """Await the result of a call, or read all of its items."""
     if inspect.isasyncgen(call):
         return [item async for item in call]
     return await call
 
 
 def ask(kind: type, url: str, name: str, *arguments: Any, retry: float = 0.0, **options: Any) -> Any:
-    """Makes a call of a client of either kind, and returns what comes of it."""
+    """Make a call with a new client of either kind. Return its result."""
     if kind is AsyncClient:
 
         async def call() -> Any:
@@ -94,7 +94,7 @@ def test_a_former_name_says_the_new_one(kind: type, name: str) -> None:
     assert not hasattr(kind(NO_SERVER), "unheard_of")
 
 
-async def test_each_says_where_the_other_belongs() -> None:
+async def test_wrong_client_kind_has_a_helpful_error() -> None:
     with pytest.raises(TypeError, match="for `async with`, use AsyncClient"):
         async with Client(NO_SERVER):
             pass
@@ -249,7 +249,7 @@ def test_parameters_are_cloned_whole() -> None:
 
 
 class Silent(ScriptedScheduler):
-    """Answers no call. `waiting` counts those that have come."""
+    """A server that answers no RPC. `waiting` counts the RPCs that have arrived."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ under_way = pytest.mark.parametrize(("name", "arguments"), UNDER_WAY)
 
 @under_way
 async def test_closing_ends_what_runs_with_an_error(name: str, arguments: tuple[Any, ...]) -> None:
-    """Not with CancelledError, which a TaskGroup takes for the end of a task that it has cancelled itself."""
+    """The error is not CancelledError, because a TaskGroup would take that for its own cancellation."""
     scheduler = Silent()
 
     async def run(client: AsyncClient) -> None:
@@ -355,7 +355,7 @@ async def test_closing_ends_a_chat_whose_prompt_is_being_made(monkeypatch: pytes
             await client.chat([HELLO])
 
 
-def test_what_is_not_taken_is_not_read_without_end() -> None:
+def test_unread_items_are_limited() -> None:
     sent = threading.Semaphore(0)
     ended = threading.Event()
 
@@ -385,7 +385,7 @@ def test_reading_goes_on_once_half_of_what_waits_is_taken() -> None:
             yield number
 
     def num_made() -> int:
-        background_loop.run(lambda: asyncio.sleep(0))  # what the loop was told to do is done before
+        background_loop.run(lambda: asyncio.sleep(0))  # the loop has run all earlier callbacks when this returns
         return len(made)
 
     with contextlib.closing(background_loop.iterate(numbers())) as items:
@@ -400,7 +400,7 @@ def test_reading_goes_on_once_half_of_what_waits_is_taken() -> None:
 
 
 def test_a_client_that_is_dropped_closes_its_connection() -> None:
-    """Though not as long as something of it is read."""
+    """The client stays open while a stream of it is being read."""
     scheduler = ScriptedScheduler()
     scheduler.script = scripted_scheduler.never_end
     with serving(scheduler) as url:
@@ -419,7 +419,7 @@ def test_a_client_that_is_dropped_closes_its_connection() -> None:
         background_loop.run(opened._closed.wait)
 
 
-def test_an_interrupt_before_a_call_begins_leaves_nothing_to_complain_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_early_interrupt_leaves_no_unawaited_coroutine(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""The verbs of the command against a real server: what goes to standard output, what to standard error, exit codes."""
+"""The commands with a scripted server: standard output, standard error and exit status."""
 
 import io
 import json
@@ -100,8 +100,10 @@ def test_standard_streams_that_are_closed_or_full(arguments: str, redirection: s
 def test_a_prompt_that_is_not_utf8(
     given: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], scheduler: ScriptedScheduler
 ) -> None:
-    """As of a terminal or a file in another encoding: Python reads an argument so, and standard input in some locales
-    alone."""
+    """The text comes from a terminal or file in another encoding.
+
+    Python always decodes arguments with surrogate escapes, but standard input only in some locales.
+    """
     for arguments in (
         ["complete", "-"],
         ["complete", os.fsdecode(given)],
@@ -147,7 +149,7 @@ def test_verbs_of_other_commands_are_explained_in_a_line(
 
 
 class Writes(io.RawIOBase):
-    """A standard error that keeps what each write brings, if anything."""
+    """A raw standard error stream that records each non-empty write."""
 
     def __init__(self) -> None:
         self.lines: list[bytes] = []
@@ -162,7 +164,7 @@ class Writes(io.RawIOBase):
 
 
 def test_a_line_on_standard_error_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without buffers too, as containers set PYTHONUNBUFFERED: the lines of a server that is started stand between."""
+    """With PYTHONUNBUFFERED, as in containers, the lines of a started server could otherwise appear inside a line."""
     writes = Writes()
     monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(cast("Any", writes), write_through=True))
     monkeypatch.setattr(LocalServer, "start", lambda server: "grpc://here")
@@ -176,7 +178,7 @@ def test_a_line_on_standard_error_is_one_write(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def served(url: str, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The flags of each `pagewire serve` that a verb starts; the scripted scheduler stands in for it."""
+    """The flags of each `pagewire serve` that a command starts. A scripted scheduler replaces the server."""
     started: list[list[str]] = []
 
     def start(server: LocalServer) -> str:
@@ -203,7 +205,7 @@ def served(url: str, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 )  # fmt: skip
 @pytest.mark.one_of_each
 @pytest.mark.parametrize("verb", ["run", "chat"])
-def test_run_serves_with_what_no_chat_takes(
+def test_run_passes_server_flags_to_serve(
     served: list[list[str]],
     scheduler: ScriptedScheduler,
     monkeypatch: pytest.MonkeyPatch,
@@ -232,7 +234,7 @@ def test_run_reads_the_prompt_where_it_is_told_to(
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo\n"))
     assert main(["run", "m", "-"]) == 0
     assert [request.text for request in scheduler.requests] == ["one\n\ntwo"]
-    assert main(["run", "m"]) == 2  # nothing is left
+    assert main(["run", "m"]) == 2  # standard input is empty now
     assert len(served) == 1
 
 
@@ -330,7 +332,7 @@ def test_flags_become_the_request(scheduler: ScriptedScheduler) -> None:
     )  # fmt: skip
     [remaining] = scheduler.time_remaining
     assert remaining is not None
-    # gRPC's wire format has few digits for a deadline and rounds it up: 30.01 s left travel as 30.1 s.
+    # gRPC encodes a deadline with few digits and rounds it up: 30.01 s are sent as 30.1 s.
     assert 0 < remaining <= 30.1
 
 
@@ -582,7 +584,7 @@ def test_chat_remembers_what_was_said(
 def test_answers_in_a_chat_end_with_the_models_token(
     capsys: pytest.CaptureFixture[str], scheduler: ScriptedScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Mistral's, whose turns end with eos_token; the tokenizer adds the first token itself."""
+    """As in Mistral's templates, whose turns end with `eos_token`. The tokenizer adds the first token itself."""
     ends = "{{ m.content + (eos_token if m.role == 'assistant' else '|') }}"
     scheduler.info.chat_template = "{{ bos_token }}{% for m in messages %}" + ends + "{% endfor %}"
     scheduler.info.special_tokens.update({"bos_token": "<s>", "eos_token": "</s>"})
@@ -608,7 +610,7 @@ def test_chat_without_a_template_continues_the_text(
         (12, pb.FINISH_REASON_STOP, False),
         (13, pb.FINISH_REASON_LENGTH, False),
         (1, pb.FINISH_REASON_LENGTH, True),
-        (0, pb.FINISH_REASON_LENGTH, False),  # not known: no worker has come
+        (0, pb.FINISH_REASON_LENGTH, False),  # unknown, because no worker has connected
     ],
 )
 def test_chat_says_that_an_answer_was_cut_off_where_the_context_ends(
@@ -619,7 +621,7 @@ def test_chat_says_that_an_answer_was_cut_off_where_the_context_ends(
     reason: pb.FinishReason,
     is_full: bool,
 ) -> None:
-    last = delta(0, 0, [1] * 5, STORY, last=True)  # of 12 tokens with the prompt
+    last = delta(0, 0, [1] * 5, STORY, last=True)  # 12 tokens including the prompt
     last.finish_reason = reason
     scheduler.info.max_sequence_tokens = max_tokens
     scheduler.script = lambda request, context: iter([last])
@@ -685,7 +687,7 @@ def test_a_file_that_hides_a_module_of_pythons_own_is_named(tmp_path: Path, name
     )
 
 
-def test_output_that_cannot_be_written_is_no_fault_of_the_input(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_encoding_errors_are_not_input_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     unwritten = io.TextIOWrapper(io.BufferedWriter(io.FileIO(os.open("/dev/full", os.O_WRONLY), "w")))
     monkeypatch.setattr(sys, "stdout", unwritten)
     unwritten.write("an answer")

@@ -1,4 +1,4 @@
-"""The scripts of `pagewire completion`: bash completes by its own, which the scripts for zsh hold too."""
+"""The scripts of `pagewire completion`: zsh runs the script for bash, and fish has its own."""
 
 import shutil
 import subprocess
@@ -35,7 +35,7 @@ def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("pagewire complete ''", ""),
         ("pagewire worker --device = cu", "cuda"),
         ("pagewire help comple", "complete completion"),
-        ("pagewire serve --kv-cache-dtype=f", "--kv-cache-dtype=float16 --kv-cache-dtype=fp8"),  # as zsh has it
+        ("pagewire serve --kv-cache-dtype=f", "--kv-cache-dtype=float16 --kv-cache-dtype=fp8"),  # as zsh inserts it
     ],
 )
 def test_bash_completes(words: str, completed: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,7 +45,7 @@ def test_bash_completes(words: str, completed: str, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("verb", ["serve", "complete", "chat", "completion"])
-def test_what_asks_a_verb_for_its_flags_is_no_flag(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_describe_is_not_a_flag(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([verb, "--describe"]) == 2
     assert "error: unknown flag --describe" in capsys.readouterr().err
 
@@ -53,7 +53,7 @@ def test_what_asks_a_verb_for_its_flags_is_no_flag(verb: str, capsys: pytest.Cap
 def test_zsh_takes_what_bash_takes(capsys: pytest.CaptureFixture[str]) -> None:
     first, begin, rest = script("zsh", capsys).partition("autoload -Uz bashcompinit && bashcompinit\n")
     assert begin
-    # What the user has set up already stays.
+    # Completions that the user has set up already are kept.
     assert first == "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit; }\n"
     assert rest == script("bash", capsys)
 

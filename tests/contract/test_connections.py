@@ -1,4 +1,4 @@
-"""More connections than a service may have: those who are connected go on, and so does the service's own work."""
+"""At the connection limit of a service, existing connections and the service's own work continue."""
 
 import asyncio
 import contextlib
@@ -26,13 +26,13 @@ PROMPT = [1, 2, 3, 4, 5]
 OK = grpc.StatusCode.OK
 
 
-# A process that can open few files.
+# Runs a process with a low limit of open files.
 LIMITED = ("sh", "-c", f'ulimit -n {NUM_DESCRIPTORS} && exec "$@"', "sh")
 
 
 @contextlib.asynccontextmanager
 async def connection(address: str) -> AsyncIterator[scheduler_pb2_grpc.SchedulerServiceStub]:
-    """One of its own."""
+    """Open a separate connection, and yield a stub."""
     options = [("grpc.use_local_subchannel_pool", 1)]
     async with grpc.aio.insecure_channel(address, options=options) as channel:
         yield scheduler_pb2_grpc.SchedulerServiceStub(channel)
@@ -53,7 +53,7 @@ def num_descriptors(process: Process) -> int:
 
 @contextlib.asynccontextmanager
 async def crowded(process: Process, address: str) -> AsyncIterator[None]:
-    """As many are connected as may be."""
+    """Open as many connections as the service accepts, and keep them open."""
     async with contextlib.AsyncExitStack() as crowd:
         num_connected = 0
         while (code := await code_of_call(await crowd.enter_async_context(connection(address)))) is OK:
@@ -65,7 +65,7 @@ async def crowded(process: Process, address: str) -> AsyncIterator[None]:
 
 
 async def check_silence_is_no_harm(address: str) -> None:
-    """A connection that says nothing is in time closed by the server."""
+    """Check that the server eventually closes connections on which nothing is sent."""
     host, _, port = address.rpartition(":")
     async with asyncio.timeout(120):
         silent = [await asyncio.open_connection(host, int(port)) for _ in range(2 * NUM_DESCRIPTORS)]
@@ -116,7 +116,7 @@ async def test_a_front_end_under_a_crowd(checkpoint: Path) -> None:
                 await generate(later)
 
 
-def test_what_may_be_opened_is_raised_and_mostly_for_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_open_file_limit_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = (1024, 4096)
 
     def setrlimit(kind: int, wanted: tuple[int, int]) -> None:

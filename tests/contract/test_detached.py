@@ -1,4 +1,4 @@
-"""Detached requests: submitted, left alone, read from anywhere and again, kept for a while."""
+"""Detached requests: submit, read from any client and repeatedly, retention and removal."""
 
 import asyncio
 import contextlib
@@ -48,7 +48,8 @@ async def test_every_token_can_be_read_from_any_other(checkpoint: Path) -> None:
             assert rest.token_ids[0] == tokens[first:]
             assert whole.texts[0].endswith(rest.texts[0])
             assert rest.last[0].usage == whole.last[0].usage
-        # The text of a token is what it adds: texts from later tokens on are ends of those from earlier ones on.
+        # A token's text is the text that it adds. So the text from a later token on is a suffix of the text from an
+        # earlier one.
         lengths = [len(rest.texts[0]) for rest in rests]
         assert lengths == sorted(lengths, reverse=True)
         assert lengths[-1] <= 1
@@ -63,7 +64,9 @@ async def test_readers_come_and_go_while_it_runs(checkpoint: Path) -> None:
         expected = [expected_tokens(PROMPT, 150, seed=4, sample_index=index) for index in range(2)]
 
         async def read_some() -> None:
-            """Leaves in the middle, comes back with the next token of each sample, and so on to the end."""
+            """Read some deltas, leave, and attach again at the next token of each sample, until all
+            samples have ended.
+            """
             attached = Attached([0, 0])
             while len(attached.last) < 2:
                 first_tokens = [len(token_ids) for token_ids in attached.token_ids]
@@ -91,8 +94,8 @@ async def test_readers_come_and_go_while_it_runs(checkpoint: Path) -> None:
         await stack.until_idle()
 
 
-async def test_what_ends_while_its_result_is_put_together_is_not_told_as_ended() -> None:
-    """The last tokens may be missing from that result."""
+async def test_a_result_assembled_before_the_end_is_still_running() -> None:
+    """The result may lack the last tokens, so its state must still be "running"."""
 
     class Output(SampleRecord):
         def delta(self, first_token: int, num_tokens: int) -> Delta:
@@ -197,12 +200,13 @@ async def test_unknown_foreign_and_expired_ids_look_alike(checkpoint: Path, monk
                     await stack.stub.GetResult(pb.GetResultRequest(request_id="mine", tenant="me"))
                 except grpc.aio.AioRpcError:
                     break
-                await asyncio.sleep(0.02)  # there is no event for an expiry
+                await asyncio.sleep(0.02)  # no event reports the expiry
         assert await texts_of("mine", "me") == foreign
         assert {text.replace("other", "mine") for text in await texts_of("other", "me")} == foreign
-        # The name is free again.
+        # The name can be used again.
         await submit(stack, PROMPT, name="mine", tenant="me", max_tokens=3)
-        # Beyond the number that is kept, the oldest of who has most goes first; what runs stays.
+        # Beyond the maximum number of results, the oldest result of the tenant with the most results is removed.
+        # Running requests stay.
         running = await submit(stack, PROMPT, max_tokens=200)
         await until_ended(stack, "mine", "me")
         for name in ("a", "b"):
@@ -213,7 +217,7 @@ async def test_unknown_foreign_and_expired_ids_look_alike(checkpoint: Path, monk
 
 
 async def test_results_are_kept_up_to_a_size(checkpoint: Path) -> None:
-    """The oldest of the tenant whose results are largest goes first; another's small one stays."""
+    """The oldest result of the tenant with the largest total size is removed. Another tenant's small result stays."""
     async with serve(checkpoint, max_detached_bytes=20_000) as stack:
         for tenant in ("small", "large"):
             for index in range(1 if tenant == "small" else 5):
@@ -285,10 +289,10 @@ async def test_the_name_of_a_record_is_taken_as_long_as_it_is_kept(checkpoint: P
                     await keep(stack, "record", b"2")
                     break
                 except grpc.aio.AioRpcError:
-                    await asyncio.sleep(0.02)  # there is no event for an expiry
+                    await asyncio.sleep(0.02)  # no event reports the expiry
 
 
-async def test_what_is_forgotten_is_gone_at_once(checkpoint: Path) -> None:
+async def test_forget_removes_immediately(checkpoint: Path) -> None:
     async with serve_both(checkpoint) as (stack, front):
         stack.worker.step_seconds = 0.01
         unknown = (await failure_of(result(stack, "name"))).details()
@@ -313,7 +317,9 @@ async def test_what_is_forgotten_is_gone_at_once(checkpoint: Path) -> None:
 
 
 async def test_records_are_kept_up_to_the_size_of_results(checkpoint: Path) -> None:
-    """The oldest of the tenant that has most goes first, be it a result or a record; another's stays."""
+    """The oldest result or record of the tenant with the largest total size is removed. Another
+    tenant's record stays.
+    """
     async with serve(checkpoint, max_detached_bytes=20_000) as stack:
         await keep(stack, "0", bytes(3000), "small")
         await submit(stack, PROMPT, name="0", tenant="large", max_tokens=3)
@@ -333,7 +339,7 @@ async def test_records_of_requests_that_run_are_bounded(checkpoint: Path) -> Non
             message = pb.SubmitRequest(request=request(PROMPT, max_tokens=200), record=bytes(num_bytes))
             return (await stack.stub.Submit(message)).request_id
 
-        await forget(stack, await submit_with(12_000))  # one alone has room
+        await forget(stack, await submit_with(12_000))  # one alone fits
         name = await submit_with(6000)
         error = await failure_of(submit_with(6000), grpc.StatusCode.RESOURCE_EXHAUSTED)
         assert "--max-detached-bytes" in (error.details() or "")
@@ -343,7 +349,9 @@ async def test_records_of_requests_that_run_are_bounded(checkpoint: Path) -> Non
 
 
 async def test_no_tenant_takes_the_room_of_others_records(checkpoint: Path) -> None:
-    """Each has its share, the bound by the tenants that have some, where all together have more than the bound."""
+    """If all records together exceed the limit, each tenant may use the limit divided by the number of tenants with
+    records.
+    """
     async with serve(checkpoint, max_detached_bytes=10_000) as stack:
         stack.worker.step_seconds = 0.01
 
@@ -356,14 +364,14 @@ async def test_no_tenant_takes_the_room_of_others_records(checkpoint: Path) -> N
         await submit_with("b", 2000)
         for tenant, num_bytes in (("a", 2000), ("b", 3001), ("c", 3334)):
             error = await failure_of(submit_with(tenant, num_bytes), grpc.StatusCode.RESOURCE_EXHAUSTED)
-            assert re.findall(r"\d+", error.details() or "") == [str(num_bytes)]  # others' are not told
+            assert re.findall(r"\d+", error.details() or "") == [str(num_bytes)]  # only its own size
         await submit_with("b", 3000)
         await submit_with("c", 3333)
         await submit_with("a", 0)
 
 
 async def test_records_of_requests_that_are_made_ready_are_bounded(checkpoint: Path) -> None:
-    """Those that are refused in the end give their room back."""
+    """A request that is refused later releases the memory of its record."""
     async with serve(checkpoint, max_detached_bytes=10_000) as stack:
         stack.worker.step_seconds = 0.01
 
@@ -402,7 +410,7 @@ async def test_a_large_result_is_made_between_the_turns_of_others() -> None:
 
 
 def approximately(entry: TokenLogprobs) -> TokenLogprobs:
-    """As the wire has it, whose numbers are of 32 bits."""
+    """Return the logprobs rounded to the wire format's 32-bit floats."""
 
     def narrowed(value: float) -> float:
         return array("f", [value])[0]
@@ -423,7 +431,7 @@ async def test_a_reader_outlives_the_retention(checkpoint: Path, monkeypatch: py
 async def test_ids_are_taken_as_long_as_they_are_known(checkpoint: Path) -> None:
     async with serve(checkpoint) as stack:
         await submit(stack, PROMPT, name="mine", tenant="me", max_tokens=3)
-        for _ in range(2):  # while it may run, and after its end
+        for _ in range(2):  # while the request may run, and after its end
             message = request(PROMPT, max_tokens=3)
             message.request_id, message.tenant = "mine", "me"
             submitted = await failure_of(stack.stub.Submit(pb.SubmitRequest(request=message)))
@@ -454,7 +462,7 @@ async def test_submit_refuses_as_generate_does(checkpoint: Path) -> None:
         assert details(refused[0])[1].retry_delay.seconds > 0
 
 
-async def test_abort_ends_it_and_cancelling_a_reader_does_not(checkpoint: Path) -> None:
+async def test_abort_ends_a_detached_request_but_cancelling_a_reader_does_not(checkpoint: Path) -> None:
     async with serve(checkpoint) as stack:
         stack.worker.step_seconds = 0.005
         name = await submit(stack, PROMPT)
@@ -472,7 +480,7 @@ async def test_abort_ends_it_and_cancelling_a_reader_does_not(checkpoint: Path) 
         await failure_of(stack.stub.Abort(pb.AbortRequest(request_id=name)), grpc.StatusCode.NOT_FOUND)
 
 
-async def test_a_request_that_fails_tells_everybody(checkpoint: Path) -> None:
+async def test_a_failure_is_reported_to_all_readers(checkpoint: Path) -> None:
     async with serve(checkpoint) as stack:
         stack.worker.step_seconds = 0.005
         name = await submit(stack, [1, 2, VOCAB_SIZE - 1, 4], n=2)
@@ -494,7 +502,7 @@ async def test_drain_waits_for_detached_requests(checkpoint: Path) -> None:
         assert await stack.running == 0
 
 
-# Outputs that are kept
+# Stored outputs
 
 
 def end_of(num_tokens: int, stop_token_id: int | None = None) -> SequenceEnd:
@@ -504,7 +512,7 @@ def end_of(num_tokens: int, stop_token_id: int | None = None) -> SequenceEnd:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_text_from_any_token_on_is_the_rest_of_the_whole(checkpoint: Path, seed: int) -> None:
-    """Half characters, held back texts, a last token without text, ends that come late, deltas of any size."""
+    """Includes partial characters, held-back text, a last token without text, late ends, and deltas of any size."""
     rng = seeded(seed)
     tokenizer = ServedTokenizer(checkpoint / "tokenizer.json")
     token_ids = [rng.randrange(VOCAB_SIZE - 1) for _ in range(rng.randrange(1, 120))]
@@ -542,5 +550,5 @@ def test_text_from_any_token_on_is_the_rest_of_the_whole(checkpoint: Path, seed:
     assert texts[0] == whole.text
     for first, (text, rest_text) in enumerate(pairwise(texts)):
         assert text.endswith(rest_text)
-        if first + 1 < output.num_tokens:  # what comes with the last token may include what follows it
+        if first + 1 < output.num_tokens:  # the text of the last token may include the text that is flushed after it
             assert text == output.delta(first, 1).text + rest_text

@@ -1,4 +1,4 @@
-"""Embeddings over the wire: by our own service, a router's, many on one call, through a front end and the client."""
+"""Embeddings over gRPC: in our own API, the vLLM API of a router, a shared RPC, a front end, and the client."""
 
 import asyncio
 import logging
@@ -199,7 +199,7 @@ async def test_a_client_that_leaves_takes_its_embedding_with_it(checkpoint: Path
 
 
 @pytest.mark.parametrize("pooling", [Pooling.LAST, Pooling.MEAN])
-async def test_a_lost_worker_is_no_matter(checkpoint: Path, mean_checkpoint: Path, pooling: Pooling) -> None:
+async def test_embeddings_survive_a_lost_worker(checkpoint: Path, mean_checkpoint: Path, pooling: Pooling) -> None:
     prompt = list(range(100))
     async with serve(mean_checkpoint if pooling is Pooling.MEAN else checkpoint) as stack:
         await stack.until(lambda loads: loads.worker_connected)
@@ -218,7 +218,7 @@ async def test_hidden_states_that_are_no_numbers_are_an_error(checkpoint: Path) 
         assert (error.code(), "not numbers" in error.details()) == (grpc.StatusCode.INTERNAL, True)
 
 
-# Many, and from afar
+# Many requests, and requests through a front end
 
 
 async def test_many_embeddings_share_a_call_with_other_requests(checkpoint: Path) -> None:
@@ -275,7 +275,7 @@ async def test_the_client_embeds_one_prompt_and_many(checkpoint: Path) -> None:
 async def test_quotas_hold_and_the_log_tells(
     checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A quota of one request: whatever became of the one before, the next is taken."""
+    """A tenant with a limit of one request can send the next request after any outcome of the previous one."""
     path = tmp_path / "tenants.yaml"
     limits = {"max_requests": 1, "max_sequences": 1, "max_queued_tokens": 40, "max_blocks": 10}
     write_tenants(path, acme=limits)

@@ -1,4 +1,4 @@
-"""Requests that end while the worker computes their prompts: nothing that still comes of them ends anything else."""
+"""Requests that end while the worker computes their prompts. Late results of these requests affect no other request."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -23,7 +23,7 @@ def _messages() -> list[scheduler_pb2.GenerateRequest]:
 
 
 async def _deadline(stack: Stack) -> None:
-    """Their deadlines are over."""
+    """End the requests by deadline."""
     calls = [stack.generate(message, timeout=0.1) for message in _messages()]
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     assert {outcome.code() for outcome in outcomes} == {grpc.StatusCode.DEADLINE_EXCEEDED}
@@ -36,13 +36,13 @@ async def _calls(stub: scheduler_pb2_grpc.SchedulerServiceStub, stack: Stack) ->
 
 
 async def _cancelled(stack: Stack) -> None:
-    """Their clients cancel the calls."""
+    """End the requests by cancelling their RPCs."""
     for call in await _calls(stack.stub, stack):
         call.cancel()
 
 
 async def _aborted(stack: Stack) -> None:
-    """Another call aborts them."""
+    """End the requests by Abort RPCs."""
     calls = await _calls(stack.stub, stack)
     for message in _messages():
         await stack.stub.Abort(scheduler_pb2.AbortRequest(request_id=message.request_id))
@@ -51,7 +51,7 @@ async def _aborted(stack: Stack) -> None:
 
 
 async def _disconnected(stack: Stack) -> None:
-    """Their clients go away."""
+    """End the requests by closing the client's connection."""
     async with grpc.aio.insecure_channel(stack.url.removeprefix("grpc://")) as channel:
         await _calls(scheduler_pb2_grpc.SchedulerServiceStub(channel), stack)
 
@@ -61,7 +61,7 @@ async def test_prompts_with_log_probabilities_end_in_the_middle(
     checkpoint: Path, end: Callable[[Stack], Awaitable[None]]
 ) -> None:
     async with serve(checkpoint, max_num_batched_tokens=16) as stack:
-        stack.worker.step_seconds = 0.01  # a prompt takes 16 of them, and two chunks are always on their way
+        stack.worker.step_seconds = 0.01  # a prompt needs 16 steps, and two chunks are always in flight
         await end(stack)
         await stack.until_idle()
         stack.worker.step_seconds = 0.0

@@ -1,4 +1,4 @@
-"""What a client gets from the public service when something is wrong with its request, or with the server."""
+"""The errors that a client of the public service gets for an invalid request or a server failure."""
 
 import asyncio
 import math
@@ -17,7 +17,7 @@ PROMPT = [5, 6, 7, 8, 9]
 UINT32_MAX, UINT64_MAX, INT32_MAX = 2**32 - 1, 2**64 - 1, 2**31 - 1
 NAN, INF = math.nan, math.inf
 
-# Every field of SamplingParams: values that must be taken, and values that must be refused.
+# For every field of SamplingParams: values that must be accepted, and values that must be refused.
 BOUNDARIES: dict[str, tuple[list, list]] = {
     "n": ([1, 16], [0, 17, UINT32_MAX]),
     "temperature": ([0, 1e-30, 100], [NAN, INF, -INF, -1, -1e-30, 100.001]),
@@ -46,7 +46,7 @@ BOUNDARIES: dict[str, tuple[list, list]] = {
     "length_penalty": ([-1e300, 0, 1e300], [NAN, INF, -INF]),
     "early_stopping": ([0, 1, 2, 3], [4, INT32_MAX]),
 }
-BEAM_FIELDS = ("length_penalty", "early_stopping")  # that mean nothing without beam_width
+BEAM_FIELDS = ("length_penalty", "early_stopping")  # without an effect unless `beam_width` is set
 
 
 def test_every_sampling_field_has_boundaries() -> None:
@@ -154,7 +154,7 @@ async def test_abort(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("text", ["x", "日", "😀", "\n"])
 async def test_an_error_that_quotes_a_long_text_reaches_its_client(checkpoint: Path, text: str) -> None:
-    """gRPC clients end a call with RESOURCE_EXHAUSTED where more than 8 KiB say how it has ended."""
+    """gRPC clients replace a status whose message is larger than 8 KiB by RESOURCE_EXHAUSTED."""
     async with serve(checkpoint) as stack:
         name = {"request_id": text * 12_000}
         calls = [
@@ -277,7 +277,7 @@ async def test_drain_finishes_what_runs_and_refuses_the_rest(checkpoint: Path) -
         await stack.until(lambda loads: loads.num_generation_tokens > 5)
         stack.stop.set()
         while (error := await status_of(stack, request(PROMPT, max_tokens=1))) is None:
-            pass  # it came before the drain
+            pass  # the request arrived before the drain began
         assert error.code() is grpc.StatusCode.UNAVAILABLE
         assert details(error)[1].retry_delay.seconds > 0
         assert (await running).token_ids[0] == expected_tokens(PROMPT, 100)

@@ -1,4 +1,4 @@
-"""The event loop of a front end looks at all else that is due between a few events."""
+"""The front end's event loop handles a few ready sockets at a time, and then looks at all other due callbacks."""
 
 import asyncio
 import socket
@@ -8,7 +8,10 @@ from pagewire.common.process.event_loop import MAX_EVENTS, few_events_loop
 
 
 async def _count_while_all_are_ready(num: int) -> tuple[list[int], list[bytes]]:
-    """Have that many sockets read what waits for all; how many were read between two looks, and what."""
+    """Let `num` sockets become readable at once.
+
+    Returns how many sockets were read between two iterations of the loop, and the bytes in the order of reading.
+    """
     loop = asyncio.get_running_loop()
     pairs = [socket.socketpair() for _ in range(num)]
     read: list[bytes] = []
@@ -41,13 +44,13 @@ def test_a_crowd_that_is_ready_at_once_is_served_a_few_at_a_time() -> None:
     assert sorted(read, key=int) == [str(number).encode() for number in range(num)]
 
 
-def test_those_that_are_always_ready_leave_others_their_turn() -> None:
+def test_always_ready_sockets_do_not_starve_others() -> None:
     async def run() -> int:
         loop = asyncio.get_running_loop()
         pairs = [socket.socketpair() for _ in range(2 * MAX_EVENTS)]
         seen: set[socket.socket] = set()
         for mine, other in pairs:
-            other.send(b"x")  # and nobody reads it
+            other.send(b"x")  # the byte is never read
             loop.add_reader(mine, seen.add, mine)
         rounds = 0
         async with asyncio.timeout(10):
@@ -64,7 +67,7 @@ def test_those_that_are_always_ready_leave_others_their_turn() -> None:
         assert runner.run(run()) <= 4
 
 
-def test_it_waits_no_longer_than_its_timers_and_writes() -> None:
+def test_timers_and_writes_are_not_delayed() -> None:
     async def run() -> bytes:
         begun = time.monotonic()
         await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""What the server says of requests and blocks, and how the command shows it."""
+"""The reports about requests and blocks, and the commands that display them."""
 
 import asyncio
 import json
@@ -61,7 +61,7 @@ async def test_a_request_says_what_it_does_and_why_it_waits(checkpoint: Path) ->
         assert "rows" in third.reason
         assert (fourth.queue_position, fourth.num_wanted_blocks) == (2, 2)
         assert "behind 1" in fourth.reason
-        # Names of other tenants' requests stay theirs.
+        # Request ids of other tenants are not reported.
         assert [holder.HasField("request_id") for holder in third.holders if holder.request_id != "first"] == [False]
         for name, tenant in (("first", "other"), ("second", ""), ("unknown", "")):
             await failure_of(report_of(stack, name, tenant), grpc.StatusCode.NOT_FOUND)
@@ -119,7 +119,7 @@ def test_reports_have_every_field_of_the_proto() -> None:
         assert [field.name for field in fields(data_type)] == list(message.DESCRIPTOR.fields_by_name)
 
 
-def test_both_sides_mean_the_same_by_a_use() -> None:
+def test_block_uses_equal_the_proto_enum() -> None:
     uses = {use.name: use.value for use in BlockUse}
     assert uses == {"FREE": FREE, "CACHED": CACHED, "MOVING": MOVING, "SHARED": SHARED, "HELD": HELD}
 
@@ -190,7 +190,7 @@ class Terminal:
         while select.select([self._reading], [], [], 0)[0]:
             try:
                 self.text += os.read(self._reading, 65536).decode()
-            except OSError:  # the other side has closed
+            except OSError:  # the other side has closed the terminal
                 break
         assert "Traceback" not in err
 
@@ -255,7 +255,7 @@ async def test_submit_attach_and_result(checkpoint: Path) -> None:
         code, out, err = await run_command("submit", "--prompt-token-ids", "1,299", *url)
         assert code == 0
         code, out, err = await run_command("result", out.strip(), *url)
-        assert code in (0, 1)  # running still, or failed
+        assert code in (0, 1)  # still running, or failed
 
 
 async def test_a_locale_that_is_not_utf8_loses_no_text(checkpoint: Path) -> None:

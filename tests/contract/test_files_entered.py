@@ -1,4 +1,7 @@
-"""How many files a request enters on its way, in client and scheduler: as many as a reader must open to follow it."""
+"""The number of source files through which a request passes in client and scheduler.
+
+It equals the number of files that a reader must open in order to follow a request.
+"""
 
 import sys
 import threading
@@ -22,19 +25,19 @@ from testing.sources import ROOT
 
 PRODUCT = tuple(f"{ROOT}/{folder}/" for folder in ("pagewire", "scheduler_service"))
 MAX_FILES_OF_A_TOKEN = 34
-MAX_FILES_OF_A_REQUEST = 50  # of which `turns.py` is what all work on texts waits in
-# Of a chat over HTTP in front end and scheduler together: until the worker has its plan, of a token, and in all.
+MAX_FILES_OF_A_REQUEST = 50  # including `turns.py`, the queue for all work on texts
+# Of a chat over HTTP, in front end and scheduler together: before the worker gets its plan, for a token, and in total.
 MAX_FILES_OF_A_CHAT = 60, 43, 67
-# The service that the running code belongs to: tasks and callbacks inherit the context of the code that starts them.
+# The service to which the running code belongs. Tasks and callbacks inherit the context of the code that starts them.
 SERVICES = ("front end", "scheduler")
 SERVICE: ContextVar[str] = ContextVar("service", default="neither")
 
 
 class Entered:
-    """The product's files of which a function is called, in whichever thread.
+    """Records the product's files in which a function is called, on any thread.
 
     Attributes:
-        files: each with the service that called the function.
+        files: pairs of the service that called the function and the file.
     """
 
     def __init__(self) -> None:
@@ -45,7 +48,7 @@ class Entered:
         return {name for _, name in self.files}
 
     def take(self) -> set[tuple[str, str]]:
-        """Return the files so far, and begin anew."""
+        """Return the files recorded so far, and start an empty record."""
         files, self.files = self.files, set()
         return files
 
@@ -57,7 +60,7 @@ class Entered:
 
 @contextmanager
 def entered() -> Iterator[Entered]:
-    """Note the product's files that are entered inside the block, in this thread and those that start there."""
+    """Record the product's files that are entered inside the block, on this thread and threads started in the block."""
     files = Entered()
     before = sys.getprofile()
     threading.setprofile(files.called)
@@ -70,11 +73,13 @@ def entered() -> Iterator[Entered]:
 
 
 async def test_a_request_enters_few_files(checkpoint: Path) -> None:
-    """Of several requests those that each enters: timers of the server enter some at any time."""
+    """Count the files that every one of several requests enters, because timers of the server enter
+    others at any time.
+    """
     sampling = SamplingParams(max_tokens=60, temperature=0.5, seed=1, ignore_eos=True)
     requests, tokens = [], []
     async with serve(checkpoint) as stack, AsyncClient(stack.url) as client:
-        await client.complete("once", sampling)  # what is done once is done
+        await client.complete("once", sampling)  # so that work done only once is complete
         stack.worker.step_seconds = 0.005
         for prompt in ("once upon", "a little", "hello"):
             with entered() as beginning:
@@ -116,7 +121,7 @@ def submit_in_context(
 
 @pytest.fixture
 def services_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code of both services has the service's name in its context, on threads too."""
+    """Give the code of each service the service's name in its context, on other threads too."""
     monkeypatch.setattr(server, "run", in_service("scheduler", server.run))
     monkeypatch.setattr(front_end, "run", in_service("front end", front_end.run))
     monkeypatch.setattr(ThreadPoolExecutor, "submit", submit_in_context)
@@ -124,8 +129,10 @@ def services_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("services_are_known")
 async def test_a_chat_over_http_enters_few_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several chats with streamed answers, count the files that each enters: until the worker receives its first
-    plan, while tokens arrive, and in all."""
+    """Count the files that every one of several streamed chats enters.
+
+    The files are counted before the worker receives its first plan, while tokens arrive, and in total.
+    """
     before, tokens, chats = [], [], []
     decode = fake_worker.decode_request
 
@@ -135,10 +142,10 @@ async def test_a_chat_over_http_enters_few_files(tmp_path: Path, monkeypatch: py
             before.append(files.take())
         return plan
 
-    # Threads that start before the first chat are seen too.
+    # Also record threads that start before the first chat.
     with entered() as files:
         async with serve_http(make_chat_checkpoint(tmp_path / "chatty")) as http:
-            await http.chat("once")  # what is done once is done
+            await http.chat("once")  # so that work done only once is complete
             http.stack.worker.step_seconds = 0.005
             monkeypatch.setattr(fake_worker, "decode_request", decode_noted)
             for content in ("once upon", "a little", "hello"):
@@ -165,7 +172,7 @@ async def test_a_chat_over_http_enters_few_files(tmp_path: Path, monkeypatch: py
 
 
 def count_shown(title: str, found: Sequence[set[tuple[str, str]]]) -> int:
-    """Print the files that are in each, and return how many they are."""
+    """Print the files that are in every set of `found`. Return the number of these files."""
     entered_in = {name: {file for each, file in set.intersection(*found) if each == name} for name in SERVICES}
     for name, files in entered_in.items():
         print(f"{title}: {len(files)} files of the {name}", *sorted(files), sep="\n  ")

@@ -1,4 +1,4 @@
-"""Flags and files of vLLM's and llama.cpp's servers: taken, explained or without meaning here, but known."""
+"""Flags and config files of the servers of vLLM and llama.cpp: each is supported, ignored, or explained."""
 
 import random
 import re
@@ -14,7 +14,7 @@ from pagewire.compatibility import FOREIGN, LISTS, MAPPED, SWITCHES, SYNONYMS, s
 from pagewire.llm.llm import serve_flags
 
 MODEL = "/models/some"
-# Those of `vllm serve`, as its releases since 0.6 publish them.
+# The flags of `vllm serve` in all releases since 0.6.
 VLLM = (Path(__file__).parent / "vllm_flags.txt").read_text(encoding="utf-8").split()
 LLAMA = ("-m", "-c", "-ngl", "-t", "-np", "-b", "-ub", "-fa", "-a", "-hf", "-ctk", "-ctv", "-cb", "-md", "--ctx-size",
          "--n-gpu-layers", "--gpu-layers", "--threads", "--parallel", "--batch-size", "--ubatch-size", "--flash-attn",
@@ -87,8 +87,8 @@ def test_help_shows_none_of_them() -> None:
         ("--ctx-size 0 --threads -1 --no-mmap", {}, ["--no-mmap is ignored: each rank maps the weight files"]),
     ],
 )  # fmt: skip
-def test_what_flags_of_theirs_ask_for(flags: str, values: dict[str, Any], ignored: list[str]) -> None:
-    """Whether MODEL stands before them or is a flag behind them."""
+def test_foreign_flags_are_mapped_or_ignored(flags: str, values: dict[str, Any], ignored: list[str]) -> None:
+    """MODEL may precede the flags or be a flag itself."""
     for given in ([MODEL, *flags.split()], [*flags.split(), "--model", MODEL], [*flags.split(), "-m", MODEL]):
         resolved = resolve(*given)
         assert chosen(resolved) == {"model": MODEL} | values
@@ -117,7 +117,7 @@ def test_what_flags_of_theirs_ask_for(flags: str, values: dict[str, Any], ignore
         ("-c 1 --max-model-len 2", "--ctx-size 1 and --max-model-len 2 set --max-model-len to different values"),
     ],
 )
-def test_what_is_not_there_is_explained(flags: str, message: str) -> None:
+def test_unsupported_foreign_flags_are_explained(flags: str, message: str) -> None:
     with pytest.raises(options.OptionError, match=f"^{message}") as caught:
         resolve(MODEL, *flags.split())
     assert "sesame" not in str(caught.value)
@@ -125,7 +125,7 @@ def test_what_is_not_there_is_explained(flags: str, message: str) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_no_flag_of_theirs_takes_the_model(seed: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each kind of flag before MODEL and behind it, in random company."""
+    """Random flags of each kind, with MODEL before or after them."""
     draw = random.Random(seed)
     names = [*(name for name in FOREIGN if not FOREIGN[name].is_refused), *MAPPED]
     values = {"preemption_mode": "swap", "scheduling_policy": "fcfs"}
@@ -189,7 +189,7 @@ def test_variables_take_their_values_too() -> None:
 
 
 def test_serve_and_llm_say_the_same() -> None:
-    """Of every option of theirs: what one takes the other takes, as the same options of ours."""
+    """`serve` and `LLM` accept the same foreign options, and map them to the same options of Pagewire."""
     for name in {*FOREIGN, *MAPPED} - SWITCHES:
         harmless = [value for value in FOREIGN[name].harmless if isinstance(value, str)] if name in FOREIGN else ["2"]
         for value in {"preemption_mode": ["swap"], "scheduling_policy": ["fcfs"]}.get(name, harmless):
@@ -205,7 +205,7 @@ def test_a_word_that_is_no_slip_of_any_gets_no_suggestion(word: str) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_slips_of_every_flag_are_told(seed: int) -> None:
-    """A letter too few, one too many, two that changed places."""
+    """Typing errors: a missing letter, an extra letter, or two swapped letters."""
     draw = random.Random(seed)
     flags = [option.flag for option in KNOWN.values() if len(option.flag) > 9]
     for flag in flags:
@@ -217,20 +217,20 @@ def test_slips_of_every_flag_are_told(seed: int) -> None:
 
 
 def told_flags() -> list[tuple[str, str]]:
-    """Returns the flags in the first column of the page for those who come from elsewhere, and what the second says."""
+    """Return the flags in the first column of docs/migrating.md, each with the text of the second column."""
     page = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
     rows = [line.strip("| ").split(" | ", 1) for line in page.splitlines() if line.startswith("| `-")]
     return [(flag, answer) for flags, answer in rows for flag in re.findall(r"`(-[^`]+)`", flags)]
 
 
 @pytest.mark.parametrize(("flag", "answer"), told_flags())
-def test_the_page_says_what_serve_does(flag: str, answer: str) -> None:
+def test_the_migration_page_equals_the_behavior_of_serve(flag: str, answer: str) -> None:
     assert len(told_flags()) > 30
     given = flag.split()
     if PARSER._option_string_actions[given[0]].nargs != 0 and len(given) == 1:
         given.append({"--load-format": "auto", "--otlp-traces-endpoint": "http://a:1"}.get(flag, "1"))
     if given[0] in ("-m", "--port", "--swap-space"):
-        return  # what they do is said with other flags beside them
+        return  # tested with other flags beside them
     try:
         resolved = resolve(MODEL, *given)
     except options.OptionError:

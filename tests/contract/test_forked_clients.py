@@ -1,4 +1,4 @@
-"""Clients in a process that was forked: they open connections of their own, or say why they cannot."""
+"""Clients in a forked process open new connections, or raise an error that explains why they cannot."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ from testing.serving.scripted_scheduler import ScriptedScheduler, serving
 
 ROOT = Path(__file__).parents[2]
 NUM_FORKS = 3
-# Each has `url`, makes `use`, which is called in each child, and what is called in the parent afterwards.
+# Each program has `url`, sets `use`, which each child calls, and sets a function for the parent to call afterwards.
 BEGIN = """
 import asyncio, os, sys, threading
 from pagewire import AsyncClient, Client, PagewireError
@@ -90,7 +90,7 @@ def url() -> Iterator[str]:
 
 
 def run(url: str, program: str) -> list[str]:
-    """Returns what the children printed, each a line."""
+    """Run a program that forks. Return the lines that its children print."""
     command = [
         sys.executable,
         "-W",
@@ -102,7 +102,7 @@ def run(url: str, program: str) -> list[str]:
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr
-    # gRPC says itself which forks it does not take part in.
+    # gRPC itself logs the forks that it does not support.
     assert [line for line in ended.stderr.splitlines() if "fork_posix.cc" not in line] == []
     return ended.stdout.splitlines()
 
@@ -121,8 +121,10 @@ def test_a_child_that_cannot_have_any_says_so(url: str, case: str) -> None:
 
 
 def test_what_calls_leave_late_is_collected_before_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine a call's last object becomes garbage after its channel was closed, and holds gRPC's threads,
-    which then take a while to end."""
+    """On a busy machine, the last object of a call may become garbage after its channel was closed.
+
+    Until it is collected, it keeps gRPC's threads running, which then need some time to end.
+    """
     collected: list[None] = []
     slept: list[float] = []
     monkeypatch.setattr(channels.gc, "collect", lambda: collected.append(None))

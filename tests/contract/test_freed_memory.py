@@ -1,4 +1,4 @@
-"""What large messages and long texts took goes back to the system: measured in processes of their own."""
+"""The memory of large messages and long texts is returned to the system. Separate processes measure it."""
 
 import ctypes
 import subprocess
@@ -13,7 +13,7 @@ RESIDENT = """
 def resident_mb():
     return int(open("/proc/self/statm").read().split()[1]) * 4096 / 1e6
 """
-# The first is freed before the second is taken: from then on, glibc would by itself keep what is as large.
+# The first block is freed before the second is allocated. From then on, glibc alone would keep blocks of this size.
 LARGE_BLOCKS = """
 from pagewire.hosting import freed_memory
 freed_memory.give_back_large()
@@ -59,7 +59,7 @@ def test_large_blocks_are_given_back() -> None:
 
 @needs_glibc
 def test_long_texts_leave_little(tmp_path: Path) -> None:
-    """What the tokenizer remembers of words stays."""
+    """Only the tokenizer's cache of words remains."""
     make_tokenizer(tmp_path / "tokenizer.json")
     path = str(tmp_path / "tokenizer.json")
     without = "from scheduler_service.serving.checkpoint import tokenizer\ntokenizer._malloc_trim = None\n"

@@ -1,4 +1,4 @@
-"""A front end between clients and a scheduler, over real gRPC: what it serves is what the scheduler itself serves."""
+"""A front end between clients and a scheduler, over gRPC, behaves as the scheduler itself does."""
 
 import asyncio
 import shutil
@@ -119,13 +119,13 @@ async def test_a_sample_fails_after_another_has_ended(checkpoint: Path) -> None:
         async with asyncio.timeout(DEADLINE):
             failed = await failure_of(front.generate(message))
         assert failed.code() is grpc.StatusCode.INTERNAL
-        front.stop.set()  # nothing is left to wait for
+        front.stop.set()  # no request is left to wait for
         async with asyncio.timeout(DEADLINE):
             await front.running
 
 
-async def test_what_a_client_kept_ends_no_other_output(checkpoint: Path) -> None:
-    """Streams have other numbers on the way to the scheduler than in the call of the client who tells."""
+async def test_kept_token_reports_end_only_their_own_output(checkpoint: Path) -> None:
+    """Stream ids on the link to the scheduler differ from the ids in the client's RPC."""
     async with serve_both(checkpoint) as (stack, front):
         stack.worker.step_seconds = 0.02
         other = asyncio.create_task(front.generate(request(PROMPT, max_tokens=60)))
@@ -186,8 +186,10 @@ async def test_a_client_that_goes_and_a_deadline_that_passes_free_everything(che
         assert loads.num_generation_tokens < 480
 
 
-async def test_a_stop_text_found_here_ends_the_request_there(checkpoint: Path) -> None:
-    """Soon after the text is there the worker answers no more: only what the scheduler is told can end the request."""
+async def test_a_stop_text_ends_the_request_in_the_scheduler(checkpoint: Path) -> None:
+    """The worker stops answering soon after the stop text appears, so only the front end's message can
+    end the request.
+    """
     text = Tokenizer.from_file(str(checkpoint / "tokenizer.json")).decode(expected_tokens(PROMPT, 30))
     stop = next(char for i, char in enumerate(text) if i > 5 and char != "\ufffd")
     async with serve(checkpoint) as stack, serve_front_end(checkpoint, stack.url) as front:
@@ -208,7 +210,7 @@ async def test_a_stop_text_found_here_ends_the_request_there(checkpoint: Path) -
         ("SubscribeKvEvents", pb.SubscribeKvEventsRequest()),
     ],
 )
-async def test_what_it_does_not_serve_it_says(checkpoint: Path, method: str, message: object) -> None:
+async def test_unsupported_methods_are_unimplemented(checkpoint: Path, method: str, message: object) -> None:
     async with serve_both(checkpoint) as (stack, front):
         call = getattr(front.stub, method)(message)
         await failure_of(
@@ -241,12 +243,12 @@ async def test_a_lost_scheduler_is_an_error_and_its_successor_is_found(checkpoin
                 assert (await front.generate(request(PROMPT, max_tokens=9))).token_ids[0] == expected_tokens(PROMPT, 9)
 
 
-async def test_it_is_ready_once_its_scheduler_has_a_worker(checkpoint: Path) -> None:
+async def test_a_front_end_is_ready_once_its_scheduler_has_a_worker(checkpoint: Path) -> None:
     worker, port = FakeWorker(read_model_info(str(checkpoint)).digest), free_port("127.0.0.1")
     worker.port = free_port("127.0.0.1")
 
     async def begin_late(front: FrontEnd) -> None:
-        while not await is_connected(front):  # noqa: ASYNC110 - nothing tells
+        while not await is_connected(front):  # noqa: ASYNC110 - no event to wait for
             await asyncio.sleep(0.02)
         health = health_pb2_grpc.HealthStub(front.channel)
         answer = await health.Check(health_pb2.HealthCheckRequest(service=SERVICE_NAME))
@@ -260,7 +262,7 @@ async def test_it_is_ready_once_its_scheduler_has_a_worker(checkpoint: Path) -> 
 
 
 async def is_connected(front: FrontEnd) -> bool:
-    """Whether it has heard of its scheduler."""
+    """Return whether the front end has received the scheduler's server info."""
     try:
         await front.stub.GetServerInfo(pb.GetServerInfoRequest(), wait_for_ready=True)
     except grpc.aio.AioRpcError:
@@ -280,14 +282,14 @@ async def test_a_lost_worker_is_no_error(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("differs", ["it serves another model", "its end tokens are [7], here [299]"])
 async def test_another_model_is_refused(checkpoint: Path, tmp_path: Path, differs: str) -> None:
-    """The end tokens of generation_config.json are not in the model's digest."""
+    """The end tokens of generation_config.json are not part of the model's digest."""
     other = make_checkpoint(tmp_path / "other", with_tokenizer="end" in differs)
     if "end" in differs:
         checkpoint = shutil.copytree(other, tmp_path / "model")
         (checkpoint / "generation_config.json").write_text('{"eos_token_id": [7]}')
     async with serve(checkpoint) as stack, serve_front_end(other, stack.url, waits=False) as front:
         async with asyncio.timeout(DEADLINE):
-            while True:  # until it has heard of the scheduler
+            while True:  # until the front end has received the scheduler's server info
                 refused = await failure_of(front.generate(request(PROMPT), timeout=5), grpc.StatusCode.UNAVAILABLE)
                 if differs in refused.details():
                     break
@@ -349,7 +351,7 @@ async def test_a_stream_of_a_shared_call_ends_when_it_is_aborted(checkpoint: Pat
 async def test_a_request_that_is_too_large_for_the_link_fails_alone(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may have grown on the way: a text has fewer bytes than its tokens."""
+    """A request may grow on the link, because its tokens need more bytes than its text."""
     async with serve_both(checkpoint) as (stack, front):
         monkeypatch.setattr("scheduler_service.links.scheduler.scheduler_link.MAX_MESSAGE_BYTES", 400)
         fine = asyncio.create_task(front.generate(request(PROMPT, max_tokens=200)))
@@ -366,7 +368,7 @@ async def test_a_request_that_is_too_large_for_the_link_fails_alone(
 
 
 class SlowScheduler(pb_grpc.SchedulerServiceServicer):
-    """Reads nothing before it may."""
+    """A fake scheduler that reads no message until `may_read` is set."""
 
     def __init__(self, info: pb.GetServerInfoResponse) -> None:
         self.info, self.may_read, self.has_abort = info, asyncio.Event(), asyncio.Event()
@@ -397,7 +399,7 @@ async def test_what_is_aborted_before_it_is_sent_is_never_sent(checkpoint: Path)
             message.request_id = str(number)
         calls = [front.stub.Generate(message) for message in messages]
         for message in messages:
-            while not await is_aborted(front, message.request_id):  # it is not queued yet
+            while not await is_aborted(front, message.request_id):  # the request is not queued yet
                 pass
         last = await calls[-1].read()
         assert last.finish_reason == pb.FINISH_REASON_ABORT
@@ -412,7 +414,7 @@ async def test_what_is_aborted_before_it_is_sent_is_never_sent(checkpoint: Path)
 
 
 async def is_aborted(front: FrontEnd, request_id: str) -> bool:
-    """Whether there was such a request."""
+    """Abort a request. Return whether it existed."""
     try:
         await front.stub.Abort(pb.AbortRequest(request_id=request_id))
     except grpc.aio.AioRpcError:

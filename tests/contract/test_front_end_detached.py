@@ -1,4 +1,4 @@
-"""Detached requests through front ends: any door answers any id, and each tenant its own alone."""
+"""Detached requests through front ends: every server knows every request id, and each tenant sees only its own."""
 
 import asyncio
 import contextlib
@@ -47,7 +47,7 @@ CALLS: dict[str, Callable[[Server, str, Metadata], Awaitable[Any]]] = {
 }
 
 
-async def test_any_door_answers_any_id(checkpoint: Path) -> None:
+async def test_every_server_serves_every_request_id(checkpoint: Path) -> None:
     async with serve_both(checkpoint) as (stack, one), serve_front_end(checkpoint, stack.url) as two:
         stack.worker.step_seconds = 0.002
         doors = (stack, one, two)
@@ -72,7 +72,7 @@ async def test_any_door_answers_any_id(checkpoint: Path) -> None:
             assert [list(output.token_ids) for output in results[0].outputs] == expected
 
 
-async def test_a_text_and_its_stop_texts_are_the_schedulers_to_read(checkpoint: Path) -> None:
+async def test_the_scheduler_decodes_text_and_stop_texts(checkpoint: Path) -> None:
     async with serve_both(checkpoint) as (stack, front):
         direct = await stack.generate(request("once upon", max_tokens=200, stop=[" ", "q"]))
         name = await submit(front, "once upon", max_tokens=200, stop=[" ", "q"])
@@ -102,14 +102,14 @@ async def test_a_text_and_its_stop_texts_are_the_schedulers_to_read(checkpoint: 
 async def test_errors_are_the_schedulers(checkpoint: Path, call: Callable[[Server], Any]) -> None:
     async with serve_both(checkpoint) as (stack, front):
         await submit(front, PROMPT, name="known", max_tokens=5)
-        await submit(front, [1, 2, VOCAB_SIZE - 1, 4], name="failed")  # of which nothing but NaN comes
+        await submit(front, [1, 2, VOCAB_SIZE - 1, 4], name="failed")  # the output is NaN only
         await until_ended(front, "failed")
         direct, through = [await failure_of(call(server)) for server in (stack, front)]
         assert (through.code(), through.details()) == (direct.code(), direct.details())
         assert details(through) == details(direct)
 
 
-async def test_abort_by_any_door_ends_what_came_by_any_other(checkpoint: Path) -> None:
+async def test_every_server_can_abort_every_request(checkpoint: Path) -> None:
     async with serve_both(checkpoint) as (stack, one), serve_front_end(checkpoint, stack.url) as two:
         stack.worker.step_seconds = 0.01
         for name, door, other in (("a", one, two), ("b", one, stack), ("c", stack, one), ("d", one, one)):
@@ -142,7 +142,7 @@ async def test_a_reader_that_leaves_or_is_late_leaves_the_request_alone(
 
 
 class EndlessScheduler(pb_grpc.SchedulerServiceServicer):
-    """Has one request, whose output never ends."""
+    """A fake scheduler with one request whose output never ends."""
 
     def __init__(self, info: pb.GetServerInfoResponse) -> None:
         self.info, self.num_sent = info, 0
@@ -160,8 +160,8 @@ class EndlessScheduler(pb_grpc.SchedulerServiceServicer):
         return pb.GetResultResponse(outputs=[pb.GenerateResponse(text="x" * 3_000_000)])
 
 
-async def test_readers_that_read_nothing_are_sent_little_and_hold_nobody_up(checkpoint: Path) -> None:
-    """They share a connection with all else that goes between a front end and its scheduler."""
+async def test_readers_that_read_nothing_do_not_block_others(checkpoint: Path) -> None:
+    """All readers share the front end's connection to its scheduler."""
     async with serve(checkpoint) as stack:
         endless = EndlessScheduler(await stack.stub.GetServerInfo(pb.GetServerInfoRequest()))
     server = grpc.aio.server()
@@ -169,7 +169,7 @@ async def test_readers_that_read_nothing_are_sent_little_and_hold_nobody_up(chec
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with serve_front_end(checkpoint, f"127.0.0.1:{port}") as front, asyncio.timeout(DEADLINE):
-        # One whose own buffers are small.
+        # A client whose own buffers are small.
         channel = grpc.aio.insecure_channel(front.url, options=(("grpc.http2.bdp_probe", 0),))
         stub = pb_grpc.SchedulerServiceStub(channel)
         calls = [stub.Attach(pb.AttachRequest()) for _ in range(5)]
@@ -178,7 +178,7 @@ async def test_readers_that_read_nothing_are_sent_little_and_hold_nobody_up(chec
         while num_sent < endless.num_sent:
             num_sent = endless.num_sent
             await asyncio.sleep(0.5)
-        assert num_sent < 5 * 10  # of 100 kB each
+        assert num_sent < 5 * 10  # messages of 100 kB each
         for _ in range(3):
             result = await front.stub.GetResult(pb.GetResultRequest())
             assert len(result.outputs[0].text) == 3_000_000
@@ -218,7 +218,7 @@ async def test_a_lost_scheduler_is_unavailable(checkpoint: Path) -> None:
             assert details(error)[-1].retry_delay.seconds == 2
 
 
-async def test_a_client_reads_on_by_another_door_when_its_own_closes(checkpoint: Path) -> None:
+async def test_a_client_continues_at_another_server(checkpoint: Path) -> None:
     async with serve_both(checkpoint) as (stack, one), serve_front_end(checkpoint, stack.url) as two:
         stack.worker.step_seconds = 0.01
         async with AsyncClient(two.url) as client:
@@ -262,7 +262,7 @@ async def test_each_tenant_has_its_own_ids_at_every_door(checkpoint: Path, tenan
                     assert await code_of(CALLS[each](server, name, globex)) is grpc.StatusCode.NOT_FOUND
                     assert await code_of(CALLS[each](server, name, credentials("root"))) is grpc.StatusCode.NOT_FOUND
                     assert await code_of(CALLS[each](server, name, ())) is grpc.StatusCode.UNAUTHENTICATED
-            # Of the same name, and another's: neither is in the other's way.
+            # A request of another tenant with the same id does not conflict.
             assert await submit(other, PROMPT, name=name, metadata=globex) == name
             message = pb.GetResultRequest(request_id=name, tenant="acme")
             for server in (stack, front):
@@ -296,10 +296,10 @@ async def test_only_operators_pass_calls_on(checkpoint: Path, tenants: Path, tmp
             assert await code_of(call(stack, "name", passed_on)) is grpc.StatusCode.PERMISSION_DENIED
 
 
-async def test_who_knows_no_tenants_passes_nothing_on_to_a_scheduler_that_does(
+async def test_a_front_end_without_tenants_cannot_use_a_scheduler_with_tenants(
     checkpoint: Path, tenants: Path, tmp_path: Path
 ) -> None:
-    """As a front end whose scheduler was replaced by one with tenants, and has not heard of it yet."""
+    """A front end is in this state if its scheduler was just replaced by one with tenants."""
     metadata = (*credentials("root"), ("x-tenants-revision", ""))
     async with serve_tenants(checkpoint, tmp_path, tenants) as (stack, _):
         message = pb.GetResultRequest(request_id="name", tenant="acme")

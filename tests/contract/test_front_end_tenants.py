@@ -1,4 +1,4 @@
-"""Tenants behind a front end: it tells callers apart as the scheduler does, which holds them to their quotas."""
+"""Tenants of a front end: the front end authenticates callers like the scheduler, and the scheduler enforces quotas."""
 
 import asyncio
 import logging
@@ -44,7 +44,7 @@ async def test_who_opens_the_scheduler_s_socket_is_an_operator(checkpoint: Path,
         assert len((await generate(front, as_tenant(""), "acme")).token_ids[0]) == 2
         stub, empty = pb_grpc.SchedulerServiceStub(channel), pb.GetBlocksRequest()
         await stub.GetBlocks(empty)
-        # A key says more than the socket, and the port knows no one without.
+        # A key takes precedence over the socket. The TCP port accepts no RPC without a key.
         acme = stub.GetBlocks(empty, metadata=credentials("acme"))
         assert await code_of(acme) is grpc.StatusCode.PERMISSION_DENIED
         assert await code_of(stack.stub.GetBlocks(empty)) is grpc.StatusCode.UNAUTHENTICATED
@@ -57,7 +57,7 @@ async def test_only_tenants_are_served_and_each_as_itself(checkpoint: Path, tena
             assert await code_of(call.read()) is grpc.StatusCode.UNAUTHENTICATED
         assert len((await generate(front, as_tenant(""), "acme")).token_ids[0]) == 2
         assert await code_of(generate(front, as_tenant("globex"), "acme")) is grpc.StatusCode.PERMISSION_DENIED
-        # What it computed is cached for acme alone, whichever way the others come.
+        # Its prompt is cached for acme only, whichever server the other tenants use.
         for tenant, num_cached in (("globex", 0), ("acme", 36)):
             result = await generate(front, as_tenant(""), tenant)
             assert result.last[0].usage.cached_tokens == num_cached
@@ -79,7 +79,7 @@ async def test_quotas_are_those_of_the_scheduler(checkpoint: Path, tenants: Path
 async def test_a_tenant_that_only_the_front_end_knows_is_refused(
     checkpoint: Path, tenants: Path, tmp_path: Path
 ) -> None:
-    """As it is between the moments at which the two read that it was revoked."""
+    """This happens for a short time while only one of the two services has read that the tenant was revoked."""
     newer = tmp_path / "newer.yaml"
     write_tenants(newer)
     write_tenants(tenants)

@@ -1,4 +1,4 @@
-"""10,000 mutated requests of both public services: whatever comes, it is served or refused as what it is."""
+"""10,000 mutated requests of both public services: each is served, or refused with an expected status."""
 
 import asyncio
 import random
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.thorough
 
 NUM_REQUESTS = 10_000
 NUM_AT_ONCE = 16
-MAX_MODEL_LEN = 32  # what is valid ends soon
+MAX_MODEL_LEN = 32  # so that valid requests end soon
 PROMPT = [5, 6, 7, 8, 9]
 OURS = "/pagewire.scheduler.v1.SchedulerService/"
 SHARED = OURS + "GenerateMany"
@@ -68,7 +68,7 @@ _resolved_beam = pb.ResolvedRequest(
     sampling={"top_p": 1, "repetition_penalty": 1, "stop_token_ids": [0], "num_candidates": 6},
     grammar={"kind": 3, "text": "[a-z]+", "end_token_ids": [0]},
 )  # fmt: skip
-# Method and, from a good request of it, whether it answers with a stream.
+# Method, whether the response is a stream, and a valid request.
 GOOD: list[tuple[str, bool, Message]] = [
     (OURS + "Generate", True, _generate),
     (OURS + "Generate", True, _text),
@@ -115,7 +115,7 @@ GOOD: list[tuple[str, bool, Message]] = [
     (THEIRS + "StartProfile", False, common.StartProfileRequest(output_dir="/", num_steps=1)),
     (THEIRS + "StopProfile", False, common.StopProfileRequest()),
 ]
-# What a request may be answered with. CANCELLED is ours: a stream that has begun is not read to its end.
+# The expected statuses. CANCELLED comes from the test, which does not read a stream to its end.
 ALLOWED = {
     grpc.StatusCode.OK,
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -125,9 +125,9 @@ ALLOWED = {
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.DEADLINE_EXCEEDED,
 }
-# The only methods that may be called UNIMPLEMENTED: routers hear from that what an engine lacks.
+# The only methods that may return UNIMPLEMENTED: routers learn from this status that an engine lacks the method.
 MISSING = {THEIRS + "StartProfile", THEIRS + "StopProfile"}
-# Those that other mutants may abort, and whose answer cannot say so.
+# Methods whose requests another mutant may abort, and whose response cannot report that.
 ABORTABLE = {OURS + "Embed", THEIRS + "Embed"}
 INTEGERS = (0, 1, 2, 127, 128, 255, 299, 300, 2**31 - 1)
 FLOATS = (0.0, -0.0, 1.0, -1.0, 0.5, 1e-38, 3e38, float("nan"), float("inf"), float("-inf"))
@@ -163,7 +163,7 @@ def value_for(rng: random.Random, field: FieldDescriptor) -> object:
 
 
 def mutate_fields(rng: random.Random, message: Message) -> None:
-    """Change one field, at any depth."""
+    """Change one random field of a message, at any depth."""
     fields = message.DESCRIPTOR.fields
     if not fields:
         return
@@ -221,7 +221,7 @@ def mutant(rng: random.Random) -> tuple[str, bool, bytes]:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its end token is one of its tokenizer's, so that grammars are served."""
+    """A checkpoint whose end token is in its tokenizer, so that grammars are supported."""
     return make_checkpoint(tmp_path_factory.mktemp("models") / "with_end", eos_token_id=0)
 
 
@@ -229,7 +229,7 @@ Setter = Callable[[Message, int], None]
 
 
 def integer_fields(descriptor: Descriptor) -> Iterator[tuple[str, tuple[int, int], Setter]]:
-    """Path, range and setter of every integer of a message, at any depth."""
+    """Yield the path, range and setter of every integer field of a message, at any depth."""
     for field in descriptor.fields:
         name, kind = field.name, field.message_type
         if kind is not None and kind.GetOptions().map_entry:
@@ -265,7 +265,7 @@ def map_fields(field: FieldDescriptor) -> Iterator[tuple[str, tuple[int, int], S
 
 
 def extreme_requests() -> Iterator[tuple[str, str, bool, bytes]]:
-    """What it is, and how to send it."""
+    """Yield a description, method, response type (stream or not) and serialized message for each extreme request."""
     for method, is_stream, good in GOOD:
         for path, (low, end), set_value in integer_fields(good.DESCRIPTOR):
             for value in EXTREMES:
@@ -277,7 +277,7 @@ def extreme_requests() -> Iterator[tuple[str, str, bool, bytes]]:
 
 
 async def send(stack: Stack | FrontEnd, method: str, is_stream: bool, data: bytes) -> grpc.StatusCode:
-    """How it ended; OK too for a stream that has begun."""
+    """Send a request. Return its status, which is OK for a stream that has begun."""
     if method == SHARED:
         return await send_shared(stack, data)
     if not is_stream:
@@ -293,7 +293,10 @@ async def send(stack: Stack | FrontEnd, method: str, is_stream: bool, data: byte
 
 
 async def send_shared(stack: Stack | FrontEnd, data: bytes) -> grpc.StatusCode:
-    """On a call of its own, read to its end. What fails in a request is told in a message."""
+    """Send a message on a new GenerateMany RPC and read the RPC to its end. Return its status.
+
+    Failures of single requests are messages of the stream. Their statuses are checked here.
+    """
     call = stack.channel.stream_stream(SHARED)(timeout=2)
     try:
         await call.write(data)
@@ -303,7 +306,7 @@ async def send_shared(stack: Stack | FrontEnd, data: bytes) -> grpc.StatusCode:
                 code = next(code for code in grpc.StatusCode if code.value[0] == failure.code)
                 assert code in ALLOWED, f"{data!r}: {failure}"
     except (grpc.aio.AioRpcError, grpc.aio.InternalError, asyncio.InvalidStateError):
-        pass  # gRPC's own words for a call that the server ended while it was being written
+        pass  # errors of gRPC for an RPC that the server ended while the client was writing
     return await call.code()
 
 
@@ -352,7 +355,7 @@ async def scheduler_or_front_end(checkpoint: Path, *, is_front_end: bool) -> Asy
 
 @pytest.mark.parametrize("is_front_end", [False, True], ids=["scheduler", "front end"])
 async def test_no_integer_is_too_extreme_for_an_answer(checkpoint: Path, is_front_end: bool) -> None:
-    """Each of every request, one by one."""
+    """Each extreme value is sent in a request of its own."""
     sent = list(extreme_requests())
     assert len({name.rpartition(" = ")[0] for name, *_ in sent}) > 50
     async with scheduler_or_front_end(checkpoint, is_front_end=is_front_end) as stack:

@@ -1,4 +1,4 @@
-"""What has ended is freed by its reference counts, and collections stay short whatever is remembered."""
+"""Objects of ended requests are freed by reference counting, and collections are short however much is cached."""
 
 import asyncio
 import gc
@@ -16,7 +16,7 @@ from testing.scheduler_stack import Stack, serve
 from tests.thorough import thorough
 
 ROOT = Path(__file__).parents[2]
-# What gRPC itself leaves of every call before the call is served.
+# Objects that gRPC itself leaves for every RPC before the RPC is served.
 OF_GRPC = {"_Metadatum", "tuple", "__pyx_scope_struct_35__find_method_handler", "cython_function_or_method"}
 OF_GRPC |= {"_HandlerCallDetails"}
 
@@ -29,7 +29,7 @@ async def send(stack: Stack, number: int) -> None:
 
 
 def unreachable() -> Counter[str]:
-    """Types of the objects that only a collection would free."""
+    """Return the number of objects of each type that only a garbage collection would free."""
     gc.set_debug(gc.DEBUG_SAVEALL)
     gc.collect()
     gc.set_debug(0)
@@ -41,7 +41,7 @@ def unreachable() -> Counter[str]:
 @pytest.mark.parametrize("num_requests", [300, *thorough(2000)])
 async def test_requests_of_every_kind_leave_nothing_to_collect(checkpoint: Path, num_requests: int) -> None:
     async with serve(checkpoint, detached_retention=0.01) as stack:
-        await send(stack, 100)  # what is made once, and what the client of this process leaves
+        await send(stack, 100)  # objects that are created only once, and objects of this process's client
         gc.collect()
         gc.disable()
         try:
@@ -56,13 +56,16 @@ async def test_requests_of_every_kind_leave_nothing_to_collect(checkpoint: Path,
             gc.enable()
         print(left, left_by_worker)
         assert {name for name, count in left.items() if count > 20} <= OF_GRPC
-        # Once a worker: the frames in which its stream was found broken.
+        # At most one set for each lost worker: the frames that raised the error of its broken stream.
         assert {name for name, count in left_by_worker.items() if count > 50} <= OF_GRPC
 
 
 def test_survivors_are_hidden_from_the_next_collection() -> None:
-    """A process that keeps a million objects: no collection looks at more than those made since the last full one, nor
-    does one where as many are freed as are made, which Python does not count as more."""
+    """A process keeps a million objects.
+
+    No collection scans more objects than were created since the last full collection. No full collection runs if
+    equally many objects are freed as created, which Python does not count as growth.
+    """
     program = """
 import collections, gc
 from pagewire.common.process import garbage_collection
@@ -85,7 +88,7 @@ assert most < 10_000, most
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
-def test_a_service_looks_at_nothing_that_was_imported_as_it_starts() -> None:
+def test_imported_objects_are_not_scanned() -> None:
     program = """
 import gc
 from pagewire.common.process import garbage_collection
@@ -101,7 +104,10 @@ assert max(sizes) < 100, sizes
 
 
 def run_in_service(program: str) -> None:
-    """In a process of its own, with calls as a library leaves them: cycles, the last of which are in use."""
+    """Run a program in a separate process.
+
+    The program can create `Call` objects, which contain reference cycles as a library leaves them.
+    """
     calls = """
 import collections, gc
 from pagewire.common.process import garbage_collection
@@ -121,8 +127,11 @@ garbage_collection.keep_short()
 
 
 @pytest.mark.parametrize("num_remembered", [0, *thorough(100_000)])
-def test_cycles_go_in_a_service_that_is_never_idle(num_remembered: int) -> None:
-    """Whatever it remembers, and though a call has been hidden before it ends; all of them are rarely in sight."""
+def test_cycles_are_collected_in_a_busy_service(num_remembered: int) -> None:
+    """Cycles are collected however many objects the service remembers, even if they were frozen before the call ended.
+
+    Few collections scan all objects.
+    """
     run_in_service(f"""
 garbage_collection.MAX_HIDDEN_GARBAGE = 100_000
 sizes = []
@@ -146,8 +155,8 @@ assert 0 < num_large < 8, num_large
 
 
 @pytest.mark.thorough
-def test_what_a_service_remembers_is_not_looked_at_for_garbage() -> None:
-    """Not even where it has become most of the memory."""
+def test_remembered_objects_are_not_scanned() -> None:
+    """This also holds if remembered objects are most of the memory."""
     run_in_service("""
 garbage_collection.MAX_HIDDEN_GARBAGE = 100_000
 remembered = []
@@ -164,7 +173,7 @@ assert 0 < max(sizes) < 10_000, max(sizes)
 """)
 
 
-def test_what_is_hidden_is_collected_when_the_service_rests() -> None:
+def test_frozen_garbage_is_collected_when_idle() -> None:
     run_in_service("""
 in_use, remembered = collections.deque(maxlen=64), []
 for number in range(10_000):
@@ -191,7 +200,7 @@ def test_the_metric_times_collections() -> None:
 
 
 def test_spans_that_were_not_exported_are_freed() -> None:
-    """By their reference counts, although gRPC's error, of a port where nothing listens, holds the frames it passed."""
+    """Spans are freed by reference counting, although gRPC's connection error refers to the frames that it passed."""
     provider = tracer_provider(f"http://127.0.0.1:{free_port('127.0.0.1')}", "service", "1")
     gc.collect()
     gc.disable()

@@ -1,4 +1,4 @@
-"""What a client gets from Generate when all goes well."""
+"""The Generate RPC without failures."""
 
 import asyncio
 from pathlib import Path
@@ -183,7 +183,9 @@ async def test_generation_config_gives_end_tokens_and_defaults(tmp_path: Path) -
 async def test_a_request_that_waits_long_shows_a_sign_of_life(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Headers come before the first token, so that proxies see that there is an answer. What fails soon has none."""
+    """The server sends headers before the first token, so that proxies see a response. A request that fails early has
+    none.
+    """
     monkeypatch.setattr(generate_response, "SILENCE_S", 0.05)
     async with serve(checkpoint) as stack:
         stack.worker.step_seconds = 3600.0

@@ -1,4 +1,4 @@
-"""GenerateMany over real gRPC: the same results and errors as Generate, one message a step for all streams."""
+"""The GenerateMany RPC: results and errors equal Generate's, with one message a step for all streams."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -42,7 +42,7 @@ async def test_token_only_streams_come_in_columns(checkpoint: Path) -> None:
                 assert stream.last.finish_reason == pb.FINISH_REASON_LENGTH
                 assert stream.last.usage.prompt_tokens == len(prompt)
         assert submitted[0][0].last.request_id == "mine"
-        # Steady steps: a message holds a token of every stream, and nothing else.
+        # In a steady step, a message contains one token of every stream, and no other data.
         steady = [message for message in shared.messages if len(message.stream_ids) == 15]
         assert len(steady) > 30
         assert all(not message.deltas and not message.failures for message in steady)
@@ -93,7 +93,7 @@ async def test_stop_and_abort(checkpoint: Path) -> None:
             await asyncio.wait_for(stream.ended.wait(), DEADLINE)
             assert stream.last.finish_reason == reason
             assert len(stream.token_ids) < 200
-        await shared.abort(aborted)  # once more: nothing happens
+        await shared.abort(aborted)  # aborting again has no effect
         await shared.close()
         assert whole.token_ids == expected_tokens(PROMPT, 30)
         await stack.until_idle()
@@ -151,8 +151,8 @@ async def test_a_slow_reader_gets_fewer_and_longer_messages(
             for message in shared.messages
         ]
         assert sum(sizes) == 4 * 4 * 200
-        # What fitted into the window went out while tokens came. The rest is in long messages, whose last stream may
-        # exceed the weight.
+        # Messages that fit into the flow control window were sent while tokens arrived. The rest is sent in long
+        # messages. The last stream of a message may exceed the weight.
         assert 300 < max(sizes) < max_weight + 200
         assert len(sizes) < 60
 
@@ -246,14 +246,14 @@ class RefusingIntake:
 
 
 class UnreadContext:
-    """A client that never reads."""
+    """The context of a client that never reads."""
 
     async def write(self, message: pb.GenerateManyResponse) -> None:
         await asyncio.Event().wait()
 
 
 async def test_failures_that_are_not_read_are_bounded(checkpoint: Path) -> None:
-    """Later submissions wait on the wire, where flow control holds them."""
+    """Later submissions wait in the client, because of HTTP/2 flow control."""
     taken = 0
 
     async def submissions() -> AsyncIterator[pb.GenerateManyRequest]:
@@ -275,7 +275,7 @@ async def test_failures_that_are_not_read_are_bounded(checkpoint: Path) -> None:
 
 
 async def test_the_last_stream_ids(checkpoint: Path) -> None:
-    """Samples that no id is left for are refused, and the call goes on."""
+    """Samples for which no stream id is left are refused, and the RPC continues."""
     last = 2**64 - 1
     async with serve(checkpoint) as stack:
         call = stack.stub.GenerateMany()

@@ -1,4 +1,4 @@
-"""Headers of GGUF files: whole ones, and all that strangers can do to one."""
+"""The headers of GGUF files, valid and damaged."""
 
 import math
 import struct
@@ -36,7 +36,7 @@ def bundled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def written(path: Path, **values: Any) -> Path:
-    """A file of one tensor and these keys, "__" for "."."""
+    """Write a GGUF file with one tensor and the given metadata keys, in which "__" stands for "."."""
     writer = gguf.GGUFWriter(path, "qwen3")
     for key, (add, *arguments) in values.items():
         getattr(writer, f"add_{add}")(key.replace("__", "."), *arguments)
@@ -49,7 +49,7 @@ def written(path: Path, **values: Any) -> Path:
 
 
 def refusal_of(path: Path) -> str | None:
-    """Why the services do not take a file, by all that they read before weights."""
+    """Return the reason why the services refuse a file, or None. Everything except the weights is read."""
     try:
         file = GgufFile.open(path)
         file.check_tensors()
@@ -154,7 +154,7 @@ def test_what_says_that_it_is_a_whole_model_is_read(tmp_path: Path, values: dict
     GgufFile.open(written(tmp_path / "x.gguf", **values))
 
 
-# What every file says, and what config.json says of one that says nothing else.
+# The metadata of every file, and the config.json that results from it alone.
 REQUIRED = {
     "embedding_length": 64, "attention.head_count": 4, "feed_forward_length": 128, "block_count": 2,
     "context_length": 256, "attention.layer_norm_rms_epsilon": 1e-6,
@@ -259,13 +259,13 @@ def test_rows_that_blocks_do_not_divide_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shown", [gguf_file.shown, model_file.shown])
 def test_a_value_of_a_hundred_characters_is_shown_whole(shown: Callable[[object], str]) -> None:
-    text = "x" * 98  # between quotes
+    text = "x" * 98  # without the quotes
     assert shown(text)[1:-1] == text
     assert shown(text + "y")[1:] == f"{text}y..."
 
 
 def test_what_is_a_gguf_file(bundled: Path, tmp_path: Path) -> None:
-    blob = tmp_path / "sha256-0123"  # as caches name files
+    blob = tmp_path / "sha256-0123"  # the names of files in download caches
     blob.symlink_to(bundled)
     (tmp_path / "x.gguf").mkdir()
     (tmp_path / "empty.gguf").touch()
@@ -279,7 +279,7 @@ def test_what_is_a_gguf_file(bundled: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_no_broken_file_is_more_than_an_error(bundled: Path, tmp_path: Path, seed: int) -> None:
-    """Cut anywhere, and with bytes of its header turned: read or refused, in little memory."""
+    """A file that is truncated or has changed header bytes is read or refused, with little memory."""
     rng = seeded(seed)
     whole = bundled.read_bytes()
     header_bytes = min(info.offset for info in GgufFile.open(bundled).tensors.values())
@@ -291,7 +291,7 @@ def test_no_broken_file_is_more_than_an_error(bundled: Path, tmp_path: Path, see
         if case % 3 == 0:
             del data[rng.randrange(len(data)) if case % 2 else rng.randrange(header_bytes) :]
         for _ in range(rng.choice((1, 4, 30)) if case % 3 else 0):
-            # Half of them in the numbers at the beginning, before the tokens.
+            # Change half of the bytes among the numbers at the beginning, which precede the tokens.
             at = rng.randrange(1200 if rng.random() < 0.5 else header_bytes)
             data[min(at, len(data) - 1)] = rng.choice((0, 255, rng.randrange(256)))
         path.write_bytes(data)

@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files against the tokenizer.json that they are made of."""
+"""Tokenizers of GGUF files, compared with the tokenizer.json from which each file was made."""
 
 import io
 import itertools
@@ -36,8 +36,8 @@ from testing.seeds import seeded
 
 BUNDLED = Path(__file__).parents[2] / "models" / "storyteller"
 DOCS = Path(__file__).parents[2] / "docs"
-VOCAB_SIZE = 1024  # of the bundled model, whose weights stand in every file here
-# As the published tokenizer.json files have them.
+VOCAB_SIZE = 1024  # of the bundled model, whose weights every file here contains
+# The patterns of the published tokenizer.json files.
 _WORDS = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
 _NAMES = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -92,7 +92,7 @@ PUBLISHED: dict[str, tuple[pre_tokenizers.PreTokenizer, dict[str, Any]]] = {
 
 
 def trained(pre: str) -> Tokenizer:
-    """A byte-level tokenizer as published ones are, but trained on the spot."""
+    """Return a byte-level tokenizer with the settings of a published one, trained on a small corpus."""
     pre_tokenizer, traits = PUBLISHED[pre]
     tokenizer = Tokenizer(models.BPE(ignore_merges=traits.get("ignores_merges", False)))
     tokenizer.pre_tokenizer = pre_tokenizer
@@ -124,7 +124,7 @@ def assert_same(ours: Tokenizer, theirs: Tokenizer, seed: int) -> None:
 
 
 def with_tokenizer(path: Path, keys: Mapping[str, Any], **settings: Any) -> Path:
-    """A file of the bundled model with another tokenizer. `settings` are further keys of it."""
+    """Write a GGUF file of the bundled model with another tokenizer. `settings` are additional tokenizer keys."""
     named = {f"tokenizer.ggml.{key}": value for key, value in settings.items()}
     return write_gguf(path, BUNDLED, "Q4_0", tokenizer=keys, settings={"tokenizer.ggml.eos_token_id": None, **named})
 
@@ -133,7 +133,7 @@ def with_tokenizer(path: Path, keys: Mapping[str, Any], **settings: Any) -> Path
 def test_byte_level_tokenizers_are_the_published_ones(pre: str, tmp_path: Path) -> None:
     theirs = trained(pre)
     keys = byte_level_keys(json.loads(theirs.to_str()), VOCAB_SIZE, pre)
-    assert UNUSED in keys["token_type"]  # the embedding has more rows than there are tokens
+    assert UNUSED in keys["token_type"]  # the embedding has more rows than the tokenizer has tokens
     path = with_tokenizer(tmp_path / "model.gguf", keys, bos_token_id=theirs.token_to_id("<|begin|>"))
     ours = load_tokenizer(path)
     assert_same(ours, theirs, seed=len(pre))
@@ -147,19 +147,20 @@ def test_the_bundled_tokenizer_is_the_bundled_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "tekken"])
 def test_byte_level_tokenizers_are_those_of_transformers(pre: str, tmp_path: Path) -> None:
-    """Ids of texts alone: transformers takes what stands around a text from classes of its own."""
+    """Only the ids of plain text are compared, because transformers adds special tokens by rules of its own classes."""
     keys = byte_level_keys(json.loads(trained(pre).to_str()), VOCAB_SIZE, pre)
     path = with_tokenizer(tmp_path / "model.gguf", keys)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
     ours = load_tokenizer(path)
     for text in texts(5, 100):
-        # Nor does it compose what a file cannot say that Qwen's own tokenizer composes.
+        # Transformers also does not apply the NFC normalization of Qwen's own tokenizer, which a GGUF file cannot
+        # specify.
         if pre != "qwen2" or unicodedata.is_normalized("NFC", text):
             assert ours.encode(text, add_special_tokens=False).ids == theirs.encode(text, add_special_tokens=False)
 
 
 def sentencepiece_keys() -> dict[str, Any]:
-    """A SentencePiece vocabulary as llama.cpp's converter writes one: bytes, then pieces in order of their scores."""
+    """Return a SentencePiece vocabulary as llama.cpp's converter writes it: bytes, then pieces ordered by score."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.train_from_iterator(
@@ -185,7 +186,7 @@ def sentencepiece_keys() -> dict[str, Any]:
 
 
 def published_sentencepiece(keys: Mapping[str, Any], *, has_prefix: bool = True) -> Tokenizer:
-    """The tokenizer.json that transformers makes of such a vocabulary for Llama 2."""
+    """Return the tokenizer.json that transformers creates from such a vocabulary for Llama 2."""
     vocab = {token: token_id for token_id, token in enumerate(keys["tokens"]) if not token.startswith("[PAD")}
     scores = {token: keys["scores"][token_id] for token, token_id in vocab.items() if token_id >= 259}
     merges = generate_merges(vocab, scores)
@@ -218,7 +219,7 @@ def test_sentencepiece_tokenizers_are_the_published_ones(tmp_path: Path, has_pre
 
 
 def test_special_tokens_of_phi3_take_the_white_space_behind_them(tmp_path: Path) -> None:
-    """As in its published tokenizer.json; nothing in a file says so but the architecture."""
+    """The published tokenizer.json does this. In a GGUF file, only the architecture implies it."""
     keys = sentencepiece_keys()
     keys["tokens"][-1], keys["token_type"][-1] = "<|end|>", CONTROL
     path = make_checkpoint(tmp_path / "model", "phi3", seed=3, vocab_size=VOCAB_SIZE)
@@ -231,7 +232,7 @@ def test_special_tokens_of_phi3_take_the_white_space_behind_them(tmp_path: Path)
 
 
 def test_runs_of_spaces_and_lines_of_gemma_are_tokens(tmp_path: Path) -> None:
-    """Its files write them as they stand in texts, and have no merges that make them."""
+    """Gemma's files store these tokens as plain text, without merges that produce them."""
     keys = sentencepiece_keys()
     added = ["\n", "\n\n", "  ", "   ", "    "]
     first = VOCAB_SIZE - len(added)
@@ -254,7 +255,7 @@ def test_runs_of_spaces_and_lines_of_gemma_are_tokens(tmp_path: Path) -> None:
 
 
 def merge_by_score(text: str, scores: Mapping[str, float]) -> list[str]:
-    """SentencePiece's algorithm, plainly: the neighbours that make the piece of the highest score merge first."""
+    """Return the pieces of a text by SentencePiece's algorithm: the neighbors with the highest score merge first."""
     parts = list(text)
     while True:
         pairs = [(scores.get(left + right), -at) for at, (left, right) in enumerate(itertools.pairwise(parts))]
@@ -279,7 +280,7 @@ def test_merges_that_follow_from_scores_are_sentencepieces(tmp_path: Path) -> No
 
 
 def test_scores_that_are_all_alike_leave_the_order_of_ids(tmp_path: Path) -> None:
-    """A converter that has no scores writes the same for every token."""
+    """A converter without scores writes the same score for every token."""
     keys = sentencepiece_keys()
     alike = load_tokenizer(with_tokenizer(tmp_path / "a.gguf", {**keys, "scores": [-1000.0] * VOCAB_SIZE}))
     assert_same(alike, load_tokenizer(with_tokenizer(tmp_path / "b.gguf", keys)), seed=41)
@@ -339,7 +340,7 @@ def test_ends_of_turns_and_defaults_of_sampling(tmp_path: Path) -> None:
         },
     )
     info: ModelInfo = read_model_info(str(path))
-    # "<|end|>", too, is what some models end a turn with.
+    # Some models end a turn with "<|end|>" too.
     ends = [tokenizer.token_to_id(text) for text in ("<|end|>", "<|im_end|>", "<|endoftext|>", "<|eot|>")]
     assert info.eos_token_ids == tuple(sorted(ends))
     assert info.pad_token_id == tokenizer.token_to_id("<|endoftext|>")
@@ -353,8 +354,8 @@ def test_ends_of_turns_and_defaults_of_sampling(tmp_path: Path) -> None:
 
 _GPT_OSS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>", "<|endoftext|>")
 _FILL_IN = ("<|fim_prefix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>")
-# A vocabulary's special tokens, the keys that name some of them, and those that end an answer by the rules of
-# llama.cpp's llama-vocab.cpp.
+# The special tokens of a vocabulary, the keys that refer to some of them, and the tokens that end an answer by the
+# rules of llama.cpp's llama-vocab.cpp.
 ENDS = {
     "gpt-oss": (_GPT_OSS, {"eos": "<|return|>"}, {"<|return|>", "<|call|>", "<|endoftext|>"}),
     "gpt-oss, of early files": (_GPT_OSS, {"eos": "<|endoftext|>"}, {"<|return|>", "<|call|>", "<|endoftext|>"}),
@@ -395,7 +396,7 @@ def test_ends_of_answers_are_those_of_llama_cpp(case: str, type: int | None, tmp
         **{f"{key}_token_id": ids[text] for key, text in named.items()},
     )
     assert read_model_info(str(path)).eos_token_ids == tuple(sorted(ids[text] for text in expected))
-    # Ends that are known by their text are found in prompts, and left out of outputs.
+    # End tokens that are recognized by their text are found in prompts, and left out of outputs.
     tokenizer = load_tokenizer(path)
     for text in expected - set(named.values()):
         found = tokenizer.encode(f"a{text}b", add_special_tokens=False).tokens

@@ -1,4 +1,4 @@
-"""Grammars are read once before their requests are queued: what is kept of that, and who waits for whom."""
+"""Grammars are checked once before their requests are queued: cached results, waiting requests, and fairness."""
 
 import asyncio
 import json
@@ -22,12 +22,12 @@ from testing.checkpoints.gguf_files import write_gguf
 from testing.scheduler_stack import make_checkpoint
 from testing.sources import ROOT
 
-END = 0  # of the tokenizer
+END = 0  # the tokenizer's end token
 
 
 @pytest.fixture(autouse=True)
 def trials_are_shared() -> None:
-    """They are not: each test has a process of its own."""
+    """Do not share trial processes: each test has its own."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Checked:
-    """Checks, and what they told of the grammars that they compiled."""
+    """A GrammarChecks object and the list of its compilation results (True for a valid grammar)."""
 
     def __init__(self, path: Path) -> None:
         self.told: list[bool] = []
@@ -77,7 +77,7 @@ async def test_a_grammar_is_compiled_once(model_path: Path) -> None:
                 await checked.checks.check(regex("[a-z"), "u")
         assert checked.told == [True, False]
         assert checked.checks.num_verdicts == 2
-        # The same text as another kind is another grammar.
+        # The same text as another kind is a different grammar.
         with pytest.raises(RefusedError):
             await checked.checks.check(Grammar(GrammarKind.JSON_SCHEMA, "[a-z]+", (END,)), "t")
         assert checked.told == [True, False, False]
@@ -86,9 +86,9 @@ async def test_a_grammar_is_compiled_once(model_path: Path) -> None:
 async def test_what_is_known_needs_no_thread(model_path: Path) -> None:
     async with checking(model_path) as checked:
         await checked.checks.check(regex("[a-z]+"), "t")
-        checked.checks.close()  # no thread takes anything any more
+        checked.checks.close()  # the thread starts no further check
         check = checked.checks.check(regex("[a-z]+"), "t")
-        with pytest.raises(StopIteration):  # it ends without having waited for anything
+        with pytest.raises(StopIteration):  # the check ends without waiting
             check.send(None)
 
 
@@ -99,17 +99,17 @@ async def test_equal_grammars_that_come_at_once_are_compiled_once(model_path: Pa
 
 
 @pytest.mark.parametrize("num_tenants", [1, 3])
-async def test_those_that_wait_for_the_same_grammar_are_one_check(
+async def test_equal_waiting_grammars_share_one_check(
     model_path: Path, num_tenants: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """300 people open the same form, beside as many new grammars as a tenant may have waiting."""
+    """300 clients send the same grammar, while the tenant's maximum number of other grammars is waiting."""
     monkeypatch.setattr(grammar_checks, "MAX_TENANT_WAITING", 5)
     async with checking(model_path) as checked:
         others = [asyncio.create_task(checked.checks.check(regex(f"g{number}"), "0")) for number in range(4)]
         same = [
             asyncio.create_task(checked.checks.check(regex("form"), str(number % num_tenants))) for number in range(300)
         ]
-        await asyncio.sleep(0)  # each has begun
+        await asyncio.sleep(0)  # each check has begun
         with pytest.raises(RefusedError, match="5 new grammars of this tenant"):
             await checked.checks.check(regex("another"), "0")
         for index in random.Random(num_tenants).sample(range(300), 200):
@@ -120,7 +120,7 @@ async def test_those_that_wait_for_the_same_grammar_are_one_check(
     checked.assert_nothing_waits()
 
 
-async def test_who_waits_for_the_same_grammar_waits_for_no_other(model_path: Path) -> None:
+async def test_equal_grammars_do_not_wait_for_others(model_path: Path) -> None:
     order: list[str] = []
 
     async def check(text: str) -> None:
@@ -129,7 +129,7 @@ async def test_who_waits_for_the_same_grammar_waits_for_no_other(model_path: Pat
 
     async with checking(model_path) as checked:
         await asyncio.gather(*map(check, ["form", *(f"g{number}" for number in range(20)), *["form"] * 20]))
-        # Theirs is told at once, while the next grammar is on the thread.
+        # Their result arrives immediately, while the next grammar is being compiled.
         assert set(order[:21]) == {"form"}
 
 
@@ -166,7 +166,7 @@ async def test_only_so_many_of_a_tenant_wait(
     monkeypatch.setattr(grammar_checks, limit, value)
     async with checking(model_path) as checked:
         many = [asyncio.create_task(checked.checks.check(regex(f"g{number}"), "t")) for number in range(5)]
-        await asyncio.sleep(0)  # each has begun
+        await asyncio.sleep(0)  # each check has begun
         with pytest.raises(RefusedError, match=rf"\b{most}; try again later"):
             await checked.checks.check(regex("another"), "t")
         await checked.checks.check(regex("another"), "u")
@@ -179,7 +179,7 @@ async def test_only_so_many_wait(model_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(grammar_checks, "MAX_WAITING_BYTES", 10)
     async with checking(model_path) as checked:
         many = [asyncio.create_task(checked.checks.check(regex(f"g{number}"), f"t{number}")) for number in range(5)]
-        await asyncio.sleep(0)  # each has begun
+        await asyncio.sleep(0)  # each check has begun
         with pytest.raises(RefusedError, match=r"\b10; try again later"):
             await checked.checks.check(regex("another"), "u")
         await asyncio.gather(*many)
@@ -187,7 +187,7 @@ async def test_only_so_many_wait(model_path: Path, monkeypatch: pytest.MonkeyPat
     checked.assert_nothing_waits()
 
 
-async def test_who_goes_away_leaves_nothing_behind(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cancelled_checks_are_not_run(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
 
     class CountingTrials(Trials):
@@ -198,8 +198,8 @@ async def test_who_goes_away_leaves_nothing_behind(model_path: Path, monkeypatch
     monkeypatch.setattr(grammar_checks, "Trials", CountingTrials)
     async with checking(model_path) as checked:
         tasks = [asyncio.create_task(checked.checks.check(regex(f"g{number}"), "t")) for number in range(20)]
-        await asyncio.sleep(0)  # each has begun
-        for task in tasks[:-1]:  # the one on the thread, and those that wait for it
+        await asyncio.sleep(0)  # each check has begun
+        for task in tasks[:-1]:  # the grammar on the thread, and the waiting ones
             task.cancel()
         await asyncio.wait(tasks[:-1])
         assert all(task.cancelled() for task in tasks[:-1])
@@ -219,7 +219,7 @@ async def test_errors_fit_into_a_status(model_path: Path) -> None:
 
 
 async def test_a_tokenizer_that_the_library_cannot_read(checkpoint: Path) -> None:
-    """The end token of this checkpoint is outside its tokenizer.json."""
+    """The end token of this checkpoint is not in its tokenizer.json."""
     async with checking(checkpoint) as checked:
         with pytest.raises(RefusedError, match=r"cannot read the checkpoint's tokenizer: .*299"):
             await checked.checks.check(regex("a"), "t")

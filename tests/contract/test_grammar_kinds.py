@@ -1,4 +1,4 @@
-"""What each kind of grammar allows, what a matcher's state is, and that no grammar takes too much to read."""
+"""The outputs that each kind of grammar allows, the state of a matcher, and limits on the cost of reading a grammar."""
 
 import ctypes
 import json
@@ -29,7 +29,7 @@ from testing.seeds import seeded
 from testing.sources import ROOT
 
 TOKENIZER = ROOT / "models" / "storyteller" / "tokenizer.json"
-VOCAB_SIZE = 1024 + 40  # ids behind the tokenizer's are padding
+VOCAB_SIZE = 1024 + 40  # larger ids are padding
 END, OTHER_END = 0, 2
 MASK_BYTES = 4 * -(-VOCAB_SIZE // 32)
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
@@ -84,7 +84,7 @@ THOUGHT = of_format(
     }
 )
 OLDER = json.dumps({"structures": [{"begin": "<fn=a>", "schema": POINT, "end": "</fn>"}], "triggers": ["<fn="]})
-# Kind, text, outputs that match, outputs that do not.
+# Kind, text, matching outputs, and outputs that do not match.
 KINDS: dict[str, tuple[str, str, tuple[str, ...], tuple[str, ...]]] = {
     "json_schema": ("json_schema", json.dumps(POINT), ('{"x":1}', '{"x": -20}'), ('{"x":"1"}', "{}", '{"x":  1}')),
     "spaces as a schema says": (
@@ -250,7 +250,7 @@ def test_what_cannot_be_read_says_why(kind: str, text: str, reason: str, compile
         compiler.compile(kind, text, (END,))
 
 
-# Each format with all its fields, the types of which are these.
+# Values for all fields of all formats, by the type of the field.
 TEXTS = {"begin": "<a>", "value": "a", "pattern": "a", "separator": ",", "type": "structural_tag"}
 LISTS = {"excludes": ["b"], "triggers": ["<"], "special_tokens": ["<s>"]}
 TRUTHS = {"at_least_one": True, "stop_after_first": False}
@@ -278,7 +278,7 @@ def is_of_type(field: str, value: Any) -> bool:
 
 
 def with_wrong_types() -> Iterator[tuple[str, object]]:
-    """Fields, each with a structural tag in which it has another type than its own."""
+    """Yield field names, each with a structural tag in which that field has a wrong type."""
     whole = {name: VALUES[name] for name in ("type", "format", "special_tokens")}
     older = {name: VALUES[name] for name in ("type", "structures", "triggers")}
     for value in ANY_JSON:
@@ -295,12 +295,12 @@ def with_wrong_types() -> Iterator[tuple[str, object]]:
 
 
 def test_what_is_of_the_wrong_type_is_named() -> None:
-    """No other error is raised: the library would be told of it, and not the user."""
+    """Every such error is a ValueError, because an error of the grammar library would not be clear to users."""
     structural_tag_to_lark(json.dumps({name: VALUES[name] for name in ("type", "structures", "triggers")}), {}, ())
     seen = set()
     for field, wrong in with_wrong_types():
         seen.add(field)
-        # What stands where a format should is told by what it lacks, and what is no JSON Schema by what it is.
+        # An object that is not a format is reported by its missing fields, and an invalid JSON Schema by its type.
         text = (
             f"as {field}, which must be"
             if field in FLAT
@@ -315,7 +315,7 @@ def test_what_is_of_the_wrong_type_is_named() -> None:
 def test_behind_an_end_token_it_alone_is_allowed(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     matcher = compiler.compile("regex", "ab", (END, OTHER_END))
     with pytest.raises(GrammarError):
-        matcher.copy().consume([END])  # nothing has matched yet
+        matcher.copy().consume([END])  # the output does not match yet
     matcher.consume(ids(tokenizer, "ab"))
     assert allowed(matcher) == [END, OTHER_END]
     matcher.consume([OTHER_END, 77, 78])
@@ -343,7 +343,9 @@ def test_a_grammar_may_be_whole_with_an_end_token_that_it_names(compiler: Gramma
 def test_a_limit_of_tokens_forces_the_end_of_a_text(
     most: int, ends: list[str], compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
-    """And not before, whether the tokens are taken one by one or at once; behind it comes what must."""
+    """The end is forced exactly at the limit, whether tokens are consumed one by one or together. The rest of the
+    grammar follows.
+    """
     thought = {"type": "tag", "begin": "<think>", "content": {"type": "any_text", "max_tokens": most}, "end": ends}
     text = of_format({"type": "sequence", "elements": [thought, {"type": "const_string", "value": "ok"}]})
     [letter], begin = ids(tokenizer, "o"), ids(tokenizer, "<think>")
@@ -372,7 +374,7 @@ def test_padding_is_never_allowed(compiler: GrammarCompiler, tokenizer: Tokenize
 def test_a_tokenizer_may_be_longer_than_the_vocabulary(
     vocab_size: int, compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
-    """As Gemma 3's of 270M is. Tokens without a logit are not allowed, and all others are as they were."""
+    """Gemma 3 270M is an example. Tokens without a logit are not allowed, and the other tokens are unaffected."""
     short = GrammarCompiler(TOKENIZER.read_text(encoding="utf-8"), vocab_size)
     for kind, text in (("regex", "(?s:.*)"), ("json_object", ""), ("choice", '["fox", "owl"]')):
         matcher = short.compile(kind, text, (END,)).copy()
@@ -386,7 +388,10 @@ def test_a_tokenizer_may_be_longer_than_the_vocabulary(
 
 @pytest.mark.parametrize("seed", range(4))
 def test_state_is_a_function_of_the_tokens(seed: int, compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
-    """Walks through masks: the state behind tokens is that of a matcher which takes them at once, and of a copy."""
+    """Walk randomly through the masks.
+
+    The state after some tokens equals the state of a new matcher that consumes all of them, and of a copy.
+    """
     rng = seeded(seed)
     pattern = r"([a-f]{1,3}(, |;)){2,6}[0-9]{1,4}"
     matcher, taken = compiler.compile("regex", pattern, (END,)), list[int]()
@@ -409,7 +414,7 @@ def test_masks_of_several_are_those_of_each(compiler: GrammarCompiler, tokenizer
     jobs = [MaskJob(matcher, (), MASK_BYTES) for matcher in matchers]
     for job in jobs:
         queue.put(job)
-    if has_threads:  # which wait for nobody to need the masks
+    if has_threads:  # the threads compute the masks without a waiting consumer
         with queue._is_done:
             assert queue._is_done.wait_for(lambda: all(job.is_done for job in jobs), 20)
     queue.finish(jobs, None)
@@ -427,14 +432,14 @@ def test_a_cache_compiles_once_and_forgets_what_was_used_longest_ago(compiler: G
             compiled.append(text)
             return compiler.compile(kind, text, end_token_ids)
 
-    cache = GrammarCache(CountingCompiler("", 0), max_bytes=600_000)  # two small ones
-    long = "c" * 5_000  # as large as two small ones
+    cache = GrammarCache(CountingCompiler("", 0), max_bytes=600_000)  # two small matchers fit
+    long = "c" * 5_000  # as large as two small matchers
     for text in ("a", "b", "a", "c", "a", "b", long, "a", long):
         assert allowed(cache.get("regex", text, (END,)))
     assert compiled == ["a", "b", "c", "b", long, "a", long]
 
 
-# Trials
+# Trial process
 
 
 @pytest.fixture(scope="module")
@@ -461,7 +466,7 @@ def _leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("_leaves_no_process")
 @pytest.mark.parametrize("answer", ["\\xff\\n", "no JSON\\n", "5\\n", '"cut', "x" * 1000, ""])
-def test_whatever_the_process_prints_is_an_answer_or_none(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_output_of_the_trial_process_is_handled(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     program = f"import sys; sys.stdout.buffer.write(b'{answer}' * 1000)"
     monkeypatch.setattr(trial, "python_command", lambda module: [sys.executable, "-S", "-c", program])
     trials = Trials("{}", VOCAB_SIZE, (END,))
@@ -478,7 +483,7 @@ def test_a_hostile_grammar_is_refused(name: str, trials: Trials) -> None:
     assert not trials.run("regex", "a+", (END,)), "the process goes on"
 
 
-# Each with an output behind whose beginning it takes more than a step may.
+# Each with an output: after a prefix of the output, a step exceeds the limit.
 LATE: dict[str, tuple[str, str, str]] = {
     "properties that may be left out": (
         "json_schema",
@@ -496,10 +501,10 @@ LATE: dict[str, tuple[str, str, str]] = {
 
 
 @pytest.mark.parametrize("name", LATE)
-def test_what_takes_too_much_behind_its_beginning_exceeds_a_limit_there(
+def test_a_late_expensive_step_exceeds_its_limit(
     name: str, trials: Trials, compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
-    """Always at the same token."""
+    """The limit is always exceeded at the same token."""
     kind, text, output = LATE[name]
     assert not trials.run(kind, text, (END,))
     token_ids = ids(tokenizer, output)
@@ -523,7 +528,7 @@ def test_a_trial_that_takes_too_much_says_so(trials: Trials) -> None:
 
 
 def test_ctrl_c_in_a_terminal_does_not_reach_the_process(trials: Trials) -> None:
-    """Not while its modules load either, when it would print where it was."""
+    """The process ignores Ctrl-C even while its modules load, when Python would print a traceback."""
     assert trials._process is not None
     assert os.getpgid(trials._process.pid) != os.getpgrp()
 

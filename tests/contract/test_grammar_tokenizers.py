@@ -1,5 +1,8 @@
-"""Grammars by tokenizers of other kinds than the bundled model's, made on the spot: what is allowed is, once the
-scheduler has made text of it, what the grammar says; and those that the library cannot read are refused."""
+"""Grammars with tokenizers of other kinds than the bundled model's, created in the tests.
+
+Allowed outputs match the grammar after the scheduler has decoded them to text. Tokenizers that the grammar library
+cannot read are refused.
+"""
 
 import json
 import random
@@ -78,7 +81,9 @@ def test_what_the_library_cannot_read_is_refused_in_its_words(
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_text_is_spelled_or_refused_by_its_name(name: str, tmp_path: Path) -> None:
-    """Whatever tokens are called like it, whatever the tokenizer would make of it, in grammars of every kind."""
+    """For grammars of every kind, whichever tokens have the same text, and however the tokenizer would encode the
+    literal.
+    """
     shape, rng = SHAPES[name], random.Random(name)
     speller = Speller(shape, tmp_path)
     literals = [*shape.shown, *shape.special, *NAMES, *TEXTS, "a<tool_call>b", "[TOOL_CALLS]e\u0301 FOX"]
@@ -103,7 +108,7 @@ def test_a_text_is_spelled_or_refused_by_its_name(name: str, tmp_path: Path) -> 
         ),
     ],
 )
-def test_where_no_token_can_follow_a_trial_says_so(kind: str, text: str, refusal: str, tmp_path: Path) -> None:
+def test_a_grammar_with_a_dead_end_is_refused(kind: str, text: str, refusal: str, tmp_path: Path) -> None:
     path = SHAPES["Unigram"].write(tmp_path)
     tokenizer_json = path.read_text(encoding="utf-8")
     trials = Trials(tokenizer_json, HuggingFaceTokenizer.from_str(tokenizer_json).get_vocab_size(), (END,))
@@ -138,7 +143,7 @@ def test_a_character_is_spelled_by_its_bytes_if_all_have_tokens(tmp_path: Path) 
 
 
 def test_the_texts_of_a_grammar_are_found() -> None:
-    """Those that stand in it as they are, wherever that is; not what is a class, a range or a comment."""
+    """Literal texts are found at any position, and classes, ranges and comments are not."""
     lark = r"""// "no"
     start: "a\u00e9\"" </no> /b\/(?:cd)?[ef]{2}\d\.\x{41}\t\u00e9(?P<name>g)+/i TAG["h"] // "no"
     TAG: "i"i | "x".."z" # "no"
@@ -151,7 +156,7 @@ def test_the_texts_of_a_grammar_are_found() -> None:
 
 
 def test_a_tags_own_token_may_be_taken_for_its_text(tmp_path: Path) -> None:
-    """Behind free text, at a tag's beginning and end, and where a trigger is the beginning of its name."""
+    """After free text, at the beginning and end of a tag, and if a trigger is a prefix of the token's text."""
     path = SHAPES["Qwen 3"].write(tmp_path)
     made_of = HuggingFaceTokenizer.from_file(str(path))
     compiler = GrammarCompiler(path.read_text(encoding="utf-8"), made_of.get_vocab_size())

@@ -1,4 +1,4 @@
-"""Links between services go through no HTTP proxy unless a flag says so, and clients say which proxy fails them."""
+"""Links between services use an HTTP proxy only if a flag enables it, and client errors name the failing proxy."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class HttpProxy:
-    """A proxy that takes every CONNECT to the same port of this machine, whatever the host."""
+    """A proxy that forwards every CONNECT to the same port of this machine, whatever the host."""
 
     def __init__(self) -> None:
         self.connected: list[str] = []
@@ -65,7 +65,7 @@ async def proxying() -> AsyncIterator[HttpProxy]:
 
 @contextmanager
 def dead_port() -> Iterator[str]:
-    """A port that no other process can have, and at which none listens."""
+    """Yield a reserved address at which no process listens."""
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{holder.getsockname()[1]}"
@@ -73,7 +73,7 @@ def dead_port() -> Iterator[str]:
 
 @asynccontextmanager
 async def stack_of_three(checkpoint: Path, *, uses_proxy: bool) -> AsyncIterator[AsyncClient]:
-    """A worker, a scheduler and a front end, and a client of the last."""
+    """Start a worker, a scheduler and a front end. Yield a client of the front end."""
     async with serve(checkpoint, worker_http_proxy=uses_proxy) as stack:
         config = FrontEndConfig(
             scheduler=stack.url.removeprefix("grpc://"),
@@ -117,7 +117,7 @@ async def test_flags_lead_links_through_a_proxy(checkpoint: Path, monkeypatch: p
         monkeypatch.setenv("http_proxy", proxy.url)
         async with stack_of_three(checkpoint, uses_proxy=True) as client:
             assert await tokens_of(client) == expected_tokens(PROMPT, 8)
-        assert len(set(proxy.connected)) == 2  # the worker, and the scheduler
+        assert len(set(proxy.connected)) == 2  # the links to the worker and to the scheduler
 
 
 async def test_a_client_goes_through_a_proxy(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +233,7 @@ def test_this_machine_is_reached_without_a_proxy(address: str, monkeypatch: pyte
     [
         ({}, ()),
         ({"http_proxy": ""}, ()),
-        ({"http_proxy": "https://proxy:3128"}, ()),  # what gRPC cannot speak it does without
+        ({"http_proxy": "https://proxy:3128"}, ()),  # gRPC ignores a proxy scheme that it does not support
         ({"http_proxy": "proxy:3128"}, ()),
         ({"http_proxy": "http://[::1"}, ()),
         ({"grpc_proxy": "", "http_proxy": "http://proxy:3128"}, ()),

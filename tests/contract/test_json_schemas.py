@@ -1,5 +1,7 @@
-"""JSON Schemas as tools write them: what asks for nothing keeps no schema from being served, and outputs are as narrow
-as the schema says."""
+"""JSON Schemas as tools generate them.
+
+Keywords without an effect do not prevent a schema from being accepted. Outputs are as restricted as the schema says.
+"""
 
 import datetime
 import decimal
@@ -24,7 +26,7 @@ from testing.sources import ROOT
 
 TOKENIZER = ROOT / "models" / "storyteller" / "tokenizer.json"
 END = 0
-LARGEST = (1 << 63) - 1024  # of float64 below 2**63
+LARGEST = (1 << 63) - 1024  # the largest float64 below 2**63
 
 
 class Colour(enum.Enum):
@@ -38,7 +40,7 @@ class Level(enum.IntEnum):
 
 
 class Point(BaseModel):
-    """A docstring becomes a description."""
+    """The model's docstring is its description in the schema."""
 
     x: int = 0
     y: float = Field(0.5, description="up", examples=[1.5], deprecated=True)
@@ -61,7 +63,7 @@ class Dog(BaseModel):
 Name = TypeAliasType("Name", str)
 Key = Annotated[str, Field(min_length=0, examples=["a"], json_schema_extra={"x-a": 1})]
 NOON = datetime.datetime(2024, 2, 29, 12, 30, 1, tzinfo=datetime.UTC)
-# Types that pydantic makes schemas of, and a value of each.
+# Types from which pydantic generates schemas, each with a valid value.
 TYPES: list[tuple[Any, Any]] = [
     (int, -3),
     (float, 2.5),
@@ -129,7 +131,7 @@ TYPES: list[tuple[Any, Any]] = [
     (dict[Colour, int], {Colour.RED: 1}),
     (dict[Annotated[str, Field(pattern="^a")], int], {"a": 1}),
 ]
-# Those whose schemas have a keyword that matters, and that the library has not.
+# Types whose schemas have a keyword that restricts values and that the grammar library does not support.
 MATTERS: list[tuple[Any, str]] = [
     (dict[uuid.UUID, int], "propertyNames"),
     (dict[Colour, int], "propertyNames"),
@@ -150,7 +152,7 @@ def compiler() -> GrammarCompiler:
 
 @pytest.fixture
 def matches(compiler: GrammarCompiler, tokenizer: Tokenizer) -> Any:
-    """Whether a schema allows an output."""
+    """A function that returns whether a schema allows an output."""
 
     def matches(schema: Any, output: str) -> bool:
         matcher = compiler.compile("json_schema", json.dumps(schema), (END,))
@@ -192,9 +194,9 @@ def test_there_are_200_models() -> None:
     assert sum(len(wrapped(*entry)) for entry in TYPES) >= 200
 
 
-# What a schema of other tools says, what matches it, and what does not.
+# Schemas as other tools generate them, with matching outputs and outputs that do not match.
 TOLD: list[tuple[dict[str, Any], list[str], list[str]]] = [
-    # zod 4's z.toJSONSchema of an object with a record, an int, a url, and an optional
+    # from zod 4's z.toJSONSchema: an object with a record, an int, a url, and an optional field
     (
         {
             "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -215,7 +217,7 @@ TOLD: list[tuple[dict[str, Any], list[str], list[str]]] = [
         ['{"tags":{"a":1.5},"n":9007199254740991,"site":"no uri"}', '{"tags":{},"n":0}'],
         ['{"tags":{"a":"b"},"n":1}', '{"tags":{},"n":9007199254740992}', '{"n":1}'],
     ),
-    # OpenAPI 3.0 of a pet shop
+    # an OpenAPI 3.0 document of a pet shop
     (
         {
             "$ref": "#/components/schemas/Pet",
@@ -244,13 +246,13 @@ TOLD: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ),
     ({"type": "array", "uniqueItems": True, "maxItems": 1, "items": {"type": "integer"}}, ["[]", "[1]"], ["[1,1]"]),
     ({"type": ["integer", "null"], "maximum": 1 << 70}, ["null", "7"], ["1.5"]),
-    # zod-to-json-schema of a union with an optional, and z.never()
+    # from zod-to-json-schema: a union with an optional, and z.never()
     (
         {"type": "object", "properties": {"a": {"anyOf": [{"not": {}}, {"type": "string"}]}, "b": {"not": {}}}},
         ['{"a":"x"}', "{}"],
         ['{"a":1}', '{"b":1}'],
     ),
-    # OpenAPI 3.1 of its own dialect, and 3.0, whose exclusive bounds are flags
+    # in OpenAPI 3.1's own dialect, and in OpenAPI 3.0, whose exclusive bounds are booleans
     (
         {
             "$schema": "https://spec.openapis.org/oas/3.1/dialect/base",
@@ -271,7 +273,7 @@ TOLD: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"enum": ["a"], "dependentRequired": {}, "not": False, "unevaluatedProperties": True}, ['"a"'], ['"b"']),
     ({"const": {"format": "x", "uniqueItems": False}}, ['{"format":"x","uniqueItems":false}'], ['{"format":"x"}']),
     ({"properties": {"format": {"format": "x", "type": "string"}}}, ['{"format":"y"}'], ['{"format":1}']),
-    # A name has one spelling, so that nothing escapes what is said of it.
+    # Property names have one spelling, so that an escaped spelling cannot bypass a property's schema.
     (
         {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
         ['{"a":1}', '{"a":1,"b":"x"}', '{"a":1,"a\\n":"x"}'],
@@ -350,13 +352,13 @@ def test_numbers_keep_to_their_bounds(seed: int, matches: Any, compiler: Grammar
 
 
 def holds(name: str, bound: float, number: decimal.Decimal) -> bool:
-    """Whether a number is within a bound."""
+    """Return whether a number is within a bound."""
     is_equal, is_less = number == decimal.Decimal(str(bound)), number < decimal.Decimal(str(bound))
     return not name.startswith("exclusive") if is_equal else is_less == name.lower().endswith("maximum")
 
 
 def test_the_formats_are_those_of_the_library(compiler: GrammarCompiler) -> None:
-    """One more that it reads must be no annotation here."""
+    """A new format of the library must not be treated as an annotation here."""
     known = {"date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid", "unknown"}
     known |= {"uri-reference", "iri", "iri-reference", "idn-email", "idn-hostname", "regex", "json-pointer"}
     known |= {

@@ -1,4 +1,4 @@
-"""The stream of what enters and leaves the prefix cache."""
+"""The event stream about blocks that enter and leave the prefix cache."""
 
 import asyncio
 import contextlib
@@ -23,12 +23,12 @@ BLOCK_SIZE = 4
 
 
 class Mirror:
-    """A router's picture of the cache, kept from the events."""
+    """A copy of the prefix cache's content that is maintained from events, as a router would do."""
 
     def __init__(self) -> None:
         self.instance_id = ""
         self.last = 0
-        self.cached: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}  # by hash and tier: parent, tokens
+        self.cached: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}  # keyed by hash and tier: parent, tokens
         self.num_continued = 0
 
     def add(self, message: pb.SubscribeKvEventsResponse) -> None:
@@ -61,7 +61,7 @@ class Mirror:
             self.cached.clear()
 
     def prefixes(self, tier: int = pb.KV_TIER_DEVICE) -> set[tuple[int, ...]]:
-        """The token prefixes that are cached, through the chain of parents."""
+        """Return the cached token prefixes of a tier, following the chain of parents."""
         return {self._prefix(key) for key in self.cached if key[1] == tier}
 
     def _prefix(self, key: tuple[int, int]) -> tuple[int, ...]:
@@ -99,7 +99,7 @@ async def snapshot(stack: Stack) -> Mirror:
 
 
 async def until_equal(stack: Stack, mirror: Mirror) -> None:
-    """The server has no event for when a subscriber has got everything."""
+    """Wait until the mirror equals a new snapshot. The server has no event for a subscriber that is up to date."""
     async with asyncio.timeout(10):
         while True:
             now = await snapshot(stack)
@@ -115,7 +115,7 @@ async def refusal_of(stack: Stack, **start: object) -> grpc.aio.AioRpcError:
 
 
 async def test_a_mirror_is_the_cache(checkpoint: Path) -> None:
-    """Through evictions, host blocks and the loss of a worker."""
+    """The mirror stays correct through evictions, host blocks and the loss of a worker."""
     seed = 3
     rng = seeded(seed)
     worker = await FakeWorker.started(checkpoint, num_device_blocks=60, num_host_blocks=60, swap_bandwidth=1e12)
@@ -162,7 +162,7 @@ async def test_hashes_are_chained_and_depend_on_tenant_and_salt(checkpoint: Path
 async def test_a_subscriber_goes_on_where_it_was(checkpoint: Path) -> None:
     async with serve(checkpoint) as stack:
         first, again, late = Mirror(), Mirror(), Mirror()
-        await snapshot(stack)  # from here on events are kept
+        await snapshot(stack)  # from here on, events are kept
         async with following(stack, first):
             await stack.generate(request([1, 2, 3, 4, 5], max_tokens=8))
             await until_equal(stack, first)
@@ -203,7 +203,7 @@ async def test_numbers_that_are_not_held(checkpoint: Path, monkeypatch: pytest.M
         assert "another" in error.details()
 
 
-# The log, and one subscription
+# The event log, and a single subscription
 
 
 def stored(number: int, num_tokens: int = 4) -> BlockStored:
@@ -269,7 +269,7 @@ async def test_events_without_a_subscriber_are_only_counted(checkpoint: Path) ->
 
 
 class Source:
-    """A step loop's KvEvents without one."""
+    """A substitute for the KvEvents of a step loop."""
 
     def __init__(self, log: KvEventLog, content: tuple[KvEvent, ...] = ()) -> None:
         self._log = log

@@ -1,4 +1,4 @@
-"""Limits of the system that are too low for a command: one line that names them, and no lines of gRPC's."""
+"""System limits that are too low for a command: one line names them, and gRPC prints no lines of its own."""
 
 import resource
 import subprocess
@@ -47,7 +47,9 @@ def test_enough_threads_need_no_word(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(thread.is_alive() for thread in started)
 
 
-def test_what_only_tells_needs_no_threads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_informational_commands_need_no_threads(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(command, "obstacle", lambda **_: "few threads")
     for arguments in (["status", "--help"], ["completion", "bash"]):
         assert command.main(arguments) == command.SUCCESS
@@ -57,7 +59,7 @@ def test_what_only_tells_needs_no_threads(monkeypatch: pytest.MonkeyPatch, capsy
 def test_a_folder_that_was_removed_is_one_line_of_services(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Libraries that torch loads by their paths are not found there."""
+    """Libraries that torch loads by path cannot be found from a removed working directory."""
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
@@ -83,7 +85,7 @@ def test_little_address_space_is_one_line(mebibytes: int) -> None:
 def test_memory_that_a_limit_keeps_is_one_line(
     verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without a limit it is a fault of a service or of its machine, with all that is known of the place."""
+    """Without a limit on memory, the error is a fault of the service or the machine, and keeps its traceback."""
 
     def lack(arguments: list[str]) -> int:
         raise MemoryError("Unable to allocate 3 GiB")

@@ -1,4 +1,4 @@
-"""The secret of the link: who does not show it is refused before anything else is looked at."""
+"""The secret of the link between scheduler and worker: without it, an RPC is refused before anything else is read."""
 
 import asyncio
 import gc
@@ -37,7 +37,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def worker(secret: Path | None, credentials: grpc.ServerCredentials | None = None) -> AbstractAsyncContextManager[str]:
-    """A worker that loads: its address. Who is let in gets `LOADING`."""
+    """Start a worker that never finishes loading. Yield its address. A caller with the secret gets `LOADING`."""
     return loading_worker(credentials, link_secret=None if secret is None else LinkSecret(str(secret)))
 
 
@@ -47,9 +47,10 @@ async def answer(
     epoch: int = 1,
     credentials: grpc.ChannelCredentials | None = None,
 ) -> tuple[grpc.StatusCode, str] | worker_pb2.ExecuteResponse:
-    """What a hello gets first: a message, or the status.
+    """Send a hello. Return the first message of the answer, or the status code and details.
 
-    Of gRPC's blocking call: the other one makes INTERNAL of a status that comes before the hello is out.
+    The test uses gRPC's blocking API: the asyncio API turns a status into INTERNAL if it arrives before the hello is
+    sent.
     """
     hello = worker_pb2.Hello(protocol_version=PROTOCOL_VERSION, instance_id="a", epoch=epoch, pipeline_depth=1)
 
@@ -78,10 +79,10 @@ BAD = [(), shown(b""), shown(OTHER), shown(SECRET[:-1]), shown(SECRET + b"\n"), 
 
 
 @pytest.mark.parametrize("metadata", BAD)
-async def test_who_does_not_show_it_takes_no_epoch(
+async def test_without_the_secret_no_epoch_begins(
     file: Path, metadata: tuple[tuple[str, bytes], ...], recwarn: pytest.WarningsRecorder
 ) -> None:
-    gc.collect()  # what other tests have left
+    gc.collect()  # collect the garbage of other tests
     recwarn.clear()
     async with worker(file) as target:
         code, _ = await answer(target, metadata, epoch=2)
@@ -89,7 +90,7 @@ async def test_who_does_not_show_it_takes_no_epoch(
         assert await answer(target, shown(SECRET), epoch=1) == LOADING
         refusal = (await answer(target, shown(SECRET), epoch=1)).refusal
         assert (refusal.reason, refusal.epoch) == (worker_pb2.Refusal.REASON_STALE_EPOCH, 1)
-        code, _ = await answer(target, metadata, epoch=1)  # nor does it learn the one that is held
+        code, _ = await answer(target, metadata, epoch=1)  # nor does it learn the current epoch
         assert code is grpc.StatusCode.UNAUTHENTICATED
     gc.collect()
     assert not [each for each in recwarn if "never awaited" in str(each.message)], "a stream that is not read was begun"

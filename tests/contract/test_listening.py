@@ -1,4 +1,6 @@
-"""Ports that cannot be had: one line that names the port and its flag, nothing raw of gRPC, and exit code 1."""
+"""Ports that cannot be opened: one line names the port and its flag, without gRPC's messages, and the
+exit status is 1.
+"""
 
 import contextlib
 import errno
@@ -96,7 +98,7 @@ async def test_a_server_listens_on_what_it_is_given() -> None:
 
 async def test_a_certificate_that_grpc_does_not_take_is_no_taken_port() -> None:
     authority = Authority("an authority")
-    # Such files are refused where they are read; this stands for a kind that only gRPC knows of.
+    # Invalid files are refused when they are read. This is an invalid certificate that only gRPC detects.
     other, issued = authority.issue("localhost"), authority.issue("localhost")
     credentials = grpc.ssl_server_credentials([(other.key, issued.cert)])
     tls = cast(TlsFiles, SimpleNamespace(server_credentials=lambda: credentials))
@@ -105,12 +107,12 @@ async def test_a_certificate_that_grpc_does_not_take_is_no_taken_port() -> None:
 
 
 def test_a_port_whose_last_connection_has_just_ended_is_free() -> None:
-    """As after a restart: the system keeps what remembers the connection, and gRPC binds beside it."""
+    """As after a restart: the system keeps the connection in TIME_WAIT, and gRPC can still bind the port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as client:
             served, _ = listener.accept()
-            served.close()  # the side that ends first is the one that remembers
+            served.close()  # the side that closes first enters TIME_WAIT
             assert client.recv(1) == b""
     with socket.socket() as plain, pytest.raises(OSError, match="in use"):
         plain.bind(("127.0.0.1", port))
@@ -120,13 +122,13 @@ def test_a_port_whose_last_connection_has_just_ended_is_free() -> None:
 def nices_of_pool() -> list[int]:
     nices = []
     for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # one that waits for work ends after a while
+        with contextlib.suppress(OSError):  # an idle pool thread may end at any time
             if "event" in (thread / "comm").read_text():
                 nices.append(os.getpriority(os.PRIO_PROCESS, int(thread.name)))
     return nices
 
 
-async def test_the_threads_of_grpcs_pool_give_way_to_the_services_own() -> None:
+async def test_grpc_pool_threads_have_lower_priority() -> None:
     own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     server = create_server()
     port = listen(server, "127.0.0.1", 0, None, "--port")
@@ -140,14 +142,14 @@ async def test_the_threads_of_grpcs_pool_give_way_to_the_services_own() -> None:
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
 
 
-async def test_connections_without_a_call_keep_no_probe_out() -> None:
+async def test_idle_connections_do_not_block_health_probes() -> None:
     answers, port = health.Health(create_server(), []), free_port("127.0.0.1")
     answers.listen("127.0.0.1", port)
     await answers.begin()
     with contextlib.ExitStack() as idle:
         for _ in range(health.MAX_PROBES + 4):
             connection = idle.enter_context(socket.create_connection(("127.0.0.1", port)))
-            connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")  # empty settings
+            connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")  # an empty SETTINGS frame
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             check = health_pb2.HealthCheckRequest(service=health.LIVENESS)
             answer = await health_pb2_grpc.HealthStub(channel).Check(check, wait_for_ready=True, timeout=20)

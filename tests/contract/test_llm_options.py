@@ -1,4 +1,4 @@
-"""Options of vLLM's and nano-vllm's: mapped, ignored with a warning, or refused; none falls through."""
+"""Options of vLLM and nano-vllm: each is mapped, ignored with a warning, or refused."""
 
 import warnings
 from dataclasses import fields
@@ -12,7 +12,7 @@ from pagewire.cli import services
 from pagewire.llm.llm import serve_flags
 
 MODEL = "/models/some"
-# What vLLM 0.11's LLM takes by name, and nano-vllm's Config.
+# The keyword arguments of vLLM 0.11's LLM, and the fields of nano-vllm's Config.
 VLLM = (
     "runner", "convert", "tokenizer", "tokenizer_mode", "skip_tokenizer_init", "trust_remote_code",
     "tensor_parallel_size", "dtype", "quantization", "revision", "tokenizer_revision", "seed",
@@ -85,7 +85,7 @@ def test_options_become_flags(given: dict[str, Any], flags: list[str]) -> None:
 
 
 def test_serve_takes_every_flag() -> None:
-    """Of whatever an option of theirs becomes."""
+    """`serve` knows every flag to which an option of vLLM or nano-vllm is mapped."""
     flags = {option.flag for option in services.serve_options().values()}
     for name in compatibility.MAPPED:
         [made] = serve_flags(MODEL, {name: 1})
@@ -148,7 +148,7 @@ def test_llm_refuses_before_it_starts_anything() -> None:
 
 
 def test_structured_outputs_have_the_fields_of_vllms_class() -> None:
-    """Those of its StructuredOutputsParams, which docs/migrating.md names."""
+    """The fields of vLLM's StructuredOutputsParams, which docs/migrating.md lists."""
     theirs = {"json", "regex", "choice", "grammar", "json_object", "structural_tag", "disable_fallback"}
     theirs |= {"disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"}
     assert {field.name for field in fields(StructuredOutputs)} | {*compatibility.STRUCTURED_OUTPUTS_FIELDS} == theirs

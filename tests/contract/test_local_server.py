@@ -1,4 +1,4 @@
-"""The server that a process runs for itself, whatever it prints; a few lines of Python stand in for it."""
+"""The server that a process starts for itself, whatever the server prints. Short Python programs replace the server."""
 
 import io
 import signal
@@ -46,7 +46,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 class Stuck(io.StringIO):
-    """A standard error that takes nothing until it is let go."""
+    """A standard error whose writes block until `let_go` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Stuck(io.StringIO):
         return super().write(text)
 
 
-def test_a_standard_error_that_takes_nothing_stops_nothing(run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_blocked_standard_error_does_not_block_the_server(run, monkeypatch: pytest.MonkeyPatch) -> None:
     stuck = Stuck()
     monkeypatch.setattr(sys, "stderr", stuck)
     monkeypatch.setattr(local_server, "_FLUSH_TIMEOUT_S", 0.01)
@@ -67,13 +67,13 @@ def test_a_standard_error_that_takes_nothing_stops_nothing(run, monkeypatch: pyt
     finally:
         server.stop()
         stuck.let_go.set()
-        # What comes later would go to the standard error of the tests.
+        # Otherwise later lines would go to the standard error of the tests.
         assert server._errors.flush(60)
     assert stuck.getvalue()
     assert server.exit == "signal SIGTERM"
 
 
-def test_a_piece_without_the_end_of_a_line_is_no_dropped_line(run) -> None:
+def test_a_partial_line_is_not_counted_as_dropped(run) -> None:
     taken, let_go = threading.Event(), threading.Event()
 
     def write(block: bytes) -> None:

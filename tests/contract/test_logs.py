@@ -1,4 +1,4 @@
-"""Log lines: for people or for machines, with the id of the request that they are about."""
+"""Log lines as text or JSON, with the id of the request that they are about."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ PROMPT = [1, 2, 3, 4, 5]
 
 @pytest.fixture
 def written(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
-    """What went to standard error, but for what gRPC's core wrote there itself."""
+    """Yield a function that returns the text written to standard error, without the lines of gRPC's core."""
     handlers = logging.getLogger().handlers[:]
 
     def read() -> str:
@@ -154,7 +154,7 @@ async def test_requests_that_fail_together_have_one_line(checkpoint: Path, caplo
 
 
 FORGED = "2026-01-01 00:00:00,000 CRITICAL pagewire: all is lost"
-# Ends of lines, codes that terminals obey (colour, title, 8 bits), marks of direction, half of a pair, NUL, DEL.
+# Line ends, terminal escape codes (color, title, 8-bit), direction marks, an unpaired surrogate, NUL, and DEL.
 HOSTILE = [
     f"x\n{FORGED}",
     f"x\r{FORGED}",

@@ -1,4 +1,4 @@
-"""Sizes for people: in a unit of which there is one at least, by one function alone."""
+"""Memory sizes for people: the largest unit with a value of at least 1, formatted by a single function."""
 
 import re
 
@@ -20,7 +20,7 @@ def test_a_size_has_the_unit_that_suits_it(num_bytes: float, said: str) -> None:
     assert describe_memory(num_bytes) == said
 
 
-def test_no_other_place_rounds_a_size() -> None:
+def test_sizes_are_formatted_in_one_place() -> None:
     rounded = re.compile(r"(f\}|%\.\d+f)[ \"f\n]*[KMGT]i?B\b|\bGIB:\.\df")
     found = {path for path in sources(*PACKAGES) if rounded.search((ROOT / path).read_text(encoding="utf-8"))}
     units = re.compile(r"\"[MG]iB\"")

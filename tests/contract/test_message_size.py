@@ -1,4 +1,4 @@
-"""A message above a port's limit is refused in one form, whichever method, service and client it comes from."""
+"""A message above a port's size limit gets the same error for every method, service and client."""
 
 from pathlib import Path
 
@@ -21,13 +21,13 @@ PROMPT = [1, 2, 3, 4, 5]
 async def answer(
     channel: grpc.aio.Channel, method: str, data: bytes, compression: grpc.Compression | None = None
 ) -> tuple[grpc.StatusCode, str]:
-    """Returns what a call of a method ends with that brings these bytes as its message."""
+    """Send `data` as the message of an RPC. Return the status code and details."""
     call = channel.stream_stream(method)(iter([data]), compression=compression)
     return await code_at_end(call), await call.details()
 
 
 async def methods_of(channel: grpc.aio.Channel) -> list[str]:
-    """Returns every method of a port, as its reflection tells them."""
+    """Return all methods of a port, as its reflection service lists them."""
     stub = reflection_pb2_grpc.ServerReflectionStub(channel)
 
     async def ask(**query: str) -> reflection_pb2.ServerReflectionResponse:
@@ -62,7 +62,7 @@ async def test_every_method_gives_the_same_answer(checkpoint: Path) -> None:
         assert packed == expected
 
 
-async def test_what_is_no_larger_is_read_and_what_is_much_larger_is_not(checkpoint: Path) -> None:
+async def test_messages_at_and_far_above_the_limit(checkpoint: Path) -> None:
     async with serve(checkpoint) as stack, pagewire.AsyncClient(stack.url) as client:
         method, headroom = "/pagewire.scheduler.v1.SchedulerService/Generate", MAX_MESSAGE_BYTES + MARGIN_BYTES
         code, details = await answer(stack.channel, method, bytes(MAX_MESSAGE_BYTES))
@@ -79,7 +79,7 @@ async def test_what_is_no_larger_is_read_and_what_is_much_larger_is_not(checkpoi
             )
 
 
-async def test_one_that_shares_a_call_ends_it_and_no_other(checkpoint: Path) -> None:
+async def test_a_too_large_submission_ends_only_its_rpc(checkpoint: Path) -> None:
     async with serve(checkpoint) as stack:
         other, shared = SharedStream(stack), SharedStream(stack, reads=False)
         (stream,) = await other.submit(request(PROMPT, max_tokens=200))

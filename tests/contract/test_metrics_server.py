@@ -1,4 +1,4 @@
-"""The metrics port, asked as Prometheus asks, and as no client should."""
+"""The metrics port, with requests of Prometheus and with malformed requests."""
 
 import http.client
 import socket
@@ -18,7 +18,7 @@ from scheduler_service.core.scheduler_options import SchedulerOptions
 from scheduler_service.metrics import Metrics, MetricsCollector, ServiceStats
 from scheduler_service.metrics_server import MAX_CONNECTIONS, MetricsServer
 
-# What these versions send by default: read off 2.42, and put together after the source of 3.0.
+# The default headers of these versions: recorded from 2.42, and derived from the source of 3.0.
 PROMETHEUS_2 = (
     "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
     "text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
@@ -66,7 +66,7 @@ def test_a_host_that_is_no_address_is_one_line_that_names_its_flag(host: str) ->
 
 
 def test_the_client_library_would_answer_otherwise() -> None:
-    """Why the port does not choose by the header: see `metrics_server`."""
+    """This is the reason why the port ignores the header: see `metrics_server`."""
     _, content_type = exposition.choose_encoder(PROMETHEUS_2)
     assert "openmetrics" in content_type, metadata.version("prometheus-client")
 
@@ -76,7 +76,7 @@ def test_other_paths_are_not_found(server: MetricsServer) -> None:
 
 
 def test_another_hosts_name_is_refused_on_loopback(server: MetricsServer) -> None:
-    """A web page whose name was rebound to this machine would read the answer."""
+    """Otherwise a web page could read the metrics through a DNS name that was rebound to this machine."""
     hosts = {"localhost:1": 200, "LOCALHOST": 200, "[::1]": 200, "evil.example": 403, "evil.example:9090": 403, "": 403}
     assert {host: get(server, Host=host)[0] for host in hosts} == hosts
     host = b"host: localhost\r\n"

@@ -1,5 +1,7 @@
-"""Files of a model that are not what they are called: a pointer of Git LFS, in a clone whose large files were not
-fetched, and what is larger than it can be are named, with the remedy, whichever file it is."""
+"""Model files with unexpected content are reported with their name and a remedy, whichever file it is.
+
+Such files are Git LFS pointers, in a clone without the large files, and files that are too large for their kind.
+"""
 
 import hashlib
 import json
@@ -31,7 +33,7 @@ size 12345
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A checkpoint with every file that is read."""
+    """A checkpoint with every file that the services read."""
     path = shutil.copytree(STORYTELLER, tmp_path / "model")
     (path / "model.safetensors").unlink()
     make_checkpoint(tmp_path / "sharded", "llama", seed=1, max_shard_size="50KB")

@@ -1,4 +1,4 @@
-"""What the scheduler reads of a checkpoint, with anything in its files."""
+"""The model information that the scheduler reads from a checkpoint, with arbitrary content in the files."""
 
 import json
 import random
@@ -99,7 +99,7 @@ def test_every_family_has_a_length(
 @pytest.mark.parametrize(
     ("outer", "text", "expected"),
     [
-        ({}, {}, (262_208, 131_072, ())),  # as published files with vision leave both out
+        ({}, {}, (262_208, 131_072, ())),  # as in published files of vision models, which leave both out
         ({"eos_token_id": [1, 106]}, {"vocab_size": 300, "eos_token_id": 2}, (300, 131_072, (1, 106))),
         ({"vocab_size": None}, {"vocab_size": 300, "max_position_embeddings": 64}, (300, 64, ())),
     ],
@@ -129,7 +129,7 @@ def test_a_multimodal_model_is_the_text_model_in_it(
         ({"model_type": 7}, "config.json: model_type is 7, but must be a text"),
     ],
 )
-def test_what_no_model_has_is_named(tmp_path: Path, fields: dict[str, object], message: str) -> None:
+def test_impossible_values_are_named(tmp_path: Path, fields: dict[str, object], message: str) -> None:
     write(tmp_path, {**CONFIG, **fields}, {})
     with pytest.raises(ValueError, match=message):
         read_model_info(str(tmp_path))
@@ -185,7 +185,9 @@ def test_a_top_p_of_0_keeps_the_most_likely_token_alone(tmp_path: Path, value: f
         ({"suppress_tokens": [1, -1]}, "suppress_tokens is .* but must be a token id"),
     ],
 )
-def test_what_means_nothing_is_refused(tmp_path: Path, generation: dict[str, object], named: str) -> None:
+def test_invalid_generation_config_values_are_refused(
+    tmp_path: Path, generation: dict[str, object], named: str
+) -> None:
     with pytest.raises(ValueError, match=rf"generation_config\.json: {named}"):
         info_with(tmp_path, **generation)
 
@@ -197,7 +199,7 @@ def test_too_many_suppressed_tokens_are_refused_with_the_bound(tmp_path: Path) -
 
 
 def test_suppressed_tokens_stay_so_whatever_a_request_says(tmp_path: Path) -> None:
-    """Tokens outside the vocabulary cannot be sampled anyway; published files name some."""
+    """Tokens outside the vocabulary are ignored: they cannot be sampled, and some published files list them."""
     model = info_with(tmp_path, suppress_tokens=[7, 3, 7, 9999], temperature=0.5)
     for given in ({}, {3: 100.0, 5: 1.5}):
         message = pb.GenerateRequest(

@@ -1,6 +1,6 @@
-"""Where MODEL is: directories that are none, the cache of the Hugging Face hub, and downloads from a hub on loopback.
+"""Locating MODEL: invalid directories, the cache of the Hugging Face hub, and downloads from a local fake hub.
 
-huggingface_hub reads its environment when it is imported, so each case is a process of its own.
+huggingface_hub reads its environment when it is imported, so each case runs in a separate process.
 """
 
 import json
@@ -230,7 +230,9 @@ def test_a_hub_that_is_out_of_order(served: tuple[Hub, str], tmp_path: Path) -> 
 
 
 def test_a_cache_that_another_program_has_filled(tmp_path: Path) -> None:
-    """As older versions of huggingface_hub leave it: links to blobs, and no list of the repository's files."""
+    """The cache as older versions of huggingface_hub leave it: links to blobs, and no list of the
+    repository's files.
+    """
     folder = tmp_path / "hf" / "hub" / "models--org--mine"
     snapshot = folder / "snapshots" / COMMIT
     for path in (folder / "refs", folder / "blobs", snapshot):
@@ -276,7 +278,7 @@ def test_a_terminal_shows_a_progress_bar(served: tuple[Hub, str], tmp_path: Path
         try:
             while part := terminal.read(4096):
                 shown += part
-        except OSError:  # the other end is closed
+        except OSError:  # the other end of the terminal is closed
             pass
         assert process.wait(60) == 0
     assert b"100%" in shown

@@ -1,4 +1,4 @@
-"""Options: one dataclass, four sources, clear errors."""
+"""Options of a service: one dataclass, four sources with a fixed precedence, and clear errors."""
 
 import argparse
 import re
@@ -240,7 +240,7 @@ def test_two_ports_of_serve_are_different(flag: str, capsys: pytest.CaptureFixtu
     assert f"{flag} and --http-port are both 9000; choose another for one" in capsys.readouterr().err
 
 
-def test_what_the_wire_tells_fits_into_it() -> None:
+def test_option_limits_fit_into_the_protocol_fields() -> None:
     told = scheduler_pb2.GetServerInfoResponse.DESCRIPTOR.fields_by_name
     names = [name for name, option in options.options_of(SchedulerConfig).items() if option.value_type is int]
     shared = [name for name in names if name in told]
@@ -292,7 +292,7 @@ def test_nothing_given_leaves_no_trace_in_the_arguments() -> None:
 
 
 @pytest.mark.parametrize("config_type", [SchedulerConfig, WorkerConfig, FrontEndConfig])
-def test_every_number_keeps_to_limits_that_stand_beside_it(config_type: type) -> None:
+def test_every_numeric_option_has_enforced_limits(config_type: type) -> None:
     parts = {SchedulerConfig: fields(SchedulerOptions), FrontEndConfig: fields(HttpOptions)}
     found = fields(config_type) + parts.get(config_type, ())
     for option in options.options_of(config_type).values():

@@ -1,4 +1,4 @@
-"""What is told while the other side of a link is not there: calm at a start, a warning where something is wrong."""
+"""Log lines while the other side of a link is unavailable: calm during startup, a warning if something is wrong."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class Lines(logging.Handler):
-    """Log lines of a logger, which can be waited for."""
+    """The log lines of a logger. A test can wait for a line."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Lines(logging.Handler):
         self._more.set()
 
     async def next(self, part: str) -> logging.LogRecord:
-        """The first line that has this part."""
+        """Wait for a line that contains `part`. Return the first such record."""
         async with asyncio.timeout(20):
             while True:
                 for record in self.records:
@@ -57,7 +57,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Lines]:
 
 @asynccontextmanager
 async def scheduling(checkpoint: Path, worker_port: int, **options: object) -> AsyncIterator[asyncio.Event]:
-    """A scheduler, and when it serves."""
+    """Run a scheduler. Yield an event that is set when it serves requests."""
     worker = f"{LOOPBACK}:{worker_port}"
     own = {"model": str(checkpoint), "worker": worker, "port": 0, "metrics_port": 0}
     config = config_of(own | options)
@@ -76,7 +76,7 @@ def warnings(lines: Lines) -> list[str]:
 
 async def test_a_worker_that_is_not_up_and_then_loads_is_waited_for_calmly(tmp_path: Path, lines: Lines) -> None:
     checkpoint = make_checkpoint(tmp_path / "model", eos_token_id=0)  # an end token that its tokenizer has
-    limits = {"max_num_seqs": 256, "max_num_batched_tokens": 2048}  # as the scheduler's
+    limits = {"max_num_seqs": 256, "max_num_batched_tokens": 2048}  # the scheduler's own limits
     fake = FakeWorker(read_model_info(str(checkpoint)).digest, **limits)
     worker = StartingWorker(WorkerCapacity(**fake.capacity), free_port(LOOPBACK))
     async with scheduling(checkpoint, worker.port, worker_timeout=0.5) as ready:

@@ -1,4 +1,4 @@
-"""What one sample has got: a reader that empties the buffer, however slowly, gets what a buffer that is kept has."""
+"""The output of one sample: a reader that empties the buffer, at any speed, gets the same output as a kept buffer."""
 
 import asyncio
 import random
@@ -19,12 +19,15 @@ from testing.seeds import seeded
 
 
 def entries(rng: random.Random, token_ids: list[int]) -> list[TokenLogprobs]:
-    # Numbers that have the same value in 32 bits, and whose sums are exact.
+    # Numbers that 32-bit floats represent exactly, and whose sums are exact.
     return [TokenLogprobs(id, -rng.randrange(64) / 8, 1, ((id, -0.5), (3, -1.0))) for id in token_ids]
 
 
 def news(rng: random.Random, reason: EndReason) -> list[dict[str, Any]]:
-    """The prompt's log-probabilities, tokens a few at a time, and an end that comes with the last or alone."""
+    """Return updates of one sample: the prompt's logprobs, then a few tokens at a time, then the end.
+
+    The end is part of the last update with tokens, or an update of its own.
+    """
     token_ids = [rng.randrange(VOCAB_SIZE - 1) for _ in range(rng.randrange(60))]
     end = SequenceEnd(0, reason, 5, 0, len(token_ids), None, "", 0.0, None, None)
     found: list[dict[str, Any]] = [{"token_ids": [], "prompt_logprobs": entries(rng, [5] * rng.randrange(9))}]
@@ -43,7 +46,7 @@ def encoded(reader: OutputReader) -> list[pb.GenerateResponse]:
 
 
 def read_some(reader: OutputReader, rng: random.Random, received: list[pb.GenerateResponse]) -> None:
-    """Read what is due, or leave some of it for the next time."""
+    """Read the available deltas, or leave some of them for the next call."""
     for delta in reader.take():
         received.append(encode_delta("id", delta))
         if rng.random() < 0.3:
@@ -85,7 +88,7 @@ def test_half_a_character_at_the_end_hides_no_stop_text(
 
 
 class WordDecoder:
-    """Every token is a word of its own."""
+    """A decoder that decodes every token to a separate word."""
 
     def push(self, token_ids: list[int]) -> DecodedText:
         return DecodedText("".join(f" {token_id:06}" for token_id in token_ids), None, len(token_ids))
@@ -94,7 +97,7 @@ class WordDecoder:
         return DecodedText("", None)
 
 
-def test_what_nothing_reads_takes_a_few_bytes_a_token() -> None:
+def test_unread_output_needs_a_few_bytes_a_token() -> None:
     output = SampleRecord(0, WordDecoder(), is_kept=True)
     num_tokens = 20_000
     tracemalloc.start()
@@ -135,5 +138,5 @@ def test_a_reader_gets_everything_once_and_in_order(checkpoint: Path, seed: int,
     assert list(reader.take()) == []
     ends = [response.HasField("usage") for response in received]
     assert ends == [False] * (len(ends) - 1) + [True] if reason is EndReason.LENGTH else not any(ends)
-    # A second reader of what is kept gets the same.
+    # A second reader of the kept buffer gets the same output.
     assert joined(encoded(OutputReader(buffers[1], max_tokens=3))) == joined([whole])

@@ -1,4 +1,4 @@
-"""What the command prints of an output that breaks off, beside the error that follows it."""
+"""The lines that the command prints when an output fails, and the error after them."""
 
 import contextlib
 import io
@@ -17,8 +17,10 @@ from pagewire.client.sampling_params import SamplingParams
 
 
 class BrokenOff:
-    """A client whose streams fail after a word, or before it. A sample of several ends with its word, and so does one
-    whose word ends with a stop."""
+    """A client whose streams fail after some words, or before the first.
+
+    A sample ends with its word if there are several samples, or if the word ends with a period.
+    """
 
     def __init__(self, *words: str, num_samples: int = 1) -> None:
         self._words = words

@@ -1,4 +1,4 @@
-"""Who may connect: six bad peers of the scheduler and of the worker, and a good one, over real TLS."""
+"""Mutual TLS of scheduler and worker: six invalid peers are refused, and a valid peer is accepted."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -30,7 +30,7 @@ CLIENT_NAME = "scheduler.test"
 
 @dataclass(frozen=True)
 class Site:
-    """An authority, what the server shows, and the good client's certificate."""
+    """A certificate authority, a folder for the server's files, and a valid client certificate."""
 
     authority: Authority
     folder: Path
@@ -64,12 +64,12 @@ BAD_PEERS: dict[str, Callable[[Site], Certificate | None]] = {
     "wrong name": lambda site: site.authority.issue("gateway.test"),
 }
 
-# A call to a target with these credentials; None: in plaintext.
+# Makes an RPC to a target with the given credentials, or in plaintext if they are None.
 Ask = Callable[[str, grpc.ChannelCredentials | None], Awaitable[object]]
 
 
 async def answers_to_bad_peers(site: Site, target: str, ask: Ask) -> dict[str, grpc.StatusCode | None]:
-    """What each of the six gets; None: it was served."""
+    """Return the status code that each of the six invalid peers gets, or None if its RPC succeeded."""
     peers: dict[str, grpc.ChannelCredentials | None] = {
         name: credentials(site.authority.cert, make(site)) for name, make in BAD_PEERS.items()
     }
@@ -95,9 +95,10 @@ def worker(site: Site) -> AbstractAsyncContextManager[str]:
 async def ask_worker(
     target: str, peer: grpc.ChannelCredentials | None, options: Sequence[tuple[str, object]] = ()
 ) -> object:
-    """A plan before hello is a protocol error: the status of who was let in.
+    """Send a plan before hello. A peer that passes TLS gets a protocol error.
 
-    Of gRPC's blocking call: the other one makes INTERNAL of a status that comes before the plan is out.
+    The test uses gRPC's blocking API: the asyncio API turns a status into INTERNAL if it arrives before the plan is
+    sent.
     """
     requests = iter([worker_pb2.ExecuteRequest(plan=worker_pb2.StepPlan(epoch=1, step=1))])
 
@@ -173,7 +174,7 @@ async def test_a_renewed_certificate_is_shown_without_a_restart(
 
     monkeypatch.setattr(WatchedFiles, "take", note)
     async with scheduler(site, checkpoint) as target:
-        # The authority is replaced too, as when a leaked one is given up.
+        # The authority is replaced too, as after a leak of its key.
         renewed = Site(Authority("renewed"), site.folder, site.client)
         renewed.server_files()
         await asyncio.wait_for(was_renewed.wait(), 20)
@@ -199,7 +200,7 @@ async def test_probes_need_no_certificate_on_the_health_port(site: Site, checkpo
 
 
 async def test_scheduler_refuses_a_worker_of_another_name(site: Site) -> None:
-    """With the options of its own channel."""
+    """Use the channel options of the scheduler."""
     async with worker(site) as target:
         options = (*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", "worker.test"))
         with pytest.raises(grpc.RpcError) as error:

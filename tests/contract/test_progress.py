@@ -1,4 +1,4 @@
-"""The line that says how far a list of requests has come."""
+"""The progress line of a list of requests."""
 
 import io
 from functools import partial
@@ -50,7 +50,7 @@ def test_a_log_has_a_line_now_and_then() -> None:
     assert lines == [f"load: {n}/100 requests, {4 * n} output tokens, {n / 4:.1f} s, 16.0 tokens/s" for n in (40, 80)]
 
 
-def test_what_is_done_soon_says_nothing_in_a_log() -> None:
+def test_short_runs_write_no_progress_to_a_log() -> None:
     file = io.StringIO()
     progress = Progress(1, file)
     progress.add(4, has_ended=True)

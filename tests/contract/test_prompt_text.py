@@ -1,4 +1,4 @@
-"""Texts of prompts: what is refused before it is tokenized, what waits, and whom that holds up."""
+"""Prompt texts: early refusal before tokenization, the queue of waiting texts, and its effect on other requests."""
 
 import asyncio
 from collections.abc import Callable
@@ -19,7 +19,7 @@ _Result = TypeVar("_Result")
 
 
 class HeldTokenizer:
-    """Each text waits until it is released, by the order in which they came."""
+    """A tokenizer whose calls wait until they are released, in the order of arrival."""
 
     def __init__(self, max_token_bytes: int | None = None) -> None:
         self.max_token_bytes = max_token_bytes

@@ -1,4 +1,4 @@
-"""Lines whose reader is slow, silent or gone: their writer never waits, and what is lost is counted."""
+"""Log output to a slow, stuck or closed reader: the writing thread never waits, and lost lines are counted."""
 
 import asyncio
 import fcntl
@@ -30,7 +30,7 @@ MAX_BYTES = 1000
 
 
 class Pipe:
-    """A small pipe, full if so wanted."""
+    """A small pipe, which is filled at first if `is_full` is true."""
 
     def __init__(self, *, is_full: bool = False) -> None:
         self.read_end, self.write_end = os.pipe()
@@ -43,7 +43,7 @@ class Pipe:
         self.write_end = -1
 
     def read_all(self) -> str:
-        """Until no process has the other end any more."""
+        """Close this process's write end, and read until no process has a write end open."""
         self.close_write_end()
         with open(self.read_end, encoding="utf-8", closefd=False) as file:
             return file.read()
@@ -66,7 +66,7 @@ def notice(num_dropped: int) -> bytes:
 
 
 def lines_from(descriptor: int, *, until: str = "") -> list[str]:
-    """All up to a line; up to the end of one that is read, if none is named."""
+    """Read lines until the line `until`, or until a line ends if `until` is empty."""
     text = ""
     while not text.endswith("\n") or f"{until}\n" not in text:
         text += os.read(descriptor, 65536).decode()
@@ -74,7 +74,7 @@ def lines_from(descriptor: int, *, until: str = "") -> list[str]:
 
 
 @pytest.mark.parametrize("is_blocking", [True, False])
-def test_lines_that_find_no_room_are_counted_where_they_would_have_stood(full_pipe: Pipe, is_blocking: bool) -> None:
+def test_dropped_lines_are_counted_at_their_position(full_pipe: Pipe, is_blocking: bool) -> None:
     os.set_blocking(full_pipe.write_end, is_blocking)
     writer = QueuedWriter(descriptor_writer(full_pipe.write_end), notice, max_waiting_bytes=MAX_BYTES)
     for number in range(1000):
@@ -82,7 +82,7 @@ def test_lines_that_find_no_room_are_counted_where_they_would_have_stood(full_pi
     assert not writer.flush(0.01)
     num_dropped = writer.num_dropped
     assert 1000 - 2 * MAX_BYTES // 10 <= num_dropped < 1000, "the lines that wait, and those that are being written"
-    # Whenever the writer began to write: lines find room again once it has taken those that wait.
+    # Whenever the writer begins to write, new lines are accepted once the waiting lines were written.
     told, following = [], 0
     while following < 1000:
         told += lines_from(full_pipe.read_end)
@@ -117,7 +117,7 @@ def test_a_line_longer_than_the_queue_is_written_too() -> None:
 
 @pytest.mark.parametrize("ends_at_loss", [False, True])
 def test_a_queue_takes_all_its_bytes_and_none_beyond(ends_at_loss: bool) -> None:
-    """And where a line is of no use without those before it, no line after the first that was lost."""
+    """With `ends_at_loss`, no line is written after the first lost line."""
     begun, goes_on = threading.Event(), threading.Event()
 
     def write(block: bytes) -> None:
@@ -125,7 +125,7 @@ def test_a_queue_takes_all_its_bytes_and_none_beyond(ends_at_loss: bool) -> None
         goes_on.wait()
 
     writer = QueuedWriter(write, notice, max_waiting_bytes=MAX_BYTES, ends_at_loss=ends_at_loss)
-    with writer._changed:  # so that none is taken before the next one comes
+    with writer._changed:  # so that the first line is not written before the next arrives
         writer.put(b"x" * (MAX_BYTES - 6) + b"\n")
         writer.put(b"last\n")
     assert begun.wait(20)
@@ -141,7 +141,7 @@ def test_a_queue_takes_all_its_bytes_and_none_beyond(ends_at_loss: bool) -> None
     writer.close()
 
 
-def test_a_reader_that_has_gone_costs_the_lines_alone() -> None:
+def test_a_closed_reader_loses_only_the_lines() -> None:
     pipe = Pipe()
     os.close(pipe.read_end)
     pipe.read_end = -1
@@ -235,7 +235,7 @@ async def test_a_scheduler_goes_on_when_its_log_is_not_read(
             async for _ in stub.Generate(request(PROMPT, max_tokens=1, n=16), timeout=60):
                 pass
 
-        # A line for each sample, until more came than the queue holds.
+        # Each sample logs a line. Continue until more lines arrived than the queue holds.
         async with asyncio.timeout(120):
             while await dropped_lines(metrics_port) == 0:
                 await asyncio.gather(*(fill_log() for _ in range(20)))
@@ -270,7 +270,7 @@ def read_until(pipe: Pipe, pattern: str) -> str:
 async def test_bad_handshakes_and_a_silent_log_stop_no_front_end(
     tmp_path: Path, checkpoint: Path, full_pipe: Pipe
 ) -> None:
-    """gRPC's core would write a line of its own for each."""
+    """gRPC's core would log a line of its own for each failed handshake."""
     authority = Authority("pagewire")
     cert, key = authority.issue("localhost").write(tmp_path, "server")
     async with serve(checkpoint) as stack:

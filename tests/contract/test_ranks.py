@@ -1,4 +1,4 @@
-"""A worker of two ranks: every plan goes to both, what counts is what both have done, and losing one is losing both."""
+"""A worker with two ranks: both get every plan, a result counts when both have it, and losing one rank loses both."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -22,7 +22,7 @@ PROMPT = [5, 6, 7, 8, 9]
 
 
 class LyingWorker(FakeWorker):
-    """Chooses other tokens."""
+    """A fake rank that returns other tokens."""
 
     async def _send(self, response: worker_pb2.ExecuteResponse, context: grpc.aio.ServicerContext) -> None:
         response.result.token_ids[:] = [token_id ^ 1 for token_id in response.result.token_ids]
@@ -30,7 +30,7 @@ class LyingWorker(FakeWorker):
 
 
 class Ranks:
-    """Fake ranks, dialed by a link."""
+    """Fake ranks that a worker link dials."""
 
     def __init__(self, *workers: FakeWorker) -> None:
         self.workers = workers
@@ -45,7 +45,7 @@ def rank(number: int, size: int = 2, **capacity: object) -> FakeWorker:
 
 @asynccontextmanager
 async def linked(*workers: FakeWorker, restarts: bool = True) -> AsyncIterator[Ranks]:
-    """`restarts`: what runs the ranks starts them again when they are of no use."""
+    """Start fake ranks and a link to them. `restarts`: the link may ask for a restart of unusable ranks."""
     ranks = Ranks(*workers)
     async with AsyncExitStack() as stack:
         for worker in workers:
@@ -70,7 +70,7 @@ async def linked(*workers: FakeWorker, restarts: bool = True) -> AsyncIterator[R
 
 
 async def joined(ranks: Ranks) -> tuple:
-    """The capacity of both, and the way to them, once the last of them is ready."""
+    """Wait until all ranks are ready. Return their common capacity and the link to them."""
     while (event := await ranks.listener.next())[0] == "missing":
         pass
     kind, both = event
@@ -79,7 +79,7 @@ async def joined(ranks: Ranks) -> tuple:
 
 
 async def lost(ranks: Ranks) -> str:
-    """Why the epoch ended, whatever was heard before."""
+    """Wait until the epoch ends, ignoring other events. Return the reason."""
     while True:
         kind, reason = await ranks.listener.next()
         if kind == "lost":
@@ -140,7 +140,7 @@ async def test_a_rank_that_dies_ends_the_epoch_of_all_and_they_begin_together(nu
 
 
 class RepeatingWorker(FakeWorker):
-    """Tells of each grammar twice."""
+    """A fake rank that reports each grammar twice."""
 
     async def _report(self, epoch: int, grammar: AddedGrammar, context: grpc.aio.ServicerContext) -> None:
         await super()._report(epoch, grammar, context)
@@ -148,13 +148,13 @@ class RepeatingWorker(FakeWorker):
 
 
 def adding(epoch: int, *grammar_ids: int) -> StepPlan:
-    """The first step, which opens a row too. A grammar's text is its id."""
+    """Return a plan of step 1 that adds grammars and allocates a row. The text of a grammar is its id."""
     added = tuple(AddedGrammar(grammar_id, GrammarKind.REGEX, str(grammar_id), (1,)) for grammar_id in grammar_ids)
     return StepPlan(epoch, 1, openings=(opening(),), work_slots=(0,), work_num_tokens=(8,), added_grammars=added)
 
 
 async def told_of_grammar(ranks: Ranks) -> object:
-    """What is told next of a grammar."""
+    """Return the next report about a grammar."""
     while True:
         kind, told = await ranks.listener.next()
         assert kind in ("grammar", "moved", "result")
@@ -174,7 +174,7 @@ async def test_a_grammar_is_ready_when_every_rank_has_it_and_fails_with_the_firs
         assert [await told_of_grammar(ranks) for _ in range(3)] == [(1, ""), (2, "rank 1: no"), (5, "")]
 
 
-async def test_what_a_rank_tells_of_a_grammar_that_was_released_is_left_to_the_step_loop() -> None:
+async def test_reports_about_released_grammars_are_forwarded() -> None:
     first, second = rank(0), rank(1)
     first.reports_grammars.clear()
     second.reports_grammars.clear()

@@ -1,4 +1,6 @@
-"""What a refusal is at each door: each reason has its gRPC code, its HTTP status, and each fault a reason."""
+"""The error of a refusal in each API: each reason has a gRPC status code and an HTTP status, and each
+fault a reason.
+"""
 
 from http import HTTPStatus
 
@@ -9,11 +11,11 @@ from scheduler_service.core.request import AdmissionReason, EndReason
 from scheduler_service.serving.observer import ENDED_WELL
 from scheduler_service.serving.refusal import MAX_MESSAGE_BYTES, OF_ADMISSION, OF_END, Reason, RefusedError
 
-CLIENT_CLOSED_REQUEST = 499  # of nginx, which no standard has
+CLIENT_CLOSED_REQUEST = 499  # used by nginx, in no standard
 
 
 class Call:
-    """As much of a call as is told how it ends."""
+    """The part of an RPC context that receives the final status."""
 
     def set_trailing_metadata(self, metadata: object) -> None:
         self.metadata = metadata

@@ -1,4 +1,4 @@
-"""Certificates of both links as they are renewed under streams, and what is told of those that are refused."""
+"""Certificates of both links that are renewed during streams, and the log lines about certificates that are refused."""
 
 import asyncio
 import logging
@@ -38,12 +38,12 @@ NUM_TOKENS = 40
 
 @dataclass
 class Site:
-    """The files of every service, each issued by one authority. Certificates are shown to both sides."""
+    """The TLS files of every service, issued by one authority. Both sides show certificates."""
 
     folder: Path
 
     def renew(self, *names: str) -> Authority:
-        """Have the certificates of these services replaced, and the authority that all of them believe."""
+        """Replace the certificates of the named services and their trusted authority. Return the new authority."""
         authority = Authority("pagewire")
         for name in names:
             folder = self.folder / name
@@ -79,7 +79,7 @@ def lines_of(caplog: pytest.LogCaptureFixture, logger: str) -> list[tuple[str, s
 
 
 class WarningsOf(logging.Handler):
-    """What a logger warns of in a block, for one event loop."""
+    """Collects the warnings of a logger inside a `with` block, for one event loop."""
 
     def __init__(self, name: str) -> None:
         super().__init__(logging.WARNING)
@@ -100,7 +100,7 @@ class WarningsOf(logging.Handler):
 
 
 async def stream(stub: scheduler_pb2_grpc.SchedulerServiceStub, i: int, begun: Callable[[], None]) -> None:
-    """A whole stream, with its right tokens."""
+    """Run one request, and check all of its tokens."""
     result, prompt = Result(), [5, 6, 7, i]
     async for response in stub.Generate(request(prompt, max_tokens=NUM_TOKENS, ignore_eos=True)):
         result.add(response)
@@ -110,7 +110,7 @@ async def stream(stub: scheduler_pb2_grpc.SchedulerServiceStub, i: int, begun: C
 
 @asynccontextmanager
 async def streams(stub: scheduler_pb2_grpc.SchedulerServiceStub) -> AsyncIterator[None]:
-    """Streams that have begun before the block, and end behind it."""
+    """Start streams before the block, and wait for their ends after the block."""
     begun = [asyncio.Event() for _ in range(NUM_STREAMS)]
     running = [asyncio.create_task(stream(stub, i, begun[i].set)) for i in range(NUM_STREAMS)]
     await asyncio.gather(*(event.wait() for event in begun))
@@ -121,13 +121,13 @@ async def streams(stub: scheduler_pb2_grpc.SchedulerServiceStub) -> AsyncIterato
 async def until_serving(stub: scheduler_pb2_grpc.SchedulerServiceStub) -> None:
     async with asyncio.timeout(20):
         info = await stub.GetServerInfo(scheduler_pb2.GetServerInfoRequest())
-        while info.unavailable_reason:  # there is no event to wait for
+        while info.unavailable_reason:  # no event reports the availability
             await asyncio.sleep(0.01)
             info = await stub.GetServerInfo(scheduler_pb2.GetServerInfoRequest())
 
 
 async def started_worker(checkpoint: Path, site: Site) -> tuple[FakeWorker, Callable[[], Awaitable[None]]]:
-    """A worker with the site's files, and what starts it on its port."""
+    """Start a worker with the site's files. Return the worker and a function that starts it again on its port."""
     worker = FakeWorker(read_model_info(str(checkpoint)).digest)
     worker.step_seconds = 0.005
     files = site.served("worker")
@@ -144,7 +144,7 @@ async def started_worker(checkpoint: Path, site: Site) -> tuple[FakeWorker, Call
 async def test_a_worker_and_a_scheduler_are_renewed_under_streams(
     site: Site, checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The worker comes back with another authority, which the scheduler's next connection knows."""
+    """The worker restarts with another authority, which the scheduler's next connection trusts."""
     site.renew("worker", "scheduler")
     worker, start = await started_worker(checkpoint, site)
     caplog.set_level("INFO")
@@ -164,7 +164,7 @@ async def test_a_worker_and_a_scheduler_are_renewed_under_streams(
         await start()
         days = await asyncio.to_thread(certificates, "days")
         async with asyncio.timeout(20):
-            while ("worker 0 --tls-cert", 1.0) not in days:  # there is no event to wait for
+            while ("worker 0 --tls-cert", 1.0) not in days:  # no event reports the new metrics
                 await asyncio.sleep(0.01)
                 days = await asyncio.to_thread(certificates, "days")
         shares = await asyncio.to_thread(certificates, "share")
@@ -204,7 +204,7 @@ async def test_a_scheduler_that_waits_for_a_worker_takes_renewed_files(
 async def fronted(
     checkpoint: Path, site: Site, scheduler: str
 ) -> AsyncIterator[scheduler_pb2_grpc.SchedulerServiceStub]:
-    """A front end of the scheduler at this address."""
+    """Run a front end of the scheduler at the given address. Yield a stub for the front end."""
     stop, url = asyncio.Event(), asyncio.get_running_loop().create_future()
     files = site.dialled("frontend", "scheduler")
     config = FrontEndConfig(model=str(checkpoint), scheduler=scheduler, port=0, metrics_port=0, **files)
@@ -220,7 +220,7 @@ async def fronted(
 async def test_a_scheduler_and_a_front_end_are_renewed_under_streams(
     site: Site, checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The connection that is there goes on. The next one is to a scheduler that has another authority."""
+    """The existing connection continues. The next connection is to a scheduler with another authority."""
     site.renew("scheduler", "frontend")
     worker = await FakeWorker.started(checkpoint)
     worker.step_seconds = 0.005
@@ -236,7 +236,7 @@ async def test_a_scheduler_and_a_front_end_are_renewed_under_streams(
             await until_serving(stub)
             async with streams(stub):
                 pass
-    # The first scheduler has ended before or after it looked at its files.
+    # The first scheduler may have stopped before or after it read its files again.
     told = [
         line
         for line in lines_of(caplog, "pagewire.common.process.watched_files")
@@ -251,7 +251,7 @@ async def test_a_scheduler_and_a_front_end_are_renewed_under_streams(
 MINE, THEIRS = Authority("pagewire"), Authority("pagewire")
 ENDED = "has expired or is not valid yet: renew it there"
 REFUSED = "accepts connections and closes them: it looks like "
-# What the other side shows, whom it believes, and what is told of that where MINE is believed and shown.
+# The certificate of the other side, the authority that it trusts, and the warning on this side, which uses MINE.
 OTHERS: dict[str, tuple[Certificate, bytes, str]] = {
     "has ended": (MINE.issue("localhost", ends_in=-DAY), MINE.cert, ENDED),
     "has not begun": (MINE.issue("localhost", began=-DAY, ends_in=2 * DAY), MINE.cert, ENDED),
@@ -263,7 +263,7 @@ OTHERS: dict[str, tuple[Certificate, bytes, str]] = {
 
 @asynccontextmanager
 async def secure_server(shown: Certificate, client_ca: bytes) -> AsyncIterator[str]:
-    """The address of a server that is there for its handshakes alone."""
+    """Run a server that only performs handshakes. Yield its address."""
     refusing = grpc.aio.server()
     credentials = grpc.ssl_server_credentials([(shown.key, shown.cert)], client_ca, require_client_auth=True)
     port = refusing.add_secure_port("localhost:0", credentials)
@@ -275,7 +275,7 @@ async def secure_server(shown: Certificate, client_ca: bytes) -> AsyncIterator[s
 def run_linked(
     link: str, checkpoint: Path, address: str, files: dict[str, str], stop: asyncio.Event
 ) -> Coroutine[None, None, int]:
-    """Run a service that dials this address until it is stopped."""
+    """Return a coroutine that runs a service with a link to `address` until it is stopped."""
     options = {"model": str(checkpoint), "port": 0, "metrics_port": 0, link: address}
     options |= {f"{link}_tls_{name}": path for name, path in files.items()}
     run, config = (server.run, SchedulerConfig) if link == "worker" else (front_end.run, FrontEndConfig)
@@ -317,7 +317,7 @@ async def test_what_is_wrong_with_the_other_side_is_one_warning(
 
 
 def test_a_refusal_is_one_warning_however_grpc_says_it(caplog: pytest.LogCaptureFixture) -> None:
-    """It names one of a host's addresses or another, and what it read of the connection last."""
+    """gRPC's message names any of the host's addresses and the last bytes that it read."""
     link = Outage("the worker", logging.getLogger("scheduler_service.links"), worker_link._PORT, lambda reason: None)
     for words in ("ipv4:127.0.0.1:5001: Socket closed", "ipv6:%5B::1%5D:5001: Socket closed", "Secure read failed"):
         link.tell(f"there is no connection ({words})", is_calm=True)
@@ -327,7 +327,7 @@ def test_a_refusal_is_one_warning_however_grpc_says_it(caplog: pytest.LogCapture
     assert REFUSED in line
 
 
-# What each service is started with beside its files, and the flags that name these.
+# The options of each service in addition to its files, and the prefix of the file flags.
 STARTS: dict[str, tuple[str, dict[str, object]]] = {
     "scheduler": ("--tls-", {}),
     "scheduler's link": ("--worker-tls-", {}),

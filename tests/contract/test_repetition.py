@@ -1,4 +1,4 @@
-"""What is tried again and again is told once a minute."""
+"""Repeated log lines are logged once a minute."""
 
 import itertools
 
@@ -18,6 +18,6 @@ def test_words_that_take_turns_are_each_told_once_a_minute() -> None:
     assert repetition.is_news("late")
 
 
-def test_words_of_a_stranger_are_bounded() -> None:
+def test_remembered_lines_are_limited() -> None:
     repetition = Repetition(lambda: 0.0)
     assert sum(repetition.is_news("x" * length) for length in range(10_000)) == 50

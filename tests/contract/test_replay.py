@@ -1,4 +1,4 @@
-"""`--record` on a real scheduler service, and `pagewire replay` in a process of its own."""
+"""`--record` of a scheduler service, and `pagewire replay` in a separate process."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ def replay(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":
 
 @pytest.fixture
 def recording(tmp_path: Path) -> Path:
-    """A short history without a service."""
+    """A short recording that was made without a service."""
     path = tmp_path / "recording"
     RecordedHistory(path, seed=1).run(150)
     return path
@@ -66,7 +66,7 @@ def test_the_plans_can_be_seen(recording: Path) -> None:
 
 
 def change(path: Path, event: str, index: int, value: object) -> int:
-    """Puts a value into the last event of a name; its number."""
+    """Replace a value in the last event with the given name. Return the event's line index."""
     lines = path.read_text().splitlines()
     number = max(i for i, line in enumerate(lines) if line.startswith(f'["{event}"') and not line.endswith(",null]"))
     fields = json.loads(lines[number])
@@ -140,7 +140,7 @@ def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 async def test_a_fifo_that_is_not_read_stops_no_scheduler(checkpoint: Path, tmp_path: Path) -> None:
-    """Neither when it is opened, nor while it is full, nor on the way out."""
+    """The scheduler is not blocked by opening the FIFO, by a full FIFO, or at shutdown."""
     os.mkfifo(tmp_path / "fifo")
     worker = await FakeWorker.started(checkpoint)
     flags = [f"--worker=127.0.0.1:{worker.port}", "--port=0", "--metrics-port=0", f"--record={tmp_path / 'fifo'}"]
@@ -149,7 +149,7 @@ async def test_a_fifo_that_is_not_read_stops_no_scheduler(checkpoint: Path, tmp_
         grpc.aio.insecure_channel(address) as channel,
     ):
         stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-        for _ in range(40):  # of about 2 KiB each
+        for _ in range(40):  # about 2 KiB each
             async with asyncio.timeout(60):
                 assert [_ async for _ in stub.Generate(request([7] * 200, max_tokens=20))]
     await worker.kill()

@@ -1,4 +1,4 @@
-"""What the scheduler says of itself: no field of a record gets lost on its way into a message, and none is made up."""
+"""The scheduler's reports about itself: each field of a record reaches the message, and no other field is set."""
 
 import random
 from dataclasses import fields
@@ -11,7 +11,7 @@ from scheduler_service.core.request import BlockHolder, RequestReport, Scheduler
 
 
 def values(record: type, rng: random.Random) -> dict[str, object]:
-    """A value of its own for each plain field."""
+    """Return a distinct random value for each plain field of a record type."""
     makers = {"int": lambda: rng.randrange(1, 2**31), "int | None": lambda: rng.randrange(1, 2**31)}
     makers |= {"str": lambda: f"text {rng.random()}", "bytes": lambda: rng.randbytes(4), "float": rng.random}
     makers["tuple[int, ...]"] = lambda: tuple(rng.randrange(1, 2**31) for _ in range(5))

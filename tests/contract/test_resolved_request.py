@@ -1,4 +1,6 @@
-"""Requests that front ends have resolved: they arrive as they were sent, and forged ones are refused alone."""
+"""Requests that a front end has resolved: they arrive unchanged, and a forged request is refused without effect on
+others.
+"""
 
 import asyncio
 import math
@@ -53,13 +55,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelInfo:
 
 
 def resolved(message: pb.GenerateRequest, model: ModelInfo, limit: int = LIMIT) -> Request:
-    """The request of a front end."""
+    """Return the request that a front end resolves from a client's message."""
     parsed = read_request(message, ANY_CALL, model)
     return parsed.fit(parsed.prompt, model, limit, None)
 
 
 def read(message: pb.ResolvedRequest, model: ModelInfo, limit: int = LIMIT) -> Request:
-    """The request of the scheduler that reads it from the wire. Raises RefusedError."""
+    """Return the request that the scheduler decodes from a front end's message. Raises RefusedError."""
     parsed = decode_resolved(pb.ResolvedRequest.FromString(message.SerializeToString()), ANY_CALL, model)
     return parsed.fit(parsed.prompt, model, limit, None)
 
@@ -86,8 +88,8 @@ def test_an_embedding_arrives_as_it_was_sent(model: ModelInfo) -> None:
 
 
 @pytest.mark.parametrize("limit", [100, 1000])
-def test_how_many_tokens_fit_the_scheduler_knows_best(model: ModelInfo, limit: int) -> None:
-    """A worker of another size may have come since the front end resolved the request."""
+def test_the_scheduler_limits_max_tokens_of_resolved_requests(model: ModelInfo, limit: int) -> None:
+    """A worker with another capacity may have connected since the front end resolved the request."""
     sent = resolved(request(PROMPT), model)
     assert read(encode_resolved(sent, LIMIT), model, limit) == replace(sent, max_tokens=limit - len(PROMPT))
     exact = resolved(request(PROMPT, max_tokens=250), model)
@@ -101,8 +103,8 @@ def test_how_many_tokens_fit_the_scheduler_knows_best(model: ModelInfo, limit: i
         assert error.value.field == "sampling.max_tokens"
 
 
-def test_what_the_scheduler_says_of_a_request_does_not_come_from_outside() -> None:
-    """Deadlines are of its own clock, and the rest is beside the request."""
+def test_internal_fields_are_not_in_the_message() -> None:
+    """Deadlines use the scheduler's own clock. The other two fields come from the RPC."""
     names = {field.name for field in pb.ResolvedRequest.DESCRIPTOR.fields}
     assert {*Request.__dataclass_fields__} - names == {"deadline", "traceparent", "output_mode"}
 
@@ -133,7 +135,7 @@ async def test_each_sample_has_a_stream_of_its_own(model: ModelInfo) -> None:
                 await read_to_end(call)
 
 
-# Forged ones
+# Forged requests
 
 
 EMBEDDING = pb.GenerateRequest(request_id="e", token_ids={"ids": PROMPT}, embed=True, session_id="chat")
@@ -151,7 +153,7 @@ Forge = Callable[[pb.ResolvedRequest], object]
 
 
 def setting(path: str, value: Any) -> Forge:
-    """Sets a field of the message, or of one within it."""
+    """Return a function that sets a field of a message. `path` names nested fields with dots."""
 
     def forge(message: Message) -> None:
         *parents, name = path.split(".")
@@ -175,7 +177,7 @@ def suppressing(message: pb.ResolvedRequest, token_ids: Sequence[int]) -> None:
     message.sampling.logit_bias_values[:] = [SUPPRESSING_BIAS] * len(token_ids)
 
 
-# Of which good one each is made, how, and the field that is named.
+# The name of the valid request, the change that forges it, and the field that the error names.
 FORGED: list[tuple[str, Forge, str]] = [
     *(
         ("sampled", setting("sampling.temperature", value), r"sampling\.tem.*")
@@ -203,7 +205,7 @@ FORGED: list[tuple[str, Forge, str]] = [
     ("sampled", setting("sampling.logit_bias_token_ids", [3, 1, 5, 9]), "resolved"),
     ("sampled", setting("sampling.logit_bias_token_ids", [1, 1, 5, 9]), "resolved"),
     ("sampled", setting("sampling.logit_bias_token_ids", [1, 3, 5, VOCAB_SIZE]), "resolved"),
-    # The checkpoint suppresses tokens 3 and 9: none other, and none less.
+    # The checkpoint suppresses exactly tokens 3 and 9.
     ("sampled", partial(suppressing, token_ids=[]), "resolved"),
     ("sampled", partial(suppressing, token_ids=[3]), "resolved"),
     ("sampled", partial(suppressing, token_ids=[3, 9, 10]), "resolved"),
@@ -296,8 +298,10 @@ async def test_forged_requests_fail_alone(model: ModelInfo) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_comes_a_client_could_have_asked_for(model: ModelInfo, seed: int) -> None:
-    """Each field of each message is forged. What is read all the same is what options would have been resolved to."""
+def test_accepted_forgeries_equal_valid_requests(model: ModelInfo, seed: int) -> None:
+    """Forge random fields at any depth. A message that is still accepted must equal some request that options resolve
+    to.
+    """
     print(f"seed {seed}")
     rng, num_read, paths, reasons = random.Random(seed), 0, set(), set()
     for _ in range(3000):
@@ -315,7 +319,7 @@ def test_whatever_comes_a_client_could_have_asked_for(model: ModelInfo, seed: in
         assert could_be_asked_for(found, model)
     assert num_read > 300
     assert reasons == {Reason.INVALID_ARGUMENT}
-    assert len(paths) == sum(len(kind.fields) for kind in KINDS) - 3  # that are messages
+    assert len(paths) == sum(len(kind.fields) for kind in KINDS) - 3  # except three fields that contain messages
 
 
 KINDS = (
@@ -329,7 +333,7 @@ FLOATS = (0.0, -0.0, 1.0, -1.0, 0.5, 2.0, 100.0, 1e-50, 1e-38, 3e38, math.nan, m
 
 
 def forge_one(rng: random.Random, message: Message) -> str:
-    """Change one field, at any depth; its name."""
+    """Change one random field, at any depth. Return the field's full name."""
     field = rng.choice(message.DESCRIPTOR.fields)
     if field.message_type is not None:
         return forge_one(rng, getattr(message, field.name))
@@ -360,7 +364,7 @@ def value_of(rng: random.Random, field: FieldDescriptor) -> Any:
 
 
 def could_be_asked_for(found: Request, model: ModelInfo) -> bool:
-    """Whether options are resolved to the request."""
+    """Return whether the options of a client's request can resolve to this request."""
     sampling, grammar, beam = found.sampling, found.grammar, found.beam
     options: dict[str, Any] | None = None
     if sampling.pooling is Pooling.NONE:
@@ -387,13 +391,13 @@ def could_be_asked_for(found: Request, model: ModelInfo) -> bool:
         will_return=found.will_return, retention_seconds=found.retention_seconds,
     )  # fmt: skip
     asked = parsed.fit(found.prompt_token_ids, model, LIMIT, None)
-    # The grammar's text is read elsewhere.
+    # The grammar's text is checked elsewhere.
     kept = replace(asked.sampling, num_candidates=sampling.num_candidates)
     return replace(asked, grammar=grammar, sampling=kept) == found
 
 
 def test_a_request_of_too_many_bytes_is_not_read(model: ModelInfo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To read 16 MiB of fields that it does not know would keep the event loop busy for seconds."""
+    """Parsing 16 MiB of unknown fields would block the event loop for seconds."""
 
     def never(message: object) -> None:
         raise AssertionError("it is read")
@@ -401,7 +405,7 @@ def test_a_request_of_too_many_bytes_is_not_read(model: ModelInfo, monkeypatch: 
     for name in ("unknown_field", "_decode"):
         monkeypatch.setattr(resolved_request, name, never)
     message = encode_resolved(resolved(GOOD["sampled"], model), LIMIT)
-    message.prompt_token_ids[:] = [1] * 3_000_000  # which may take up to 5 bytes each, and leave no room for others
+    message.prompt_token_ids[:] = [1] * 3_000_000  # up to 5 bytes each: the prompt alone may fill the limit
     message.MergeFromString(b"\x98\x06\x01" * 4_000_000)
     with pytest.raises(RefusedError, match=r"has 12000\d\d\d bytes beside its prompt, at most 65536 are allowed"):
         read(message, model)
@@ -409,7 +413,7 @@ def test_a_request_of_too_many_bytes_is_not_read(model: ModelInfo, monkeypatch: 
 
 @pytest.mark.parametrize("form", ["request", "resolved"])
 def test_a_prompt_stays_in_its_message_until_it_fits(model: ModelInfo, form: str) -> None:
-    """To read millions of tokens would keep the event loop busy."""
+    """Converting millions of tokens would block the event loop."""
     submission = pb.Submission(request=request([1] * 1_000_000))
     if form == "resolved":
         submission.resolved.CopyFrom(encode_resolved(resolved(GOOD["sampled"], model), LIMIT))
@@ -422,7 +426,7 @@ def test_a_prompt_stays_in_its_message_until_it_fits(model: ModelInfo, form: str
 
 
 def test_a_resolved_request_counts_before_another_form(model: ModelInfo) -> None:
-    """What a front end says of one form must hold of what is read."""
+    """The front end's checks of one form must apply to the form that the scheduler reads."""
     both = pb.Submission(request=GOOD["beams"], resolved=encode_resolved(resolved(GOOD["sampled"], model), LIMIT))
     for message in (both, pb.SubmitRequest(request=both.request, resolved=both.resolved)):
         assert read_submitted(message, ANY_CALL, model).request.request_id == "sampled"
@@ -441,7 +445,7 @@ def test_texts_of_a_detached_request_are_checked_too(model: ModelInfo) -> None:
         assert refused.value.field.startswith("sampling.stop")
 
 
-# Whose they are
+# Tenants
 
 
 async def test_a_forged_tenant_is_refused(checkpoint: Path, tmp_path: Path) -> None:
@@ -471,7 +475,7 @@ async def test_a_forged_tenant_is_refused(checkpoint: Path, tmp_path: Path) -> N
 
 
 async def test_no_client_forges_a_tenant_through_a_front_end(checkpoint: Path, tmp_path: Path) -> None:
-    """It is the front end that the scheduler believes: a client of its own may say as little there as elsewhere."""
+    """The scheduler trusts the front end, so the front end must check its clients' tenants as the scheduler would."""
     tenants = tmp_path / "tenants.yaml"
     write_tenants(tenants)
     good = encode_resolved(resolved(request(PROMPT, max_tokens=2), read_model_info(str(checkpoint))), LIMIT)
@@ -494,11 +498,11 @@ async def test_no_client_forges_a_tenant_through_a_front_end(checkpoint: Path, t
                 assert kept is (code and grpc.StatusCode.NOT_FOUND)
 
 
-# Other releases
+# Other protocol versions
 
 
 class OtherScheduler(pb_grpc.SchedulerServiceServicer):
-    """Says what it is, and must not be sent anything."""
+    """A fake scheduler that sends its server info and must not receive any request."""
 
     def __init__(self, info: pb.GetServerInfoResponse) -> None:
         self.info, self.commands = info, 0
@@ -513,7 +517,7 @@ class OtherScheduler(pb_grpc.SchedulerServiceServicer):
 
 @pytest.mark.parametrize("version", [0, FRONT_END_PROTOCOL + 1])
 async def test_a_scheduler_of_another_protocol_is_sent_nothing(checkpoint: Path, version: int) -> None:
-    """One of an older release says 0: it would find no prompt in any request."""
+    """A scheduler of an older release reports version 0. It would not find the prompt in a request."""
     async with serve(checkpoint) as stack:
         info = await stack.stub.GetServerInfo(pb.GetServerInfoRequest())
     assert info.front_end_protocol == FRONT_END_PROTOCOL
@@ -524,7 +528,7 @@ async def test_a_scheduler_of_another_protocol_is_sent_nothing(checkpoint: Path,
     await server.start()
     told = f"it speaks version {version} of the protocol between them, this one {FRONT_END_PROTOCOL}; install the same"
     async with serve_front_end(checkpoint, f"127.0.0.1:{port}", waits=False) as front, asyncio.timeout(DEADLINE):
-        while True:  # until it has heard of the scheduler
+        while True:  # until the front end has received the scheduler's server info
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await front.generate(request(PROMPT), timeout=5)
             assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -563,7 +567,7 @@ def random_request(rng: random.Random) -> pb.GenerateRequest:
             "logprobs": rng.randrange(3),
         }  # fmt: skip
         sampling = {key: sampling[key] for key in rng.sample(sorted(sampling), k=rng.randrange(len(sampling)))}
-    # What fits is filled where max_tokens is unset; seeds and ids are drawn, so they are set here.
+    # An unset max_tokens is filled with the remaining context, and seeds and ids are random, so this request sets them.
     sampling["seed"] = rng.getrandbits(64)
     if rng.random() < 0.5:
         kind = rng.choice(list(GRAMMARS))

@@ -1,4 +1,4 @@
-"""Calls that are made again: a server that is not there yet, one that refuses for now; never output that has begun."""
+"""Retries of client calls: of an unavailable or temporarily overloaded server, but never after output has begun."""
 
 import asyncio
 import threading
@@ -20,7 +20,7 @@ STORY = "".join(scripted_scheduler.WORDS)
 
 
 async def in_asyncio(client: Client, **options: Any) -> str:
-    """Completes a prompt with the asynchronous twin of a client."""
+    """Complete a prompt with an asynchronous client that has the settings of `client`. Return the text."""
     async with AsyncClient(client.url, retry=client._client._retry_s) as twin:
         return (await twin.complete("Once", **options)).outputs[0].text
 
@@ -36,7 +36,7 @@ ways = pytest.mark.parametrize("way", WAYS)
 
 @pytest.fixture
 def failed(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set once an attempt has failed."""
+    """An event that is set once an attempt has failed."""
     event = threading.Event()
     delay_after = Attempts.delay_after
 
@@ -51,7 +51,7 @@ def failed(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 def refusing(
     num_times: int, code: grpc.StatusCode, *details: object, reason: str = "not now"
 ) -> scripted_scheduler.Script:
-    """Refuses so many calls, then tells the story."""
+    """Return a script that refuses the first `num_times` requests, then generates the story."""
     remaining = iter(range(num_times))
 
     def answer(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
@@ -91,7 +91,7 @@ def test_what_is_refused_for_now_is_tried_again(way: str, code: grpc.StatusCode)
 
 @ways
 def test_a_server_at_which_too_many_calls_wait_is_tried_again(way: str) -> None:
-    """What gRPC answers then is seen in `tests/system/test_rapid_resets.py`."""
+    """`tests/system/test_rapid_resets.py` shows gRPC's real status in this case."""
     scheduler = ScriptedScheduler()
     scheduler.script = refusing(2, grpc.StatusCode.CANCELLED, reason="CANCELLED")
     with serving(scheduler) as url:
@@ -146,7 +146,7 @@ def test_delays_are_the_servers_or_grow() -> None:
     for delay, around in zip(delays, expected, strict=True):
         assert delay == pytest.approx(around, rel=0.21)
     asked = pagewire.ResourceExhausted("x", code=grpc.StatusCode.RESOURCE_EXHAUSTED, retry_delay=30.0)
-    # Spread in both directions: 100 draws on one side have a chance of 2 to the power of -99.
+    # The delays vary in both directions: 100 random delays on one side have a probability of 2 to the power of -99.
     spread = [attempts.delay_after(asked) or 0.0 for _ in range(100)]
     assert spread == pytest.approx([30.0] * 100, rel=0.21)
     assert min(spread) < 30.0 < max(spread)

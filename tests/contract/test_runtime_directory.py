@@ -1,4 +1,4 @@
-"""The directory of a server that runs: who may enter, and that none is left, however its process ends."""
+"""The runtime directory of a server: its permissions, and its removal however the process ends."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ def of(base: Path) -> RuntimeDirectory:
 
 @pytest.fixture
 def base() -> Iterator[Path]:
-    """With a short path."""
+    """A directory with a short path."""
     with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as path:
         yield Path(path)
 
@@ -54,7 +54,7 @@ def test_it_is_gone_after_an_error_too(base: Path) -> None:
     assert list(base.iterdir()) == []
 
 
-def test_what_a_killed_process_has_left_goes_at_the_next_start(base: Path) -> None:
+def test_directories_of_killed_processes_are_removed(base: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(base)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as holder:
@@ -69,11 +69,11 @@ def test_what_a_killed_process_has_left_goes_at_the_next_start(base: Path) -> No
         assert list(base.iterdir()) == [path]
 
 
-def test_what_is_not_such_a_directory_stays(base: Path) -> None:
+def test_other_files_are_not_removed(base: Path) -> None:
     names = ("pagewire-serve-model", "pagewire-serve-" + "g" * 16, "pagewire-" + "0" * 16, "other")
     for name in names:
         (base / name).mkdir()
-    (base / ("pagewire-serve-" + "0" * 16)).touch()  # no directory
+    (base / ("pagewire-serve-" + "0" * 16)).touch()  # a file, not a directory
     (base / ("pagewire-serve-" + "1" * 16)).symlink_to(base / "other")
     with of(base):
         pass
@@ -85,7 +85,7 @@ def test_what_is_not_such_a_directory_stays(base: Path) -> None:
 
 
 @pytest.mark.parametrize("named", ["", "run", "/no/such/directory", "/" + "x" * 60, "/a,b"])
-def test_where_there_is_none_that_can_be_used_it_is_in_the_one_for_all(named: str) -> None:
+def test_the_directory_falls_back_to_tmp(named: str) -> None:
     assert RuntimeDirectory({"XDG_RUNTIME_DIR": named}).path.parent == Path("/tmp")
     assert RuntimeDirectory({}).path.parent == Path("/tmp")
 

@@ -1,4 +1,4 @@
-"""What hangs on sampling parameters alone: refused when they are made, in the words of the server."""
+"""Rules about sampling parameters alone: the client checks them at construction, with the server's error messages."""
 
 import json
 import math
@@ -50,7 +50,10 @@ LISTS = {
 
 
 def value_of(name: str, rng: random.Random) -> Any:
-    """A value of a field's type: often legal, often just not. Floats are those that a wire of 32 bits leaves alone."""
+    """Return a random value of a field's type, often legal and often just outside the limits.
+
+    Floats are exactly representable in 32 bits, so sending does not change them.
+    """
     if rng.random() < 0.1:
         return None
     if name in LISTS:
@@ -58,7 +61,7 @@ def value_of(name: str, rng: random.Random) -> Any:
     legal = RANGES[name]
     inside = [legal.low + 1, min(legal.high, legal.low + rng.randint(1, 4))]
     outside = [legal.low - 1, legal.low - 2]
-    if name not in LOGPROB_NUMBERS:  # whether all tokens of the vocabulary fit depends on the model
+    if name not in LOGPROB_NUMBERS:  # whether logprobs of all tokens are allowed depends on the model
         outside.append(legal.low)
     if legal.high != math.inf:
         outside.append(legal.high + 1)
@@ -74,7 +77,7 @@ def draw(rng: random.Random) -> dict[str, Any]:
 
 
 def message_of(drawn: dict[str, Any]) -> pb.SamplingParams:
-    """What another client sends for these, in the words of the proto. Raises ValueError for what no message holds."""
+    """Return the message that another client would send. Raises ValueError for values that no message can contain."""
     given = {field.name: field.default for field in fields(SamplingParams)} | drawn
     if drawn.get("beam_width") is not None and "temperature" not in drawn:
         del given["temperature"]
@@ -119,7 +122,7 @@ def test_parameters_are_refused_when_made_if_the_server_would(tmp_path: Path) ->
         refused[found[0].partition("[")[0] if found else ""] += 1
         try:
             expected = servers_refusal(drawn, model)
-        except ValueError:  # below 0 or above what the wire holds
+        except ValueError:  # below 0, or above the range of the field
             assert found is not None, drawn
         else:
             assert found == expected, drawn

@@ -1,4 +1,4 @@
-"""What a front end knows of its scheduler: the latest report, and why there is no connection."""
+"""The front end's state of its scheduler: the latest report, and the reason for a missing connection."""
 
 import asyncio
 
@@ -12,14 +12,17 @@ NAMES = {"served_model_name": "a", "served_model_aliases": ["b"]}
 
 
 def state(availability: SchedulerAvailability) -> tuple[bool, bool, bool, str, str]:
-    """Return whether the follower hears of a change, and what it finds then."""
+    """Return whether a change was signaled, and the state after it.
+
+    The state is: whether connected, whether serving, the refusal text, and the reason for a missing connection.
+    """
     has_changed = availability.changed.is_set()
     availability.changed.clear()
     reasons = (availability.refusal(), availability.unreachable_reason)
     return (has_changed, availability.is_connected, availability.is_serving, *reasons)
 
 
-async def test_it_follows_the_scheduler() -> None:
+async def test_the_state_follows_the_schedulers_reports() -> None:
     availability = SchedulerAvailability("there")
     first = asyncio.create_task(availability.wait_for_first_worker(OutputMode.STREAMED))
     availability.disconnected("refused")
@@ -42,7 +45,7 @@ async def test_it_follows_the_scheduler() -> None:
     assert availability.server_info() == pb.GetServerInfoResponse(unavailable_reason=gone, **NAMES)
 
 
-async def test_one_that_drains_keeps_nobody_waiting() -> None:
+async def test_a_draining_scheduler_refuses_at_once() -> None:
     availability = SchedulerAvailability("there")
     first = asyncio.create_task(availability.wait_for_first_worker(OutputMode.STREAMED))
     availability.drain()

@@ -1,4 +1,4 @@
-"""Configuration, ports, certificates, health, metrics: what surrounds the service."""
+"""The scheduler server around its RPCs: configuration, ports, certificates, health and metrics."""
 
 import asyncio
 import json
@@ -33,9 +33,9 @@ PROMPT = [5, 6, 7, 8, 9]
 
 
 async def run_and_fail(caplog: pytest.LogCaptureFixture, *, exit_code: int = 78, **options: object) -> str:
-    """The one line that a server which cannot start logs."""
+    """Start a server that must fail. Return its only log line."""
     config = config_of({"port": 0, "metrics_port": 0} | options)
-    caplog.clear()  # of what another server has logged
+    caplog.clear()  # discard the lines of earlier servers
     with caplog.at_level(logging.ERROR):
         assert await asyncio.wait_for(server.run(config, stop=asyncio.Event(), ready=print), 10) == exit_code
     (record,) = [record for record in caplog.records if record.name.startswith("scheduler_service")]
@@ -175,7 +175,7 @@ async def test_metrics(checkpoint: Path) -> None:
     assert value("pagewire:epochs_total") == 1
     num_steps = value("vllm:iteration_tokens_total_count")
     assert value("pagewire:step_duration_seconds_count") == num_steps > 0
-    # A fake worker says of each that it took a millisecond.
+    # The fake worker reports one millisecond for each step.
     assert value("pagewire:step_duration_seconds_sum") == pytest.approx(num_steps * 0.001)
     assert value("pagewire:plan_bytes_count") > 0
     assert value("vllm:cache_config_info", block_size="4", num_gpu_blocks="400", num_cpu_blocks="7") == 1
@@ -185,7 +185,7 @@ async def test_metrics(checkpoint: Path) -> None:
     assert value("pagewire:cached_device_blocks") > 0
     assert value("pagewire:cached_prompt_tokens_total", tier="device") == value("vllm:prefix_cache_hits_total")
     assert value("pagewire:cached_prompt_tokens_total", tier="host") == 0
-    # Two copies of one content are stored once.
+    # Two blocks with the same content are stored once.
     assert 0 < value("pagewire:kv_events_total", kind="stored") <= value("pagewire:cached_device_blocks")
     assert value("pagewire:kv_events_total", kind="removed") == 0
     assert value("pagewire:invariant_failures_total") == 0
@@ -286,7 +286,7 @@ async def test_mutual_tls_on_the_public_port(checkpoint: Path, tmp_path: Path) -
                     with pytest.raises(grpc.aio.AioRpcError):
                         await call
         with pytest.raises(grpc.aio.AioRpcError):
-            await stack.loads()  # in plain text
+            await stack.loads()  # in plaintext
 
 
 async def test_mutual_tls_to_the_worker(checkpoint: Path, tmp_path: Path) -> None:
@@ -312,7 +312,7 @@ def test_throughput_is_of_the_last_ten_seconds_and_a_rest_comes_after_them() -> 
         now, num_tokens = float(second), num_tokens + (100 if second <= 20 else 0)
         lines.append(activity.sample())
     assert activity.generation_throughput == 0
-    # Two lines while tokens came, then silence.
+    # Two lines while tokens arrived, then no more lines.
     assert [second for second, line in enumerate(lines, 1) if line] == [10, 20]
     assert rested == [30.0]
     assert "Avg generation throughput: 100.0 tokens/s" in lines[9]

@@ -1,4 +1,4 @@
-"""Which session a request is part of, from every way in to the core, as the scheduler's recording has it."""
+"""The session of a request, in every API, as the scheduler's recording shows it."""
 
 import asyncio
 from pathlib import Path
@@ -32,7 +32,7 @@ def recording(tmp_path: Path) -> Path:
 
 
 def recorded(path: Path) -> list[Request]:
-    """The requests that came to the core, in order. The scheduler has ended."""
+    """Return the requests that reached the core, in order. The scheduler must have ended."""
     with path.open() as file:
         return [event.arguments[0] for event in RecordingReader(file).events() if event.name == "add"]
 
@@ -159,7 +159,7 @@ async def test_tenants_have_bounds_of_their_own(checkpoint: Path, recording: Pat
         for server in (stack, front):
             for tenant in ("acme", "globex", "root"):
                 await server.generate(message(retention_seconds=10_000), metadata=credentials(tenant))
-        # An operator acts for others within their bounds, and for one that it makes up within the server's.
+        # An operator uses the limits of the tenant for which it acts, and the server's limits for an unknown tenant.
         for tenant in ("acme", "stranger"):
             await stack.generate(message(tenant=tenant, retention_seconds=10_000), metadata=credentials("root"))
     expected = [("acme", 3600), ("globex", None), ("root", 20)]

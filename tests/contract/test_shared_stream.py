@@ -1,4 +1,4 @@
-"""The client's requests that share a call: results and errors are those of calls of their own."""
+"""Client requests that share one RPC have the same results and errors as requests with separate RPCs."""
 
 import asyncio
 import contextlib
@@ -83,7 +83,7 @@ async def test_results_are_the_same(checkpoint: Path, options: dict[str, Any]) -
 async def test_errors_are_the_same(checkpoint: Path, options: dict[str, Any]) -> None:
     async with serve(checkpoint) as stack, AsyncClient(stack.url) as client:
         stack.worker.step_seconds = 0.01
-        # Of ids of their own: what has timed out here may not have reached the server yet.
+        # The ids differ, because a request that timed out here may not have reached the server yet.
         with pytest.raises(pagewire.PagewireError) as together:
             await complete(client, {"request_id": "together"} | options)
         with calls_of_their_own(), pytest.raises(pagewire.PagewireError) as alone:
@@ -178,7 +178,7 @@ async def test_a_server_that_goes_is_unavailable_and_its_successor_is_used(check
             with pytest.raises(pagewire.Unavailable):
                 await complete(client, {})
             async with serve(checkpoint, port=port), asyncio.timeout(DEADLINE):
-                while True:  # the channel waits a second before it tries again
+                while True:  # the channel waits a second before it reconnects
                     try:
                         completion = await complete(client, {})
                         break
@@ -187,7 +187,7 @@ async def test_a_server_that_goes_is_unavailable_and_its_successor_is_used(check
                 assert completion.outputs[0].token_ids == tuple(expected_tokens(PROMPT, 20, seed=3))
 
 
-async def test_what_has_ended_is_not_kept_until_its_timeout(checkpoint: Path) -> None:
+async def test_ended_requests_are_released_before_their_timeout(checkpoint: Path) -> None:
     async with serve(checkpoint) as stack, AsyncClient(stack.url) as client:
         before = set(map(id, readers()))
         await complete(client, {"timeout": 3600.0})
@@ -199,7 +199,7 @@ def readers() -> list[object]:
     return [found for found in gc.get_objects() if type(found) is channels._Request]
 
 
-async def test_a_server_without_it_is_called_as_before() -> None:
+async def test_servers_without_generate_many_get_separate_rpcs() -> None:
     scheduler = ScriptedScheduler()
     with serving(scheduler) as url:
         async with AsyncClient(url) as client:
@@ -210,7 +210,7 @@ async def test_a_server_without_it_is_called_as_before() -> None:
 
 
 class CountingScheduler(ScriptedScheduler):
-    """Answers GenerateMany with the whole story at once."""
+    """A server that answers each request of GenerateMany with the whole story at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class CountingScheduler(ScriptedScheduler):
 
 
 def tasks_of_calls() -> list[asyncio.Task[Any]]:
-    """Those of shared calls; gRPC may have some of its own that end a little later."""
+    """Return the tasks of shared RPCs. gRPC may have tasks of its own that end later."""
     return [task for task in asyncio.all_tasks() if task.get_coro().__qualname__.startswith("GenerateMany")]
 
 

@@ -1,4 +1,4 @@
-"""What a worker says while it starts, from the service that says it to the timers and texts that follow from it."""
+"""The startup progress that a worker reports, from its service to the scheduler's timers and messages."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -18,7 +18,7 @@ from tests.contract.hand_clock import HandClock
 
 
 class Scheduling:
-    """A scheduler's link and its step loop. Its timers end when the test says so."""
+    """A scheduler's worker link and step loop, with timers that the test fires."""
 
     def __init__(self, clock: HandClock) -> None:
         self.clock = clock
@@ -34,7 +34,7 @@ class Scheduling:
         self._heard.put_nowait((reason, rank))
 
     async def hears(self, reason: str | WorkerStarting, rank: int | None = None) -> None:
-        """Return when the link has told this."""
+        """Wait until the link has reported `reason`."""
         async with asyncio.timeout(20):
             while await self._heard.get() != (reason, rank):
                 pass
@@ -45,7 +45,7 @@ class Scheduling:
 
 @asynccontextmanager
 async def scheduling(*workers: StartingWorker) -> AsyncIterator[Scheduling]:
-    """A scheduler of a worker that has these ranks."""
+    """Run a scheduler whose worker has the given ranks."""
     scheduling = Scheduling(HandClock())
     async with AsyncExitStack() as stack:
         for worker in workers:
@@ -78,7 +78,7 @@ async def test_a_worker_that_starts_is_waited_for_while_it_comes_further() -> No
             scheduler.clock.end_last()
             assert scheduler.availability.refusal() == ""
             assert scheduler.availability.missing_reason == f"the worker is still starting, {doing}"
-        await scheduler.hears(WorkerStarting(doing))  # as before: it hangs
+        await scheduler.hears(WorkerStarting(doing))  # the same as before, so the worker counts as stuck
         scheduler.clock.end_last()
         assert scheduler.availability.refusal() == "no worker has been connected for 60 s; try again later"
         starting.be_ready()

@@ -1,4 +1,4 @@
-"""The step loop without any gRPC: a link in this process, streams that are plain lists."""
+"""The step loop without gRPC: the link is in this process, and streams are plain lists."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -42,7 +42,7 @@ CAPACITY = WorkerCapacity(
 
 
 class LocalLink:
-    """Carries a plan out one iteration of the event loop later. At most two plans may wait."""
+    """A link that executes each plan one iteration of the event loop later, with at most two waiting plans."""
 
     def __init__(self, loop: StepLoop, worker: SimulatedWorker | None = None) -> None:
         self._loop = loop
@@ -141,8 +141,8 @@ async def test_a_result_that_does_not_fit_ends_the_epoch() -> None:
         assert loop.availability.num_worker_losses == 1
 
 
-async def test_what_a_closed_link_still_tells_does_not_reach_the_next_epoch() -> None:
-    """The session of an epoch that the loop has ended may read one more message before it is cancelled."""
+async def test_late_messages_of_a_closed_link_are_ignored() -> None:
+    """The session of an ended epoch may read one more message before it is cancelled."""
     async with running_loop() as loop:
         link = LocalLink(loop)
         loop.exchange.worker_ready(CAPACITY, 1, link)
@@ -202,7 +202,7 @@ def _one_step() -> StepPlan:
     "last", ["there is no connection", WorkerStarting("2 of 8 units"), WorkerStarting("0 of 8 units")]
 )
 def test_the_first_worker_is_waited_for_while_it_comes_further(last: str | WorkerStarting) -> None:
-    """But not one that comes and goes, nor one that is gone, hangs, or is where it was before."""
+    """The scheduler does not wait for a worker that connects and disconnects, is gone, hangs, or makes no progress."""
     clock, reasons = HandClock(), []
     options = {"worker_timeout": 60.0, "worker_grace": None, "on_grace_ended": reasons.append}
     availability = WorkerAvailability(100, clock, on_timed_out=reasons.append, **options)
@@ -222,8 +222,8 @@ def test_the_first_worker_is_waited_for_while_it_comes_further(last: str | Worke
     assert len(reasons) == 2
 
 
-def test_each_rank_has_a_word_of_its_own() -> None:
-    """One that comes further is waited for, beside others that are there already or are not."""
+def test_the_missing_reason_lists_each_rank() -> None:
+    """The scheduler waits while any rank makes progress, whether other ranks are connected or not."""
     clock, reasons = HandClock(), []
     options = {"worker_timeout": 60.0, "worker_grace": None, "on_grace_ended": reasons.append}
     availability = WorkerAvailability(100, clock, on_timed_out=reasons.append, **options)
@@ -310,7 +310,7 @@ def test_a_stream_ends_once_and_never_short_of_its_tokens() -> None:
 
 
 class LetterDecoder:
-    """Token i is the letter i of the alphabet; `d` is a stop text."""
+    """A decoder that decodes token i to letter i of the alphabet, with `d` as a stop text."""
 
     def push(self, token_ids: list[int]) -> DecodedText:
         text = "".join(chr(ord("a") + token_id) for token_id in token_ids)

@@ -1,4 +1,4 @@
-"""A service that is told to stop: by which signals, and what it promises to requests that run."""
+"""Stopping a service: the signals, and the time that it promises to running requests."""
 
 import asyncio
 import os
@@ -41,7 +41,7 @@ async def test_only_a_service_that_has_time_promises_some(
     assert told == ["stopping", *map(running.format, promises)]
 
 
-# The handler ends in the very step of the loop in which that ends, long after its server.
+# The handler ends in the same step of the event loop as the loop itself, long after its server.
 _LAST_CALL = """
 import asyncio, grpc.aio
 from pagewire.common.process.shutdown import run_out

@@ -1,4 +1,6 @@
-"""Structured output over real gRPC: what is refused and in which words, and what comes to the worker of the rest."""
+"""Structured output over gRPC: refused grammars with their error messages, and the grammars that the
+worker receives.
+"""
 
 import asyncio
 import json
@@ -23,11 +25,11 @@ from testing.serving.tenants import credentials, write_tenants
 from tests.contract.held_checks import held_checks
 from tests.contract.shared_stream import SharedStream
 
-END = 0  # of the tokenizer
+END = 0  # the tokenizer's end token
 PROMPT = [5, 6, 7, 8, 9]
-TOKENS = expected_tokens(PROMPT, 9)  # none of them is the end
+TOKENS = expected_tokens(PROMPT, 9)  # without the end token
 CHOICE = {"texts": ["yes", 'n"o\n', "é"]}
-GRAMMARS: dict[str, tuple[object, str]] = {  # by kind: what a request says, and what comes to the worker
+GRAMMARS: dict[str, tuple[object, str]] = {  # by kind: the value in the request, and the text that the worker receives
     "json_schema": ('{"type": "object"}', '{"type": "object"}'),
     "json_object": (True, ""),
     "regex": ("[a-zé]+", "[a-zé]+"),
@@ -45,7 +47,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def serving(path: Path, *, is_front_end: bool = False, **options: object) -> AsyncIterator[Stack | FrontEnd]:
-    """A scheduler, or a front end before one; `worker` is the one behind both."""
+    """Run a scheduler, or a front end with its scheduler. `worker` is the worker of either."""
     async with serve(path, **options) as stack:
         if not is_front_end:
             yield stack
@@ -87,7 +89,7 @@ async def test_every_way_in_takes_grammars(model_path: Path) -> None:
 
 
 def refusals() -> Iterator[tuple[dict[str, object], str, str]]:
-    """Sampling parameters, the field at fault, and words of the message."""
+    """Yield sampling parameters, the field at fault, and a part of the error message."""
     for kind in ("json_schema", "regex", "grammar", "structural_tag"):
         yield {kind: ""}, kind, "is empty"
         yield {kind: "x" * (MAX_GRAMMAR_BYTES + 1)}, kind, f"{MAX_GRAMMAR_BYTES + 1} bytes, at most {MAX_GRAMMAR_BYTES}"
@@ -184,7 +186,7 @@ async def test_an_embedding_has_no_grammar(model_path: Path) -> None:
         await failure_of(stack.generate(message), grpc.StatusCode.INVALID_ARGUMENT)
 
 
-# While a grammar is checked
+# During a grammar check
 
 
 async def test_requests_of_one_call_do_not_wait_for_each_others_checks(
@@ -315,7 +317,7 @@ async def test_a_grammar_that_fails_ends_its_request_alone(
     async with serving(model_path, is_front_end=is_front_end) as server:
         server.worker.bad_sequences[0] = status
         await failure_of(server.generate(request(PROMPT, max_tokens=9, regex="a")), code, "grammar")
-        # The fake worker spoils what the bad row wrote, whatever its status: another prompt has no part in that.
+        # The fake worker spoils the tokens that the failed row wrote, so the next request uses another prompt.
         other = PROMPT[::-1]
         assert (await server.generate(request(other, max_tokens=9, regex="a"))).token_ids[0] == expected_tokens(
             other, 9

@@ -1,4 +1,4 @@
-"""The supervisor with real child processes; a few lines of Python stand in for the worker."""
+"""The supervisor with real child processes. Short Python programs replace the worker."""
 
 import asyncio
 import contextlib
@@ -64,7 +64,7 @@ def test_a_worker_that_was_once_ready_is_never_given_up() -> None:
     assert None not in [restarts.delay_after(failure) for _ in range(10)]
 
 
-def test_what_will_not_change_is_tried_once_unless_it_has_been_otherwise() -> None:
+def test_permanent_failures_are_not_retried_unless_once_ready() -> None:
     refused = Exit(EXIT_REFUSED, was_ready=False, ran_s=1.0, refusal="no GPU")
     assert Restarts(RestartPolicy()).delay_after(refused) is None
     restarts = Restarts(RestartPolicy())
@@ -73,7 +73,7 @@ def test_what_will_not_change_is_tried_once_unless_it_has_been_otherwise() -> No
 
 
 class Child:
-    """A program that writes its process id into a file of its own at each start, then runs a body."""
+    """A program that creates a file named after its process id at each start, and then runs `body`."""
 
     def __init__(self, directory: Path, body: str) -> None:
         self.starts = directory / "starts"
@@ -110,7 +110,7 @@ async def supervised(child: Child, policy: RestartPolicy = QUICK) -> AsyncIterat
 
 
 class ReadyLines(logging.Handler):
-    """Reports each ready line, or line with another part, that the supervisor has seen."""
+    """Reports each log line of the supervisor that contains `part`, by default each "ready on" line."""
 
     def __init__(self, part: str = "ready on") -> None:
         super().__init__()
@@ -178,7 +178,7 @@ async def test_another_child_has_its_name_and_says_where_it_is(
     told = [(record.levelno, record.getMessage()) for record in caplog.records]
     assert told[-3:] == [
         (logging.INFO, "front end: trifle"),
-        (logging.INFO, "front end: shade"),  # colours are for terminals
+        (logging.INFO, "front end: shade"),  # terminal colors are removed
         (logging.DEBUG, "front end: ready on http://here"),
     ]
 
@@ -194,7 +194,7 @@ async def test_a_child_that_never_comes_up_is_given_up(tmp_path: Path) -> None:
 async def test_a_child_that_the_system_kills_for_its_memory_is_given_up(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Only then is there a word of its memory, and of what to do."""
+    """Only after such a kill, the log mentions memory and a remedy."""
     caplog.set_level(logging.INFO)
     body = """
         announce("takes memory: 9 GiB of weights; 8 GiB were available")
@@ -212,7 +212,7 @@ async def test_a_child_that_the_system_kills_for_its_memory_is_given_up(
 async def test_a_child_that_is_replaced_while_it_starts_is_no_failed_start(
     tmp_path: Path, ready: ReadyLines, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """However often its supervisor kills it before it is ready."""
+    """A child that its supervisor kills before it is ready is not a failed start, however often that happens."""
     first = "if len(list(starts.iterdir())) < 6:\n print('waiting', flush=True); signal.pause()\n"
     child = Child(tmp_path, first + textwrap.dedent(READY_FOREVER))
     supervisor, waiting = Supervisor(child.command, os.environ, QUICK), ReadyLines("worker: waiting")
@@ -232,7 +232,7 @@ async def test_a_child_that_is_replaced_while_it_starts_is_no_failed_start(
 
 @contextlib.contextmanager
 def no_descriptors() -> Iterator[None]:
-    """Nothing more can be opened in this process."""
+    """Lower the limit so that this process cannot open any file descriptor."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
     try:
@@ -242,7 +242,7 @@ def no_descriptors() -> Iterator[None]:
 
 
 class Warnings(logging.Handler):
-    """Waits for a warning of the supervisor's."""
+    """Waits for warnings of the supervisor."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -393,7 +393,7 @@ async def test_nothing_that_a_child_prints_ends_the_reading(
 
 
 async def test_only_what_a_child_announces_is_taken_for_that(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A child may print what its clients send."""
+    """A child may print text that its clients send."""
     caplog.set_level(logging.INFO)
     forged = ["cannot start: forged", "takes memory: forged", "ready on http://forged", "deadbeef ready on http://f"]
     child = Child(tmp_path, f"print({chr(10).join(forged)!r}, flush=True)\n" + textwrap.dedent(READY_FOREVER))
@@ -463,7 +463,7 @@ def test_a_free_port_is_none_that_is_promised(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_free_port_is_not_found_again_at_once() -> None:
-    """Whoever found it may not have taken it yet."""
+    """The process that found a port may not have bound it yet."""
     ports = [free_port("127.0.0.1") for _ in range(500)]
     assert len(set(ports)) == 500
 

@@ -1,4 +1,4 @@
-"""Halves of surrogate pairs become U+FFFD, however a text is cut."""
+"""Unpaired surrogates become U+FFFD, however a text is split."""
 
 import json
 import random

@@ -1,4 +1,6 @@
-"""What conversations cost before a template renders them: no product of two lengths, and nothing is kept of them."""
+"""The cost of preparing a conversation for its template: it is linear in each length, and no state is
+kept afterwards.
+"""
 
 import tracemalloc
 from collections.abc import Callable
@@ -11,12 +13,12 @@ from pagewire.common.chat.chat_template import ChatTemplateError, render, up_to_
 from tests.growth import check_costs, check_growth
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-# It writes out a content of parts of 'listing' messages, and of no others.
+# The template renders lists of content parts for messages of the role 'listing' only.
 NAMING = (
     "{% for m in messages %}{% if m.role == 'listing' %}{% for part in m.content %}[{{ part.text }}]{% endfor %}"
     "{% else %}{{ m.content }}{% endif %}{% endfor %}"
 )
-# It takes one call a message.
+# The template accepts one tool call for each message.
 SINGLE = (
     "{% for m in messages %}{% if m.tool_calls and m.tool_calls|length != 1 %}{{ raise_exception('no') }}{% endif %}"
     "<{{ m.role }}>{{ m.content }}"
@@ -44,7 +46,7 @@ def test_nothing_is_kept_of_roles_of_clients() -> None:
 
 
 def test_roles_that_a_template_does_not_name_cost_no_trial_each() -> None:
-    long = "{% for i in range(300) %}{% endfor %}" + TEMPLATE  # as if it began with much else
+    long = "{% for i in range(300) %}{% endfor %}" + TEMPLATE  # as if the template began with a lot of other work
 
     def render_roles(num_roles: int) -> str:
         return rendered([{"role": f"role {number % num_roles}", "content": "x"} for number in range(400)], long)

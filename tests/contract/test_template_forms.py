@@ -1,4 +1,4 @@
-"""Templates get what transformers gives them, whatever files they come in and whatever form a content has."""
+"""Templates get the same input as from transformers, in all file layouts and for all forms of content."""
 
 import io
 import json
@@ -25,7 +25,7 @@ CALL = {"id": "call00000", "type": "function", "function": {"name": "look", "arg
 DOCUMENT = {"title": "a", "text": "b"}
 TOKENS = {"bos_token": "<end>", "eos_token": "<end>"}
 
-# What a template takes as content, and its text; each as published families write it.
+# Templates by the form of content that they accept, as published model families write them.
 _PARTS = (
     "{%- for part in m.content -%}{%- if part.type == 'text' -%}{{ part.text }}{%- elif part.type == 'thinking' -%}"
     "<think>{{ part.thinking }}</think>{%- else -%}{{ raise_exception('what?') }}{%- endif -%}{%- endfor -%}"
@@ -80,12 +80,12 @@ TEMPLATES = {
 
 
 def oracle_of(path: Path) -> Any:
-    """Transformers' tokenizer of a checkpoint."""
+    """Return transformers' tokenizer of a checkpoint."""
     return transformers.AutoTokenizer.from_pretrained(path)
 
 
 def unpacked(checkpoint: Path, tmp_path: Path) -> Path:
-    """What routers are given of a checkpoint."""
+    """Return a folder with the tokenizer files that routers get from a checkpoint."""
     with zipfile.ZipFile(io.BytesIO(read_tokenizer_archive(checkpoint))) as archive:
         archive.extractall(tmp_path / "unpacked")
     return tmp_path / "unpacked"
@@ -100,7 +100,7 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def draw_conversation(rng: random.Random, takes: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """A conversation, and the same in the form that the template takes."""
+    """Return a random conversation, and the same conversation in the form that the template accepts."""
     given, taken = [], []
     roles = [*(["system"] if rng.random() < 0.4 else []), "user", "assistant", "user", "assistant", "tool", "user"]
     for role in roles[: rng.randrange(2, len(roles) + 1)]:
@@ -285,7 +285,7 @@ def test_named_templates_of_files_have_bounds(tmp_path: Path, num_files: int, nu
         read_model_info(str(path))
 
 
-# Templates that fail on some kinds of conversation, and what is told of them.
+# Templates that fail for some kinds of conversation, and the reported errors.
 FAILING = {
     TEMPLATES["no system role"][1]: {"a system message": "line 1: no system role"},
     "{% if tools %}{{ raise_exception('no tools') }}{% endif %}{{ bos_token + messages[0].content }}": {

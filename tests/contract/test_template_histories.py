@@ -1,5 +1,4 @@
-"""Histories of agents, as clients send them, by templates that are as particular as published ones: each takes them
-whole."""
+"""Agents' conversations as clients send them, with templates as strict as published ones: no text may be lost."""
 
 import itertools
 import json
@@ -27,7 +26,7 @@ def _only(roles: str) -> str:
 
 
 _USUAL = f"{{{{ m.content }}}}{{% if m.tool_calls %}}{_CALLS}{{% endif %}}"
-# Of each what it is particular in, as a family's published template is.
+# Templates by their restriction, each as in a published template of the named model family.
 TEMPLATES = {
     "nothing": _each("", _USUAL),
     "ids of nine characters": _each(  # Mistral Nemo, Small 3.2
@@ -84,8 +83,11 @@ ALTERNATING = (
 
 
 def draw_history(rng: random.Random, *, is_interrupted: bool = False) -> tuple[list[dict[str, Any]], list[str]]:
-    """A history, and the texts in it, in their order but for results, which may stand behind their own calls.
-    Where it is interrupted, system messages stand between turns."""
+    """Return a random conversation, and its texts in order.
+
+    Tool results may be reordered to follow their own calls. If `is_interrupted`, there are system messages between
+    turns.
+    """
     texts: list[str] = []
 
     def text() -> str:
@@ -136,7 +138,7 @@ def test_a_history_stands_whole_in_the_prompt(name: str) -> None:
             assert prompt.index(json.loads(call["function"]["arguments"])["at"]) < prompt.index(result)
         turns = [index for index, message in enumerate(history) if message["role"] == "user"]
         before = render(TEMPLATES[name], history[: turns[-1]], special_tokens={}) if turns[-1] else ""
-        assert prompt.startswith(before)  # so that it is found in the cache
+        assert prompt.startswith(before)  # so that the earlier turns are a prefix cache hit
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -248,7 +250,7 @@ def test_text_and_thought_beside_a_call_are_both_kept() -> None:
 
 
 _ITEMS = "{% for c in m.tool_calls %}<call>{% for k, v in c.function.arguments|items %}{{ k }}={{ v }};{% endfor %}"
-# Each way in which published templates write arguments.
+# The ways in which published templates write tool call arguments.
 ARGUMENTS = {
     "item by item": _each(
         "", f"{{{{ m.content }}}}{{% if m.tool_calls %}}{_ITEMS}{{% endfor %}}{{% endif %}}"
@@ -299,7 +301,7 @@ def test_arguments_of_any_kind_are_written(name: str, given: dict[str, Any], kep
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_arguments_that_were_cut_off_are_written(name: str) -> None:
-    """Anywhere, as `max_tokens` cuts them."""
+    """The arguments may be cut at any character, as `max_tokens` does."""
     whole = json.dumps({"at": 'Oslo "é', "days": [1, {"a": None}]}, ensure_ascii=False)
     for end in range(len(whole) + 1):
         call = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": whole[:end]}}
@@ -309,7 +311,7 @@ def test_arguments_that_were_cut_off_are_written(name: str) -> None:
         assert "Oslo" in prompt or end < whole.index("slo") + 3
 
 
-# Each way in which a template depends on the fields of tools.
+# The ways in which a template depends on the fields of tools.
 TOOLS = {
     "nothing": "{{ tools | tojson }}",
     "a description": "{% for t in tools %}{{ '// ' + t.function.description }}{% endfor %}",  # gpt-oss
@@ -337,7 +339,7 @@ def test_tools_may_have_a_name_alone(name: str, fields: dict[str, Any]) -> None:
     tool = {"type": "function", "function": {"name": "look", **fields}}
     prompt = render(template, [QUESTION], special_tokens={}, variables={"tools": [tool]})
     assert prompt.endswith(QUESTION["content"])
-    if name == "nothing":  # as it was given
+    if name == "nothing":  # unchanged
         assert json.loads(prompt.removesuffix(QUESTION["content"])) == [tool]
     if name == "a description":
         assert ("Looks." in prompt) == bool(fields.get("description"))

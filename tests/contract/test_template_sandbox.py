@@ -1,4 +1,4 @@
-"""What a chat template may do, and that whatever it does ends: counted in steps, not in seconds."""
+"""The limits of a chat template. Every rendering ends, because the sandbox counts steps instead of seconds."""
 
 import contextlib
 import string
@@ -26,7 +26,7 @@ MESSAGES = [
     {"role": "user", "content": "Bye"},
 ]
 VARIABLES = {"messages": MESSAGES, "add_generation_prompt": True, "bos_token": "<s>", "eos_token": "</s>"}
-# As the hub's: ChatML, Llama's, Mistral's and Qwen's ways with messages.
+# Templates as on the hub, with the message formats of ChatML, Llama, Mistral and Qwen.
 TEMPLATES = [
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
@@ -59,13 +59,13 @@ def test_templates_of_the_hub_render_as_in_transformers(number: int) -> None:
 
 
 def growing(step: str, start: str = "'ab'", rest: str = "{{ ns.s|length }}") -> str:
-    """Something that doubles, or worse, a hundred times."""
+    """Return a template that runs `step` a hundred times on a value, for steps that double its size or more."""
     return f"{{% set ns = namespace(s={start}) %}}{{% for i in range(100) %}}{step}{{% endfor %}}{rest}"
 
 
 NESTED = "{% set ns.s = [ns.s, ns.s] %}"
 TUPLES = "{% set ns.s = (ns.s, ns.s) %}"
-# Wherever an expression stands inside another one, it is metered.
+# An expression is metered wherever it is nested in another expression.
 HUGE = "('a' * 10**15)"
 INSIDE = [
     f"{{{{ {{'k': {HUGE}}} | length }}}}",
@@ -92,7 +92,8 @@ INSIDE = [
 BIG = "{% set s = 'x' * 1000000 %}{% for i in range(99999) %}"
 ENDLESS = [
     *INSIDE,
-    # A product is metered when it is computed, a concatenation only where the compiled template was changed for it.
+    # A multiplication is metered at run time. A concatenation is metered only because the compiled template was
+    # changed.
     *[BIG + inside.replace(HUGE, "(s ~ 'b')") + "{% endfor %}" for inside in INSIDE if "range" not in inside],
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "{% for a in range(99999) %}{% for b in range(99999) if false %}{% endfor %}{% endfor %}",
@@ -138,7 +139,8 @@ ENDLESS = [
 ]
 
 
-# Cheap to write, and what it would do is more than in proportion to what there is, or is not seen from its arguments.
+# Templates that are short to write, but expensive: the cost is more than proportional to the input, or not visible in
+# the arguments.
 LONG = "{% set s = 'x' * 20000000 %}"
 COSTLY = [
     LONG + "{{ s | wordwrap(1) | length }}",
@@ -176,7 +178,7 @@ COSTLY = [
     "{{ ('a ' * 20000000) | wordcount }}",
     "{{ ('x' * 20000000) | sort | length }}",
 ]
-# Renders a template whose text it is given, in so much time of a processor and so much memory; says what came of it.
+# Renders templates from standard input with limits on CPU time and memory, and prints the result of each.
 CHILD = """
 import resource, sys
 from pagewire.common.chat.template_sandbox import Template, TemplateFailure, _Budget
@@ -191,7 +193,9 @@ for template in sys.stdin.read().split(chr(0)):
 
 
 def test_each_filter_and_method_is_paid_for_before_it_runs() -> None:
-    """In one process for all, whose time and memory would not suffice for one of them."""
+    """A single process renders all templates. Its time and memory limits would not suffice to execute
+    even one of them.
+    """
     command = [sys.executable, "-c", CHILD]
     ended = subprocess.run(command, input="\0".join(COSTLY), capture_output=True, text=True, check=False)
     answers = ended.stdout.splitlines()
@@ -201,8 +205,8 @@ def test_each_filter_and_method_is_paid_for_before_it_runs() -> None:
     assert not [answer for answer in answers if "MemoryError" in answer], "it was refused by the limit, not by its cost"
 
 
-# How often an expression pays for a text: for what it reads, what it makes, and how often it compares all of it with
-# another. It is a hundredth of the steps that 6400 characters take beyond those of none.
+# How often an expression is charged for a text: once for each time that it reads, produces, or compares the whole text.
+# The unit is a hundredth of the additional steps for 6400 characters compared with an empty text.
 PRICES = {
     "s | length": 0, "s | first": 0, "s[0]": 0, "[s] | list": 0, "[s] | map('upper')": 0, "{'a': s}.items()": 0,
     "s.find('a')": 1, "s.find('b', 3)": 1, "s.partition('aa')": 1, "s == 'b'": 1, "'b' in s": 1, "s ~ 'b'": 1,
@@ -229,8 +233,8 @@ def test_a_text_costs_what_is_done_with_it(expression: str) -> None:
     assert steps("a" * 6400) - steps("") == pytest.approx(100 * PRICES[expression], abs=10)
 
 
-def test_nothing_comes_unseen() -> None:
-    """A filter or a method that a newer Jinja2 or Python has must have a cost before a template may use it."""
+def test_all_filters_and_methods_are_known() -> None:
+    """A new filter or method of Jinja2 or Python must get a cost before templates may use it."""
     assert " ".join(sorted(FILTERS)) == (
         "abs attr batch capitalize center count d default dictsort e escape filesizeformat first float forceescape "
         "format groupby indent int items join last length list lower map max min pprint random reject rejectattr "
@@ -246,7 +250,7 @@ def test_nothing_comes_unseen() -> None:
 
 
 def test_what_templates_do_with_long_messages_is_affordable() -> None:
-    """Of 100,000 characters, what published templates do with them leaves most of the budget."""
+    """The operations of published templates on 100,000 characters leave most of the budget."""
     content = "<think>some thoughts</think> Words of\nall kinds, " * 2_000
     template = (
         "{{ content.split('</think>')[-1].lstrip('\\n').rstrip() | trim }}"
@@ -295,7 +299,7 @@ def test_what_fails_says_why_and_where(template: str, reason: str) -> None:
     assert "\n" not in str(failed.value)
 
 
-def test_what_has_no_length_is_joined_by_a_short_text_alone() -> None:
+def test_iterators_are_joined_by_short_separators_only() -> None:
     template = Template("{{ separator.join(['a', 'b'] | map('upper')) }}")
     assert template.render({"separator": "-" * 64}) == f"A{'-' * 64}B"
     with pytest.raises(TemplateFailure, match="a separator of 65 characters, but its items have no known length"):
@@ -366,7 +370,7 @@ def test_any_text_is_a_template_or_a_clear_error(seed: int) -> None:
 
 
 def test_a_template_is_rendered_on_several_threads_at_once() -> None:
-    """Each rendering has a budget of its own."""
+    """Each rendering has its own budget."""
     has_begun, may_go_on = threading.Event(), threading.Event()
 
     class Slow:

@@ -1,4 +1,4 @@
-"""Tenants over real gRPC: who is let in, what each may use, and that none sees anything of another."""
+"""Tenants over gRPC: authentication, quotas, and isolation between tenants."""
 
 import asyncio
 import contextlib
@@ -51,7 +51,7 @@ async def test_only_known_callers_are_served(checkpoint: Path, tenants: Path) ->
         bad = [
             None,
             (("authorization", "Bearer nobody's"),),
-            (("authorization", f"Bearer {digest(KEYS['acme'])}"),),  # what the file holds is no key
+            (("authorization", f"Bearer {digest(KEYS['acme'])}"),),  # a digest in the file is not a valid key
             (("authorization", f"Basic {KEYS['acme']}"),),
             (("authorization", "Bearer "),),
         ]
@@ -69,7 +69,9 @@ async def test_only_known_callers_are_served(checkpoint: Path, tenants: Path) ->
 
 
 async def test_no_tenants_priority_stands_above_a_fair_share(checkpoint: Path, tenants: Path) -> None:
-    """Globex sends without end, at the highest priority there is, to a server of one row: acme has its turn."""
+    """The server has one row, and globex sends requests continuously at the highest priority. Acme's request must still
+    run.
+    """
     async with serve(checkpoint, tenants=str(tenants), max_num_seqs=1) as stack:
         stack.worker.step_seconds = 0.005
         num_hostile = 0
@@ -150,7 +152,7 @@ async def test_nothing_of_another_tenant_is_seen(checkpoint: Path, tenants: Path
         )
 
         async def codes(tenant: str, field: str = "") -> list[grpc.StatusCode | None]:
-            """Of one call after the other: the last ends the request."""
+            """Return the status codes of four RPCs about one request. The last RPC aborts the request."""
             stub, metadata = stack.stub, credentials(tenant)
             named = {"tenant": field, "request_id": "mine"}
             return [
@@ -162,7 +164,7 @@ async def test_nothing_of_another_tenant_is_seen(checkpoint: Path, tenants: Path
 
         assert await codes("globex") == [grpc.StatusCode.NOT_FOUND] * 4
         assert await codes("globex", "acme") == [grpc.StatusCode.PERMISSION_DENIED] * 4
-        # The name is free for another tenant.
+        # Another tenant can use the same request id.
         await stack.stub.Submit(submitted, metadata=credentials("globex"))
         report = await stack.stub.GetRequest(pb.GetRequestRequest(request_id="mine"), metadata=credentials("globex"))
         assert report.tenant == "globex"
@@ -172,7 +174,7 @@ async def test_nothing_of_another_tenant_is_seen(checkpoint: Path, tenants: Path
             events = stack.stub.SubscribeKvEvents(pb.SubscribeKvEventsRequest(), metadata=metadata)
             assert await code_of(events.read()) is code
             events.cancel()
-        # An operator acts for whom it names.
+        # An operator acts for the tenant that it names.
         assert await codes("root") == [grpc.StatusCode.NOT_FOUND] * 4
         assert await codes("root", "acme") == [None] * 4
 
@@ -224,7 +226,7 @@ async def test_quotas_hold_one_tenant_and_no_other(checkpoint: Path, tenants: Pa
             "uses 2 requests, the request needs 1 more, and the quota is 2",
         )
         assert len((await generate(stack, request(PROMPT, max_tokens=2), "globex")).token_ids[0]) == 2
-        running[0].cancel()  # a client that goes away gives back what it had
+        running[0].cancel()  # a client that disconnects returns its quota
         await until_requests(stack, 1)
         assert len((await generate(stack, request(PROMPT, max_tokens=2), "acme")).token_ids[0]) == 2
         running[1].cancel()
@@ -241,7 +243,7 @@ async def until_requests(stack: Stack, number: int) -> None:
 
 
 async def test_blocks_and_queued_tokens_have_quotas(checkpoint: Path, tenants: Path) -> None:
-    # Blocks of 4 tokens: 40 + 100 tokens may take 35.
+    # With blocks of 4 tokens, 40 + 100 tokens need 35 blocks.
     write_tenants(tenants, acme={"max_blocks": 40}, globex={"max_queued_tokens": 60})
     async with slow_stack(checkpoint, tenants) as stack:
         large = asyncio.create_task(generate(stack, request(PROMPT, max_tokens=100), "acme"))
@@ -253,13 +255,13 @@ async def test_blocks_and_queued_tokens_have_quotas(checkpoint: Path, tenants: P
         )
         assert len((await generate(stack, request(PROMPT[:10], max_tokens=2), "acme")).token_ids[0]) == 2
         large.cancel()
-        # What can never fit is the request's fault.
+        # A request that can never fit is an invalid argument.
         for message, tenant, field in (
             (request(PROMPT, max_tokens=100, n=2), "acme", "lower max_tokens"),
             (request(PROMPT * 2, max_tokens=2), "globex", "shorten it"),
         ):
             await failure_of(generate(stack, message, tenant), grpc.StatusCode.INVALID_ARGUMENT, field)
-        # 40 tokens are queued until the first comes back, and then no more.
+        # The prompt's 40 tokens count as queued until the first token arrives.
         both = await asyncio.gather(
             *(generate(stack, request(PROMPT, max_tokens=20), "globex") for _ in range(2)), return_exceptions=True
         )
@@ -293,7 +295,9 @@ async def test_samples_and_beams_have_a_quota(checkpoint: Path, tenants: Path) -
 
 
 async def test_every_claim_is_given_back(checkpoint: Path, tenants: Path) -> None:
-    """A quota of exactly one request of three samples: whatever became of the one before, the next is taken."""
+    """The quota is exactly one request of three samples. The next request must be accepted after any outcome of the
+    previous one.
+    """
     write_tenants(tenants, acme={"max_requests": 1, "max_sequences": 3, "max_queued_tokens": 40, "max_blocks": 100})
     async with slow_stack(checkpoint, tenants) as stack:
         for message in (
@@ -341,7 +345,7 @@ async def test_results_that_others_keep_are_not_pushed_out(
 
 
 async def until_code(stack: Stack, tenant: str, code: grpc.StatusCode | None) -> None:
-    """Return when the server has read the file by which a call of this tenant ends so."""
+    """Wait until the server has read a tenants file by which an RPC of this tenant ends with `code`."""
     async with asyncio.timeout(10):
         while await code_of_tenant(stack, tenant) is not code:
             pass
@@ -369,7 +373,7 @@ async def test_the_file_is_read_again_when_it_changes(
 
 
 def test_a_file_that_could_not_be_opened_is_read_again(tenants: Path) -> None:
-    """Of a change that is seen while no file descriptor is left."""
+    """The file changes while the process has no free file descriptor."""
     file = TenantFile(str(tenants))
     write_tenants(tenants, acme={"api_keys": []})
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -384,7 +388,7 @@ def test_a_file_that_could_not_be_opened_is_read_again(tenants: Path) -> None:
 
 
 def test_each_state_of_a_file_is_told_once(tenants: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """However often it is looked at."""
+    """The state is logged once, however often the file is checked."""
     caplog.set_level(logging.INFO)
     file = TenantFile(str(tenants))
 
@@ -397,7 +401,7 @@ def test_each_state_of_a_file_is_told_once(tenants: Path, caplog: pytest.LogCapt
 
     assert told() == []
     tenants.unlink()
-    tenants.mkdir()  # it is there, and cannot be read
+    tenants.mkdir()  # the path exists, but cannot be read
     [line] = told()
     assert line.endswith("; the previous contents stay in use: 3 tenants")
     assert told() == []
@@ -418,7 +422,7 @@ def test_each_state_of_a_file_is_told_once(tenants: Path, caplog: pytest.LogCapt
 
 
 async def test_a_revoked_tenants_calls_end(checkpoint: Path, tenants: Path) -> None:
-    """Those that stream, and those that are kept open for more requests, with whatever they have queued."""
+    """Streams end, and so do RPCs that stay open for more requests, including their queued requests."""
     async with slow_stack(checkpoint, tenants) as stack:
         stream = stack.stub.Generate(request(PROMPT, max_tokens=200), metadata=credentials("acme"))
         await stream.read()
@@ -442,7 +446,7 @@ async def test_a_revoked_tenants_calls_end(checkpoint: Path, tenants: Path) -> N
 
 
 def num_ended_tasks() -> int:
-    """Of this test: what others have left may go at any moment."""
+    """Return the number of ended tasks of this test's event loop. Tasks of other tests may be freed at any time."""
     gc.collect()
     loop = asyncio.get_running_loop()
     tasks = [each for each in gc.get_objects() if type(each) is asyncio.Task]
@@ -458,10 +462,10 @@ async def test_calls_that_have_ended_are_forgotten(checkpoint: Path, tenants: Pa
 
 
 @pytest.mark.parametrize("is_back", [False, True], ids=["gone", "back at once"])
-async def test_what_runs_for_a_tenant_that_is_taken_from_the_file_ends(
-    checkpoint: Path, tenants: Path, is_back: bool
-) -> None:
-    """Its calls, what an operator sent for it, and what runs without a call; also if it is back soon."""
+async def test_requests_of_a_removed_tenant_are_ended(checkpoint: Path, tenants: Path, is_back: bool) -> None:
+    """The tenant's RPCs, requests that an operator sent for it, and detached requests end, even if the tenant soon
+    returns.
+    """
     async with slow_stack(checkpoint, tenants) as stack:
         for_acme = request(PROMPT, max_tokens=200)
         for_acme.tenant = "acme"
@@ -517,7 +521,7 @@ def submission(stream_id: int) -> pb.GenerateManyRequest:
 
 
 def authority_of_tenants(folder: Path) -> tuple[Authority, dict[str, str]]:
-    """The authority whose certificates name tenants, and the options of a scheduler that goes by them."""
+    """Return an authority whose certificates name tenants, and the options of a scheduler that uses it."""
     authority = Authority("pagewire")
     cert, key = authority.issue("localhost").write(folder, "server")
     write_tenants(folder / "tenants.yaml", initech={"certificates": ["initech.test"]})
@@ -534,14 +538,14 @@ async def test_certificates_name_tenants_too(checkpoint: Path, tmp_path: Path) -
             async with grpc.aio.secure_channel(stack.url.removeprefix("grpc://"), secure) as channel:
                 stub = type(stack.stub)(channel)
                 assert await code_of(stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=10)) is code
-                # A wrong key is not overlooked for the sake of a good certificate.
+                # A wrong key is an error even if the certificate is valid.
                 metadata = (("authorization", "Bearer nobody's"),)
                 call = stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=metadata, timeout=10)
                 assert await code_of(call) is grpc.StatusCode.UNAUTHENTICATED
 
 
 async def test_only_dns_names_of_a_certificate_name_a_tenant(checkpoint: Path, tmp_path: Path) -> None:
-    """An e-mail address or a URI of the same text is another's."""
+    """An e-mail address or URI with the same text does not identify the tenant."""
     authority, options = authority_of_tenants(tmp_path)
     others = (x509.RFC822Name("initech.test"), x509.UniformResourceIdentifier("initech.test"))
     async with serve(checkpoint, **options) as stack:
@@ -553,7 +557,7 @@ async def test_only_dns_names_of_a_certificate_name_a_tenant(checkpoint: Path, t
                 assert await code_of(call) is grpc.StatusCode.UNAUTHENTICATED
 
 
-async def test_who_shows_nothing_may_be_a_tenant(checkpoint: Path, tenants: Path) -> None:
+async def test_anonymous_callers_may_be_a_tenant(checkpoint: Path, tenants: Path) -> None:
     write_tenants(tenants, gateway={"anonymous": True, "max_requests": 0})
     async with serve(checkpoint, tenants=str(tenants)) as stack:
         assert await code_of(stack.stub.GetServerInfo(pb.GetServerInfoRequest())) is None

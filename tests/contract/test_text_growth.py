@@ -1,4 +1,4 @@
-"""What clients and models write costs no more to read than it is long, whatever it repeats."""
+"""The cost of reading text from clients and models is linear in its length, whatever the text repeats."""
 
 import collections
 import contextlib
@@ -32,7 +32,7 @@ from tests.growth import check_growth
 _PLACE = " - at `$"
 _QUESTION = {"role": "user", "content": "a"}
 _PORT = RightPort.of_link("worker", "give --worker", "a worker's port")
-# What messages of errors, templates' formats, grammars, regular expressions and literals consist of.
+# The pieces of error messages, template formats, grammars, regular expressions and literals.
 _PIECES = (
     *(_PLACE, f"{_PLACE}.", f"{_PLACE}\n", "`", "[", "]", ".", "\n", " ", "a", "0", "0a", "\\", '"', "'", '\\"', "\\'"),
     *("/", "\\/", "\\/\n", "/a/", "//", "#", "</s>", "<", '"a"', '"a" ', '"a"..', "%json ", "%regex {"),
@@ -53,12 +53,12 @@ def _asked_for(name: str) -> None:
 
 
 def _literals(text: str) -> None:
-    with contextlib.suppress(ValueError):  # of JSON within, which is read behind the library alone
+    with contextlib.suppress(ValueError):  # from embedded JSON, which is parsed after the library's check
         collections.deque(literals_of(text), maxlen=0)
 
 
 def _rest(text: str) -> None:
-    """A message that goes on, of which the template has not written the beginning."""
+    """Render a message that is continued and that the template has not written at its beginning."""
     with pytest.raises(ChatTemplateError):
         up_to_last(text * 4, {"content": f"{text}\0{text}"})
 
@@ -100,7 +100,7 @@ def test_a_text_costs_as_much_as_it_is_long(reader: str) -> None:
 
 
 def test_arguments_cost_as_much_as_they_are_long() -> None:
-    """Those of an answer that is not streamed are read at once."""
+    """The arguments of a response that is not streamed are parsed in one piece."""
 
     def prepare(size: int) -> Callable[[], object]:
         spelling = SPELLINGS["qwen-coder"]
@@ -112,7 +112,7 @@ def test_arguments_cost_as_much_as_they_are_long() -> None:
 
 
 class _Decoder:
-    """Gives each token the same text."""
+    """A decoder that decodes every token to the same text."""
 
     def push(self, token_ids: Any) -> tuple[str, str | None, int]:
         return "abcd" * len(token_ids), None, len(token_ids)
@@ -172,12 +172,12 @@ def test_the_place_of_an_unknown_field_is_found_behind_its_name(body: Any, field
         ("-007", "-7"),
         ("00", "0"),
         ("0" * 5000 + "7", "7"),
-        ("0" + "1" * 5000, None),  # more digits than Python reads
+        ("0" + "1" * 5000, None),  # more digits than Python converts
         ("00a", None),
         (f"{{'a': '{'b, ' * 10_000}'}}", json.dumps({"a": "b, " * 10_000})),
         (f"[{'True, ' * 500}]", json.dumps([True] * 500)),
-        (f"[{'True, ' * 2000}]", None),  # it would hold the event loop
-        # Quotes that hide nothing from Python's parser.
+        (f"[{'True, ' * 2000}]", None),  # parsing would block the event loop
+        # Quotes that do not hide the following values from Python's parser.
         (f"[#'\n{'True, ' * 2000}]", None),
         (f"[#'\r{'True, ' * 2000}]", None),
         (f'["""a"b""", {"True, " * 2000}]', None),

@@ -1,4 +1,4 @@
-"""The files for TLS as they are at the start, and as they are renewed, well or badly, on both sides of a connection."""
+"""TLS files at startup and after valid or invalid renewals, for servers and for links."""
 
 import logging
 import subprocess
@@ -29,12 +29,12 @@ AUTHORITY = Authority("pagewire")
 GOOD = AUTHORITY.issue("localhost")
 OTHER = AUTHORITY.issue("localhost")
 ENDED = AUTHORITY.issue("localhost", ends_in=-DAY)
-# Of kinds that some tools make, and gRPC does not take.
+# Key types that some tools generate and gRPC does not support.
 ED25519 = AUTHORITY.issue("localhost", key=ed25519.Ed25519PrivateKey.generate())
 P521 = AUTHORITY.issue("localhost", key=ec.generate_private_key(ec.SECP521R1()))
 K256 = AUTHORITY.issue("localhost", key=ec.generate_private_key(ec.SECP256K1()))
-# Those that openssl alone makes, each with a certificate of a hundred years: `openssl genpkey -algorithm RSA-PSS`, and
-# `openssl ecparam -name prime256v1 -param_enc explicit -genkey`.
+# Keys that only openssl generates, each with a certificate valid for a hundred years: `openssl genpkey -algorithm
+# RSA-PSS`, and `openssl ecparam -name prime256v1 -param_enc explicit -genkey`.
 RSA_PSS, EXPLICIT_CURVE = (
     Path(__file__).with_name(f"{name}.pem").read_bytes() for name in ("rsa_pss", "explicit_curve")
 )
@@ -48,7 +48,7 @@ def encrypted(key: bytes) -> bytes:
 
 @dataclass
 class Folder:
-    """The three files of one side, and what is in them; None: there is no such file."""
+    """The three TLS files of one side, with their contents. None: the file does not exist."""
 
     path: Path
     contents: dict[str, bytes | None] = field(
@@ -81,7 +81,7 @@ SIDES = {
     "server": (of_server, {"cert": "--tls-cert", "key": "--tls-key", "ca": "--tls-client-ca"}),
     "link": (of_link, {name: f"--worker-tls-{name}" for name in ("cert", "key", "ca")}),
 }
-# What each file may hold that it should not, and what is said of it.
+# Invalid contents by case, the file that the error names, and the error message.
 BAD_FILES: dict[str, tuple[dict[str, bytes | None], str, str]] = {
     "no certificate": ({"cert": None}, "cert", "cannot be read: No such file"),
     "an empty certificate": ({"cert": b""}, "cert", "no valid certificate in PEM"),
@@ -147,7 +147,11 @@ def test_a_client_takes_no_key_of_another_certificate(tmp_path: Path) -> None:
 
 
 def test_what_can_be_used_is_taken(tmp_path: Path) -> None:
-    """A file of both, a chain, a new authority beside one that has ended, what a system believes, and any good key."""
+    """Valid files: certificate and key in one file, a chain, a new authority beside an expired one, and other key
+    types.
+
+    Without files, the system's authorities are used.
+    """
     both = GOOD.key + GOOD.cert
     keys = (rsa.generate_private_key(65537, 2048), ec.generate_private_key(ec.SECP384R1()))
     issued = [AUTHORITY.issue("localhost", key=key) for key in keys]
@@ -166,7 +170,7 @@ def test_what_can_be_used_is_taken(tmp_path: Path) -> None:
 
 @dataclass
 class Watched:
-    """Files that are looked at again and again, with a clock that stands otherwise."""
+    """TLS files that are checked repeatedly, with a fake clock."""
 
     folder: Folder
     files: TlsFiles
@@ -174,7 +178,7 @@ class Watched:
     now: Callable[[float], None]
 
     def lines(self, *seconds: float) -> list[tuple[int, str]]:
-        """The lines of the time in which the files are looked at after each of these seconds more."""
+        """Check the files after each further number of seconds. Return the level and message of all log lines."""
         self.caplog.clear()
         for more in seconds:
             self.now(more)
@@ -205,7 +209,7 @@ def watched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Watched:
     return Watched(folder, files, caplog, later)
 
 
-LONG = (1.0, 1.0, 1.0, 1.0, 1.0, 1.0)  # looks for longer than files may be at odds
+LONG = (1.0, 1.0, 1.0, 1.0, 1.0, 1.0)  # checks for longer than the three files may be inconsistent
 
 
 def test_a_renewed_pair_is_one_line_and_only_when_both_files_are_there(watched: Watched) -> None:
@@ -311,8 +315,10 @@ def test_a_disk_that_hangs_holds_up_neither_links_nor_the_end_of_the_process(tmp
     assert subprocess.run(command, timeout=60).returncode == 0
 
 
-def test_whatever_is_written_and_when_what_is_used_fits_together(watched: Watched) -> None:
-    """Files that are replaced one by one in any order, with looks in between: an oracle knows what fits."""
+def test_random_replacements_always_use_matching_files(watched: Watched) -> None:
+    """Files are replaced one by one in random order, with checks in between. A reference model knows
+    the valid state.
+    """
     draw = seeded()
     authorities = [AUTHORITY, Authority("next")]
     pairs = [GOOD, OTHER, authorities[1].issue("localhost"), ENDED]

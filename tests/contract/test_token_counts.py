@@ -1,4 +1,4 @@
-"""The metrics of what clients got: all of it is counted once, whichever way it went, and what was computed beyond."""
+"""The metrics of tokens sent to clients: each token is counted once in every API, and discarded tokens separately."""
 
 import asyncio
 import random
@@ -45,13 +45,13 @@ async def counters(port: int) -> dict[str, float]:
 async def until(port: int, holds: Callable[[dict[str, float]], bool]) -> dict[str, float]:
     async with asyncio.timeout(10):
         found = await counters(port)
-        while not holds(found):  # the server has no event to wait for
+        while not holds(found):  # no event reports the new metrics
             await asyncio.sleep(0.01)
             found = await counters(port)
         return found
 
 
-async def test_what_clients_got_and_what_was_computed_beyond_is_what_was_computed(checkpoint: Path) -> None:
+async def test_sent_and_discarded_tokens_add_up_to_computed_tokens(checkpoint: Path) -> None:
     seed = 0
     rng = seeded(seed)
     port, front_port = free_port("127.0.0.1"), free_port("127.0.0.1")
@@ -68,7 +68,7 @@ async def test_what_clients_got_and_what_was_computed_beyond_is_what_was_compute
 
         await asyncio.gather(*(send(rng.choice(sorted(got)), draw(rng)) for _ in range(NUM_REQUESTS)))
         computed = (await stack.until_idle()).num_generation_tokens
-        # The front end tells after its clients have got everything.
+        # The front end reports the counts after its clients have received all tokens.
         found = await until(port, lambda found: found["vllm:generation_tokens_total"] >= sum(got.values()))
         assert found["vllm:generation_tokens_total"] == sum(got.values())
         assert found["pagewire:discarded_tokens_total"] == computed - sum(got.values()) > 0

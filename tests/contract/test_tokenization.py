@@ -1,4 +1,4 @@
-"""Tokenize and Detokenize, at the scheduler and at a front end, against the tokenizer itself."""
+"""The Tokenize and Detokenize RPCs of scheduler and front end, compared with the tokenizer itself."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Text that comes out bit by bit is the text of the whole, and stop texts end it where they should."""
+"""Incremental decoding produces the text of the whole output, and stop texts end it at the right position."""
 
 import random
 from pathlib import Path
@@ -20,7 +20,7 @@ def tokenizer(checkpoint: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def metaspace_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """As Llama 2's: a space is part of a piece, and rare characters are bytes."""
+    """A tokenizer like Llama 2's: a space is part of a token, and rare characters are encoded as bytes."""
     words = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁once", "▁upon", "a", "b", "▁a", "."]
     tokenizer = HuggingFaceTokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
     tokenizer.add_special_tokens(["<unk>", "</s>"])
@@ -68,13 +68,16 @@ async def test_half_a_character_never_comes_out(tokenizer: Tokenizer) -> None:
 
 
 def lossy(run: list[int]) -> str:
-    """The text of bytes, each of which is a replacement character where it belongs to no character."""
+    """Decode bytes to text, with one replacement character for each byte that belongs to no character."""
     return "".join("\ufffd" if "\ud800" <= c <= "\udfff" else c for c in bytes(run).decode(errors="surrogateescape"))
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_random_bytes_among_words(metaspace_tokenizer: Tokenizer, seed: int) -> None:
-    """Broken characters cost no whole one beside them, bit by bit as in one piece; special tokens are not there."""
+    """An invalid byte never affects a neighboring character, whether decoded incrementally or at once.
+
+    Special tokens are left out of the text.
+    """
     rng = seeded(seed)
     words = dict(enumerate([" ", " once", " upon", "a", "b", " a", "."], 258))
     for _ in range(200):
@@ -150,7 +153,7 @@ async def test_stop_texts_across_token_borders(tokenizer: Tokenizer, stop: str, 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_stop_texts_among_broken_characters(tokenizer: Tokenizer, metaspace_tokenizer: Tokenizer, seed: int) -> None:
-    """The output is the text of all tokens up to the first stop text in that, replacement characters included."""
+    """The output is the whole decoded text, including replacement characters, up to the first stop text in it."""
     rng = seeded(seed)
     for _ in range(300):
         chosen = rng.choice([tokenizer, metaspace_tokenizer])

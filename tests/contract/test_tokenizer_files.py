@@ -1,4 +1,4 @@
-"""Tokenizers of whatever files say of them, against transformers' AutoTokenizer."""
+"""Tokenizers from arbitrary combinations of tokenizer files, compared with transformers' AutoTokenizer."""
 
 import io
 import json
@@ -34,7 +34,7 @@ TEMPLATE = "|".join(
     f"{{{{ {name}_token }}}}" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask", "image", "eot")
 )
 QUESTION = [{"role": "user", "content": "x"}]
-# What the files contradict each other in, or what cannot be made of them.
+# The errors for files that contradict each other or describe an impossible tokenizer.
 REFUSALS = (
     r"give the token .* the id \d+, but (loading them gives it the id \d+|the tokenizer class omits it)"
     r"|its model is not BPE"
@@ -58,7 +58,7 @@ def made(files: TokenizerFiles) -> Tokenizer:
 
 
 def outcome(encode: Callable[[], list[int]]) -> Encoded:
-    """Ids, or what the library says of a text that its model has no tokens for."""
+    """Return the token ids, or the library's error for a text that the model has no tokens for."""
     try:
         return encode()
     except Exception as error:
@@ -104,7 +104,7 @@ def test_shapes_are_read_as_by_transformers_or_refused(tmp_path: Path, part: int
     assert num_changed > num_read * 0.6
 
 
-# Where a token may stand alone, and what must be said of it there.
+# The places in which a token may be defined alone, and its definition there.
 PLACES: dict[str, Files] = {
     "added_tokens_decoder": {"tokenizer_config.json": {"added_tokens_decoder": {"{id}": {"content": "<think>"}}}},
     "added_tokens.json": {"added_tokens.json": {"<think>": "{id}"}},
@@ -123,7 +123,7 @@ def with_ids(files: Files, token_id: int) -> Files:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_token_that_stands_in_one_place_is_a_token_for_all(tmp_path: Path, place: str) -> None:
+def test_a_token_defined_in_one_file_is_known_everywhere(tmp_path: Path, place: str) -> None:
     tokenizer = byte_level()
     token_id = len(vocabulary(tokenizer))
     config = {"model_type": "llama", "vocab_size": 400, "max_position_embeddings": 256}
@@ -140,9 +140,9 @@ def test_a_token_that_stands_in_one_place_is_a_token_for_all(tmp_path: Path, pla
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     assert_same(read(folder), ours, theirs)
     assert info.special_tokens == theirs.special_tokens_map
-    # A worker that has other files is another model's.
+    # A worker with other files has another model digest.
     assert model_digest(folder) == info.digest != before[1]
-    # Routers, which look into fewer files, are not sent to these, and are given two that say it all.
+    # Routers read fewer files than these, so they get two files that define every token.
     assert not info.is_as_routers_read
     with zipfile.ZipFile(io.BytesIO(read_tokenizer_archive(folder))) as archive:
         archive.extractall(tmp_path / "given")
@@ -163,7 +163,7 @@ def test_files_that_change_nothing_leave_the_model_what_it_is(tmp_path: Path) ->
     assert model_digest(folder) == read_model_info(str(folder)).digest == bare
     assert read(folder).is_plain
     assert read(folder).tokenizer_json() == (folder / "tokenizer.json").read_text()
-    # A name that only special_tokens_map.json has changes no token, but a router would not find it.
+    # A token name that only special_tokens_map.json sets changes no token, but a router would not find it.
     write(folder, {"tokenizer_config.json": {}, "special_tokens_map.json": {"eos_token": "<end>"}})
     assert model_digest(folder) == bare
     assert not read(folder).is_plain
@@ -172,7 +172,7 @@ def test_files_that_change_nothing_leave_the_model_what_it_is(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", [found.name for found in classes._CLASSES if found is not classes.PLAIN])
-def test_what_transformers_saves_is_taken_as_it_lies_there(tmp_path: Path, name: str) -> None:
+def test_files_saved_by_transformers_are_used_unchanged(tmp_path: Path, name: str) -> None:
     is_words = name in ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
     model = (sentencepiece() if is_words else byte_level())["model"]
     merges = [tuple(merge) for merge in model["merges"]]
@@ -182,7 +182,7 @@ def test_what_transformers_saves_is_taken_as_it_lies_there(tmp_path: Path, name:
     files = read(tmp_path)
     assert files.settings.kind.name == name
     assert_same(files, made(files), transformers.AutoTokenizer.from_pretrained(tmp_path))
-    # CodeLlamaTokenizer's bos_token is its class's business alone.
+    # Only the class CodeLlamaTokenizer uses its own bos_token.
     assert (files.changes is None) == (name != "CodeLlamaTokenizer")
 
 
@@ -253,7 +253,7 @@ def test_what_cannot_be_honoured_is_named(tmp_path: Path, name: str, content: di
         load_tokenizer(folder / "tokenizer.json")
     assert "\n" not in str(raised.value)
     assert str(folder) in str(raised.value)
-    if "the id 900" not in message:  # which is known when tokens are added
+    if "the id 900" not in message:  # the error is only known when tokens are added
         with pytest.raises(CheckpointError, match=message):
             model_digest(folder)
 
@@ -278,7 +278,7 @@ def test_files_of_a_hostile_size_or_depth_are_refused_in_one_line(tmp_path: Path
     with pytest.raises(ValueError, match=rf"{name} is not .*") as deep:
         read_model_info(str(folder))
     with (folder / name).open("wb") as file:
-        file.truncate(10**12)  # a file without blocks
+        file.truncate(10**12)  # a sparse file
     with pytest.raises(ValueError, match=rf"{name} has 1000000000000 bytes; the maximum is \d+") as large:
         read_model_info(str(folder))
     with pytest.raises(CheckpointError, match=rf"{name} has 1000000000000 bytes"):

@@ -1,4 +1,4 @@
-"""A tokenizer.json whose patterns have no end: the text is refused, and nothing is kept busy for long."""
+"""A tokenizer.json whose patterns take exponential time: the text is refused within a short time."""
 
 import asyncio
 from pathlib import Path
@@ -12,7 +12,7 @@ from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
 
 @pytest.mark.parametrize("place", ["pre_tokenizer", "normalizer"])
 def test_a_pattern_without_end_is_an_error_of_its_text(tmp_path: Path, place: str) -> None:
-    """The library gives such a pattern up by a panic, which is no Exception."""
+    """The tokenizers library panics for such a pattern. The panic is not an Exception in Python."""
     made = HuggingFaceTokenizer(models.BPE(vocab={"a": 0}, merges=[]))
     if place == "pre_tokenizer":
         made.pre_tokenizer = pre_tokenizers.Split(Regex("(a|aa)+$"), "isolated")

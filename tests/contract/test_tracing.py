@@ -1,4 +1,4 @@
-"""Spans that arrive at a collector over OTLP: whose children they are, their times and attributes."""
+"""Spans that a collector receives over OTLP: their parents, times and attributes."""
 
 import asyncio
 import itertools
@@ -172,7 +172,7 @@ async def test_a_missing_collector_fails_nothing(checkpoint: Path) -> None:
 
 
 async def test_a_silent_collector_is_given_a_second(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing but their deadline ends its calls."""
+    """The export RPC ends by its deadline only."""
     seconds: list[float] = []
 
     async def wait(self: Collector, message: object, context: grpc.aio.ServicerContext) -> None:
@@ -197,11 +197,11 @@ async def test_spans_reach_a_collector_of_this_machine_without_a_proxy(monkeypat
         assert [span.name for span in collector.spans] == ["a span"]
 
 
-def test_of_a_collector_that_is_not_there_each_try_is_no_line(
+def test_an_unavailable_collector_is_not_logged_for_each_attempt(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("random.uniform", lambda low, high: 0.05)  # each batch is tried several times
-    now = time.time() + 3600  # what other tests were told is long ago, and these 20 s do not end
+    now = time.time() + 3600  # an hour after the lines of other tests; the clock stands still, so the 20 s never end
     monkeypatch.setattr(time, "time", lambda: now)
     provider = tracer_provider("http://127.0.0.1:1", "service", "0")
     for _ in range(2):
@@ -216,7 +216,7 @@ async def test_a_collector_that_refuses_is_one_line_until_it_takes_spans(
 ) -> None:
     caplog.set_level(logging.INFO)
     now, hours, num_calls, take = time.time(), itertools.count(1), itertools.count(), Collector.Export
-    monkeypatch.setattr(time, "time", lambda: now + 3600 * next(hours))  # what was told last is always long ago
+    monkeypatch.setattr(time, "time", lambda: now + 3600 * next(hours))  # the previous line is always long ago
 
     async def refuse_at_first(self: Collector, message: Any, context: grpc.aio.ServicerContext) -> Any:
         if next(num_calls) not in (3, 5):
@@ -226,7 +226,7 @@ async def test_a_collector_that_refuses_is_one_line_until_it_takes_spans(
     monkeypatch.setattr(Collector, "Export", refuse_at_first)
     async with collecting() as (_, endpoint):
         provider = tracer_provider(endpoint, "service", "0")
-        is_full_told = []  # that the queue of spans is full
+        is_full_told = []  # whether warnings about a full span queue are logged
         for _ in range(6):
             provider.get_tracer("test").start_span("a span").end()
             await asyncio.to_thread(provider.force_flush)

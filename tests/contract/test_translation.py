@@ -1,4 +1,4 @@
-"""Tables between dataclasses and messages: what they take, and what they refuse to be made of."""
+"""Tables that translate between dataclasses and messages: supported fields, and errors for invalid tables."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, make_dataclass
@@ -44,7 +44,7 @@ def test_a_field_that_one_side_lacks_is_noticed() -> None:
             decoder(data_type, pb.BlockHolder, apart=(name, "num_blocks"))
 
 
-def test_what_stands_apart_is_given() -> None:
+def test_separate_fields_are_passed_as_arguments() -> None:
     more = make_dataclass("More", [("colour", str), ("num_blocks", int)], frozen=True)
     decode = decoder(more, pb.BlockHolder, apart=("colour", "request_id"))
     assert decode(pb.BlockHolder(num_blocks=3), colour="red") == more("red", 3)
@@ -78,7 +78,7 @@ def test_unknown_fields_are_found_within_messages() -> None:
     assert unknown_field(worker_pb2.StepResult(step=1)) is None
 
 
-# What a client makes of an answer: of fields whose name or form differs, how the message says the same.
+# The decoders of the client, with their types. The dictionary names fields whose name or form differs in the message.
 ANSWERS: list[tuple[Any, type[Any], type[Message], dict[str, Any]]] = [
     (wire.decode_loads, Loads, pb.GetLoadsResponse, {}),
     (wire.decode_block_map, BlockMap, pb.GetBlocksResponse, {}),
@@ -132,10 +132,10 @@ def test_a_client_is_told_every_field(
 
 
 def plain(value: Any) -> Any:
-    """Messages and dataclasses alike as the values of their fields."""
+    """Return a message or a dataclass as nested lists of its field values."""
     if isinstance(value, str | bytes | int | float | None):
         return value
-    if isinstance(value, pb.TokenLogprobs):  # whose columns are more of the tokens beside it
+    if isinstance(value, pb.TokenLogprobs):  # its columns repeat the tokens in `top`, and may have more
         columns = zip(value.top_token_ids, value.top_logprobs, strict=False)
         return [value.token_id, value.logprob, value.rank, [*plain(value.top), *map(list, columns)]]
     if isinstance(value, Message):

@@ -1,4 +1,4 @@
-"""Work in turns by tenant: the order of pieces, and the bytes that wait."""
+"""Work that is scheduled in turns by tenant: the order of the pieces, and the limit on waiting bytes."""
 
 import asyncio
 import threading
@@ -14,7 +14,7 @@ MANY = 1 << 30
 
 
 class Pieces:
-    """Pieces of work that note their names. Each waits until it may go on."""
+    """Pieces of work that record their names and block until `may_go_on` is set."""
 
     def __init__(self) -> None:
         self.begun: list[str] = []
@@ -32,7 +32,7 @@ def turns_of(max_bytes: int = MANY, max_tenant_bytes: int = MANY) -> Turns:
 
 @pytest.mark.parametrize(("size", "num_ahead"), [(100, 2), (PIECE_SIZE + 1, 1)], ids=["short", "long"])
 async def test_another_tenant_waits_for_one_piece(size: int, num_ahead: int) -> None:
-    """Two short ones run at the same time."""
+    """Two short pieces run in parallel."""
     pieces, turns = Pieces(), turns_of()
     flood = [asyncio.create_task(turns.run("a", size, pieces.work, f"a{index}")) for index in range(40)]
     await asyncio.sleep(0)
@@ -72,7 +72,7 @@ async def test_what_waits_is_refused_to_the_tenant_that_has_too_much() -> None:
         await turns.run("b", 5, str)
     waiting[0].cancel()
     await asyncio.sleep(0)
-    assert turns.waiting.num_bytes == 100  # a thread still has them
+    assert turns.waiting.num_bytes == 100  # a thread still uses the bytes
     pieces.may_go_on.set()
     await asyncio.gather(waiting[0], return_exceptions=True)
     assert waiting[0].cancelled()
@@ -83,7 +83,7 @@ async def test_what_waits_is_refused_to_the_tenant_that_has_too_much() -> None:
 
 
 async def test_a_caller_that_leaves_keeps_its_turn_while_its_piece_runs() -> None:
-    """Or the tenant's next piece would run beside it, and its bytes would not count."""
+    """Otherwise the tenant's next piece would run in parallel, and its bytes would not be counted."""
     pieces, turns = Pieces(), turns_of()
     begun = asyncio.create_task(turns.run("a", PIECE_SIZE + 1, pieces.work, "begun"))
     waiting = [asyncio.create_task(turns.run("a", PIECE_SIZE + 1, pieces.work, "a")) for _ in range(8)]
@@ -107,7 +107,7 @@ async def test_a_caller_that_leaves_keeps_its_turn_while_its_piece_runs() -> Non
 async def test_work_of_a_caller_that_has_left_is_not_kept() -> None:
     pieces, turns = Pieces(), turns_of()
     running = asyncio.create_task(turns.run("a", PIECE_SIZE + 1, pieces.work, "a"))
-    held = {1, 2, 3}  # a kind of object that can be referred to weakly
+    held = {1, 2, 3}  # a type that supports weak references
     freed = weakref.ref(held)
     waiting = asyncio.create_task(turns.run("b", PIECE_SIZE + 1, len, held))
     del held
@@ -123,7 +123,7 @@ async def test_work_of_a_caller_that_has_left_is_not_kept() -> None:
 
 
 async def test_pieces_on_the_event_loop_leave_turns_to_others() -> None:
-    """However many calls come at once, the event loop does other things between two of their pieces."""
+    """Between two pieces, the event loop runs other callbacks, however many calls arrive at once."""
     turns, done = turns_of(), list[str]()
     flood = [asyncio.create_task(turns.carry_out("a", PIECE_SIZE, done.append, "a")) for _ in range(40)]
     other = asyncio.create_task(turns.carry_out("b", PIECE_SIZE, done.append, "b"))

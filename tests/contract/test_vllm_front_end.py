@@ -1,4 +1,4 @@
-"""VllmEngine at a front end: the scheduler's answers, but for what is the scheduler's alone."""
+"""VllmEngine at a front end: its answers equal the scheduler's, except RPCs that only the scheduler supports."""
 
 import asyncio
 from pathlib import Path
@@ -35,7 +35,7 @@ async def test_outputs_are_the_schedulers(checkpoint: Path, message: vllm_engine
         through = await generate(front, message)
         assert through.completes.keys() == direct.completes.keys()
         for index, expected in direct.completes.items():
-            expected.cached_tokens = through.completes[index].cached_tokens  # the second finds the prompt cached
+            expected.cached_tokens = through.completes[index].cached_tokens  # the second request has a prefix cache hit
             assert through.completes[index] == expected
         await stack.until_idle()
 
@@ -75,7 +75,7 @@ async def test_its_load_is_the_schedulers_now(checkpoint: Path) -> None:
         assert (await stub_of(front).GetLoads(question)).loads[0].num_running_reqs == 0
 
 
-async def test_an_abort_ends_what_came_by_any_door(checkpoint: Path) -> None:
+async def test_abort_ends_requests_of_every_api(checkpoint: Path) -> None:
     async with serve_both(checkpoint) as (stack, one), serve_front_end(checkpoint, stack.url) as two:
         stack.worker.step_seconds = 0.02
         abort = vllm_engine_pb2.AbortRequest(request_ids=["another", "mine"])

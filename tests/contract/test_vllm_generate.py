@@ -1,4 +1,4 @@
-"""VllmEngine's Generate and Abort: the same tokens as SchedulerService, in a router's words."""
+"""VllmEngine's Generate and Abort RPCs: the same tokens as SchedulerService, in the router's messages."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ from tests.contract.vllm_client import error_of, generate, request, stub_of
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 NAN, INT32_MAX, UINT32_MAX = math.nan, 2**31 - 1, 2**32 - 1
 
-# Every field of SamplingParams: values that must be taken, and values that must be refused as invalid.
+# For every field of SamplingParams: values that must be accepted, and values that must be refused as invalid.
 BOUNDARIES: dict[str, tuple[list, list]] = {
     "temperature": ([0, 100], [NAN, -1, 100.001]),
     "top_p": ([0, 1e-6, 1], [NAN, -1, 1.0001]),
@@ -47,7 +47,7 @@ BOUNDARIES: dict[str, tuple[list, list]] = {
     "grammar_from_first_token": ([False, True], []),
 }
 CONSTRAINTS = {field.name for field in vllm_engine_pb2.SamplingParams.DESCRIPTOR.oneofs_by_name["constraint"].fields}
-# Fields that are refused whatever their value.
+# Fields that are refused for every value.
 UNSUPPORTED = {
     "truncate_prompt_tokens": -1,
 }
@@ -156,7 +156,7 @@ async def test_a_stop_text_ends_the_sequence_itself(checkpoint: Path, stream: bo
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_logprobs(checkpoint: Path, stream: bool) -> None:
-    """The fake worker's most likely tokens are 0, 1, ... with -1, -2, ..."""
+    """The fake worker's most likely tokens are 0, 1, ... with logprobs -1, -2, ..."""
     async with serve(checkpoint) as stack:
         plain = await stack.generate(scheduler_stack.request(PROMPT, max_tokens=9, logprobs=2, prompt_logprobs=3))
         output = await generate(stack, request(PROMPT, stream=stream, max_tokens=9, logprobs=2, prompt_logprobs=3))
@@ -210,8 +210,8 @@ async def test_every_sampling_field_at_its_boundaries(checkpoint: Path) -> None:
         await stack.until_idle()
 
 
-async def test_what_is_never_served_is_invalid_and_not_worth_another_try(checkpoint: Path) -> None:
-    """A router makes 501 of UNIMPLEMENTED, and HTTP clients try that again."""
+async def test_unsupported_fields_are_invalid_arguments(checkpoint: Path) -> None:
+    """A router maps UNIMPLEMENTED to HTTP 501, which HTTP clients retry."""
     async with serve(checkpoint) as stack:
         for field, value in UNSUPPORTED.items():
             error = await error_of(stack, request(PROMPT, **{field: value}))
@@ -237,7 +237,7 @@ async def test_what_is_never_served_is_invalid_and_not_worth_another_try(checkpo
 
 @pytest.fixture(scope="module")
 def with_end(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint whose end token is its tokenizer's own, as grammars need it."""
+    """A checkpoint whose end token is in its tokenizer, as grammars require."""
     return make_checkpoint(tmp_path_factory.mktemp("models") / "with_end", eos_token_id=0)
 
 
@@ -255,7 +255,7 @@ def with_end(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def test_constraints_come_to_the_worker(
     with_end: Path, constraint: dict[str, object], kind: str, text: str, begins: dict[str, bool]
 ) -> None:
-    """They begin at the first token, whatever is asked for."""
+    """Constraints apply from the first token, whatever the request's flags say."""
     async with serve(with_end) as stack:
         await generate(stack, request(PROMPT, max_tokens=2, **constraint, **begins))
         (added,) = stack.worker.grammars
@@ -315,7 +315,7 @@ def test_forced_calls_have_nothing_but_names_and_parameters() -> None:
 
 
 def test_forced_calls_are_spelt_in_one_way() -> None:
-    """Of a space before a comma or a bracket the router would make text, and of the calls behind it."""
+    """With a space before a comma or bracket, the router would return this call and the following calls as text."""
     tokenizer = Path("models/storyteller/tokenizer.json").read_text(encoding="utf-8")
     compiler, encode = GrammarCompiler(tokenizer, 1024), Tokenizer.from_str(tokenizer).encode
     parameters = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
@@ -332,7 +332,9 @@ def test_forced_calls_are_spelt_in_one_way() -> None:
 
 
 async def test_a_slow_router_gets_token_by_token(with_end: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a chunk of several it would lose calls, and it tells of none that the model is free to make."""
+    """The router would lose tool calls in a chunk with several tokens. It does not report which requests have optional
+    tools.
+    """
     monkeypatch.setattr(servicer, "send_headers_if_silent", lambda active, context: active.wait_for_end())
     async with serve(with_end) as stack:
         output = await generate(stack, request(PROMPT, stream=True, n=2, max_tokens=9, logprobs=1))
@@ -419,7 +421,7 @@ async def test_a_client_that_goes_away_frees_its_blocks(checkpoint: Path, stream
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_that_fails_ends_with_its_status(checkpoint: Path, stream: bool) -> None:
-    """The fake worker has no good logits after its last token."""
+    """The fake worker's logits after its last token are invalid."""
     async with serve(checkpoint) as stack:
         await failure_of(
             generate(stack, request([*PROMPT, VOCAB_SIZE - 1], stream=stream, max_tokens=5, n=2)),

@@ -1,4 +1,4 @@
-"""What VllmEngine says of the server, its model and its load, and how it hands out the tokenizer."""
+"""VllmEngine's RPCs about the server, its model, its load and its tokenizer."""
 
 import asyncio
 import hashlib
@@ -119,7 +119,9 @@ async def test_model_info(tmp_path: Path) -> None:
 
 
 def test_the_checkpoints_sampling_defaults_are_the_routers_business(tmp_path: Path) -> None:
-    """What it does not send is off, or a request for no filter at all could not be told from one for the default."""
+    """A filter that the router does not set is off. Otherwise "no filter" could not be distinguished from "the
+    default".
+    """
     defaults = {"temperature": 0.5, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
     model = read_model_info(str(make_checkpoint(tmp_path / "tiny", **defaults)))
     assert {name: getattr(model.sampling_defaults, name) for name in defaults} == defaults
@@ -176,7 +178,7 @@ async def test_loads_count_what_cannot_be_evicted(checkpoint: Path) -> None:
 
 
 async def tokenizer_of(stack: Stack) -> tuple[zipfile.ZipFile, int]:
-    """The archive, checked, and in how many chunks it came."""
+    """Return the tokenizer archive, whose checksum is verified, and the number of its chunks."""
     chunks = [chunk async for chunk in stub_of(stack).GetTokenizer(common_pb2.GetTokenizerRequest())]
     data = b"".join(chunk.data for chunk in chunks)
     assert [chunk.sha256 for chunk in chunks] == [*[""] * (len(chunks) - 1), hashlib.sha256(data).hexdigest()]

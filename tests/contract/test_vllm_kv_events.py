@@ -1,4 +1,4 @@
-"""VllmEngine's stream of what the prefix cache holds, with the load, and FlushCache."""
+"""VllmEngine's event stream about the prefix cache, with load reports, and the FlushCache RPC."""
 
 import asyncio
 import contextlib
@@ -32,11 +32,11 @@ DEVICE = common_pb2.KV_CACHE_TIER_DEVICE
 
 
 class Mirror:
-    """A router's picture of the cache, kept as it would."""
+    """A copy of the prefix cache's content that is maintained from events, as a router does it."""
 
     def __init__(self) -> None:
         self.cursor = 0
-        self.cached: dict[tuple[int, int], tuple[int | None, tuple[int, ...]]] = {}  # by hash and tier
+        self.cached: dict[tuple[int, int], tuple[int | None, tuple[int, ...]]] = {}  # keyed by hash and tier
         self.num_snapshots = 0
         self.loads: list[common_pb2.EngineLoad] = []
         self.changed = asyncio.Event()
@@ -83,11 +83,11 @@ class Mirror:
             self.cached.clear()
 
     def prefixes(self, tier: int = DEVICE) -> set[tuple[int, ...]]:
-        """The token prefixes that are cached whole, through the chain of parents."""
+        """Return the complete cached token prefixes of a tier, following the chain of parents."""
         return {self._prefix(*key) for key in self.cached if key[1] == tier} - {()}
 
     def _prefix(self, block_hash: int, tier: int) -> tuple[int, ...]:
-        """Nothing for a block whose parent has been evicted."""
+        """Return the tokens of a block and all its parents, or an empty tuple if a parent was evicted."""
         parent: int | None = block_hash
         parts: list[tuple[int, ...]] = []
         while parent is not None:
@@ -111,7 +111,7 @@ class Mirror:
 
 @contextlib.asynccontextmanager
 async def following(stack: Stack, mirror: Mirror):
-    """From the mirror's cursor on."""
+    """Subscribe at the mirror's cursor, and apply all batches during the block."""
     call = stub_of(stack).SubscribeKvEvents(
         common_pb2.SubscribeKvEventsRequest(start_sequence_number=mirror.cursor, load_records_before_first_batch=True)
     )
@@ -120,7 +120,7 @@ async def following(stack: Stack, mirror: Mirror):
         async for batch in call:
             mirror.add(batch)
 
-    mirror.loads.clear()  # they are numbered anew
+    mirror.loads.clear()  # each subscription numbers its loads from 1
     mirror.following = task = asyncio.create_task(follow())
     task.add_done_callback(lambda _: mirror.changed.set())
     yield
@@ -221,7 +221,7 @@ async def test_a_subscriber_that_falls_behind_gets_a_snapshot(
 
 
 async def test_content_of_tenants_and_salts_is_left_out(checkpoint: Path) -> None:
-    """No request of this service can hit it."""
+    """Requests of this API cannot hit blocks of tenants or salts."""
     async with serve(checkpoint) as stack:
         mirror = Mirror()
 
@@ -264,7 +264,7 @@ async def test_the_load_comes_with_the_events_and_alone(checkpoint: Path) -> Non
 
 
 class FakeSource:
-    """A snapshot of so many blocks, and nothing after it."""
+    """An event source with a snapshot of `num_blocks` blocks and no later events."""
 
     def __init__(self, num_blocks: int) -> None:
         self._events: tuple[KvEvent, ...] = tuple(

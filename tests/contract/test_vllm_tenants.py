@@ -1,4 +1,4 @@
-"""VllmEngine where callers are told apart: each sees its own requests and its own content."""
+"""VllmEngine with authenticated callers: each caller sees only its own requests and cached content."""
 
 import asyncio
 from pathlib import Path
@@ -18,7 +18,7 @@ async def ends_of(stack: Stack, tenant: str, message: vllm_engine_pb2.GenerateRe
 
 
 async def cached_tokens_of(stack: Stack, tenant: str) -> set[int]:
-    """First tokens of the blocks that the tenant is told of."""
+    """Return the first token of each block that the tenant's events report."""
     call = stub_of(stack).SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest(), metadata=credentials(tenant))
     batch = await call.read()
     call.cancel()
@@ -44,14 +44,14 @@ async def test_no_tenant_aborts_anothers_request(checkpoint: Path, tenants: Path
         message = request(PROMPT, request_id="same", max_tokens=30)
         calls = [asyncio.create_task(ends_of(stack, tenant, message)) for tenant in ("acme", "globex")]
         async with asyncio.timeout(10):
-            while stack.worker.num_steps < 3:  # noqa: ASYNC110 -- the worker tells nothing of its steps
+            while stack.worker.num_steps < 3:  # noqa: ASYNC110 - no event reports a step
                 await asyncio.sleep(0.01)
         await stub.Abort(abort, metadata=credentials("acme"))
         stack.worker.step_seconds = 0
         assert await asyncio.gather(*calls) == [["abort"], ["length"]]
 
 
-async def test_everybody_is_told_of_what_is_their_own(checkpoint: Path, tenants: Path) -> None:
+async def test_each_tenant_gets_events_of_its_own_blocks(checkpoint: Path, tenants: Path) -> None:
     async with serve(checkpoint, tenants=str(tenants)) as stack:
         for first, tenant in ((100, "acme"), (200, "globex")):
             await ends_of(stack, tenant, request([first, 1, 2, 3, 4], max_tokens=1))
@@ -64,7 +64,7 @@ async def test_everybody_is_told_of_what_is_their_own(checkpoint: Path, tenants:
         assert await cached_tokens_of(stack, "globex") == set()
 
 
-async def test_no_tenant_is_told_how_much_others_do(checkpoint: Path, tenants: Path) -> None:
+async def test_loads_of_other_tenants_are_not_reported(checkpoint: Path, tenants: Path) -> None:
     async with serve(checkpoint, tenants=str(tenants)) as stack:
         stub = stub_of(stack)
         await ends_of(stack, "globex", request([200, 1, 2, 3, 4], max_tokens=1))
@@ -76,8 +76,10 @@ async def test_no_tenant_is_told_how_much_others_do(checkpoint: Path, tenants: P
             assert (info.last_receive_timestamp > 0) == (tenant == "root")
 
 
-async def test_batches_count_what_is_their_own(checkpoint: Path, tenants: Path) -> None:
-    """What others do between them is not told, not by numbers, not by empty batches, and not by loads."""
+async def test_sequence_numbers_count_only_own_events(checkpoint: Path, tenants: Path) -> None:
+    """Other tenants' activity is not visible: not in sequence numbers, not as empty batches, and not
+    in load reports.
+    """
     async with serve(checkpoint, tenants=str(tenants)) as stack:
         call = stub_of(stack).SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest(), metadata=credentials("acme"))
         batches = [await call.read()]
@@ -91,7 +93,7 @@ async def test_batches_count_what_is_their_own(checkpoint: Path, tenants: Path) 
         assert not any(batch.HasField("load") for batch in batches)
         told = [block.token_ids[0] for batch in batches for event in batch.events for block in event.stored.blocks]
         assert told == [100, 101, 102, 103, 104]
-        # A cursor of an earlier subscription counts nothing that is known here.
+        # A cursor of an earlier subscription is unknown here.
         again = common_pb2.SubscribeKvEventsRequest(start_sequence_number=batches[2].sequence_number)
         call = stub_of(stack).SubscribeKvEvents(again, metadata=credentials("acme"))
         snapshot = await call.read()

@@ -1,4 +1,4 @@
-"""What services read again while they serve is read on other threads: a disk that hangs holds up no stream."""
+"""Files that services read again at run time are read on other threads, so a disk that hangs delays no stream."""
 
 import asyncio
 import os
@@ -18,12 +18,12 @@ from testing.scheduler_stack import Result, Stack, expected_tokens, request, ser
 from testing.serving.front_end import FrontEnd, serve_front_end
 from testing.serving.tenants import PROMPT, code_of, credentials, key_file, write_tenants
 
-_guarded: dict[int, list[str]] = {}  # what threads have opened that are to open nothing
+_guarded: dict[int, list[str]] = {}  # by thread id: the files opened by threads that must not open any
 
 
 def _note(event: str, arguments: tuple[object, ...]) -> None:
     opened = _guarded.get(threading.get_ident()) if event == "open" and _guarded else None
-    # Modules are imported once, and what is below /proc and /dev is on no disk.
+    # Modules are imported once, and paths below /proc and /dev are not on a disk.
     if opened is not None and not str(arguments[0]).startswith(("/proc/", "/dev/", sys.prefix, sys.base_prefix)):
         opened.append(str(arguments[0]))
         raise RuntimeError(f"the event loop's thread opens {arguments[0]}")
@@ -34,7 +34,7 @@ sys.addaudithook(_note)
 
 @contextmanager
 def opening_nothing() -> Iterator[None]:
-    """Have this thread open no file inside the block."""
+    """Fail if this thread opens a file inside the block."""
     opened = _guarded[threading.get_ident()] = []
     try:
         yield
@@ -45,7 +45,7 @@ def opening_nothing() -> Iterator[None]:
 
 @asynccontextmanager
 async def both(checkpoint: Path, folder: Path) -> AsyncIterator[tuple[Stack, FrontEnd, list[Path]]]:
-    """Scheduler and front end with every file of one line, and these files."""
+    """Start a scheduler and a front end with all watched files of one line. Yield both, and the paths."""
     write_tenants(folder / "tenants")
     (folder / "secret").write_bytes(b"0123456789abcdef")
     served = {"tenants": str(folder / "tenants"), "link_secret_file": str(folder / "secret")}
@@ -55,7 +55,7 @@ async def both(checkpoint: Path, folder: Path) -> AsyncIterator[tuple[Stack, Fro
 
 
 def release(pipe: Path) -> None:
-    """Let who waits for a reader of a pipe go on, and nobody wait for one any more."""
+    """Let a thread that opened the pipe for writing continue, and remove the pipe."""
     os.close(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))
     pipe.unlink()
 
@@ -69,7 +69,8 @@ async def test_files_that_hang_hold_up_no_stream_and_no_call(checkpoint: Path, t
                     os.mkfifo(path)
                     held.callback(release, path)
                 for path in files:
-                    # Returns when it is opened for reading, which then goes on until this end is closed.
+                    # Blocks until the service opens the pipe for reading. The service then reads until this end is
+                    # closed.
                     held.callback(os.close, await asyncio.to_thread(os.open, path, os.O_WRONLY))
                 for stub in (stack.stub, front.stub):
                     result = Result()
@@ -92,7 +93,7 @@ async def test_nothing_is_opened_by_the_event_loop_while_it_serves(checkpoint: P
                 for message in (request("once upon a time", max_tokens=3), request(PROMPT, max_tokens=3, n=2)):
                     async for _ in stub.Generate(message, metadata=credentials("globex")):
                         pass
-            await stack.worker.kill()  # and the link is dialled again
+            await stack.worker.kill()  # the scheduler must reconnect to the worker
             await stack.worker.start()
             await stack.generate(request(PROMPT, max_tokens=3), metadata=credentials("globex"))
 

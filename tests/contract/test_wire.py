@@ -1,4 +1,4 @@
-"""The messages between scheduler and worker survive the wire: dataclass -> proto bytes -> the same dataclass."""
+"""Messages between scheduler and worker survive encoding: dataclass -> proto bytes -> an equal dataclass."""
 
 import math
 from dataclasses import replace
@@ -31,24 +31,26 @@ def to_worker(message: Any) -> object:
 
 
 def drawn(data_type: type[Any], seed: int) -> Any:
-    """With even seeds every field is set to something else than its default, with odd ones half of them are."""
+    """Return a random instance. With an even seed no field has its default value, with an odd seed about half of them
+    do.
+    """
     print(f"seed {seed}")
     return drawn_data(data_type, getattr(worker_pb2, data_type.__name__), Random(seed), 0.5 * (seed % 2))
 
 
 @seeds
 @pytest.mark.parametrize("data_type", get_args(FromScheduler))
-def test_what_the_scheduler_says(data_type: type, seed: int) -> None:
+def test_messages_of_the_scheduler_survive_encoding(data_type: type, seed: int) -> None:
     said = drawn(data_type, seed)
     assert to_worker(said) == said
 
 
 @seeds
 @pytest.mark.parametrize("data_type", get_args(Response))
-def test_what_the_worker_says(data_type: type, seed: int) -> None:
+def test_messages_of_the_worker_survive_encoding(data_type: type, seed: int) -> None:
     said = drawn(data_type, seed)
     if isinstance(said, WorkerCapacity) and not said.swap_bandwidth:
-        said = replace(said, num_host_blocks=0)  # which need a bandwidth
+        said = replace(said, num_host_blocks=0)  # host blocks require a bandwidth
     assert to_scheduler(said) == said
 
 
@@ -100,7 +102,7 @@ def test_a_worker_without_capacity_is_refused(name: str) -> None:
 
 
 def test_every_column_of_a_plan_has_its_phase() -> None:
-    """A phase's columns are named by it, so that nothing else lists them."""
+    """The columns of a phase have its name as a prefix, so no other list of them is needed."""
     assert [name for names in PHASES.values() for name in names] == [*StepPlan.__slots__[2:]]
     assert PHASES["set_blocks"] == ("set_block_slots", "set_block_indexes", "set_block_ids")
     assert PHASES["openings"] == ("openings",)

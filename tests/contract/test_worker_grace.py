@@ -1,4 +1,6 @@
-"""A scheduler without its worker: after `--worker-grace` it sends away what another one could as well begin."""
+"""A scheduler without a worker: after `--worker-grace` it refuses requests that another server can serve from the
+start.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -27,14 +29,14 @@ from tests.contract.shared_stream import SharedStream
 
 PROMPT = [5, 6, 7, 8, 9]
 DEADLINE = 30
-LENGTH = 150  # tokens, which take a second and a half: nothing ends before its worker does
+LENGTH = 150  # tokens, which take 1.5 s, so that no request ends before its worker
 GRACE = 0.2
 AWAY = f"no worker has been connected for {GRACE} s; send the request to another server"
 SERVICES = ("", "pagewire.scheduler.v1.SchedulerService", "vllm.grpc.engine.VllmEngine")
 
 
 async def until_health(channel: grpc.aio.Channel, *, is_ready: bool) -> None:
-    """Of all services; and the process is alive all the time."""
+    """Wait until all services have the given health. Check that the process is alive all the time."""
     wanted = health_pb2.HealthCheckResponse.SERVING if is_ready else health_pb2.HealthCheckResponse.NOT_SERVING
     stub = health_pb2_grpc.HealthStub(channel)
     for name in SERVICES:
@@ -49,7 +51,7 @@ async def until_health(channel: grpc.aio.Channel, *, is_ready: bool) -> None:
 
 
 class Call:
-    """A Generate call that is read all the time."""
+    """A Generate RPC that a task reads continuously."""
 
     def __init__(self, stub: pb_grpc.SchedulerServiceStub, message: pb.GenerateRequest) -> None:
         self.has_begun = asyncio.Event()
@@ -64,20 +66,20 @@ class Call:
 
 @asynccontextmanager
 async def serving(checkpoint: Path, **options: object) -> AsyncIterator[Stack]:
-    """Its worker takes its time."""
+    """Start a scheduler whose worker needs 10 ms for each step."""
     async with serve(checkpoint, **({"worker_grace": GRACE, "worker_timeout": 60.0} | options)) as stack:
         stack.worker.step_seconds = 0.01
         yield stack
 
 
 async def lose_worker(stack: Stack, channel: grpc.aio.Channel | None = None) -> None:
-    """Until the grace has ended."""
+    """Stop the worker, and wait until the grace period has ended."""
     await stack.worker.kill()
     await until_health(channel or stack.channel, is_ready=False)
 
 
 async def stall_with(stack: Stack, num_sequences: int) -> None:
-    """The worker finishes no further step; so many sequences are there."""
+    """Wait until the scheduler has `num_sequences` sequences. The worker must not finish any further step."""
     await stack.until(lambda loads: loads.num_running + loads.num_waiting == num_sequences)
 
 
@@ -190,7 +192,9 @@ async def vllm_health(end: Stack | FrontEnd) -> tuple[bool, str]:
 
 @pytest.mark.parametrize("has_front_end", [False, True], ids=["scheduler", "front end"])
 async def test_routers_are_told_to_go_elsewhere(checkpoint: Path, has_front_end: bool) -> None:
-    """What is answered as a whole can begin elsewhere until it is. Through a front end all is as at the scheduler."""
+    """A request that is not streamed can move to another server until it is answered. A front end behaves as the
+    scheduler.
+    """
     async with serve_both(checkpoint, worker_grace=GRACE) as (stack, front):
         end = front if has_front_end else stack
         stack.worker.step_seconds = 0.01
@@ -229,7 +233,9 @@ async def test_what_waits_on_ends_with_the_workers_timeout(checkpoint: Path) -> 
 
 
 async def test_a_worker_that_has_not_come_yet_is_missing_too(checkpoint: Path) -> None:
-    """A scheduler that just starts waits for as long. What is detached waits until it is known what fits."""
+    """A starting scheduler also waits for the grace period. A detached request waits until the worker's limits are
+    known.
+    """
     worker = FakeWorker(read_model_info(str(checkpoint)).digest)
     worker.port, port = free_port("127.0.0.1"), free_port("127.0.0.1")
     options = {"model": str(checkpoint), "port": port, "metrics_port": 0, "worker_grace": GRACE}
@@ -257,7 +263,7 @@ async def test_a_worker_that_has_not_come_yet_is_missing_too(checkpoint: Path) -
     await worker.kill()
 
 
-async def test_it_is_recorded_and_replayed(
+async def test_the_grace_is_recorded_and_replayed(
     tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "recording"

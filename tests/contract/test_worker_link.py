@@ -1,4 +1,4 @@
-"""Losing the worker, finding it again, and telling a slow one from a dead one."""
+"""The link to the worker: loss and return of the worker, and the distinction between a slow and a dead worker."""
 
 import asyncio
 import time
@@ -95,7 +95,7 @@ DAY = 24 * 3600
 
 
 def epoch_at(time: float) -> int:
-    """The first one of a scheduler that starts then."""
+    """Return the first epoch of a scheduler that starts at `time`, in seconds of Unix time."""
     return int(time * 1000) << 20
 
 
@@ -119,9 +119,11 @@ async def test_a_stale_epoch_is_overtaken_by_a_scheduler_that_never_held_the_wor
         ("REASON_FUTURE_EPOCH", 2**64 - 1, "refused: of the fake worker"),
     ],
 )
-async def test_no_epoch_is_taken_over_that_no_clock_leads_to(reason: str, epoch: int, told: str) -> None:
-    """Nor any of a worker that refused one for that: who could say it holds them all would have the scheduler count on
-    from there, and be refused by every worker."""
+async def test_implausible_epochs_are_ignored(reason: str, epoch: int, told: str) -> None:
+    """An implausible epoch is ignored, also in later refusals by the same worker.
+
+    Otherwise a rogue worker could make the scheduler continue from that epoch, and every other worker would refuse it.
+    """
     worker = FakeWorker(b"digest")
     refusal = worker_pb2.Refusal(
         reason=worker_pb2.Refusal.Reason.Value(reason), epoch=epoch, instance_id="rogue", message="of the fake worker"
@@ -139,7 +141,7 @@ async def test_no_epoch_is_taken_over_that_no_clock_leads_to(reason: str, epoch:
 async def test_a_scheduler_without_a_higher_epoch_says_so_in_a_line(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its machine's clock shows the year 2527."""
+    """The machine's clock shows the year 2527."""
     monkeypatch.setattr(server, "WorkerLink", partial(WorkerLink, clock=lambda: 2**44 / 1000))
     config = SchedulerConfig(model=str(checkpoint), worker="127.0.0.1:1", port=0, metrics_port=0)
     assert await server.run(config, stop=asyncio.Event(), ready=lambda url: None) == 78
@@ -254,12 +256,12 @@ async def test_limits_that_the_worker_lowers_are_told_once(checkpoint: Path, cap
     ]
 
 
-# Moves, with a scheduler that writes down what it is told
+# Moves, with a listener that records its events
 
 
 @asynccontextmanager
 async def linking(worker: FakeWorker, **options: object) -> AsyncIterator[Listener]:
-    """What a link to the worker says, from its start."""
+    """Start a link to the worker. Yield the listener that receives the link's events."""
     await worker.start()
     listener = Listener()
     dialler = Dialler(f"127.0.0.1:{worker.port}", ())
@@ -279,7 +281,7 @@ async def linked(worker: FakeWorker) -> AsyncIterator[tuple[Listener, WorkerCapa
 
 
 class AnsweringCall:
-    """A stream of a worker that answers Hello in the moment in which the link is told to stop."""
+    """A worker stream that answers hello at the moment when the link is stopped."""
 
     def __init__(self, stop: Callable[[], object]) -> None:
         self._stop = stop
@@ -298,7 +300,7 @@ class AnsweringCall:
         return worker_pb2.ExecuteResponse(ready=worker_pb2.WorkerCapacity(**capacity))
 
     def cancel(self) -> None:
-        """Nothing is under way."""
+        """Do nothing, because no RPC is in progress."""
 
 
 async def test_a_worker_that_joins_as_the_scheduler_stops_does_not_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,7 +316,7 @@ async def test_a_worker_that_joins_as_the_scheduler_stops_does_not_keep_it(monke
 
 
 class MistakenWorker(FakeWorker):
-    """Tells of grammars of another epoch."""
+    """A fake worker that reports grammars of another epoch."""
 
     async def _report(self, epoch: int, grammar: AddedGrammar, context: grpc.aio.ServicerContext) -> None:
         await super()._report(epoch + 1, grammar, context)
@@ -341,12 +343,12 @@ async def test_what_is_told_of_grammars_is_passed_on_if_it_is_of_the_epoch(
         assert event == (kind, told)
 
 
-async def test_moves_are_told_of_before_the_result_and_only_when_they_are_news() -> None:
+async def test_moves_are_reported_once_before_the_result() -> None:
     async with linked(FakeWorker(b"digest", num_host_blocks=4)) as (listener, capacity, session):
         assert (capacity.num_host_blocks, capacity.swap_bandwidth) == (4, 1e9)
         session.send(StepPlan(session.epoch, 1, openings=(opening(),), work_slots=(0,), work_num_tokens=(8,)))
         assert [await listener.next() for _ in range(2)] == [("moved", 1), ("result", 1)]
-        session.send(StepPlan(session.epoch, 2, (0,), **SWAP_OUT))  # nothing but moves
+        session.send(StepPlan(session.epoch, 2, (0,), **SWAP_OUT))  # moves only
         assert [await listener.next() for _ in range(2)] == [("moved", 2), ("result", 2)]
         await asyncio.sleep(3 * HEARTBEAT_INTERVAL)
         assert listener.events.empty()
@@ -372,11 +374,14 @@ async def test_a_result_of_another_epoch_ends_the_session_before_it_is_heard() -
         assert f"of epoch 5 in epoch {session.epoch}" in str(reason)
 
 
-# Liveness, on a clock of its own
+# Liveness, with a fake clock
 
 
 def judged(liveness: Liveness, start: float, end: float, *, heartbeats: bool = True) -> tuple[float, str]:
-    """Judge every 0.1 s until a verdict, with a heartbeat every second."""
+    """Judge every 0.1 s until a verdict, with a heartbeat every second. Return the time and the verdict.
+
+    Returns `end` and an empty string if there is no verdict before `end`.
+    """
     now, heard_at = start, start
     while now < end:
         now += 0.1
@@ -426,7 +431,7 @@ def test_moves_are_judged_once_their_step_has_finished() -> None:
     liveness = Liveness(0.0)
     liveness.sent(1, 8, 0.0)
     liveness.sent(2, 0, 0.0, has_moves=True)
-    assert judged(liveness, 0, 100) == (100, "")  # step 1 is of a new shape
+    assert judged(liveness, 0, 100) == (100, "")  # step 1 has a new shape
     liveness.finished(1, 100.0, 100.0)
     liveness.sent(3, 1, 100.0, has_moves=True)
     assert judged(liveness, 100, 300) == (300, "")
@@ -458,7 +463,7 @@ def test_a_gap_of_the_judge_restarts_the_timers() -> None:
 
 
 class LateReader:
-    """A call whose end is seen by a write first: nothing of what it receives has been read yet."""
+    """An RPC whose end a write detects first, because no received message has been read yet."""
 
     def __init__(self, call: grpc.aio.StreamStreamCall) -> None:
         self.write, self.code, self.details = call.write, call.code, call.details

@@ -1,4 +1,4 @@
-"""A client at a port that is no scheduler's hears what the port looks like, and so do links between services."""
+"""Clients and links that connect to a wrong port get an error that says what the port looks like."""
 
 import asyncio
 import logging
@@ -26,12 +26,12 @@ from tests.contract.raw_port import listener
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = b"\0\0\0\4\0\0\0\0\0"
-# HEADERS, for a stream, that end it, with :status 404, which stands in HPACK's table.
+# A HEADERS frame that ends its stream, with `:status 404` from HPACK's static table.
 HEADERS, NOT_FOUND = b"\0\0\1\1\5", b"\x8d"
 
 
 def web_server(connection: socket.socket) -> None:
-    """Answers requests of HTTP/2 as a router answers a path that it does not know."""
+    """Answer HTTP/2 requests as a router answers an unknown path."""
     received = connection.recv(len(PREFACE), socket.MSG_WAITALL)
     assert received == PREFACE
     connection.sendall(SETTINGS)
@@ -108,7 +108,7 @@ def test_a_port_with_tls_is_told() -> None:
 
 
 class Removed(grpc.RpcError):
-    """What gRPC says, now and then, where a web server ends a stream."""
+    """An error that gRPC sometimes reports if a web server ends a stream."""
 
     def code(self) -> grpc.StatusCode:
         return grpc.StatusCode.UNKNOWN
@@ -126,7 +126,7 @@ def test_a_removed_stream_is_one_of_a_web_server() -> None:
 
 @pytest.mark.parametrize("details", ["Secure read failed", "Stream removed (Socket closed)"])
 def test_a_stream_that_breaks_says_nothing_of_the_port(details: str) -> None:
-    """Without TLS or with it, as where the process of the other side has ended."""
+    """With and without TLS, as after the end of the server's process."""
 
     class Broken(Removed):
         def code(self) -> grpc.StatusCode:
@@ -139,7 +139,7 @@ def test_a_stream_that_breaks_says_nothing_of_the_port(details: str) -> None:
 
 
 class Warnings(logging.Handler):
-    """What is logged as a warning from now on, for one event loop."""
+    """Collects the warnings that are logged from now on, for one event loop."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

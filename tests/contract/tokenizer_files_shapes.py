@@ -1,4 +1,4 @@
-"""Files of small tokenizers in the shapes that are published, and in some that are not, drawn from a seed."""
+"""Random files of small tokenizers, in shapes that are published and in some that are not."""
 
 import functools
 import json
@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 _TEXT = ["once upon a time there was a little hello world 12 345 <think> é ß\n\n  if x:\n\tpass"] * 3
 _MARKS = ("<unk>", "<s>", "</s>", "<pad>", "<mask>", "<|endoftext|>", "<bos>", "<eos>")
-# Tokens that stand in one file or another, or in several.
+# Tokens that one or several files define.
 _NAMES = ("<think>", "<|im_end|>", "[X]", "once", "<img>", "tool ", "Ünï", "upon a", *_MARKS)
 _STANDARD = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = ("single_word", "lstrip", "rstrip", "special")
@@ -149,6 +149,9 @@ def _flags(rng: random.Random, names: tuple[str, ...]) -> dict[str, bool]:
 
 
 def _described(entry: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    """The same token, or one of other flags. The library forgets how a token was normalised that is so no more."""
+    """Return the same token, or the token with other flags.
+
+    The tokenizers library does not restore the original form of a token that is no longer normalized.
+    """
     same = {key: value for key, value in entry.items() if key != "id"}
     return same if rng.random() < 0.6 else {**same, **_flags(rng, _FLAGS)}

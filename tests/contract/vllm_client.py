@@ -1,4 +1,4 @@
-"""A VllmEngine client on a scheduler's public port."""
+"""A VllmEngine client for a scheduler's public port."""
 
 from dataclasses import dataclass, field
 
@@ -15,7 +15,9 @@ def stub_of(stack: Stack) -> vllm_engine_pb2_grpc.VllmEngineStub:
 def request(
     prompt: list[int] | str, *, stream: bool = False, request_id: str = "", **sampling: object
 ) -> vllm_engine_pb2.GenerateRequest:
-    """Greedy is not asked for: the fake worker's tokens follow from prompt, seed and sample alone."""
+    """Return a request. Greedy sampling is not needed: the fake worker's tokens depend on prompt, seed
+    and sample only.
+    """
     message = vllm_engine_pb2.GenerateRequest(
         request_id=request_id, stream=stream, sampling_params={"seed": 0, "skip_special_tokens": True} | sampling
     )
@@ -28,7 +30,7 @@ def request(
 
 @dataclass
 class Output:
-    """All that a call gave, by index; checked on the way."""
+    """All messages of one RPC, checked on arrival. `streamed` and `completes` are keyed by the sample's index."""
 
     chunks: list[vllm_engine_pb2.GenerateStreamChunk] = field(default_factory=list)
     streamed: dict[int, list[int]] = field(default_factory=dict)

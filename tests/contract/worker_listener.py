@@ -1,4 +1,4 @@
-"""A listener of a worker link that notes what it is told, and plans for it."""
+"""A listener of a worker link that records its events, and sample plans for the link."""
 
 import asyncio
 
@@ -7,7 +7,7 @@ from scheduler_service.links.worker.worker_session import Session
 
 
 class Listener:
-    """It is the availability of its step loop too."""
+    """A listener that is also the `availability` of its step loop. Events are tuples of a name and a value."""
 
     def __init__(self) -> None:
         self.availability = self
