@@ -84,7 +84,10 @@ async def test_a_full_queue_gets_fewer_at_a_time(checkpoint: Path) -> None:
 
 
 async def test_a_queue_that_others_fill_is_an_error(checkpoint: Path) -> None:
-    """With `retry`, the list waits until the queue has room. Without `retry`, it fails."""
+    """A queue that other clients fill is an error for a list of prompts.
+
+    With `retry`, the list waits until the queue has room.
+    """
     async with serve(checkpoint, max_num_seqs=1, max_waiting_requests=1) as stack, AsyncClient(stack.url) as client:
         stack.worker.step_seconds = 0.01
         others = [
@@ -170,7 +173,10 @@ async def test_the_timeout_covers_the_whole_list(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_a_connection_that_breaks_is_made_again(checkpoint: Path, seed: int) -> None:
-    """Completed results are kept, and only unfinished requests are sent again."""
+    """A list of prompts survives broken connections.
+
+    Completed results are kept, and only unfinished requests are sent again.
+    """
     rng = random.Random(seed)
     prompts = prompts_of(rng, 30)
     async with proxied(checkpoint, max_num_seqs=4) as (stack, proxy):

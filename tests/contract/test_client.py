@@ -243,7 +243,7 @@ def integer_fields() -> list[tuple[type[Message], FieldDescriptor]]:
 
 
 def test_every_integer_is_told_its_range() -> None:
-    """Protobuf itself is the reference for a field's range."""
+    """The client checks every integer field for its range. Protobuf itself is the reference for the range."""
     assert len(integer_fields()) > 40
     for kind, field in integer_fields():
         legal = wire._INTEGERS[field.cpp_type]
@@ -536,7 +536,7 @@ async def test_sampling_fields_by_name(scheduler: ScriptedScheduler, url: str, s
     ],
 )
 def test_wrong_arguments_say_what_to_do(arguments: tuple[object, ...], options: dict[str, object], text: str) -> None:
-    """The error is raised by the call itself, not when the first output is read."""
+    """Wrong arguments raise an error in the call itself, not when the first output is read."""
     for kind in (Client, AsyncClient):
         with pytest.raises(TypeError, match=text):
             kind("127.0.0.1:1").stream(*arguments, **options)

@@ -280,7 +280,10 @@ under_way = pytest.mark.parametrize(("name", "arguments"), UNDER_WAY)
 
 @under_way
 async def test_closing_ends_what_runs_with_an_error(name: str, arguments: tuple[Any, ...]) -> None:
-    """The error is not CancelledError, because a TaskGroup would take that for its own cancellation."""
+    """Closing a client fails its running calls.
+
+    The error is not CancelledError, because a TaskGroup would take that for its own cancellation.
+    """
     scheduler = Silent()
 
     async def run(client: AsyncClient) -> None:
@@ -400,7 +403,7 @@ def test_reading_goes_on_once_half_of_what_waits_is_taken() -> None:
 
 
 def test_a_client_that_is_dropped_closes_its_connection() -> None:
-    """The client stays open while a stream of it is being read."""
+    """A client that is dropped closes its connection, but not while one of its streams is being read."""
     scheduler = ScriptedScheduler()
     scheduler.script = scripted_scheduler.never_end
     with serving(scheduler) as url:

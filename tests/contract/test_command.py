@@ -164,7 +164,10 @@ class Writes(io.RawIOBase):
 
 
 def test_a_line_on_standard_error_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With PYTHONUNBUFFERED, as in containers, the lines of a started server could otherwise appear inside a line."""
+    """A line on standard error is a single write.
+
+    Otherwise the lines of a started server could appear inside it if PYTHONUNBUFFERED is set, as in containers.
+    """
     writes = Writes()
     monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(cast("Any", writes), write_through=True))
     monkeypatch.setattr(LocalServer, "start", lambda server: "grpc://here")
@@ -584,7 +587,10 @@ def test_chat_remembers_what_was_said(
 def test_answers_in_a_chat_end_with_the_models_token(
     capsys: pytest.CaptureFixture[str], scheduler: ScriptedScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in Mistral's templates, whose turns end with `eos_token`. The tokenizer adds the first token itself."""
+    """A chat template gets `eos_token`, with which Mistral's templates end a turn.
+
+    The tokenizer adds the first token itself.
+    """
     ends = "{{ m.content + (eos_token if m.role == 'assistant' else '|') }}"
     scheduler.info.chat_template = "{{ bos_token }}{% for m in messages %}" + ends + "{% endfor %}"
     scheduler.info.special_tokens.update({"bos_token": "<s>", "eos_token": "</s>"})

@@ -88,7 +88,7 @@ def test_help_shows_none_of_them() -> None:
     ],
 )  # fmt: skip
 def test_foreign_flags_are_mapped_or_ignored(flags: str, values: dict[str, Any], ignored: list[str]) -> None:
-    """MODEL may precede the flags or be a flag itself."""
+    """Foreign flags are mapped to Pagewire's options or ignored. MODEL may precede the flags or be a flag itself."""
     for given in ([MODEL, *flags.split()], [*flags.split(), "--model", MODEL], [*flags.split(), "-m", MODEL]):
         resolved = resolve(*given)
         assert chosen(resolved) == {"model": MODEL} | values
@@ -125,7 +125,7 @@ def test_unsupported_foreign_flags_are_explained(flags: str, message: str) -> No
 
 @pytest.mark.parametrize("seed", range(3))
 def test_no_flag_of_theirs_takes_the_model(seed: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """Random flags of each kind, with MODEL before or after them."""
+    """No foreign flag consumes MODEL as its value. MODEL stands before or after random flags of each kind."""
     draw = random.Random(seed)
     names = [*(name for name in FOREIGN if not FOREIGN[name].is_refused), *MAPPED]
     values = {"preemption_mode": "swap", "scheduling_policy": "fcfs"}
@@ -205,7 +205,7 @@ def test_a_word_that_is_no_slip_of_any_gets_no_suggestion(word: str) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_slips_of_every_flag_are_told(seed: int) -> None:
-    """Typing errors: a missing letter, an extra letter, or two swapped letters."""
+    """Each flag is suggested for typing errors: a missing letter, an extra letter, or two swapped letters."""
     draw = random.Random(seed)
     flags = [option.flag for option in KNOWN.values() if len(option.flag) > 9]
     for flag in flags:

@@ -59,7 +59,7 @@ def test_large_blocks_are_given_back() -> None:
 
 @needs_glibc
 def test_long_texts_leave_little(tmp_path: Path) -> None:
-    """Only the tokenizer's cache of words remains."""
+    """Tokenizing long texts leaves little memory allocated: only the tokenizer's cache of words remains."""
     make_tokenizer(tmp_path / "tokenizer.json")
     path = str(tmp_path / "tokenizer.json")
     without = "from scheduler_service.serving.checkpoint import tokenizer\ntokenizer._malloc_trim = None\n"

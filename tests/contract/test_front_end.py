@@ -125,7 +125,10 @@ async def test_a_sample_fails_after_another_has_ended(checkpoint: Path) -> None:
 
 
 async def test_kept_token_reports_end_only_their_own_output(checkpoint: Path) -> None:
-    """Stream ids on the link to the scheduler differ from the ids in the client's RPC."""
+    """A client's report of kept tokens ends no other output.
+
+    Stream ids on the link to the scheduler differ from the ids in the client's RPC.
+    """
     async with serve_both(checkpoint) as (stack, front):
         stack.worker.step_seconds = 0.02
         other = asyncio.create_task(front.generate(request(PROMPT, max_tokens=60)))
@@ -187,8 +190,9 @@ async def test_a_client_that_goes_and_a_deadline_that_passes_free_everything(che
 
 
 async def test_a_stop_text_ends_the_request_in_the_scheduler(checkpoint: Path) -> None:
-    """The worker stops answering soon after the stop text appears, so only the front end's message can
-    end the request.
+    """A stop text that a front end finds ends the request in the scheduler.
+
+    The worker stops answering soon after the stop text, so only the front end's message can end the request.
     """
     text = Tokenizer.from_file(str(checkpoint / "tokenizer.json")).decode(expected_tokens(PROMPT, 30))
     stop = next(char for i, char in enumerate(text) if i > 5 and char != "\ufffd")
@@ -282,7 +286,10 @@ async def test_a_lost_worker_is_no_error(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("differs", ["it serves another model", "its end tokens are [7], here [299]"])
 async def test_another_model_is_refused(checkpoint: Path, tmp_path: Path, differs: str) -> None:
-    """The end tokens of generation_config.json are not part of the model's digest."""
+    """A front end with another model is refused.
+
+    The end tokens of generation_config.json are compared separately, because they are not part of the model's digest.
+    """
     other = make_checkpoint(tmp_path / "other", with_tokenizer="end" in differs)
     if "end" in differs:
         checkpoint = shutil.copytree(other, tmp_path / "model")
@@ -351,7 +358,10 @@ async def test_a_stream_of_a_shared_call_ends_when_it_is_aborted(checkpoint: Pat
 async def test_a_request_that_is_too_large_for_the_link_fails_alone(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request may grow on the link, because its tokens need more bytes than its text."""
+    """A request that is too large for the link fails alone.
+
+    A request may grow on the link, because its tokens need more bytes than its text.
+    """
     async with serve_both(checkpoint) as (stack, front):
         monkeypatch.setattr("scheduler_service.links.scheduler.scheduler_link.MAX_MESSAGE_BYTES", 400)
         fine = asyncio.create_task(front.generate(request(PROMPT, max_tokens=200)))

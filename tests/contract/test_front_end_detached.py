@@ -161,7 +161,9 @@ class EndlessScheduler(pb_grpc.SchedulerServiceServicer):
 
 
 async def test_readers_that_read_nothing_do_not_block_others(checkpoint: Path) -> None:
-    """All readers share the front end's connection to its scheduler."""
+    """Readers that read nothing do not delay others, although all readers share the front end's connection to its
+    scheduler.
+    """
     async with serve(checkpoint) as stack:
         endless = EndlessScheduler(await stack.stub.GetServerInfo(pb.GetServerInfoRequest()))
     server = grpc.aio.server()
@@ -299,7 +301,10 @@ async def test_only_operators_pass_calls_on(checkpoint: Path, tenants: Path, tmp
 async def test_a_front_end_without_tenants_cannot_use_a_scheduler_with_tenants(
     checkpoint: Path, tenants: Path, tmp_path: Path
 ) -> None:
-    """A front end is in this state if its scheduler was just replaced by one with tenants."""
+    """A front end without tenants cannot forward RPCs to a scheduler with tenants.
+
+    This happens if its scheduler was just replaced by one with tenants.
+    """
     metadata = (*credentials("root"), ("x-tenants-revision", ""))
     async with serve_tenants(checkpoint, tmp_path, tenants) as (stack, _):
         message = pb.GetResultRequest(request_id="name", tenant="acme")

@@ -79,7 +79,10 @@ async def test_quotas_are_those_of_the_scheduler(checkpoint: Path, tenants: Path
 async def test_a_tenant_that_only_the_front_end_knows_is_refused(
     checkpoint: Path, tenants: Path, tmp_path: Path
 ) -> None:
-    """This happens for a short time while only one of the two services has read that the tenant was revoked."""
+    """A tenant that only the front end knows is refused.
+
+    This happens for a short time while only one of the two services has read that the tenant was revoked.
+    """
     newer = tmp_path / "newer.yaml"
     write_tenants(newer)
     write_tenants(tenants)

@@ -355,7 +355,7 @@ async def scheduler_or_front_end(checkpoint: Path, *, is_front_end: bool) -> Asy
 
 @pytest.mark.parametrize("is_front_end", [False, True], ids=["scheduler", "front end"])
 async def test_no_integer_is_too_extreme_for_an_answer(checkpoint: Path, is_front_end: bool) -> None:
-    """Each extreme value is sent in a request of its own."""
+    """No extreme integer causes an unexpected status. Each extreme value is sent in a request of its own."""
     sent = list(extreme_requests())
     assert len({name.rpartition(" = ")[0] for name, *_ in sent}) > 50
     async with scheduler_or_front_end(checkpoint, is_front_end=is_front_end) as stack:

@@ -61,7 +61,7 @@ async def test_requests_of_every_kind_leave_nothing_to_collect(checkpoint: Path,
 
 
 def test_survivors_are_hidden_from_the_next_collection() -> None:
-    """A process keeps a million objects.
+    """Objects that survive a collection are not scanned again, even if a process keeps a million objects.
 
     No collection scans more objects than were created since the last full collection. No full collection runs if
     equally many objects are freed as created, which Python does not count as growth.
@@ -128,7 +128,8 @@ garbage_collection.keep_short()
 
 @pytest.mark.parametrize("num_remembered", [0, *thorough(100_000)])
 def test_cycles_are_collected_in_a_busy_service(num_remembered: int) -> None:
-    """Cycles are collected however many objects the service remembers, even if they were frozen before the call ended.
+    """Garbage cycles of a busy service are collected, however many objects it remembers, even if they were frozen
+    before the call ended.
 
     Few collections scan all objects.
     """
@@ -156,7 +157,7 @@ assert 0 < num_large < 8, num_large
 
 @pytest.mark.thorough
 def test_remembered_objects_are_not_scanned() -> None:
-    """This also holds if remembered objects are most of the memory."""
+    """Collections do not scan the objects that a service remembers, even if they are most of the memory."""
     run_in_service("""
 garbage_collection.MAX_HIDDEN_GARBAGE = 100_000
 remembered = []
@@ -200,7 +201,9 @@ def test_the_metric_times_collections() -> None:
 
 
 def test_spans_that_were_not_exported_are_freed() -> None:
-    """Spans are freed by reference counting, although gRPC's connection error refers to the frames that it passed."""
+    """Spans that were not exported are freed by reference counting, although gRPC's connection error refers to the
+    frames that it passed.
+    """
     provider = tracer_provider(f"http://127.0.0.1:{free_port('127.0.0.1')}", "service", "1")
     gc.collect()
     gc.disable()

@@ -253,7 +253,10 @@ class UnreadContext:
 
 
 async def test_failures_that_are_not_read_are_bounded(checkpoint: Path) -> None:
-    """Later submissions wait in the client, because of HTTP/2 flow control."""
+    """Failures that the client does not read are limited.
+
+    Later submissions wait in the client, because of HTTP/2 flow control.
+    """
     taken = 0
 
     async def submissions() -> AsyncIterator[pb.GenerateManyRequest]:

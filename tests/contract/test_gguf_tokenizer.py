@@ -219,7 +219,10 @@ def test_sentencepiece_tokenizers_are_the_published_ones(tmp_path: Path, has_pre
 
 
 def test_special_tokens_of_phi3_take_the_white_space_behind_them(tmp_path: Path) -> None:
-    """The published tokenizer.json does this. In a GGUF file, only the architecture implies it."""
+    """A special token of Phi-3 includes the white space after it, as in the published tokenizer.json.
+
+    In a GGUF file, only the architecture implies it.
+    """
     keys = sentencepiece_keys()
     keys["tokens"][-1], keys["token_type"][-1] = "<|end|>", CONTROL
     path = make_checkpoint(tmp_path / "model", "phi3", seed=3, vocab_size=VOCAB_SIZE)
@@ -232,7 +235,10 @@ def test_special_tokens_of_phi3_take_the_white_space_behind_them(tmp_path: Path)
 
 
 def test_runs_of_spaces_and_lines_of_gemma_are_tokens(tmp_path: Path) -> None:
-    """Gemma's files store these tokens as plain text, without merges that produce them."""
+    """Runs of spaces and newlines are tokens of Gemma.
+
+    Its files store them as plain text, without merges that produce them.
+    """
     keys = sentencepiece_keys()
     added = ["\n", "\n\n", "  ", "   ", "    "]
     first = VOCAB_SIZE - len(added)
@@ -280,7 +286,10 @@ def test_merges_that_follow_from_scores_are_sentencepieces(tmp_path: Path) -> No
 
 
 def test_scores_that_are_all_alike_leave_the_order_of_ids(tmp_path: Path) -> None:
-    """A converter without scores writes the same score for every token."""
+    """If all scores are equal, merges follow the order of the token ids.
+
+    A converter without scores writes such files.
+    """
     keys = sentencepiece_keys()
     alike = load_tokenizer(with_tokenizer(tmp_path / "a.gguf", {**keys, "scores": [-1000.0] * VOCAB_SIZE}))
     assert_same(alike, load_tokenizer(with_tokenizer(tmp_path / "b.gguf", keys)), seed=41)

@@ -343,8 +343,9 @@ def test_a_grammar_may_be_whole_with_an_end_token_that_it_names(compiler: Gramma
 def test_a_limit_of_tokens_forces_the_end_of_a_text(
     most: int, ends: list[str], compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
-    """The end is forced exactly at the limit, whether tokens are consumed one by one or together. The rest of the
-    grammar follows.
+    """A token limit forces the end of a text exactly at the limit, whether tokens are consumed one by one or together.
+
+    The rest of the grammar follows.
     """
     thought = {"type": "tag", "begin": "<think>", "content": {"type": "any_text", "max_tokens": most}, "end": ends}
     text = of_format({"type": "sequence", "elements": [thought, {"type": "const_string", "value": "ok"}]})
@@ -374,7 +375,10 @@ def test_padding_is_never_allowed(compiler: GrammarCompiler, tokenizer: Tokenize
 def test_a_tokenizer_may_be_longer_than_the_vocabulary(
     vocab_size: int, compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
-    """Gemma 3 270M is an example. Tokens without a logit are not allowed, and the other tokens are unaffected."""
+    """A tokenizer may have more tokens than the vocabulary, as for Gemma 3 270M.
+
+    Tokens without a logit are not allowed, and the other tokens are unaffected.
+    """
     short = GrammarCompiler(TOKENIZER.read_text(encoding="utf-8"), vocab_size)
     for kind, text in (("regex", "(?s:.*)"), ("json_object", ""), ("choice", '["fox", "owl"]')):
         matcher = short.compile(kind, text, (END,)).copy()
@@ -504,7 +508,7 @@ LATE: dict[str, tuple[str, str, str]] = {
 def test_a_late_expensive_step_exceeds_its_limit(
     name: str, trials: Trials, compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
-    """The limit is always exceeded at the same token."""
+    """An output whose later tokens are too expensive exceeds a limit, always at the same token."""
     kind, text, output = LATE[name]
     assert not trials.run(kind, text, (END,))
     token_ids = ids(tokenizer, output)
@@ -528,7 +532,9 @@ def test_a_trial_that_takes_too_much_says_so(trials: Trials) -> None:
 
 
 def test_ctrl_c_in_a_terminal_does_not_reach_the_process(trials: Trials) -> None:
-    """The process ignores Ctrl-C even while its modules load, when Python would print a traceback."""
+    """The trial process ignores Ctrl-C in a terminal even while its modules load, when Python would
+    print a traceback.
+    """
     assert trials._process is not None
     assert os.getpgid(trials._process.pid) != os.getpgrp()
 

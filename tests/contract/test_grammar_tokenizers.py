@@ -81,8 +81,9 @@ def test_what_the_library_cannot_read_is_refused_in_its_words(
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_text_is_spelled_or_refused_by_its_name(name: str, tmp_path: Path) -> None:
-    """For grammars of every kind, whichever tokens have the same text, and however the tokenizer would encode the
-    literal.
+    """A grammar of any kind produces a literal exactly, or is refused with the literal in the error.
+
+    Special tokens may have the literal's text, and the tokenizer may encode it differently.
     """
     shape, rng = SHAPES[name], random.Random(name)
     speller = Speller(shape, tmp_path)
@@ -143,7 +144,7 @@ def test_a_character_is_spelled_by_its_bytes_if_all_have_tokens(tmp_path: Path) 
 
 
 def test_the_texts_of_a_grammar_are_found() -> None:
-    """Literal texts are found at any position, and classes, ranges and comments are not."""
+    """All literal texts of a grammar are found. Classes, ranges and comments are not literals."""
     lark = r"""// "no"
     start: "a\u00e9\"" </no> /b\/(?:cd)?[ef]{2}\d\.\x{41}\t\u00e9(?P<name>g)+/i TAG["h"] // "no"
     TAG: "i"i | "x".."z" # "no"
@@ -156,7 +157,9 @@ def test_the_texts_of_a_grammar_are_found() -> None:
 
 
 def test_a_tags_own_token_may_be_taken_for_its_text(tmp_path: Path) -> None:
-    """After free text, at the beginning and end of a tag, and if a trigger is a prefix of the token's text."""
+    """A special token may replace its text in a tag: after free text, at the tag's beginning or end, and if a trigger
+    is a prefix of the text.
+    """
     path = SHAPES["Qwen 3"].write(tmp_path)
     made_of = HuggingFaceTokenizer.from_file(str(path))
     compiler = GrammarCompiler(path.read_text(encoding="utf-8"), made_of.get_vocab_size())

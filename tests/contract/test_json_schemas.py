@@ -358,7 +358,10 @@ def holds(name: str, bound: float, number: decimal.Decimal) -> bool:
 
 
 def test_the_formats_are_those_of_the_library(compiler: GrammarCompiler) -> None:
-    """A new format of the library must not be treated as an annotation here."""
+    """The known formats equal the library's formats.
+
+    A new format of the library must not be treated as an annotation here.
+    """
     known = {"date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid", "unknown"}
     known |= {"uri-reference", "iri", "iri-reference", "idn-email", "idn-hostname", "regex", "json-pointer"}
     known |= {

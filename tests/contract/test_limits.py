@@ -59,7 +59,9 @@ def test_informational_commands_need_no_threads(
 def test_a_folder_that_was_removed_is_one_line_of_services(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Libraries that torch loads by path cannot be found from a removed working directory."""
+    """A removed working directory is reported in one line, because libraries that torch loads by path cannot be found
+    from there.
+    """
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()

@@ -107,7 +107,10 @@ async def test_a_certificate_that_grpc_does_not_take_is_no_taken_port() -> None:
 
 
 def test_a_port_whose_last_connection_has_just_ended_is_free() -> None:
-    """As after a restart: the system keeps the connection in TIME_WAIT, and gRPC can still bind the port."""
+    """A port is free although its last connection has just ended, as after a restart.
+
+    The system keeps the connection in TIME_WAIT, and gRPC can still bind the port.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as client:

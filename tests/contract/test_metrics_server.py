@@ -66,7 +66,10 @@ def test_a_host_that_is_no_address_is_one_line_that_names_its_flag(host: str) ->
 
 
 def test_the_client_library_would_answer_otherwise() -> None:
-    """This is the reason why the port ignores the header: see `metrics_server`."""
+    """prometheus_client would choose OpenMetrics for Prometheus.
+
+    So the metrics port ignores the Accept header, see `metrics_server`.
+    """
     _, content_type = exposition.choose_encoder(PROMETHEUS_2)
     assert "openmetrics" in content_type, metadata.version("prometheus-client")
 
@@ -76,7 +79,10 @@ def test_other_paths_are_not_found(server: MetricsServer) -> None:
 
 
 def test_another_hosts_name_is_refused_on_loopback(server: MetricsServer) -> None:
-    """Otherwise a web page could read the metrics through a DNS name that was rebound to this machine."""
+    """Requests with another host name are refused on loopback.
+
+    Otherwise a web page could read the metrics through a DNS name that was rebound to this machine.
+    """
     hosts = {"localhost:1": 200, "LOCALHOST": 200, "[::1]": 200, "evil.example": 403, "evil.example:9090": 403, "": 403}
     assert {host: get(server, Host=host)[0] for host in hosts} == hosts
     host = b"host: localhost\r\n"

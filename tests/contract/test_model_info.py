@@ -199,7 +199,10 @@ def test_too_many_suppressed_tokens_are_refused_with_the_bound(tmp_path: Path) -
 
 
 def test_suppressed_tokens_stay_so_whatever_a_request_says(tmp_path: Path) -> None:
-    """Tokens outside the vocabulary are ignored: they cannot be sampled, and some published files list them."""
+    """Suppressed tokens stay suppressed whatever a request says.
+
+    Tokens outside the vocabulary are ignored: they cannot be sampled, and some published files list them.
+    """
     model = info_with(tmp_path, suppress_tokens=[7, 3, 7, 9999], temperature=0.5)
     for given in ({}, {3: 100.0, 5: 1.5}):
         message = pb.GenerateRequest(

@@ -200,7 +200,7 @@ async def test_probes_need_no_certificate_on_the_health_port(site: Site, checkpo
 
 
 async def test_scheduler_refuses_a_worker_of_another_name(site: Site) -> None:
-    """Use the channel options of the scheduler."""
+    """A worker of another name is refused even with the scheduler's own channel options."""
     async with worker(site) as target:
         options = (*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", "worker.test"))
         with pytest.raises(grpc.RpcError) as error:

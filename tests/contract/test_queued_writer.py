@@ -117,7 +117,7 @@ def test_a_line_longer_than_the_queue_is_written_too() -> None:
 
 @pytest.mark.parametrize("ends_at_loss", [False, True])
 def test_a_queue_takes_all_its_bytes_and_none_beyond(ends_at_loss: bool) -> None:
-    """With `ends_at_loss`, no line is written after the first lost line."""
+    """The queue accepts exactly its byte limit. With `ends_at_loss`, no line is written after the first lost line."""
     begun, goes_on = threading.Event(), threading.Event()
 
     def write(block: bytes) -> None:
@@ -270,7 +270,9 @@ def read_until(pipe: Pipe, pattern: str) -> str:
 async def test_bad_handshakes_and_a_silent_log_stop_no_front_end(
     tmp_path: Path, checkpoint: Path, full_pipe: Pipe
 ) -> None:
-    """gRPC's core would log a line of its own for each failed handshake."""
+    """Failed handshakes and a blocked log do not block a front end, although gRPC's core would log a line for each
+    handshake.
+    """
     authority = Authority("pagewire")
     cert, key = authority.issue("localhost").write(tmp_path, "server")
     async with serve(checkpoint) as stack:

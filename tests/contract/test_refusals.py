@@ -15,7 +15,7 @@ CLIENT_CLOSED_REQUEST = 499  # used by nginx, in no standard
 
 
 class Call:
-    """The part of an RPC context that receives the final status."""
+    """A fake RPC context that records the status with which a refusal ends the RPC."""
 
     def set_trailing_metadata(self, metadata: object) -> None:
         self.metadata = metadata

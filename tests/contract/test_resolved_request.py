@@ -89,7 +89,10 @@ def test_an_embedding_arrives_as_it_was_sent(model: ModelInfo) -> None:
 
 @pytest.mark.parametrize("limit", [100, 1000])
 def test_the_scheduler_limits_max_tokens_of_resolved_requests(model: ModelInfo, limit: int) -> None:
-    """A worker with another capacity may have connected since the front end resolved the request."""
+    """The scheduler limits `max_tokens` by its own worker.
+
+    A worker with another capacity may have connected since the front end resolved the request.
+    """
     sent = resolved(request(PROMPT), model)
     assert read(encode_resolved(sent, LIMIT), model, limit) == replace(sent, max_tokens=limit - len(PROMPT))
     exact = resolved(request(PROMPT, max_tokens=250), model)
@@ -104,7 +107,10 @@ def test_the_scheduler_limits_max_tokens_of_resolved_requests(model: ModelInfo, 
 
 
 def test_internal_fields_are_not_in_the_message() -> None:
-    """Deadlines use the scheduler's own clock. The other two fields come from the RPC."""
+    """Three fields of a request are not in the message.
+
+    Deadlines use the scheduler's own clock, and the other two fields come from the RPC.
+    """
     names = {field.name for field in pb.ResolvedRequest.DESCRIPTOR.fields}
     assert {*Request.__dataclass_fields__} - names == {"deadline", "traceparent", "output_mode"}
 
@@ -397,7 +403,10 @@ def could_be_asked_for(found: Request, model: ModelInfo) -> bool:
 
 
 def test_a_request_of_too_many_bytes_is_not_read(model: ModelInfo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parsing 16 MiB of unknown fields would block the event loop for seconds."""
+    """A request that is too large is refused before parsing.
+
+    Parsing 16 MiB of unknown fields would block the event loop for seconds.
+    """
 
     def never(message: object) -> None:
         raise AssertionError("it is read")
@@ -413,7 +422,9 @@ def test_a_request_of_too_many_bytes_is_not_read(model: ModelInfo, monkeypatch: 
 
 @pytest.mark.parametrize("form", ["request", "resolved"])
 def test_a_prompt_stays_in_its_message_until_it_fits(model: ModelInfo, form: str) -> None:
-    """Converting millions of tokens would block the event loop."""
+    """A prompt stays in its message until its length is checked, because converting millions of tokens would block the
+    event loop.
+    """
     submission = pb.Submission(request=request([1] * 1_000_000))
     if form == "resolved":
         submission.resolved.CopyFrom(encode_resolved(resolved(GOOD["sampled"], model), LIMIT))
@@ -426,7 +437,10 @@ def test_a_prompt_stays_in_its_message_until_it_fits(model: ModelInfo, form: str
 
 
 def test_a_resolved_request_counts_before_another_form(model: ModelInfo) -> None:
-    """The front end's checks of one form must apply to the form that the scheduler reads."""
+    """A resolved request takes precedence over another form in the same message.
+
+    So a front end's checks apply to the form that is used.
+    """
     both = pb.Submission(request=GOOD["beams"], resolved=encode_resolved(resolved(GOOD["sampled"], model), LIMIT))
     for message in (both, pb.SubmitRequest(request=both.request, resolved=both.resolved)):
         assert read_submitted(message, ANY_CALL, model).request.request_id == "sampled"
@@ -517,7 +531,10 @@ class OtherScheduler(pb_grpc.SchedulerServiceServicer):
 
 @pytest.mark.parametrize("version", [0, FRONT_END_PROTOCOL + 1])
 async def test_a_scheduler_of_another_protocol_is_sent_nothing(checkpoint: Path, version: int) -> None:
-    """A scheduler of an older release reports version 0. It would not find the prompt in a request."""
+    """A scheduler with another protocol version gets no request.
+
+    An older release reports version 0, and would not find the prompt.
+    """
     async with serve(checkpoint) as stack:
         info = await stack.stub.GetServerInfo(pb.GetServerInfoRequest())
     assert info.front_end_protocol == FRONT_END_PROTOCOL

@@ -91,7 +91,10 @@ def test_what_is_refused_for_now_is_tried_again(way: str, code: grpc.StatusCode)
 
 @ways
 def test_a_server_at_which_too_many_calls_wait_is_tried_again(way: str) -> None:
-    """`tests/system/test_rapid_resets.py` shows gRPC's real status in this case."""
+    """Retry if too many RPCs wait at the server.
+
+    `tests/system/test_rapid_resets.py` shows gRPC's real status in this case.
+    """
     scheduler = ScriptedScheduler()
     scheduler.script = refusing(2, grpc.StatusCode.CANCELLED, reason="CANCELLED")
     with serving(scheduler) as url:

@@ -194,7 +194,10 @@ async def test_a_child_that_never_comes_up_is_given_up(tmp_path: Path) -> None:
 async def test_a_child_that_the_system_kills_for_its_memory_is_given_up(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Only after such a kill, the log mentions memory and a remedy."""
+    """A child that the system repeatedly kills for its memory is given up.
+
+    Only after such a kill, the log mentions memory and a remedy.
+    """
     caplog.set_level(logging.INFO)
     body = """
         announce("takes memory: 9 GiB of weights; 8 GiB were available")
@@ -393,7 +396,7 @@ async def test_nothing_that_a_child_prints_ends_the_reading(
 
 
 async def test_only_what_a_child_announces_is_taken_for_that(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A child may print text that its clients send."""
+    """Printed lines are not taken for announcements, because a child may print text of its clients."""
     caplog.set_level(logging.INFO)
     forged = ["cannot start: forged", "takes memory: forged", "ready on http://forged", "deadbeef ready on http://f"]
     child = Child(tmp_path, f"print({chr(10).join(forged)!r}, flush=True)\n" + textwrap.dedent(READY_FOREVER))
@@ -463,7 +466,7 @@ def test_a_free_port_is_none_that_is_promised(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_free_port_is_not_found_again_at_once() -> None:
-    """The process that found a port may not have bound it yet."""
+    """A free port is not returned again at once, because the process that found it may not have bound it yet."""
     ports = [free_port("127.0.0.1") for _ in range(500)]
     assert len(set(ports)) == 500
 

@@ -301,7 +301,7 @@ def test_arguments_of_any_kind_are_written(name: str, given: dict[str, Any], kep
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_arguments_that_were_cut_off_are_written(name: str) -> None:
-    """The arguments may be cut at any character, as `max_tokens` does."""
+    """Tool call arguments that were cut at any character, as `max_tokens` does, are rendered."""
     whole = json.dumps({"at": 'Oslo "é', "days": [1, {"a": None}]}, ensure_ascii=False)
     for end in range(len(whole) + 1):
         call = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": whole[:end]}}

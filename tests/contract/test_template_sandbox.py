@@ -250,7 +250,9 @@ def test_all_filters_and_methods_are_known() -> None:
 
 
 def test_what_templates_do_with_long_messages_is_affordable() -> None:
-    """The operations of published templates on 100,000 characters leave most of the budget."""
+    """Published templates can process long messages: their operations on 100,000 characters leave most
+    of the budget.
+    """
     content = "<think>some thoughts</think> Words of\nall kinds, " * 2_000
     template = (
         "{{ content.split('</think>')[-1].lstrip('\\n').rstrip() | trim }}"
@@ -370,7 +372,7 @@ def test_any_text_is_a_template_or_a_clear_error(seed: int) -> None:
 
 
 def test_a_template_is_rendered_on_several_threads_at_once() -> None:
-    """Each rendering has its own budget."""
+    """Several threads can render a template in parallel. Each rendering has its own budget."""
     has_begun, may_go_on = threading.Event(), threading.Event()
 
     class Slow:

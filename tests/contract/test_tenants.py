@@ -295,7 +295,9 @@ async def test_samples_and_beams_have_a_quota(checkpoint: Path, tenants: Path) -
 
 
 async def test_every_claim_is_given_back(checkpoint: Path, tenants: Path) -> None:
-    """The quota is exactly one request of three samples. The next request must be accepted after any outcome of the
+    """All quotas of a request are released.
+
+    The quota is exactly one request of three samples, and the next request must be accepted after any outcome of the
     previous one.
     """
     write_tenants(tenants, acme={"max_requests": 1, "max_sequences": 3, "max_queued_tokens": 40, "max_blocks": 100})
@@ -373,7 +375,7 @@ async def test_the_file_is_read_again_when_it_changes(
 
 
 def test_a_file_that_could_not_be_opened_is_read_again(tenants: Path) -> None:
-    """The file changes while the process has no free file descriptor."""
+    """A changed file is read again if the first attempt failed because the process had no free file descriptor."""
     file = TenantFile(str(tenants))
     write_tenants(tenants, acme={"api_keys": []})
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -388,7 +390,7 @@ def test_a_file_that_could_not_be_opened_is_read_again(tenants: Path) -> None:
 
 
 def test_each_state_of_a_file_is_told_once(tenants: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The state is logged once, however often the file is checked."""
+    """Each state of the tenants file is logged once, however often the file is checked."""
     caplog.set_level(logging.INFO)
     file = TenantFile(str(tenants))
 

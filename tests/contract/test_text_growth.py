@@ -100,7 +100,10 @@ def test_a_text_costs_as_much_as_it_is_long(reader: str) -> None:
 
 
 def test_arguments_cost_as_much_as_they_are_long() -> None:
-    """The arguments of a response that is not streamed are parsed in one piece."""
+    """Parsing tool call arguments takes linear time.
+
+    The arguments of a response that is not streamed are parsed in one piece.
+    """
 
     def prepare(size: int) -> Callable[[], object]:
         spelling = SPELLINGS["qwen-coder"]

@@ -147,10 +147,10 @@ def test_a_client_takes_no_key_of_another_certificate(tmp_path: Path) -> None:
 
 
 def test_what_can_be_used_is_taken(tmp_path: Path) -> None:
-    """Valid files: certificate and key in one file, a chain, a new authority beside an expired one, and other key
-    types.
+    """Valid TLS files are accepted: certificate and key in one file, a chain, a new authority beside an expired one,
+    and keys of other types.
 
-    Without files, the system's authorities are used.
+    Without files, there is nothing to read.
     """
     both = GOOD.key + GOOD.cert
     keys = (rsa.generate_private_key(65537, 2048), ec.generate_private_key(ec.SECP384R1()))

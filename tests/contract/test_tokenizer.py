@@ -74,7 +74,7 @@ def lossy(run: list[int]) -> str:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_random_bytes_among_words(metaspace_tokenizer: Tokenizer, seed: int) -> None:
-    """An invalid byte never affects a neighboring character, whether decoded incrementally or at once.
+    """An invalid byte never changes a neighboring character, whether tokens are decoded incrementally or at once.
 
     Special tokens are left out of the text.
     """

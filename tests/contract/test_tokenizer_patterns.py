@@ -12,7 +12,10 @@ from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
 
 @pytest.mark.parametrize("place", ["pre_tokenizer", "normalizer"])
 def test_a_pattern_without_end_is_an_error_of_its_text(tmp_path: Path, place: str) -> None:
-    """The tokenizers library panics for such a pattern. The panic is not an Exception in Python."""
+    """A pattern that takes exponential time is reported as an error of the text.
+
+    The tokenizers library panics for such a pattern, and the panic is not an Exception in Python.
+    """
     made = HuggingFaceTokenizer(models.BPE(vocab={"a": 0}, merges=[]))
     if place == "pre_tokenizer":
         made.pre_tokenizer = pre_tokenizers.Split(Regex("(a|aa)+$"), "isolated")

@@ -172,7 +172,7 @@ async def test_a_missing_collector_fails_nothing(checkpoint: Path) -> None:
 
 
 async def test_a_silent_collector_is_given_a_second(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The export RPC ends by its deadline only."""
+    """A collector that does not answer gets one second at shutdown: the deadline of the export RPC."""
     seconds: list[float] = []
 
     async def wait(self: Collector, message: object, context: grpc.aio.ServicerContext) -> None:

@@ -83,7 +83,10 @@ async def test_what_waits_is_refused_to_the_tenant_that_has_too_much() -> None:
 
 
 async def test_a_caller_that_leaves_keeps_its_turn_while_its_piece_runs() -> None:
-    """Otherwise the tenant's next piece would run in parallel, and its bytes would not be counted."""
+    """A caller that leaves keeps its turn while its piece runs.
+
+    Otherwise the tenant's next piece would run in parallel, and its bytes would not be counted.
+    """
     pieces, turns = Pieces(), turns_of()
     begun = asyncio.create_task(turns.run("a", PIECE_SIZE + 1, pieces.work, "begun"))
     waiting = [asyncio.create_task(turns.run("a", PIECE_SIZE + 1, pieces.work, "a")) for _ in range(8)]
@@ -123,7 +126,10 @@ async def test_work_of_a_caller_that_has_left_is_not_kept() -> None:
 
 
 async def test_pieces_on_the_event_loop_leave_turns_to_others() -> None:
-    """Between two pieces, the event loop runs other callbacks, however many calls arrive at once."""
+    """Pieces on the event loop yield after each piece.
+
+    Between two pieces, the event loop runs other callbacks, however many calls arrive at once.
+    """
     turns, done = turns_of(), list[str]()
     flood = [asyncio.create_task(turns.carry_out("a", PIECE_SIZE, done.append, "a")) for _ in range(40)]
     other = asyncio.create_task(turns.carry_out("b", PIECE_SIZE, done.append, "b"))

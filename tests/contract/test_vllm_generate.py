@@ -315,7 +315,10 @@ def test_forced_calls_have_nothing_but_names_and_parameters() -> None:
 
 
 def test_forced_calls_are_spelt_in_one_way() -> None:
-    """With a space before a comma or bracket, the router would return this call and the following calls as text."""
+    """Forced tool calls have exactly one spelling.
+
+    With a space before a comma or bracket, the router would return this call and the following calls as text.
+    """
     tokenizer = Path("models/storyteller/tokenizer.json").read_text(encoding="utf-8")
     compiler, encode = GrammarCompiler(tokenizer, 1024), Tokenizer.from_str(tokenizer).encode
     parameters = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
@@ -332,8 +335,9 @@ def test_forced_calls_are_spelt_in_one_way() -> None:
 
 
 async def test_a_slow_router_gets_token_by_token(with_end: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The router would lose tool calls in a chunk with several tokens. It does not report which requests have optional
-    tools.
+    """A slow router gets one token in each chunk, because it would lose tool calls in a longer chunk.
+
+    It does not report which requests have optional tools.
     """
     monkeypatch.setattr(servicer, "send_headers_if_silent", lambda active, context: active.wait_for_end())
     async with serve(with_end) as stack:
@@ -421,7 +425,7 @@ async def test_a_client_that_goes_away_frees_its_blocks(checkpoint: Path, stream
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_that_fails_ends_with_its_status(checkpoint: Path, stream: bool) -> None:
-    """The fake worker's logits after its last token are invalid."""
+    """A request that fails ends with its status. The fake worker's logits after its last token are invalid."""
     async with serve(checkpoint) as stack:
         await failure_of(
             generate(stack, request([*PROMPT, VOCAB_SIZE - 1], stream=stream, max_tokens=5, n=2)),

@@ -221,7 +221,7 @@ async def test_a_subscriber_that_falls_behind_gets_a_snapshot(
 
 
 async def test_content_of_tenants_and_salts_is_left_out(checkpoint: Path) -> None:
-    """Requests of this API cannot hit blocks of tenants or salts."""
+    """Cached content of tenants and salts is left out of the events, because requests of this API cannot hit it."""
     async with serve(checkpoint) as stack:
         mirror = Mirror()
 

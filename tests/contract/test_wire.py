@@ -102,7 +102,10 @@ def test_a_worker_without_capacity_is_refused(name: str) -> None:
 
 
 def test_every_column_of_a_plan_has_its_phase() -> None:
-    """The columns of a phase have its name as a prefix, so no other list of them is needed."""
+    """Each column of a plan belongs to one phase.
+
+    A column's name begins with its phase, so no other list of columns is needed.
+    """
     assert [name for names in PHASES.values() for name in names] == [*StepPlan.__slots__[2:]]
     assert PHASES["set_blocks"] == ("set_block_slots", "set_block_indexes", "set_block_ids")
     assert PHASES["openings"] == ("openings",)

@@ -192,8 +192,10 @@ async def vllm_health(end: Stack | FrontEnd) -> tuple[bool, str]:
 
 @pytest.mark.parametrize("has_front_end", [False, True], ids=["scheduler", "front end"])
 async def test_routers_are_told_to_go_elsewhere(checkpoint: Path, has_front_end: bool) -> None:
-    """A request that is not streamed can move to another server until it is answered. A front end behaves as the
-    scheduler.
+    """Routers get UNAVAILABLE for requests that another server can serve from the start, which includes whole
+    responses.
+
+    A front end behaves like the scheduler.
     """
     async with serve_both(checkpoint, worker_grace=GRACE) as (stack, front):
         end = front if has_front_end else stack

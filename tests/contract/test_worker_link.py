@@ -120,7 +120,7 @@ async def test_a_stale_epoch_is_overtaken_by_a_scheduler_that_never_held_the_wor
     ],
 )
 async def test_implausible_epochs_are_ignored(reason: str, epoch: int, told: str) -> None:
-    """An implausible epoch is ignored, also in later refusals by the same worker.
+    """An implausible epoch in a worker's refusal is ignored, also in later refusals by that worker.
 
     Otherwise a rogue worker could make the scheduler continue from that epoch, and every other worker would refuse it.
     """
@@ -141,7 +141,7 @@ async def test_implausible_epochs_are_ignored(reason: str, epoch: int, told: str
 async def test_a_scheduler_without_a_higher_epoch_says_so_in_a_line(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The machine's clock shows the year 2527."""
+    """A scheduler that has no higher epoch exits with one line. Here the machine's clock shows the year 2527."""
     monkeypatch.setattr(server, "WorkerLink", partial(WorkerLink, clock=lambda: 2**44 / 1000))
     config = SchedulerConfig(model=str(checkpoint), worker="127.0.0.1:1", port=0, metrics_port=0)
     assert await server.run(config, stop=asyncio.Event(), ready=lambda url: None) == 78
@@ -300,7 +300,7 @@ class AnsweringCall:
         return worker_pb2.ExecuteResponse(ready=worker_pb2.WorkerCapacity(**capacity))
 
     def cancel(self) -> None:
-        """Do nothing, because no RPC is in progress."""
+        """Do nothing: the fake RPC has nothing to cancel."""
 
 
 async def test_a_worker_that_joins_as_the_scheduler_stops_does_not_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:

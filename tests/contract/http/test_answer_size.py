@@ -76,7 +76,10 @@ async def test_answers_of_a_tenant_share_a_bound(model: Path, tmp_path: Path, mo
 
 
 async def test_tokens_of_texts_do_not_wait_as_lists(server: HttpServer) -> None:
-    """Peak memory must be smaller than lists of token ids would be, at 8 bytes for each small id."""
+    """Waiting token ids are stored compactly.
+
+    Peak memory must be smaller than lists of token ids would be, at 8 bytes for each small id.
+    """
     text, num = "yz" * 50_000, 24
     whole = (await server.post("/tokenize", prompt=text)).json()["tokens"]
     assert len(whole) > 50_000
@@ -90,7 +93,7 @@ async def test_tokens_of_texts_do_not_wait_as_lists(server: HttpServer) -> None:
 
 
 async def test_no_grammar_is_copied_for_many_prompts(server: HttpServer) -> None:
-    """Each of a request's prompts would have its own copy of the grammar in the scheduler."""
+    """A request with many prompts is refused if the copies of its grammar, one for each prompt, would be too large."""
     choice = ["a" * 60] * 200
     error = await server.refusal(COMPLETION, prompt=["x"] * 1024, structured_outputs={"choice": choice}, max_tokens=1)
     assert error["param"] == "structured_outputs.choice"

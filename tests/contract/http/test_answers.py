@@ -61,7 +61,10 @@ async def test_agents_learn_that_a_prompt_is_too_long(server: HttpServer, text: 
 async def test_a_streamed_response_to_a_prompt_that_is_too_long_fails_in_an_event(
     server: HttpServer, text: str
 ) -> None:
-    """Codex compacts its conversation after this event, but gives up after an error status."""
+    """A prompt that is too long ends a stream with an event, because Codex compacts its conversation then.
+
+    Codex gives up after an error status.
+    """
     stream = await server.openai.responses.create(model="chatty", input=text, stream=True)
     created, failed = [event async for event in stream]
     assert (created.type, failed.type) == ("response.created", "response.failed")
@@ -113,7 +116,7 @@ async def test_every_answer_has_an_id_for_its_client(server: HttpServer) -> None
 
 
 async def test_responses_have_a_system_fingerprint(server: HttpServer) -> None:
-    """Whole responses and stream events carry the same fingerprint for every request."""
+    """Whole responses and stream events have a `system_fingerprint`, which is the same for every request."""
     asked: dict[str, dict[str, Any]] = {CHAT: {"messages": [QUESTION]}, COMPLETION: {"prompt": "once"}}
     answers = []
     for path, given in asked.items():
@@ -226,7 +229,7 @@ async def test_reasoning_that_is_left_out_is_in_no_list_of_tokens(
 
 
 async def test_many_inputs_are_embedded(server: HttpServer) -> None:
-    """The limit is 2048 inputs, as in OpenAI's API."""
+    """An embeddings request may have up to 2048 inputs, as in OpenAI's API."""
     answer = (await server.post(EMBEDDINGS, input=[[token_id % 250 + 1] for token_id in range(2048)])).json()
     assert [each["index"] for each in answer["data"]] == list(range(2048))
     error = await server.refusal(EMBEDDINGS, input=[[1]] * 2049)
@@ -234,7 +237,7 @@ async def test_many_inputs_are_embedded(server: HttpServer) -> None:
 
 
 async def test_a_conversation_is_embedded(server: HttpServer) -> None:
-    """The chat template renders the conversation without the generation prompt."""
+    """A conversation is embedded as its chat template renders it, without the generation prompt."""
     [of_chat] = (await server.post(EMBEDDINGS, messages=[QUESTION])).json()["data"]
     [of_text] = (await server.post(EMBEDDINGS, input="<user>hello\n")).json()["data"]
     assert of_chat["embedding"] == of_text["embedding"]
@@ -261,7 +264,7 @@ async def test_reasoning_may_stay_in_the_content(
 
 
 async def test_reasoning_in_a_channel_may_be_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """gpt-oss writes reasoning in channels without tags."""
+    """Reasoning may stay in the content even if it has no tags, as in the channels of gpt-oss."""
     model = make_chat_checkpoint(tmp_path / "model")
     (model / "chat_template.jinja").write_text(CHAT_TEMPLATE + "{# <|channel|> <|message|> #}")
     written = (("analysis", "hm"), ("final", "sun"), ("analysis", "oh"))

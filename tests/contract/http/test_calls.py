@@ -42,7 +42,7 @@ async def test_model_list_health_and_version_endpoints(server: HttpServer) -> No
 
 
 async def test_a_model_has_several_names(model: Path) -> None:
-    """Every route accepts any of the names. The first name appears in responses and metrics."""
+    """Every route accepts any of the model's names. The first name appears in responses and metrics."""
     async with serve_http(model, served_model_name="first, second,third,first") as server:
         cards = (await server.client.get("/v1/models")).json()["data"]
         assert [(card["id"], card["root"]) for card in cards] == [(name, "first") for name in NAMES]
@@ -277,7 +277,7 @@ async def test_tls(model: Path, tmp_path: Path) -> None:
 
 
 async def test_renewed_certificates_count(model: Path, tmp_path: Path) -> None:
-    """Renewal applies to the server's certificate and to the authority for client certificates."""
+    """Renewed certificates are loaded for the server itself and for the authority of its clients."""
     ours, others = Authority("ours"), Authority("others")
     cert, key = ours.issue("127.0.0.1").write(tmp_path, "server")
     ca = ours.write(tmp_path)
@@ -388,7 +388,10 @@ async def test_a_failure_behind_the_first_event_is_an_event(server: HttpServer) 
 
 
 async def test_a_slow_reader_does_not_delay_other_requests(server: HttpServer) -> None:
-    """Output that the client has not read waits in the server, limited by the output's own length."""
+    """A slow reader does not delay other requests.
+
+    Its unread output waits in the server, limited by the output's own length.
+    """
     server.stack.worker.step_seconds = 0.005
     reader, writer = await asyncio.open_connection(*server.url.removeprefix("http://").split(":"))
     content = json.dumps(

@@ -273,7 +273,10 @@ async def test_unsupported_fields_are_refused_by_name(server: HttpServer, param:
 async def test_an_output_without_a_call_is_a_turn_of_the_user(
     server: HttpServer, say: Say, rendered: list[Any], named: dict[str, Any], heading: str
 ) -> None:
-    """Codex sends the objective of a goal this way: as text that the user did not write."""
+    """A tool output without a call becomes a user message.
+
+    Codex sends the objective of a goal this way, as text that the user did not write.
+    """
     say("done")
     result = {"type": "function_call_output", "id": "fco_1", "output": "see it through", **named}
     call = {"type": "function_call", "call_id": "1", "name": "exec_command", "arguments": "{}"}
@@ -293,7 +296,10 @@ async def test_fields_of_other_item_types_are_accepted(server: HttpServer) -> No
 
 @pytest.mark.parametrize("store", [False, True])
 async def test_a_loop_of_tools(server: HttpServer, say: Say, rendered: list[Any], store: bool) -> None:
-    """Codex sends whole conversations, with items as it received them, including null fields."""
+    """A loop of tool calls continues if the client sends whole conversations, as Codex does.
+
+    Items may contain null fields.
+    """
     said = [
         "<think>\nhm\n</think>\n\n" + call("exec_command", '{"cmd": "ls"}'),
         call("multi_agent_v1__wait_agent", '{"targets": []}'),
@@ -430,7 +436,7 @@ LISTED = {"type": "namespace", "name": "mail", "description": "Mails.", "tools":
 
 @pytest.mark.parametrize("store", [False, True])
 async def test_the_client_searches_for_tools(server: HttpServer, say: Say, rendered: list[Any], store: bool) -> None:
-    """Codex does this if the model has an OpenAI name."""
+    """The client itself executes tool searches, as Codex does if the model has an OpenAI name."""
     say(call("tool_search", '{"query": "mail"}'))
     tools = [*TOOLS[:1], SEARCH]
     response, events = await both(server, tools=tools, store=store)

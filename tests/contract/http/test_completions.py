@@ -100,7 +100,7 @@ async def test_usage_in_streams(server: HttpServer) -> None:
 
 
 async def test_a_text_is_scored(server: HttpServer) -> None:
-    """lm-eval scores a text this way: echo and logprobs, but no new tokens."""
+    """A text is scored as lm-eval requests it: with echo and logprobs, but without new tokens."""
     for stream in (False, True):
         asked = {"prompt": "once upon a time", "max_tokens": 0, "echo": True, "logprobs": 1}
         if stream:
@@ -292,7 +292,7 @@ async def test_the_client_of_openai(server: HttpServer) -> None:
 
 
 async def test_a_request_ends_with_its_time(server: HttpServer) -> None:
-    """Like an RPC with a deadline, the request ends and its memory is freed."""
+    """A request ends at its `timeout`, and its memory is freed, as for an RPC with a deadline."""
     server.stack.worker.step_seconds = 0.02
     late = await failure_of(server.front.generate(request("once", max_tokens=240, ignore_eos=True), timeout=0.3))
     endless = {"prompt": "once", "seed": 0, "max_tokens": 240, "ignore_eos": True, "timeout": 0.3}

@@ -173,7 +173,7 @@ async def test_connections_count_from_their_handshake_on(
 
 
 async def test_an_idle_connection_ends(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The timeout also applies to blank lines between requests, and to the unread body of an answered request."""
+    """The idle timeout also applies to blank lines between requests, and to the unread body of an answered request."""
     monkeypatch.setattr(connection, "KEEP_ALIVE_S", 0.2)
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
     async with serve_http(model) as server:
@@ -242,7 +242,7 @@ async def test_answers_that_are_not_read_have_a_bound_together(
 
 
 async def test_a_client_that_reads_slowly_gets_its_answer(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The timeout applies to each pause in reading, not to the whole response."""
+    """The read timeout applies to each pause of a slow client, not to the whole response."""
     monkeypatch.setattr(connection, "UNREAD_TIMEOUT_S", 1.0)
     async with serve_http(model) as server, connected(server, num_ahead=4096) as (reader, writer):
         writer.write(LARGE)
@@ -257,7 +257,7 @@ async def test_a_client_that_reads_slowly_gets_its_answer(model: Path, monkeypat
 
 
 async def test_events_of_several_prompts_are_whole() -> None:
-    """Events stay intact even if each is sent in pieces and all wait for one slow reader."""
+    """Events of several prompts are written one after the other, even if each is sent in pieces to a slow reader."""
     sent: list[bytes] = []
 
     async def send(message: Any) -> None:
@@ -273,7 +273,10 @@ async def test_events_of_several_prompts_are_whole() -> None:
 
 
 async def test_a_message_that_is_cut_ends_its_connection() -> None:
-    """Otherwise the client would read the following bytes as a part of the message."""
+    """A truncated message closes its connection.
+
+    Otherwise the client would read the following bytes as a part of the message.
+    """
     sending, never, num_aborts = asyncio.Event(), asyncio.Event(), itertools.count()
 
     async def send(message: Any) -> None:

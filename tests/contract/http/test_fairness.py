@@ -113,7 +113,7 @@ async def test_an_ended_response_is_read_without_its_template(
 
 
 async def test_a_long_list_of_tokens_becomes_text_in_pieces(server: HttpServer, model: Path) -> None:
-    """A character's bytes may be split between two pieces."""
+    """A long list of token ids is decoded in pieces, even if a character's bytes are split between two pieces."""
     text = "日é🐢 " * (PIECE_SIZE // 8)
     token_ids = (await server.post("/tokenize", prompt=text)).json()["tokens"]
     assert len(token_ids) > 2 * PIECE_SIZE // 8

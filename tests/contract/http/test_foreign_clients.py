@@ -153,7 +153,10 @@ async def test_texts_of_responses_are_texts_of_chats(server: HttpServer) -> None
 
 
 async def test_images_in_results_of_tools_are_left_out_with_a_warning(server: HttpServer) -> None:
-    """Qwen Code, Strands and other agents put screenshots into tool messages."""
+    """Images in tool results are replaced by a note, with a warning.
+
+    Qwen Code, Strands and other agents put screenshots into tool messages.
+    """
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
     asked = [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}]
@@ -219,7 +222,7 @@ async def test_an_empty_content_encoding_is_none(server: HttpServer) -> None:
 
 
 async def test_media_are_refused_in_the_same_words(server: HttpServer) -> None:
-    """The model reads text only. Several APIs have different names for the same kind of part."""
+    """Images, audio, videos and files are refused with the same error text in all APIs. The model reads text only."""
     image, audio = {"url": "data:image/png;base64,aGk="}, {"data": "aGk=", "format": "wav"}
     source = {"type": "base64", "media_type": "image/png", "data": "aGk="}
     parts: list[tuple[str, str, dict[str, Any]]] = [
@@ -408,7 +411,7 @@ async def test_options_of_other_servers_at_values_that_ask_for_nothing(server: H
 
 
 async def test_an_answer_may_be_a_message_with_all_its_fields(server: HttpServer) -> None:
-    """`model_dump()` of Anthropic's client writes all fields of a message."""
+    """A message is accepted as `model_dump()` of Anthropic's client writes it, with all fields."""
     answer = await accepted(server, MESSAGES)
     dumped = anthropic.types.Message.model_validate(answer).model_dump()
     await accepted(server, MESSAGES, messages=[QUESTION, dumped, QUESTION])

@@ -89,7 +89,9 @@ def chunked(content: bytes, draw: random.Random) -> bytes:
 async def test_an_offered_upgrade_is_ignored(
     server: HttpServer, arrivals: Arrivals, offer: bytes, is_chunked: bool
 ) -> None:
-    """The body is read correctly wherever it is cut, and the next request is answered."""
+    """The body of a request with an upgrade offer is read correctly wherever it is cut, and the next request is
+    answered.
+    """
     draw = seeded()
     framing = CHUNKED if is_chunked else b"content-length: %d\r\n" % len(CONTENT)
     head = POST + offer + framing + b"\r\n"
@@ -179,7 +181,7 @@ async def test_nothing_behind_connect_is_served(server: HttpServer, arrivals: Ar
 async def test_heads_that_rfc_9112_names_have_their_status(
     lasting_server: HttpServer, status: int, sent: bytes
 ) -> None:
-    """An error closes the connection, and requests after it are not served."""
+    """A malformed request head closes the connection, and requests after it are not served."""
     assert await status_of(lasting_server, sent) == status
     if status not in (200, 403, 404):
         answer = await answer_to(lasting_server, sent + VERSION)
@@ -206,7 +208,10 @@ async def test_a_connection_that_a_trailer_ends_is_closed(server: HttpServer) ->
 
 
 async def test_a_refused_expect_100_closes_the_connection(server: HttpServer) -> None:
-    """The server cannot know whether the next bytes are the body or another request, so it closes the connection."""
+    """A refused request with `expect: 100-continue` closes the connection.
+
+    The server cannot know whether the next bytes are the body or another request.
+    """
     refused = POST.replace(b"localhost", b"evil.example")
     sent = refused + b"expect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(VERSION)
     async with connected(server) as (reader, writer):
@@ -225,7 +230,10 @@ async def test_http_1_0_clients_get_no_100_continue(server: HttpServer, arrivals
 
 
 async def test_an_early_answer_arrives_while_the_client_sends(server: HttpServer) -> None:
-    """The response also arrives if the connection closes after it: a reset would discard the response in transit."""
+    """An early response arrives while the client sends, even if the connection closes after it.
+
+    A reset would discard it.
+    """
     size = 24 << 20
     sent = POST + b"connection: close\r\ncontent-length: %d\r\n\r\n" % size
     async with connected(server) as (reader, writer):
@@ -236,7 +244,10 @@ async def test_an_early_answer_arrives_while_the_client_sends(server: HttpServer
 
 
 async def test_many_chunks_do_not_block_the_event_loop(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each chunk costs a function call, however small it is, and one packet may contain 43,000 chunks."""
+    """Many chunks are parsed in several turns of the event loop.
+
+    Each chunk costs a function call, and one packet may contain 43,000 chunks.
+    """
     num_parsed, turns = 0, []
     parse, on_body = connection.HttpConnection._parse, connection.HttpConnection.on_body
 
@@ -294,7 +305,7 @@ async def test_requests_ahead_are_answered_in_order(server: HttpServer, arrivals
 
 
 async def test_small_requests_ahead_wait_as_bytes(server: HttpServer, arrivals: Arrivals) -> None:
-    """Each request would need a hundred times the memory as an object."""
+    """Small pipelined requests wait as bytes, because each would need a hundred times the memory as an object."""
     server.stack.worker.step_seconds = 0.02
     small = b"GET / HTTP/1.1\r\nhost:\r\n\r\n"  # one piece that is parsed at once contains 40 of them
     async with connected(server) as (reader, writer):

@@ -110,7 +110,9 @@ async def test_all_tokens_of_the_vocabulary(server: HttpServer) -> None:
 async def test_all_tokens_are_bounded_before_they_are_computed(
     server: HttpServer, monkeypatch: pytest.MonkeyPatch, path: str, field: str, asked: dict[str, Any], more: Any
 ) -> None:
-    """The limit also applies to streams, because each event contains the whole vocabulary."""
+    """The response size limit also applies to streams, because each event contains the logprobs of the whole
+    vocabulary.
+    """
     monkeypatch.setattr(parsed_request, "MAX_ANSWER_BYTES", MIB)
     error = await server.refusal(path, **asked, **more)
     assert error["param"] == field
@@ -165,7 +167,9 @@ async def test_the_result_of_a_detached_request_is_put_together_in_small_pieces(
 async def test_requests_for_all_tokens_share_their_tenants_bound(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory is charged to the tenant while a request exists, in every API, and not longer."""
+    """Requests for the logprobs of all tokens count toward their tenant's memory limit while they exist, and not
+    longer.
+    """
     monkeypatch.setattr("scheduler_service.serving.intake.MAX_TENANT_ANSWER_BYTES", MIB)
     asked = {"prompt": [5], "max_tokens": 40, "logprobs": -1, "ignore_eos": True, "stream": True}
     async with shared_server(model, tmp_path) as server:

@@ -153,7 +153,10 @@ async def test_usage(server: HttpServer, model: Path, say: Say, thought: str) ->
 
 @pytest.mark.parametrize("background", [False, True])
 async def test_an_answer_says_what_was_used(model: Path, tmp_path: Path, say: Say, background: bool) -> None:
-    """Open Responses requires each of these fields, and the sampling options must not be null."""
+    """A response reports the options that were used.
+
+    Open Responses requires each of them, and sampling options must not be null.
+    """
     own = tmp_path / "chatty"
     shutil.copytree(model, own)
     (own / "generation_config.json").write_text(json.dumps({"temperature": 0.5, "top_p": 0.25}))
@@ -241,7 +244,7 @@ async def test_a_conversation_is_the_chat_that_it_means() -> None:
 
 
 async def test_no_two_items_have_one_id(server: HttpServer, say: Say) -> None:
-    """Otherwise paging through the items after a given id would never end."""
+    """Item ids are unique in a conversation. Otherwise paging through the items after a given id would never end."""
     say("hello")
     given = [{"role": "user", "content": text, "id": "same"} for text in "abc"]
     first = await server.openai.responses.create(model="chatty", input=given)

@@ -114,7 +114,10 @@ async def test_ids_of_items_are_the_responses(server: HttpServer, say: Say) -> N
 async def test_items_may_be_named(
     server: HttpServer, model: Path, say: Say, rendered: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The AI SDK refers to the items of stored responses this way in a loop of tool calls. Any server resolves them."""
+    """Items of stored responses can be sent by id, as the AI SDK does in a loop of tool calls.
+
+    Any server resolves the ids.
+    """
     say(THOUGHT)
     first = await create(server.openai, tools=TOOLS, extra_body={"request_id": "a_1"})
     result: Any = {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "5 degrees"}
@@ -244,7 +247,10 @@ async def test_a_response_that_is_too_large_is_refused_before_it_is_made(server:
 async def test_a_response_that_cannot_be_kept_is_not_lost(
     server: HttpServer, say: Say, monkeypatch: Any, caplog: pytest.LogCaptureFixture, is_streamed: bool, is_large: bool
 ) -> None:
-    """The failure is only detected after the response has been computed."""
+    """A response is returned even if it cannot be stored.
+
+    This failure is only detected after the response was computed.
+    """
     say(LONG)
     kept = await create(server.openai, extra_body={"request_id": "first"})
     record = (await server.stack.stub.GetResult(pb.GetResultRequest(request_id="first"))).record

@@ -132,7 +132,10 @@ MORE_NULLS = ("if", "uniqueItems", "pattern", "patternProperties", "propertyName
 async def test_a_keyword_that_is_null_is_not_set(
     server: HttpServer, say: Say, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    """Some serializers write every keyword, with null for unset ones. Null in `const` or `default` is a value."""
+    """A keyword that is null counts as unset, because some serializers write every keyword.
+
+    In `const` and `default`, null is a value.
+    """
     say(CALL)
     nulls = dict.fromkeys((*NULLS, *MORE_NULLS, "minimum", "maxItems", "minLength", "description"))
     given = {**nulls, **WEATHER, "properties": {"city": CITY, "days": {**nulls, "type": "array"}}}
@@ -193,7 +196,10 @@ async def test_128_tools_of_239_kb(server: HttpServer, say: Say) -> None:
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
 async def test_schemas_as_other_languages_and_apis_write_them(server: HttpServer, say: Say, path: str) -> None:
-    """Gemini's types are in capitals. Lua, Go's maps and protobuf have no integers."""
+    """Schemas of other APIs and languages are accepted.
+
+    Gemini's types are in capitals, and Lua, Go's maps and protobuf have no integers.
+    """
     say(CALL)
     city = {"type": "STRING", "enum": ["Oslo"], "minLength": 1.0, "maxLength": 9.0}
     given = {"type": "OBJECT", "properties": {"city": city}, "required": ["city"], "minProperties": 1.0}

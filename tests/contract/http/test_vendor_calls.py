@@ -206,7 +206,10 @@ async def test_items_of_responses_are_texts(
 
 
 async def test_items_of_one_turn_are_one_message(server: HttpServer, say: Say, rendered: list[Any]) -> None:
-    """OpenAI's models reason between searches."""
+    """Items of one turn become one message.
+
+    OpenAI's models reason between searches, so a turn may have several items.
+    """
     say("hello")
     thoughts = [
         {"type": "reasoning", "id": f"rs_{index}", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
