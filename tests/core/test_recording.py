@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from pagewire.cli.replay import main
 from pagewire.common.wire.messages import Logprobs, PromptLogprobs, SamplingParams, StepResult
 from pagewire.options import options_of
-from scheduler_service.core.request import Request
+from scheduler_service.core.request import EndReason, Request, SequenceEnd, TokenOutputs
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.core.scheduler_options import SchedulerOptions
 from scheduler_service.serving import recording
@@ -60,6 +61,13 @@ def test_a_random_history_is_replayed_to_the_same_plans(
     counts = f"{num_events} events, {history.num_plans} steps, {history.num_tokens} tokens in "
     assert f"replayed without a difference: {counts}" in capsys.readouterr().out
     assert history.num_tokens > 100
+
+
+def test_an_output_that_ends_in_another_way_differs() -> None:
+    end = SequenceEnd(1, EndReason.STOP, 3, 0, 4, None, "", 0.0, 1.0, 2.0)
+    ends = [[], [end], [replace(end, reason=EndReason.LENGTH)], [replace(end, stop_token_id=7)]]
+    digests = {recording._outputs_digest(TokenOutputs([1], [5], ended=ended)) for ended in ends}
+    assert len(digests) == len(ends)
 
 
 def test_events_are_read_as_they_were(tmp_path: Path) -> None:
