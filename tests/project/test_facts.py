@@ -80,17 +80,17 @@ FACTS = [
     ("docs/troubleshooting.md", f"must be one of {', '.join(METHODS)}`"),
     ("docs/serving.md", f"the same {link_secret._MIN_BYTES} to {link_secret._MAX_BYTES} bytes"),
     ("docs/serving.md", f"A path has at most {addresses.MAX_SOCKET_PATH_BYTES}\n"),
-    ("docs/serving.md", f"within its tenant, in at most {MAX_NAMES['session_id']} characters"),
-    ("docs/serving.md", f"When {recording.MAX_WAITING_BYTES // MIB} MiB wait for the file"),
+    ("docs/serving.md", f"within its tenant, at most {MAX_NAMES['session_id']} characters"),
+    ("docs/serving.md", f"When {recording.MAX_WAITING_BYTES // MIB} MiB are unwritten"),
     ("docs/tracing.md", f"in a queue of at most {queued_writer.MAX_WAITING_BYTES // MIB} MiB"),
     ("docs/tracing.md", f"waits at most {logs.FLUSH_TIMEOUT:g} seconds"),
-    ("docs/structured_output.md", f"| {1000 * trial.MAX_MASK_SECONDS:g} ms each on average"),
+    ("docs/structured_output.md", f"trial output: {1000 * trial.MAX_MASK_SECONDS:g} ms each on average"),
     ("docs/structured_output.md", f"more than {MAX_GRAMMAR_BYTES >> 10} KiB"),
-    ("docs/structured_output.md", f"| {MAX_VALUES} values and {MAX_CHARS >> 10} Ki characters"),
+    ("docs/structured_output.md", f"its target): {MAX_VALUES} values and {MAX_CHARS >> 10} Ki characters"),
     ("docs/structured_output.md", f"at most {round(1000 * trial.MAX_CPU_SECONDS)} ms of CPU time"),
     ("docs/structured_output.md", f"of CPU time and {trial.MAX_BYTES // MIB} MiB of memory"),
-    ("docs/structured_output.md", f"more than {grammar_checks.MAX_TENANT_WAITING} different ones of one tenant"),
-    ("docs/structured_output.md", f"or {grammar_checks.MAX_WAITING_BYTES // MIB} MiB"),
+    ("docs/structured_output.md", f"new grammars: {grammar_checks.MAX_TENANT_WAITING} different ones of one tenant"),
+    ("docs/structured_output.md", f"{grammar_checks.MAX_WAITING_BYTES // MIB} MiB of all"),
     ("docs/metrics.md", f"the next by {grammar_checks.MAX_WAITING_BYTES // MIB} MiB, the last by"),
     ("docs/metrics.md", f"the last by {shared_call._MAX_UNREAD_FAILURES:,} for"),
     ("docs/performance.md", f"limit of open files, up to {listening._MAX_CONNECTIONS:,};"),
@@ -140,7 +140,7 @@ def test_python_is_of_the_versions_that_are_told() -> None:
     assert PROJECT["requires-python"] == f">={tried[0]}"
     told = re.compile(r"Python (3\.\d+) (?:or newer|to)")
     assert {found for path in DOCUMENTS for found in told.findall(read(path))} == {tried[0]}
-    assert f"Python {tried[0]} or newer (tried up to {tried[-1]})" in read(Path("docs/install.md"))
+    assert f"Python {tried[0]} or newer (tested up to {tried[-1]})" in read(Path("docs/quickstart.md"))
 
 
 def row(page: str, name: str) -> str:
@@ -183,7 +183,7 @@ def test_the_index_names_every_page() -> None:
 def test_values_of_flags_are_all_named() -> None:
     backends = re.findall(r"`(\w+)`", row("docs/gpu.md", "`--attention-backend`"))
     assert set(backends) == {*ATTENTION_BACKENDS} - {"cpu"}
-    assert {*VARIANTS, "native"} <= set(re.findall(r"`(\w+)`", row("docs/install.md", "`PAGEWIRE_CPU_VARIANT`")))
+    assert {*VARIANTS, "native"} <= set(re.findall(r"`(\w+)`", row("docs/quickstart.md", "`PAGEWIRE_CPU_VARIANT`")))
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/choosing.md"])
