@@ -115,6 +115,7 @@ async def test_every_end_is_logged_with_its_request(checkpoint: Path, written: C
     first = entries[0]
     assert (first["num_prompt_tokens"], first["num_output_tokens"]) == (5, 3)
     assert 0 <= first["queue_seconds"] <= first["first_token_seconds"] <= first["seconds"]
+    assert all(first[name] == round(first[name], 6) for name in ("queue_seconds", "first_token_seconds", "seconds"))
     assert len({entry["sequence_id"] for entry in entries}) == 3
     assert "mine" in first["message"]
 

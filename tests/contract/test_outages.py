@@ -6,10 +6,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import grpc
+import grpc.aio
 import pytest
 
 from pagewire.common.wire.messages import WorkerCapacity
 from pagewire.hosting.supervisor import free_port
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc
 from scheduler_service import front_end, server
 from scheduler_service.config import FrontEndConfig
 from scheduler_service.links.reconnection import Outage
@@ -118,6 +121,34 @@ async def test_a_front_end_waits_calmly_too(checkpoint: Path, lines: Lines) -> N
     assert warnings(lines) == []
     stop.set()
     assert await running == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "level", "expected"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, logging.INFO, "waiting for the scheduler at "),
+        (grpc.StatusCode.INTERNAL, logging.WARNING, "no session with the scheduler at "),
+    ],
+)
+async def test_only_an_unavailable_scheduler_is_waited_for_calmly(
+    checkpoint: Path, lines: Lines, code: grpc.StatusCode, level: int, expected: str
+) -> None:
+    class Refusing(scheduler_pb2_grpc.SchedulerServiceServicer):
+        async def GenerateMany(self, requests: object, context: grpc.aio.ServicerContext) -> None:
+            await context.abort(code, "not now")
+
+    refusing = grpc.aio.server()
+    scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(Refusing(), refusing)
+    port = refusing.add_insecure_port(f"{LOOPBACK}:0")
+    await refusing.start()
+    config = FrontEndConfig(model=str(checkpoint), scheduler=f"{LOOPBACK}:{port}", port=0, metrics_port=0)
+    stop = asyncio.Event()
+    running = asyncio.create_task(front_end.run(config, stop=stop, ready=lambda url: None))
+    line = await lines.next(f"{expected}{LOOPBACK}:{port}: {code.name}: not now")
+    assert line.levelno == level
+    stop.set()
+    assert await running == 0
+    await refusing.stop(None)
 
 
 def test_what_differs_in_numbers_alone_is_told_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
