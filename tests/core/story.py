@@ -1,21 +1,23 @@
-"""Histories of the core that read as stories: commands, and below each, indented, what the core planned and said.
+"""Readable histories of the scheduler core: commands, each followed by indented lines with the core's plans and events.
 
-`histories/` has one a file. What is indented is made by `python -m tests.core.story --rewrite`, and `test_histories.py`
-sees that it still is so. The worker is the simulated one, whose cache refuses to be read where it is wrong.
+The folder `histories/` has a file for each history. `python -m tests.core.story --rewrite` writes the indented lines,
+and `test_histories.py` checks that they are up to date. The worker is simulated; its cache raises an error if a read
+would return wrong content.
 
-    scheduler NAME=VALUE...   the scheduler's options, where they are not those below; before anything else
-    worker NAME=VALUE...      a worker joins, with fields of its capacity; held_moves: `moved` finishes its moves
-    add NAME prompt=... NAME=VALUE...  a request; its prompt is of numbers, ranges, and requests whose text it takes up
-    schedule, complete        the next plan is made and carried out, the oldest result comes back
-    moved NUM, grammar ID     the oldest moves are done, a grammar is prepared
-    abort NAME, stop NAME NUM a client is gone, a stop text is seen behind so many tokens
-    spoil NAME                the next row of the request that samples has no good logits
-    lose, grace, timeout      the worker is lost, and has been for a while, or for too long
-    wait SECONDS, flush, run  time goes by, the cache is emptied, and all is done that can be done
-    show, stats NAME...       requests and blocks, and figures
+    scheduler NAME=VALUE...   set the scheduler's options, before any other command
+    worker NAME=VALUE...      a worker joins, with these fields of its capacity; held_moves: `moved` finishes its moves
+    add NAME prompt=... NAME=VALUE...  add a request; its prompt has numbers, ranges, and requests whose text it repeats
+    schedule, complete        make and execute the next plan; process the oldest result
+    moved NUM, grammar ID     report the oldest moves as finished; report a grammar as prepared
+    abort NAME, stop NAME NUM the client has gone; a stop text was found after this number of tokens
+    spoil NAME                the request's next row that samples has invalid logits
+    lose, grace, timeout      the worker is lost; has been lost for a while; has been lost for too long
+    wait SECONDS, flush, run  advance the clock; empty the cache; run until nothing is left to do
+    show, stats NAME...       print requests and blocks; print statistics
 
-Blocks are numbers, those of the host with an h, a hole in a table is a point. Where they are shown, each stands for
-its owner, = for several of them, + for what is only cached, ~ for what only a move holds, and a point for nothing.
+Device blocks are shown as numbers, and host blocks as numbers with the prefix h. In a block table, a point is a hole. A
+map of blocks shows the owner of each block. It shows = for several owners, + for a block that is only cached, ~ for a
+block that only a move uses, and a point for a free block.
 """
 
 import shlex
@@ -62,12 +64,12 @@ class Story:
         self._now = 0.0
         self._epoch = 0
         self._requests: dict[str, Request] = {}
-        self._texts: dict[str, list[int]] = {}  # by request, of its first sequence
-        self._names: dict[int, str] = {}  # of the sequences
+        self._texts: dict[str, list[int]] = {}  # by request: the tokens of its first sequence
+        self._names: dict[int, str] = {}  # by sequence id
         self._rows: dict[int, str] = {}  # by slot
 
     def play(self, line: str) -> Iterator[str]:
-        """What comes of a command, in lines."""
+        """Execute a command and yield the lines that it produces."""
         command, *words = shlex.split(line)
         options = {name: _value(value) for name, _, value in (word.partition("=") for word in words if "=" in word)}
         yield from getattr(self, f"do_{command}")(*(word for word in words if "=" not in word), **options)
@@ -154,7 +156,7 @@ class Story:
             blocks = " ".join(str(block or ".") for block in opening.block_ids)
             yield f"opens {rows[opening.slot]}:", [f"{len(opening.token_ids)} tokens{computed}, in {blocks}{grammar}"]
         forks = [(rows[source], target) for source, target in pairs(plan.fork_source_slots, plan.fork_target_slots)]
-        for name, target in forks:  # the rows of a beam are told apart by their slots
+        for name, target in forks:  # the rows of a beam search are distinguished by their slots
             rows[target] = f"{name.partition('.')[0]}.{target}"
         yield "forks", [f"{name}>{rows[target]}" for name, target in forks]
         yield "appends", [f"{rows[slot]}+{block}" for slot, block in pairs(plan.append_slots, plan.append_block_ids)]
@@ -180,7 +182,7 @@ class Story:
         yield from self._said(self._scheduler.grammar_ready(int(grammar_id), error, self._now))
 
     def do_run(self) -> Iterator[str]:
-        """Plans are not shown."""
+        """Run without printing plans."""
         tokens: dict[str, list[str]] = {}
         ends: list[str] = []
         while True:
@@ -256,7 +258,7 @@ class Story:
         self._scheduler.flush_cache(self._now)
         yield from ()
 
-    # What there is
+    # Reports
 
     def do_show(self) -> Iterator[str]:
         state = self._scheduler.state
@@ -264,7 +266,7 @@ class Story:
             try:
                 report = explain.report(state, request.tenant, name)
             except KeyError:
-                continue  # it has ended
+                continue  # the request has ended
             reason = f", {report.reason}" if report.reason else ""
             done = (
                 f"{report.num_prompt_tokens}+{report.num_output_tokens} tokens, {report.num_computed_tokens} computed"
@@ -282,7 +284,7 @@ class Story:
 
 
 def retold(text: str) -> str:
-    """The story with what comes of its commands today."""
+    """Return the history with the lines that its commands produce now."""
     story, lines = Story(), []
     for line in text.splitlines():
         if line.startswith(" "):
@@ -294,7 +296,7 @@ def retold(text: str) -> str:
 
 
 def main() -> int:
-    """Tell each anew."""
+    """Rewrite all histories."""
     for path in HISTORIES.glob("*.txt"):
         path.write_text(retold(path.read_text()))
     return 0

@@ -1,4 +1,4 @@
-"""The core with a simulated worker, step by step."""
+"""The scheduler core with a simulated worker, driven step by step."""
 
 import random
 from collections import deque
@@ -43,7 +43,7 @@ def capacity_of(
 
 
 class System:
-    """A scheduler, a simulated worker and what the clients have seen."""
+    """A scheduler, a simulated worker, and the outputs that the clients have received."""
 
     def __init__(
         self,
@@ -152,7 +152,11 @@ class System:
         self.take(self.scheduler.complete(result, self.now))
 
     def timed_step(self, decode_seconds: float) -> int:
-        """Compute a step as a worker of 1,000 prompt tokens a second does, and return how many of these it has."""
+        """Compute a step and return its number of prompt tokens.
+
+        The step takes as long as on a worker that computes 1,000 prompt tokens per second, or `decode_seconds` if the
+        step has no prompt tokens.
+        """
         self.plan()
         [dispatch] = self.scheduler.state.worker.unacknowledged
         seconds = dispatch.num_prompt_tokens / 1000 or decode_seconds
@@ -161,14 +165,17 @@ class System:
         return dispatch.num_prompt_tokens
 
     def finish_move(self) -> None:
-        """The oldest move that the worker holds back is done."""
+        """Finish the oldest move that the worker holds back."""
         self.worker.finish_moves(1)
         self.scheduler.moved(self.worker.last_moved_step, self.now)
 
     def run(self) -> None:
-        """Until all requests have ended. L1: the first running sequence gets the first tokens of every plan and is
-        never a victim, so each sequence takes at most a plan per token once it is first; a late arrival of a better
-        priority can cost a victim its progress once, and so can each failed row."""
+        """Run until all requests have ended.
+
+        The number of steps is bounded by invariant L1: the first running sequence gets the first tokens of every plan
+        and is never preempted. So each sequence needs at most one plan per token once it is first. A later request with
+        a better priority can cost a preempted sequence its progress once, and so can each failed row.
+        """
         live = [sequence for group in self.scheduler.state.groups.values() for sequence in group.sequences]
         num_restarts = 2 + sum(VOCAB - 1 in sequence.token_ids for sequence in live)
         max_steps = 4 * num_restarts * sum(sequence.max_num_tokens + 4 for sequence in live) + 1
@@ -211,7 +218,7 @@ class System:
 
 
 def beam_reference(request: Request) -> list[FinishedHypothesis]:
-    """What an undisturbed search finds."""
+    """Return the hypotheses that an undisturbed beam search finds."""
     search = BeamSearch(
         request.beam, frozenset(request.sampling.stop_token_ids), request.sampling.min_tokens, request.max_tokens
     )

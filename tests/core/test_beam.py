@@ -1,4 +1,4 @@
-"""The choice of beams, on small numbers. `tests/worker/test_beam_parity.py` compares it with transformers."""
+"""Beam selection on small numbers. `tests/worker/test_beam_parity.py` compares it with transformers."""
 
 import math
 
@@ -82,7 +82,7 @@ def test_a_worse_hypothesis_is_forgotten() -> None:
 @pytest.mark.parametrize(
     ("early_stopping", "length_penalty", "is_done"),
     [
-        # One hypothesis of score -1.5 / 2; the best beam that runs has -1.6 after 2 of 8 tokens.
+        # One hypothesis has the score -1.5 / 2. The best running beam has the sum -1.6 after 2 of 8 tokens.
         (EarlyStopping.FIRST, 1.0, True),
         (EarlyStopping.HEURISTIC, 1.0, True),  # -1.6 / 2 is worse
         (EarlyStopping.NEVER, 1.0, False),  # -1.6 / 8 would be better

@@ -1,4 +1,7 @@
-"""What the benchmark `sessions` does without services: small sessions, their texts, and rates fitted to a recording."""
+"""The service-free parts of the benchmark `sessions`.
+
+These are scaled-down sessions, their texts, and rates fitted to a recording.
+"""
 
 import random
 import sys
@@ -41,7 +44,7 @@ def test_small_sessions_keep_order_and_sharing(tmp_path: Path, factor: int) -> N
             assert abs(after.num_needed_tokens - before.num_needed_tokens / factor) < 1
         pairs = zip(of_small.requests, of_small.requests[1:], strict=False)
         num_lost += sum(common_blocks(a.block_runs, b.block_runs) < num_blocks(a.block_runs) for a, b in pairs)
-    assert num_lost  # prompts do not only grow
+    assert num_lost  # some prompts lose earlier tokens
 
 
 def test_sessions_end_before_they_grow_too_long() -> None:
@@ -68,7 +71,7 @@ def test_a_prompt_shows_what_the_server_wrote() -> None:
     text = SessionText()
     first = text.prompt([1] * 20)
     text.write(20, [2, 2, 3], [1001, 1002, 1003])
-    # The third content is another one in the next prompt, which lost it.
+    # The second prompt lacks the third token of the output, so this prompt has other content at that position.
     second = text.prompt([1] * 20 + [2, 2, 4])
     assert second[:22] == [*first, 1001, 1002]
     assert second[22] == token_of(4, 22)
@@ -86,7 +89,7 @@ def test_rates_are_found_again_in_a_recording(tmp_path: Path) -> None:
     ]
     write_sessions(tmp_path / "trace", sessions)
     speed = WorkerSpeed(8000.0, 50.0, 1.0, 1, step_overhead_s=0.005, max_num_batched_tokens=512)
-    # One after another: then no row decodes beside a prompt.
+    # Sessions run one after another, so that no row decodes beside a prompt.
     settings = SimulationSettings(pool_tokens=6400, speed=speed, max_sessions=1)
     simulation = Simulation(read_trace(tmp_path / "trace"), create_policy("fcfs"), settings)
     recorder = Recorder(str(tmp_path / "recording"), SchedulerOptions(256, 512, 2048, 1, policy="fcfs"))

@@ -1,4 +1,4 @@
-"""The block pool and the prefix index by themselves."""
+"""Unit tests of the block pool and the prefix index."""
 
 import gc
 import random
@@ -22,7 +22,7 @@ def test_a_pool_hands_out_every_block_but_block_0():
 
 
 def test_garbage_collections_pass_over_the_blocks():
-    """A list of half a million numbers stops the scheduler for milliseconds whenever a collection looks at it."""
+    """Each collection would stop the scheduler for milliseconds if it traversed a list of half a million numbers."""
     sized = {name: value for name, value in vars(BlockPool(1000)).items() if isinstance(value, Sized)}
     tables = {name for name, value in sized.items() if len(value) >= 1000}
     assert len(tables) >= 4
@@ -87,7 +87,7 @@ def test_spare_blocks_stand_before_the_cached_ones_in_the_order_they_came():
 
 @pytest.mark.parametrize("seed", [*range(2), *thorough(*range(2, 5))])
 def test_a_pool_against_a_list(seed):
-    """Random calls; the model is a plain list."""
+    """Random calls on the pool are compared with a plain list."""
     rng = random.Random(seed)
     pool, free, held = BlockPool(12), list(range(1, 13)), []
     for _ in range(2000):
@@ -136,7 +136,7 @@ def test_content_lives_while_a_copy_or_a_descendant_does():
     index.publish(KEY, None, [1], 0, 5)
     child = index.publish(KEY, parent, [1, 2], 1, 2)
     index.forget(1)
-    assert index.match(KEY, [1, 2], 2) == [parent, child]  # block 5 holds it too
+    assert index.match(KEY, [1, 2], 2) == [parent, child]  # block 5 has the same content
     index.forget(5)
     assert index.match(KEY, [1, 2], 2) == []
     assert index.find(KEY, [1, 2], 1) is child
@@ -162,7 +162,7 @@ def test_forgetting_content_forgets_what_follows_it():
 
 
 def test_block_hashes_are_chained_and_fixed():
-    """The public name of a block; routing and events depend on it across processes."""
+    """The hash is a block's public name. Routing and KV events depend on it across processes."""
     index = PrefixIndex(2, 10)
     first = index.publish(KEY, None, [1, 2, 3, 4], 0, 1)
     second = index.publish(KEY, first, [1, 2, 3, 4], 1, 2)
@@ -197,7 +197,7 @@ def test_the_free_list_of_the_lowest_priority_is_emptied_first():
 
 
 class ListModel:
-    """Plain lists: what a pool's free blocks are, and in which order they are taken."""
+    """A model of a pool's free blocks and their eviction order, built from plain lists."""
 
     def __init__(self, num_blocks: int, owners: dict[int, str]) -> None:
         self.owners = owners
@@ -212,7 +212,7 @@ class ListModel:
                 blocks.remove(block)
 
     def next_blocks(self) -> set[int]:
-        """Those of which one is taken next: several where owners have as many."""
+        """Return the blocks of which any may be allocated next: several if owners have equally many blocks."""
         if self.empty:
             return {self.empty[0]}
         filled = sorted(
@@ -231,7 +231,7 @@ class ListModel:
 
 
 def assert_order(pool: BlockPool, model: ListModel) -> None:
-    """The pool says of all its free blocks in which order they would be taken."""
+    """Check that the pool lists all its free blocks in an order in which the model would allocate them."""
     taken: list[tuple[list[int], int]] = []
     for block in pool.free_blocks():
         assert block in model.next_blocks()
@@ -246,7 +246,7 @@ def assert_order(pool: BlockPool, model: ListModel) -> None:
 @pytest.mark.parametrize("num_owners", [1, 2, 4])
 @pytest.mark.parametrize("seed", range(4))
 def test_free_lists_against_plain_lists(seed, num_owners):
-    """Random calls; the model is a plain list for each, and the priorities and owners of these."""
+    """Random calls are compared with a plain list per free list, and with the lists' priorities and owners."""
     rng = seeded(seed)
     model = ListModel(30, {free_list: f"owner {rng.randrange(num_owners)}" for free_list in range(6)})
     order = EvictionOrder(model.priorities.__getitem__, model.owners.__getitem__)
@@ -282,7 +282,10 @@ def test_free_lists_against_plain_lists(seed, num_owners):
 
 
 def test_what_is_above_the_horizon_goes_from_the_owner_who_has_most():
-    """Down to as much as the next one has; what is below the horizon goes first, whose ever it is."""
+    """The owner with the most blocks gives blocks up until it has as many as the next owner.
+
+    Free lists below the horizon are emptied first, regardless of their owners.
+    """
     priorities = {1: (1.0, 90.0), 2: (1.0, 80.0), 3: (1.0, 50.0), 4: (1.0, 10.0)}
     order = EvictionOrder(priorities.__getitem__, {1: "hoarder", 2: "hoarder", 3: "other", 4: "other"}.__getitem__)
     order.horizon = (1.0, 20.0)
@@ -308,7 +311,7 @@ def test_a_cursor_goes_with_what_is_published_and_forgotten():
     cursor = index.follow(KEY, tokens, 3)
     assert (cursor.num_blocks, cursor.num_missing_blocks, cursor.chain()) == (0, 3, [])
     first = index.publish(KEY, None, tokens, 0, 7)
-    index.publish(KEY, first, [1, 2, 9, 9], 1, 3)  # another prompt's
+    index.publish(KEY, first, [1, 2, 9, 9], 1, 3)  # another prompt's block
     assert cursor.chain() == [first]
     second = index.publish(KEY, first, tokens, 1, 8)
     assert index.cursors.take_moved() == [cursor]
@@ -320,7 +323,7 @@ def test_a_cursor_goes_with_what_is_published_and_forgotten():
     assert index.cursors.take_moved() == [cursor]
     assert index.cursors.take_moved() == []
     index.forget(3)
-    assert index.nodes() != []  # the cursor stands at the root
+    assert index.nodes() != []  # the cursor is at the root
     index.unfollow(cursor)
     assert index.nodes() == []
 
@@ -340,7 +343,7 @@ def test_a_cursor_stays_where_one_tier_still_has_a_copy():
 
 @pytest.mark.parametrize("seed", [*range(3), *thorough(*range(3, 10))])
 def test_cursors_are_where_a_match_ends(seed):
-    """Random prompts over few tokens are published, forgotten and followed."""
+    """Random prompts over few distinct tokens are published, forgotten and followed."""
     rng = seeded(seed)
     index = PrefixIndex(2, 60, 20)
     cursors: dict = {}

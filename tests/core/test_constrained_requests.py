@@ -1,4 +1,4 @@
-"""Requests with a grammar: who waits for it, who does not, and what becomes of them."""
+"""Requests with a grammar: which requests wait for it, which do not, and how they end."""
 
 from collections import deque
 from collections.abc import Callable
@@ -117,8 +117,10 @@ def test_the_queue_counts_those_whose_grammar_is_prepared():
 
 
 def test_prompt_log_probabilities_outlive_a_swap_that_drops_the_sample_beside_them():
-    """A gated row is swapped while the step is on its way that computes its prompt and samples: the sample is made
-    again, but no position of the prompt is ever computed again."""
+    """A gated row is swapped out while the step that computes its prompt and its sample is in flight.
+
+    The sample is computed again, but no position of the prompt is computed twice.
+    """
     capacity = replace(CAPACITY, num_device_blocks=4, num_host_blocks=8, swap_bandwidth=1e9, gates_grammars=True)
     scheduler = joined(capacity, watermark=0.0, preemption=PreemptionMode.SWAP)
     worker = SimulatedWorker(4, 4, 97, 4, 64, num_host_blocks=8, gates_grammars=True)
@@ -144,7 +146,7 @@ def test_prompt_log_probabilities_outlive_a_swap_that_drops_the_sample_beside_th
 
 @pytest.mark.parametrize("num_bad", [1, 5])
 def test_a_grammar_that_crashes_the_worker_ends_its_requests_alone(num_bad: int):
-    """It is found among others, which each lose a few workers, and all that need it end at once."""
+    """The grammar is found among others, each of which loses a few workers. All requests that need it end at once."""
     scheduler, bad = joined(), Grammar(GrammarKind.REGEX, "bad", (2,))
     for number in range(num_bad):
         scheduler.add(request(f"bad{number}", bad), 0.0)
@@ -175,7 +177,7 @@ def test_a_grammar_that_crashes_the_worker_ends_its_requests_alone(num_bad: int)
 
 
 def running(policy: str = "fair", num: int = 1) -> Scheduler:
-    """With `num` requests whose grammar is ready, and the results of two plans on their way."""
+    """Return a scheduler with `num` requests whose grammar is ready, and with two plans in flight."""
     scheduler = joined(policy=policy)
     for number in range(num):
         scheduler.add(request(f"r{number}"), 0.0)
@@ -189,7 +191,7 @@ def running(policy: str = "fair", num: int = 1) -> Scheduler:
 
 @pytest.mark.parametrize("num_late", [1, 2, 5])
 def test_a_late_row_gives_its_tokens_by_as_many_plans_more(num_late: int):
-    """Late at its first token, and then at its last: no plan says a word of it that is not said of others."""
+    """The row is late at its first token and at its last token. A plan describes a late row like any other row."""
     scheduler = running()
     late, ok = (RowStatus.LATE,), ()
     tokens: list[int] = []
@@ -238,7 +240,10 @@ def test_tokens_that_a_grammar_does_not_allow_are_not_among_the_most_likely() ->
 
 
 def constrained_tokens(text: str, window: int, is_late: Callable[[int, int], bool]) -> list[int]:
-    """What a request with a toy grammar gets where nothing is published. No row has a block ahead of its next plans."""
+    """Return the tokens of a request with a toy grammar, with prefix caching disabled.
+
+    No row has a block allocated ahead of its next plans.
+    """
     scheduler = joined(replace(CAPACITY, sliding_window=window), enable_prefix_caching=False)
     worker = SimulatedWorker(40, 4, 97, 4, 64, sliding_window=window, is_late=is_late)
     grammar = Grammar(GrammarKind.REGEX, text, (2,))

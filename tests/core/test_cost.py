@@ -1,15 +1,18 @@
-"""Swap or recompute."""
+"""The cost model that chooses between swapping and recomputation."""
 
 import pytest
 
 from scheduler_service.core.cost import CostModel, PreemptionMode
 
 BLOCK_BYTES = 1000
-BANDWIDTH = 1e6  # a block takes 1 ms one way
+BANDWIDTH = 1e6  # bytes per second: moving a block takes 1 ms in one direction
 
 
 def model(mode: PreemptionMode = PreemptionMode.AUTO, rates: tuple[float, ...] = (), bandwidth: float = BANDWIDTH):
-    """Has seen one step of 100 prompt tokens at each rate, after the first."""
+    """Return a cost model that has observed a first step, and then a step of 100 prompt tokens at each rate.
+
+    `rates` and `bandwidth`: tokens and bytes per second.
+    """
     cost = CostModel(mode, BLOCK_BYTES, bandwidth)
     for rate in (1.0, *rates):
         cost.observe_step(100, 100, 100 / rate)
@@ -44,7 +47,7 @@ def test_the_rate_follows_what_the_worker_does_now() -> None:
 
 
 def test_auto_takes_the_cheaper() -> None:
-    cost = model(rates=(1000.0,))  # a token takes 1 ms
+    cost = model(rates=(1000.0,))  # computing a token takes 1 ms
     assert cost.prefers_swap(num_blocks=4, num_tokens=9)
     assert not cost.prefers_swap(num_blocks=4, num_tokens=7)
     assert cost.prefers_load(num_blocks=4, num_tokens=5)
@@ -76,5 +79,5 @@ def test_what_prompts_may_take_beside_decoding_rows() -> None:
         cost.observe_step(8, 0, seconds)
     assert cost.max_prompt_tokens(2.0) == 30
     assert cost.max_prompt_tokens(1.8) == 24
-    assert cost.max_prompt_tokens(1.0) == 4  # never none: a prompt must come to its end
+    assert cost.max_prompt_tokens(1.0) == 4  # never 0: a prompt must make progress
     assert model().max_prompt_tokens(2.0) is None

@@ -1,4 +1,7 @@
-"""Requests that end with the result of their prompt: nothing is generated, and what disturbs them leaves no trace."""
+"""Embedding requests, which end with the result of their prompt.
+
+No token is generated, and interruptions do not change the embedding.
+"""
 
 from dataclasses import replace
 
@@ -94,7 +97,7 @@ def test_preempted_embeddings_are_those_of_an_undisturbed_run(pooling, mode, del
         assert_embedded(system, sequence_id)
     assert any(system.ended[sequence_id].pauses for sequence_id in ids), "no embedding was preempted"
     stats = explain.stats(system.scheduler.state)
-    # What a mean has computed is not kept: no other row could go on with it.
+    # The KV cache of a mean embedding is not kept, because no other row could continue from it.
     assert (stats.num_swap_preemptions > 0) == (mode is PreemptionMode.SWAP and pooling is Pooling.LAST)
     system.assert_exact()
 

@@ -1,4 +1,4 @@
-"""Groups of sequences: forks, beams, swaps, the host tier, windows, policies, and what the core says of them."""
+"""Groups of sequences: forks, beams, swaps, the host tier, sliding windows, policies, and reports of the core."""
 
 import pytest
 
@@ -20,7 +20,7 @@ from tests.core.system import System, beam_reference, prompt_of
 
 
 def plans_of(system: System) -> list:
-    """Run to the end; every plan that was made."""
+    """Run until all requests have ended, and return every plan."""
     plans = []
     make = system.scheduler.schedule
 
@@ -88,7 +88,7 @@ def test_beams_are_those_of_an_undisturbed_search(depth, width, early):
 
 
 def test_no_group_waits_for_a_search():
-    """At depth 2 a search runs in every second plan; a row beside it gets a token in each."""
+    """At pipeline depth 2, a beam search runs in every second plan, and a row beside it gets a token in each plan."""
     system = System(num_blocks=100)
     (beside,) = system.add(prompt_of(7), 12)
     system.add_beams(prompt_of(13), 12, width=4)
@@ -200,7 +200,7 @@ def test_a_prefix_that_was_evicted_to_the_host_is_loaded_and_not_computed():
     system.join()
     system.add([*shared, 1], 4)
     system.run()
-    for i in range(5):  # others push it out
+    for i in range(5):  # other requests evict it
         system.add(prompt_of(40, i + 1), 4)
         system.run()
     chain = system.scheduler.state.worker.cache.index.match(content_root("", "", b"m"), shared, 15)
@@ -217,7 +217,7 @@ def test_a_prefix_that_was_evicted_to_the_host_is_loaded_and_not_computed():
 
 
 def test_prompts_of_a_single_step_do_not_outrun_demotion():
-    """Each of them takes many blocks in the only plan it has."""
+    """Each of these prompts allocates many blocks in its only plan."""
     system = System(num_blocks=200, num_host_blocks=1000, budget=400)
     shared = prompt_of(200)
     system.join()
@@ -264,7 +264,7 @@ def test_blocks_that_fell_out_of_the_window_are_freed():
         system.complete()
         if len(system.tokens[sequence_id]) > 1:
             most = max(most, explain.stats(system.scheduler.state).num_held_blocks)
-    assert 0 < most <= 5  # the window, a block at each end, and those of tokens in flight
+    assert 0 < most <= 5  # the window, a block at each end, and the blocks of tokens in flight
     assert system.tokens[sequence_id] == system.expected(sequence_id)
 
 
@@ -272,7 +272,7 @@ def test_blocks_that_fell_out_of_the_window_are_freed():
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("caching", [False, True])
 def test_a_request_longer_than_the_pool_runs_in_the_blocks_of_its_windows(block_size, caching, options):
-    """The fewest blocks that suffice are enough, and with one less it is refused."""
+    """A request runs in the minimum number of blocks, and is refused if the pool has one block less."""
     num_window_blocks = (8 + block_size - 2) // block_size + 1
     num_rows = options.get("n", options.get("width", 1))
     num_blocks = num_rows * num_window_blocks + options.get("width", 0)
@@ -292,7 +292,7 @@ def test_a_request_longer_than_the_pool_runs_in_the_blocks_of_its_windows(block_
 
 
 def test_chunks_take_what_is_free_and_preempt_no_group():
-    """Two prompts longer than the pool, whose chunks share it, beside a row that decodes."""
+    """Two prompts longer than the pool share it chunk by chunk, beside a row that decodes."""
     system = System(num_blocks=16, window=8, budget=64, watermark=0.0)
     system.join()
     system.add(prompt_of(3), 60)
@@ -350,7 +350,7 @@ def test_only_what_the_window_reads_is_loaded_from_the_host():
     system.join()
     system.add(prompt_of(81), 1)
     system.run()
-    for i in range(3):  # which leave nothing of it on the device
+    for i in range(3):  # they leave no block of it on the device
         system.add(prompt_of(81, i + 1), 1)
         system.run()
     system.add([*prompt_of(80), 5, 6, 7], 4)
@@ -362,7 +362,10 @@ def test_only_what_the_window_reads_is_loaded_from_the_host():
 
 @pytest.mark.parametrize("mode", PreemptionMode)
 def test_all_kinds_of_requests_longer_than_the_pool_share_it(mode):
-    """Alone, beside each other, as samples and beams; prompts and outputs that the pool of 40 positions cannot hold."""
+    """The requests run alone, side by side, as samples and as beams.
+
+    Their prompts and outputs do not fit the 40 positions of the pool.
+    """
     system = System(num_blocks=10, num_host_blocks=20, window=8, budget=16, preemption=mode)
     system.add(prompt_of(10), 200)
     system.join()
@@ -432,7 +435,7 @@ def test_the_deadline_policy_serves_the_most_urgent_first():
     assert list(system.ends) == [ids[2], ids[1], ids[0]]
 
 
-# What it says
+# Reports
 
 
 def test_a_report_says_why_a_request_waits():

@@ -1,4 +1,4 @@
-"""The histories in `histories/`: what the core plans and says is what stands there."""
+"""The histories in `histories/`: the core's plans and events must equal the recorded lines."""
 
 import pytest
 

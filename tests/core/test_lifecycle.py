@@ -1,4 +1,7 @@
-"""Who writes what: a group's state in one function, which goes by a table, each field in one module."""
+"""Ownership of the core's state.
+
+One function changes a group's state, according to a table. Each field is written by one module.
+"""
 
 import ast
 from dataclasses import fields
@@ -19,7 +22,7 @@ CORE = Path(__file__).parents[2] / "scheduler_service" / "core"
 
 
 def writes(name, owner):
-    """The functions that assign an attribute of this name, if it may be that of the class, by module."""
+    """Return, by module, the functions that assign an attribute `name`, if it may belong to the class `owner`."""
     found = {}
     for path in CORE.rglob("*.py"):
         for node in ast.parse(path.read_text()).body:
@@ -54,7 +57,10 @@ def test_the_cache_knows_no_sequence():
 
 
 def test_none_but_the_cache_counts_on_one_table_of_blocks():
-    """Others ask a holding. Invariants look into it, and a plan tells a worker of the one that it has."""
+    """Other modules ask the sequence's allocation.
+
+    The invariants inspect it, and a plan sends a row's table to the worker.
+    """
     tables = modules(lambda node: isinstance(node, ast.Attribute) and node.attr in {"block_table", "host_table"})
     assert {name for name in tables if not name.startswith("cache/")} == {"invariants.py", "worker_state.py"}
 
@@ -103,7 +109,7 @@ def test_the_table_leaves_every_state_a_way_to_the_end():
 
 
 def modules(matches):
-    """The modules of the core with a node of the code that matches."""
+    """Return the modules of the core with an AST node for which `matches` is true."""
     trees = {path.relative_to(CORE).as_posix(): ast.parse(path.read_text()) for path in CORE.rglob("*.py")}
     return {name for name, tree in trees.items() if any(map(matches, ast.walk(tree)))}
 
@@ -113,7 +119,7 @@ def is_epoch(node):
 
 
 def test_only_the_scheduler_asks_whether_a_worker_is_there():
-    """All else has the worker as an argument, and there always is one. `explain` says what the answer is."""
+    """Other modules get the worker as an argument, never None. `explain` describes the state without a worker."""
     asks = modules(lambda node: isinstance(node, ast.Attribute) and node.attr == "has_worker")
     assert asks == {"scheduler.py", "explain.py", "worker_state.py"}
     reads = modules(lambda node: isinstance(node, ast.Attribute) and is_epoch(node))

@@ -1,4 +1,7 @@
-"""The list of operations of a model: what is read is there, what is needed no more is let go; rewrites."""
+"""A model's list of operations, and its rewrites.
+
+Buffers are written before they are read, and released after their last use.
+"""
 
 import random
 from dataclasses import replace
@@ -30,7 +33,7 @@ EXPERTS = {
     "shared_expert_intermediate_size": 48,
     "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
 }  # fmt: skip
-# Plain, parallel, with norms of updates, of projections, of heads, and with experts of several kinds.
+# Plain and parallel models; norms of updates, projections and heads; and several kinds of experts.
 ARCHITECTURES = (
     "LlamaForCausalLM", "GPTNeoXForCausalLM", "Gemma2ForCausalLM", "Olmo2ForCausalLM", "Qwen3ForCausalLM",
     "Qwen2MoeForCausalLM", "Glm4MoeForCausalLM", "GptOssForCausalLM",
@@ -52,7 +55,7 @@ def written_by(operation: Operation) -> set[str]:
 
 
 def is_read(buffer: str, operations: tuple[Operation, ...]) -> bool:
-    """Whether anything reads it before it is written anew."""
+    """Return whether any operation reads the buffer before another operation overwrites it."""
     for operation in operations:
         if buffer in read_by(operation) | written_by(operation):
             return buffer in read_by(operation)
@@ -75,7 +78,7 @@ def test_buffers_live_from_what_writes_them_to_their_last_reader(architecture: s
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_projections_gate_where_they_can(architecture: str) -> None:
-    """Each that can takes the silu behind it, and nothing else changes."""
+    """Each chosen projection includes the SiLU that follows it, and no other operation changes."""
     operations = listed(architecture)
     assert list(gate_projections(operations, lambda projection: False)) == list(operations)
     names = sorted(weight.name for weight in weights_of(operations))
@@ -94,7 +97,7 @@ def test_projections_gate_where_they_can(architecture: str) -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_ranks_share_out_what_a_model_is(architecture: str) -> None:
-    """Two have all projections of one between them, and each the vectors and tables that are not cut."""
+    """Two ranks share all projections of the model, and each rank has the vectors and tables that are not split."""
     whole = weights_of(listed(architecture))
     shares = [weights_of(listed(architecture, rank, 2)) for rank in (0, 1)]
     names = [[weight.name for weight in share] for share in (whole, *shares)]
@@ -107,7 +110,11 @@ def test_ranks_share_out_what_a_model_is(architecture: str) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_ranks_have_all_of_a_dimension_between_them(seed: int) -> None:
-    """Each place once; of fewer units than ranks each equally often; and where the last may have less, equally many."""
+    """Each position is assigned once.
+
+    If there are fewer units than ranks, each unit is assigned equally often. If the last rank may have less, all shares
+    have equal sizes.
+    """
     rng = random.Random(seed)
     num_ranks, unit = rng.choice((2, 3, 4, 8)), rng.choice((1, 5, 16))
     num_repeated = rng.choice([size for size in (1, 2, 4) if num_ranks % size == 0])
@@ -134,7 +141,7 @@ def test_what_cannot_be_shared_out_is_refused() -> None:
 
 
 def test_heads_are_brought_to_one_order() -> None:
-    """Head by head, each with its query, key and value, and pairs of neighbours that are turned."""
+    """Each head has its query, key and value together, and rotates adjacent pairs."""
     rows = HeadRows(4, order=(0, 2, 1, 3), are_by_head=True).row_order((24,))
     queries, keys, values = [0, 2, 1, 3], [4, 6, 5, 7], [8, 9, 10, 11]
     second = [[row + 12 for row in each] for each in (queries, keys, values)]

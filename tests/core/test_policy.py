@@ -1,4 +1,4 @@
-"""Who is served next under each policy."""
+"""The order of requests under each policy."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def test_the_share_of_a_prompt_that_is_cached_is_worth_as_much_as_waiting() -> N
         standing = Standing(arrived_at, False, num_blocks, num_uncached_blocks)
         return policy.key(request(), 0, standing)[2]
 
-    # Of 1,008 and 16 further blocks half are 512: less the 16, half of it is cached.
+    # With 16 added to both numbers, 1,008 blocks and 496 uncached blocks are 1,024 and 512: one halving.
     assert turn(400.0, 1008, 496) == turn(0.0, 1008, 1008)
     assert turn(0.0, 10_000, 10_000) == turn(0.0, 1, 1), "what finds nothing keeps the order of arrival"
     assert turn(300.0, 1008, 400) < turn(0.0, 20, 20) < turn(500.0, 1008, 600)
@@ -91,7 +91,7 @@ def test_a_newcomer_is_lifted_to_the_least_of_those_that_wait() -> None:
 def test_who_never_waited_long_saves_nothing_up() -> None:
     policy = FairPolicy()
     begin(policy, "a", "b")
-    policy.unqueued("b")  # runs, with a counter of 0
+    policy.unqueued("b")  # the tenant runs, with a counter of 0
     policy.charge("a", 1000, 0)
     policy.queued("b")
     assert policy.rank("b") == 1000
@@ -141,7 +141,7 @@ def test_counters_of_absent_tenants_do_not_pile_up() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_tenants_that_wait_get_equal_service_up_to_the_bound(seed: int) -> None:
-    """A server of `capacity` running tokens; tenants always have a request waiting, of any size."""
+    """The server holds `capacity` running tokens. Every tenant always has a waiting request, of any size."""
     rng = seeded(seed)
     policy = FairPolicy()
     sizes = {"a": rng.randint(1, 50), "b": rng.randint(50, 400), "c": rng.randint(1, 400)}

@@ -1,4 +1,4 @@
-"""What the recorder writes, and that it never stops serving."""
+"""Recordings of the core's events: their content, and that the recorder never blocks serving."""
 
 import json
 import logging
@@ -166,7 +166,7 @@ def test_a_file_that_takes_no_bytes_ends_the_recording_where_it_says(
     monkeypatch.setattr(recording, "_CLOSE_TIMEOUT", 0.01)
     os.mkfifo(tmp_path / "fifo")
     history = RecordedHistory(tmp_path / "fifo", seed=3)
-    history.run(2000)  # no reader: the FIFO holds 64 KiB
+    history.run(2000)  # without a reader, the FIFO holds 64 KiB
     assert "/fifo ends here, serving goes on: its file has taken no bytes while 0 MiB came" in caplog.text
     text = read_to_the_end_of_a_line(tmp_path / "fifo", "missing_events")
     *_, last = text.splitlines()
@@ -253,7 +253,7 @@ def test_its_header_has_every_option_of_the_core(tmp_path: Path) -> None:
 
 
 def test_what_json_has_not_is_written_as_json_and_read_as_it_was() -> None:
-    """A worker tells of tokens that cannot come, and of positions that it did not compute."""
+    """A worker may report tokens with probability 0 and positions that it did not compute, as infinities and NaN."""
     logprobs = Logprobs((-0.5,), (1,), (7, 8, 9), (-0.5, -math.inf, math.inf))
     result = StepResult(1, 2, logprobs=logprobs, prompt_logprobs=(PromptLogprobs(0, 1, Logprobs((math.nan,), (0,))),))
     text = encode(("complete", -math.inf, [result], {"error": "-Infinity"}))

@@ -1,4 +1,4 @@
-"""The scheduler core against a simulated worker and against random histories."""
+"""The scheduler core with a simulated worker, in single cases and random histories."""
 
 import random
 from contextlib import nullcontext, suppress
@@ -75,7 +75,7 @@ def test_a_steady_plan_carries_nothing():
         plans.append(system.plan())
         system.complete()
     quiet = [plan for plan in plans if not plan.append_slots]
-    assert len(quiet) == 9  # blocks of 16: one border in ten steps
+    assert len(quiet) == 9  # blocks of 16: one block boundary in ten steps
     for plan in quiet[1:]:
         assert (plan.released_slots, plan.openings, plan.work_slots) == ((), (), ())
 
@@ -92,7 +92,10 @@ def test_a_long_prompt_is_computed_in_chunks_beside_decoding_rows():
 
 
 def test_prompts_slow_decoding_rows_down_by_no_more_than_told():
-    """A worker that computes 1,000 prompt tokens a second and decodes in 20 ms may take 20 along to double that."""
+    """A worker computes 1,000 prompt tokens per second and decodes in 20 ms.
+
+    A slowdown of 2 permits 20 prompt tokens beside the decoding rows.
+    """
     system = System(budget=64, num_blocks=128, depth=1, max_decode_slowdown=2.0)
     system.join()
     system.add(prompt_of(150), 60)
@@ -104,7 +107,7 @@ def test_prompts_slow_decoding_rows_down_by_no_more_than_told():
 
 
 def test_where_none_decodes_a_step_is_short_enough_for_what_comes_next():
-    """A worker that computes 1,000 prompt tokens a second and decodes in 2 ms computes no step longer than 32 ms."""
+    """A worker computes 1,000 prompt tokens per second and decodes in 2 ms. No step takes longer than 32 ms."""
     system = System(budget=64, num_blocks=128, depth=1, max_decode_slowdown=2.0)
     system.join()
     system.add(prompt_of(150), 3)
@@ -206,7 +209,7 @@ def test_priority_then_arrival():
 
 
 def test_what_can_never_fit_is_refused_exactly_at_the_limit():
-    system = System(num_blocks=4)  # 16 positions; the last token needs none
+    system = System(num_blocks=4)  # 16 positions; the last token needs no position
     system.join()
     system.add(prompt_of(10), 7)
     with pytest.raises(AdmissionError, match=r"together 18.*allows 17") as error:
@@ -316,7 +319,7 @@ def test_results_that_do_not_answer_the_oldest_plan_are_refused():
 
 
 def test_bad_logits_end_one_request_and_those_on_its_blocks_are_redone():
-    """A poisoned token stands in a prompt that three share, two of them beyond it with tokens of their own."""
+    """Two requests share a prefix of 24 tokens, which the prompt of one continues with a poisoned token."""
     bad = VOCAB - 1
     system = System(poisoned=[bad], budget=128)
     shared = [token for token in prompt_of(40) if token != bad][:24]
@@ -344,7 +347,7 @@ def test_a_row_that_fails_ends_its_request_and_those_on_its_blocks_are_redone(st
     (failing,) = system.add([*shared, 1], 8)
     (clean,) = system.add([*shared, 3, 4], 8)
     system.worker.bad_sequences = {failing: status}
-    system.plan()  # both, the second on blocks of the first
+    system.plan()  # both requests; the second uses blocks of the first
     outputs = system.scheduler.complete(system.results.popleft(), 0.0)
     (end,) = outputs.ended
     assert (end.sequence_id, end.reason) == (failing, reason)
@@ -356,7 +359,7 @@ def test_a_row_that_fails_ends_its_request_and_those_on_its_blocks_are_redone(st
 
 
 def test_blocks_of_bad_logits_are_unpublished():
-    """The poison is in the first block, whose followers match it within the same plan: all of them hold it."""
+    """The first block is poisoned. Followers match it within the same plan, so all of them use it."""
     system = System(poisoned=[VOCAB - 1], budget=128)
     system.join()
     (first,) = system.add([VOCAB - 1, *prompt_of(20)], 8)
@@ -364,7 +367,7 @@ def test_blocks_of_bad_logits_are_unpublished():
     system.plan()
     system.complete()
     system.scheduler.check()
-    assert system.ends == {first: EndReason.NAN_LOGITS}  # the other will be found bad by itself
+    assert system.ends == {first: EndReason.NAN_LOGITS}  # the other request will fail by itself
     assert explain.stats(system.scheduler.state).num_cached_blocks == 0
     system.run()
     assert system.ends[second] is EndReason.NAN_LOGITS
@@ -416,12 +419,15 @@ def test_a_poison_request_among_64_fails_alone():
 
 
 def most_blocks_of(window: int, block_size: int) -> int:
-    """Blocks that so many consecutive positions lie in, wherever they begin."""
+    """Return the largest number of blocks that `window` consecutive positions can touch."""
     return max(len({p // block_size for p in range(first, first + window)}) for first in range(block_size))
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Random adds, aborts, stops, results, worker losses and poison over tiny pools; every output is checked."""
+    """Random requests, aborts, stops, results, worker losses and poisoned tokens over tiny pools.
+
+    Every output is checked.
+    """
 
     @initialize(
         num_blocks=st.integers(4, 20),

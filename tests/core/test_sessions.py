@@ -1,4 +1,4 @@
-"""The policy `agent`: waiting by what is left to compute, prompts that give way, and what is kept of sessions."""
+"""The policy `agent`: ordering by remaining computation, yielding to short prompts, and retention of sessions."""
 
 import gc
 
@@ -18,12 +18,12 @@ def agent(max_wait_s: float = 600.0, **settings) -> System:
 
 
 def ended(system: System) -> list[str]:
-    """The names of the requests that have ended, in order."""
+    """Return the names of the requests that have ended, in order."""
     return [system.sequences[sequence_id][0].request_id for sequence_id in system.ends]
 
 
 def run_one(system: System, prompt: list[int], max_tokens: int = 4, **fields) -> list[int]:
-    """Serve one request to its end; its prompt and output."""
+    """Run one request until it ends; return its prompt and output tokens."""
     (sequence_id,) = system.add(prompt, max_tokens, **fields)
     system.run()
     return prompt + system.tokens[sequence_id]
@@ -45,7 +45,10 @@ def test_who_finds_most_of_its_prompt_goes_first():
 
 
 def test_what_others_compute_moves_a_waiting_request():
-    """Two wait for the only row; while one of a kind runs, the other's prompt becomes cheap."""
+    """Two requests wait for the only row.
+
+    The running request shares the prompt of one of them, which therefore becomes cheap.
+    """
     system = agent(max_num_seqs=1, budget=16)
     system.join()
     shared = prompt_of(80)
@@ -87,7 +90,7 @@ def test_a_priority_stands_above_the_cost():
 
 
 def test_the_bound_on_waiting_holds_within_a_priority():
-    """As the help of --max-wait says: who came later with a better one goes first all the same."""
+    """As the help of --max-wait says, a later request with a better priority still goes first."""
     system = agent(max_wait_s=10.0, max_num_seqs=1)
     system.join()
     history = run_one(system, prompt_of(120), request_id="first")
@@ -110,7 +113,7 @@ def test_a_tenants_share_stands_above_the_cost():
     system.run()
     order = [name.split()[0] for name in ended(system)]
     assert order[:2] in (["small", "large"], ["large", "small"])
-    assert order[6:].count("large") >= 4  # whose requests cost ten times as much
+    assert order[6:].count("large") >= 4  # the requests of `large` cost ten times as much
 
 
 def test_waiting_requests_are_ordered_anew_by_another_workers_cache():
@@ -157,11 +160,11 @@ def test_a_report_says_what_a_request_would_compute():
     system.run()
 
 
-# Prompts that give way
+# Long prompts yield to short prompts
 
 
 def first_tokens(system: System, names: list[str], max_plans: int = 60) -> list[str]:
-    """Run plan by plan; the names in the order in which their first tokens came."""
+    """Run plan by plan; return the names in the order of their first tokens."""
     came: list[str] = []
     for _ in range(max_plans):
         system.plan()
@@ -186,7 +189,7 @@ def test_a_long_prompt_gives_way_to_one_that_is_done_at_once(policy, order):
     system.add(prompt_of(12, 1), 3, request_id="short")
     assert first_tokens(system, order) == order
     system.assert_exact()
-    assert len(table) == 50  # all that its prompt takes: it lost none of these
+    assert len(table) == 50  # all blocks of its prompt: the sequence has lost none of them
     assert explain.stats(system.scheduler.state).num_preemptions == 0
 
 
@@ -201,7 +204,7 @@ def test_what_a_long_prompt_cannot_make_room_for_at_once_waits():
 
 
 def slowed(tenant: str = "") -> System:
-    """One request of a tenant decodes, and prompts may compute 10 tokens beside it."""
+    """Return a system in which one request of `tenant` decodes, so that a step has room for 10 prompt tokens."""
     system = agent(budget=64, depth=1, num_blocks=400, max_decode_slowdown=2.0)
     system.join()
     system.add(prompt_of(150), 100, request_id="decodes", tenant=tenant)
@@ -211,7 +214,10 @@ def slowed(tenant: str = "") -> System:
 
 
 def test_what_a_step_has_room_for_goes_first_however_slow_prompts_are_to_be():
-    """The long one computes 10 tokens once. The short one has 24, and leaves 6."""
+    """The long prompt computes 10 tokens in its first step.
+
+    The short prompt has 24 tokens, which leave 6 for the long one.
+    """
     system = slowed()
     (long,) = system.add(prompt_of(200, 1), 3, request_id="long")
     system.timed_step(0.01)
@@ -227,8 +233,11 @@ def test_what_a_step_has_room_for_goes_first_however_slow_prompts_are_to_be():
 @pytest.mark.parametrize("num_samples", [1, 3])
 @pytest.mark.parametrize("is_alike", [False, True])
 def test_slowed_prompts_of_a_tenant_that_is_next_hold_nobody_up(num_samples: int, is_alike: bool) -> None:
-    """The other tenant has been served less. Its next prompts begin, unless what they begin with is being computed, and
-    behind them the short one, which is done in three steps."""
+    """The other tenant has had less service, so its waiting prompts begin first.
+
+    A prompt whose beginning is already being computed does not begin. The short prompt begins after these prompts, and
+    is computed in three steps.
+    """
     system = slowed(tenant="served")
     for index in range(3):
         prompt, name = prompt_of(200, 1 if is_alike else 1 + index), f"long {index}"
@@ -243,7 +252,7 @@ def test_slowed_prompts_of_a_tenant_that_is_next_hold_nobody_up(num_samples: int
 
 
 def test_slowed_prompts_that_begin_alike_compute_that_once() -> None:
-    """Four share 160 tokens, and each has 8 of its own."""
+    """Four prompts share 160 tokens, and each adds 8 tokens of its own."""
     system = slowed()
     for index in range(4):
         system.add([*prompt_of(160, 1), *prompt_of(8, 20 + index)], 3, request_id=f"alike {index}")
@@ -281,7 +290,7 @@ def test_the_prompt_that_has_least_left_is_computed_first():
 
 
 def kept(system: System, prompt: list[int], tenant: str = "") -> int:
-    """How many tokens of a prompt are cached, in either tier."""
+    """Return the number of a prompt's tokens that are cached, on the device or the host."""
     index = system.scheduler.state.worker.cache.index
     return 4 * len(index.match(content_root(tenant, "", b"m"), prompt, len(prompt) // 4))
 
@@ -293,7 +302,7 @@ def test_what_a_waiting_request_will_use_is_evicted_last():
     system.now = 50.0
     young = run_one(system, prompt_of(40, 2), session_id="young")
     system.add(prompt_of(30, 3), 8, request_id="runs")
-    system.plan()  # it takes what is free, and of the old session
+    system.plan()  # it uses the free blocks, and then blocks of the old session
     assert kept(system, young) == 40
     lost = 40 - kept(system, old)
     system.add([*old, 1], 2, session_id="old", request_id="back")
@@ -332,7 +341,7 @@ def test_who_will_not_return_is_evicted_first():
 
 
 def only_on_host(system: System, prompt: list[int]) -> int:
-    """Count the tokens of a prompt's prefix that would have to be loaded."""
+    """Return the number of cached tokens of a prompt that only the host has, and that would have to be loaded."""
     index = system.scheduler.state.worker.cache.index
     chain = index.match(content_root("", "", b"m"), prompt, len(prompt) // 4)
     return 4 * sum(not node.blocks for node in chain)
@@ -350,7 +359,10 @@ def only_on_host(system: System, prompt: list[int]) -> int:
     ],
 )
 def test_a_session_that_may_return_is_loaded_where_one_is_that_will_not(retention_seconds, fields, comes_back):
-    """No request asks for it: the worker has nothing else to do. It takes no place of what another tenant uses."""
+    """The session is loaded although no request asks for it, because the worker is idle.
+
+    The loaded blocks do not replace blocks that another tenant may use again.
+    """
     system = agent(num_blocks=30, num_host_blocks=60, max_num_seqs=1, watermark=0.0)
     system.join()
     hints = {"will_return": True, "retention_seconds": retention_seconds}
@@ -369,7 +381,7 @@ def test_a_session_that_may_return_is_loaded_where_one_is_that_will_not(retentio
 
 
 def test_nothing_is_loaded_ahead_over_what_would_be_lost():
-    """Without room on the host for what the device has, a session of a higher priority stays on the host."""
+    """If the host has no room for the device's content, a session of a higher priority stays on the host."""
     system = agent(num_blocks=30, num_host_blocks=12, max_num_seqs=1, watermark=0.0)
     system.join()
     old = run_one(system, prompt_of(40, 1), session_id="old", retention_seconds=600)
@@ -400,8 +412,7 @@ def test_a_session_is_found_by_its_name_or_its_prefix():
 
 
 def test_a_free_list_used_again_leads_to_no_other_session(monkeypatch):
-    """While a prefix is in use, the session that computed it is forgotten, and its free list given to another
-    tenant's."""
+    """A session is forgotten while its prefix is in use. Its free list is then reused for another tenant's session."""
     monkeypatch.setattr(retention, "_NUM_LOST", 0)
     system = agent(num_blocks=64)
     system.join()
@@ -411,7 +422,7 @@ def test_a_free_list_used_again_leads_to_no_other_session(monkeypatch):
     system.plan()
     system.now = 1.0
     system.add(prompt_of(8, 9), 1, request_id="other", tenant="c")
-    while ("c", "other") in state.groups:  # its end is when sessions are looked through
+    while ("c", "other") in state.groups:  # sessions are checked for expiry when a request ends
         system.plan()
         system.complete()
     system.add(prompt_of(8, 8), 2, request_id="thief", tenant="b")
@@ -440,7 +451,7 @@ def test_what_a_session_finds_is_counted_by_how_long_it_was_away():
 
 
 def test_what_a_request_never_computed_is_not_lost():
-    """One that is aborted while it waits leaves the session as it was."""
+    """A request that is aborted while it waits leaves its session unchanged."""
     system = agent(max_num_seqs=1)
     system.join()
     history = run_one(system, prompt_of(40), session_id="s")
@@ -478,7 +489,10 @@ def test_return_times_are_a_sessions_own_drawn_to_those_of_all():
 
 @pytest.mark.parametrize("seed", range(6))
 def test_sessions_that_share_a_small_pool_get_what_they_should(seed):
-    """Random sessions, some named, with hints, a host tier and lost workers: every token is right, nothing is lost."""
+    """Random sessions run with names, hints, a host tier and lost workers.
+
+    Every token is correct, and no request is lost.
+    """
     rng = seeded(seed)
     system = agent(
         max_wait_s=rng.choice([0.0, 3.0, 600.0]), num_blocks=40, num_host_blocks=rng.choice([0, 60]), budget=24
@@ -515,7 +529,7 @@ def test_sessions_that_share_a_small_pool_get_what_they_should(seed):
 
 # Several tenants
 
-REPEATED = prompt_of(33, 999)  # 8 blocks: a fair share of the pool below, among four
+REPEATED = prompt_of(33, 999)  # 8 blocks: a fair share of the pools below for one of four tenants
 HOARDING = {
     "hints": {"will_return": True, "retention_seconds": 300},
     "returns without hints": {},
@@ -524,7 +538,7 @@ HOARDING = {
 
 
 def num_found(system: System, tenant: str) -> int:
-    """Serve the repeated prompt for a tenant, ahead of its own requests; how many of its tokens were cached."""
+    """Run the repeated prompt for a tenant, ahead of its other requests; return the number of cached tokens."""
     (sequence_id,) = system.add(REPEATED, 2, tenant=tenant, priority=-1)
     while sequence_id not in system.ends:
         system.plan()
@@ -548,7 +562,7 @@ def test_a_hoarder_leaves_what_another_tenant_repeats(hoarder, other, fields, nu
 
 
 def test_requests_that_wait_hoard_no_more_than_others():
-    """What they will use is worth most to their own tenant."""
+    """Blocks that waiting requests will use are retained only at the expense of the same tenant."""
     system = agent(num_blocks=64, max_num_seqs=1)
     system.join()
     num_found(system, "other")
@@ -581,7 +595,7 @@ def test_what_was_not_used_for_long_protects_no_tenant():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_hoarders_of_any_kind_leave_a_tenant_its_share(seed):
-    """Up to three tenants that send what they like; a fourth finds its prompt again, as long as it repeats it."""
+    """Up to three tenants send random requests. A fourth tenant repeats a prompt, and finds it cached every time."""
     rng = seeded(seed)
     other, *hoarders = rng.sample(["", "a", "b", "c"], rng.randint(2, 4))
     system = agent(num_blocks=64, num_host_blocks=rng.choice([0, 60]), max_num_seqs=2, watermark=0.0)

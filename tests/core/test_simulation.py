@@ -1,4 +1,4 @@
-"""The scheduler core driven through traces in simulated time."""
+"""Traces of requests that drive the scheduler core in simulated time."""
 
 import json
 import random
@@ -27,7 +27,7 @@ def simulate(path: Path, **settings: Any) -> tuple[SimulatedRun, dict[str, Any]]
 
 
 def times(run: SimulatedRun) -> list[tuple[int, int, float, float, float]]:
-    """Session, request, arrival, first token and end of each request, in the order of the trace."""
+    """Return session, request index, arrival, first token and end of each request, in the order of the trace."""
     found = [
         (r.session, r.index, round(r.arrived_at, 6), round(r.first_token_at, 6), round(r.ended_at, 6))
         for r in run.requests
@@ -65,11 +65,12 @@ def test_steps_with_prompts_have_an_overhead_each() -> None:
     assert speed.step_s(160, 0) == speed.step_s(160, 1) == pytest.approx(0.025)
     assert speed.step_s(80, 0) == pytest.approx(0.015)
     assert speed.step_s(80, 1) == speed.step_s(0, 1) == pytest.approx(0.025)
-    # Two steps of at most 512 tokens, then tokens that are decoded at their rate.
+    # Two steps of at most 512 tokens, and then tokens at the decode rate.
     limited = WorkerSpeed(8000.0, 40.0, 1000.0, 1, 0.005, max_num_batched_tokens=512)
     assert limited.max_step_tokens == 512
     assert limited.alone_s(800, 5) == pytest.approx(0.1 + 2 * 0.005 + 4 / 40)
-    # A step that stands for 16 of the worker has the overhead of as many as its prompts need.
+    # A simulated step represents 16 steps of the worker. Its overhead is the overhead of the steps that its prompts
+    # need.
     scaled = WorkerSpeed(8000.0, 40.0, 1000.0, 16, 0.005, max_num_batched_tokens=512)
     assert scaled.step_s(512, 0) == pytest.approx(16 * limited.step_s(512, 0))
     assert scaled.step_s(50, 0) == pytest.approx(limited.prompt_s(800))
@@ -81,7 +82,8 @@ def test_steps_with_prompts_have_an_overhead_each() -> None:
 def test_a_session_thinks_between_its_requests(tmp_path: Path) -> None:
     path = write_sessions(tmp_path / "trace", [entry(640, 33, [[1, 10]]), entry(1280, 1, [[1, 20]], think_s=5.0)])
     run, found = simulate(path)
-    # 640 tokens in 0.08 s with the first token, 32 more in 0.8 s; then 640 tokens, for the others are in the cache.
+    # 640 tokens take 0.08 s including the first token, and 32 more 0.8 s. Then 640 tokens are computed; the others are
+    # cached.
     assert times(run) == [(0, 0, 0.0, 0.08, 0.88), (0, 1, 5.88, 5.96, 5.96)]
     assert found["makespan_s"] == pytest.approx(5.96)
     assert found["mean_session_s"] == pytest.approx(5.96)
@@ -98,7 +100,7 @@ def test_a_session_thinks_between_its_requests(tmp_path: Path) -> None:
 def test_generated_tokens_are_found_in_the_cache(tmp_path: Path) -> None:
     path = write_sessions(tmp_path / "trace", [entry(640, 129, [[1, 10]]), entry(1280, 1, [[1, 20]])])
     run, found = simulate(path)
-    # Of the output, all but the last token have been computed: two blocks.
+    # All output tokens but the last have been computed and are cached: two blocks.
     assert found["computed_tokens"] == 640 + 512
     assert times(run)[1] == (0, 1, 3.28, 3.344, 3.344)
 
@@ -113,7 +115,8 @@ def test_prompts_are_computed_one_after_another(tmp_path: Path) -> None:
 def test_prompts_are_computed_beside_rows_that_decode(tmp_path: Path) -> None:
     path = write_sessions(tmp_path / "trace", [entry(3200, 17, [[1, 50]])], [entry(3200, 1, [[1, 50]])])
     run, found = simulate(path)
-    # The row that decodes has one of the 200 tokens of the second step, so a third step computes one of the prompt.
+    # The decoding row uses one of the 200 tokens of the second step. So a third step computes the last token of the
+    # prompt.
     assert times(run) == [(0, 0, 0.0, 0.4, 0.8), (1, 0, 0.0, 0.802, 0.802)]
     assert found["itl_s"]["max"] == pytest.approx(0.025)
 
@@ -122,7 +125,7 @@ def test_prompts_are_computed_in_steps_as_large_as_the_servers(tmp_path: Path) -
     path = write_sessions(tmp_path / "trace", [entry(1280, 1, [[1, 20]])], [entry(640, 3, [[1, 10]])])
     speed = WorkerSpeed(8000.0, 40.0, 1000.0, 1, step_overhead_s=0.01, max_num_batched_tokens=1024)
     run, _ = simulate(path, speed=speed)
-    # Steps of 1024 and 896 tokens; the first prompt ends in the second.
+    # Steps of 1024 and 896 tokens; the first prompt ends in the second step.
     assert times(run) == [(0, 0, 0.0, 0.26, 0.26), (1, 0, 0.0, 0.26, 0.31)]
 
 
@@ -155,7 +158,7 @@ def test_what_the_pool_can_never_hold_is_left_out(tmp_path: Path) -> None:
 
 
 def growing_sessions(seed: int, num_sessions: int, num_requests: int) -> list[list[dict[str, Any]]]:
-    """Sessions whose prompts grow, and now and then lose their end."""
+    """Return sessions whose prompts grow, and sometimes lose their last blocks."""
     print(f"seed {seed}", file=sys.stderr)
     rng = random.Random(seed)
     sessions = []
@@ -201,7 +204,7 @@ def test_preempted_requests_are_computed_again(tmp_path: Path) -> None:
     run, found = simulate(path, pool_tokens=3200)
     assert found["num_preemptions"] == 1
     assert found["computed_tokens"] > found["needed_tokens"] == 2560
-    # What one waited stands in one gap; all others are those of the rate.
+    # The wait of the preempted request is one long gap. All other gaps follow from the decode rate.
     assert found["itl_s"]["p50"] == pytest.approx(0.025)
     assert found["itl_s"]["max"] > 1.0
     mean = sum(gap * count for gap, count in run.gaps.items()) / (16 * sum(run.gaps.values()))
@@ -209,12 +212,12 @@ def test_preempted_requests_are_computed_again(tmp_path: Path) -> None:
 
 
 def test_moves_take_their_time(tmp_path: Path) -> None:
-    """Content that only the host has is loaded before its request runs."""
+    """Content that only the host has is loaded before the request runs."""
     path = write_sessions(
         tmp_path / "trace",
         [entry(6400, 1, [[1, 100]]), entry(6464, 1, [[1, 101]], 100.0)],
         [entry(1280, 817, [[1, 20]])],  # while it decodes, idle blocks are copied to the host
-        [entry(64, 1, [[1, 1]]), entry(5120, 1, [[1, 1], [200, 79]], 30.0)],  # takes their place on the device
+        [entry(64, 1, [[1, 1]]), entry(5120, 1, [[1, 1], [200, 79]], 30.0)],  # replaces these blocks on the device
     )
     run, found = simulate(path, pool_tokens=10_000, host_tokens=100_000)
     [again] = [request for request in run.requests if (request.session, request.index) == (0, 1)]

@@ -1,4 +1,4 @@
-"""Traces are read in three forms, and token ids are made of their blocks."""
+"""Reading traces in three formats, and generating token ids from their blocks."""
 
 import gzip
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The queue of waiting groups, against a plain list that is sorted anew for every question."""
+"""The queue of waiting groups, compared with a plain list that is sorted again for every question."""
 
 from typing import Any
 
@@ -20,12 +20,12 @@ def item(policy: Policy, arrival: int, tenant: str = "", n: int = 1, **fields: A
 
 
 def num_sequences(groups: list[SequenceGroup]) -> int:
-    """Of those that wait: a beam search begins with one."""
+    """Return the number of sequences of the waiting groups; a beam search begins with one."""
     return sum(1 if group.request.beam else group.request.n for group in groups)
 
 
 def filled(name: str, tenants: str) -> tuple[WaitingQueue, list[SequenceGroup], Policy]:
-    """One group of each tenant named, in order."""
+    """Return a queue with one group for each letter of `tenants`, in order, with the groups and the policy."""
     policy = create_policy(name)
     queue: WaitingQueue = WaitingQueue(policy)
     items = [item(policy, arrival, tenant) for arrival, tenant in enumerate(tenants)]

@@ -1,4 +1,7 @@
-"""Read random outputs of every format, in every split in two: `python -m tests.core.chat_output --outputs 10000`."""
+"""Read random outputs of every format, split in two at every position.
+
+The command is `python -m tests.core.chat_output --outputs 10000`.
+"""
 
 import argparse
 import os

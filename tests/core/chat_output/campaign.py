@@ -1,4 +1,7 @@
-"""Random outputs of every format: what is read is what was written, and does not depend on pieces."""
+"""Checks with random outputs of every format.
+
+The parsed parts must equal the generated parts, and must not depend on how the output is split into pieces.
+"""
 
 import random
 from collections.abc import Iterable
@@ -7,11 +10,14 @@ from pagewire.common.chat.chat_output import CallStart, Content, OutputPart, Rea
 from testing.chat_output.spellings import FUNCTIONS, SPELLINGS, Segment, Spelling, expected
 from testing.chat_output.splitting import in_two, parts_of, some_splits
 
-_MOST_TAGS = 40  # characters of the tags of reasoning
+_MOST_TAGS = 40  # characters of the tags around reasoning
 
 
 def check(name: str, seed: int, *, every_split: bool) -> None:
-    """Draw an output of a format, and hold what is read of it against what was drawn."""
+    """Generate a random output of the format `name` and compare the parsed parts with the generated parts.
+
+    The check is repeated for a truncated output; a broken output is only checked for independence of its splits.
+    """
     drawn = random.Random(f"{name} {seed}")
     spelling = SPELLINGS[name]
     segments = spelling.draw(drawn)
@@ -35,7 +41,10 @@ def _check_splits(spelling: Spelling, text: str, drawn: random.Random, *, every_
 
 
 def flat(parts: list[OutputPart]) -> list[tuple[type[OutputPart], str]]:
-    """All characters but newlines, which are lost beside tags, each with what it is part of, and names of calls."""
+    """Return each character with the type of its part, and each function name of a call as one item.
+
+    Newlines are left out, because parsers drop newlines beside tags.
+    """
     return [
         (type(part), text)
         for part in parts
@@ -44,8 +53,11 @@ def flat(parts: list[OutputPart]) -> list[tuple[type[OutputPart], str]]:
 
 
 def _check_cut(spelling: Spelling, parts: list[OutputPart], segments: list[Segment], cut: str) -> None:
-    """Hold what is read of a text that was cut off against its segments: the last may be another thing than it was to
-    be, but not all of it is lost."""
+    """Compare the parts parsed from a truncated output with the segments that were written.
+
+    All whole segments must be parsed as usual. The last, truncated segment may be parsed as another type of part, but
+    not all of its text may be lost.
+    """
     rest, whole = cut, 0
     while whole < len(segments) and len(segments[whole].text) <= len(rest):
         rest = rest[len(segments[whole].text) :]
@@ -58,7 +70,7 @@ def _check_cut(spelling: Spelling, parts: list[OutputPart], segments: list[Segme
 
 
 def _is_cut(spelling: Spelling, found: list[tuple[type[OutputPart], str]], segment: Segment, cut: str) -> bool:
-    """Tell whether something may be what is read of a segment that was cut off."""
+    """Return whether `found` is a valid result of parsing a truncated segment."""
     cut, texts = _without_newlines(cut), _without_newlines("".join(text for _, text in found))
     first = segment.parts[0]
     if spelling.is_in_channels and not isinstance(first, CallStart):

@@ -1,4 +1,4 @@
-"""Texts beside what is read of them, whatever pieces they come in."""
+"""A helper that compares the parts parsed from a text with the expected parts, for several splits into pieces."""
 
 import random
 

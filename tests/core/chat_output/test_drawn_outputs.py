@@ -1,4 +1,4 @@
-"""Random outputs of every format, some hundreds; `make chat-outputs` reads thousands, split wherever they can be."""
+"""Hundreds of random outputs of every format. `make chat-outputs` reads thousands, split at every position."""
 
 import random
 

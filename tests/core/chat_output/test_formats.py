@@ -1,4 +1,4 @@
-"""Outputs of the other formats, and what is read of them: what is not a matter of course."""
+"""Outputs of the formats other than Hermes: unusual cases and the expected parts."""
 
 import pytest
 
@@ -35,14 +35,14 @@ ROWS: list[tuple[str, str, list[OutputPart]]] = [
         [F, Arguments('{"text": "\\n a\\n", "number": 1}')],
     ),
     (
-        "qwen-coder",  # not of the types that the schema says, or unknown
+        "qwen-coder",  # values of other types than the schema's, or of unknown type
         "<tool_call><function=f><parameter=number>a</parameter><parameter=flag>True</parameter>"
         "<parameter=data>{'a': None}</parameter><parameter=other>1</parameter>"
         "<parameter=list>NaN</parameter></function>",
         [F, Arguments('{"number": "a", "flag": true, "data": {"a": null}, "other": "1", "list": "NaN"}')],
     ),
     (
-        "qwen-coder",  # no end of a value
+        "qwen-coder",  # values without an end tag
         "<tool_call>\n<function=f>\n<parameter=text>\na\n<parameter=number>\n1\n</function>\n</tool_call>",
         [F, Arguments('{"text": "a", "number": 1}')],
     ),
@@ -134,7 +134,7 @@ def test_channels_are_read_where_there_are_no_functions() -> None:
 
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_names_of_formats_go_before_what_a_template_tells(name: str) -> None:
-    """Of several of a name, as Mistral's, that one is meant which the template tells of."""
+    """If several formats share a parser name, such as Mistral's, the template decides between them."""
     own, others = SPELLINGS[name], {other.template for other in SPELLINGS.values()}
     found = {parser for parser in TOOL_CALL_PARSERS if format_of(own.template, parser).calls == own.chat_format.calls}
     assert found

@@ -1,5 +1,8 @@
-"""What reading an output costs: a token of a long output no more than one of a short output, in every format, whatever
-the model repeats, and an output that comes at once no more than it is long."""
+"""The CPU time of parsing an output, in every format.
+
+A token of a long output must cost no more than a token of a short output, whatever text the model repeats. Parsing a
+whole output at once must cost time proportional to its length.
+"""
 
 import random
 import re
@@ -13,26 +16,26 @@ from tests.growth import check_growth
 pytestmark = pytest.mark.thorough
 
 _CALL = Call("f", {"text": "ab", "number": 12, "data": {"k": [1, "a"]}, "list": [True]})
-# Classes of characters, and pairs of them.
+# One character of each class, and pairs of characters.
 _UNITS = (
     *("a", "0", "é", " ", "\n", '"', "'", "\\", "{", "[", "(", "}", "]", ")", "<", ",", ":", "="),
     *("\n\n", " \n", '\\"', '""', "[]", "{}", "()", "1,", "0a", "<|", "\n<"),
 )
 _NUM_TOKENS = 500
-_NUM_CHARS = 25_000  # a quarter of the longest
+_NUM_CHARS = 25_000  # a quarter of the longest output
 _NUM_DRAWN = 15
-_MOST_UNREAD = 40  # characters, which are more than any tag has
+_MOST_UNREAD = 40  # characters; longer than any tag
 
 
 def _beginnings(spelling: Spelling) -> list[str]:
-    """The beginnings of an output after which a model may repeat itself for ever, each cut anywhere."""
+    """Return all prefixes of an output, after each of which a model may repeat itself forever."""
     spellings = (spelling.spell, spelling.spell_first or spelling.spell)
     wholes = [*(spell([_CALL]) for spell in spellings), "".join(spelling.thinking or ()) + spelling.spell([_CALL])]
     return sorted({whole[:end] for whole in wholes for end in range(len(whole) + 1)})
 
 
 def _within(spelling: Spelling) -> list[str]:
-    """Beginnings that end within each thing that is read: text, reasoning, a name, arguments of each type."""
+    """Return prefixes that end within each parsed element: text, reasoning, a name, and arguments of each type."""
     whole = spelling.spell([_CALL])
     ends = [0, len(whole), *(found.end() for found in re.finditer(r'f\b|ab|12|"k": ', whole))]
     return [*((spelling.thinking or ())[:1]), *(whole[:end] for end in sorted(set(ends)))]
@@ -89,7 +92,7 @@ def test_an_output_at_once_costs_as_much_as_it_is_long(name: str) -> None:
 
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_a_hundred_thousand_characters_are_read_token_by_token(name: str) -> None:
-    """Here the copying of what is held would show."""
+    """At this length, repeated copying of the unread text would show in the CPU time."""
     spelling, whole = SPELLINGS[name], SPELLINGS[name].spell([_CALL])
     for beginning, unit in (("", "\n"), (whole, " "), (whole[: whole.index("12") + 2], "1")):
         check_growth(
@@ -99,7 +102,7 @@ def test_a_hundred_thousand_characters_are_read_token_by_token(name: str) -> Non
 
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_no_more_than_a_tag_stays_unread(name: str) -> None:
-    """Each new token is joined to what is unread, which is copied."""
+    """The parser appends each new token to its unread text, which is copied."""
     spelling = SPELLINGS[name]
     for beginning in _beginnings(spelling)[::3]:
         for unit in _units(spelling):

@@ -1,4 +1,4 @@
-"""Outputs of Hermes and Qwen, and what is read of them."""
+"""Outputs of Hermes and Qwen and the expected parts."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the schemas of a call cost before a process of their own reads them: no more than they are long, and bounded."""
+"""The cost of a call's schemas before a separate process reads them: proportional to their length, and bounded."""
 
 import json
 import tracemalloc
@@ -15,11 +15,11 @@ from testing.chat_output.spellings import SPELLINGS, Call
 from testing.chat_output.splitting import Functions, parts_of
 from tests.growth import check_costs, check_growth
 
-FORMATS = ("hermes", "qwen-coder", "pythonic")  # arguments in JSON, between tags, as Python spells them
+FORMATS = ("hermes", "qwen-coder", "pythonic")  # arguments in JSON, between tags, and in Python syntax
 
 
 def referring(num: int, targets: Callable[[int], list[int]]) -> dict[str, Any]:
-    """A schema with definitions, each of which may be what any of some others is."""
+    """Return a schema with `num` definitions; definition i is an `anyOf` over the definitions `targets(i)`."""
     definitions = {f"x{i}": {"anyOf": [{"$ref": f"#/$defs/x{j}"} for j in targets(i)]} for i in range(num)}
     return {"type": "object", "properties": {"a": {"$ref": "#/$defs/x0"}}, "$defs": definitions}
 

@@ -1,4 +1,4 @@
-"""What constrains outputs to valid calls, by a tokenizer that has a token for each tag of a format."""
+"""Structural tags that constrain outputs to valid calls, with a tokenizer that has a token for each tag of a format."""
 
 import itertools
 import json
@@ -72,13 +72,13 @@ class Constraint:
         return True
 
     def follows(self, text: str) -> set[str]:
-        """What tokens may come next."""
+        """Return the tokens that may follow `text`."""
         matcher = self.matcher.copy()
         matcher.consume(self.tokenizer.encode(text).ids)
         return {self.tokenizer.id_to_token(token_id) for token_id in allowed_tokens(matcher, self.num_tokens)}
 
     def draw(self, drawn: random.Random) -> str:
-        """Draw an output, which ends where it can."""
+        """Generate a random output, which ends as soon as the grammar permits."""
         matcher, output = self.matcher.copy(), list[int]()
         while matcher.end_token_id is None:
             allowed = allowed_tokens(matcher, self.num_tokens)
@@ -178,7 +178,7 @@ THOUGHTS = {name: spelling.thinking for name, spelling in SPELLINGS.items() if s
 @pytest.mark.parametrize("num_tokens", [0, 1, 4])
 @pytest.mark.parametrize("name", THOUGHTS)
 def test_reasoning_ends_behind_its_budget(name: str, num_tokens: int, has_functions: bool) -> None:
-    """By the token of its end, if there is one; and no other begins, not in spelled tags either."""
+    """Only the end tag may follow the budget's last token, and no further reasoning may begin, even in spelled tags."""
     begin, end = THOUGHTS[name]
     functions = FUNCTIONS if has_functions else {}
     for prompt in ("", begin) if name != "harmony" else ("",):

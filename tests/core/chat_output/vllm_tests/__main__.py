@@ -1,5 +1,9 @@
-"""Run vLLM's tests of its parsers, of formats that are here too, against Pagewire's, as 0.33.0's source distribution
-has them: `python -m tests.core.chat_output.vllm_tests FOLDER`. Failures of which no reason is known make it fail."""
+"""Run vLLM's tests of its parsers against Pagewire's parsers, for the formats that both support.
+
+    python -m tests.core.chat_output.vllm_tests FOLDER
+
+FOLDER is the source distribution of vLLM 0.33.0. The run fails if a test fails for an unknown reason.
+"""
 
 import os
 import re
@@ -18,7 +22,7 @@ _TOOLS = (
     *("glm47_moe", "glm4_moe", "granite", "granite4", "hermes", "lfm2", "llama3_json", "llama4_pythonic", "olmo3"),
     *("phi4mini", "pythonic", "qwen3coder"),
 )
-# Why tests fail, by their names; the first that matches counts.
+# Reasons why tests fail, with a pattern of the tests' names. The first match counts.
 _REASONS = {
     "the inside of their classes": (
         r"deepseekv3.*test_(parser_sel|deepseek_v4|identity|count)|test_count_reasoning_tokens|adjust_request"
@@ -40,7 +44,10 @@ _REASONS = {
 
 
 def main(folder: str) -> int:
-    """Raises FileNotFoundError where one of the tests is not there."""
+    """Run the tests in `folder` and return the exit status.
+
+    Raises FileNotFoundError if a test file does not exist.
+    """
     tests = [f"tests/reasoning/test_{name}_reasoning_parser.py" for name in _REASONING]
     tests += [f"tests/tool_parsers/test_{name}_tool_parser.py" for name in _TOOLS]
     for path in tests:

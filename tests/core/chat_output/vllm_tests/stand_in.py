@@ -1,6 +1,7 @@
-"""What vLLM's tests of its parsers import, with Pagewire's parsers behind it: a plugin of pytest.
+"""A pytest plugin that replaces the modules that vLLM's parser tests import by Pagewire's parsers.
 
-Only what such a test gives to a parser and asks of what comes is here; a parser's own inside is not.
+The plugin supports only the inputs that such tests give to a parser and the results that they check, not a parser's
+internals.
 """
 
 import importlib
@@ -18,7 +19,7 @@ import transformers
 
 from pagewire.common.chat.chat_output import Arguments, CallStart, Content, OutputPart, Reasoning, format_of
 
-# Of vLLM's classes, the names under which its servers know them.
+# The names under which vLLM's servers know its parser classes.
 TOOL_CLASSES = {
     "Hermes2ProToolParser": "hermes",
     "Granite4ToolParser": "granite4",
@@ -28,14 +29,14 @@ TOOL_CLASSES = {
     "Qwen3EngineToolParser": "qwen3_coder",
 }
 REASONING_CLASSES = {"DeepSeekR1ReasoningParser": "deepseek_r1"}
-# Their models' templates begin the reasoning, which vLLM's parsers take for granted.
+# The chat templates of these models begin the reasoning in the prompt; vLLM's parsers assume so.
 _BEGUN = {"deepseek_r1", "glm45", "nemotron_v3", "olmo3", "qwen3", "step3", "ernie45", "granite_thinking_parser"}
 _PIECE = re.compile(r"<[^<>\s]{1,30}>|\s?\w+|\s+|.", re.DOTALL)
 _CALL_IDS = itertools.count()
 
 
 class AnyFunctions(dict[str, Any]):
-    """Functions of a request that names none."""
+    """The functions of a request that names no function: any name is accepted."""
 
     def __contains__(self, name: object) -> bool:
         return True
@@ -51,7 +52,7 @@ class AnyFunctions(dict[str, Any]):
 
 
 class Tokenizer:
-    """Words and tags; a number for each that was seen."""
+    """A tokenizer that splits text into words and tags, and numbers each new piece."""
 
     def __init__(self) -> None:
         self._ids: dict[str, int] = {}
@@ -114,7 +115,7 @@ class ExtractedToolCallInformation:
 
 
 class Request(SimpleNamespace):
-    """Any request, or part of one, with what a test gives."""
+    """Any request or part of a request, with the fields that a test gives."""
 
     tools: Any = None
     tool_choice: Any = None
@@ -145,7 +146,7 @@ def _get(given: Any, name: str) -> Any:
 
 
 class Parser:
-    """Reads outputs in one of the forms, or both."""
+    """A vLLM-style parser that reads tool calls, reasoning, or both from outputs."""
 
     calls: str = "none"
     reasoning: str = "none"
@@ -162,7 +163,7 @@ class Parser:
         self._num_calls = 0
 
     def parts(self, text: str, *, is_first: bool, is_last: bool, request: Any = None) -> Iterator[DeltaMessage]:
-        """Yield what comes of a piece of an output, a part each."""
+        """Yield a message for each part parsed from a piece of an output."""
         if is_first or self._reader is None:
             tools = self.tools or _get(request, "tools")
             self._reader = self._format.parser(self._prompt, functions_in(tools))
@@ -226,7 +227,7 @@ class Parser:
         return self._piece(current_text == delta_text, delta_text, request)
 
     def is_reasoning_end(self, ids: Sequence[int]) -> bool:
-        """Tell whether what came next would be content."""
+        """Return whether the next text would be content."""
         *_, last = self._format.parser(self._prompt, {}).feed(f"{self.model_tokenizer.decode(ids)}x")
         return isinstance(last, Content)
 
@@ -294,7 +295,7 @@ class _Module(ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Has a module for each name of vLLM's."""
+    """An import finder that provides a module for each module name of vLLM."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name.partition(".")[0] not in ("vllm", "xgrammar"):
@@ -305,11 +306,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _Module(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """There is nothing in it."""
+        """Leave the module empty."""
 
 
 def _told_pieces(reconstructor: Any, parser: Parser, deltas: Sequence[str], request: Any) -> Any:
-    """Feed a parser as the server does, which says when the output has ended."""
+    """Feed the deltas to a parser as the server does: the last call reports that the output has ended."""
     for index, delta in enumerate(deltas):
         for message in parser.parts(delta, is_first=index == 0, is_last=index == len(deltas) - 1, request=request):
             reconstructor.append_delta(message)
