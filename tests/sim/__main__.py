@@ -10,7 +10,7 @@ from tests.sim.compiled import CompilationError, run_compiled
 from tests.sim.reach import STATES
 from tests.sim.seeds import Summary
 
-# With fewer seeds a rare state may be missed by chance.
+# With fewer seeds, a rare state may be missed by chance.
 _MIN_SEEDS_FOR_REACH = 5000
 
 

@@ -1,4 +1,4 @@
-"""What a subscriber to the KV events believes to be cached, held against what is."""
+"""A comparison of the cache as a KV event subscriber sees it with the actual cache."""
 
 import xxhash
 

@@ -1,7 +1,7 @@
-"""What a client sees of its request, held against what it must see (S6).
+"""Simulated clients, which compare their requests' outputs with the expected outputs (S6).
 
-Each client reads the production records of output. Every token is compared as it comes with the pure function that
-an undisturbed run is, every end with the reason it claims, and nothing may come after it.
+Each client reads the production code's output records. Every token is compared on arrival with a pure function that
+computes the undisturbed output. Every end is checked against its stated reason, and nothing may follow an end.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from tests.sim.scenario import VOCAB_SIZE, Arrival
 
 
 class Client:
-    """One request and what has come of its sequences."""
+    """One request and the outputs of its sequences."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class Client:
         ready_list: ReadyList | None = None,
         label: int = 0,
     ) -> None:
-        """`on_end` is called when all of its outputs have ended."""
+        """`on_end`: called when all outputs have ended."""
         self.arrival = arrival
         self.request = arrival.request
         self._on_end = on_end
@@ -35,8 +35,8 @@ class Client:
         self.outputs = [Output(self, index, label + index) for index in range(arrival.request.n)]
         self.active = ActiveRequest(self.request, [output.record for output in self.outputs], engine, ready_list)
         self.samples: dict[int, Output] = {}  # by sequence id
-        self.num_live = arrival.request.n  # in the core
-        self.num_lone_crashes = 0  # since a token of it was last confirmed
+        self.num_live = arrival.request.n  # sequences that have not ended in the core
+        self.num_lone_crashes = 0  # since one of its tokens was last confirmed
         self.num_preemptions_seen = 0
         self.is_aborted = self.is_abandoned = False
         self.may_be_bad = False
@@ -55,12 +55,12 @@ class Client:
         has_failed = any(output.record.failure is not None for output in self.outputs)
         assert has_failed or self.active.error is None, f"{self.active.error}"
         if all(output.end is not None for output in self.outputs):
-            self.active.listeners = {}  # or each would keep the other
+            self.active.listeners = {}  # breaks the reference cycle between the client and its request
             self._on_end(self)
 
     @property
     def can_begin_elsewhere(self) -> bool:
-        """Nothing of its output was delivered, and its client waits for it now."""
+        """Whether the request can restart elsewhere: its client waits for it, and no output was delivered."""
         if self.request.output_mode is OutputMode.STREAMED:
             return not any(output.num_confirmed or output.has_ended for output in self.outputs)
         return self.request.output_mode is OutputMode.WHOLE
@@ -82,9 +82,9 @@ class Output:
         with_logprobs = sampling.num_logprobs is not None
         self.record = SampleRecord(index, label=label, with_logprobs=with_logprobs, is_hypothesis=beam is not None)
         self.reader = OutputReader(self.record)
-        self.num_confirmed = 0  # tokens that the core has told of; the client may not have them yet
+        self.num_confirmed = 0  # tokens that the core has reported; the client may not have received them yet
         self.has_ended = False  # in the core
-        self.num_stopped: int | None = None  # tokens that it was stopped at, in the core
+        self.num_stopped: int | None = None  # the number of tokens at which the core stopped the output
         self.num_read_at_stop = 0
         self.received: list[int] = []
         self.end: SequenceEnd | None = None
@@ -95,7 +95,7 @@ class Output:
         self._matcher = None if grammar is None else read(grammar.text, grammar.end_token_ids, VOCAB_SIZE)
 
     def read(self) -> None:
-        """Whatever is new."""
+        """Read all new deltas."""
         for delta in self.reader.take():
             self._take(delta)
         if self.record.failure is not None and self.end is None:
@@ -146,7 +146,7 @@ class Output:
         return constrained_token(matcher, request.sampling, self._prefix, request.seed, self.index)
 
     def _take_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
-        """Of the tokens that have just come. The simulated worker says how many tokens there were."""
+        """Check the log-probabilities of the latest tokens. The simulated worker encodes the tokens' number in them."""
         request = self.client.request
         for entry in entries:
             self._num_logprobs += 1
@@ -155,7 +155,7 @@ class Output:
         assert self._num_logprobs == num_expected, "S6: log-probabilities are not those of the tokens"
 
     def _take_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
-        """Of each prompt token but the first, once and in order."""
+        """Check that the log-probability of each prompt token but the first arrives once and in order."""
         if not entries:
             return
         request = self.client.request
@@ -200,7 +200,7 @@ class Output:
             assert client.num_lone_crashes >= 2, f"S10: it crashed the worker alone {client.num_lone_crashes} times"
 
     def _check_whole(self, end: SequenceEnd, cumulative_logprob: float | None) -> None:
-        """Of an output that has ended by itself."""
+        """Check an output that has ended by itself."""
         request, num_received = self.client.request, len(self.received)
         if request.sampling.num_prompt_logprobs is not None and self.index == 0:
             num_owed = len(request.prompt_token_ids) - 1

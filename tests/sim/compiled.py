@@ -1,7 +1,8 @@
-"""The simulator and the code under test compiled with mypyc: the same sources, the same histories, twice as fast.
+"""Compilation of the simulator and the code under test with mypyc.
 
-The compiled modules lie in `build/sim` under a hash of all that went into them, beside a copy of the sources. They are
-for long campaigns: to compile takes as long as the interpreter takes for some ten thousand seeds.
+The same sources give the same histories, twice as fast. The compiled modules are stored in `build/sim`, in a folder
+named by a hash of all inputs, beside a copy of the sources. They pay off in long campaigns: compiling takes as long as
+the interpreter needs for about ten thousand seeds.
 """
 
 import hashlib
@@ -45,8 +46,8 @@ _MODULES = (
     "testing/core/toy_grammar.py",
 )
 _UNUSED = frozenset(("known_seeds.py", "mutants.py", "outputs", "planting.py", "test_simulator.py"))
-# The last has an enumeration of several values each, of which mypyc makes another class; of asynchronous generators it
-# makes nothing.
+# Modules that stay interpreted. mypyc does not support asynchronous generators. It compiles an enumeration whose
+# members have several values each, as in refusal.py, to a different class.
 _INTERPRETED = (
     "__init__.py",
     "__main__.py",
@@ -62,17 +63,17 @@ _NUM_COMPARED_SEEDS = 50
 
 
 class CompilationError(Exception):
-    """mypyc or the C compiler refused, or what they made behaves otherwise; the text says how."""
+    """mypyc or the C compiler failed, or the compiled simulator behaves differently; the message says how."""
 
 
 def sources() -> list[Path]:
-    """Relative to the root: all that a simulation imports of this project."""
+    """Return the paths of all sources that a simulation imports from this project, relative to the root."""
     found = [path.relative_to(ROOT) for package in _PACKAGES for path in (ROOT / package).rglob("*.py")]
     return sorted([*map(Path, _MODULES), *(path for path in found if _UNUSED.isdisjoint(path.parts))])
 
 
 def build() -> Path:
-    """The folder to run from, made now if it is not there. Raises CompilationError."""
+    """Return the folder of the compiled simulator, and compile it if it does not exist. Raises CompilationError."""
     digest = hashlib.sha256(f"{sys.version} {version('mypy')}".encode())
     for path in sources():
         digest.update(f"{path}\0".encode() + (ROOT / path).read_bytes())
@@ -103,8 +104,11 @@ def _compile(folder: Path) -> None:
 
 
 def run_compiled(arguments: list[str]) -> int:
-    """`python -m tests.sim` with these arguments in the compiled folder, once its histories are seen to be the
-    interpreter's. The exit status; raises CompilationError."""
+    """Run `python -m tests.sim` in the compiled folder with these arguments, and return its exit status.
+
+    First the histories of a few seeds are compared with the interpreter's histories. Raises CompilationError if they
+    differ.
+    """
     folder = build()
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     program = (

@@ -1,4 +1,7 @@
-"""A connection between the scheduler and the worker: first in, first out, and when it breaks only a suffix is lost."""
+"""A simulated connection between the scheduler and the worker.
+
+Messages arrive in order. When the connection breaks, only a suffix of the messages is lost.
+"""
 
 from dataclasses import dataclass, field
 
@@ -9,30 +12,33 @@ NEVER = float("inf")
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """Times are in seconds. What would arrive after a direction was cut never does."""
+    """A connection during one epoch. Times are in seconds.
+
+    A message that would arrive after its direction was cut is lost.
+    """
 
     epoch: int
     last_down: float = 0.0  # when the latest message arrives at the worker
     last_up: float = 0.0
     down_cut_at: float = NEVER
     up_cut_at: float = NEVER
-    plans: list[StepPlan] = field(default_factory=list)  # all that were sent
-    last_moved_step: int = 0  # that the scheduler's side has heard of
-    grammar_ids: set[int] = field(default_factory=set)  # that the worker has, or prepares
-    told_grammar_ids: set[int] = field(default_factory=set)  # of which the scheduler knows what came of them
+    plans: list[StepPlan] = field(default_factory=list)  # all plans that were sent
+    last_moved_step: int = 0  # the latest step that the scheduler's side has received
+    grammar_ids: set[int] = field(default_factory=set)  # grammars that the worker has or prepares
+    told_grammar_ids: set[int] = field(default_factory=set)  # the scheduler knows the outcome
 
     def send_down(self, now: float, delay: float) -> float:
-        """When a message arrives at the worker, or NEVER."""
+        """Return when a message arrives at the worker, or NEVER."""
         self.last_down = max(self.last_down, now + delay)
         return self.last_down if self.last_down < self.down_cut_at else NEVER
 
     def send_up(self, now: float, delay: float) -> float:
-        """When a message arrives at the scheduler, or NEVER."""
+        """Return when a message arrives at the scheduler, or NEVER."""
         self.last_up = max(self.last_up, now + delay)
         return self.last_up if self.last_up < self.up_cut_at else NEVER
 
     def cut(self, now: float, fraction: float, *, down: bool, up: bool) -> None:
-        """Lose what is under way but for the first part of it."""
+        """Cut one or both directions. `fraction`: the part of the time in flight up to which messages still arrive."""
         if down:
             self.down_cut_at = min(self.down_cut_at, now + fraction * max(0.0, self.last_down - now))
         if up:

@@ -1,7 +1,7 @@
-"""Seeds whose histories are known to pass through a state that once broke the core, and what broke.
+"""Seeds whose histories pass through a state that once broke the core, with the bug that they found.
 
-They mean this as long as scenarios are drawn as they are. When that changes, `mutants.py` tells which bug is found no
-more; search a new seed for it with more `--seeds`.
+The seeds are valid only while scenarios are drawn in the same way. After a change of the drawing, `mutants.py` reports
+the bugs that are no longer found. Search for a new seed for such a bug with more `--seeds`.
 """
 
 KNOWN_SEEDS: dict[int, str] = {

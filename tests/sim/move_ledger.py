@@ -1,13 +1,17 @@
-"""Which blocks the scheduler may not touch yet, from nothing but what it sent and what came back (S3, S4).
+"""A ledger of the blocks that the scheduler may not use yet (S3, S4).
 
-It knows less than the worker: a move counts as under way until the scheduler has heard that it is done.
+It is computed only from the messages that the scheduler sent and received. A move counts as in progress until the
+scheduler has received its completion, so the ledger knows less than the worker.
 """
 
 from pagewire.common.wire.messages import RowOpening, StepPlan
 
 
 def first_needed_block(opening: RowOpening, block_size: int, window: int) -> int:
-    """Index of the first block that the row will read: those before fell out of the window, and may be any row's."""
+    """Return the index of the first block that the row will read.
+
+    Earlier blocks are outside the sliding window, and may belong to any row.
+    """
     return max(0, opening.num_computed_tokens - window + 1) // block_size if window else 0
 
 
@@ -16,7 +20,7 @@ class MoveLedger:
         self._block_size = block_size
         self._window = window
         self._moves: dict[int, StepPlan] = {}  # unacknowledged plans with moves, by step
-        self.num_out = self.num_in = 0  # moves under way
+        self.num_out = self.num_in = 0  # moves in progress
 
     def moved(self, step: int) -> None:
         for number in [number for number in self._moves if number <= step]:
@@ -25,7 +29,7 @@ class MoveLedger:
             self.num_in -= len(plan.swap_in_device_blocks)
 
     def check(self, plan: StepPlan) -> None:
-        """Assert that a new plan leaves alone what moves under way name, and take note of its own."""
+        """Assert that a new plan uses no block of a move in progress, and record the plan's own moves."""
         has_moves = bool(plan.swap_out_device_blocks or plan.swap_in_device_blocks)
         if not self._moves and not has_moves:
             return

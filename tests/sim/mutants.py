@@ -1,6 +1,7 @@
-"""Planted bugs: each must be caught by the simulator, or the simulator is not worth what it says.
+"""Planted bugs of the core, each of which the simulator must catch.
 
-Run all with `python -m tests.sim.mutants`, or some: give parts of names. Those of outputs: `tests.sim.outputs.mutants`.
+`python -m tests.sim.mutants` runs all of them, or those whose names contain a given text. The planted bugs of outputs
+are in `tests.sim.outputs.mutants`.
 """
 
 import sys
@@ -233,7 +234,7 @@ MUTANTS = (
         "copy == 0 or self.host_pool.ref_count(copy) == 0",
         "copy == 0",
     ),
-    # Where groups stand
+    # States of groups
     mutant("a preempted group still stands among those that run", "_enter", "del self.running[index]", ""),
     mutant("a group that comes back still counts as swapped", "_enter", "del self.swapped[group]", ""),
     # Rows and results
@@ -308,7 +309,7 @@ MUTANTS = (
         "-math.log(num_tokens)",
     ),
     mutant("a beam that forks keeps the tokens of the old one", "branch", "beam.token_ids[:] = parent.token_ids", ""),
-    # Who is served
+    # Scheduling order
     mutant(
         "the first is the victim, not the last",
         "_make_room",
@@ -477,14 +478,14 @@ MUTANTS = (
         "self.request.output_mode is OutputMode.DETACHED",
         "True",
     ),
-    # What is told
+    # Events and reports
     mutant(
         "a block's removal from the device is not told",
         "_lose",
         "self._changes.append((node, tier, False))",
         "tier is Tier.DEVICE or self._changes.append((node, tier, False))",
     ),
-    # The step loop, and what carries its outputs on
+    # The step loop, and the path of its outputs
     Mutant(
         "what a closed link still tells reaches the next epoch",
         (Patch("PlanExchange._tell", "self._link is not None", "True"), _NO_NEWS_WITHOUT_LINK),

@@ -1,9 +1,9 @@
-"""Plants bugs in the source as it stands, by its syntax, and sees that a simulator finds each.
+"""Planting of bugs in the current source, by its syntax, and a check that a simulator finds each bug.
 
-Where a function lies and how it is laid out does not matter. A bug that has not exactly one place is an error, so that
-none quietly becomes a no-op when the code changes. The seed that last found a bug is tried first, so that a run with
-few seeds looks at every bug too. Where it finds it no more, because scenarios are drawn in another way or the simulator
-has become blind to it, those that once found a defect are tried, and then as many as are asked for.
+The position and layout of a function do not matter. A bug that does not have exactly one place is an error, so that no
+bug silently becomes a no-op when the code changes. The seed that last found a bug is tried first, so that a run with
+few seeds checks every bug too. This seed may miss the bug because scenarios are drawn differently or the simulator no
+longer detects it. Then the seeds that once found a defect are tried, and the given number of further seeds.
 """
 
 import argparse
@@ -28,8 +28,11 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """In the function of this name, wherever it lies, `old` becomes `new`: an expression, or statements that follow one
-    another, which may become none. The name of the class goes before the function's where others have the same code."""
+    """A replacement of `old` by `new` in the function with this name, in any module.
+
+    `old` is an expression or consecutive statements, and `new` may be empty. If other functions of this name contain
+    the same code, `function` includes the class name.
+    """
 
     function: str
     old: str
@@ -51,11 +54,11 @@ class Planting:
     """The bugs of one simulator."""
 
     mutants: tuple[Mutant, ...]
-    found_by: Path  # the seed that finds each
+    found_by: Path  # a JSON file with the seed that finds each bug
     known_seeds: Collection[int]  # that once found defects
-    campaign: str  # the module of it
-    copied: tuple[str, ...]  # the folders of which a simulation takes code
-    planted_in: tuple[str, ...]  # the folders and modules of what it simulates
+    campaign: str  # the campaign's module
+    copied: tuple[str, ...]  # the folders from which a simulation imports code
+    planted_in: tuple[str, ...]  # the folders and modules under simulation
 
     def recorded_seeds(self) -> dict[str, int]:
         """Return the seed that finds each bug, by the bug's name."""
@@ -64,7 +67,7 @@ class Planting:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a patch's old syntax stands: entries of a field of a node, or all of it where it is no list."""
+    """The place of a patch's old syntax: entries of a list field of a node, or the whole field if it is not a list."""
 
     node: ast.AST
     field: str
@@ -79,7 +82,7 @@ class Place:
 
 
 def _nodes(patch: Patch) -> tuple[list[ast.AST], list[ast.AST]]:
-    """The syntax before and after: an expression each, or statements."""
+    """Return the old and the new syntax: an expression each, or statements."""
     old, new = ast.parse(patch.old).body, ast.parse(patch.new).body
     if len(old) == len(new) == 1 and isinstance(old[0], ast.Expr) and isinstance(new[0], ast.Expr):
         return [old[0].value], [new[0].value]
@@ -87,7 +90,7 @@ def _nodes(patch: Patch) -> tuple[list[ast.AST], list[ast.AST]]:
 
 
 def _functions(node: ast.AST, outer: str = "") -> Iterator[tuple[str, ast.AST]]:
-    """The functions below a node, by their qualified names with a point before them."""
+    """Yield the functions below a node with their qualified names, which begin with a point."""
     for child in ast.iter_child_nodes(node):
         name = outer
         if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -98,7 +101,7 @@ def _functions(node: ast.AST, outer: str = "") -> Iterator[tuple[str, ast.AST]]:
 
 
 def places(tree: ast.Module, patch: Patch) -> Iterator[Place]:
-    """Where a module has what the patch replaces."""
+    """Yield the places of a module that contain the patch's old syntax."""
     wanted = [ast.dump(node) for node in _nodes(patch)[0]]
     for name, function in _functions(tree):
         if not name.endswith(f".{patch.function}"):
@@ -114,7 +117,7 @@ def places(tree: ast.Module, patch: Patch) -> Iterator[Place]:
 
 @cache
 def _modules_by_function(planted_in: tuple[str, ...]) -> dict[str, list[Path]]:
-    """The modules that have functions of this name, without their classes'."""
+    """Return the modules that contain functions of a name, by the name without a class."""
     modules: dict[str, list[Path]] = {}
     for path in sources(*planted_in):
         for name in {name.rpartition(".")[2] for name, _ in _functions(parse(path))}:
@@ -123,13 +126,13 @@ def _modules_by_function(planted_in: tuple[str, ...]) -> dict[str, list[Path]]:
 
 
 def _modules(planting: Planting, patch: Patch) -> list[Path]:
-    """The module that has what the patch replaces, once for each place."""
+    """Return the modules that contain the patch's old syntax, once for each place."""
     named = _modules_by_function(planting.planted_in).get(patch.function.rpartition(".")[2], [])
     return [path for path in named for _ in places(parse(path), patch)]
 
 
 def misplaced(planting: Planting, mutant: Mutant) -> str:
-    """Why the mutant cannot be planted, or nothing."""
+    """Return the reason why the mutant cannot be planted, or an empty text."""
     for patch in mutant.patches:
         found = _modules(planting, patch)
         if len(found) != 1:
@@ -139,7 +142,7 @@ def misplaced(planting: Planting, mutant: Mutant) -> str:
 
 
 def planted(source: str, patch: Patch) -> str:
-    """The module with the bug in it."""
+    """Return the module's source with the bug."""
     tree = ast.parse(source)
     [place] = places(tree, patch)
     old, new = _nodes(patch)
@@ -148,9 +151,9 @@ def planted(source: str, patch: Patch) -> str:
 
 
 def _plant(planting: Planting, mutant: Mutant, folder: Path) -> None:
-    """A copy of what the simulator needs, with the bug in it."""
+    """Copy the code that the simulator needs, and plant the bug in the copy."""
     for part in planting.copied:
-        # Python writes modules' code under another name first.
+        # While Python writes a module's bytecode, the file has a temporary name.
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("*.pyc.*"))
     (folder / "tests" / "__init__.py").touch()
     for patch in mutant.patches:
@@ -161,7 +164,7 @@ def _plant(planting: Planting, mutant: Mutant, folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Catch:
-    """The first seed that failed, which of the seeds that were tried it was, and how."""
+    """The first failing seed, its position among the tried seeds, and the error."""
 
     seed: int
     number: int
@@ -169,8 +172,10 @@ class _Catch:
 
 
 def _hunt(planting: Planting, mutant: Mutant, recorded: int | None, num_seeds: int, first: int) -> _Catch | str:
-    """Try the seed that is known to find it, those that found other bugs, and then `num_seeds`, from `first` on. Why it
-    could not be tried is a text, which is empty if none found it."""
+    """Try the recorded seed, the known seeds, and then `num_seeds` seeds from `first` on.
+
+    Returns the catch, or a text: the reason why the mutant could not be run, or an empty text if no seed found it.
+    """
     seeds = [*([] if recorded is None else [recorded]), *planting.known_seeds, *range(first, first + num_seeds)]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -210,7 +215,7 @@ def _verdict(catch: _Catch | str, recorded: int | None) -> str:
 
 
 def hunt_all(planting: Planting, program: str) -> int:
-    """Look for each bug, as the command line says. The exit status."""
+    """Look for each bug as the command line specifies; return the exit status."""
     parser = argparse.ArgumentParser(prog=program, description=__doc__)
     parser.add_argument("names", nargs="*", help="parts of the names of mutants; all by default")
     parser.add_argument("--seeds", type=int, default=5000, help="at most so many seeds each (default 5000)")

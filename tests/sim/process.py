@@ -1,4 +1,4 @@
-"""The worker's process: the production session over a simulated machine, driven as `rpc/servicer.py` does it."""
+"""The worker's process: the production session over a simulated machine, driven as in `rpc/servicer.py`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class WorkerProcess:
     # Sessions
 
     def greet(self, connection: Connection) -> None:
-        """Hello has arrived."""
+        """Process a Hello."""
         simulation = self.simulation
         if self._is_absent(self.greet, connection):
             return
@@ -62,7 +62,7 @@ class WorkerProcess:
             self._begin()
 
     def _begin(self) -> None:
-        """Every earlier step and move is finished: the new session gets an empty machine."""
+        """Begin the new session with an empty machine, after all earlier steps and moves are finished."""
         connection, self._greeted = self._greeted, None
         assert connection is not None
         capacity, simulation = self.capacity, self.simulation
@@ -92,13 +92,13 @@ class WorkerProcess:
         return self.simulation.time < self._paused_until
 
     def _resume(self) -> None:
-        """What happened meanwhile happens now, in order."""
+        """Process the deferred events in order."""
         while self._deferred and not self.is_paused:
             action, args = self._deferred.popleft()
             action(*args)
 
     def _is_absent(self, action: Callable[..., None], *args: object) -> bool:
-        """A process that is dead, or stands still: then the event waits."""
+        """Return whether the process cannot handle an event. A dead process drops it; a paused process defers it."""
         if not self.is_alive:
             return True
         if self.is_paused:
@@ -107,7 +107,7 @@ class WorkerProcess:
         return False
 
     def end_session(self, reason: str) -> None:
-        """Nothing more is sent on the connection; what was sent still arrives."""
+        """End the session. Nothing more is sent on the connection; messages in transit still arrive."""
         connection, simulation = self.connection or self._greeted, self.simulation
         if connection is not None:
             simulation.note("session ends:", reason)
@@ -116,7 +116,10 @@ class WorkerProcess:
         self._queue.clear()
 
     def die(self, seconds: float) -> None:
-        """What was sent arrives up to a point; the supervisor starts another process after a while."""
+        """Kill the process.
+
+        Messages in transit arrive up to some point; the supervisor starts another process after `seconds`.
+        """
         simulation = self.simulation
         if not self.is_alive:
             return
@@ -131,7 +134,7 @@ class WorkerProcess:
     # Steps
 
     def receive(self, connection: Connection, plan: StepPlan) -> None:
-        """A plan has arrived."""
+        """Process a plan."""
         if self._is_absent(self.receive, connection, plan) or connection is not self.connection:
             return
         assert self.session is not None
@@ -147,7 +150,7 @@ class WorkerProcess:
         simulation.after(seconds, self._finish, self.connection, seconds)
 
     def _finish(self, connection: Connection, seconds: float) -> None:
-        """The step that runs is done, if the process still is."""
+        """Finish the running step, if the process still exists."""
         if self._is_absent(self._finish, connection, seconds):
             return
         simulation = self.simulation
@@ -170,7 +173,7 @@ class WorkerProcess:
             self._note_bad_rows()
         if (
             simulation.scenario.options.preemption is PreemptionMode.AUTO
-        ):  # else the rate stays unknown, and loads are preferred
+        ):  # otherwise the rate stays unknown, and loads are preferred
             result = replace(result, duration_us=int(seconds * 1e6))
         for added in plan.added_grammars:
             delay = simulation.grammar_rng.choice((0.0, 0.02, 0.5)) * simulation.grammar_rng.random()
@@ -185,7 +188,7 @@ class WorkerProcess:
             self._start()
 
     def _prepare(self, connection: Connection, grammar_id: int) -> None:
-        """A grammar has been read, or cannot be."""
+        """Finish preparing a grammar, successfully or with an error."""
         if self._is_absent(self._prepare, connection, grammar_id) or connection is not self.connection:
             return
         assert self.machine is not None
@@ -201,7 +204,7 @@ class WorkerProcess:
             simulation.at(time, simulation.receive_grammar, connection, grammar_id, error)
 
     def _move(self, connection: Connection) -> None:
-        """Some of the moves that were held back are done."""
+        """Finish some of the moves that were held back."""
         if self._is_absent(self._move, connection) or connection is not self.connection:
             return
         assert self.machine is not None
@@ -222,7 +225,10 @@ class WorkerProcess:
         )
 
     def _note_bad_rows(self) -> None:
-        """Requests that may end for a row that failed: not those that only read what others wrote."""
+        """Mark the requests that may end because of a failed row.
+
+        Requests that only read blocks written by others are not marked.
+        """
         assert self.machine is not None
         for row in self.machine.rows.values():
             client = self.simulation.client_of[row.opening.sequence_id]
@@ -232,7 +238,7 @@ class WorkerProcess:
             if BAD in row.digests and not client.may_be_bad:
                 self.simulation.reached["a request computes on another one's bad blocks"] += 1
 
-    # What the session must refuse
+    # Messages that the session must refuse
 
     def refuse_stale_hello(self, age: int) -> None:
         if not self.is_alive or self.register.last_epoch <= age:
@@ -244,7 +250,7 @@ class WorkerProcess:
         self.simulation.reached["a stale hello is refused"] += 1
 
     def serve_rival(self) -> None:
-        """Another scheduler takes the worker, and goes away."""
+        """Let another scheduler take over the worker, and leave again."""
         if not self.is_alive or self.is_paused:
             return
         hello = Hello(PROTOCOL_VERSION, "rival", self.register.last_epoch + 2, 1)
@@ -260,7 +266,7 @@ class WorkerProcess:
         self.simulation.reached["a plan of an old epoch is refused"] += 1
 
     def refuse_wrong_plans(self) -> None:
-        """Again, too early, and one too many."""
+        """Send a repeated plan, a plan that skips a step, and one beyond the pipeline depth; each must be refused."""
         if not self.is_alive or self.session is None:
             return
         epoch, step = self.session.epoch, self.session.last_planned_step

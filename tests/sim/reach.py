@@ -1,6 +1,6 @@
-"""Which dangerous states the simulator has been in. A state that is never reached is not tested.
+"""Counters of the dangerous states that the simulator has reached.
 
-It looks into the core's state around its events, and changes nothing.
+A state that is never reached is not tested. The counters read the core's state around its events, and change nothing.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Reach:
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
         self._count = simulation.reached
-        self._late: set[Sequence] = set()  # whose last sampling row was late
+        self._late: set[Sequence] = set()  # sequences whose last sampling row was late
 
     @property
     def _epoch(self) -> WorkerState:
@@ -129,7 +129,7 @@ class Reach:
         return self._simulation.scheduler.state.groups[client.key]
 
     def is_elsewhere(self, client: Client) -> bool:
-        """Whether the client's request is swapped, or on its way there or back."""
+        """Return whether the client's request is swapped, or being swapped in or out."""
         return self._group(client).state not in (GroupState.WAITING, GroupState.RUNNING)
 
     def before_abort(self, client: Client) -> None:
@@ -150,7 +150,7 @@ class Reach:
             count["aborted with a token in flight"] += 1
 
     def _loads(self, group: SequenceGroup) -> bool:
-        """Whether the group waits for content that it matched, and not for its own blocks."""
+        """Return whether the group waits for matched content to be loaded, rather than for its own swapped blocks."""
         blocks = {block for sequence in group.sequences for block in sequence.holding.block_table}
         return any(move.node and not move.is_out and move.device_block in blocks for move in self._epoch.cache.moves)
 
@@ -187,7 +187,7 @@ class Reach:
                 self._see_preemption(epoch, plan, group)
 
     def forks(self, plan: StepPlan, occupied: set[int]) -> None:
-        """`occupied`: slots of the worker that had rows before."""
+        """Count forks. `occupied`: the worker's slots that had rows before."""
         for slot in plan.fork_target_slots:
             self._count["a beam forks into an old row" if slot in occupied else "a beam forks into a new row"] += 1
 

@@ -1,4 +1,4 @@
-"""A client with many requests on one call: their tokens wait in a ready list until it reads, as `GenerateMany` does."""
+"""A client with many requests on one call: their tokens wait in a ready list until it reads, as in `GenerateMany`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Reader:
         self._seconds = simulation.scenario.read_seconds
 
     def client(self, arrival: Arrival) -> Client:
-        """One more request on the call."""
+        """Return a client for one more request on the call."""
         simulation, label = self._simulation, len(self._clients)
         client = Client(arrival, simulation.loop, simulation.has_everything, self._ready_list, label)
         self._clients.update((label + index, client) for index in range(arrival.request.n))

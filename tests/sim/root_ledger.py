@@ -1,4 +1,4 @@
-"""Whose content each block holds, from the plans alone: nothing is shared between tenants or salts (S7)."""
+"""A ledger of each block's owner, computed from the plans alone: tenants and cache salts share nothing (S7)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,12 +12,12 @@ class RootLedger:
     def __init__(self, block_size: int, window: int) -> None:
         self._block_size = block_size
         self._window = window
-        self._device: dict[int, Any] = {}  # root of what a block was last written with, by block
+        self._device: dict[int, Any] = {}  # by block: the root of its last written content
         self._host: dict[int, Any] = {}
-        self._rows: dict[int, Any] = {}  # root of the row in a slot
+        self._rows: dict[int, Any] = {}  # by slot: the root of the row
 
     def check(self, plan: StepPlan, client_of: Mapping[int, Client]) -> None:
-        """Assert that every row opens on content of its own root only."""
+        """Assert that every row is allocated only on content of its own root."""
         device, host = self._device, self._host
         if plan.swap_out_device_blocks or plan.swap_in_device_blocks:
             outs = [device.get(block) for block in plan.swap_out_device_blocks]
@@ -39,6 +39,6 @@ class RootLedger:
             device[block] = self._rows[slot]
         for slot, block in zip(plan.set_block_slots, plan.set_block_ids, strict=True):
             device[block] = self._rows[slot]
-        for root, blocks in openings:  # only now: they may have matched what a row of this very plan computes
+        for root, blocks in openings:  # checked last: the blocks may be computed by a row of this very plan
             for block in blocks:
                 assert device[block] == root, f"S7: a block of {device[block]} is read by {root}: {plan}"

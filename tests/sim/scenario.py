@@ -1,4 +1,4 @@
-"""What one seed is about: a small world, drawn so that seeds differ in kind and not only in detail."""
+"""The scenario of a seed: a small system, drawn so that seeds differ in kind and not only in detail."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,19 +11,19 @@ from scheduler_service.core.request import BeamParams, EarlyStopping, Grammar, O
 from scheduler_service.core.scheduler_options import SchedulerOptions
 
 VOCAB_SIZE = 97
-BAD_TOKEN = VOCAB_SIZE - 1  # in a prompt: no good logits ever come of it
+BAD_TOKEN = VOCAB_SIZE - 1  # in a prompt: its logits are always invalid
 
 FAULTS = (
-    "crash",  # the worker's process dies and is started again
-    "cut",  # the connection breaks, both ways or one way, noticed at once or by missing heartbeats
-    "pause",  # the worker stands still, mostly for longer than heartbeats may be missing
+    "crash",  # the worker's process dies and is restarted
+    "cut",  # the connection breaks in one or both directions; noticed at once or by missing heartbeats
+    "pause",  # the worker pauses, mostly for longer than the heartbeat limit
     "out_of_memory",  # the worker ends its session
-    "bad_row",  # a sequence's logits are no numbers
+    "bad_row",  # a sequence's logits are NaN
     "cancel",
     "late_cancel",
-    "stop",  # a stop text, seen late
+    "stop",  # a stop text, noticed late
     "stale_hello",
-    "rival",  # another scheduler takes the worker for a moment
+    "rival",  # another scheduler takes over the worker for a moment
     "late_plan",
     "wrong_plans",
     "false_result",
@@ -33,7 +33,7 @@ FAULTS = (
     "duplicate",  # a request is sent again while it runs
 )
 
-# How many of the seeds have requests of this kind.
+# The share of the seeds that have requests of this kind.
 _FEATURES = (
     ("samples", 0.6),
     ("beams", 0.5),
@@ -53,27 +53,27 @@ class Arrival:
     time: float
     crashes_worker: bool
     goes_bad: bool  # its first sampling row has bad logits, and writes bad blocks
-    reads_every: int  # tokens until the client takes what is there
+    reads_every: int  # the number of tokens between the client's reads
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Times are in seconds, rates in events per event of the scheduler."""
+    """The scenario of a seed. Times are in seconds, rates in events per event of the scheduler."""
 
     seed: int
     capacity: WorkerCapacity
     options: SchedulerOptions
     step_seconds: float
-    delay_seconds: float  # of a message on its way, at most
-    wake_seconds: float  # between an event and the plan that follows from it, at most
-    read_seconds: float  # until a client that has many requests on one call reads, at most
-    move_seconds: float  # of one move, at most; 0: moves are done before the forward of their plan
-    worker_timeout: float  # without a worker for so long, all requests end
-    worker_grace: float  # and those that could as well begin elsewhere
+    delay_seconds: float  # the longest delay of a message
+    wake_seconds: float  # the longest time between an event and the plan that follows it
+    read_seconds: float  # the longest time until a client with many requests on one call reads
+    move_seconds: float  # the longest time of a move; 0: moves finish before the forward pass of their plan
+    worker_timeout: float  # without a worker for this time, all requests end
+    worker_grace: float  # without a worker for this time, requests that can restart elsewhere end
     faults: tuple[str, ...]
     fault_rate: float
-    late_rate: float  # of the samples of rows with a grammar, those that are not told in time what that allows
-    flush_times: tuple[float, ...]  # when an operator wants the cache emptied
+    late_rate: float  # the share of samples of constrained rows whose mask is late
+    flush_times: tuple[float, ...]  # when an operator empties the cache
     arrivals: tuple[Arrival, ...]
 
 
@@ -82,7 +82,7 @@ def draw_scenario(seed: int, rng: Random) -> Scenario:
     num_faults = rng.choice((0, 1, 2, 3, 5, len(FAULTS)))
     arrivals = _draw_arrivals(rng, capacity)
     max_num_seqs = rng.randint(1, 6)
-    # From streams of their own: seeds that once found a defect draw all else as they did then.
+    # Random streams of their own: seeds that once found a defect draw everything else as before.
     slowdown, flushes, patience = Random(f"slowdown {seed}"), Random(f"flush {seed}"), Random(f"patience {seed}")
     hints = Random(f"hints {seed}") if Random(f"sessions {seed}").random() < 0.3 else None
     embeddings = Random(f"embeddings {seed}") if Random(f"pooling {seed}").random() < 0.2 else None
@@ -139,7 +139,7 @@ def draw_scenario(seed: int, rng: Random) -> Scenario:
 
 
 def _constrained(rng: Random, arrivals: tuple[Arrival, ...]) -> list[Arrival]:
-    """Most of them with one of a few grammars."""
+    """Return the arrivals, most of them with one of a few grammars."""
     grammars = [_draw_grammar(rng) for _ in range(rng.randint(1, 3))]
     return [
         replace(arrival, request=_with_grammar(arrival.request, rng.choice(grammars), rng))
@@ -162,7 +162,7 @@ def _draw_grammar(rng: Random) -> Grammar:
 
 
 def _with_grammar(request: Request, grammar: Grammar, rng: Random) -> Request:
-    """The end tokens are among the stop tokens too, unless it ignores them there."""
+    """Return the request with a grammar, whose end tokens are also stop tokens in half of the cases."""
     sampling, stops = request.sampling, set(request.sampling.stop_token_ids)
     if rng.random() < 0.5:
         stops.update(grammar.end_token_ids)
@@ -182,14 +182,14 @@ def _or_an_embedding(rng: Random | None, request: Request) -> Request:
 
 
 def _renamed(rng: Random, arrivals: tuple[Arrival, ...]) -> Iterator[Arrival]:
-    """With names that others have, or have had."""
+    """Yield the arrivals, many of them with names that other requests have or had."""
     for arrival in arrivals:
         name = rng.choice(arrivals).request.request_id if rng.random() < 0.5 else arrival.request.request_id
         yield replace(arrival, request=replace(arrival.request, request_id=name))
 
 
 def _of_a_session(rng: Random, request: Request) -> Request:
-    """Perhaps one of a few, which says or does not say that it comes back, and what its blocks are worth to it."""
+    """Return the request with random session hints: a session, whether it will return, and a retention time."""
     return replace(
         request,
         session_id=rng.choice(("", "s", "t")),
@@ -199,7 +199,7 @@ def _of_a_session(rng: Random, request: Request) -> Request:
 
 
 def _lengthened(rng: Random, arrival: Arrival, max_model_len: int) -> Arrival:
-    """Perhaps with a longer prompt, or more tokens to come, than the pool has positions for."""
+    """Return the arrival, sometimes with a longer prompt or more output tokens than the pool has positions for."""
     request = arrival.request
     prompt = list(request.prompt_token_ids)
     if rng.random() < 0.4:
@@ -237,7 +237,7 @@ def _draw_capacity(rng: Random) -> WorkerCapacity:
 
 
 def smaller(rng: Random, capacity: WorkerCapacity) -> WorkerCapacity:
-    """What a worker may come back with: at most what it had."""
+    """Return the capacity of a restarted worker: at most the previous capacity."""
     return replace(
         capacity,
         num_device_blocks=rng.randint(max(2, capacity.num_device_blocks // 2), capacity.num_device_blocks),
@@ -254,7 +254,7 @@ def _draw_arrivals(rng: Random, capacity: WorkerCapacity) -> tuple[Arrival, ...]
     spread = rng.choice((0.0, 0.2, 0.6))
     most_tokens = rng.choice((3, 12, 12, 16))
     features = [name for name, rate in _FEATURES if rng.random() < rate]
-    if rng.random() < 0.2:  # a crowd of groups at once
+    if rng.random() < 0.2:  # many groups at once
         spread, features = 0.0, ["samples", rng.choice(("samples", "beams"))]
     arrivals: list[Arrival] = []
     for i in range(rng.randint(3, 6)):
@@ -276,7 +276,7 @@ def _draw_arrivals(rng: Random, capacity: WorkerCapacity) -> tuple[Arrival, ...]
 
 
 def _shrunk(request: Request, capacity: WorkerCapacity) -> Request:
-    """With as many sequences as the pool can hold, most of the time."""
+    """Return the request with at most the number of sequences that the pool can hold, most of the time."""
     size = capacity.block_size
     num_blocks = -(-(len(request.prompt_token_ids) + request.max_tokens - 1) // size)
     has_window = capacity.sliding_window and request.beam
@@ -290,7 +290,7 @@ def _shrunk(request: Request, capacity: WorkerCapacity) -> Request:
 
 
 def _with_hints(rng: Random | None, request: Request) -> Request:
-    """Say of a request, in a share of the seeds, which session it is part of and what is to be kept of that."""
+    """Return the request with random session hints in a share of the seeds (`rng` is not None), or unchanged."""
     if rng is None:
         return request
     return replace(

@@ -1,4 +1,4 @@
-"""Many seeds of a simulation on many processes, and what came of them."""
+"""Running many seeds of a simulation in several processes, and a summary of the results."""
 
 import signal
 import sys
@@ -12,16 +12,16 @@ from typing import Any
 
 MAX_FAILURES = 5
 _CHUNK = 10
-_MAX_CPU_SECONDS = 10.0  # of a seed, which takes some hundredths
+_MAX_CPU_SECONDS = 10.0  # of a seed, which normally takes some hundredths of a second
 
 
 class EndlessError(BaseException):
-    """A seed goes on without end. What is simulated catches no such error."""
+    """A seed does not end. A BaseException, because the simulated code catches no such error."""
 
 
 @contextmanager
 def _bounded() -> Iterator[None]:
-    """Raise EndlessError inside the block when it has taken far too long."""
+    """Raise EndlessError inside the block after `_MAX_CPU_SECONDS` of CPU time."""
 
     def give_up(*_: object) -> None:
         raise EndlessError(f"no end in {_MAX_CPU_SECONDS:.0f} seconds of a processor")
@@ -37,13 +37,13 @@ def _bounded() -> Iterator[None]:
 
 @dataclass(slots=True)
 class Summary:
-    """What a number of seeds did. `log_hash` does not depend on their order."""
+    """The results of a number of seeds. `log_hash` does not depend on their order."""
 
     num_seeds: int = 0
     log_hash: int = 0
-    numbers: Counter[str] = field(default_factory=Counter)  # those that the campaign names
+    numbers: Counter[str] = field(default_factory=Counter)  # the numbers that the campaign names
     reached: Counter[str] = field(default_factory=Counter)
-    failures: dict[int, str] = field(default_factory=dict)  # by seed: the error
+    failures: dict[int, str] = field(default_factory=dict)  # the error, by seed
 
     def add(self, other: "Summary") -> None:
         self.num_seeds += other.num_seeds
@@ -57,9 +57,9 @@ class Summary:
 class Campaign:
     """Seeds of one simulation."""
 
-    simulate: Callable[..., Any]  # makes the simulation of a seed, which has a log_hash, and what it has `reached`
+    simulate: Callable[..., Any]  # creates the simulation of a seed, with the attributes `log_hash` and `reached`
     program: str  # the command that runs it
-    numbers: tuple[str, ...]  # the attributes of a simulation that are added up
+    numbers: tuple[str, ...]  # the simulation's attributes that are added up
 
     def run_seed(self, seed: int) -> Summary:
         simulation = self.simulate(seed)
@@ -81,7 +81,7 @@ class Campaign:
         return summary
 
     def run(self, first: int, num_seeds: int, num_jobs: int) -> Summary:
-        """Stops early after some failures."""
+        """Run the seeds and return a summary. Stops early after `MAX_FAILURES` failures."""
         summary, end = Summary(), first + num_seeds
         chunks = [range(seed, min(seed + _CHUNK, end)) for seed in range(first, end, _CHUNK)]
         for part in self._each(chunks, num_jobs):
@@ -98,7 +98,7 @@ class Campaign:
             yield from pool.imap(self.run_seeds, chunks)
 
     def trace_seed(self, seed: int) -> bool:
-        """Print one history. Whether it went well."""
+        """Print the history of a seed; return whether it passed."""
         simulation = self.simulate(seed, trace=print)
         try:
             simulation.run()
@@ -108,7 +108,7 @@ class Campaign:
         return True
 
     def failed(self, summary: Summary) -> str:
-        """A line for each seed that failed, and one with the command that shows its history."""
+        """Return a line for each failed seed, with the command that shows its history."""
         return "".join(
             f"seed {seed} failed: {error}\n    {self.program} --first {seed} --trace\n"
             for seed, error in sorted(summary.failures.items())

@@ -1,9 +1,8 @@
-"""Scheduler core, step loop and worker session, the production code, in one seeded event loop with everything that can
-fail.
+"""The scheduler core, the step loop and the worker session in one seeded event loop with every possible fault.
 
-One heap of (time, number) orders all events and one `random.Random(seed)` makes all choices: a seed is a history. The
-scheduler's side does what `links/worker/worker_link.py` does, the worker's what `rpc/servicer.py` and `engine.py` do,
-without gRPC, threads or a clock.
+These are the production code. One heap of (time, number) orders all events, and one `random.Random(seed)` makes all
+choices, so a seed determines a history. The scheduler's side acts as `links/worker/worker_link.py`, the worker's side
+as `rpc/servicer.py` and `engine.py`, without gRPC, threads or a real clock.
 """
 
 import logging
@@ -47,7 +46,7 @@ _MAX_EVENTS = 40_000
 
 
 def _brief(value: Any) -> str:
-    """A dataclass without the fields that have their default."""
+    """Return a dataclass as text, without the fields that have their default value."""
     if not is_dataclass(value):
         return f"[{', '.join(map(_brief, value))}]" if isinstance(value, tuple) else str(value)
     given = [
@@ -83,19 +82,19 @@ class Simulation(Timeline):
         self.reader = Reader(self)
         self.grammar_rng = Random(f"grammars of workers {seed}")
         self._late_rng = Random(f"late rows {seed}")
-        self.clients: dict[tuple[str, str], Client] = {}  # that are served
-        self.waiting: dict[Client, None] = {}  # for more to come, though the core may have ended their requests
-        self.gone: list[Client] = []  # those that have everything
-        self.client_of: dict[int, Client] = {}  # by sequence, also of those that have ended
-        self.bad_sequences: dict[int, RowStatus] = {}  # whose next sampling row fails, and how
+        self.clients: dict[tuple[str, str], Client] = {}  # whose requests are in the core
+        self.waiting: dict[Client, None] = {}  # for more output, though the core may have ended their requests
+        self.gone: list[Client] = []  # clients that have received everything
+        self.client_of: dict[int, Client] = {}  # by sequence, including ended ones
+        self.bad_sequences: dict[int, RowStatus] = {}  # sequences whose next sampling row fails, with the failure
         self.num_losses = self.num_poison_crashes = 0
-        self.num_expected = len(scenario.arrivals)  # arrivals to come
+        self.num_expected = len(scenario.arrivals)  # future arrivals
         self.epoch = 0
-        self.connection: Connection | None = None  # of the epoch that the scheduler is in
+        self.connection: Connection | None = None  # of the scheduler's current epoch
         self.dialled: Connection | None = None  # waits for Ready
-        self.expects_close = False  # a worker has lied to the step loop
-        self.closing: Connection | None = None  # that the step loop has closed, and whose session does not know it yet
-        self.missing_since: float | None = 0.0  # there is no worker
+        self.expects_close = False  # a worker has sent a false message to the step loop
+        self.closing: Connection | None = None  # closed by the step loop; its session does not know it yet
+        self.missing_since: float | None = 0.0  # since when there has been no worker
         self.old_connections: deque[Connection] = deque(maxlen=3)
         self.ledger = MoveLedger(scenario.capacity.block_size, scenario.capacity.sliding_window)
         self.root_ledger = RootLedger(scenario.capacity.block_size, scenario.capacity.sliding_window)
@@ -114,7 +113,7 @@ class Simulation(Timeline):
             super().at(time, action, *args)
 
     def run(self) -> None:
-        """One history, to the end of every request. Raises AssertionError, or what the code under test raises."""
+        """Run one history to the end of every request. Raises AssertionError or any error of the code under test."""
         if self.trace is not None:
             self.trace(_brief(replace(self.scenario, arrivals=())))
         for arrival in self.scenario.arrivals:
@@ -122,7 +121,7 @@ class Simulation(Timeline):
         for time in self.scenario.flush_times:
             self.at(time, self.flush)
         disabled = logging.root.manager.disable
-        logging.disable()  # a worker that is lost is news for an operator
+        logging.disable()  # the loss of a worker would be logged for an operator
         try:
             with self.loop.kv_events.following():
                 self._run()
@@ -142,7 +141,7 @@ class Simulation(Timeline):
             self.trace(f"{self.time:9.4f} {name} {' '.join(map(str, values))}")
 
     def audit(self, *values: int) -> None:
-        """After every event of the scheduler."""
+        """Check the invariants after an event of the scheduler."""
         self.num_audits += 1
         self.log_hash = hash((self.log_hash, self.time, *values))
         self.scheduler.check()
@@ -166,8 +165,11 @@ class Simulation(Timeline):
             self._bound_steps()
 
     def _bound_steps(self) -> None:
-        """L1. Once faults have stopped, every plan computes tokens of the first in order, or moves what it waits for; a
-        row takes a plan per token, or per two plans in a beam; each suspect of a crash may be tried on its own."""
+        """Set the largest number of steps after faults have stopped (L1).
+
+        Every plan computes tokens of the first request in order, or moves blocks that it waits for. A row needs a plan
+        per token, or two plans per token in a beam search. Each suspect of a crash may be tried alone.
+        """
         num_restarts = 3 + sum(client.arrival.crashes_worker for client in self.clients.values()) * 5
         num_tokens = sum(
             (client.request.beam.beam_width if client.request.beam else client.request.n)
@@ -185,7 +187,7 @@ class Simulation(Timeline):
         assert (stats.num_running, stats.num_waiting, stats.num_swapped, stats.num_waiting_tokens) == (0, 0, 0, 0)
 
     def _check_cache_view(self) -> None:
-        """Read what a subscriber to the KV events hears, and compare it with what is cached."""
+        """Read the KV events as a subscriber does, and compare the result with the actual cache."""
         self.loop.kv_events.take()
         while (batch := self._kv_event_log.after(self.num_kv_batches)) is not None:
             self.num_kv_batches += 1
@@ -195,12 +197,12 @@ class Simulation(Timeline):
         self.cache_view.check(self.scheduler.kv_snapshot())
 
     def now(self) -> float:
-        """What the clock says, which may jump. Timers do not."""
+        """Return the time of the clock, which may jump. Timers do not jump."""
         return self.time + self.clock_offset
 
     @property
     def seconds_missing(self) -> float:
-        """For how long there has been no worker."""
+        """How many seconds there has been no worker."""
         return 0.0 if self.missing_since is None else self.time - self.missing_since + 1e-9
 
     # Clients
@@ -219,14 +221,14 @@ class Simulation(Timeline):
         except AdmissionError as error:
             self.note("refused", error)
             self._check_refusal(arrival, error)
-        except RefusedError as refusal:  # a name of its own, for mypyc
+        except RefusedError as refusal:  # mypyc needs another name here
             self.note("refused", refusal)
             self._check_patience(request.output_mode)
             self.reached["a request is refused without a worker"] += 1
         else:
             self._is_queued(client)
         if not client.samples:
-            client.outputs.clear()  # or each would keep the other, and its record
+            client.outputs.clear()  # breaks the reference cycle between outputs and their records
         if self.is_calm and not self.num_expected:
             self._bound_steps()
 
@@ -248,7 +250,7 @@ class Simulation(Timeline):
             self.at(request.deadline, self.abort, client)
 
     def _is_out_of_patience(self, output_mode: OutputMode, margin: float) -> bool:
-        """Whether requests of this kind have had to do without a worker for too long, and for this much longer."""
+        """Return whether requests of this mode have been without a worker for `margin` seconds longer than they may."""
         scenario = self.scenario
         patience = scenario.worker_timeout
         if output_mode is not OutputMode.DETACHED:
@@ -259,7 +261,7 @@ class Simulation(Timeline):
         assert self._is_out_of_patience(output_mode, 0.0), "a worker is there, or has not been away for long"
 
     def has_everything(self, client: Client) -> None:
-        """The last of the client's outputs has ended."""
+        """Record that the last of the client's outputs has ended."""
         del self.waiting[client]
         self.gone.append(client)
 
@@ -298,7 +300,7 @@ class Simulation(Timeline):
     # Plans and results
 
     def planned(self, plan: StepPlan | None) -> None:
-        """The core has made a plan, or has nothing to do."""
+        """Process a new plan, or None if the core has nothing to do."""
         if plan is None:
             self._check_no_other_waits_for_grammars()
             self.audit(13)
@@ -311,7 +313,7 @@ class Simulation(Timeline):
         self.audit(3, plan.step, *plan.released_slots, *plan.append_block_ids, *plan.work_num_tokens)
 
     def _check_no_other_waits_for_grammars(self) -> None:
-        """A worker with nothing to do is one that prepares the grammars of all who wait."""
+        """Check that a worker with nothing to do prepares the grammars of all waiting requests."""
         state, epoch = self.scheduler.state, self.scheduler.state.worker
         if not epoch.has_worker or epoch.unacknowledged or len(epoch.cache.moves) or state.quarantine.suspects:
             return
@@ -339,8 +341,10 @@ class Simulation(Timeline):
         self.at(connection.send_down(self.time, self._delay()), self.process.receive, connection, plan)
 
     def _check_grammars(self, connection: Connection, added: set[int]) -> None:
-        """The worker has the grammars of those who live and may run, and none that is not needed; those that are
-        `added` now are of the former."""
+        """Check that the worker has the grammars of the live requests that may run, and no grammar that is not needed.
+
+        `added`: the grammars of a new plan, which must belong to such requests.
+        """
         state = self.scheduler.state
         needed = {group: group.request.grammar for group in state.groups.values() if group.request.grammar is not None}
         ids = {group: state.worker.grammars.id_of(grammar) for group, grammar in needed.items()}
@@ -352,7 +356,7 @@ class Simulation(Timeline):
         return self.rng.random() * self.scenario.delay_seconds
 
     def is_late(self, num_tokens: int, step: int) -> bool:
-        """Whether a worker is late to know what a row's grammar allows."""
+        """Return whether the worker computes a row's grammar mask too late for the step."""
         return not self.is_calm and self._late_rng.random() < self.scenario.late_rate
 
     def receive_result(self, connection: Connection, result: StepResult) -> None:
@@ -366,7 +370,7 @@ class Simulation(Timeline):
         self.loop.exchange.result(result)
 
     def _refuse(self, result: StepResult, what: str) -> None:
-        """S9, and the core is as it was."""
+        """Check that the core refuses a result (S9) and does not change."""
         try:
             self.scheduler.complete(result, self.now())
         except WorkerProtocolError as error:
@@ -387,14 +391,14 @@ class Simulation(Timeline):
             self.loop.exchange.moved(step)
 
     def moved(self, step: int) -> None:
-        """The core knows that these moves are done."""
+        """Record that the core knows that the moves up to `step` are done."""
         self.ledger.moved(step)
         self.audit(6, step)
 
-    # Epochs, as the link
+    # Epochs, as managed by the link
 
     def dial(self) -> None:
-        """A new epoch. If nothing comes of it, dial again."""
+        """Begin a new epoch. If no answer comes, dial again."""
         self.epoch += 1
         connection = self.dialled = Connection(self.epoch, self.time, self.time)
         self.note("dial", self.epoch)
@@ -424,7 +428,7 @@ class Simulation(Timeline):
             self.after(_BACKOFF, self.dial)
 
     def lose(self, connection: Connection, reason: str) -> None:
-        """The scheduler notices that a connection is over."""
+        """Let the scheduler notice that a connection is over."""
         if connection is self.dialled:
             self.dialled = None
             self.after(_BACKOFF, self.dial)
@@ -435,12 +439,12 @@ class Simulation(Timeline):
         elif connection is self.connection:
             self.note("lost", reason)
             self.loop.exchange.worker_lost(reason)
-            if self.closing is connection:  # what had arrived before was false
+            if self.closing is connection:  # a message that arrived earlier was false
                 self.closing = None
             self.after(_BACKOFF, self.dial)
 
     def close(self, connection: Connection, reason: str) -> None:
-        """The step loop ends an epoch. Its session hears of it a moment later."""
+        """Close the connection for the step loop, which ends an epoch. The session notices a moment later."""
         assert self.expects_close, f"the step loop ends an epoch: {reason}"
         self.note("closed", reason)
         self.expects_close = False
@@ -448,7 +452,7 @@ class Simulation(Timeline):
         self.after(self.rng.random() * 0.05, self.lose, connection, reason)
 
     def before_loss(self) -> None:
-        """The core is about to hear that the worker is lost."""
+        """Prepare for the core's notice that the worker is lost."""
         assert self.connection is not None
         self.reach.before_loss()
         dispatched = {group for dispatch in self._unacknowledged() for group in dispatch.groups()}
@@ -464,7 +468,7 @@ class Simulation(Timeline):
         self.expects_close = False
 
     def _preparing(self, connection: Connection) -> dict[SequenceGroup, Grammar]:
-        """The requests whose grammars the worker prepares, as far as the scheduler knows, and these."""
+        """Return the requests whose grammars the worker prepares as far as the scheduler knows, with these grammars."""
         epoch, preparing = self.scheduler.state.worker, connection.grammar_ids - connection.told_grammar_ids
         if not preparing:
             return {}
@@ -475,7 +479,7 @@ class Simulation(Timeline):
         return self.scheduler.state.worker.unacknowledged
 
     def poison_crashed(self) -> None:
-        """S10: one request among n is found by its 3 + log2(n)-th crash, if nothing else goes wrong."""
+        """Check S10: one request among n is found by its (3 + log2(n))-th crash, if there are no other losses."""
         self.reached["a request crashes the worker"] += 1
         self.num_poison_crashes += 1
         arrivals = self.scenario.arrivals
@@ -521,7 +525,7 @@ class Simulation(Timeline):
         self.bad_sequences[sequence_id] = RowStatus.OUT_OF_MEMORY if sequence_id % 2 else RowStatus.NAN_LOGITS
 
     def _any_client(self) -> Client | None:
-        """Often one whose blocks are not where it could run."""
+        """Return a random client, often one whose blocks are not where it could run."""
         keys = sorted(self.clients)
         if self.rng.random() < 0.7:
             keys = [key for key in keys if self.reach.is_elsewhere(self.clients[key])] or keys
@@ -533,8 +537,10 @@ class Simulation(Timeline):
             self.abort(client)
 
     def late_cancel(self) -> None:
-        """Of a request that the core has ended, whether or not its client has heard of it, and whatever else has its
-        name by now."""
+        """Cancel a request that has ended in the core.
+
+        The client may or may not know of the end, and the name may be in use again.
+        """
         clients = [*self.gone, *(client for client in self.waiting if not client.num_live)]
         if clients:
             client = self.rng.choice(clients)
@@ -545,7 +551,7 @@ class Simulation(Timeline):
             self.loop.cancel(client.active)
 
     def stop(self) -> None:
-        """A stop text was seen in what a client has received."""
+        """Report a stop text in the tokens that a client has received."""
         client = self._any_client()
         if client is None or client.request.beam is not None:
             return
@@ -575,7 +581,7 @@ class Simulation(Timeline):
         self.process.refuse_wrong_plans()
 
     def false_result(self) -> None:
-        """A worker that lies: the result answers nothing that is open, or does not fit its plan."""
+        """Send a false result: it answers no plan in flight, or does not match its plan."""
         oldest = next(iter(self._unacknowledged()), None)
         step = oldest.step if oldest else 0
         result = StepResult(self.epoch, step)
@@ -593,7 +599,7 @@ class Simulation(Timeline):
         self.loop.exchange.result(self.rng.choice(false))
 
     def false_acknowledgement(self) -> None:
-        """Of moves that were never ordered; then one that says nothing new."""
+        """Acknowledge moves that were never ordered; then send an acknowledgement that reports nothing new."""
         epoch = self.scheduler.state.worker
         try:
             self.scheduler.moved(epoch.steps.num_steps + 1, self.now())
@@ -607,7 +613,7 @@ class Simulation(Timeline):
         self.audit(11)
 
     def _report_false_grammars(self) -> None:
-        """One that was never added; then one that is gone."""
+        """Report a grammar that was never added, and then a grammar that was released."""
         epoch = self.scheduler.state.worker
         last_id = epoch.grammars.last_id
         try:
@@ -620,13 +626,13 @@ class Simulation(Timeline):
             assert not self.scheduler.grammar_ready(last_id, "too late", self.now()).ended
 
     def question(self) -> None:
-        """What an operator asks: nothing changes by it."""
+        """Ask for an operator's reports, which must not change anything."""
         stats, block_map = explain.stats(self.scheduler.state), explain.block_map(self.scheduler.state)
         assert len(block_map.device) == stats.num_device_blocks
         assert len(block_map.host) == stats.num_host_blocks
         epoch = self.scheduler.state.worker
         if epoch.has_worker:
-            # Requests hold what their swaps move; the copying of cached content holds nothing of theirs.
+            # Requests own the blocks that their swaps move. Copies of cached content own none.
             swaps, cache = [move for move in epoch.cache.moves if move.node is None], epoch.cache
             for uses, pool, swapped, num_held in (
                 (block_map.device, cache.pool, {move.device_block for move in swaps}, stats.num_held_blocks),
@@ -643,7 +649,7 @@ class Simulation(Timeline):
         self.audit(12)
 
     def flush(self) -> None:
-        """An operator empties the cache; while there are requests nothing happens."""
+        """Empty the cache for an operator. While there are requests, nothing may happen."""
         before = self.scheduler.kv_snapshot()
         self.scheduler.flush_cache(self.now())
         self.note("flush", len(before))
@@ -673,10 +679,10 @@ class Simulation(Timeline):
         assert reason is AdmissionReason.DUPLICATE
         self.audit(10)
 
-    # What the worker's process asks for
+    # Requests of the worker's process
 
     def restart(self) -> None:
-        """The supervisor starts the worker again, sometimes a smaller one."""
+        """Restart the worker's process, sometimes with a smaller capacity."""
         capacity = self.scenario.capacity
         if self.rng.random() < 0.3:
             capacity = smaller(self.rng, capacity)

@@ -1,4 +1,4 @@
-"""What the step loop has around it in a simulation: the way to a worker, and an observer."""
+"""The surroundings of the step loop in a simulation: the link to a worker, and an observer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Link:
-    """The step loop's way to the worker for one epoch."""
+    """The step loop's link to the worker for one epoch."""
 
     def __init__(self, simulation: Simulation, connection: Connection) -> None:
         self._simulation = simulation
@@ -28,7 +28,7 @@ class Link:
 
 
 class Witness(Observer):
-    """Sees that observers hear of each end once, as clients do."""
+    """An observer that checks that each end is reported once to observers, as to clients."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation

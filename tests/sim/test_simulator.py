@@ -1,7 +1,6 @@
-"""The simulator in `make test`: 300 seeds, known seeds, and that a seed is a history.
+"""The simulator in `make test`: 300 seeds, known seeds, and a check that a seed determines a history.
 
-The seeds are always the same, so that a run of the tests says something of the code and not of the clock.
-`make sim FIRST=n` tries others.
+The seeds are always the same, so that the result depends on the code alone. `make sim FIRST=n` tries others.
 """
 
 import ast
@@ -65,7 +64,7 @@ def test_a_bug_without_a_place_is_told():
 
 @pytest.mark.thorough
 def test_a_bug_is_found_by_its_recorded_seed_or_another(monkeypatch, tmp_path, capsys):
-    """However few seeds are run, each bug is looked at; one that no seed finds fails the run."""
+    """Each bug is checked even if few seeds run. A bug that no seed finds fails the run."""
     by_record, by_another, by_none = (
         "a request that is too long is admitted",
         "prompt log-probabilities outlive the end of their request",
@@ -85,9 +84,9 @@ def test_a_bug_is_found_by_its_recorded_seed_or_another(monkeypatch, tmp_path, c
 
 @pytest.mark.parametrize("seeds", [range(20), *thorough(range(20, 100))], ids=str)
 def test_what_has_ended_is_freed_without_the_collector(seeds):
-    """Requests of every kind and faults of every kind leave no object of the scheduler that only a collection frees."""
+    """Requests and faults of every kind leave no object of the scheduler that only the garbage collector frees."""
     gc.collect()
-    gc.freeze()  # or each of two hundred collections walks all that other tests of this process have imported
+    gc.freeze()  # otherwise two hundred collections would each traverse everything that other tests imported
     gc.disable()
     try:
         for seed in seeds:
@@ -99,7 +98,7 @@ def test_what_has_ended_is_freed_without_the_collector(seeds):
             left = {type(found) for found in gc.garbage if type(found).__module__.startswith("scheduler_service")}
             gc.garbage.clear()
             assert not left, f"seed {seed}"
-            del simulation  # the whole of it is a circle
+            del simulation  # the simulation itself is a reference cycle
             gc.collect()
     finally:
         gc.set_debug(0)

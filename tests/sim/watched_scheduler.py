@@ -1,5 +1,8 @@
-"""The scheduler's core as the step loop drives it, watched: after every event its invariants are checked, and what it
-tells is noted before the step loop and the clients hear of it."""
+"""The scheduler core as the step loop drives it, with checks.
+
+After every event the invariants are checked, and the outputs are recorded before the step loop and the clients see
+them.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,11 @@ class WatchedScheduler(Scheduler):
     _simulation: Simulation
 
     def watch(self, simulation: Simulation) -> None:
-        """Tell a simulation of every event. Not in the constructor, whose keywords mypyc does not pass on."""
+        """Report every event to a simulation. Not in the constructor, because mypyc does not pass on its keywords."""
         self._simulation = simulation
 
     def _told(self, outputs: TokenOutputs, *values: int) -> TokenOutputs:
-        """Take note of the outputs of an event, which the values tell apart."""
+        """Record the outputs of an event. `values` distinguish the event in the log hash."""
         simulation = self._simulation
         for sequence_id, token_id in zip(outputs.sequence_ids, outputs.token_ids, strict=True):
             client = simulation.client_of[sequence_id]

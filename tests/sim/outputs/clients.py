@@ -1,4 +1,4 @@
-"""The clients of a simulation: each sends requests its way, reads as it likes, and sees what it must see."""
+"""Simulated clients: each sends requests in its own way, reads at its own pace, and checks what it receives."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.sim.outputs.view import View
 if TYPE_CHECKING:
     from tests.sim.outputs.simulation import Simulation
 
-PATIENCE = 3000  # seconds in which everything ends
+PATIENCE = 3000  # seconds within which everything must end
 
 
 class Client:
-    """One request, whichever way it goes. `run` returns when its client has seen the last of it."""
+    """A client with one request. `run` returns when the client has finished with the request."""
 
     def __init__(self, simulation: Simulation, task: Task, *, must_be_served: bool = False) -> None:
         self.simulation = simulation
@@ -37,7 +37,7 @@ class Client:
         self.request = task.request
         self.rng = Random(f"client {simulation.scenario.seed} {task.request.name}")
         self.route = simulation.route(by_front_end=task.by_front_end)
-        self.is_aborted = False  # by a call of Abort
+        self.is_aborted = False  # by the Abort RPC
         self.began = self.route.moment()
 
     async def run(self) -> None:
@@ -71,10 +71,10 @@ class Client:
             self.route, self.request, failure, before, self.task.timeout, is_aborted=self.is_aborted
         )
 
-    # Ways to read
+    # Ways of reading
 
     async def _read_shared(self) -> None:
-        """On a call that the library shares. Nothing comes once the client has aborted."""
+        """Read on an RPC that the client library shares. No response may arrive after the client has aborted."""
         simulation, view, before = self.simulation, View(self.request), self.began
         over: asyncio.Future[PagewireError | None] = asyncio.get_running_loop().create_future()
         has_given_up = False
@@ -101,7 +101,7 @@ class Client:
         simulation.must_be_gone(self.request)
 
     async def _read_alone(self) -> None:
-        """On a call of its own, perhaps slowly."""
+        """Read on a separate RPC, perhaps slowly."""
         view, before = View(self.request), self.began
         reading = self.route.connection.read("Generate", self.request.message, self.task.timeout)
         await self._read(view, reading, before)
@@ -117,7 +117,7 @@ class Client:
         self.simulation.must_be_gone(self.request)
 
     async def _read(self, view: View, reading: contextlib.AbstractAsyncContextManager[Any], before: Moment) -> bool:
-        """Whether it is known how the request has ended."""
+        """Read the responses; return whether it is known how the request has ended."""
         try:
             async with asyncio.timeout(self.task.gives_up_after), reading as responses:
                 async for response in responses:
@@ -146,7 +146,7 @@ class Client:
     # Detached
 
     async def _detach(self) -> None:
-        """Queue it, look at it now and then, and read it to its end, from the token on that is next."""
+        """Submit the request, attach at random times, and then read from the next unread token to the end."""
         simulation, request = self.simulation, self.request
         before = self.began
         try:
@@ -164,7 +164,7 @@ class Client:
         await self._get_result()
 
     async def _submit_again(self) -> None:
-        """The name is taken as long as the result is kept."""
+        """Submit the request again: its name is in use as long as the result is kept."""
         scenario = self.simulation.scenario
         if scenario.retention < 30 or scenario.max_ended < 100 or scenario.max_bytes < 1 << 20:
             return
@@ -177,7 +177,7 @@ class Client:
             raise AssertionError("a request is taken twice")
 
     async def _attach_once(self, seconds: float) -> None:
-        """From any token on that is there, after a while."""
+        """Attach after `seconds`, starting at any token that exists."""
         await asyncio.sleep(seconds)
         await self._get_result()
         active = self.simulation.kept(self.request)
@@ -186,7 +186,10 @@ class Client:
             await self._attach(View(self.request, first), self.task.gives_up_after)
 
     async def _attach_to_end(self) -> None:
-        """Again and again from where the last reader came to: together they read each token once."""
+        """Attach repeatedly, each time from the position of the previous reader.
+
+        Together the readers read each token once.
+        """
         view, num_attempts = View(self.request), 1
         while not await self._attach(view, None if num_attempts > 3 else self.task.gives_up_after):
             if self.simulation.kept(self.request) is None:
@@ -195,7 +198,7 @@ class Client:
             await asyncio.sleep(self.rng.random())
 
     async def _attach(self, view: View, gives_up_after: float | None) -> bool:
-        """Whether this is the last reader that is needed."""
+        """Attach once; return whether no further reader is needed."""
         message = pb.AttachRequest(
             request_id=self.request.name, tenant=self.request.tenant, from_tokens=view.num_tokens
         )
@@ -206,7 +209,7 @@ class Client:
         try:
             async with asyncio.timeout(gives_up_after), reading as responses:
                 async for response in responses:
-                    # An end that an earlier reader had is told again.
+                    # An end that an earlier reader received is sent again.
                     if view.samples[response.index].end is None:
                         self.take(view, response)
                     await asyncio.sleep(self.rng.random() * self.task.read_seconds)
@@ -247,7 +250,7 @@ class Client:
 
 
 class SlowClient:
-    """A client that writes its own messages on one call, and reads none of the answers before a time."""
+    """A client that writes its own messages on one RPC, and reads no response before a given time."""
 
     def __init__(self, simulation: Simulation, slow: SlowCall) -> None:
         self.simulation = simulation
@@ -255,8 +258,8 @@ class SlowClient:
         self.rng = Random(f"slow client {simulation.scenario.seed} {slow.requests[0].name}")
         self.route = simulation.route(by_front_end=slow.by_front_end)
         self._views: dict[int, View] = {}  # by first stream
-        self._first: dict[int, int] = {}  # by stream, the request's first
-        self._outbox: asyncio.Queue[pb.GenerateManyRequest | None] = asyncio.Queue()  # None: no more
+        self._first: dict[int, int] = {}  # the request's first stream, by stream
+        self._outbox: asyncio.Queue[pb.GenerateManyRequest | None] = asyncio.Queue()  # None: no more messages
         self._is_closed = False
         self._num_messages = 0
         self._weight = 0
@@ -329,14 +332,14 @@ class SlowClient:
             return
 
     def _check_nothing_waits(self) -> None:
-        """Requests end whether or not their reader reads, and what fails for one that does not is bounded."""
+        """Check that requests end even if their client does not read, and that unread failures are bounded."""
         for request in self.slow.requests:
             assert not self.simulation.is_served(request.key), "a request waits for its reader"
         self.simulation.check_unread_failures()
         self.simulation.reached["a slow reader finds all done"] += 1
 
     def _check_num_messages(self) -> None:
-        """What came of requests while nobody read was put together."""
+        """Check that outputs were merged into few messages while the client did not read."""
         scenario = self.simulation.scenario
         most = (
             scenario.client_weather.window
@@ -386,7 +389,7 @@ class SlowClient:
             self.simulation.check_failure(self.route, view.request, decode_failure(failed), self.began)
 
     def _check_weight(self, weights: list[int]) -> None:
-        """Nothing is put into a message that is full."""
+        """Check that nothing was added to a message that was already full."""
         self._weight += sum(weights)
         assert sum(weights[:-1]) < self.simulation.scenario.max_message_weight, "a message is too large"
 

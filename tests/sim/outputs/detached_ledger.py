@@ -1,5 +1,7 @@
-"""Which detached results must be kept, and which may be forgotten: for a while, up to a number and a size, tenant by
-tenant."""
+"""A ledger of the detached results that must be kept and those that may be forgotten.
+
+Results are kept for a limited time, and up to a number and a size. A tenant with the most results loses results first.
+"""
 
 import asyncio
 from collections import Counter
@@ -12,7 +14,7 @@ Key = tuple[str, str]
 
 
 class DetachedLedger:
-    """Looks at the server's results after each turn of the event loop."""
+    """A ledger that compares the server's results with the rules after each turn of the event loop."""
 
     def __init__(
         self,
@@ -26,7 +28,7 @@ class DetachedLedger:
         self._scenario = scenario
         self._keys = keys
         self._taken: set[Key] = set()
-        self._ended: dict[Key, tuple[float, int]] = {}  # those that are kept: when, and their bytes; oldest first
+        self._ended: dict[Key, tuple[float, int]] = {}  # kept results: time of the end and bytes; oldest first
         self.forgotten: set[Key] = set()
         self.num_pushed_out = 0
 
@@ -50,7 +52,7 @@ class DetachedLedger:
             assert not self._is_served(key), "a result that is kept holds blocks"
             num_bytes = sum(output.num_bytes for output in self._detached.find(*key).outputs)
             self._ended[key] = now, num_bytes
-        # One that is pushed out in the very turn in which it ends is not seen.
+        # A result that is evicted in the same turn in which it ends is not seen.
         unseen = [key for key in gone if key not in self._ended]
         before = dict(self._ended)
         for key in gone:
@@ -67,8 +69,11 @@ class DetachedLedger:
         assert num_bytes <= scenario.max_bytes or len(self._ended) == 1, "results take more bytes than they may"
 
     def _check_pushed_out(self, key: Key, before: dict[Key, tuple[float, int]], has_unseen: bool) -> None:
-        """It was the oldest of the tenant that had most, of what there was too much of. `has_unseen`: a result has
-        come and gone, nobody knows with how many bytes."""
+        """Check that a limit was exceeded, and that the evicted result was the oldest of a tenant with the most
+        results.
+
+        `has_unseen`: another result ended and was evicted in the same turn, so its number of bytes is unknown.
+        """
         scenario = self._scenario
         num_before = len(before) + has_unseen
         if num_before > scenario.max_ended:

@@ -1,4 +1,4 @@
-"""The HTTP API of a simulated front end without sockets: calls in ASGI over a network that delays and breaks them."""
+"""The HTTP API of a simulated front end without sockets: ASGI calls over a network that delays and breaks them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.sim.outputs.network import Network, Pipe, Status, StatusCode
 from tests.sim.outputs.request import EOS, SimulatedRequest
 
 _PATH = "/v1/completions"
-_PIECE_BYTES = 200  # of a body that is on its way
+_PIECE_BYTES = 200  # of a body in transit
 _DONE = b"[DONE]"
 _CODES = {reason.http_status: reason.grpc_code for reason in reversed(Reason)}
 _FINISH_REASONS = {
@@ -31,12 +31,12 @@ _FINISH_REASONS = {
     "length": pb.FINISH_REASON_LENGTH,
     "abort": pb.FINISH_REASON_ABORT,
 }
-# A failure within a stream has no status, but a type, and what the text says of it.
+# A failure within a stream has no status, only a type and a message.
 _STATUSES = {"rate_limit_error": 429, "service_unavailable_error": 503, "invalid_request_error": 400}
 
 
 def make_server(servicer: RequestServicer, link: SchedulerLink) -> HttpServer:
-    """Return the HTTP API of a front end, on no port."""
+    """Return the HTTP API of a front end, without a port."""
     intake = servicer.intake
     admission = CallAdmission("127.0.0.1", (), None, intake, lambda: ("toy",), takes_any_model_name=False)
     with mock.patch.object(socket, "create_server", return_value=socket.socket()):
@@ -45,7 +45,7 @@ def make_server(servicer: RequestServicer, link: SchedulerLink) -> HttpServer:
 
 
 class HttpCall:
-    """A call, as its client and its server see it."""
+    """An HTTP request, as seen by its client and its server."""
 
     def __init__(self, server: HttpServer, network: Network, body: bytes) -> None:
         self._network = network
@@ -72,30 +72,30 @@ class HttpCall:
         self._serving = asyncio.create_task(server(scope, self._receive, self._send))
         self._serving.add_done_callback(lambda _: self._forget())
 
-    # As the client has it
+    # The client's side
 
     async def read(self) -> bytes | None:
-        """Return what comes next of the answer, or None at its end. The first is the status. Raises PagewireError."""
+        """Return the response's next part, or None at the end; the first part is the status. Raises PagewireError."""
         item = await self._down.read()
         if isinstance(item, Status):
             raise decode_failure(pb.StreamFailure(code=StatusCode.UNAVAILABLE.value[0], message=item.details))
         return item
 
     def close(self) -> None:
-        """Read no more. The server notices later."""
+        """Stop reading. The server notices later."""
         if not self._is_over:
             self._is_over = True
             self._down.cut()
             self._hang_up(self._network.weather.delay)
             self._forget()
 
-    # As the network has it
+    # The network's side
 
     def begin(self) -> None:
-        """There is a connection again, which is not this call's."""
+        """Ignore a new connection: this request does not use it."""
 
     def cut(self) -> None:
-        """The connection is lost, which each side notices for itself."""
+        """Lose the connection. Each side notices the loss separately."""
         self._up.cut()
         self._down.cut()
         if not self._is_over:
@@ -112,7 +112,7 @@ class HttpCall:
         if self._is_over and self._serving.done():
             self._network.calls.pop(self, None)  # type: ignore[call-overload]
 
-    # As the server has it: ASGI
+    # The server's side: ASGI
 
     async def _receive(self) -> dict[str, Any]:
         if not self._has_body:
@@ -133,7 +133,7 @@ class HttpCall:
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Any) -> None:
-        """Return when there is room; what a client that has gone is sent goes nowhere."""
+        """Return when there is room for the message. Messages to a client that has gone are dropped."""
         if message["type"] == "http.response.start":
             await self._down.send(str(message["status"]).encode())
             return
@@ -173,7 +173,7 @@ def body_of(request: SimulatedRequest, timeout: float | None, *, is_streamed: bo
 async def read_over_http(
     server: HttpServer, network: Network, request: SimulatedRequest, seconds: float | None, *, is_streamed: bool
 ) -> AsyncGenerator[pb.GenerateResponse]:
-    """Yield what comes of a request within some seconds, as gRPC would have it. Raises PagewireError."""
+    """Yield the responses to a request within `seconds`, converted to gRPC messages. Raises PagewireError."""
     if not network.is_up:
         raise decode_failure(pb.StreamFailure(code=StatusCode.UNAVAILABLE.value[0], message="nobody listens"))
     call = HttpCall(server, network, body_of(request, seconds, is_streamed=is_streamed))
@@ -205,16 +205,16 @@ def _failure(status: int, message: str) -> Exception:
 
 
 class AnswerReader:
-    """Reads the answers to one request.
+    """A reader of the HTTP responses to one request.
 
     Attributes:
-        is_done: the last event of a stream has come.
+        is_done: the last event of a stream has arrived.
     """
 
     def __init__(self, request: SimulatedRequest) -> None:
         self._request = request
-        self._num_tokens: Counter[int] = Counter()  # of each sample
-        self._logprobs: Counter[int] = Counter()  # their sums
+        self._num_tokens: Counter[int] = Counter()  # by sample
+        self._logprobs: Counter[int] = Counter()  # sums, by sample
         self.is_done = False
 
     def read_whole(self, content: bytes) -> list[pb.GenerateResponse]:
@@ -224,7 +224,7 @@ class AnswerReader:
         return responses
 
     def read_event(self, event: bytes) -> list[pb.GenerateResponse]:
-        """Return what an event tells; nothing where it is a comment, or the last. Raises PagewireError."""
+        """Return the responses in an event; an empty list for a comment or the last event. Raises PagewireError."""
         assert not self.is_done, "something comes behind the end of a stream"
         if event.startswith(b":"):
             return []
@@ -272,7 +272,7 @@ class AnswerReader:
             if isinstance(stop, str):
                 response.stop_text = stop
             elif reason == "stop":
-                response.stop_token_id = EOS if stop is None else stop  # HTTP does not tell the model's own
+                response.stop_token_id = EOS if stop is None else stop  # HTTP does not report the model's own end token
         return response
 
     def _put_logprobs(self, response: pb.GenerateResponse, choice: dict[str, Any]) -> None:
@@ -284,7 +284,7 @@ class AnswerReader:
             assert [entry.token_id for entry in response.logprobs] == list(response.token_ids)
             response.cumulative_logprob = self._logprobs[index]
         elif (logprob := self._request.outputs[index].cumulative_logprob) is not None:
-            response.cumulative_logprob = logprob  # which HTTP does not tell
+            response.cumulative_logprob = logprob  # HTTP does not report it
         for entry in (choice.get("prompt_logprobs") or [None])[1:] if index == 0 else ():  # all samples have them
             ((token_id, told),) = entry.items()
             response.prompt_logprobs.add(token_id=int(token_id), logprob=told["logprob"])

@@ -1,4 +1,4 @@
-"""Seeds whose histories once led to a fault, and what it was."""
+"""Seeds whose histories once led to a fault, with the fault."""
 
 KNOWN_SEEDS: dict[int, str] = {
     11: "what a client has kept is told of another stream",

@@ -1,6 +1,6 @@
-"""Planted bugs of what carries outputs: each must be caught by the simulator of outputs.
+"""Planted bugs of the code that carries outputs, each of which the simulator of outputs must catch.
 
-Run all with `python -m tests.sim.outputs.mutants`, or some: give parts of names.
+`python -m tests.sim.outputs.mutants` runs all of them, or those whose names contain a given text.
 """
 
 import sys
@@ -10,7 +10,7 @@ from tests.sim.outputs.known_seeds import KNOWN_SEEDS
 from tests.sim.planting import Planting, hunt_all, mutant
 
 MUTANTS = (
-    # The server's end of GenerateMany
+    # The server's side of GenerateMany
     mutant(
         "an end does not know what went before it in columns",
         "SampleRecord.take_tokens",
@@ -118,7 +118,7 @@ MUTANTS = (
     # Quotas
     mutant("a claim outlives a refused request", "Intake._submit", "claim.release()", "pass"),
     mutant("a claim ends with the first sample", "Claim.take_news", "not self.num_open", "True"),
-    # The front end's end
+    # The front end's side
     mutant(
         "a failure is taken by the first sample alone",
         "SchedulerLink._take",
@@ -153,7 +153,7 @@ MUTANTS = (
         "_usage(begun, writer)",
         "_usage(begun[1:], writer)",
     ),
-    # The library's end
+    # The client library's side
     mutant(
         "what a client aborts is not told",
         "GenerateManyClient.abort",

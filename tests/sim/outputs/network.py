@@ -1,7 +1,8 @@
-"""gRPC without gRPC: channels and a server's port in memory, with delays, bounded windows, cut connections, deadlines.
+"""gRPC simulated in memory: channels and a server's port, with delays, bounded windows, cut connections and deadlines.
 
-What the generated stubs ask of a channel, and the generated servicers of a server, is here, and behaves as `grpc.aio`
-does where clients and servers notice. Messages travel as bytes, so that no side holds what the other one changes.
+This module provides what the generated stubs require of a channel and the generated servicers of a server. It behaves
+as `grpc.aio` does, as far as clients and servers can observe. Messages are passed as bytes, so that no side keeps a
+reference to an object that the other side changes.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ class Status:
     trailing: tuple[tuple[str, bytes], ...] = ()
 
 
-_RECONNECTED_AFTER = 5.0  # seconds, backoff included
+_RECONNECTED_AFTER = 5.0  # seconds, including backoff
 _CANCELLED = Status(StatusCode.CANCELLED, "Locally cancelled by application!")
 
 
 @dataclass(frozen=True, slots=True)
 class Weather:
-    """How a network behaves. Times are in seconds."""
+    """The behaviour of a network. Times are in seconds."""
 
-    delay: float  # of a message, at most
-    window: int  # messages of a direction of a call that are not read yet, from which on a writer waits
-    notice: float  # until a server notices that its client has gone, at most
+    delay: float  # the longest delay of a message
+    window: int  # the number of unread messages in one direction of a call at which a writer blocks
+    notice: float  # the longest time until a server notices that its client has gone
 
 
 class Pipe:
-    """One direction of a call: first in, first out. When it breaks only a suffix is lost."""
+    """One direction of a call. Messages arrive in order; a broken pipe loses only a suffix of them."""
 
     def __init__(self, rng: Random, weather: Weather) -> None:
         self._rng = rng
@@ -57,7 +58,7 @@ class Pipe:
         self.num_read = 0
 
     async def send(self, data: bytes) -> None:
-        """Return when there is room for a message, which is on its way then; or lost."""
+        """Wait for room and send a message. The message is lost if the pipe is cut."""
         assert self._writer is None, "a call is written to by two at once"
         while len(self._arrived) + len(self._under_way) >= self._weather.window and not self._is_cut:
             self._writer = asyncio.get_running_loop().create_future()
@@ -68,14 +69,14 @@ class Pipe:
         self.put(data)
 
     def put(self, item: bytes | Status | None) -> None:
-        """Have something on its way, whether or not there is room."""
+        """Send an item, whether or not there is room."""
         if not self._is_cut:
             loop = asyncio.get_running_loop()
             self._last_at = max(self._last_at, loop.time() + self._rng.random() * self._weather.delay)
             self._under_way.append((loop.call_at(self._last_at, self._arrive), item))
 
     async def read(self) -> bytes | Status | None:
-        """What comes next; the last is no message."""
+        """Return the next item. The last item is not a message."""
         assert self._reader is None, "a call is read by two at once"
         while not self._arrived:
             self._reader = asyncio.get_running_loop().create_future()
@@ -88,7 +89,7 @@ class Pipe:
         return self._arrived.popleft()
 
     def cut(self) -> None:
-        """Lose some of what is under way, and all that comes now."""
+        """Lose some of the items in transit and all later items."""
         if not self._is_cut:
             self._is_cut = True
             num_kept = self._rng.randint(0, len(self._under_way))
@@ -101,13 +102,13 @@ class Pipe:
             _wake(self._writer)
 
     def end(self, item: Status | None) -> None:
-        """Let nothing come any more but what is there already, and this."""
+        """Cut the pipe, and deliver `item` as the last item."""
         self.cut()
         self._arrived.append(item)
         _wake(self._reader)
 
     def _arrive(self) -> None:
-        """The next message arrives. Timers of one time fire in any order."""
+        """Deliver the next item in order; timers with equal times may fire in any order."""
         _, item = self._under_way.popleft()
         self._arrived.append(item)
         _wake(self._reader)
@@ -119,19 +120,19 @@ def _wake(waiter: asyncio.Future[None] | None) -> None:
 
 
 class Network:
-    """The way from one client to one server, and the calls on it."""
+    """The network between one client and one server, and its calls."""
 
     def __init__(self, port: Port, weather: Weather, name: str) -> None:
         self.port = port
         self.weather = weather
         self.rng = Random(name)
-        self.calls: dict[Call, None] = {}  # that are open on either side, in order
+        self.calls: dict[Call, None] = {}  # calls that are open on either side, in order
         self.num_cuts = 0
-        self.calm_from = 0.0  # those who lost their calls have made new ones
+        self.calm_from = 0.0  # from this time, clients that lost their calls have started new ones
         self.is_up = True
 
     def cut(self, seconds: float) -> None:
-        """Break the connection, and have none for a while."""
+        """Break the connection, and refuse new connections for `seconds`."""
         if self.is_up:
             self.num_cuts += 1
             self.is_up = False
@@ -147,7 +148,7 @@ class Network:
 
 
 class Call:
-    """A call of any kind, as its client sees it."""
+    """An RPC of any kind, as its client sees it."""
 
     def __init__(
         self,
@@ -159,7 +160,7 @@ class Call:
         *,
         waits: bool,
     ) -> None:
-        """`waits` for a connection where there is none."""
+        """`waits`: wait for a missing connection; otherwise the call fails at once."""
         loop = asyncio.get_running_loop()
         self._network = network
         self.method = method
@@ -181,10 +182,10 @@ class Call:
 
     @property
     def is_over(self) -> bool:
-        """Whether its client knows how it ended."""
+        """Whether the client knows how the call ended."""
         return self.status is not None
 
-    # As the client has it
+    # The client's side
 
     async def write(self, message: Any) -> None:
         await self._has_begun.wait()
@@ -216,7 +217,7 @@ class Call:
         return message
 
     async def read(self) -> Any:
-        """The next response, or EOF. Raises AioRpcError."""
+        """Return the next response, or EOF. Raises AioRpcError."""
         if not self.is_over:
             try:
                 item = await self.down.read()
@@ -250,7 +251,7 @@ class Call:
         return True
 
     def _raise(self) -> None:
-        """Raise what the call has ended with, if it has ended, and not well."""
+        """Raise the call's error if the call has failed or was cancelled."""
         if self.status is None:
             return
         if self.status is _CANCELLED:
@@ -260,7 +261,10 @@ class Call:
             raise grpc.aio.AioRpcError(self.status.code, grpc.aio.Metadata(), trailing, self.status.details)
 
     def _end(self, status: Status) -> None:
-        """The client knows the end: it reads no more. The server hears of it later, unless it has told it."""
+        """End the call for the client, which reads no more.
+
+        The server notices later, unless it sent the status itself.
+        """
         self.status = status
         self._has_begun.set()
         if self._timer is not None:
@@ -274,17 +278,17 @@ class Call:
         if self.status is None:
             self._end(Status(StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"))
 
-    # As the network has it
+    # The network's side
 
     def begin(self) -> None:
-        """There is a connection."""
+        """Start to serve the call: a connection exists."""
         if self._serving is None and not self.is_over:
             self._has_begun.set()
             self._serving = asyncio.create_task(self._network.port.serve(self))
             self._serving.add_done_callback(lambda _: self._forget())
 
     def cut(self) -> None:
-        """The connection is lost, which each side notices for itself."""
+        """Lose the connection. Each side notices the loss separately."""
         if self._serving is not None:
             self.up.cut()
             self.down.cut()
@@ -294,7 +298,10 @@ class Call:
             self._hang_up(self._network.weather.notice)
 
     def _hang_up(self, seconds: float) -> None:
-        """Let the server notice after a while that its client is gone: perhaps first that nothing more comes."""
+        """Let the server notice later that its client has gone.
+
+        The server may first see the end of the requests, and is cancelled after that.
+        """
         serving = self._serving
         if serving is not None and not serving.done():
             loop, delays = asyncio.get_running_loop(), sorted((self._soon(seconds), self._soon(seconds)))
@@ -310,7 +317,7 @@ class Call:
 
 
 class Channel:
-    """What the generated stubs call."""
+    """A channel, with the methods that the generated stubs call."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -340,7 +347,7 @@ class Channel:
 
 
 class Dialler:
-    """The front end's way to a channel."""
+    """The front end's source of channels."""
 
     is_outdated = False
 
@@ -352,7 +359,7 @@ class Dialler:
 
 
 class Port:
-    """A server, as the generated servicers see it when they are added, and as calls reach it."""
+    """A server, with the interface that generated servicers and calls use."""
 
     def __init__(self, authenticator: Authenticator, on_error: Callable[[BaseException], None]) -> None:
         self._authenticator = authenticator
@@ -361,13 +368,13 @@ class Port:
         self._calls: dict[Call, None] = {}
 
     def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
-        """The registered ones are enough."""
+        """Ignore the generic handlers: the registered ones suffice."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
         self._handlers.update((f"/{service}/{name}", handler) for name, handler in handlers.items())
 
     async def serve(self, call: Call) -> None:
-        """Serve one call, as the frame around every call of a server does."""
+        """Serve one call in the same context managers as a real server."""
         handler, context = self._handlers[call.method], Context(call)
         context.serialize = handler.response_serializer
         self._calls[call] = None
@@ -396,7 +403,7 @@ class Port:
             return
         request = await anext(requests, None)
         if request is None:
-            raise asyncio.CancelledError  # it was lost
+            raise asyncio.CancelledError  # the request was lost
         if handler.response_streaming:
             await handler.unary_stream(request, context)
         else:
@@ -422,7 +429,7 @@ class Context:
         await self._call.down.send(self.serialize(message))
 
     async def send_initial_metadata(self, metadata: object) -> None:
-        """Nobody looks at it."""
+        """Ignore the metadata, which no client reads."""
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         return self._call.metadata

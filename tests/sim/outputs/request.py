@@ -1,4 +1,7 @@
-"""A request of a simulation, and what must come of it: what comes of it alone, whatever happens around it."""
+"""A simulated request and its expected output.
+
+The output must equal the output of the request alone, whatever happens around it.
+"""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +19,7 @@ EOS = 5
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A whole output."""
+    """The whole output of one sample."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -54,7 +57,7 @@ class SimulatedRequest:
 
     @property
     def is_bad(self) -> bool:
-        """Whether no good logits come of it."""
+        """Whether the request's logits are invalid."""
         return BAD_TOKEN in self.prompt_ids
 
     @property
@@ -82,7 +85,7 @@ class SimulatedRequest:
 
     @cached_property
     def outputs(self) -> list[Output]:
-        """What comes of each sample."""
+        """The expected output of each sample."""
         return self._hypotheses() if self.beam_width is not None else [self._sample(i) for i in range(self.n)]
 
     @property
@@ -90,7 +93,7 @@ class SimulatedRequest:
         return {*self.stop_token_ids} if self.ignores_eos else {*self.stop_token_ids, EOS}
 
     def undisturbed(self, index: int, num_tokens: int) -> list[int]:
-        """The first tokens of a sample, without regard to what ends it."""
+        """Return the first tokens of a sample, ignoring everything that would end it."""
         return reference(self.prompt_ids, num_tokens, seed=self.seed, sample_index=index, vocab_size=VOCAB_SIZE)
 
     def _sample(self, index: int) -> Output:

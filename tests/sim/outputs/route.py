@@ -1,4 +1,4 @@
-"""The way of clients to a service, and what may excuse that a request on it is not served."""
+"""A client's route to a service, and the events that excuse a request that fails on it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from tests.sim.outputs.network import Channel, Network
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What a route is like at some time."""
+    """The state of a route at some time."""
 
     num_disturbances: int
     is_disturbed: bool
@@ -22,7 +22,7 @@ class Route:
     def __init__(
         self, networks: tuple[Network, ...], is_served: Callable[[], bool], num_losses: Callable[[], int], time: Any
     ) -> None:
-        """`is_served`: whether those who come by the first network are served, as far as is known there."""
+        """`is_served`: returns whether the service at the first network can serve requests, as far as it knows."""
         self.networks = networks
         self._is_served = is_served
         self._num_losses = num_losses
@@ -40,6 +40,6 @@ class Route:
         )
 
     def is_excused(self, before: Moment) -> bool:
-        """Whether something has happened since that moment for which a request may be told to go elsewhere."""
+        """Return whether something has happened since `before` for which a request may fail with UNAVAILABLE."""
         now = self.moment()
         return before.is_disturbed or now.is_disturbed or now.num_disturbances > before.num_disturbances

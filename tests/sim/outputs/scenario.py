@@ -1,4 +1,4 @@
-"""What one seed is about: a server, perhaps a front end before it, their networks, requests, readers and faults."""
+"""The scenario of a seed: a server, perhaps a front end, their networks, requests, readers and faults."""
 
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -25,22 +25,22 @@ class Way(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A client's request, and what the client does. Times are in seconds."""
+    """A client's request and the client's behaviour. Times are in seconds."""
 
     request: SimulatedRequest
     way: Way
     by_front_end: bool
     time: float
     timeout: float | None
-    read_seconds: float  # between two reads, at most
+    read_seconds: float  # the longest time between two reads
     gives_up_after: float | None
-    aborted_after: float | None  # by a call of Abort
-    attachments: tuple[float, ...]  # of a detached request: when more readers come
+    aborted_after: float | None  # by the Abort RPC
+    attachments: tuple[float, ...]  # when further readers of a detached request attach
 
 
 @dataclass(frozen=True, slots=True)
 class SlowCall:
-    """A client that writes its own messages, and reads none of the answers before a time."""
+    """A client that writes its own messages, and reads no response before a given time."""
 
     requests: tuple[SimulatedRequest, ...]
     by_front_end: bool
@@ -50,7 +50,7 @@ class SlowCall:
     tells_kept: bool
     num_invalid: int
     gives_up_after: float | None
-    closes_early: bool  # it says that no more comes as soon as it has written all
+    closes_early: bool  # the client half-closes as soon as it has written all messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +58,10 @@ class Scenario:
     seed: int
     capacity: WorkerCapacity
     options: SchedulerOptions
-    begins_at: float  # the first worker's
+    begins_at: float  # when the first worker joins
     step_seconds: float
     worker_grace: float
-    max_requests: int | None  # of a tenant at once
+    max_requests: int | None  # the limit of one tenant's concurrent requests
     retention: float  # seconds for which a detached result is kept
     max_ended: int
     max_bytes: int
@@ -70,9 +70,9 @@ class Scenario:
     max_message_weight: int
     max_unread_failures: int
     max_shared_bytes: int
-    cuts: tuple[tuple[float, int, float], ...]  # when, which of the networks, for how long
-    losses: tuple[tuple[float, float], ...]  # of the worker
-    bad_rows: tuple[float, ...]  # when a row of the worker gets logits that are no numbers
+    cuts: tuple[tuple[float, int, float], ...]  # time, index of the network, and duration
+    losses: tuple[tuple[float, float], ...]  # time and duration of the worker's losses
+    bad_rows: tuple[float, ...]  # times at which a row of the worker gets invalid logits
     stops_at: float | None
     tasks: tuple[Task, ...]
     http_tasks: tuple[Task, ...]
@@ -169,10 +169,10 @@ def _draw_task(rng: Random, number: int, has_front_end: bool) -> Task:
 
 
 def _draw_http_tasks(seed: int) -> tuple[Task, ...]:
-    """Return some requests over HTTP.
+    """Return some requests over HTTP, for one seed in three.
 
-    They are drawn from a stream of their own, for one seed in three: seeds that found a bug draw all else as they did
-    then.
+    They are drawn from a random stream of their own, so that seeds that once found a bug draw everything else as
+    before.
     """
     rng = Random(f"http {seed}")
     num_tasks = rng.randint(1, 4) if rng.random() < 1 / 3 else 0
@@ -200,7 +200,7 @@ def _draw_slow_call(rng: Random, number: int, has_front_end: bool) -> SlowCall:
         requests = tuple(
             replace(request, prompt=request.prompt_ids, stop=(), includes_stop=False) for request in requests
         )
-    # From a stream of its own: seeds that found a bug draw all else as they did then.
+    # A random stream of its own: seeds that once found a bug draw everything else as before.
     impatience = Random(f"impatience {requests[0].seed}")
     return SlowCall(
         requests=requests,

@@ -1,7 +1,8 @@
-"""Detached results, the records of output and both ends of `GenerateMany`, the production code, in one virtual-time
-event loop: from the core over a worker that comes and goes to clients that read as they like, over networks that break.
+"""A simulation of detached results, output records and both ends of `GenerateMany` in one virtual-time event loop.
 
-A seed is a history: each actor has its own `random.Random`, and time jumps from event to event.
+The production code runs from the core to the clients. The simulated workers come and go, the networks break, and the
+clients read at their own pace. A seed determines a history: each actor has its own `random.Random`, and time jumps from
+event to event.
 """
 
 import asyncio
@@ -31,10 +32,10 @@ from tests.sim.outputs.virtual_loop import StuckError, VirtualLoop
 from tests.sim.outputs.world import World
 
 _MAX_TURNS = 300_000
-# Seconds after which nothing is left of a request whose client has gone, networks and queues included.
+# Seconds after which a request whose client has gone uses nothing, including networks and queues.
 _GONE_AFTER = 15.0
 _SETTLED_AFTER = 30.0
-# Of an output without a token, some bytes more than it is, and of a token with its text.
+# The bytes of an output without tokens, with a margin, and the bytes of a token with its text.
 _EMPTY_BYTES, _TOKEN_BYTES = 4160, 20
 StatusCode = grpc.StatusCode
 
@@ -51,10 +52,10 @@ class Simulation:
         self._tasks: list[asyncio.Task[Any]] = []
 
     def run(self) -> None:
-        """One history, to the end of every request. Raises AssertionError, or what the code under test raises."""
+        """Run one history to the end of every request. Raises AssertionError or any error of the code under test."""
         scenario, self.loop = self.scenario, VirtualLoop(_MAX_TURNS)
         disabled = logging.root.manager.disable
-        logging.disable()  # a worker that is lost is news for an operator
+        logging.disable()  # the loss of a worker would be logged for an operator
         if self.trace is not None:
             self.trace(str(scenario))
         try:
@@ -112,7 +113,7 @@ class Simulation:
             self.begin(self._stop(scenario.stops_at, 0.5))
         await asyncio.gather(*running)
         await asyncio.sleep(_SETTLED_AFTER)
-        for _ in range(PATIENCE):  # detached ones whose client has gone
+        for _ in range(PATIENCE):  # wait for detached requests whose client has gone
             if any(map(self.is_served, detached)):
                 await asyncio.sleep(1.0)
         self._check_idle()
@@ -138,10 +139,10 @@ class Simulation:
         self.world.worker.end()
         await self.world.server.stop(patience)
 
-    # What clients ask for
+    # Operations for clients
 
     def begin(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Have something done beside all else. What it raises is the end of the simulation."""
+        """Run a coroutine as a task. An exception in it ends the simulation."""
 
         async def guarded() -> None:
             try:
@@ -155,7 +156,7 @@ class Simulation:
         return task
 
     def guarded(self, function: Callable[..., None]) -> Callable[..., None]:
-        """What a function raises in the code under test is seen."""
+        """Return a wrapper that records every exception of `function`, even where the code under test catches it."""
 
         def call(*args: Any) -> None:
             try:
@@ -181,21 +182,21 @@ class Simulation:
         return self.world.step_loop.exchange.is_connected and not self.is_stopping
 
     def kept(self, request: SimulatedRequest) -> ActiveRequest | None:
-        """The detached request, if the server has it."""
+        """Return the detached request, or None if the server does not have it."""
         detached = self.world.detached
         return detached.find(*request.key) if request.key in detached.by_name else None
 
     def is_served(self, key: tuple[str, str]) -> bool:
-        """Whether the core has a request of that tenant and name."""
+        """Return whether the core has a request with this tenant and name."""
         return key in self.world.step_loop.state.groups
 
-    # What must be so
+    # Checks
 
     def must(self, is_so: bool, otherwise: str) -> None:
         assert is_so, otherwise
 
     def must_be_gone(self, request: SimulatedRequest) -> None:
-        """Nobody wants any more of a request: after a while it holds nothing."""
+        """Check after a while that the core has released a request that no client reads."""
         self.loop.call_later(_GONE_AFTER, self.guarded(self._check_gone), request)
 
     def _check_gone(self, request: SimulatedRequest) -> None:
@@ -211,28 +212,28 @@ class Simulation:
         *,
         is_aborted: bool = False,
     ) -> None:
-        """A failure has a cause. Without a request it is one of a whole call."""
+        """Check that a failure has a cause. `request`: None if a whole call has failed."""
         code, scenario = failure.code, self.scenario
         self.note("failed", request and request.name, code, failure)
         self.reached[f"failed: {code.name}"] += 1
         is_wide = request is not None and (request.n > 1 or request.beam_width is not None)
         if code is StatusCode.UNAVAILABLE:
             is_right = route.is_excused(before)
-        elif code is StatusCode.RESOURCE_EXHAUSTED:  # also of what no longer fits when a worker has come
+        elif code is StatusCode.RESOURCE_EXHAUSTED:  # also for requests that no longer fit a newly joined worker
             is_right = scenario.options.max_waiting_requests < 100 or scenario.max_requests is not None or is_wide
         elif code is StatusCode.DEADLINE_EXCEEDED:
             is_right = timeout is not None and self.loop.time() >= before.time + timeout - 1e-6
         elif code is StatusCode.INTERNAL:
             reasons = self.world.witness.reasons.get(request.name, set()) if request is not None else set()
             is_right = not reasons.isdisjoint((EndReason.NAN_LOGITS, EndReason.CRASHES_WORKER))
-        elif code is StatusCode.INVALID_ARGUMENT:  # several samples may need more blocks than there are
+        elif code is StatusCode.INVALID_ARGUMENT:  # several samples may need more blocks than exist
             is_right = request is not None and (request.is_invalid or is_wide)
         else:
             is_right = code is StatusCode.CANCELLED and is_aborted
         assert is_right, f"{request and request.name} failed without a cause: {code.name}: {failure}"
 
     def check_bounded(self, view: View, *, by_front_end: bool) -> None:
-        """What a server keeps of an output is at most what its reader has not got yet."""
+        """Check that a server keeps at most the part of an output that its reader has not received."""
         service = self.world.front_end if by_front_end else self.world.server
         active = service.requests.get(view.request.name)
         for output, sample in zip(active.outputs if active is not None else (), view.samples, strict=False):
@@ -240,19 +241,19 @@ class Simulation:
             assert output.num_bytes <= _EMPTY_BYTES + _TOKEN_BYTES * num_waiting, "what was read is kept"
 
     def _audit(self) -> None:
-        """After each turn of the event loop."""
+        """Check the invariants that must hold after each turn of the event loop."""
         self.ledger.audit()
         if (most := self.scenario.max_requests) is not None:
             served = Counter(tenant for tenant, _ in self.world.step_loop.state.groups)
             assert max(served.values(), default=0) <= most, "a tenant has more requests than it may"
 
     def check_forgotten(self, request: SimulatedRequest) -> None:
-        """The server says that it knows no such result."""
+        """Check that a result may be forgotten, after the server reported that it does not know it."""
         assert request.key in self.ledger.forgotten, f"the result of {request.key} is lost"
         self.reached["a result is forgotten"] += 1
 
     def check_unread_failures(self) -> None:
-        """What fails for clients who do not read it is bounded: their next requests wait on the wire."""
+        """Check that the number of unread failures is bounded: a client's further requests wait on the wire."""
         scenario = self.scenario
         window = max(scenario.client_weather.window, scenario.link_weather.window)
         most = sum(scenario.max_unread_failures + window + len(slow.requests) for slow in scenario.slow_calls)
@@ -268,7 +269,7 @@ class Simulation:
         assert self.world.link.num_running == 0, "S6: samples go on in the front end alone"
 
     async def _check_quotas(self) -> None:
-        """What tenants have used they may use again."""
+        """Check that tenants can use their quotas again after all requests have ended."""
         if self.is_stopping or (most := self.scenario.max_requests) is None:
             return
         for tenant in ("", "a", "b"):

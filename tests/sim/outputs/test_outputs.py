@@ -1,4 +1,4 @@
-"""The simulator of outputs in `make test`: some seeds, known seeds, planted bugs.
+"""The simulator of outputs in `make test`: some seeds, known seeds and planted bugs.
 
 The seeds are always the same. `make sim-outputs FIRST=n` tries others.
 """
@@ -39,7 +39,7 @@ def test_every_planted_bug_has_its_place():
 @pytest.mark.parametrize("num_seeds", [10, *thorough(40)])
 @pytest.mark.parametrize("campaign", [CORE, CAMPAIGN])
 def test_a_seed_is_a_history(campaign, num_seeds):
-    """The same in another process, where strings hash otherwise, and objects lie elsewhere."""
+    """A seed gives the same history in another process, where string hashes and object addresses differ."""
     module = "tests.sim.campaign" if campaign is CORE else "tests.sim.outputs.campaign"
     program = f"from {module} import CAMPAIGN; print(CAMPAIGN.run_seeds(range({num_seeds})).log_hash)"
     environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)}

@@ -1,4 +1,4 @@
-"""A tokenizer whose tokens are written as their numbers, one after another: stop texts begin and end amid tokens."""
+"""A tokenizer that writes tokens as their numbers without separators: stop texts begin and end within tokens."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -15,12 +15,12 @@ def text_of(token_ids: Sequence[int]) -> str:
 
 
 def tokens_of(text: str) -> list[int]:
-    """Those of a prompt, which are others than text is made of."""
+    """Return the tokens of a prompt; they differ from the tokens of generated text."""
     return [ord(char) % 90 for char in text]
 
 
 class ToyTokenizer(Tokenizer):
-    """The real one's decoders run over it. A prompt takes some of the loop's time."""
+    """A tokenizer for the production decoders. Encoding a prompt takes some simulated time."""
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng

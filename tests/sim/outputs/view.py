@@ -1,5 +1,8 @@
-"""What a reader sees of a request, held against what must come of it (S6): each token once, in order, with its text and
-log-probabilities, one end with its reason, and nothing behind it."""
+"""A comparison of the responses to a request with the expected output (S6).
+
+Each token must arrive once, in order, with its text and log-probabilities. One end must follow with its reason, and
+nothing after it.
+"""
 
 from collections.abc import Sequence
 
@@ -13,7 +16,7 @@ _REASONS = {number: reason for reason, number in FINISH_REASONS.items()}
 
 
 class SampleView:
-    """One sample, from a token on."""
+    """One sample, read from `first_token`."""
 
     def __init__(self, request: SimulatedRequest, index: int, first_token: int, *, has_text: bool) -> None:
         self._request = request
@@ -46,7 +49,7 @@ class SampleView:
             self.check_so_far()
 
     def check_so_far(self) -> None:
-        """What has come is what is to come first."""
+        """Check that the received tokens and text are the beginning of the expected output."""
         output = self._output
         assert tuple(self.token_ids) == output.token_ids[self.first_token : self.num_tokens], "other tokens"
         assert not self._request.beam_width or not self.token_ids, "a token of a search that goes on"
@@ -64,12 +67,15 @@ class SampleView:
         return self._output.text if self._has_text else ""
 
     def begin_again(self) -> None:
-        """Another reader goes on: one who begins with the first token is told of the prompt again."""
+        """Continue with another reader.
+
+        A reader that begins with the first token receives the prompt's log-probabilities again.
+        """
         if not self.num_tokens:
             self._num_prompt_logprobs = 0
 
     def _take_logprobs(self, response: pb.GenerateResponse) -> None:
-        """The simulated worker says how many tokens there were."""
+        """Check the log-probabilities, in which the simulated worker encodes the number of tokens."""
         num_prompt_tokens = len(self._request.prompt_ids)
         if self._request.has_logprobs:
             assert len(response.logprobs) == len(response.token_ids), (
@@ -85,7 +91,7 @@ class SampleView:
             assert not response.logprobs
 
     def _take_prompt_logprobs(self, entries: Sequence[pb.TokenLogprobs]) -> None:
-        """Of each prompt token but the first, once and in order."""
+        """Check that the log-probability of each prompt token but the first arrives once and in order."""
         if entries:
             assert self._request.has_prompt_logprobs
             assert not self.first_token, "the prompt is told to one who begins later"
@@ -139,7 +145,7 @@ class View:
         self.samples[response.index].take(response)
 
     def begin_again(self) -> None:
-        """Another reader goes on from where the last one came to."""
+        """Continue with another reader, from the position of the previous one."""
         for sample in self.samples:
             sample.begin_again()
 
@@ -149,11 +155,11 @@ class View:
 
     @property
     def num_tokens(self) -> list[int]:
-        """Of each sample, those that came and those that were there before."""
+        """The number of tokens of each sample, including the tokens before its first one."""
         return [sample.num_tokens for sample in self.samples]
 
     def finish(self, *, is_well: bool) -> None:
-        """Nothing more comes."""
+        """Check that the request has ended as expected, and expect no further response."""
         assert not self.is_over, "S6: it ended twice"
         self.is_over = True
         if is_well:

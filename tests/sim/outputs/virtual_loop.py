@@ -1,4 +1,4 @@
-"""An event loop without sockets and threads whose clock jumps to the next timer whenever nothing else is to be done."""
+"""An event loop without sockets and threads, whose clock jumps to the next timer whenever it is idle."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,21 +8,21 @@ from scheduler_service.serving.clock import Clock
 
 
 class StuckError(AssertionError):
-    """Nothing will ever happen any more."""
+    """No event will ever occur again, or events never end."""
 
 
 class LoopClock(Clock):
-    """The time of the event loop that runs, and its timers."""
+    """The time and the timers of the running event loop."""
 
     def now(self) -> float:
         return asyncio.get_running_loop().time()
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """What other tasks and callbacks raise that nobody sees is kept in `errors`."""
+    """The virtual event loop. Unhandled exceptions of tasks and callbacks are kept in `errors`."""
 
     def __init__(self, max_turns: int) -> None:
-        """More turns than these are taken for events without end."""
+        """`max_turns`: the number of turns after which events are considered endless."""
         super().__init__()
         self._selector = self
         self._seconds = 0.0
@@ -35,7 +35,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self._seconds
 
     def select(self, timeout: float | None) -> list[Any]:
-        """What the loop asks of a selector once in each of its turns: nothing has come meanwhile."""
+        """Advance the time by `timeout`, as the loop's selector; no I/O event ever occurs.
+
+        Raises StuckError.
+        """
         self.after_turn()
         self._num_turns_left -= 1
         if timeout is None:
@@ -46,7 +49,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return []
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:  # type: ignore[override]
-        """Call a function now: there are no threads."""
+        """Call `func` at once: there are no threads."""
         done = self.create_future()
         try:
             done.set_result(func(*args))
@@ -55,7 +58,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return done
 
     def end(self) -> None:
-        """Cancel whatever is left."""
+        """Cancel all remaining tasks."""
         self.after_turn, self._num_turns_left = lambda: None, 10_000
         tasks = asyncio.all_tasks(self)
         for task in tasks:
@@ -65,10 +68,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.run_until_complete(self.shutdown_asyncgens())
 
     def _process_events(self, event_list: list[Any]) -> None:
-        """There are none."""
+        """Ignore the list, which is always empty."""
 
     def _write_to_self(self) -> None:
-        """Nobody waits on a selector."""
+        """Do nothing: no thread waits for the selector."""
 
     def _keep(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         self.errors.append(context.get("exception") or AssertionError(context["message"]))

@@ -1,4 +1,7 @@
-"""A worker that comes and goes, and the step loop's link to it in one: plans in, results out, later."""
+"""A simulated worker that is lost and comes back, and the step loop's link to it.
+
+Plans go in, and results come out later.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from tests.sim.scenario import BAD_TOKEN
 
 
 class Worker:
-    """Computes with one machine after another. Each answers plans in order until it is lost."""
+    """A worker that computes with one simulated machine after another; each answers plans in order until it is lost."""
 
     def __init__(self, step_loop: StepLoop, capacity: WorkerCapacity, step_seconds: float, rng: Random) -> None:
         self._step_loop = step_loop
@@ -22,7 +25,7 @@ class Worker:
         self._link: Link | None = None
         self._epoch = 0
         self.num_losses = 0
-        self.bad_sequences: dict[int, RowStatus] = {}  # whose next row that samples has no good logits
+        self.bad_sequences: dict[int, RowStatus] = {}  # whose next row that samples has invalid logits
 
     def begin(self) -> None:
         self._epoch += 1
@@ -30,7 +33,7 @@ class Worker:
         self._step_loop.exchange.worker_ready(self._capacity, self._epoch, self._link)
 
     def lose(self, seconds: float) -> None:
-        """The worker is gone, and another one comes after a while."""
+        """Lose the worker, and start another one after `seconds`."""
         if self._link is not None:
             self._link = None
             self.num_losses += 1
@@ -38,13 +41,13 @@ class Worker:
             asyncio.get_running_loop().call_later(seconds, self.begin)
 
     def spoil(self) -> None:
-        """Let one of the rows fail."""
+        """Give one of the rows invalid logits."""
         if self._link is not None and (rows := self._link.machine.rows):
             row = rows[self._rng.choice(sorted(rows))]
             self.bad_sequences[row.opening.sequence_id] = RowStatus.NAN_LOGITS
 
     def end(self) -> None:
-        """The step loop is shutting down, and has let go of it."""
+        """Forget the link, which the step loop has dropped at shutdown."""
         self._link = None
 
     def machine(self) -> SimulatedWorker:
@@ -71,7 +74,7 @@ class Worker:
 
 
 class Link:
-    """The step loop's way to the worker for one epoch."""
+    """The step loop's link to the worker for one epoch."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker

@@ -1,4 +1,4 @@
-"""The services of a simulation, put together as `server.py` and `front_end.py` do it."""
+"""The services of a simulation, assembled as in `server.py` and `front_end.py`."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -60,7 +60,7 @@ MODEL = ModelInfo(
 
 
 class Service:
-    """A port with its servicer and engine."""
+    """A port with its servicer and its engine."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Service:
         self._tasks = [asyncio.create_task(self._follow(engine.availability)), asyncio.create_task(engine.run())]
 
     def _watched(self, begin: Callable[..., Awaitable[ActiveRequest]]) -> Any:
-        """Begin requests so, and see what carries them out."""
+        """Return `begin` wrapped so that the active requests are recorded."""
 
         async def watched(*args: Any, **options: Any) -> ActiveRequest:
             active = await begin(*args, **options)
@@ -95,7 +95,10 @@ class Service:
             self.servicer.announce()
 
     async def stop(self, patience: float) -> None:
-        """Take no more requests, and end those that are left after a while. What ran has not failed."""
+        """Stop accepting requests, and end the remaining ones after `patience` seconds.
+
+        Checks that none of the service's tasks has failed.
+        """
         self.is_stopping = True
         try:
             async with asyncio.timeout(patience):
@@ -113,7 +116,7 @@ class Service:
 
 
 class Witness(Observer):
-    """Sees how samples end in the core: each once."""
+    """An observer that checks that each sample ends once in the core."""
 
     def __init__(self) -> None:
         self._ended: set[int] = set()
@@ -163,7 +166,7 @@ class World:
             text_limits=limits,
             grammars=GrammarChecks(MODEL, lambda seconds, is_good: None),
             retention_limit=lambda tenant: 3600,
-            # What is counted for a quota does not wait in ready lists.
+            # With a quota, outputs do not wait in ready lists, where they would not be counted.
             quotas=None if scenario.max_requests is None else quotas,
         )
         self.server = Service(servicer, self.step_loop, authenticator, on_error)
