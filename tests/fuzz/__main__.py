@@ -1,6 +1,8 @@
-"""Send random requests to real services with small caches, over gRPC and HTTP, and hold what comes against what each
-yields alone; spell random texts in grammars: `python -m tests.fuzz --minutes 30`,
-`python -m tests.fuzz --seed SEED --rounds 1`."""
+"""Send random requests to real services with small caches, and spell random texts in grammars.
+
+Each request's outputs over gRPC or HTTP are compared with its outputs when it runs alone. `python -m tests.fuzz
+--minutes 30`, `python -m tests.fuzz --seed SEED --rounds 1`.
+"""
 
 import argparse
 import asyncio

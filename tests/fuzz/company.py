@@ -1,4 +1,4 @@
-"""Requests in company: all at once, each with its own fate, through connections that come and go."""
+"""Requests that run at the same time, each with a fate of its own, over connections that are cut and restored."""
 
 import asyncio
 import contextlib
@@ -17,25 +17,25 @@ from tests.fuzz.drawn_request import DrawnRequest, Way
 
 
 class Company:
-    """Runs requests of one round at the same time.
+    """A runner of one round's requests, which all run at the same time.
 
     Attributes:
-        received: what has come of each.
-        is_interrupted: whether something ended it that is no part of it.
+        received: the outputs of each request.
+        is_interrupted: whether a request was ended by an event outside itself.
     """
 
     def __init__(self, url: str, http_url: str, requests: Sequence[DrawnRequest], num_at_once: int) -> None:
-        """`http_url` is that of a front end."""
+        """`http_url`: the URL of a front end."""
         self._requests = requests
         self._http = httpx.AsyncClient(base_url=http_url, timeout=None)
-        self._client, self._cut = AsyncClient(url), AsyncClient(url)  # whose connection is cut again and again
+        self._client, self._cut = AsyncClient(url), AsyncClient(url)  # a client whose connection is cut repeatedly
         self._places = asyncio.Semaphore(num_at_once)
-        self._progress = Progress()  # of all together
+        self._progress = Progress()  # of all requests together
         self.received = [Received() for _ in requests]
         self.is_interrupted = [False] * len(requests)
 
     async def run(self) -> None:
-        """Return when all have ended, one way or another."""
+        """Return when all requests have ended in some way."""
         try:
             await asyncio.gather(*(self._one(number) for number in range(len(self._requests))))
         finally:
@@ -84,11 +84,11 @@ class Company:
         except PagewireError as error:
             received.fail(
                 error if self._requests[number].way is Way.GRPC else type(error)("")
-            )  # fields have other names
+            )  # HTTP messages name fields differently
             self.is_interrupted[number] |= is_late and isinstance(error, DeadlineExceeded)
 
     async def _outputs(self, number: int) -> AsyncGenerator[Output, None]:
-        """The deltas of a request, as its fate has them come."""
+        """Yield the deltas of a request as its fate determines."""
         request = self._requests[number]
         if request.way is not Way.GRPC:
             outputs = self._outputs_over_http(number)
@@ -125,7 +125,7 @@ class Company:
         return outputs_over_http(self._http, request.arguments, is_streamed=is_streamed, **fields)
 
     async def _look(self, name: str, num_tokens: int) -> None:
-        """Attach to a request, and leave it after so many tokens, if the connection lasts as long."""
+        """Attach to a request, and leave after `num_tokens` tokens or when the connection is lost."""
 
         async def look() -> None:
             seen = Received()
@@ -141,7 +141,7 @@ class Company:
 
 
 async def outputs_of(client: AsyncClient, request: DrawnRequest, **arguments: Any) -> AsyncGenerator[Output, None]:
-    """The deltas of a request; an embedding is one."""
+    """Yield the deltas of a request; an embedding is one delta."""
     arguments |= request.arguments
     if request.is_embedding:
         found = await client.embed(**arguments)

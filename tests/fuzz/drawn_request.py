@@ -1,4 +1,4 @@
-"""Random requests of every kind, and what becomes of them while they run. All follows from a seed."""
+"""Random requests of every kind, and their fates while they run, all drawn from a seed."""
 
 import random
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from pagewire import SamplingParams, Session
 from testing.serving.over_http import is_expressible
 
 VOCAB_SIZE = 1024  # of the bundled model's tokenizer
-SPECIAL = 5  # ids below are none of its texts' tokens
+SPECIAL = 5  # ids below are special tokens, which occur in no text
 WORDS = ("Once", "upon", "a", "time", "fox", "river", "kite", "the", "moon", "Lily", "é", "😀", "and", "\n", "played")
 CARD = {
     "type": "object",
@@ -29,14 +29,14 @@ GRAMMARS: tuple[dict[str, Any], ...] = (
     {"grammar": 'root ::= ("moon" | "kite ") root | "."'},
     {"structural_tag": {"format": TAG}},
     {"structural_tag": {"format": {"type": "triggered_tags", "triggers": ["<card"], "tags": [TAG]}}},
-    {"regex": "[a-z"},  # which is refused
+    {"regex": "[a-z"},  # invalid: the request is refused
 )
-# What becomes of a request, and how often.
+# The fates of a request, with their weights.
 FATES = {"stays": 12, "cancelled": 3, "expires": 1, "disconnected": 2, "aborted": 1, "detached": 3, "left": 1}
 
 
 class Way(Enum):
-    """How a client sends a request, and gets its answer."""
+    """How a client sends a request and receives its output."""
 
     GRPC = "over gRPC"
     WHOLE = "over HTTP, whole"
@@ -49,17 +49,17 @@ _FATES_OVER_HTTP = {"stays", "cancelled", "expires", "aborted"}
 
 @dataclass(frozen=True, slots=True)
 class DrawnRequest:
-    """A request, and its fate.
+    """A request and its fate.
 
     Attributes:
-        arguments: of `Client.complete`, or of `Client.embed`.
+        arguments: of `Client.complete` or `Client.embed`.
         is_embedding: it asks for an embedding.
         fate: "stays" until it ends, is "cancelled" by its client, "expires" at a deadline, is "disconnected" with its
-            client's connection, is "aborted" by another call, is "detached" and attached to again and again, or
-            detached and "left": its client asks for the result alone.
-        after: how many tokens of it have come when that happens; of the whole round if it has none.
-        timeout: of one that expires, in seconds.
-        way: how it is sent in company. Alone it is sent over gRPC.
+            client's connection, is "aborted" by another call, is "detached" and attached to repeatedly, or is detached
+            and "left": its client only asks for the result.
+        after: the number of its tokens after which the fate occurs; of the whole round's tokens if it has none.
+        timeout: of a request that expires, in seconds.
+        way: how it is sent beside other requests. Alone it is sent over gRPC.
     """
 
     arguments: dict[str, Any]
@@ -71,7 +71,7 @@ class DrawnRequest:
 
 
 def draw_requests(rng: random.Random, num_requests: int) -> list[DrawnRequest]:
-    """Return requests of one round. Many share the beginning of their prompts."""
+    """Return the requests of one round. Many share the beginning of their prompts."""
     stems = [[rng.randrange(SPECIAL, VOCAB_SIZE) for _ in range(64)] for _ in range(3)]
     return [_draw_request(rng, stems) for _ in range(num_requests)]
 
@@ -93,12 +93,15 @@ def _draw_request(rng: random.Random, stems: list[list[int]]) -> DrawnRequest:
         arguments["session"] = Session(rng.choice(("", "chat", "agent")), returns, rng.choice((None, 1, 60)))
     arguments["sampling"] = _draw_sampling(rng)
     if arguments["sampling"].beam_width and fate == "aborted":
-        fate = "cancelled"  # what is told of a search that is aborted is not the beginning of what it would find
+        fate = "cancelled"  # the partial output of an aborted search is not the beginning of its result
     return DrawnRequest(arguments, False, fate, after, timeout, _draw_way(arguments, fate))
 
 
 def _draw_way(arguments: dict[str, Any], fate: str) -> Way:
-    """From a stream of its own: seeds that found a bug draw all else as they did then."""
+    """Return how a request is sent.
+
+    The choice has a random stream of its own, so that seeds that once found a bug draw everything else as before.
+    """
     rng = random.Random(f"way {arguments}")
     if fate not in _FATES_OVER_HTTP or not is_expressible(arguments):
         return Way.GRPC
@@ -117,7 +120,7 @@ def _draw_sampling(rng: random.Random) -> SamplingParams:
         options |= _drawn(rng, 0.3, top_k=lambda: rng.randint(1, 50), top_p=lambda: rng.uniform(0.3, 1))
         options |= _drawn(rng, 0.15, min_p=lambda: 0.05, logprobs=lambda: rng.choice((0, 1, 5)))
         options |= _drawn(rng, 0.1, prompt_logprobs=lambda: rng.choice((0, 2)))
-    # So that each fits a small cache alone. A beam may need a copy of a block more.
+    # Each request must fit a small cache alone. A beam may need one more block for a copy.
     if options.get("beam_width"):
         options["max_tokens"] = min(options["max_tokens"], 24)
     elif options["n"] > 1:
@@ -137,12 +140,12 @@ def _draw_sampling(rng: random.Random) -> SamplingParams:
         logit_bias=lambda: {rng.randrange(VOCAB_SIZE): rng.choice((-100.0, -3.0, 4.0)) for _ in range(4)},
     )
     if "beam_width" in options:
-        options.pop("stop", None)  # which no beam search watches for
+        options.pop("stop", None)  # a beam search does not support stop texts
     if rng.random() < 0.25:
         options["structured_outputs"] = rng.choice(GRAMMARS)
     return SamplingParams(**options)
 
 
 def _drawn(rng: random.Random, share: float, **options: Callable[[], Any]) -> dict[str, Any]:
-    """Some of these, each as often as a share of all requests has it."""
+    """Return some of these options, each with the probability `share`."""
     return {name: draw() for name, draw in options.items() if rng.random() < share}

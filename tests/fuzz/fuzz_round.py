@@ -1,4 +1,4 @@
-"""A round: requests and services drawn from a seed; what each request yields alone, and in company."""
+"""A round: requests and services drawn from a seed, and the outputs of each request alone and beside the others."""
 
 import asyncio
 import random
@@ -24,13 +24,13 @@ STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
 FLOAT32 = ["--dtype", "float32", "--log-level", "error"]
 CALM = {"worker": [*FLOAT32, "--num-threads", 1], "scheduler": ["--no-enable-prefix-caching", "--pipeline-depth", 1]}
 END = 0  # the tokenizer's end token
-REST_S = 60.0  # in which a server must come to rest once its clients have gone
-NUM_AGAIN = 3  # requests that are sent once more in the end
+REST_S = 60.0  # seconds within which a server must become idle once its clients have gone
+NUM_AGAIN = 3  # requests that are repeated at the end
 
 
 @dataclass(slots=True)
 class Report:
-    """What rounds from a seed on have found, and how much they have tried."""
+    """The findings of rounds, and counts of the tried cases."""
 
     seed: int
     num_rounds: int = 0
@@ -60,11 +60,11 @@ class Report:
 
 
 def draw_model(seed: int, folder: Path) -> Path:
-    """The bundled model, or a random one with its tokenizer: with a sliding window, or with experts."""
+    """Return the bundled model, or a random model with its tokenizer and either a sliding window or experts."""
     family = random.Random(f"model {seed}").choice(("bundled", "mistral", "qwen2_moe"))
     if family == "bundled":
         return STORYTELLER
-    from testing.checkpoints.families import make_checkpoint  # with torch, which services have in their own processes
+    from testing.checkpoints.families import make_checkpoint  # with torch, like the services
 
     path = make_checkpoint(folder / family, family, seed=seed, vocab_size=VOCAB_SIZE, eos_token_id=END)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -73,7 +73,7 @@ def draw_model(seed: int, folder: Path) -> Path:
 
 
 def draw_flags(rng: random.Random) -> dict[str, list[Any]]:
-    """Services with a small cache, small steps, and everything on that moves blocks."""
+    """Return flags for services with a small cache, small steps, and every feature that moves blocks."""
     block_size = rng.choice((4, 8, 16))
     worker = [*FLOAT32, "--block-size", block_size, "--num-device-blocks", rng.choice((448, 640)) // block_size]
     worker += ["--num-host-blocks", rng.choice((0, 400, 4000)) // block_size, "--num-threads", rng.choice((1, 2))]
@@ -89,8 +89,11 @@ def draw_flags(rng: random.Random) -> dict[str, list[Any]]:
 
 
 async def run_round(seed: int, num_requests: int) -> Report:
-    """Return what a seed's requests have found. All rounds of a process are to run in one loop: gRPC may call
-    into that of an earlier one, which must not be closed."""
+    """Run the round of a seed and return its report.
+
+    All rounds of a process must use one event loop: gRPC may call into the loop of an earlier round, which must not be
+    closed.
+    """
     rng, report = random.Random(seed), Report(seed, 1, num_requests)
     flags, requests = draw_flags(rng), draw_requests(rng, num_requests)
     num_at_once = rng.choice((12, 40))
@@ -109,7 +112,7 @@ async def run_round(seed: int, num_requests: int) -> Report:
 
 @contextmanager
 def _front_end(model: Path, system: System, start: Start) -> Iterator[str]:
-    """Run a front end, whose HTTP API has this URL."""
+    """Run a front end; yield the URL of its HTTP API."""
     port = free_port(HOST)
     flags = ["--model", model, "--scheduler", system.url, "--port", 0, "--http-port", port, "--metrics-port", 0]
     front_end = Service("frontend", [*flags, "--log-level", "error"], start)
@@ -143,7 +146,7 @@ async def _together(
     alone: Sequence[Received],
     report: Report,
 ) -> None:
-    """Send all at once, and report what differs."""
+    """Send all requests at once, and report differing outputs."""
     company = Company(system.url, http_url, requests, num_at_once)
     await company.run()
     report.num_over_http = sum(request.way is not Way.GRPC for request in requests)
@@ -164,7 +167,7 @@ async def _together(
 
 
 async def _rest(client: AsyncClient, report: Report) -> None:
-    """Wait until nothing runs, waits or holds blocks."""
+    """Wait until no request runs, waits or owns blocks."""
     try:
         async with asyncio.timeout(REST_S):
             while True:
@@ -178,7 +181,7 @@ async def _rest(client: AsyncClient, report: Report) -> None:
                 }
                 if not any(gauges.values()):
                     break
-                await asyncio.sleep(0.02)  # another process
+                await asyncio.sleep(0.02)  # the server is another process
     except TimeoutError:
         report.faults.append(f"the server does not come to rest: {gauges}")
     if loads.num_worker_losses:

@@ -1,4 +1,4 @@
-"""Random texts in grammars of every kind, by tokenizers of every shape: spelled, or refused by their names."""
+"""Random texts in grammars of every kind, with tokenizers of every shape: each text is spelled in tokens or refused."""
 
 import random
 import tempfile
@@ -13,7 +13,7 @@ SCRIPTS = ("abcXYZ 019", "éÅçß", "日本語", "ﬁ①Ⅷ", "\u0301\u0308\u20
 
 
 def spell_randomly(seed: int) -> tuple[int, list[str]]:
-    """Return how many texts a seed has had spelled, and what went wrong."""
+    """Return how many texts were spelled for a seed, and the faults."""
     faults, num_texts = [], 0
     for name, shape in SHAPES.items():
         rng = random.Random(f"{seed} {name}")
@@ -31,7 +31,7 @@ def spell_randomly(seed: int) -> tuple[int, list[str]]:
 
 
 def _part(rng: random.Random, parts: list[str]) -> str:
-    """A name, or the beginning of one, or a few characters of a script."""
+    """Return a token name, the beginning of one, or a few characters of a script."""
     if rng.random() < 0.6:
         part = rng.choice(parts)
         return part if rng.random() < 0.8 else part[: rng.randrange(len(part)) + 1]

@@ -1,4 +1,4 @@
-"""A short campaign: `make fuzz` runs long ones."""
+"""A short campaign. `make fuzz` runs long ones."""
 
 import pytest
 
@@ -20,7 +20,7 @@ async def test_requests_in_company_yield_what_they_yield_alone(seed: int) -> Non
 
 
 async def test_a_request_that_yields_something_else_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a model that is computed less exactly."""
+    """The model is computed in bfloat16, so that its outputs differ."""
     skip_without_compiler()
     monkeypatch.setattr(fuzz_round, "FLOAT32", ["--dtype", "bfloat16", "--log-level", "error"])
     report = await run_round(30, 4)
