@@ -1,12 +1,12 @@
-"""Checks the whole system on a GPU: scheduler and worker as processes, against transformers and against itself.
+"""Checks of the whole system on a GPU: scheduler and worker as processes, against transformers and against themselves.
 
     python -m tests.gpu.check [--parts parity kills]
 
-Needs torch with CUDA, Triton, transformers, grpcio and nothing that this repository would install. Parts run side by
-side, those of many cases in slices, each in a process of its own that ends after --seconds at the latest. Results go
-to bench/results/gpu_check.CARD.json as they come; parts that are not run keep their last ones. The kernels have a check
-of their own: make gpu-check-kernels. With --device cpu and an --output it is a rehearsal of the same code, without what
-only a GPU can do.
+Needs torch with CUDA, Triton, transformers and grpcio, and nothing that this repository would install. Parts run side
+by side, and parts with many cases in slices. Each slice has a process of its own, which ends after --seconds at the
+latest. Results are written to bench/results/gpu_check.CARD.json as they arrive; parts that are not run keep their last
+results. The kernels have a separate check: make gpu-check-kernels. With --device cpu and an --output, the same code
+runs as a rehearsal, without the cases that need a GPU.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def run_checks(
     parts: Sequence[str], device: str, report: Report, seconds: float, pause_at: float = math.inf,
     num_jobs: int = NUM_JOBS,
 ) -> int:  # fmt: skip
-    os.environ["NVIDIA_TF32_OVERRIDE"] = "0"  # float32 is float32, in the services too
+    os.environ["NVIDIA_TF32_OVERRIDE"] = "0"  # exact float32, in the services too
     command = [sys.executable, "-m", *COMMAND.split(), "--device", device]
 
     def run(part: str, number: int, count: int) -> None:
@@ -57,14 +57,14 @@ def run_checks(
 
 
 def slices_of(part: str) -> list[tuple[str, int, int]]:
-    """Returns the slices of a part, each with its number and how many there are."""
+    """Return the slices of a part: its name, the slice's number, and the number of slices."""
     num_cases = sum(1 for _ in PARTS[part](Setting("cpu", Path())))
     count = -(-num_cases // CASES_PER_SLICE)
     return [(part, number, count) for number in range(count)]
 
 
 def run_one(part: str, number: int, count: int, device: str, done: Sequence[str]) -> None:
-    """Runs a slice of a part in this process: every case whose place in the part leaves this number."""
+    """Run a slice of a part in this process: every case whose index modulo `count` is `number`."""
     torch.set_num_threads(NUM_THREADS)
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as directory:

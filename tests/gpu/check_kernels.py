@@ -1,9 +1,9 @@
-"""Checks every Triton kernel on a GPU against the reference, at real sizes: `make gpu-check-kernels`.
+"""Check every Triton kernel on a GPU against the reference, at real sizes: `make gpu-check-kernels`.
 
     python -m tests.gpu.check_kernels
 
-Needs torch with CUDA and Triton, nothing else. Modules of cases run side by side, each in a process of its own, and a
-case that kills it costs that case alone. Results go to bench/results/gpu_kernels_check.CARD.json as they come.
+Needs only torch with CUDA, and Triton. Modules of cases run side by side, each in a process of its own; a case that
+kills its process costs only itself. Results are written to bench/results/gpu_kernels_check.CARD.json as they arrive.
 """
 
 import argparse

@@ -1,7 +1,8 @@
-"""The checks of `tests/gpu/check.py` on the whole system: scheduler and worker as processes, over gRPC, on a device.
+"""The checks of `tests/gpu/check.py` on the whole system: scheduler and worker processes over gRPC, on a device.
 
-transformers computes on the CPU, in float32, what must come out. In float32 sequences are equal, or part where both
-choices are equally good within `FLOAT32_MARGIN`; in narrower types every token lies within a margin of the best one.
+transformers computes the expected results on the CPU in float32. In float32, sequences must be equal, or may diverge
+where both choices are equally good within `FLOAT32_MARGIN`. In narrower types, the logit of every token must be within
+a margin of the best logit.
 """
 
 import asyncio
@@ -45,21 +46,22 @@ from testing.services import System
 from testing.streams import Request, requests_of, run_streams, run_with_ends
 
 NUM_KILLS = 10
-MAX_NEAR_TIES = 0.02  # of the sequences, that may part at one
-# In bfloat16 another order of summation rounds differently, and a near tie may fall the other way: a token of the
-# bundled model may lie this far below the best logit of float32, teacher-forced.
+MAX_NEAR_TIES = 0.02  # the largest share of sequences that may diverge at a near tie
+# In bfloat16, another order of summation rounds differently, and a near tie may be decided the other way. A token of
+# the bundled model may be this far below the best logit of float32, teacher-forced.
 BF16_MARGIN = 0.25
-# Of random weights, whose logits are spread over several units, as BF16_MARGIN is of the bundled model: twice what
-# bfloat16 on a CPU falls short. Where random experts part, or scores grow with positions, rounding moves logits much
-# further, by chance of where it falls: then tokens may lie as far below the best as the worst that transformers in
-# bfloat16 chooses in their places in any of so many draws of roundings, and on average twice as far as its tokens.
+# The same margin for random weights, whose logits have a spread of several units: twice the shortfall of bfloat16 on a
+# CPU. Rounding moves logits much further where it changes the choice of experts or where scores grow with positions. In
+# that case, a token may be as far below the best as the worst token that transformers chooses in its place in bfloat16,
+# in any of this many random roundings. The mean may be twice the mean of transformers' tokens.
 RANDOM_BF16_MARGIN = 0.5
 NUM_ROUNDINGS = 8
-# With keys and values in 8 bits: the largest shortfall of a token, and the mean of all; about three times as much as
-# transformers falls short of itself with keys and values rounded so. A token at random would be worse than the largest.
+# For keys and values in 8 bits: the largest shortfall of a token, and the mean of all tokens. Both are about three
+# times the shortfall of transformers with keys and values rounded in the same way. A random token would have a larger
+# shortfall.
 FP8_MARGIN, FP8_MEAN = 6.0, 0.15
-# What a CPU falls short so, of families whose random weights amplify it: experts that part, scores that grow with
-# positions. A GPU may fall short by three times as much.
+# The shortfall on a CPU with an 8-bit cache (largest, mean), for families whose random weights amplify it, because
+# experts change or scores grow with positions. A GPU may fall short by three times as much.
 FP8_ON_A_CPU = {
     "ministral3": (6.10, 0.140),
     "qwen3_moe": (3.68, 0.044),
@@ -69,20 +71,21 @@ FP8_ON_A_CPU = {
     "glm4_moe": (3.08, 0.091),
     "gpt_oss": (3.10, 0.068),
 }
-# Over random weights of 8 and 4 bits: twice what a CPU falls short (this part with `--device cpu`), which rounds inputs
-# to 8 bits with a scale for each 32 of them. Inputs in FP8 are as coarse as a cache in FP8, and have its margin.
+# For random weights of 8 and 4 bits: twice the shortfall on a CPU (this part with `--device cpu`), which rounds inputs
+# to 8 bits with a scale for each 32 of them. Inputs in FP8 are as coarse as a cache in FP8, and have the cache's
+# margin.
 CODES_MARGIN = 2.3
 NUM_BF16_TOKENS = 60
-# Heads that the Triton kernels compute; those of the random checkpoints are smaller.
+# Head sizes that the Triton kernels support; the heads of the random checkpoints are smaller.
 WIDE_HEADS: dict[str, dict[str, Any]] = {
     **{family: {"head_dim": 32} for family in FAMILIES},
     "gpt_neox": {"num_attention_heads": 2},
     "bloom": {"n_head": 2},
     "mpt": {"n_heads": 2},
-    "olmoe": {"hidden_size": 128, "head_dim": 32},  # its norms are over whole projections, of hidden_size
+    "olmoe": {"hidden_size": 128, "head_dim": 32},  # its norms cover whole projections of hidden_size
     "gpt2": {"n_embd": 128},
 }
-# Every family at their block sizes, with heads as published models have them.
+# Every family with its block sizes, and with head sizes of published models.
 KERNEL_CASES = {
     "llama, 8 heads of 64, ratio 4, blocks of 16": ParityCase(
         "llama", {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
@@ -120,15 +123,18 @@ class Setting:
     def running(
         self, model: Path, *, worker: Sequence[object] = (), scheduler: Sequence[object] = (), num_ranks: int = 1
     ) -> AbstractContextManager[System]:
-        """Later flags win. The pool is given, so that others can run beside it on the device, and so is the backend,
-        so that none takes its place."""
+        """Run the services with these flags; later flags override earlier ones.
+
+        The number of blocks is fixed, so that other services can run on the same device. The attention backend is
+        fixed, so that no other backend replaces it.
+        """
         attention = ["--attention-backend", "triton"] if self.is_cuda else []
         worker = ["--device", self.device, "--num-device-blocks", 4096, *attention, *worker]
         scheduler = ["--worker-timeout", 120, *scheduler]
         return services.running(model, worker=worker, scheduler=scheduler, num_ranks=num_ranks)
 
     def checkpoint(self, name: str, family: str, *, seed: int, **options: Any) -> Path:
-        """Returns a random checkpoint that every backend can compute."""
+        """Return a random checkpoint that every backend supports."""
         return make_checkpoint(self.directory / name, family, seed=seed, **{**WIDE_HEADS[family], **options})
 
     def require_cuda(self) -> None:
@@ -140,13 +146,13 @@ class Setting:
 
 
 def parity(setting: Setting) -> Iterator[Case]:
-    """Compares greedy tokens and log-probabilities of every family in float32, with heads and blocks for kernels."""
+    """Compare greedy tokens and log-probabilities of every family in float32, with sizes that the kernels support."""
     for seed, (name, case) in enumerate(KERNEL_CASES.items(), start=len(CASES)):
         yield Case(f"parity: {name}", partial(check_parity, setting, case, seed, []))
 
 
 def small_parity(setting: Setting) -> Iterator[Case]:
-    """Compares greedy tokens in float32 with heads and blocks of any size, by whatever backend computes them."""
+    """Compare greedy tokens in float32 with heads and blocks of any size, on any backend that supports them."""
     any_backend = ["--attention-backend", "auto"]
     for seed, (name, case) in enumerate(CASES.items()):
         yield Case(f"parity: {name}", partial(check_parity, setting, case, seed, any_backend))
@@ -170,7 +176,7 @@ def assert_same(
     served: Sequence[list[int]],
     expected: Sequence[list[int]],
 ) -> dict[str, Any]:
-    """Checks that sequences are equal, but for a few that part where float32 cannot tell which choice is better."""
+    """Check that sequences are equal, except for a few that diverge where float32 cannot distinguish the choices."""
     num_near_ties = 0
     for i, ((prompt, sampling), ours, theirs) in enumerate(zip(requests, served, expected, strict=True)):
         assert len(ours) == len(theirs), f"sequence {i} has {len(ours)} tokens, not {len(theirs)}"
@@ -192,14 +198,14 @@ def assert_same(
 
 
 def bfloat16(setting: Setting) -> Iterator[Case]:
-    """Checks the bundled model and random weights of every family: tokens lie within a margin of float32's best."""
+    """Check the bundled model and random weights of every family: tokens are within a margin of float32's best."""
     yield Case("bfloat16: the bundled model", partial(check_storyteller, setting, [], BF16_MARGIN))
     for family in FAMILIES:
         yield Case(f"bfloat16: {family}, random", partial(check_random, setting, family, [], RANDOM_BF16_MARGIN))
 
 
 def fp8(setting: Setting) -> Iterator[Case]:
-    """Checks that a KV cache in 8 bits runs, and that its tokens stay near."""
+    """Check that a KV cache in 8 bits works, and that its tokens stay within a margin."""
     flags = ["--kv-cache-dtype", "fp8"]
 
     def check(family: str | None) -> dict[str, Any]:
@@ -236,9 +242,13 @@ def check_margin(
     margin: float,
     meant: Path | None = None,
 ) -> dict[str, Any]:
-    """`meant`: the model whose best tokens count, if it is another one. Without flags, which may ask for coarser keys
-    and values, tokens are held to what transformers in bfloat16 chooses at the same places: where experts part depends
-    on the text, and on how the scores of two of them are rounded."""
+    """Check that the served tokens are within `margin` of the best logit.
+
+    `meant`: the model that determines the best tokens, if it is another model. `flags` may ask for coarser keys and
+    values. If `flags` is empty and a token exceeds the margin, the limit is taken from transformers' choices in
+    bfloat16 at the same positions. The reason is that a change of experts depends on the text and on the rounding of
+    two experts' scores.
+    """
     with setting.running(model, worker=["--dtype", "bfloat16", *flags]) as system:
         served = tokens_of(asyncio.run(generate_all(system.url, prompts, NUM_BF16_TOKENS)))
     exact = oracle.load(meant or model)
@@ -268,7 +278,7 @@ def shortfalls_of(
 
 
 def quantized(setting: Setting) -> Iterator[Case]:
-    """Checks that tokens over quantised weights lie within a margin of the best of what the weights mean."""
+    """Check that tokens over quantised weights are within a margin of the best token of the dequantised weights."""
     made = packed
     exact_inputs = (made.awq("AWQ", 32), made.gptq("GPTQ", 4, 128, version="gptq", sym=True, g_idx="none"))
     rounded_inputs = (made.fp8("FP8", None, "weight_scale"), made.fp8("FP8 in blocks of 128", (128, 128)))
@@ -282,7 +292,7 @@ def quantized(setting: Setting) -> Iterator[Case]:
 def check_quantized(setting: Setting, case: packed.Case, margin: float) -> dict[str, Any]:
     directory = setting.directory / case.name
     directory.mkdir()
-    sizes = {"dtype": "bfloat16", "hidden_size": 256, "intermediate_size": 384}  # whole blocks of 128
+    sizes = {"dtype": "bfloat16", "hidden_size": 256, "intermediate_size": 384}  # multiples of 128
     model, meant = packed.make_quantized(directory, "llama", case, seed=23, **WIDE_HEADS["llama"], **sizes)
     return check_margin(setting, model, prompts_of(22), [], margin, meant)
 
@@ -299,7 +309,7 @@ def check_mxfp4(setting: Setting) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Way:
-    """A way of running the services: their flags, and a check that it was taken."""
+    """A way of running the services: their flags, and a check that the intended feature was in use."""
 
     worker: Sequence[object] = ()
     scheduler: Sequence[object] = ()
@@ -308,7 +318,7 @@ class Way:
 
 
 def check_ways(setting: Setting, name: str, family: str, one: Way, other: Way, **overrides: Any) -> dict[str, Any]:
-    """Checks that greedy and seeded streams in float32 are the same in both ways."""
+    """Check that greedy and seeded streams in float32 are the same in both ways."""
     path = setting.checkpoint(name, family, seed=31, **overrides)
     requests = requests_of(32, VOCAB_SIZE, num_requests=40)
     first, second = (asyncio.run(serve(setting, path, way, requests)) for way in (one, other))
@@ -325,7 +335,7 @@ async def serve(setting: Setting, model: Path, way: Way, requests: Sequence[Requ
 
 
 def graphs(setting: Setting) -> Iterator[Case]:
-    """Compares CUDA graphs with none."""
+    """Compare runs with and without CUDA graphs."""
 
     def check(family: str) -> dict[str, Any]:
         setting.require_cuda()
@@ -337,14 +347,14 @@ def graphs(setting: Setting) -> Iterator[Case]:
 
 
 def depth(setting: Setting) -> Iterator[Case]:
-    """Compares two steps in flight with one."""
+    """Compare two steps in flight with one step."""
     ways = (Way(scheduler=["--pipeline-depth", 2]), Way(scheduler=["--pipeline-depth", 1]))
     for family in ("qwen3", "mistral"):
         yield Case(f"depth 2 = depth 1: {family}", partial(check_ways, setting, f"depth-{family}", family, *ways))
 
 
 def swap(setting: Setting) -> Iterator[Case]:
-    """Compares a pool that is far too small with one where everything fits."""
+    """Compare a pool that is much too small with a pool in which everything fits."""
 
     def has_swapped(loads: Loads) -> None:
         assert loads.num_swap_preemptions > 0, "no group was swapped"
@@ -362,7 +372,7 @@ def swap(setting: Setting) -> Iterator[Case]:
 
 
 def ranks(setting: Setting) -> Iterator[Case]:
-    """Compares two tensor parallel ranks, each on a GPU of its own, with one."""
+    """Compare two tensor parallel ranks, each on a GPU of its own, with a single rank."""
 
     def check(family: str) -> dict[str, Any]:
         num_gpus = torch.cuda.device_count()
@@ -375,7 +385,7 @@ def ranks(setting: Setting) -> Iterator[Case]:
 
 
 def backends(setting: Setting) -> Iterator[Case]:
-    """Compares our attention with torch's, and with flash_attn where that is installed."""
+    """Compare our attention with torch's, and with flash_attn where it is installed."""
     ours = "triton" if setting.is_cuda else "cpu"
     shapes: dict[str, tuple[str, int, dict[str, Any]]] = {
         "llama, blocks of 16": ("llama", 16, {}),
@@ -400,7 +410,7 @@ def check_flash_attn(setting: Setting) -> dict[str, Any]:
 
 
 def sampling(setting: Setting) -> Iterator[Case]:
-    """Compares seeded samples in float32, with filters."""
+    """Compare seeded samples in float32, with filters."""
     yield Case("seeded samples are equal alone, in a batch and under preemption", partial(check_sampling, setting))
 
 
@@ -416,8 +426,9 @@ def check_sampling(setting: Setting) -> dict[str, Any]:
     with setting.running(path, worker=["--dtype", "float32", "--num-device-blocks", 24]) as system:
         (squeezed,), loads = asyncio.run(sample(system.url, sample_together))
     assert loads.num_preemptions > 0
-    # A GPU's products choose another algorithm for another number of rows, and their last bits with it: where tokens
-    # score alike within those, the draw may go either way. That is one sequence in some fifty runs; two are a fault.
+    # A GPU's matmul selects another algorithm for another number of rows, which changes the last bits. Where two tokens
+    # score equally within these bits, the sample may be either token. One sequence in about fifty runs differs; two are
+    # a fault.
     num_allowed = 1 if setting.is_cuda else 0
     num_differing = {"in a batch": _num_differing(alone, batch), "under preemption": _num_differing(alone, squeezed)}
     for where, number in num_differing.items():
@@ -427,19 +438,19 @@ def check_sampling(setting: Setting) -> dict[str, Any]:
 
 
 def _num_differing(requests: Sequence[Sequence[Any]], others: Sequence[Sequence[Any]]) -> int:
-    """Count the samples of requests that are not what they are elsewhere."""
+    """Return the number of samples that differ between two runs."""
     pairs = zip(requests, others, strict=True)
     return sum(one != other for request, same in pairs for one, other in zip(request, same, strict=True))
 
 
 def kills(setting: Setting) -> Iterator[Case]:
-    """Kills the worker's process under load, again and again."""
+    """Kill the worker's process repeatedly under load."""
     yield Case(f"{NUM_KILLS} kills change no stream", partial(check_kills, setting))
 
 
 def check_kills(setting: Setting) -> dict[str, Any]:
     path = setting.checkpoint("kills", "qwen3", seed=3)
-    # A GPU is quick: streams are longer there, so that one run of them outlasts the kills.
+    # A GPU is fast: its streams are longer, so that one run of them outlasts the kills.
     requests = requests_of(1, VOCAB_SIZE, max_tokens=(600, 900) if setting.is_cuda else (60, 120))
     worker = ["--dtype", "float32", "--num-device-blocks", 8192]
     flags = {"worker": worker, "scheduler": ["--max-num-batched-tokens", 512]}
@@ -449,7 +460,7 @@ def check_kills(setting: Setting) -> dict[str, Any]:
 
 
 def device_tests(setting: Setting) -> Iterator[Case]:
-    """Runs `pytest -m gpu tests/gpu`, but for what runs these parts."""
+    """Run `pytest -m gpu tests/gpu` without the acceptance tests, which run these parts."""
 
     def check() -> dict[str, Any]:
         setting.require_cuda()

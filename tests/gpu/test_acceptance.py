@@ -1,7 +1,7 @@
 """The acceptance checks of a GPU as tests: `pytest -m gpu tests/gpu`.
 
-`make gpu-check` runs them without pytest, side by side, and `make gpu-check-kernels` those of the kernels. Skipped
-where there is no CUDA device.
+`make gpu-check` runs the checks without pytest, in parallel, and `make gpu-check-kernels` runs the checks of the
+kernels. The tests are skipped without a CUDA device.
 """
 
 import json
@@ -28,7 +28,7 @@ def failures(output: Path) -> list[str]:
 
 @pytest.mark.parametrize("part", [part for part in PARTS if part != "device_tests"])
 def test_both_services(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")  # `check` sets it, for all that runs in its process
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")  # `check` sets it for everything in its process
     output = tmp_path / "results.json"
     status = check.main(["--parts", part, "--jobs", "1", "--output", str(output)])
     assert failures(output) == []

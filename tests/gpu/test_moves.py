@@ -1,4 +1,4 @@
-"""Moves on a stream of their own: `pytest -m gpu tests/gpu`. Skipped where there is no CUDA device."""
+"""Moves on a separate CUDA stream: `pytest -m gpu tests/gpu`. Skipped without a CUDA device."""
 
 import time
 from functools import partial
@@ -36,7 +36,7 @@ def wait_until_moved(cache: CacheEngine, step: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_blocks_come_back_bit_for_bit_and_in_order(dtype: torch.dtype) -> None:
-    """What is computed before a move is moved; what is computed after its acknowledgement may use both ends."""
+    """A move copies the results of earlier computation. Computation after its acknowledgement may use both ends."""
     cache, device = create_cache(dtype)
     assert host_block(cache, 1).is_pinned()
     stored = cache.storage[1:].view(torch.uint8)
@@ -45,7 +45,7 @@ def test_blocks_come_back_bit_for_bit_and_in_order(dtype: torch.dtype) -> None:
     ids = tuple(range(1, 65))
     scattered = ids[::-1]
     for step in range(1, 21, 2):
-        device.compute.run(partial(stored.copy_, content))  # still running when the move is started
+        device.compute.run(partial(stored.copy_, content))  # still running when the move starts
         cache.move(StepPlan(1, step, swap_out_device_blocks=ids, swap_out_host_blocks=scattered))
         wait_until_moved(cache, step)
         device.compute.run(partial(stored.fill_, 0xFF))

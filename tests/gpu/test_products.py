@@ -1,5 +1,7 @@
-"""Experts and products with quantised weights on a device at real sizes: `pytest -m gpu tests/gpu`. Skipped where there
-is no CUDA device."""
+"""Experts and matrix multiplications with quantised weights on a device at real sizes: `pytest -m gpu tests/gpu`.
+
+Skipped without a CUDA device.
+"""
 
 from itertools import chain
 
