@@ -1,4 +1,5 @@
-"""What a newcomer meets on an unusual machine, one state after the other: `python -m tests.first_hour [WORD ...]`.
+"""Behaviour of a fresh installation on unusual machines, one state after another: `python -m tests.first_hour [WORD
+...]`.
 
-No state may end in a traceback, hang, give another exit code, or lack the words that tell what to do.
+A state fails if it ends in a traceback, hangs, returns another exit code, or lacks the words that say what to do.
 """

@@ -1,4 +1,4 @@
-"""Tries the states, or those that match one of some patterns, and prints a table of them."""
+"""Try the states, or those that match one of the given patterns, and print a table of them."""
 
 import re
 import sys
@@ -9,7 +9,7 @@ from tests.first_hour import clones, commands, machines
 from tests.first_hour.newcomer import Newcomer, NotReachedError
 from tests.first_hour.state import STATES, LeftOutError, State
 
-SUBJECTS = (clones, commands, machines)  # whose import adds their states
+SUBJECTS = (clones, commands, machines)  # importing them adds their states
 
 
 def main() -> int:
@@ -24,7 +24,7 @@ def main() -> int:
 
 
 def try_out(state: State, folder: Path, index: int) -> bool:
-    """Prints a line of the table, and below it all that was said where something is wrong. Returns whether it is."""
+    """Print a line of the table, and the full output if there is a fault. Returns whether there is a fault."""
     newcomer = Newcomer(folder / f"home{index}", folder / "cache")
     try:
         outcome = state.enter(newcomer)

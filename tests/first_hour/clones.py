@@ -1,4 +1,7 @@
-"""States of a clone whose environment is made. What `make setup` reads of it is copied, and no index is there."""
+"""States of a clone whose environment is being set up.
+
+The files that `make setup` reads are copied, and no package index is reachable.
+"""
 
 import shutil
 from pathlib import Path
@@ -8,7 +11,7 @@ from tests.first_hour.newcomer import NO_NETWORK, ROOT, Newcomer, Outcome
 from tests.first_hour.state import LeftOutError, state
 
 SETUP = "cd clone && make setup"
-# What pip says last if all before it went well.
+# pip's last message if everything before it succeeded.
 NO_INDEX_WORDS = "no package index was reached that has setuptools>=77"
 MAKE_FAILED = 2
 
@@ -54,7 +57,7 @@ def setup_without_a_network(newcomer: Newcomer) -> Outcome:
     if not newcomer.can_unshare():
         raise LeftOutError("needs root, setpriv and unshare")
     clone(newcomer)
-    # pip's own index, which it tries again as often as it likes.
+    # pip's default index, which pip retries with its default number of retries.
     settings = {name: value for name, value in NO_INDEX.items() if name not in ("PIP_INDEX_URL", "PIP_RETRIES")}
     return newcomer.run(SETUP, settings, timeout_s=150, within=NO_NETWORK)
 

@@ -1,4 +1,4 @@
-"""States of the command: texts, standard streams, words. Where a server must answer, `server` is one."""
+"""States of the commands: texts, standard streams and words. `server` is a running server for states that need one."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ _url = ""
 
 @contextmanager
 def serving() -> Iterator[None]:
-    """Runs a server of this process's user for `answered`."""
+    """Run a server with this process's user for the states added by `answered`."""
     global _url
     server = Service("serve", [MODEL, "--port", 0, "--http-port", 0, "--metrics-port", 0, "--log-level", "error"])
     try:
@@ -31,7 +31,7 @@ def serving() -> Iterator[None]:
 
 
 def answered(name: str, command: str, *words: str, code: int = 0) -> None:
-    """Adds a state of a command that a server answers."""
+    """Add a state of a command that needs a running server."""
 
     @state(name, *words, code=code)
     def enter(newcomer: Newcomer) -> Outcome:

@@ -1,4 +1,4 @@
-"""States of the machine that serves: its compiler, its cache, its limits, its network."""
+"""States of the serving machine: its compiler, its cache, its limits and its network."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,18 +8,18 @@ from tests.first_hour.state import LeftOutError, command_state, state
 
 ANSWER = 'pagewire run storyteller "Once upon a time" --max-tokens 5 --stats'
 TOLD = "time to first token"
-# Programs of the environment alone: no compiler.
+# A PATH with the environment's programs only: no compiler.
 NO_COMPILER = f"PATH=${{PATH%%:*}} {ANSWER}"
 
 
 def processes_of(folder: Path) -> list[str]:
-    """Returns the command lines that name a folder."""
+    """Return the command lines that contain the folder's path."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
-            continue  # it has just ended
+            continue  # the process has just ended
         if str(folder) in line:
             found.append(line)
     return found
@@ -33,7 +33,7 @@ def interrupt_compiling(newcomer: Newcomer) -> Outcome:
     outcome = running.end(20)
     left = [line for line in processes_of(newcomer.cache) if "cc1" in line]
     building = newcomer.cache / "kernels" / "building-left"
-    building.mkdir()  # as a machine that lost its power leaves it
+    building.mkdir()  # as left by a machine that lost power
     newcomer.give(newcomer.cache)
     return Outcome(outcome.code, "\n".join(left or ["nothing runs on"]), outcome.seconds, outcome.silence_s)
 
@@ -46,7 +46,7 @@ def interrupt_compiling(newcomer: Newcomer) -> Outcome:
     never=("is left of",),
 )
 def compile_first(newcomer: Newcomer) -> Outcome:
-    """It leaves the kernels for all states that follow, and nothing beside them."""
+    """Compile the kernels for all following states, and check that the interrupted compilation left no files."""
     outcome = newcomer.run(ANSWER, timeout_s=240, environ={"CC": "no-ccache gcc"})
     left = [str(path) for path in (newcomer.cache / "kernels").glob("building*")]
     return replace(outcome, said=f"{outcome.said}{left} is left of the interrupt\n" if left else outcome.said)

@@ -1,4 +1,4 @@
-"""A user with a fresh home and, where this process may take another user's part, with no rights at all."""
+"""A user with a fresh home directory, and without any rights if this process may change its user."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 ROOT = Path(__file__).parents[2]
 NOBODY = 65534
-# A Python of the superuser's own, under /root, can be run, and nothing be written.
+# If the superuser's own Python is under /root, the user can run it but cannot write there.
 _RIGHTS = (
     f"--reuid={NOBODY}",
     f"--regid={NOBODY}",
@@ -22,16 +22,18 @@ _RIGHTS = (
     "--inh-caps=+dac_read_search",
     "--ambient-caps=+dac_read_search",
 )
-# Of this process's user, such as where packages come from; all else that is set here would hide what a newcomer meets.
+# Variables kept from this process, such as where packages come from. Other variables would hide a newcomer's problems.
 _KEPT = ("PATH", "LANG", "TERM")
-# Without a way to anywhere but this machine.
+# A prefix that runs a command with the loopback interface only.
 NO_NETWORK = ("unshare", "-n", "sh", "-c", 'ip link set lo up; exec "$@"', "sh")
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a command ended: `code` is None for one that had not ended in time. `silence_s` is the longest time for which
-    it said nothing."""
+    """The end of a command.
+
+    `code` is None if the command had not ended in time. `silence_s` is the longest time without output, in seconds.
+    """
 
     code: int | None
     said: str
@@ -40,14 +42,14 @@ class Outcome:
 
 
 class NotReachedError(Exception):
-    """A command did not come to where something should have befallen it."""
+    """A command did not reach the point at which the state's event should have happened."""
 
 
 class Newcomer:
-    """Runs shell commands in a home of its own. `pagewire` and `python` are those of this Python's environment."""
+    """A user that runs shell commands in a home of its own, with this Python's `pagewire` and `python`."""
 
     def __init__(self, home: Path, cache: Path) -> None:
-        """Makes the home. Kernels are compiled into the cache, which newcomers share."""
+        """Create the home directory. Kernels are compiled into `cache`, which all users share."""
         self.home, self.cache = home, cache
         self.has_no_rights = os.geteuid() == 0 and shutil.which("setpriv") is not None
         for folder in (home, cache):
@@ -55,19 +57,19 @@ class Newcomer:
             self.give(folder)
 
     def give(self, path: Path) -> None:
-        """Makes a file or a folder the newcomer's own."""
+        """Make the user the owner of a file or folder."""
         if self.has_no_rights:
             for inner in (path, *path.rglob("*")):
                 os.chown(inner, NOBODY, NOBODY, follow_symlinks=False)
 
     def can_unshare(self) -> bool:
-        """Whether a command can get a network or a file system of its own."""
+        """Return whether a command can get a network and a mount namespace of its own."""
         return self.has_no_rights and subprocess.run(["unshare", "-nm", "true"], check=False).returncode == 0
 
     def start(
         self, command: str, environ: Mapping[str, str] = MappingProxyType({}), *, within: tuple[str, ...] = ()
     ) -> "Running":
-        """Starts a shell command. `within` is what sets the stage with this process's rights, and runs the rest."""
+        """Start a shell command. `within`: a command prefix that prepares the surroundings as this process's user."""
         rights = ["setpriv", *_RIGHTS] if self.has_no_rights else []
         kept = {name: value for name, value in os.environ.items() if name in _KEPT}
         kept["PATH"] = f"{Path(sys.executable).parent}:{kept['PATH']}"
@@ -95,7 +97,7 @@ class Newcomer:
 
 
 class Running:
-    """A command that has been started, in a session of its own."""
+    """A started command, in a process session of its own."""
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self._process = process
@@ -110,11 +112,11 @@ class Running:
         return self._process.pid
 
     def interrupt(self) -> None:
-        """As Ctrl-C in a terminal does, with all that runs in its foreground."""
+        """Send SIGINT to the command's process group, as Ctrl-C in a terminal does."""
         os.killpg(self.pid, signal.SIGINT)
 
     def wait_until(self, is_so: Callable[[], bool], timeout_s: float = 90.0) -> None:
-        """Raises NotReachedError if it is not so before the time is up or the command has ended."""
+        """Wait until `is_so` returns true. Raises NotReachedError if the time is up or the command ends first."""
         deadline = time.monotonic() + timeout_s
         while not is_so():
             if time.monotonic() > deadline or self._process.poll() is not None:
@@ -125,7 +127,7 @@ class Running:
         return words in self._said.decode(errors="replace")
 
     def end(self, timeout_s: float = 90.0) -> Outcome:
-        """Waits until the command has ended and what it left running has closed its output."""
+        """Wait until the command has ended and all processes that it left running have closed its output."""
         deadline = time.monotonic() + timeout_s
         while self._hear() and time.monotonic() < deadline:
             pass
@@ -139,7 +141,7 @@ class Running:
         return Outcome(code, said, time.monotonic() - self._started, self._silence_s)
 
     def _hear(self) -> bool:
-        """Reads what it has said, if anything. Returns whether it may say more."""
+        """Read new output, if there is any; return whether more may follow."""
         try:
             data = os.read(self._output, 1 << 16)
         except BlockingIOError:

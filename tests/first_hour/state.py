@@ -1,4 +1,4 @@
-"""A state that a newcomer's machine may be in, and what is to come of it."""
+"""A state of a newcomer's machine, and the expected result."""
 
 import re
 from collections.abc import Callable
@@ -8,12 +8,15 @@ from tests.first_hour.newcomer import Newcomer, Outcome
 
 
 class LeftOutError(Exception):
-    """A state cannot be brought about here; the text says why."""
+    """A state cannot be produced here; the text states the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What brings a state about is `enter`. All of `words` must be said, and none of `never`."""
+    """A state of a machine.
+
+    `enter` produces the state. The output must contain all of `words` and none of `never`.
+    """
 
     name: str
     code: int
@@ -26,7 +29,7 @@ class State:
         return f"{self.code}: {' … '.join(self.words)}"
 
     def fault(self, outcome: Outcome) -> str:
-        """Returns what is wrong with an outcome, or nothing."""
+        """Return what is wrong with an outcome, or an empty text."""
         if outcome.code is None:
             return "stuck"
         if "Traceback (most recent call last)" in outcome.said:
@@ -43,7 +46,7 @@ Enter = Callable[[Newcomer], Outcome]
 
 
 def state(name: str, *words: str, code: int = 0, never: tuple[str, ...] = ()) -> Callable[[Enter], Enter]:
-    """Names the function that brings a state about. States are tried in the order of their definitions."""
+    """Decorate the function that produces a state with its name. States are tried in the order of their definitions."""
 
     def add(enter: Enter) -> Enter:
         STATES.append(State(name, code, words, never, enter))
@@ -53,5 +56,5 @@ def state(name: str, *words: str, code: int = 0, never: tuple[str, ...] = ()) ->
 
 
 def command_state(name: str, command: str, *words: str, code: int = 0, never: tuple[str, ...] = ()) -> None:
-    """Adds a state that a shell command brings about by itself."""
+    """Add a state that a single shell command produces."""
     STATES.append(State(name, code, words, never, lambda newcomer: newcomer.run(command)))
