@@ -1,7 +1,7 @@
-"""Runs the tests of real clients where they reach this machine alone: `python -m tests.clients [pytest's arguments]`.
+"""Run the tests of real clients without a network: `python -m tests.clients [pytest's arguments]`.
 
-Where the kernel allows a network namespace, the loopback interface is the only one. Elsewhere the clients' proxy, which
-refuses everything and of which no test's programs may ask anything, is what keeps them on the machine.
+If the kernel permits a network namespace, only the loopback interface exists. Otherwise a proxy keeps the clients on
+this machine: it refuses every request, and a test fails if its programs ask for anything.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def leave_the_network() -> str:
-    """Move this process to a network namespace of its own. Return why that was not possible, or nothing."""
+    """Move this process to a network namespace of its own. Return the error if that fails, or an empty text."""
     uid, gid = os.getuid(), os.getgid()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWUSER | CLONE_NEWNET):

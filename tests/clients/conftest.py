@@ -12,14 +12,14 @@ from tests.clients.scripts import forced, helpful
 
 @dataclass
 class Served:
-    """A server with a scripted model, and programs that are its clients."""
+    """A server with a scripted model, and its client programs."""
 
     url: str
     worker: ScriptedWorker
     program: Program
 
     def environ(self) -> dict[str, str]:
-        """The variables by which most clients find a server."""
+        """Return the variables by which most clients find a server."""
         return {
             "OPENAI_BASE_URL": f"{self.url}/v1",
             "OPENAI_API_BASE": f"{self.url}/v1",

@@ -1,4 +1,4 @@
-"""Runs programs that are clients, in an environment that keeps them on this machine."""
+"""Execution of client programs in an environment that keeps them on this machine."""
 
 import asyncio
 import os
@@ -13,9 +13,9 @@ PYTHON = INSTALLED / "python" / "bin"
 AIDER = INSTALLED / "aider" / "bin" / "aider"
 NPM = INSTALLED / "node_modules" / ".bin"
 SECONDS = 840
-# Set by `python -m tests.clients` where the loopback interface is the only one.
+# Set by `python -m tests.clients` if only the loopback interface exists.
 ISOLATED = "PAGEWIRE_CLIENTS_ISOLATED"
-# Telemetry, updates, tracing and downloads off, each by its program's own variable.
+# Variables that disable each program's telemetry, updates, tracing and downloads.
 QUIET = {
     "ANONYMIZED_TELEMETRY": "false",
     "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
@@ -38,11 +38,14 @@ class ProgramError(AssertionError):
 
 @dataclass
 class Program:
-    """Starts client programs of one server, each with a home of its own, and records what they ask of the proxy."""
+    """A runner of client programs for one server, each with a home of its own.
+
+    It records the programs' requests to the proxy.
+    """
 
     home: Path
     proxy: str
-    asked: list[str] = field(default_factory=list)  # of the proxy, which refuses everything
+    asked: list[str] = field(default_factory=list)  # requests to the proxy, which refuses everything
 
     async def run(
         self,
@@ -52,7 +55,7 @@ class Program:
         given: str = "",
         statuses: tuple[int, ...] = (0,),
     ) -> str:
-        """Run a program to the end, with a text on standard input, and return its output."""
+        """Run a program to its end with `given` on standard input, and return its output."""
         process = await asyncio.create_subprocess_exec(
             *map(str, command),
             cwd=cwd or self.home,
@@ -85,7 +88,10 @@ class Program:
 
 @asynccontextmanager
 async def programs(home: Path) -> AsyncIterator[Program]:
-    """Run programs beside a proxy that refuses everything. At the end, no program may have asked for anything."""
+    """Provide a runner of programs and a proxy that refuses everything.
+
+    At the end, no program may have used the proxy.
+    """
 
     async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         program.asked.append((await reader.readline()).decode().strip())

@@ -1,7 +1,7 @@
-"""A model that follows a script: it reads the whole conversation from its prompt and writes what the script says.
+"""A model that follows a script: it reads the conversation from its prompt and writes the script's text.
 
-The scheduler, the HTTP API, the tokenizer, the chat template and the grammars are the real ones. Only the arithmetic of
-the model is replaced.
+The scheduler, the HTTP API, the tokenizer, the chat template and the grammars are the real ones. Only the model's
+arithmetic is replaced.
 """
 
 import ctypes
@@ -24,9 +24,10 @@ from testing.scheduler_stack import VOCAB_SIZE
 from testing.serving.http_server import make_chat_checkpoint
 
 MAX_MODEL_LEN = 200_000
-END = 0  # the token of make_chat_checkpoint that ends an output
-CLOSING = '"}],1{'  # the characters that end any JSON soonest, first those that close most
-# A line for the tools and a line for each message. The comment names the tags of reasoning and calls that are read.
+END = 0  # the end token of make_chat_checkpoint
+CLOSING = '"}],1{'  # characters that end any JSON soonest; those that close most come first
+# A line for the tools and a line for each message. The comment names the tags of reasoning and calls, which the server
+# reads.
 TEMPLATE = (
     "{{ (tools or []) | tojson }}\n{% for message in messages %}{{ message | tojson }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}{# <think> </think> <tool_call> #}"
@@ -41,7 +42,7 @@ def make_scripted_checkpoint(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Conversation:
-    """The tools and the messages of a prompt. A prompt that no template made has neither."""
+    """The tools and messages of a prompt; both are empty for a prompt without a chat template."""
 
     prompt: str
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -72,8 +73,10 @@ Script = Callable[[Conversation], str]
 
 
 class ScriptedWorker(FakeWorker):
-    """A worker whose rows write what `script` says. It enforces grammars, as a real worker does: a row whose grammar
-    forbids the script's beginning writes what `forced` says, and one whose grammar forbids more ends its JSON soon.
+    """A worker whose rows write the text that `script` returns.
+
+    It enforces grammars, as a real worker does. A row whose grammar forbids the script's first token writes the text
+    that `forced` returns. If the grammar forbids a later token, the row ends its JSON soon.
     """
 
     def __init__(self, checkpoint: Path, script: Script, forced: Script) -> None:
@@ -86,18 +89,18 @@ class ScriptedWorker(FakeWorker):
         self.compiler = GrammarCompiler(tokenizer_json, VOCAB_SIZE)
         self.closing = [END] + [self.tokenizer.token_to_id(character) for character in CLOSING]
         self.script, self.forced = script, forced
-        self.conversations: list[Conversation] = []  # of the rows that were opened
+        self.conversations: list[Conversation] = []  # of the rows that were allocated
 
     def _simulated_worker(self) -> SimulatedWorker:
         base = super()._simulated_worker()
         rows = ScriptedRows(**{each.name: getattr(base, each.name) for each in fields(SimulatedWorker)})
-        rows.poisoned = frozenset()  # any text may be in a prompt
+        rows.poisoned = frozenset()  # a prompt may contain any text
         rows.scripted = self
         rows.outputs = {}
         return rows
 
     def begin(self, prompt: list[int], allowed: set[int] | None) -> list[int]:
-        """Return the tokens that the script says after a prompt, of which the first must be allowed."""
+        """Return the tokens of the script for a prompt, or of `forced` if `allowed` lacks the script's first token."""
         conversation = Conversation.read(self.tokenizer.decode(prompt, skip_special_tokens=False))
         self.conversations.append(conversation)
         text = self.script(conversation)
@@ -111,7 +114,7 @@ class ScriptedWorker(FakeWorker):
 class Output:
     """The rest of a script, and the state of the grammar that the output must match."""
 
-    row: Row  # held, or another row could get its id
+    row: Row  # keeps the row alive; otherwise another row could get its id
     script: list[int]
     matcher: Matcher | None
 
@@ -127,7 +130,7 @@ class ScriptedRows(SimulatedWorker):
     """The rows of a scripted worker."""
 
     scripted: ScriptedWorker
-    outputs: dict[int, Output]  # by the identity of their row
+    outputs: dict[int, Output]  # by the id of their row
 
     def execute(self, plan: StepPlan, apply_moves: bool = True) -> StepResult:
         result = super().execute(plan, apply_moves)
@@ -159,5 +162,5 @@ class ScriptedRows(SimulatedWorker):
 
 
 def _numbers(embedding: bytes) -> bytes:
-    """Eight bytes as two numbers of which neither is infinite or NaN."""
+    """Return eight bytes that are two finite numbers."""
     return struct.pack("<2f", *(number / 2**15 for number in struct.unpack("<2h", embedding[:4])))

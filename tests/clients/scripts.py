@@ -1,4 +1,4 @@
-"""What the scripted model writes: calls of tools one after the other, or a helpful answer."""
+"""The scripted model's texts: tool calls one after another, or a helpful answer."""
 
 import json
 import re
@@ -17,8 +17,10 @@ def call_text(name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def loop(calls: Sequence[Call], last: str) -> Script:
-    """Write one call in each turn, with reasoning before it, then a last text. A client's side requests, which lack the
-    first call's tool, get a helpful answer."""
+    """Return a script that writes one call in each turn, with reasoning before it, and then `last`.
+
+    Requests that lack the first call's tool, such as a client's side requests, get a helpful answer.
+    """
 
     def write(conversation: Conversation) -> str:
         if calls[0][0] not in conversation.tool_names:
@@ -31,7 +33,7 @@ def loop(calls: Sequence[Call], last: str) -> Script:
 
 
 def helpful(conversation: Conversation) -> str:
-    """Call a tool that the question is about, answer with a tool's result, or write JSON or a text."""
+    """Call a tool that the question mentions, answer with a tool's result, or write JSON or a text."""
     if not conversation.messages:
         return HELLO
     last = conversation.messages[-1]
@@ -47,7 +49,7 @@ def helpful(conversation: Conversation) -> str:
 
 
 def forced(conversation: Conversation) -> str:
-    """Call the first tool, for a client that says that a tool must be called; else begin an object."""
+    """Call the first tool, for a client that requires a tool call; without tools, begin an object."""
     question = (conversation.texts_of("user") or [""])[-1]
     for tool in conversation.tools:
         return call_text(tool["name"], _value(tool.get("parameters") or {}, question))
@@ -59,7 +61,7 @@ def _is_about(question: str, tool: str) -> bool:
 
 
 def _value(schema: Mapping[str, Any], question: str, whole: Mapping[str, Any] | None = None) -> Any:
-    """A value that a schema allows, with a number or a name of the question where it has one."""
+    """Return a value that a schema permits, with a number or a name from the question if it contains one."""
     whole = whole or schema
     if "$ref" in schema:
         return _value(whole["$defs"][schema["$ref"].rpartition("/")[2]], question, whole)

@@ -1,4 +1,4 @@
-"""Claude Code and Codex, each in a loop of ten tool calls against a model that follows a script."""
+"""Claude Code and Codex, each in a loop of ten tool calls with a model that follows a script."""
 
 import json
 from pathlib import Path
@@ -68,7 +68,7 @@ CODEX = [NPM / "codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-a
 
 
 async def run_codex(served: Served, folder: Path, config: str, calls: list[Call]) -> list[str]:
-    """Run a loop of ten calls, and return the results that the model is given."""
+    """Run a loop of ten calls, and return the tool results that the model receives."""
     (served.program.home / "config.toml").write_text(config)
     assert len(calls) == 10
     served.worker.script = loop(calls, DONE)
@@ -107,7 +107,7 @@ async def test_codex(served: Served, tmp_path: Path) -> None:
 
 
 async def test_codex_with_a_custom_tool(served: Served, tmp_path: Path) -> None:
-    """With a model that its catalogue describes: files are changed by patches, whose tool takes a text and no JSON."""
+    """With a model of Codex's catalogue, files are changed by patches, whose tool accepts a text instead of JSON."""
     environ = {"CODEX_HOME": str(served.program.home)}
     listed = json.loads(await served.program.run(NPM / "codex", "debug", "models", environ=environ))["models"]
     known = next(model for model in listed if model["slug"] == "gpt-5.5")

@@ -10,7 +10,7 @@ NUM_STEPS = 4 * 7 + 2 * 3
 
 
 async def test_ai_sdk(served: Served) -> None:
-    """Each provider generates and streams texts, calls of tools and objects."""
+    """Each provider generates and streams texts, tool calls and objects."""
     command, environ = ("node", "--input-type=module", "-"), {"SERVER": served.url}
     said = await served.program.run(*command, cwd=INSTALLED, environ=environ, given=STEPS.read_text())
     assert said.count("passed ") == NUM_STEPS, said

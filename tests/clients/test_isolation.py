@@ -1,4 +1,4 @@
-"""The programs of these tests reach this machine alone."""
+"""The programs of these tests reach this machine only."""
 
 import os
 import socket
@@ -8,7 +8,7 @@ import pytest
 from tests.clients.conftest import Served
 from tests.clients.program import ISOLATED, PYTHON, programs
 
-OUTSIDE = ("192.0.2.1", 443)  # an address of documentation
+OUTSIDE = ("192.0.2.1", 443)  # an address reserved for documentation
 
 
 def test_no_network_but_loopback() -> None:

@@ -11,7 +11,7 @@ from tests.clients.program import PYTHON
 SUITES = Path(__file__).with_name("steps") / "langchain_suites.py"
 OPTIONS = [
     *("-c", "/dev/null", "--noconftest", "-p", "no:cacheprovider", "-q", "-rfEs", "-o", "asyncio_mode=auto"),
-    # The clients keep their connections, and with them the loop, from one test to the next.
+    # The clients keep their connections, and therefore the event loop, from one test to the next.
     *("-o", "asyncio_default_test_loop_scope=session", "-o", "asyncio_default_fixture_loop_scope=session"),
 ]
 
@@ -19,7 +19,7 @@ OPTIONS = [
 @pytest.mark.parametrize(
     ("suite", "num_passed", "num_skipped"),
     [
-        # They skip images, audio and PDFs, which the model does not read, and recordings of HTTP.
+        # They skip images, audio and PDFs, which the model does not support, and recordings of HTTP.
         ("TestOpenAIChat", 43, 7),
         ("TestOpenAIResponses", 43, 7),
         ("TestAnthropicMessages", 43, 7),

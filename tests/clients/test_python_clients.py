@@ -1,4 +1,4 @@
-"""The first steps of Python clients, each in a program of its own that their environment runs."""
+"""The first steps of Python clients, each run as a separate program in the clients' environment."""
 
 import json
 from pathlib import Path
@@ -38,11 +38,14 @@ AIDER_OPTIONS = [
 
 
 async def test_aider(served: Served, tmp_path: Path) -> None:
-    """It changes a file, by answers that are streamed and by whole ones, and is asked a second time about the first."""
+    """Aider changes a file, once with streamed responses and once without streaming.
+
+    The first change needs a second request.
+    """
     file = tmp_path / "greet.py"
     prices = served.program.home / ".aider" / "caches" / "model_prices_and_context_window.json"
     prices.parent.mkdir(parents=True)
-    prices.write_text('{"another model": {}}')  # which it would download
+    prices.write_text('{"another model": {}}')  # aider would download this file
     served.worker.script = lambda conversation: EDIT
     for option in ("--stream", "--no-stream"):
         file.write_text('print("hello")\n')
@@ -89,7 +92,7 @@ async def test_lm_eval(
     tasks: list[str],
     options: list[str],
 ) -> None:
-    """Tasks of a few made questions: log-likelihoods, of which the shorter answer's is higher, and texts."""
+    """Tasks of a few made-up questions: log-likelihoods, where the shorter answer's is higher, and generated texts."""
     questions = tmp_path / "questions.jsonl"
     questions.write_text("".join(f'{{"question": "Is {i} a number?"}}\n' for i in range(5)))
     data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(questions)}}, "test_split": "test"}
@@ -105,6 +108,6 @@ async def test_lm_eval(
 
 
 def _results(folder: Path) -> dict[str, dict[str, float]]:
-    """Read the file that lm-eval has written; its name has the time in it."""
+    """Read the results that lm-eval has written; the file's name contains the time."""
     (written,) = folder.glob("results_*.json")
     return json.loads(written.read_text())["results"]

@@ -8,7 +8,7 @@ from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from langchain_tests.integration_tests import ChatModelIntegrationTests, EmbeddingsIntegrationTests
 
 SERVER = os.environ["SERVER"]
-# The server has two names for its model. Its answers give the first, which the suites ask for beside this one.
+# The server has two names for its model. Its responses contain the first name, and the suites expect both.
 NAME, FIRST_NAME = "other", "chatty"
 OPENAI = {"model": NAME, "base_url": f"{SERVER}/v1", "api_key": "none", "max_retries": 0}
 ANTHROPIC = {"model": NAME, "base_url": SERVER, "api_key": "none", "max_retries": 0}

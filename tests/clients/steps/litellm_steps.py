@@ -1,4 +1,4 @@
-"""LiteLLM's first steps, run by its own environment: each API that it has for a server of one's own."""
+"""LiteLLM's first steps, run in its own environment: each API that LiteLLM supports for a self-hosted server."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""openai-agents' first steps, run by its own environment: an agent with a tool, over both APIs of OpenAI."""
+"""openai-agents' first steps, run in its own environment: an agent with a tool, over both of OpenAI's APIs."""
 
 import asyncio
 import os

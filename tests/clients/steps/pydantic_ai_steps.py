@@ -1,4 +1,4 @@
-"""pydantic-ai's first steps, run by its own environment: an agent of each API with a tool and with a typed output."""
+"""pydantic-ai's first steps, run in its own environment: agents of each API with a tool and with a typed output."""
 
 import asyncio
 import os
