@@ -1,4 +1,4 @@
-"""`grpcurl` as far as documents and examples use it: by reflection and JSON, as that program does it."""
+"""The parts of `grpcurl` that documents and examples use, implemented by reflection and JSON as in the program."""
 
 import re
 import shlex
@@ -22,12 +22,15 @@ _PARSER.add_argument("method")
 
 
 def lines_of(document: Path) -> list[str]:
-    """Every command that begins with `grpcurl`, with the lines that it goes on in: those that are indented."""
+    """Return every command that begins with `grpcurl`, including its indented continuation lines."""
     return re.findall(r"^grpcurl .*(?:\n .*)*", document.read_text(), re.MULTILINE)
 
 
 def run(line: str, address: str) -> list[dict[str, Any]]:
-    """The messages that the server at `address`, in place of the line's own, answers. Raises grpc.RpcError."""
+    """Return the response messages of the server at `address`, which replaces the address in the line.
+
+    Raises grpc.RpcError.
+    """
     arguments = _PARSER.parse_args(shlex.split(line)[1:])
     return [
         json_format.MessageToDict(message, preserving_proto_field_name=True)
@@ -57,7 +60,7 @@ def _list(address: str, service_name: str) -> list[str]:
 
 
 def install(folder: Path) -> None:
-    """Put a program `grpcurl` there that does what this module does, for scripts and documents that name it."""
+    """Create a program `grpcurl` in `folder` that runs this module, for scripts and documents that call it."""
     program = folder / "grpcurl"
     root = Path(__file__).parents[2]
     program.write_text(f'#!/bin/sh\ncd {shlex.quote(str(root))} && exec {sys.executable} -m {__name__} "$@"\n')

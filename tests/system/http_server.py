@@ -1,4 +1,4 @@
-"""`pagewire serve` with its HTTP door, as a process of its own."""
+"""`pagewire serve` with its HTTP API, as a separate process."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ TOOL_TEMPLATE = """{% for message in messages %}{{ message.content }}
 
 
 def with_tools(folder: Path) -> Path:
-    """The model, with a chat template that knows of calls of tools."""
+    """Return `folder` with the bundled model and a chat template that supports tool calls."""
     for path in STORYTELLER.iterdir():
         (folder / path.name).symlink_to(path)
     (folder / "chat_template.jinja").write_text(TOOL_TEMPLATE)

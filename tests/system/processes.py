@@ -1,4 +1,4 @@
-"""What the system tells of processes that a test has not started itself."""
+"""Information from the system about processes that a test has not started itself."""
 
 import time
 from pathlib import Path
@@ -9,7 +9,7 @@ def command_line(pid: int) -> str:
 
 
 def wait_until_gone(pid: int) -> None:
-    """Returns when the process has ended; a zombie that waits for its reaper has."""
+    """Return when the process has ended; a zombie counts as ended."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         try:

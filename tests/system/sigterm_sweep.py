@@ -1,9 +1,10 @@
-"""Sends SIGTERM to each service at every moment of its start, as the first process of a container: it ends each time.
+"""Send SIGTERM to each service at every moment of its start, as the first process of a container: it must end each
+time.
 
     python -m tests.system.sigterm_sweep --services scheduler frontend worker --step 0.01 --until 3
 
-It starts a process for each moment, in a namespace of processes of its own, and takes minutes. The last line says how
-many have not ended within half a minute.
+The program starts a process for each moment, in a process namespace of its own, and takes minutes. The last line
+reports how many services have not ended within half a minute.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "models" / "storyteller")
 NAMESPACE = ["unshare", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc"]
-# As images and manifests start them.
+# The commands by which images and manifests start the services.
 PAGEWIRE = ["env", "--block-signal=TERM", sys.executable, "-m", "pagewire"]
 COMMANDS = {
     "scheduler": [*PAGEWIRE, "scheduler", f"--model={MODEL}", "--worker=127.0.0.1:1", "--port=0", "--metrics-port=0"],
@@ -34,7 +35,7 @@ PATIENCE_S = 30.0
 
 
 class End(NamedTuple):
-    """The exit code of a service, None if it went on, and the seconds that it took to end."""
+    """The exit code of a service, or None if it did not end, and the seconds until it ended."""
 
     after: float
     code: int | None
@@ -42,18 +43,18 @@ class End(NamedTuple):
 
 
 def first_process(namespace: "subprocess.Popen[bytes]") -> int:
-    """Returns the process that is the first of a namespace as soon as it runs the service's command."""
+    """Return the first process of a namespace as soon as it runs the service's command."""
     children = Path(f"/proc/{namespace.pid}/task/{namespace.pid}/children")
     unshare = os.path.realpath(shutil.which("unshare") or "")
     while namespace.poll() is None:
         if (found := children.read_text().split()) and os.readlink(f"/proc/{found[0]}/exe") != unshare:
             return int(found[0])
-        time.sleep(0.0005)  # the kernel tells no event
+        time.sleep(0.0005)  # the kernel reports no event
     raise AssertionError(f"unshare has ended with {namespace.returncode}")
 
 
 def ended(command: Sequence[str], after: float) -> End:
-    """Starts a service, sends it SIGTERM after so many seconds, and waits for its end."""
+    """Start a service, send it SIGTERM after `after` seconds, and wait for its end."""
     with subprocess.Popen(
         [*NAMESPACE, *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT
     ) as process:

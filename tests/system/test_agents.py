@@ -1,4 +1,4 @@
-"""Agents as people run them, each a process of its own, against a model that is served; the worker dies meanwhile."""
+"""Agents as separate processes, with a served model whose worker is killed in between."""
 
 import os
 import signal
@@ -17,12 +17,15 @@ from tests.system.http_server import serving, with_tools
 pytestmark = pytest.mark.thorough
 
 AGENTS = (("openai_agent", "chat"), ("openai_agent", "responses"), ("openai_agent", "stored"), ("anthropic_agent",))
-DEATHS = (5, 23, 41)  # behind so many calls of the first
+DEATHS = (5, 23, 41)  # numbers of calls by the first agent after which the worker is killed
 _FOLDER = Path(__file__).parents[2]
 
 
 def calls_of(agent: tuple[str, ...], url: str, how: str, at_each: Callable[[int], None] = lambda _: None) -> list[str]:
-    """The lines that an agent's process prints, a call each; `at_each` is told how many there are."""
+    """Return the lines that an agent's process prints, one for each call.
+
+    `at_each` receives the number of lines so far.
+    """
     name, *api = agent
     command = [sys.executable, "-m", f"tests.system.agents.{name}", *api, url, how]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=_FOLDER) as process:
@@ -39,7 +42,7 @@ def calls_of(agent: tuple[str, ...], url: str, how: str, at_each: Callable[[int]
 
 
 def test_agents_make_the_same_calls_through_deaths_of_the_worker(tmp_path: Path) -> None:
-    """Streamed calls, while the worker dies, are those that came whole."""
+    """Streamed calls while workers die equal the calls of whole responses."""
     with (
         serving("--served-model-name=tooled", model=with_tools(tmp_path)) as (server, url),
         ThreadPoolExecutor() as pool,
@@ -52,7 +55,7 @@ def test_agents_make_the_same_calls_through_deaths_of_the_worker(tmp_path: Path)
 
         calm = list(pool.map(lambda agent: calls_of(agent, url, "whole"), AGENTS))
         assert [len(calls) for calls in calm] == [NUM_CALLS] * len(AGENTS)
-        assert calm[1] == calm[2]  # whoever keeps the conversation
+        assert calm[1] == calm[2]  # whether the client or the server keeps the conversation
         assert min(len(set(calls)) for calls in calm) > 3, calm
         streams = [pool.submit(calls_of, agent, url, "streamed") for agent in AGENTS[1:]]
         assert [calls_of(AGENTS[0], url, "streamed", kill), *(stream.result() for stream in streams)] == calm

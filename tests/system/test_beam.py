@@ -1,4 +1,4 @@
-"""Beam search through both services is transformers' `generate(num_beams=k)`."""
+"""Beam search through both services gives the results of transformers' `generate(num_beams=k)`."""
 
 import asyncio
 import random
@@ -35,7 +35,7 @@ def sampling_of(search: BeamSearch) -> SamplingParams:
 
 
 def likely_stops(reference, prompts: list[list[int]], num_stops: int) -> tuple[int, ...]:
-    """Tokens that beams like to emit, but not at once."""
+    """Return tokens that beams often emit, but not at the beginning."""
     counts: Counter[int] = Counter()
     for prompt in prompts:
         for hypothesis in oracle.beams(reference, prompt, BeamSearch(beam_width=4, n=4)):
@@ -60,7 +60,7 @@ def assert_equal(completion, expected: list[oracle.Hypothesis], search: BeamSear
     assert [list(output.token_ids) for output in completion.outputs] == [h.token_ids for h in expected], search
     for output, hypothesis in zip(completion.outputs, expected, strict=True):
         scale = len(output.token_ids) ** search.length_penalty
-        # A negative penalty makes scores so large that transformers' float32 cannot tell 1e-4; the sums always can.
+        # A negative penalty makes scores so large that transformers' float32 cannot resolve 1e-4. The sums always can.
         assert output.cumulative_logprob == pytest.approx(hypothesis.score * scale, abs=SCORE_TOLERANCE), search
         if search.length_penalty >= 0:
             assert output.cumulative_logprob / scale == pytest.approx(hypothesis.score, abs=SCORE_TOLERANCE), search
@@ -126,7 +126,7 @@ async def test_a_beam_of_one_is_greedy(model):
 
 @pytest.fixture(scope="module")
 def crowd(model):
-    """Searches and their hypotheses, greedy requests and their tokens: together far more than a small pool holds."""
+    """Return searches with hypotheses and greedy requests with tokens: far more than a small pool can hold."""
     reference = oracle.load(model)
     prompts = oracle.random_prompts(24, VOCAB_SIZE, (40, 64, 17, 90, 33, 5, 71, 58))
     stops = likely_stops(reference, prompts[:3], 2)
@@ -140,7 +140,7 @@ def crowd(model):
 
 @pytest.mark.parametrize("mode", ["swap", *thorough("recompute", "auto")])
 async def test_beams_that_are_preempted_find_the_same_hypotheses(model, crowd, mode):
-    """A beam group is preempted whole."""
+    """A beam group is preempted as a whole."""
     searches, expected, prompts, beside = crowd
     greedy = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
     worker = ["--dtype", "float32", "--block-size", 8, "--num-device-blocks", 64, "--num-host-blocks", 300]

@@ -1,4 +1,4 @@
-"""`pagewire bench` with both services started by itself: real processes, a small random checkpoint."""
+"""`pagewire bench`, which starts both services itself: real processes, a small random checkpoint."""
 
 import json
 import os
@@ -29,7 +29,8 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "pagewire", "bench", *arguments]
 
 
-# What the worker tells apart where all layers are one call, the activation among the products.
+# The parts that the worker reports where all layers are one call. The activation is included in the matrix
+# multiplications.
 PARTS = (
     "plan into the table of rows",
     "batch and attention's preparation",
@@ -44,7 +45,7 @@ PARTS = (
 
 
 def share(line: str) -> float:
-    """The percents of a row."""
+    """Return the percentage in a row."""
     return float(line.split()[-1])
 
 

@@ -1,4 +1,7 @@
-"""The programs of `bench/` that reach into the services run: each at its smallest, for no figure but its last line."""
+"""The programs of `bench/` that use internals of the services.
+
+Each must run at its smallest size and print its last line.
+"""
 
 import json
 import subprocess

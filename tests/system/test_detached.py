@@ -1,4 +1,4 @@
-"""Detached requests through both services: clients come and go, workers die, and nothing is lost."""
+"""Detached requests through both services: clients attach and leave, workers die, and no token is lost."""
 
 import asyncio
 from pathlib import Path
@@ -37,7 +37,10 @@ def expected(reference, prompt_token_ids):
 async def attached(
     client: AsyncClient, request_id: str, *, from_token: int = 0, until: int | None = None, index: int = 0
 ):
-    """The tokens and the text of a sample from a token on; with `until`, the client leaves after so many tokens."""
+    """Return the tokens and the text of a sample from a token on.
+
+    With `until`, the client leaves after that many tokens.
+    """
     tokens: list[int] = []
     texts: list[str] = []
     stream = client.attach(request_id, from_token=from_token)
@@ -91,7 +94,7 @@ async def test_clients_come_and_go_and_the_worker_dies(expected):
 
 
 async def test_samples_and_hypotheses_of_detached_requests(reference, prompt_token_ids):
-    """Under preemption, and with the worker killed before a client attaches."""
+    """The requests are preempted, and the worker is killed before a client attaches."""
     temperature, seed, search = 0.9, 11, BeamSearch(beam_width=4, n=3, max_tokens=60)
     samples = [
         oracle.sampled(reference, prompt_token_ids, 80, temperature=temperature, seed=seed, sample_index=index)

@@ -1,4 +1,4 @@
-"""SIGTERM: who is told what, what goes on, how soon the process is gone, and that it leaves nothing behind."""
+"""SIGTERM: the statuses that clients receive, the work that continues, the time until exit, and leftover processes."""
 
 import asyncio
 import random
@@ -26,12 +26,12 @@ STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
 VOCAB_SIZE = 1000
 NUM_RESTARTS = 3
 NUM_STREAMS = 16
-# What a scheduler may take beyond its drain timeout.
+# The longest time, in seconds, that a scheduler may need after its drain timeout.
 MAX_OVERRUN = 2.0
 
 
 def can_bind(address: str) -> bool:
-    """Whether no server listens there any more; connections that were closed may linger."""
+    """Return whether no server listens at the address; closed connections may linger."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -55,7 +55,7 @@ async def test_rolling_restarts_of_the_worker_under_load_lose_nothing() -> None:
 
 @pytest.mark.parametrize("drain_timeout", [0.5, 20])
 async def test_a_scheduler_is_gone_in_time_whichever_listens(drain_timeout: float) -> None:
-    """One stream longer than the drain, or one shorter, and a subscription that never ends by itself."""
+    """One stream is longer or shorter than the drain timeout, and a subscription never ends by itself."""
     flags = ["--drain-timeout", drain_timeout]
     with running(STORYTELLER, scheduler=flags) as system:
         async with grpc.aio.insecure_channel(system.url) as channel:
@@ -70,7 +70,7 @@ async def test_a_scheduler_is_gone_in_time_whichever_listens(drain_timeout: floa
             await stream.read()
             finishing = asyncio.create_task(code_at_end(stream))
             if drain_timeout < 1:
-                # However fast this machine is, the stream does not end by itself.
+                # The stream cannot end by itself, however fast this machine is.
                 system.worker.send_signal(signal.SIGSTOP)
             told_at = time.monotonic()
             system.scheduler.send_signal(signal.SIGTERM)
@@ -92,13 +92,13 @@ async def until_live(address: str) -> None:
 
 @pytest.mark.parametrize("attempt", range(4))
 async def test_a_worker_that_loads_ends_well(attempt: int) -> None:
-    """It listens before it imports torch; somewhere between there and ready it is told to stop."""
+    """The worker listens before it imports torch. It is stopped at some moment between listening and being ready."""
     delay = 0.0 if attempt == 0 else random.Random(attempt).uniform(0, 2.5)
     print(f"told after {delay:.2f} s")
     port = free_port(HOST)
     worker = Service("worker", ["--model", STORYTELLER, "--port", port])
     await until_live(f"127.0.0.1:{port}")
-    await asyncio.sleep(delay)  # nothing tells how far loading is
+    await asyncio.sleep(delay)  # the progress of loading cannot be observed
     assert await asyncio.to_thread(worker.stop) == 0
     assert can_bind(f"127.0.0.1:{port}")
 

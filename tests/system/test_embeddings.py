@@ -1,4 +1,4 @@
-"""Embeddings through both services: those of transformers' hidden states, whatever happens meanwhile."""
+"""Embeddings through both services equal the pooled hidden states of transformers, whatever other requests run."""
 
 import asyncio
 import json
@@ -21,12 +21,12 @@ MEAN = "pooling_mode_mean_tokens"
 LAST = "pooling_mode_lasttoken"
 POOLINGS = (LAST, MEAN)
 LENGTHS = (1, 2, 7, 8, 15, 16, 17, 33, 64, 100, 257, 500)
-# Numbers of vectors of length 1 differ by less than this between orders of summation in float32.
+# Elements of vectors of length 1 differ by less than this between orders of summation in float32.
 MARGIN = 2e-6
 
 
 def write_pooling(path: Path, mode: str) -> Path:
-    """As sentence-transformers does."""
+    """Write the pooling configuration files of sentence-transformers; return `path`."""
     kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
     modules = [{"path": where, "type": f"sentence_transformers.models.{kind}"} for where, kind in kinds.items()]
     (path / "modules.json").write_text(json.dumps(modules))
@@ -36,7 +36,7 @@ def write_pooling(path: Path, mode: str) -> Path:
 
 
 def expected_embedding(model: transformers.PreTrainedModel, prompt: Sequence[int], mode: str) -> list[float]:
-    """By hand: pooled, and divided by its length."""
+    """Return the embedding computed by hand: pooled, and divided by its length."""
     with torch.inference_mode():
         hidden = model(torch.tensor([prompt])).last_hidden_state[0].double()
     pooled = hidden[-1] if mode == LAST else hidden.sum(0) / len(prompt)
@@ -49,7 +49,7 @@ def expected_embedding(model: transformers.PreTrainedModel, prompt: Sequence[int
 async def test_embeddings_are_those_of_transformers_and_the_same_bits_in_any_company(
     mode: str, family: str, tmp_path: Path
 ) -> None:
-    """In chunks of 64 tokens, with prefixes that are found again, beside streams in a pool that is too small."""
+    """In chunks of 64 tokens, with prefix cache hits, and beside streams in a pool that is too small."""
     path = write_pooling(make_checkpoint(tmp_path / "model", family, seed=4), mode)
     model = transformers.AutoModel.from_pretrained(path, dtype=torch.float32)
     prompts = oracle.random_prompts(7, VOCAB_SIZE, LENGTHS)

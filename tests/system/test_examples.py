@@ -1,4 +1,4 @@
-"""The examples, run as a user runs them, against a real `pagewire serve` of the bundled model."""
+"""The examples, run as a user runs them, with a real `pagewire serve` of the bundled model."""
 
 import importlib.util
 import json
@@ -37,7 +37,7 @@ def url() -> Iterator[str]:
 
 
 def run(command: Sequence[str | Path], folder: Path = ROOT, programs: Path = BIN) -> str:
-    """What it prints; it must end well. `programs` are found before all others."""
+    """Return the output of a command, which must succeed. `programs`: a folder that is searched before all others."""
     environ = ENVIRON | {"PATH": os.pathsep.join([str(programs), str(BIN), os.environ["PATH"]])}
     result = subprocess.run(
         list(map(str, command)),
@@ -120,7 +120,7 @@ def test_grpcurl(url: str, tmp_path: Path) -> None:
 
 
 def test_grpcurl_of_the_documents(url: str) -> None:
-    """Whoever attaches waits for the end, after which there is a result, and nothing to abort."""
+    """A client that attaches waits for the end. Afterwards there is a result, and nothing to abort."""
     submit, get_result, attach, abort = grpcurl.lines_of(ROOT / "docs/openai.md")
     assert grpcurl.run(submit, url) == [{"request_id": "turtle-1"}]
     story = expected(url, "Once there was a brave turtle", 24)
@@ -140,7 +140,7 @@ def test_python_of_the_documents(url: str, path: str) -> None:
 
 
 def test_a_card_of_the_schema(url: str) -> None:
-    """The command of README.md."""
+    """The command in README.md."""
     schema = EXAMPLES / "card.json"
     command = ["complete", "--temperature", "0", "--json-schema", schema, "A card about Lily the fox:"]
     printed = run([sys.executable, "-m", "pagewire", command[0], "--url", url, *command[1:]])
@@ -152,7 +152,7 @@ def test_a_card_of_the_schema(url: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.skipif(not (shutil.which("node") and shutil.which("npm")), reason="Node.js is not installed")
 def test_node(url: str, tmp_path: Path) -> None:
-    """In a copy of its folder, at the same distance from the protos."""
+    """In a copy of its folder, at the same relative path to the protos."""
     folder = tmp_path / "examples" / "node"
     shutil.copytree(EXAMPLES / "node", folder, ignore=shutil.ignore_patterns("node_modules"))
     (tmp_path / "protos").symlink_to(ROOT / "protos")
@@ -188,7 +188,7 @@ def test_langchain() -> None:
 
 
 def test_every_example_is_known_here() -> None:
-    """Of the one that is not run here, ray_data, the output is in examples/README.md."""
+    """The example ray_data is not run here; its output is in examples/README.md."""
     known = {"async_client.py", "batch.py", "card.json", "detached.py", "grpcurl.sh"}
     known |= {"node", "langchain", "ray_data", "README.md"}
     assert {path.name for path in EXAMPLES.iterdir()} == known

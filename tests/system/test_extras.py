@@ -1,4 +1,4 @@
-"""Each extra of pyproject.toml brings what it is for, alone: a service, a client, a machine of its own."""
+"""Each extra of pyproject.toml suffices for its purpose: a service, a client, or a self-contained machine."""
 
 import functools
 import subprocess
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.thorough
 MODEL = ROOT / "models" / "storyteller"
 INSTALLED = pytest.mark.skipif(VERSIONS == "linked", reason="`make test-lowest` installs packages")
 EnvironmentOf = Callable[..., Environment]
-# The extras that bring a service, and those that are tried with it.
+# The extras that provide a service, with the extras that are tested together with it.
 WITH = {"scheduler": ("scheduler", "tracing"), "worker": ("worker", "tracing")}
 SETS = [(), *WITH.values(), ("router",), ("serve",), ("bench",), ("transformers",)]
 CHAT = """
@@ -37,7 +37,7 @@ except ImportError as error:
 
 @pytest.fixture(scope="module")
 def environment_of() -> Iterator[EnvironmentOf]:
-    """Makes the environment with some extras, once."""
+    """Return a function that creates the environment with some extras, once for each set."""
     with tempfile.TemporaryDirectory() as name:
         folder, wheel = Path(name), None
         if VERSIONS != "linked":
@@ -53,7 +53,7 @@ def environment_of() -> Iterator[EnvironmentOf]:
 
 @pytest.fixture(scope="module")
 def system(environment_of: EnvironmentOf) -> Iterator[System]:
-    """A scheduler and a worker, each from an environment of its own."""
+    """A scheduler and a worker, each in an environment of its own."""
 
     def start(arguments: Sequence[str]) -> Process:
         command = [environment_of(*WITH[arguments[0]]).python, "-m", "pagewire", *arguments]

@@ -1,4 +1,4 @@
-"""n samples of a prompt: one prefill, shared blocks, tails of their own, and each sample's own tokens."""
+"""n samples of a prompt share one prefill and its full blocks; each has its own last block and its own tokens."""
 
 import asyncio
 
@@ -26,7 +26,7 @@ def params(seed: int, n: int = NUM_SAMPLES) -> SamplingParams:
 
 
 def expected(path, prompts: list[list[int]]) -> list[list[list[int]]]:
-    """Prompt i has seed i; one list per sample."""
+    """Return a list of samples for each prompt; prompt i has seed i."""
     model = oracle.load(path)
     return [
         [
@@ -44,7 +44,7 @@ async def samples_of(client: AsyncClient, prompt: list[int], sampling: SamplingP
 
 @pytest.fixture(scope="module")
 def around_block_edges(model):
-    """Prompts, and the samples of each."""
+    """Return prompts, and the samples of each prompt."""
     lengths = (1, 2, 3, 4, 5, 15, 16, 17, 31, 32, 33, 47, 48, 49)
     prompts = oracle.random_prompts(1, VOCAB_SIZE, lengths)
     return prompts, expected(model, prompts)
@@ -52,7 +52,7 @@ def around_block_edges(model):
 
 @pytest.mark.parametrize(("block_size", "caching"), [(4, False), *thorough((1, True), (4, True), (16, True))])
 async def test_eight_samples_are_eight_draws_at_every_prompt_length(model, around_block_edges, block_size, caching):
-    """Also without the prefix cache: siblings share by reference, not by lookup."""
+    """Also without the prefix cache: siblings share blocks by reference, not by lookup."""
     prompts, samples = around_block_edges
     flags = {
         "worker": ["--dtype", "float32", "--block-size", block_size],
@@ -76,7 +76,7 @@ async def test_eight_samples_cost_one_prefill(model, length):
             loads = await client.loads()
     assert completion.usage.prompt_tokens == length
     assert completion.usage.completion_tokens == NUM_SAMPLES * NUM_TOKENS
-    # Each sibling recomputes the last token, to sample from logits of its own.
+    # Each sibling recomputes the last token, to sample from its own logits.
     assert loads.num_prompt_tokens - loads.num_cached_prompt_tokens <= length + NUM_SAMPLES - 1
 
 
@@ -92,14 +92,14 @@ async def test_fewer_samples_are_the_first_of_more(model):
 
 @pytest.fixture(scope="module")
 def large_groups(model):
-    """Prompts, and the samples of each."""
+    """Return prompts, and the samples of each prompt."""
     prompts = oracle.random_prompts(4, VOCAB_SIZE, (40, 33, 64, 17, 90, 5))
     return prompts, expected(model, prompts)
 
 
 @pytest.mark.parametrize("mode", ["swap", *thorough("recompute", "auto")])
 async def test_groups_of_samples_under_pressure(model, large_groups, mode):
-    """Each group alone fills most of the pool, tails and all; a group is preempted whole."""
+    """Each group alone, including its partial blocks, fills most of the pool. A group is preempted as a whole."""
     prompts, samples = large_groups
     flags = {
         "worker": ["--dtype", "float32", "--block-size", 8, "--num-device-blocks", 44, "--num-host-blocks", 200],

@@ -1,4 +1,7 @@
-"""Front ends as processes between clients and both services: one is killed, one drains, and no others notice."""
+"""Front ends as processes between clients and both services.
+
+One is killed and one drains, without effects on the others.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -40,7 +43,7 @@ def front_end(system: System) -> Iterator[Service]:
 
 
 async def stream(url: str, begun: asyncio.Event) -> tuple[list[int], str]:
-    """The tokens and the text of the prompt's completion; `begun` once a few tokens are there."""
+    """Return the tokens and the text of the prompt's completion; `begun` is set after ten tokens."""
     tokens: list[int] = []
     texts: list[str] = []
     async with AsyncClient(url) as client:
@@ -66,7 +69,7 @@ async def test_a_front_end_dies_and_another_drains(expected: list[int]) -> None:
             for result in await asyncio.gather(*of_one, return_exceptions=True):
                 assert isinstance(result, Unavailable), result
                 assert result.code is grpc.StatusCode.UNAVAILABLE
-            # What runs goes on through a drain, and the process ends well after it.
+            # Running requests continue during a drain, and then the process exits with 0.
             stopping = asyncio.create_task(asyncio.to_thread(two.stop))
             outputs = await asyncio.gather(*of_two)
             assert await stopping == 0
@@ -74,7 +77,7 @@ async def test_a_front_end_dies_and_another_drains(expected: list[int]) -> None:
             completion = await direct.complete(PROMPT, SAMPLING)
             assert list(completion.outputs[0].token_ids) == expected
             assert {text for _, text in outputs} == {completion.outputs[0].text}
-            # The scheduler has let go of what the dead one had asked for.
+            # The scheduler has ended the requests of the killed front end.
             while (loads := await direct.loads()).num_running or loads.num_held_blocks:  # noqa: ASYNC110 - in another process
                 await asyncio.sleep(0.05)
             assert loads.num_generation_tokens < (2 * NUM_CLIENTS + 1) * NUM_TOKENS

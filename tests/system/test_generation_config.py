@@ -1,4 +1,4 @@
-"""What generation_config.json asks for, through both services, against transformers with the same file."""
+"""generation_config.json through both services, compared with transformers and the same file."""
 
 import json
 from dataclasses import replace
@@ -16,7 +16,7 @@ VOCAB_SIZE, NUM_TOKENS = 151, 24
 
 
 def continued(path: Path, prompts: list[list[int]]) -> list[tuple[int, ...]]:
-    """The continuations of transformers, by the directory's own generation_config.json."""
+    """Return transformers' continuations under the directory's generation_config.json."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     outputs = [model.generate(torch.tensor([prompt]), max_new_tokens=NUM_TOKENS) for prompt in prompts]
     return [tuple(output[0, len(prompt) :].tolist()) for prompt, output in zip(prompts, outputs, strict=True)]

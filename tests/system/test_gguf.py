@@ -1,4 +1,4 @@
-"""GGUF files through both services: what they answer, against the same weights in safetensors."""
+"""GGUF files through both services, compared with the same weights in safetensors."""
 
 import asyncio
 import os
@@ -20,13 +20,13 @@ STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
 EXIT_REFUSED = 78
 TEXTS = ["Once upon a time", "The little fox", "Mia was a clever", "  two spaces\n\nand 123 numbers"]
 WIDE = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "intermediate_size": 512}
-# Our products would round what they read over codes.
+# Our matrix multiplications would round their inputs for quantised weights.
 WIDENED = ["--dtype", "float32", "--cpu-products", "onednn"]
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 
 
 async def tell(url: str) -> list[tuple[str, tuple[int, ...]]]:
-    """The greedy continuations of texts, and what a question of a chat is answered, one after another."""
+    """Return the greedy continuations of the texts, and then the answer to a chat message, in sequence."""
     async with AsyncClient(url) as client:
         answers = [await client.complete(text, GREEDY) for text in TEXTS]
         answers.append(await client.chat([{"role": "user", "content": TEXTS[0]}], GREEDY))
@@ -68,7 +68,7 @@ async def test_quantized_stories_are_those_of_the_same_weights(type_name: str, t
 
 @pytest.mark.parametrize("family", ["llama", *thorough("qwen2", "gemma3_text", "phi3", "qwen3_moe", "gpt_oss")])
 async def test_a_mixture_of_k_quants_is_the_same_weights(family: str, tmp_path: Path) -> None:
-    """As in files of the kinds Q4_K_M and Q5_K_M."""
+    """A mixture of types as in files of the kinds Q4_K_M and Q5_K_M."""
     usual = {"query_pre_attn_scalar": 64} if family.startswith("gemma") else {}
     usual |= {"mlp_only_layers": [], "moe_intermediate_size": 256} if family == "qwen3_moe" else {}
     usual |= {"swiglu_limit": 7.0} if family == "gpt_oss" else {}

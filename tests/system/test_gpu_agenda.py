@@ -1,4 +1,4 @@
-"""`make gpu-next`, rehearsed on a CPU: what it runs, in which order, how it resumes, and what its tables say."""
+"""`make gpu-next`, rehearsed on a CPU: the parts that it runs, their order, resumption, and its tables."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from tests.gpu.service_checks import PARTS as CHECKS
 
 pytestmark = pytest.mark.thorough
 
-# A part of three cases, the first of which starts a process that outlives it. The second waits for a file.
+# A part of three cases. The first case starts a process that outlives it, and the second waits for a file.
 SCRIPTED = """
 import subprocess, sys, time
 from pathlib import Path
@@ -57,7 +57,7 @@ report.end(["scripted"])
 
 
 def results_of(folder: Path, part: str = "scripted") -> tuple[bool, dict[str, dict]]:
-    """Return whether a part is complete, and its results by their names."""
+    """Return whether a part is complete, and its results by name."""
     found = ledger.parts_of(folder / "gpu_speed.cpu.json")[part]
     return found["is_complete"], {result["name"]: result for result in found["results"]}
 
@@ -82,7 +82,7 @@ def test_a_run_that_is_killed_leaves_no_process_and_resumes_within_its_part(tmp_
     assert (is_complete, list(before)) == (False, ["first"])
     assert ledger.state(ledger.parts_of(path)["scripted"], ledger.digest_of("scripted")) is State.STARTED
     wait_for(lambda: not command_line(before["first"]["pid"]))
-    # Out of budget within the second case: that is no failure, and is resumed too.
+    # Running out of budget within the second case is not a failure; the part is resumed.
     subprocess.run([*command, "1"], env=environ, check=True)
     assert results_of(tmp_path) == (False, before)
     (tmp_path / "go").touch()
@@ -115,7 +115,10 @@ def test_a_rehearsal_runs_parts_to_their_end_and_then_only_what_is_left(tmp_path
 
 
 def test_the_rest_of_a_budget_goes_to_what_it_holds(tmp_path: Path) -> None:
-    """First what was begun, then never measured, stale, failed; what the budget does not hold goes last."""
+    """Parts that were begun come first, then parts never measured, stale and failed.
+
+    Parts that exceed the budget come last.
+    """
     ran = []
 
     def run(entry: Entry, device: str, folder: Path, card: str, limit: float, pause_at: float) -> int:
@@ -178,7 +181,7 @@ def test_a_commit_is_named_where_there_is_no_history(monkeypatch: pytest.MonkeyP
 
 
 def test_a_plain_model_computes_what_transformers_does() -> None:
-    """The peer is a real model: its logits are those of Qwen3, position by position."""
+    """The model that serves as a comparison is a real one: its logits equal Qwen3's at every position."""
     torch.manual_seed(1)
     shape = {**GPU_SHAPES["tiny"], "tie_word_embeddings": True}
     theirs = Qwen3ForCausalLM(Qwen3Config(**shape, rope_theta=1e6)).eval()

@@ -1,4 +1,4 @@
-"""`make gpu-bench`, rehearsed on a CPU with a tiny model; what it makes of traces and results."""
+"""`make gpu-bench`, rehearsed on a CPU with a tiny model: the evaluation of traces and results."""
 
 import json
 from pathlib import Path
@@ -66,7 +66,7 @@ def test_goals_are_judged_on_a_gpu_where_all_they_need_is_there() -> None:
 
 
 def test_every_goal_is_about_something_that_is_measured() -> None:
-    """With all cases there, every goal has a value."""
+    """If all cases exist, every goal has a value."""
     shapes = [(ON_GPU.small, ON_GPU.small_batches), (ON_GPU.large, ON_GPU.large_batches)]
     names = [decode_name(shape, batch) for shape, batches in shapes for batch in batches]
     assert all(shape in GPU_SHAPES for shape, _ in shapes)
@@ -79,7 +79,7 @@ def test_every_goal_is_about_something_that_is_measured() -> None:
 
 
 class Trace:
-    """Steps as a profiler writes them: launched on thread 1, carried out on stream 7."""
+    """A profiler's trace of steps: launched on thread 1, executed on stream 7."""
 
     def __init__(self) -> None:
         self.events: list[dict] = []
@@ -87,7 +87,7 @@ class Trace:
     def step(
         self, number: int, launched_at: float, operations: list[tuple[float, float, int]], name: str = "k"
     ) -> None:
-        """Operations on the device are (start, end, stream), in microseconds."""
+        """Add a step. `operations`: operations on the device as (start, end, stream), in microseconds."""
         mark = {"ph": "X", "cat": "user_annotation", "name": f"{STEP_PREFIX}{number}", "tid": 1}
         self.events.append({**mark, "ts": launched_at, "dur": 10.0})
         for start, end, stream in operations:
@@ -106,7 +106,7 @@ class Trace:
 
 
 def test_idle_time_is_what_lies_between_steps_on_their_stream() -> None:
-    """Gaps inside a step are the step's, and what is copied beside it does not count."""
+    """Gaps within a step belong to the step, and copies on another stream do not count."""
     trace = Trace()
     trace.step(1, 0, [(100, 150, 7), (160, 200, 7), (200, 230, 13)])
     trace.step(2, 50, [(210, 260, 7), (262, 300, 7), (301, 340, 13)])
@@ -118,7 +118,7 @@ def test_idle_time_is_what_lies_between_steps_on_their_stream() -> None:
 
 
 def test_a_table_has_the_kernels_gaps_and_launches_of_a_step() -> None:
-    """What is copied on another stream is in none of them."""
+    """Copies on another stream are not part of the kernels, gaps or launches."""
     trace = Trace()
     trace.step(1, 0, [(100, 150, 7), (160, 200, 7), (200, 230, 13)], name="product")
     trace.step(2, 50, [(210, 250, 7), (252, 300, 7)], name="product")

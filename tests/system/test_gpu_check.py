@@ -1,4 +1,4 @@
-"""`make gpu-check`, rehearsed on a CPU: the parts that need no GPU run as they will there."""
+"""`make gpu-check`, rehearsed on a CPU: the parts that need no GPU run as they do on a GPU."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ from tests.gpu.service_checks import PARTS, Setting, assert_same
 
 pytestmark = pytest.mark.thorough
 
-# A part that tells of one case, and begins another that never ends; its argument is the number of cases that are done.
+# A part that reports one case and begins another that never ends. Its argument is the number of finished cases.
 ENDLESS = """
 import json, subprocess, sys, time
 pid = subprocess.Popen(["sleep", "100"], process_group=0).pid
@@ -30,7 +30,7 @@ time.sleep(100)
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process is there and no zombie."""
+    """Return whether the process exists and is not a zombie."""
     stat = Path(f"/proc/{pid}/stat")
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
@@ -62,7 +62,7 @@ def test_a_part_runs_in_a_process_of_its_own_and_its_results_are_kept(
 
 
 def test_the_oracle_clamps_experts_as_their_checkpoint_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever their version of transformers: 5.17 clamps those of gpt-oss at 7."""
+    """The oracle applies the checkpoint's limit in any version of transformers; 5.17 clamps gpt-oss's experts at 7."""
     begin = GptOssExperts.__init__
 
     def begin_in_old_versions(experts: GptOssExperts, config: GptOssConfig) -> None:
@@ -97,7 +97,7 @@ def test_a_rehearsal_names_its_file(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0), SamplingParams(temperature=0.8, seed=1 << 40)])
 def test_sequences_may_part_at_a_near_tie_alone(tmp_path: Path, sampling: SamplingParams) -> None:
-    """Two tokens whose rows of the output head are equal cannot be told apart; any others can."""
+    """Two tokens with equal rows of the output head cannot be distinguished; any other tokens can."""
     model = oracle.load(make_checkpoint(tmp_path / "model", "llama", seed=2, tie_word_embeddings=False))
     prompt = [1, 2, 3]
     tokens = oracle.sampled(model, prompt, 8, temperature=0.8, seed=1 << 40, sample_index=0)

@@ -52,7 +52,7 @@ def test_a_front_end_that_dies_comes_back_and_ends_with_its_parent() -> None:
                 break
             except OSError:
                 assert time.monotonic() < deadline
-                time.sleep(0.1)  # nothing tells when it listens again but itself
+                time.sleep(0.1)  # only the front end itself shows when it listens again
         front_end = front_end_of(process)
         process.kill()
         process.wait(10)
@@ -63,7 +63,7 @@ def test_a_front_end_that_dies_comes_back_and_ends_with_its_parent() -> None:
 
 
 def test_nothing_is_wrong_at_its_calm_end(tmp_path: Path) -> None:
-    """The front end ends last, when the scheduler has told that it shuts down."""
+    """The front end ends last, after the scheduler has reported that it shuts down."""
     path = tmp_path / "log"
     with path.open("wb") as file, serving("--log-level=warning", stderr=file) as (process, url):
         assert post(url, PROMPT)["choices"]
@@ -90,7 +90,7 @@ def test_the_port_is_8000_unless_one_is_named(
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The model is missing: nothing listens."""
+    """The model does not exist, so nothing listens."""
     monkeypatch.delenv("PAGEWIRE_HTTP_PORT")
     monkeypatch.setattr(services, "check_port", lambda host, port, flag: None)
     monkeypatch.setattr(services.logs, "configure", lambda config: None)
@@ -130,7 +130,7 @@ FORECAST = {
 
 
 def streamed_call(client: openai.OpenAI, seed: int) -> str:
-    """The arguments of a call that the model is made to write, behind reasoning that it would not end by itself."""
+    """Return the arguments of a forced tool call, which follows reasoning that only its budget ends."""
     function: Any = {"name": "forecast", "parameters": FORECAST}
     events = client.chat.completions.create(
         model="tooled",

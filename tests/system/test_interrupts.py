@@ -1,6 +1,6 @@
-"""Ctrl-C at any moment of a service ends it, and never with a traceback.
+"""Ctrl-C at any moment ends a service, and never with a traceback.
 
-So does SIGTERM where the service is the first process of a container.
+SIGTERM does the same for a service that is the first process of a container.
 """
 
 import os
@@ -29,7 +29,7 @@ VERBS = {
 
 
 def interrupted(command: Sequence[str], part: str, *python_flags: str, times: int = 1) -> tuple[int, str]:
-    """The exit code and standard error of a command that gets Ctrl-C when it has written this part of a line."""
+    """Return the exit code and standard error of a command that gets Ctrl-C after it wrote a line with `part`."""
     full = [sys.executable, *python_flags, "-m", "pagewire", *command]
     told: list[str] = []
     with subprocess.Popen(full, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
@@ -72,7 +72,7 @@ def test_while_it_starts(verb: str, flags: list[str], part: str, times: int) -> 
     code, err = interrupted([*VERBS[verb], *flags], part, times=times)
     for bad in ("Traceback", "ERROR", "Exception ignored"):
         assert bad not in err, err
-    # The second may come when the loop has not yet taken over, has, or is gone.
+    # The second signal may arrive before the event loop handles signals, while it does, or after it has ended.
     assert code in (0, -signal.SIGINT, *([128 + signal.SIGINT] if times == 2 else []))
 
 
@@ -82,13 +82,13 @@ BLOCKING = ["env", "--block-signal=TERM"]
 
 
 def first_process(namespace: subprocess.Popen[str]) -> int:
-    """The process that is the first of a namespace, once it runs Python."""
+    """Return the first process of a namespace once it runs Python."""
     children = Path(f"/proc/{namespace.pid}/task/{namespace.pid}/children")
     while namespace.poll() is None:
         for child in children.read_text().split():
             if os.readlink(f"/proc/{child}/exe") == os.path.realpath(sys.executable):
                 return int(child)
-        time.sleep(0.001)  # the kernel tells no event
+        time.sleep(0.001)  # the kernel reports no event
     raise AssertionError(f"ended with {namespace.returncode}")
 
 
@@ -120,7 +120,7 @@ def test_a_containers_first_process_ends_at_sigterm(verb: str, part: str) -> Non
         guard.cancel()
     assert seen, f"{part!r} was not written"
     assert "Traceback" not in told, told
-    # A service that has taken the signal over drains; before, it ends at once.
+    # A service that already handles the signal drains; before that, the signal ends it at once.
     assert process.returncode in (0, 128 + signal.SIGTERM)
 
 

@@ -1,4 +1,4 @@
-"""Prefixes that other work pushed out of the device come back from host blocks, with the same tokens."""
+"""Prefixes that other requests evicted from the device are loaded from host blocks, with the same tokens."""
 
 import pytest
 
@@ -19,14 +19,16 @@ def model(tmp_path_factory):
 
 
 async def tokens_of(client: AsyncClient, prompt: list[int], **options: object) -> tuple[list[int], int]:
-    """And how many tokens of the prompt were found in the cache."""
+    """Return the output tokens, and the number of prompt tokens found in the cache."""
     completion = await client.complete(None, SAMPLING, prompt_token_ids=prompt, **options)
     return list(completion.outputs[0].token_ids), completion.usage.cached_tokens
 
 
 async def evict(client: AsyncClient, seed: int) -> None:
-    """Other prompts, of more blocks than the device has, none of which needs many at once: what is needed at once is
-    dropped without a copy."""
+    """Evict everything with other prompts, whose blocks together exceed the device's.
+
+    No prompt needs many blocks at once, because blocks that are evicted at once are dropped without a copy.
+    """
     for prompt in oracle.random_prompts(seed, VOCAB_SIZE, [120] * 16):
         await tokens_of(client, prompt)
 
@@ -43,12 +45,12 @@ async def test_an_evicted_prefix_comes_back_from_the_host(model):
             after = await client.loads()
             assert tokens == oracle.greedy(reference, prefix + second, 12)
             assert num_cached == PREFIX_LENGTH
-            # What the eviction left on the device need not come from the host.
+            # Blocks that the eviction left on the device need not be loaded from the host.
             num_host_hits = after.num_host_cached_prompt_tokens - before.num_host_cached_prompt_tokens
             assert 0 < num_host_hits <= PREFIX_LENGTH
             assert after.num_moved_blocks_in > before.num_moved_blocks_in
             assert before.num_moved_blocks_out > 0
-            # Now it is on the device again.
+            # Now the prefix is on the device again.
             again, num_cached = await tokens_of(client, prefix + second)
             assert again == tokens
             assert num_cached >= PREFIX_LENGTH
@@ -71,7 +73,7 @@ async def test_another_salt_or_tenant_finds_nothing_in_the_host(model):
 
 @pytest.mark.thorough
 async def test_the_host_tier_dies_with_its_worker(model):
-    """Its blocks were the lost worker's memory: nothing of them may be believed."""
+    """The host blocks were in the lost worker's memory, so their content must not be used."""
     prompt = oracle.random_prompts(5, VOCAB_SIZE, [PREFIX_LENGTH])[0]
     expected = oracle.greedy(oracle.load(model), prompt, 12)
     with running(model, worker=POOLS, scheduler=["--preemption", "swap"]) as system:

@@ -1,4 +1,4 @@
-"""`pagewire.LLM` with both services behind it: results, options, threads, and how everything ends."""
+"""`pagewire.LLM` with both services: results, options, threads, and shutdown."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ MODEL = Path(__file__).parents[2] / "models" / "storyteller"
 OPTIONS = {"num_threads": 1, "num_device_blocks": 256}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = ["Once upon a time", "The little dog", "Max and Lily"]
-# Begins every program of a test: an LLM, and the process ids of its services.
+# The beginning of every test program: an LLM, and the process ids of its services.
 BEGIN = f"""
 import os, signal, sys
 from pagewire import LLM, SamplingParams
@@ -171,7 +171,7 @@ def test_parameters_for_each_prompt(llm: LLM) -> None:
     samplings = [SamplingParams(temperature=0, max_tokens=3, n=2), GREEDY, SamplingParams(max_tokens=5, seed=1)]
     outputs = llm.generate(PROMPTS, samplings, priority=[2, 1, 0])
     assert [[len(sample.token_ids) for sample in output.outputs] for output in outputs] == [[3, 3], [12], [5]]
-    # Without any, the checkpoint's own and 16 tokens.
+    # Without parameters, the checkpoint's own are used, with 16 tokens.
     assert len(llm.generate(PROMPTS[0])[0]["token_ids"]) <= 16
 
 
@@ -200,7 +200,7 @@ def test_logprobs_read_as_vllms(llm: LLM) -> None:
 
 
 def test_logprobs_of_given_tokens_and_of_all(llm: LLM) -> None:
-    """As in vLLM, but that a token which was only listed has no rank."""
+    """As in vLLM, except that a token that was only listed has no rank."""
     params = SamplingParams(temperature=0, max_tokens=3, logprobs=-1, prompt_logprobs=-1)
     [output] = llm.generate([1, 5, 9], params)
     [listed] = llm.generate([1, 5, 9], params.updated(logprob_token_ids=[7, 5, 7], prompt_logprobs=None))
@@ -301,7 +301,7 @@ def test_tools_are_handed_to_the_chat_template(llm: LLM) -> None:
 
 
 def test_beam_search_reads_as_vllms(llm: LLM) -> None:
-    """The hypotheses are those of the engine's search, which has its own tests."""
+    """The hypotheses come from the engine's search, which has its own tests."""
     prompts = [PROMPTS[0], {"prompt_token_ids": llm.client.tokenize(PROMPTS[1])}]
     outputs = llm.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=12, length_penalty=0.5))
     sampling = SamplingParams(
@@ -438,7 +438,7 @@ def test_progress_is_for_terminals_or_for_who_asks(llm: LLM, capfd: pytest.Captu
 
 @pytest.mark.thorough
 def test_equal_seeds_give_equal_outputs(llm: LLM) -> None:
-    """Of programs that ask for the same; one program's prompts do not share a seed."""
+    """Programs with equal seeds give equal outputs; the prompts of one program do not share a seed."""
     sampling = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
     runs = []
     for seed in (5, 5, 6):
@@ -481,7 +481,7 @@ def test_the_thread_that_made_it_may_end(llm: LLM) -> None:
 
 
 def says_so(llm: LLM, text: str) -> None:
-    """Every method that needs the services gives this reason for their absence, also the second time."""
+    """Check that every method that needs the services raises StartError with this text, also the second time."""
     for _ in range(2):
         for ask in (
             lambda: llm.generate(PROMPTS, GREEDY),
@@ -506,11 +506,11 @@ def wait_until_gone(pids: list[int]) -> None:
     deadline = time.monotonic() + 20
     while any(map(is_running, pids)):
         assert time.monotonic() < deadline, f"still there: {[pid for pid in pids if is_running(pid)]}"
-        time.sleep(0.02)  # there is no event to wait for: they are no longer children
+        time.sleep(0.02)  # there is no event to wait for: the processes are no longer children
 
 
 def begun(program: str) -> "tuple[subprocess.Popen[str], list[int]]":
-    """A process that has made an LLM, and the processes of its services."""
+    """Start a program that has created an LLM; return its process and the process ids of its services."""
     command = [sys.executable, "-c", BEGIN + program]
     process = subprocess.Popen(command, env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None

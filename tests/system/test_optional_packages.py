@@ -1,4 +1,4 @@
-"""Both services from a source tree, on a machine that has torch and grpcio and none of the packages beside them."""
+"""Both services from a source tree, on a machine with torch and grpcio but without the optional packages."""
 
 import os
 import subprocess
@@ -31,7 +31,7 @@ OPTIONAL = (
     "pytest_timeout",
     "hypothesis",
 )
-# Python imports a module of this name by itself, before anything else. It makes packages look as if there were none.
+# Python imports a module with this name automatically, before anything else. It hides the packages.
 SITECUSTOMIZE = f"""
 import sys
 
@@ -54,7 +54,7 @@ sys.meta_path[:] = map(Hiding, sys.meta_path)
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment variables of such a machine."""
+    """Return the environment variables of such a machine."""
     folder = tmp_path_factory.mktemp("bare")
     (folder / "sitecustomize.py").write_text(
         SITECUSTOMIZE + forgetting("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-grpc")

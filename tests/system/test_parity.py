@@ -1,4 +1,4 @@
-"""Token for token what transformers generates, through both services over gRPC."""
+"""The tokens through both services over gRPC equal transformers' tokens."""
 
 import pytest
 from tokenizers import Tokenizer
@@ -39,7 +39,7 @@ async def test_greedy_float32_is_what_transformers_generates(name, tmp_path):
 
 
 async def test_seeded_samples_are_equal_alone_in_a_batch_and_under_preemption(tmp_path):
-    """Noise is a pure function of seed, sample index and position."""
+    """The noise is a pure function of seed, sample index and position."""
     path = make_checkpoint(tmp_path / "model", "qwen3", seed=5)
     with running(path, worker=["--dtype", "float32"]) as system:
         async with AsyncClient(system.url) as client:
@@ -55,7 +55,7 @@ async def test_seeded_samples_are_equal_alone_in_a_batch_and_under_preemption(tm
 
 
 async def test_greedy_bfloat16_is_what_transformers_generates_but_for_near_ties():
-    """The bundled model as published, from text and from token ids."""
+    """The bundled model as published, with prompts as text and as token ids."""
     tokenizer = Tokenizer.from_file(str(STORYTELLER / "tokenizer.json"))
     exact = oracle.load(STORYTELLER)
     rounded = oracle.load_rounded(STORYTELLER)

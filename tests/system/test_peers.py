@@ -1,4 +1,4 @@
-"""`make bench NAME=peers` on a tiny checkpoint beside transformers alone; and what becomes of peers that fail."""
+"""`make bench NAME=peers` with a tiny checkpoint and transformers as the only peer; and peers that fail."""
 
 import io
 import json
@@ -50,7 +50,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 def seconds(batch: Batch) -> float:
-    """0.001 s for each prompt token and 0.01 s for each step after the first."""
+    """Return 0.001 s for each prompt token and 0.01 s for each step after the first."""
     return 0.001 * sum(map(len, batch.prompts)) + 0.01 * (max(batch.output_lens) - 1)
 
 
@@ -70,7 +70,7 @@ def test_rates_by_hand() -> None:
     assert found["4 mixed requests, end to end"] == pytest.approx(sum(mixed.output_lens) / seconds(mixed))
     assert all(4 <= len(prompt) <= 10 for prompt in mixed.prompts)
     assert all(3 <= length <= 6 for length in mixed.output_lens)
-    # No prompt comes twice: nothing is found in a cache.
+    # No prompt occurs twice, so there is no prefix cache hit.
     prompts = [tuple(prompt) for batch in batches for prompt in batch.prompts]
     assert len(set(prompts)) == len(prompts)
     with pytest.raises(PeerFailedError, match="the machine is busy"):
@@ -89,7 +89,7 @@ class Unmakeable:
 
 
 class Failing:
-    """Goes wrong in its second round."""
+    """A peer that fails in its second round."""
 
     name = "llama.cpp"
     formats = FORMATS
@@ -127,10 +127,10 @@ def test_pagewire_beside_transformers(
         of_arm = found["rounds"]["tiny shape"]["bf16"][arm]
         assert list(of_arm) == SMALL.names
         assert all(len(of_round) == 2 and min(of_round) > 0 for of_round in of_arm.values())
-    # What it gave before it failed was measured, and is shown as such.
+    # The rates measured before the failure are kept and shown.
     median = {"median": 50.0, "min": 50.0, "max": 50.0}
     assert found["tokens_per_s"]["tiny shape"]["bf16"]["llama.cpp"] == {decode_name(1): median}
-    # Round 0 in one order, round 1 in the other.
+    # Round 0 in one order, round 1 in the reverse order.
     rounds = [line.split(": ")[0] for line in captured.err.splitlines() if line.endswith("tok/s")]
     assert [line.split(", ")[3] for line in dict.fromkeys(rounds)] == [
         "Pagewire",
@@ -146,7 +146,7 @@ def test_pagewire_beside_transformers(
 
 
 class Recorded:
-    """Answers at once, and notes what it was asked for; its rates are 10 for each letter of the format."""
+    """A peer that answers at once and records its calls; its rate is 10 for each letter of the format's name."""
 
     def __init__(self, name: str, asked: list[str], formats: tuple[str, ...] = FORMATS) -> None:
         self.name = name
@@ -182,7 +182,7 @@ def test_arms_take_the_formats_that_they_have_in_turns() -> None:
     first = ["Pagewire bf16 0", "llama.cpp bf16 0", "vLLM bf16 0", "Pagewire Q4_0 0", "llama.cpp Q4_0 0"]
     assert asked[5:10] == first
     assert asked[10:] == [f"{each[:-1]}1000" for each in reversed(first)]
-    # After each round everything that it gave is kept.
+    # After each round, all results so far are kept.
     assert kept == [[40.0], [40.0, 1040.0]]
 
 
@@ -194,7 +194,7 @@ def test_what_is_kept_of_a_run_that_is_interrupted(
     class Interrupted(Recorded):
         def measure(self, model: Model, loads: Loads, seed: int) -> dict[str, float]:
             if seed:
-                # The first round is on disk by now, whatever becomes of this process.
+                # The first round is on disk by now, and survives this process.
                 [rate] = json.loads(path.read_text())["rounds"]["54M shape"]["Q8_0"]["llama.cpp"][decode_name(1)]
                 assert rate == 40.0
                 raise KeyboardInterrupt
@@ -229,7 +229,7 @@ def test_a_format_that_pagewire_refuses_ends_the_run_with_its_reason(
 
 
 def test_both_sides_are_given_the_same_quantised_file(tmp_path: Path) -> None:
-    """The real server serves it; a program in llama.cpp's place says how it was called."""
+    """The real server serves the file. A program in llama.cpp's place reports its arguments."""
     environments = Environments(tmp_path / "peers", isa="avx2")
     source = environments.llama_cpp_source
     quantised = Model("bundled", STORYTELLER, 300, "Q4_0")
@@ -307,7 +307,7 @@ def test_avx2_alone_leaves_out_who_cannot_be_built_for_it(
             return super().measure(model, loads, seed)
 
     for name in peers.AVX2_ENVIRON:
-        monkeypatch.setenv(name, os.environ.get(name, ""))  # so that they are as before after the test
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # restored after the test
     arms = [Told("Pagewire", []), Recorded("llama.cpp", []), Recorded("vLLM", [], ("bf16",))]
     monkeypatch.setattr(peers, "random_checkpoint", lambda name: tmp_path)
     monkeypatch.setattr(peers, "arms", lambda num_threads, environments, dtype: arms)
@@ -328,7 +328,7 @@ def test_avx2_alone_leaves_out_who_cannot_be_built_for_it(
 def test_peers_compute_in_the_dtype_that_the_kernels_variant_gives(
     variant: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in the worker, not as oneDNN sees the processor."""
+    """The dtype is the worker's choice, not oneDNN's view of the processor."""
     monkeypatch.setattr(peers, "load_cpu_kernels", lambda: SimpleNamespace(variant=variant))
     assert peers.compute_with() == (variant, dtype)
 
@@ -479,7 +479,7 @@ class LLM:
 def test_vllm_gets_as_much_memory_as_our_worker_takes(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By default it wants 92 % of the machine's, whatever is free, and does not start."""
+    """By default vLLM requires 92 % of the machine's memory, whatever is free, and does not start."""
     (tmp_path / "vllm.py").write_text(VLLM_STAND_IN)
     python, told = tmp_path / "python", tmp_path / "told"
     python.write_text(f'#!/bin/sh\nexec env TOLD={told} PYTHONPATH={tmp_path} {sys.executable} "$@"\n')
@@ -489,7 +489,7 @@ def test_vllm_gets_as_much_memory_as_our_worker_takes(
     (arm,) = [arm for arm in peers.arms(1, Environments(tmp_path / "peers"), "float32") if arm.name == "vLLM"]
     assert arm.measure(model, SMALL, seed=1)[decode_name(2)] == pytest.approx(200)
     assert int(told.read_text()) == 3_000_000
-    # What is free when it starts counts, not what was free before the other arms ran.
+    # The memory that is free at vLLM's start counts, not the memory that was free before the other arms ran.
     monkeypatch.setattr(peers, "available_bytes", lambda: 5_000_000)
     arm.measure(model, SMALL, seed=1)
     assert int(told.read_text()) == 1_500_000
@@ -542,7 +542,7 @@ def test_the_tokenizer_for_the_converter(model: Model, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     folder = with_tokenizer(model.path, tmp_path / "with")
-    with_tokenizer(model.path, folder)  # again, over what is there
+    with_tokenizer(model.path, folder)  # again, over the existing files
     assert (folder / "model.safetensors").samefile(model.path / "model.safetensors")
     assert not (model.path / "tokenizer.json").exists()
     tokenizer = AutoTokenizer.from_pretrained(folder)

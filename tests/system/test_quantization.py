@@ -1,4 +1,4 @@
-"""Weights that are quantised while they load, through both services: what a quantised file answers, and crashes."""
+"""Weights that are quantised during loading, through both services: outputs as with a quantised file, and crashes."""
 
 import asyncio
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ GREEDY = SamplingParams(max_tokens=60, temperature=0.0, logprobs=1)
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's cache of the test's own, with the kernels that are built."""
+    """Return a user cache of the test's own, which contains the built kernels."""
     skip_without_compiler()
     load_cpu_kernels()
     built, folder = cache_folder("kernels"), tmp_path / "cache"
@@ -44,7 +44,7 @@ def serving(model: Path, *flags: str) -> Iterator[System]:
 
 
 async def answers(url: str) -> list[tuple[object, ...]]:
-    """Tokens and their log-probabilities."""
+    """Return tokens and their log-probabilities."""
     async with AsyncClient(url) as client:
         prompts = oracle.random_prompts(11, 151, (1, 9, 40))
         sent = [client.complete(sampling=GREEDY, prompt_token_ids=prompt) for prompt in prompts]
@@ -72,7 +72,7 @@ async def test_answers_are_those_of_the_quantised_file(
 async def test_tokens_of_experts_are_the_best_where_rounding_leaves_no_doubt(
     tmp_path: Path, cache: Path, family: str
 ) -> None:
-    """A token is beyond doubt where the reference's best is further ahead than twice what rounding moves a logit by."""
+    """A token is certain if the reference's best logit leads by more than twice the rounding error of a logit."""
     source = make_checkpoint(tmp_path / "model", family, seed=43)
     reference, ours = oracle.load(source), load_here(source, "int8")
     prompts = oracle.random_prompts(13, 151, (1, 9, 40, 90))
@@ -95,7 +95,7 @@ async def test_tokens_of_experts_are_the_best_where_rounding_leaves_no_doubt(
 
 
 async def test_a_stream_goes_on_with_the_same_bits_after_a_crash(tmp_path: Path, cache: Path) -> None:
-    """The second worker has its weights from the cache."""
+    """The second worker loads its weights from the cache."""
     source = make_checkpoint(tmp_path / "model", "llama", seed=42)
     prompt = oracle.random_prompts(12, 151, (30,))[0]
     sampling = SamplingParams(max_tokens=900, temperature=0.8, seed=5)

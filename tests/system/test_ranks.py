@@ -1,4 +1,4 @@
-"""Two ranks of a worker as processes, which share a model out and meet over gloo: the same tokens, whatever dies."""
+"""Two ranks of a worker as processes, which share a model and communicate over gloo: the tokens survive any crash."""
 
 import asyncio
 import os
@@ -20,8 +20,8 @@ from tests.thorough import thorough
 FLOAT32 = ["--dtype", "float32"]
 PROMPTS = oracle.random_prompts(41, 151, (1, 16, 17, 64, 100, 300))
 VARIANTS = [
-    ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),  # both ranks hold the KV head
-    # test_tensor_parallel.py has all.
+    ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),  # both ranks store the KV head
+    # test_tensor_parallel.py tests all families.
     *thorough(*((family, {}) for family in (*FIRST_FAMILIES, "olmo2", "gpt_neox", "bloom"))),
 ]
 
@@ -42,7 +42,7 @@ async def test_greedy_float32_is_what_transformers_generates(tmp_path, family, o
 
 
 async def test_samples_are_those_of_one_rank_with_blocks_that_move(model):
-    """Seeded samples and beams, in a pool so small that requests are swapped, on every rank alike."""
+    """Seeded samples and beams run in a pool so small that requests are swapped on every rank."""
     requests = requests_of(44, 151, num_requests=16)
     pool = ["--num-device-blocks", 40, "--num-host-blocks", 100]
     beams = SamplingParams(beam_width=3, n=3, max_tokens=20, ignore_eos=True)
@@ -62,7 +62,7 @@ async def test_samples_are_those_of_one_rank_with_blocks_that_move(model):
 
 
 async def test_streams_go_on_when_ranks_are_killed(model):
-    """Either rank, and the one that keeps the store of the other; they meet again in an epoch of their own."""
+    """Either rank is killed, including the rank that hosts the store for both. They reconnect in a new epoch."""
     requests = requests_of(45, 151, num_requests=16, max_tokens=(100, 150))
     with running(model, worker=FLOAT32, num_ranks=2) as system:
         async with AsyncClient(system.url) as client:
@@ -87,7 +87,7 @@ async def test_ranks_that_restart_in_order_end_with_0(model):
 @pytest.mark.alone
 @pytest.mark.parametrize(("rank", "returns"), [(0, True), (1, False)])
 async def test_a_stopped_rank_ends_the_epoch(model, rank, returns):
-    """The other one waits for it in the middle of a step, until it returns or its connections close."""
+    """The other rank waits in the middle of a step, until the stopped one continues or its connections close."""
     requests = requests_of(47, 151, num_requests=8)
     with running(model, worker=FLOAT32, num_ranks=2, scheduler=["--worker-timeout", 60]) as system:
         async with AsyncClient(system.url) as client:
@@ -130,7 +130,7 @@ async def test_serve_starts_every_rank_and_again_when_it_dies(model):
 
 
 def free_ports_in_a_row(count: int) -> int:
-    """The first of so many ports that are free."""
+    """Return the first of `count` consecutive free ports."""
     while True:
         first = free_port(services.HOST)
         try:
@@ -144,7 +144,7 @@ def free_ports_in_a_row(count: int) -> int:
 
 @pytest.mark.thorough
 async def test_a_worker_starts_its_ranks_and_all_of_them_again_when_one_dies(model):
-    """Over ports that follow each other: what one pod with several GPUs does."""
+    """The ranks use consecutive ports, as in one pod with several GPUs."""
     port = free_ports_in_a_row(2)
     flags = ["--model", model, "--port", port, "--tensor-parallel-size", 2, *FLOAT32, "--log-level", "error"]
     addresses = f"{services.HOST}:{port},{services.HOST}:{port + 1}"

@@ -1,5 +1,4 @@
-"""Every port that speaks gRPC, flooded with calls that are reset at once: it costs bounded memory, and others are
-answered."""
+"""Every gRPC port under a flood of calls that are reset at once: memory stays bounded, and other calls are answered."""
 
 import asyncio
 import contextlib
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.alone
 STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
 MAX_GROWTH = 200 << 20
 NUM_CALLS_AT_ONCE = 5_000
-# Without bounds, each takes more than 6 KiB for as long as it waits for the event loop.
+# Without bounds, each call uses more than 6 KiB as long as it waits for the event loop.
 NUM_RESETS = 60_000
 TIMEOUT_S = 60
 PORTS = ("scheduler", "scheduler health", "front end", "front end health", "worker", "worker health")
@@ -36,13 +35,13 @@ class Port:
 
     @property
     def growth(self) -> int:
-        """The bytes that the service has taken at most, beyond those when all was calm."""
+        """The service's peak memory in bytes, minus its memory before any flood."""
         return self.service.peak_bytes - self.calm_bytes
 
 
 @pytest.fixture(scope="module")
 def ports() -> Iterator[dict[str, Port]]:
-    """Of a scheduler, a front end and a worker, and those that answer their probes."""
+    """The ports of a scheduler, a front end and a worker, and the ports for their probes."""
     probed = {name: free_port(HOST) for name in ("scheduler", "front end", "worker")}
     worker = ["--num-device-blocks", 64, "--health-port", probed["worker"]]
     with running(STORYTELLER, worker=worker, scheduler=["--health-port", probed["scheduler"]]) as system:
@@ -65,14 +64,14 @@ def ports() -> Iterator[dict[str, Port]]:
 
 @contextlib.asynccontextmanager
 async def health(port: Port) -> AsyncIterator[health_pb2_grpc.HealthStub]:
-    """On a connection of its own."""
+    """Yield a health stub on a separate connection."""
     options = [("grpc.use_local_subchannel_pool", 1)]
     async with grpc.aio.insecure_channel(port.address, options=options) as channel:
         yield health_pb2_grpc.HealthStub(channel)
 
 
 async def is_answered(stub: health_pb2_grpc.HealthStub) -> bool:
-    """Whether a call is answered, rather than refused because too many wait."""
+    """Return whether a call is answered, rather than refused because too many calls wait."""
     try:
         answer = await stub.Check(health_pb2.HealthCheckRequest(service="liveness"), timeout=TIMEOUT_S)
     except grpc.aio.AioRpcError as error:
@@ -90,7 +89,7 @@ async def until_answered(stub: health_pb2_grpc.HealthStub) -> None:
 
 @pytest.mark.parametrize(
     ("name", "num_connections"),
-    # A port for probes takes 16 connections, with the honest one, and those of the flood before that it has not closed.
+    # A port for probes accepts 16 connections, including the honest one and open ones of an earlier flood.
     [(name, number) for name in PORTS for number in (2, 10 if name.endswith("health") else 16)],
 )
 async def test_a_flood_of_resets(ports: dict[str, Port], name: str, num_connections: int) -> None:

@@ -1,4 +1,4 @@
-"""Workers die, stall and return; clients leave. Streams go on where they were, and nothing leaks."""
+"""Workers die, stall and return; clients leave. Streams continue at the same token, and no block leaks."""
 
 import asyncio
 import random
@@ -28,8 +28,10 @@ def model(tmp_path_factory):
 @pytest.mark.thorough
 @pytest.mark.timeout(1200)
 async def test_20_kills_during_100_streams_stay_within_the_margin_in_bf16():
-    """Another batch shape may round a near tie the other way, and from there on the texts differ; every token that was
-    served must still be a choice that float32 would nearly have made."""
+    """Every served token must be within the margin of float32's best choice.
+
+    Another batch shape may decide a near tie the other way, after which the texts differ.
+    """
     exact, rounded = oracle.load(STORYTELLER), oracle.load_rounded(STORYTELLER)
     requests = requests_of(4, exact.config.vocab_size, max_suffix=16)
     requests = [
@@ -57,7 +59,7 @@ async def test_kills_during_100_streams_change_nothing_in_float32(model, num_kil
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("num_restarts", [3, *thorough(10)])
 async def test_rolling_restarts_under_100_streams_change_nothing(model, num_restarts):
-    """Each worker is told to stop, says so, and exits with 0."""
+    """Each worker receives SIGTERM, announces its shutdown, and exits with 0."""
     flags = {"worker": ["--dtype", "float32"], "scheduler": ["--max-num-batched-tokens", 512]}
     run = await run_with_ends(running, model, requests_of(2, 151), num_restarts, kills=False, **flags)
     assert all(served == run.calm for served in run.disturbed)
@@ -65,7 +67,10 @@ async def test_rolling_restarts_under_100_streams_change_nothing(model, num_rest
 
 @pytest.mark.alone
 async def test_a_stopped_worker_is_noticed_and_its_streams_go_on(model):
-    """SIGSTOP leaves the connection open and silent; a new worker takes over, and the zombie's news do not count."""
+    """SIGSTOP leaves the connection open and silent.
+
+    A new worker replaces the stopped one, whose later messages are ignored.
+    """
     with running(model, worker=["--dtype", "float32"], scheduler=["--worker-timeout", 60]) as system:
         async with AsyncClient(system.url) as client:
             requests = requests_of(2, 151)[:8]
@@ -105,7 +110,7 @@ async def test_requests_wait_for_a_missing_worker_and_fail_after_its_timeout(mod
 
 @pytest.mark.parametrize("num_cancels", [100, *thorough(1000)])
 async def test_cancels_at_random_moments_hold_no_block(model, num_cancels):
-    """Cancelled while queued, in prefill, while decoding, or just when they end."""
+    """The requests are cancelled while queued, in prefill, while decoding, or just when they end."""
     rng = random.Random(9)
     with running(model, worker=["--dtype", "float32", "--num-device-blocks", 200]) as system:
         async with AsyncClient(system.url) as client:
@@ -128,8 +133,8 @@ async def test_cancels_at_random_moments_hold_no_block(model, num_cancels):
 
             while num_cancelled < num_cancels:
                 await asyncio.gather(*(one(i) for i in range(num_cancels - num_cancelled)))
-            # Nothing answers a cancel, and a busy server reads it late, but before what comes after it in its call: a
-            # request that was alone had a call of its own, the others shared one, as lists do.
+            # A cancel has no response, and a busy server reads it late, but before later messages of the same call. A
+            # single request uses a call of its own, and the requests of a list share one.
             alone = await client.complete(None, SamplingParams(max_tokens=2), prompt_token_ids=[5])
             (shared,) = await client.complete([[5]], SamplingParams(max_tokens=2))
             assert (alone.usage.completion_tokens, shared.usage.completion_tokens) == (2, 2)

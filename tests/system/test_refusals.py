@@ -1,4 +1,4 @@
-"""What will not change by trying again, as `pagewire serve` and `pagewire worker` tell it: once, in one line."""
+"""Permanent errors of `pagewire serve` and `pagewire worker`: each is reported once, in one line."""
 
 import json
 import os
@@ -32,7 +32,7 @@ LLAMA_70B = {
     "max_position_embeddings": 131072,
     "dtype": "bfloat16",
 }
-# Python imports a module of the name sitecustomize by itself, before anything else.
+# Python imports a module named sitecustomize automatically, before anything else.
 WITHOUT_TORCH = """
 import sys
 
@@ -66,7 +66,7 @@ def cut(path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1000])
 
 
-# What is wrong with the checkpoint, flags, what the line says.
+# The fault of the checkpoint, the flags, and the text of the line.
 KNOWN_BEFORE: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
     "architecture": (edit(architectures=["MambaForCausalLM"]), [], "architecture MambaForCausalLM is not supported"),
     "no architecture": (edit(architectures=[{}]), [], "architectures is [{}], but must be a list of names"),
@@ -125,7 +125,7 @@ def run(verb: str, model: Path, flags: list[str], **environ: str) -> "subprocess
 
 
 def refusals(stderr: str) -> list[str]:
-    """The lines that say why something ends. The one checkpoint there is has no tokenizer, which is a warning."""
+    """Return the lines that state why a process ends. The checkpoint has no tokenizer, which causes a warning."""
     return [line for line in stderr.splitlines() if " INFO " not in line and " WARNING " not in line]
 
 
@@ -153,7 +153,7 @@ def test_it_is_one_line_and_an_exit_code_of_its_own(sound: Path, tmp_path: Path,
 
 @pytest.mark.parametrize("name", KNOWN_TO_TORCH)
 def test_a_worker_says_what_torch_alone_knows(sound: Path, tmp_path: Path, name: str) -> None:
-    """`serve` passes on any such line as it does that about the pool."""
+    """`serve` forwards any such line in the same way as the line about the pool."""
     change, flags, expected = ALL[name]
     model, log = tmp_path / "model", tmp_path / "log"
     shutil.copytree(sound, model)

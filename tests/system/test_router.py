@@ -1,4 +1,7 @@
-"""A real router (smg) in front of two pairs, over VllmEngine: routes, prefixes, a lost worker, lost schedulers."""
+"""A real router (smg) in front of two scheduler-worker pairs, over VllmEngine.
+
+The tests cover routes, prefixes, a lost worker and lost schedulers.
+"""
 
 import itertools
 import json
@@ -58,7 +61,7 @@ class Pair:
         return not (loads.num_running or loads.num_waiting or loads.num_held_blocks)
 
     def num_tokenizer_bytes(self) -> int:
-        """A scheduler reads the files when it is first asked for them."""
+        """Return the size of the tokenizer files, which a scheduler reads at the first request for them."""
         with grpc.insecure_channel(self.system.url) as channel:
             chunks = vllm_engine_pb2_grpc.VllmEngineStub(channel).GetTokenizer(common_pb2.GetTokenizerRequest())
             return sum(len(chunk.data) for chunk in chunks)
@@ -71,7 +74,7 @@ class Pair:
 
 
 def key_flag(key: str) -> str:
-    """Return the manifest's flag that closes the router's administration, with this key."""
+    """Return the manifest's flag that protects the router's administration, with this key."""
     deployment = next(yaml.safe_load_all((ROOT / "deploy/components/router/router.yaml").read_text()))
     arguments = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
     (flag,) = [argument for argument in arguments if argument.startswith("--control-plane-api-keys=")]
@@ -81,7 +84,7 @@ def key_flag(key: str) -> str:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled model with a second chat template, for tools."""
+    """Return the bundled model with a second chat template, for tools."""
     path = tmp_path_factory.mktemp("models") / MODEL
     shutil.copytree(ROOT / "models" / MODEL, path)
     config = json.loads((path / "tokenizer_config.json").read_text())
@@ -104,7 +107,7 @@ def pairs(model: Path) -> Iterator[list[Pair]]:
 
 @pytest.fixture(scope="module")
 def router(pairs: list[Pair], model: Path) -> Iterator[Router]:
-    """While the router starts, the model's files are gone: as in a cluster, it has to ask a scheduler for them."""
+    """A router that starts while the model's files are hidden: as in a cluster, it must get them from a scheduler."""
     assert all(pair.num_tokenizer_bytes() > 10_000 for pair in pairs)
     hidden = model.rename(model.with_name("hidden"))
     with Router([pair.system.url for pair in pairs], "--policy=cache_aware", key_flag(KEY), key=KEY) as router:
@@ -137,7 +140,7 @@ def test_every_route_tells_the_same_story(pairs: list[Pair], router: Router) -> 
 
 
 def test_it_chooses_among_named_templates(pairs: list[Pair], router: Router) -> None:
-    """As clients of our own do: the template for tools where there are tools, else the default."""
+    """The router uses the template for tools if there are tools, and otherwise the default, like our own client."""
     with Client(pairs[0].system.url) as client:
         for tools in (None, [TOOL]):
             answer = router.post("/v1/chat/completions", **CHAT, **GREEDY, **({"tools": tools} if tools else {}))
@@ -155,7 +158,7 @@ def test_bad_requests_are_the_clients_fault(router: Router) -> None:
 
 
 def test_the_key_of_the_manifest_closes_the_administration(router: Router) -> None:
-    """A worker that a stranger adds would get prompts."""
+    """Otherwise a stranger could add a worker that receives prompts."""
     for method, path in ADMINISTRATION:
         for key in ("", "another"):
             assert ask(router.port, method, path, {"url": "grpc://127.0.0.1:1"}, key).status == 401
@@ -179,8 +182,10 @@ def test_a_client_that_leaves_a_stream_frees_its_blocks(pairs: list[Pair], route
 
 
 def test_prompts_follow_their_prefix(pairs: list[Pair], router: Router) -> None:
-    """The router has not seen these prompts: only the schedulers' events can lead it to the pair that has cached one.
-    By chance all would follow once in 65,536 times."""
+    """Prompts that the router has not seen are routed to the pair that has them cached, by the schedulers' KV events.
+
+    All prompts reach the right pair by chance once in 65,536 times.
+    """
     numbers, rng = itertools.count(), random.Random(11)
 
     def follow() -> bool:
@@ -201,7 +206,7 @@ def asked(prompt: str, max_tokens: int) -> dict[str, Any]:
 
 
 def read(router: Router, prompt: str, max_tokens: int, has_begun: threading.Event | None = None) -> str:
-    """Return the text of a stream that must come to its end."""
+    """Return the text of a stream that must complete."""
     stream, text = router.stream("/v1/completions", **asked(prompt, max_tokens)), ""
     assert stream.status == 200
     for event in stream:
@@ -224,7 +229,7 @@ def whole(router: Router, prompt: str, max_tokens: int) -> str:
 def test_only_streams_that_have_begun_wait_for_a_lost_worker(pairs: list[Pair], router: Router) -> None:
     with ThreadPoolExecutor(64) as pool:
         calm = list(pool.map(lambda prompt: whole(router, prompt, MANY), PROMPTS))
-        # The client of a whole output has nothing of it yet, however much there is.
+        # The client of a non-streamed output has received nothing yet, however many tokens exist.
         wholes = [pool.submit(whole, router, prompt, MANY) for prompt in PROMPTS]
         begun = [threading.Event() for _ in PROMPTS]
         streams = [pool.submit(read, router, prompt, MANY, event) for prompt, event in zip(PROMPTS, begun, strict=True)]

@@ -26,7 +26,7 @@ def run(
 
 
 def server_of(terminal: Terminal) -> int:
-    """The process id of the server that serves the chat; the thread that has started it has it as a child."""
+    """Return the process id of the chat's server, a child of the thread that started it."""
     threads = Path(f"/proc/{terminal.process.pid}/task").iterdir()
     (child,) = (child for thread in threads for child in (thread / "children").read_text().split())
     assert f"pagewire serve {MODEL}" in command_line(int(child))

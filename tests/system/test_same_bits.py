@@ -1,4 +1,7 @@
-"""Tokens and log-probabilities are the same bits alone, in company, from the cache, preempted, and after a crash."""
+"""Tokens and log-probabilities are bit-identical under all conditions.
+
+The conditions are: alone, in a batch, with prefix cache hits, after preemption, and after a crash.
+"""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -27,7 +30,7 @@ NUM_REQUESTS = 32
 WIDE = {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 32, "intermediate_size": 512}
 # As in files of the kind Q4_K_M.
 MIXTURE = {"attn_v.weight": "Q6_K", "ffn_down.weight": "Q5_K", "token_embd.weight": "Q6_K"}
-Served = list[list[tuple[int, bytes]]]  # of each request its tokens, each with the bits of what was told of it
+Served = list[list[tuple[int, bytes]]]  # for each request its tokens, each with the bits of its log-probabilities
 
 
 def from_gguf(type_name: str, **types: str) -> Callable[[Path], Path]:
@@ -44,8 +47,11 @@ def floats(family: str, dtype: str, **overrides: Any) -> Callable[[Path], Path]:
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and how it is served. `preemption`: products of a format decide what is recomputed, and the type of a
-    cache decides what is swapped."""
+    """A model and the way it is served.
+
+    `preemption`: "recompute" tests the matrix multiplications of a weight format, and "swap" tests a dtype of the
+    cache.
+    """
 
     write: Callable[[Path], Path]
     flags: tuple[object, ...]
@@ -79,8 +85,11 @@ CASES = {
 
 
 def requests_of(seed: int) -> list[Request]:
-    """Half greedy, half seeded, with penalties and without; many share a prefix, two tell of their prompts. Some report
-    listed tokens, and some the whole vocabulary."""
+    """Return requests, half of them greedy and half seeded, with and without penalties.
+
+    Many share a prefix, and two ask for prompt log-probabilities. Some report listed tokens, and some the whole
+    vocabulary.
+    """
     rng = seeded(seed)
     shared = [rng.randrange(VOCAB_SIZE) for _ in range(128)]
     requests = []
@@ -108,7 +117,7 @@ def bits_of(entries: Sequence[TokenLogprobs]) -> list[tuple[int, bytes]]:
 
 
 async def serve(client: AsyncClient, request: Request, progress: Progress | None = None) -> list[tuple[int, bytes]]:
-    """The bits of a request's prompt, where it asks for them, and then of its tokens."""
+    """Return the bits of a request's prompt log-probabilities, if requested, followed by the bits of its tokens."""
     prompt, sampling = request
     of_prompt: list[TokenLogprobs] = []
     of_tokens: list[TokenLogprobs] = []
@@ -127,7 +136,10 @@ async def serve_all(client: AsyncClient, requests: Sequence[Request], progress: 
 
 
 def assert_same(actual: Served, expected: Served) -> None:
-    """Says of every request that differs where it begins to: all of them, or from one time on, or one alone."""
+    """Check that all requests agree.
+
+    The error reports the number of differing tokens and the first of them, for each differing request.
+    """
     found = []
     for i, (one, other) in enumerate(zip(actual, expected, strict=True)):
         differing = [at for at, (ours, theirs) in enumerate(zip(one, other, strict=True)) if ours != theirs]
@@ -138,7 +150,7 @@ def assert_same(actual: Served, expected: Served) -> None:
 
 @pytest.fixture(scope="module", params=CASES)
 def alone(request, tmp_path_factory):
-    """A model, its flags, requests, and what each of them yields with none beside it and nothing in the cache."""
+    """Return a case, its model, requests, and the output of each request alone, with an empty cache."""
     skip_without_compiler()
     case = CASES[request.param]
     model, requests = case.write(tmp_path_factory.mktemp("bits")), requests_of(31)
@@ -166,7 +178,7 @@ async def test_in_company_and_from_the_cache(alone):
 
 
 async def test_preempted_and_after_crashes(alone):
-    """In a pool far too small, while the worker is killed again and again."""
+    """The pool is far too small, and the worker is killed repeatedly."""
     case, model, requests, expected = alone
     mode = case.preemption
     pool = ["--num-device-blocks", 40, "--num-host-blocks", 300, "--num-threads", 2]

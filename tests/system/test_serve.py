@@ -39,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def serving(model: Path, *flags: str) -> Iterator["subprocess.Popen[str]"]:
-    """A `pagewire serve` on ports of its own. It is killed at the end if a test has left it."""
+    """Run `pagewire serve` on ports of its own. The server is killed at the end if it still runs."""
     base = ("--port=0", "--metrics-port=0", "--num-device-blocks=512", "--num-threads=1")
     command = [sys.executable, "-m", "pagewire", "serve", str(model), *base, *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -50,7 +50,7 @@ def serving(model: Path, *flags: str) -> Iterator["subprocess.Popen[str]"]:
 
 
 def wait_until_ready(process: "subprocess.Popen[str]") -> str:
-    """The server's url."""
+    """Return the server's URL once it is ready."""
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line.startswith(READY), line
@@ -58,7 +58,7 @@ def wait_until_ready(process: "subprocess.Popen[str]") -> str:
 
 
 def worker_of(process: "subprocess.Popen[str]") -> int:
-    """The process id of the one worker; waits for one that is just being started."""
+    """Return the process id of the only worker, after waiting for a worker that is starting."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -69,7 +69,7 @@ def worker_of(process: "subprocess.Popen[str]") -> int:
 
 
 def status(url: str) -> str:
-    """What `pagewire status` prints."""
+    """Return the output of `pagewire status`."""
     command = [sys.executable, "-m", "pagewire", "status", "--url", url]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
@@ -101,7 +101,7 @@ def test_a_stream_outlives_its_worker_and_a_signal_ends_both(model: Path) -> Non
 
 @pytest.mark.thorough
 def test_a_worker_that_hangs_is_replaced(model: Path) -> None:
-    """A stopped process keeps its connection and says nothing; it is never continued."""
+    """A stopped process keeps its connection and sends nothing; it is never continued."""
     sampling = SamplingParams(temperature=0, max_tokens=300)
     with serving(model) as process:
         with Client(wait_until_ready(process)) as client:
@@ -121,7 +121,7 @@ def test_a_worker_that_hangs_is_replaced(model: Path) -> None:
 
 @pytest.mark.thorough
 def test_a_worker_that_another_scheduler_takes_is_replaced(model: Path) -> None:
-    """The stream goes on, whether the other one's epoch is refused or not."""
+    """The stream continues, whether or not the other scheduler's epoch is refused."""
     sampling = SamplingParams(temperature=0, max_tokens=300)
     answers = []
     with serving(model) as process:
@@ -146,7 +146,7 @@ def test_a_worker_that_another_scheduler_takes_is_replaced(model: Path) -> None:
 
 
 def take(path: Path, epoch: int) -> worker_pb2.ExecuteResponse:
-    """Say hello as a scheduler of this epoch would: the worker's answer."""
+    """Send a Hello as a scheduler of this epoch would, and return the worker's response."""
     hello = worker_pb2.Hello(protocol_version=PROTOCOL_VERSION, instance_id="rogue", epoch=epoch, pipeline_depth=1)
     with grpc.insecure_channel("unix:" + quote(str(path))) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
@@ -187,7 +187,7 @@ def test_a_killed_server_leaves_no_worker(model: Path) -> None:
 
 
 def listening_ports(pid: int) -> set[int]:
-    """TCP ports that a process listens on."""
+    """Return the TCP ports that a process listens on."""
     sockets = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -208,7 +208,7 @@ def socket_of(worker: int) -> Path:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, *thorough(signal.SIGTERM)])
 def test_only_its_user_reaches_the_worker(model: Path, number: signal.Signals) -> None:
-    """No port, and a socket in a directory that goes with the server."""
+    """The worker has no port, but a socket in a directory that is removed with the server."""
     with serving(model) as process:
         port = int(wait_until_ready(process).rpartition(":")[2])
         assert listening_ports(process.pid) == {port}
@@ -232,7 +232,7 @@ def test_a_scheduler_dials_a_worker_on_a_socket_and_shows_it_a_secret(model: Pat
         try:
             assert worker.next_line() == f"ready on unix:{path}"
             assert listening_ports(worker.pid) == set()
-            with grpc.insecure_channel("unix:" + quote(path)) as channel:  # probes show none
+            with grpc.insecure_channel("unix:" + quote(path)) as channel:  # probes need no secret
                 probed = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
             assert probed.status == health_pb2.HealthCheckResponse.SERVING
             flags = [model, "--worker", f"unix:{path}", *link, "--port=0", "--metrics-port=0"]
@@ -261,7 +261,7 @@ def test_a_taken_port_is_a_clear_error(model: Path, monkeypatch: pytest.MonkeyPa
     assert out == ""
     assert f"cannot listen on 127.0.0.1:{port}" in err
     assert "Traceback" not in err
-    Path(runtime).rmdir()  # nothing was left in it
+    Path(runtime).rmdir()  # the folder is empty
 
 
 def test_a_worker_that_cannot_start_ends_the_server(tmp_path: Path, model: Path) -> None:
@@ -297,7 +297,7 @@ def test_options_from_a_file_and_the_environment(tmp_path: Path, model: Path) ->
 
 @pytest.mark.thorough
 def test_a_model_of_the_hub(model: Path, tmp_path: Path) -> None:
-    """Downloaded once; then it is served without the hub, under its id, by both services."""
+    """The model is downloaded once, and then served without the hub, under its id, by both services."""
     files = {path.name: path.read_bytes() for path in model.iterdir()}
     environ = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environ |= {"HF_HOME": str(tmp_path), "PAGEWIRE_REVISION": "main"}
@@ -311,7 +311,7 @@ def test_a_model_of_the_hub(model: Path, tmp_path: Path) -> None:
 
 
 def served_once(command: list[str], environ: dict[str, str]) -> tuple[str, int]:
-    """The name of the model and the number of tokens of one completion."""
+    """Return the model's name and the number of tokens of one completion."""
     with subprocess.Popen([*command, "--num-threads=1"], stdout=subprocess.PIPE, text=True, env=environ) as process:
         try:
             with Client(wait_until_ready(process)) as client:

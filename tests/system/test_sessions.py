@@ -1,4 +1,4 @@
-"""Sessions of the policy `agent` through both services: what is kept for them, and what is said of it."""
+"""Sessions of the policy `agent` through both services: retention and reports."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ from testing.forked import running
 
 VOCAB_SIZE = 151
 SAMPLING = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-POOL = ["--dtype", "float32", "--num-device-blocks", 60]  # of 16 tokens
+POOL = ["--dtype", "float32", "--num-device-blocks", 60]  # of 16 tokens each
 
 
 @pytest.fixture(scope="module")
@@ -20,18 +20,18 @@ def model(tmp_path_factory):
 
 
 async def turn(client: AsyncClient, prompt: list[int], session: Session) -> tuple[list[int], int]:
-    """A prompt and what came of it, and how many tokens of the prompt were found in the cache."""
+    """Return the prompt with its output, and the number of prompt tokens found in the cache."""
     completion = await client.complete(None, SAMPLING, prompt_token_ids=prompt, session=session)
     return prompt + list(completion.outputs[0].token_ids), completion.usage.cached_tokens
 
 
 async def test_what_will_return_outlives_what_will_not(model):
-    """Either session has most of the pool's half; a third prompt needs a part of it."""
+    """Either session uses most of half the pool; a third prompt needs a part of this."""
     kept, left, other = oracle.random_prompts(1, VOCAB_SIZE, (400, 400, 250))
     with running(model, worker=POOL, scheduler=["--policy", "agent"]) as system:
         async with AsyncClient(system.url) as client:
             history, _ = await turn(client, kept, Session("kept", will_return=True))
-            await turn(client, left, Session("left", will_return=False))  # though it was there last
+            await turn(client, left, Session("left", will_return=False))  # though it was used last
             await turn(client, other, Session("other"))
             prompt = [*history, 5, 6, 7]
             again, num_cached = await turn(client, prompt, Session("kept"))
@@ -44,7 +44,7 @@ async def test_what_will_return_outlives_what_will_not(model):
 
 
 async def test_many_sessions_at_once_say_what_an_undisturbed_server_says(model):
-    """Eight sessions of four turns each contend for a pool that holds two of them."""
+    """Eight sessions of four turns each compete for a pool that can hold two of them."""
     reference = oracle.load(model)
 
     async def talk(client: AsyncClient, prompt: list[int], name: str) -> tuple[list[int], list[int]]:

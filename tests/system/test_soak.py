@@ -1,4 +1,7 @@
-"""Everything at once: tiny pool, chunks, priorities, cancels, kills. Whatever completes is what a calm run gives."""
+"""Everything at once: a tiny pool, chunked prefill, priorities, cancels, kills.
+
+Completed requests must equal a calm run.
+"""
 
 import asyncio
 import random
@@ -15,7 +18,7 @@ pytestmark = pytest.mark.thorough
 
 STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
 NUM_REQUESTS = 80
-NUM_ENDED_PER_KILL = 18  # after the last kill, some still need the worker
+NUM_ENDED_PER_KILL = 18  # after the last kill, some requests still need the worker
 CALM = {"worker": ["--dtype", "float32"]}
 WILD = {
     "worker": ["--dtype", "float32", "--num-device-blocks", 40, "--max-num-batched-tokens", 48, "--max-num-seqs", 12],
@@ -43,14 +46,14 @@ def random_sampling(rng: random.Random) -> SamplingParams:
 
 
 def random_request(rng: random.Random) -> dict[str, Any]:
-    """Arguments of `AsyncClient.complete`; some prompts share a prefix."""
+    """Return random arguments of `AsyncClient.complete`; some prompts share a prefix."""
     shared = [7 * i % 1000 + 5 for i in range(64)][: rng.choice((0, 16, 48, 64))]
     prompt = shared + [rng.randrange(5, 1024) for _ in range(rng.randint(1, 80))]
     return {"prompt_token_ids": prompt, "sampling": random_sampling(rng), "priority": rng.randint(-1, 1)}
 
 
 def outcome(completion: Any) -> list[Any]:
-    """What must be equal; log-probabilities apart."""
+    """Return the values that must be equal. Log-probabilities are compared separately."""
     return [(output.token_ids, output.text, output.finish_reason, output.stop_reason) for output in completion.outputs]
 
 
@@ -60,7 +63,7 @@ def logprobs(completion: Any) -> list[float]:
 
 
 async def kill_now_and_then(system: System, ended: asyncio.Semaphore) -> None:
-    """Kill the worker whenever so many more requests have ended."""
+    """Kill the worker whenever another `NUM_ENDED_PER_KILL` requests have ended."""
     while True:
         for _ in range(NUM_ENDED_PER_KILL):
             await ended.acquire()
@@ -78,7 +81,7 @@ async def test_what_completes_is_what_a_calm_run_gives(seed):
             expected = [await client.complete(**request) for request in requests]
 
     async def one(client: AsyncClient, limit: asyncio.Semaphore, ended: asyncio.Semaphore, i: int) -> Any:
-        """None: cancelled."""
+        """Return the completion of request i, or None if it was cancelled."""
         async with limit:
             task = asyncio.create_task(client.complete(**requests[i]))
             await asyncio.wait({task}, timeout=patience[i])

@@ -1,4 +1,4 @@
-"""The benchmark `split` ends where one of its arms fails, whenever that is."""
+"""The benchmark `split` ends when one of its arms fails, at any time."""
 
 import argparse
 from pathlib import Path
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.thorough
 
 @pytest.mark.parametrize("name", ARMS)
 def test_an_arm_that_raises_in_a_round_ends(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Its prompts have tokens that this model lacks."""
+    """The prompts have tokens that this model lacks."""
     model = make_checkpoint(tmp_path / "model", "llama", seed=1)
     arm = Arm(name, argparse.Namespace(model=model, num_seqs=2, input_len=8, output_len=4))
     try:

@@ -1,7 +1,7 @@
-"""Outputs match their schemas through both services, whatever happens to the worker.
+"""Outputs match their schemas through both services, even if the worker dies.
 
-The schemas of tests/schemas/schemas.jsonl are in the manner of what people send: tools, extractions, records. Each has
-an end within the length of the bundled model. Validity is judged by PyPI `jsonschema`.
+The schemas of tests/schemas/schemas.jsonl resemble what users send: tools, extractions and records. Each schema has a
+valid output within the context length of the bundled model. PyPI's `jsonschema` judges the validity.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ COMPILER = GrammarCompiler((STORYTELLER / "tokenizer.json").read_text(encoding="
 SEEDS = (1, 2, 3)
 MAX_CONCURRENT = 32
 WORKER = ["--dtype", "float32"]
-# A pool in which some must give way.
+# A pool in which some requests must be preempted.
 SMALL_POOL = {
     "worker": [*WORKER, "--num-device-blocks", 200, "--max-num-batched-tokens", 96],
     "scheduler": ["--pipeline-depth", 3],
@@ -38,7 +38,7 @@ SMALL_POOL = {
 
 
 def sampling_of(index: int, seed: int) -> SamplingParams:
-    """What the request for a schema asks for beside it: most of them nothing."""
+    """Return the sampling parameters for the schema `index`; most have no special ones."""
     options: dict[str, Any] = {"temperature": 1.0, "max_tokens": 1200}
     match index % 10:
         case 0:
@@ -57,11 +57,11 @@ def sampling_of(index: int, seed: int) -> SamplingParams:
 
 
 def faults(index: int, completion: Completion) -> list[str]:
-    """What is wrong with the outputs for a schema."""
+    """Return what is wrong with the outputs for a schema."""
     title, schema, found = SCHEMAS[index]["title"], SCHEMAS[index]["schema"], []
     for output in completion.outputs:
         try:
-            if output.finish_reason == "length":  # the beginning of an output that is valid
+            if output.finish_reason == "length":  # the beginning of a valid output
                 matcher = COMPILER.compile("json_schema", json.dumps(schema), (0,))
                 matcher.consume(output.token_ids)
             else:
@@ -80,7 +80,7 @@ def num_cut(completions: Iterable[Completion]) -> int:
 async def run_all(
     client: AsyncClient, keys: list[tuple[int, int]], ended: asyncio.Semaphore | None = None
 ) -> dict[tuple[int, int], Completion]:
-    """Complete schemas, each with a seed; `ended` counts those that have."""
+    """Complete schemas, each with a seed. `ended` is released for each completed one."""
     places = asyncio.Semaphore(MAX_CONCURRENT)
 
     async def run(index: int, seed: int) -> Completion:
@@ -120,7 +120,7 @@ async def kill_now_and_then(
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("indexes", "num_kills"), [(range(1, 200, 7), 2), *thorough((range(200), 20))], ids=str)
 async def test_schemas_give_valid_outputs_through_kills(indexes: range, num_kills: int) -> None:
-    """They are those of a calm run, though the worker dies again and again and its pool is small."""
+    """The outputs equal a calm run's, though the worker dies repeatedly and its pool is small."""
     keys = [(index, SEEDS[index % len(SEEDS)]) for index in indexes]
     with running(STORYTELLER, worker=WORKER) as system:
         async with AsyncClient(system.url) as client:
@@ -140,7 +140,7 @@ async def test_schemas_give_valid_outputs_through_kills(indexes: range, num_kill
 
 
 async def test_a_grammar_that_exceeds_a_limit_of_steps_ends_its_request_alone() -> None:
-    """It can be read, and is refused only behind some hundred tokens, because it is ambiguous."""
+    """The grammar is valid, but ambiguous; it exceeds the limit only after several hundred tokens."""
     grammar = 'start: s "b"\ns: "a" s "a" | "a" s | s "a" | "a"'
     a = Tokenizer.from_file(str(STORYTELLER / "tokenizer.json")).token_to_id("a")
     plain = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""A pool far too small: whatever is preempted, by swapping or recomputing, goes on as if nothing had happened."""
+"""A pool that is far too small: preempted requests continue unchanged, whether swapped or recomputed."""
 
 import asyncio
 import random
@@ -23,7 +23,7 @@ def model(tmp_path_factory):
 
 
 def requests_of(seed: int, num_requests: int, num_tokens: int) -> list[tuple[list[int], SamplingParams]]:
-    """Greedy and seeded, alone and in pairs, of several priorities' lengths; some share a prefix."""
+    """Return greedy and seeded requests of different lengths, alone and in pairs; some share a prefix."""
     rng = random.Random(seed)
     shared = [rng.randrange(VOCAB_SIZE) for _ in range(48)]
     requests = []
@@ -47,7 +47,7 @@ async def complete_all(client: AsyncClient, requests: list) -> list[list[tuple[i
 
 @pytest.fixture(scope="module")
 def calm(model):
-    """The requests, and what they yield undisturbed."""
+    """Return requests, and their outputs in an undisturbed run."""
     requests = requests_of(1, 20, 90)
 
     async def run() -> list:
@@ -91,7 +91,7 @@ async def test_what_does_not_fit_into_the_host_pool_is_recomputed(model, calm, n
 
 
 async def kill_while_something_is_swapped(client: AsyncClient, system: System) -> None:
-    """Kill the worker three times, each time while the host holds blocks of a request."""
+    """Kill the worker three times, each time while the host has blocks of a request."""
     for kill in range(3):
         while (await client.loads()).num_swapped == 0:  # noqa: ASYNC110 - in another process
             await asyncio.sleep(0.005)
@@ -116,7 +116,7 @@ async def test_a_worker_killed_while_requests_are_swapped_changes_nothing(model,
 
 
 async def test_cancelled_while_swapped_holds_no_host_block(model):
-    """Requests go while their blocks are on the way out, in the host, or on the way back."""
+    """Requests are cancelled while their blocks are being swapped out, are on the host, or are being swapped in."""
     rng = random.Random(3)
     requests = requests_of(2, 60, 120)
     with running(model, worker=TINY_POOL, scheduler=["--preemption", "swap"]) as system:
@@ -157,7 +157,7 @@ WINDOWS = {
     scope="module", params=["qwen2, the upper layer", *thorough(*[name for name in WINDOWS if "mistral" in name])]
 )
 def windowed(request, tmp_path_factory):
-    """A checkpoint, its number of blocks, prompts, and the greedy tokens of each."""
+    """Return a checkpoint, its number of blocks, prompts, and the greedy tokens of each prompt."""
     family, overrides, num_device_blocks = WINDOWS[request.param]
     path = make_checkpoint(tmp_path_factory.mktemp("windows") / "model", family, seed=9, **overrides)
     prompts = oracle.random_prompts(5, VOCAB_SIZE, (1, 20, 47, 48, 49, 90, 130, 200, 260, 310, 3, 5, 8, 9, 11, 2, 7, 6))
@@ -168,8 +168,10 @@ def windowed(request, tmp_path_factory):
 
 @pytest.mark.parametrize("mode", ["auto", *thorough("swap", "recompute")])
 async def test_sliding_windows_under_pressure_are_what_transformers_generates(windowed, mode):
-    """Prompts shorter and far longer than the window, in chunks, preempted. The short ones fit together, but not with
-    what they grow to."""
+    """Prompts shorter and far longer than the window, computed in chunks and preempted.
+
+    The short prompts fit the pool together, but not with their outputs.
+    """
     path, num_device_blocks, prompts, expected = windowed
     sampling = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     worker = ["--dtype", "float32", "--block-size", 8, "--num-device-blocks", num_device_blocks]

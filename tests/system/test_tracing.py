@@ -1,4 +1,4 @@
-"""One trace through both services: what a router began, the scheduler and the worker continue."""
+"""One trace through both services: the scheduler and the worker continue a router's trace."""
 
 import asyncio
 from pathlib import Path
@@ -27,7 +27,7 @@ async def test_the_workers_spans_are_children_of_the_schedulers(tmp_path: Path) 
                 async for _ in pb_grpc.SchedulerServiceStub(channel).Generate(message, metadata=metadata):
                     pass
         finally:
-            await asyncio.to_thread(system.stop)  # the collector is on this loop, and they export as they end
+            await asyncio.to_thread(system.stop)  # on the collector's loop; the services export spans as they end
     assert {span.trace_id.hex() for span in collector.spans} == {TRACE_ID}
     (root,) = [span for span in collector.spans if span.name == "text_completion tiny"]
     assert root.parent_span_id.hex() == PARENT_ID

@@ -1,4 +1,4 @@
-"""Where every layer has a window, requests far longer than the pool are served, and get what transformers generates."""
+"""If every layer has a sliding window, requests far longer than the pool are served with transformers' tokens."""
 
 import asyncio
 import itertools
@@ -13,16 +13,16 @@ from tests.thorough import thorough
 
 VOCAB_SIZE = 151
 NUM_TOKENS = 200
-# 160 positions, where two of the requests below may begin at a time; the window touches at most 3 blocks.
+# 160 positions, in which two of the requests below can start at a time. The window touches at most 3 blocks.
 WORKER = ["--dtype", "float32", "--block-size", 16, "--num-device-blocks", 10]
 
 
 @pytest.fixture(scope="module")
 def windowed(tmp_path_factory):
-    """A checkpoint, prompts, and the greedy tokens of each."""
+    """Return a checkpoint, prompts, and the greedy tokens of each prompt."""
     path = make_checkpoint(tmp_path_factory.mktemp("windows") / "model", "mistral", seed=4, sliding_window=32)
     prompts = oracle.random_prompts(6, VOCAB_SIZE, (10, 161, 400, 31, 250, 1, 90))
-    prompts.append(prompts[2][:330] + prompts[0])  # longer than the pool, and so is what it shares
+    prompts.append(prompts[2][:330] + prompts[0])  # longer than the pool, and so is the shared prefix
     model = oracle.load(path)
     return path, prompts, [oracle.greedy(model, prompt, NUM_TOKENS) for prompt in prompts]
 
@@ -35,7 +35,7 @@ async def complete(client: AsyncClient, prompt: list[int]) -> list[int]:
 
 @pytest.mark.parametrize(("mode", "budget"), [("swap", 24), *thorough(("recompute", 512))])
 async def test_requests_longer_than_the_pool_get_what_transformers_generates(windowed, mode, budget):
-    """Alone; all at once, until some have been preempted; and again from what is cached of them."""
+    """Requests run alone; all at once, until some have been preempted; and again from the cache."""
     path, prompts, expected = windowed
     scheduler = ["--preemption", mode, "--max-num-batched-tokens", budget]
     with running(path, worker=[*WORKER, "--num-host-blocks", 60], scheduler=scheduler) as system:

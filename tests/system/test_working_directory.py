@@ -1,4 +1,4 @@
-"""Files of the working directory, which may have the name of any module, are run by none of our processes."""
+"""Our processes run no files of the working directory, which may have the name of any module."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from pagewire.hosting.supervisor import free_port
 from testing.services import ENVIRON, HOST
 
 MODEL = Path(__file__).parents[2] / "models" / "storyteller"
-# What a Python that runs a module has loaded before the first line of it.
+# The modules that Python has loaded before the first line of a module that it runs.
 LOADED = "import runpy, sys; print(*sys.modules)"
 OURS = ("pagewire", "scheduler_service", "worker_service")
 PROCESSES = ("pagewire worker", "pagewire frontend", "pagewire.common.grammars.trial")
@@ -23,7 +23,7 @@ PROCESSES = ("pagewire worker", "pagewire frontend", "pagewire.common.grammars.t
 
 @pytest.fixture
 def hostile(tmp_path: Path) -> Path:
-    """A folder with a file for each module that could be meant, which writes its name to `executed`."""
+    """Return a folder with a file for each module that might be imported; each file writes its name to `executed`."""
     loaded = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True).stdout.split()
     installed = {name for name in packages_distributions() if name.isidentifier()}
     for name in {*sys.stdlib_module_names, *installed, *OURS} - {*loaded, "pagewire"}:
@@ -32,7 +32,7 @@ def hostile(tmp_path: Path) -> Path:
 
 
 def command_lines(group: list[int]) -> list[str]:
-    """Of processes and their descendants."""
+    """Return the command lines of processes and their descendants."""
     lines = []
     for pid in group:
         lines.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
@@ -60,7 +60,7 @@ def test_no_process_of_a_server_runs_files_of_the_working_directory(hostile: Pat
 def test_a_server_of_a_program_runs_no_files_of_the_working_directory(
     hostile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server ends once it has read its options, at a model that is not there."""
+    """The server ends once it has read its options, because the model does not exist."""
     (hostile / "pagewire.py").write_text((hostile / "random.py").read_text())
     monkeypatch.chdir(hostile)
     monkeypatch.setitem(os.environ, "PYTHONPATH", ENVIRON["PYTHONPATH"])

@@ -1,6 +1,6 @@
-"""The loop of Anthropic's client that runs tools.
+"""The tool-running loop of Anthropic's client.
 
-`python -m tests.system.agents.anthropic_agent URL {whole,streamed}`.
+The command is `python -m tests.system.agents.anthropic_agent URL {whole,streamed}`.
 """
 
 import sys

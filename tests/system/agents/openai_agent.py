@@ -1,6 +1,8 @@
-"""An agent of openai-agents, by one of OpenAI's APIs; `stored`: by responses, of which it sends the newest alone.
+"""An agent of openai-agents, over one of OpenAI's APIs.
 
-`python -m tests.system.agents.openai_agent {chat,responses,stored} URL {whole,streamed}`.
+    python -m tests.system.agents.openai_agent {chat,responses,stored} URL {whole,streamed}
+
+`stored` uses the responses API and sends only the newest items of the conversation.
 """
 
 import asyncio

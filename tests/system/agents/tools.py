@@ -1,11 +1,11 @@
-"""The tools of the agents: what they answer depends on what they are asked."""
+"""The tools of the agents. Their results depend on their arguments."""
 
 import json
 from typing import Any, Literal
 
 City = Literal["Oslo", "Rome", "Lima"]
 NUM_CALLS = 50
-# A conversation of so many calls fits the model.
+# This many calls of a conversation fit the model's context.
 CALLS_A_CONVERSATION = 10
 QUESTION = "Once there was a brave turtle who asked for the weather."
 
