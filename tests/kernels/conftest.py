@@ -8,6 +8,6 @@ from worker_service.startup.cpu_kernels import environment_build
 
 @pytest.fixture(scope="session")
 def cpu_kernels() -> CpuKernels:
-    """The C kernels, built for this processor, or as `PAGEWIRE_CPU_VARIANT` says."""
+    """The C kernels, built for this processor or for `PAGEWIRE_CPU_VARIANT`."""
     skip_without_compiler()
     return CpuKernels(load_library(environment_build()))

@@ -1,10 +1,10 @@
-"""What may become of a file."""
+"""Random damage to the content of a file."""
 
 import random
 
 
 def damaged(content: bytes, rng: random.Random) -> bytes:
-    """What may become of a file: it is cut, overwritten, filled with zeros from somewhere on, or longer."""
+    """Return the content with random damage: truncated, one bit changed, zeros at the end, extended, or empty."""
     place = rng.randrange(len(content))
     overwritten = bytearray(content)
     overwritten[place] ^= 1 << rng.randrange(8)

@@ -1,9 +1,9 @@
-"""Runs tests of the C kernels with kernels for AArch64, which qemu runs.
+"""Run tests of the C kernels with kernels for AArch64, which qemu runs.
 
-    python -m tests.kernels.emulated                                      # those that concern what a model computes
+The first command runs the tests of a model's computation. Arguments after the options are passed to pytest.
+
+    python -m tests.kernels.emulated
     python -m tests.kernels.emulated --processor cortex-a53 tests/kernels/test_cpu_products.py -k bfloat16
-
-What follows the options is pytest's.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def pretend(processor: str) -> None:
-    """Lets everybody who loads kernels in this process load those of an emulated processor."""
+    """Make all code of this process load kernels of an emulated processor."""
 
     def load_library(build: library.Build) -> library.Library:
         return aarch64.open_emulated(library.choose_variant(build.variant), processor)

@@ -1,4 +1,4 @@
-"""The two things that `CpuKernels.attend` does, each by itself."""
+"""The two parts of `CpuKernels.attend`, separately: attention over the cache, and storing keys and values."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ def paged_attention(
     scoring: Scoring,
     num_threads: int | None = None,
 ) -> Tensor:
-    """Attend to what the cache holds already. `num_threads`: instead of torch's number."""
+    """Return the attention output over the cache's content. `num_threads`: overrides torch's number of threads."""
     rows = PagedRows.of(query_start_loc, seq_lens, block_tables, torch.full((len(query),), -1))
     unread = query.new_full((len(query), key_cache.shape[2], query.shape[2]), float("nan"))
     before = torch.get_num_threads()
@@ -34,6 +34,6 @@ def paged_attention(
 def store_kv(
     kernels: CpuKernels, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
 ) -> None:
-    """Write keys and values to their slots, with no row that attends."""
+    """Write keys and values to their slots, without any row that attends."""
     rows = PagedRows.of([0], [], torch.empty(0, 0), slots)
     kernels.attend(rows, Scoring(1.0), key, key, value, key_cache, value_cache)

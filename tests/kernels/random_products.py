@@ -1,4 +1,4 @@
-"""Random weights and activations of products, in every format."""
+"""Random weights and activations for matrix multiplications, in every format."""
 
 import contextlib
 import random
@@ -9,7 +9,7 @@ import torch
 from pagewire.kernels.weight import HeldWeight
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Of weights, and of the activations that they are multiplied with.
+# Dtypes of weights, and of the activations that they are multiplied with.
 KINDS = (*((dtype, torch.float32) for dtype in DTYPES), (torch.bfloat16, torch.bfloat16))
 NUM_ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 23, 40)
 
@@ -25,7 +25,7 @@ def threads(number):
 
 
 def random_product(seed, dtype):
-    """A weight of a size that is seldom a whole number of panels, its bias or None, and activations."""
+    """Return a weight whose size is seldom a whole number of packed panels, its bias or None, and activations."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     in_size = rng.choice([1, 7, 64, 255, 256, 257, 700])
@@ -43,7 +43,7 @@ TABLES = (tuple(range(-128, 128)), Q4_0, tuple(range(16)), (120, 127), MXFP4, IQ
 
 
 def random_quantized(seed, rng=None):
-    """Codes of 8 bits or from a table, in groups of some size, with scales of some kind and perhaps minima."""
+    """Return a weight of 8-bit or table codes, with a random group size, kind of scales, and possibly minima."""
     rng = rng or random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     group_size = rng.choice([16, 32, 32, 48, 64, 128])
@@ -69,7 +69,7 @@ def random_quantized(seed, rng=None):
 
 
 def random_activations(seed, num_rows, in_size):
-    """Of rows of sizes far apart; some groups of inputs are zeros."""
+    """Return rows of very different magnitudes; some groups of inputs are zeros."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(num_rows, in_size, generator=generator) * 10 ** torch.randn(num_rows, 1, generator=generator)
     x[num_rows // 2, : in_size // 2] = 0
@@ -77,7 +77,7 @@ def random_activations(seed, num_rows, in_size):
 
 
 def with_factors(weight, seed):
-    """Scales and minima that are integers of 8 bits, with a factor of float16 for each 256 inputs."""
+    """Return the weight with 8-bit integer scales and minima, and a float16 factor for each 256 inputs."""
     generator = torch.Generator().manual_seed(seed)
 
     def integers():
@@ -92,7 +92,7 @@ def with_factors(weight, seed):
 
 
 def compact(seed, bits, group_size, has_minima, has_factors):
-    """A weight of scales with factors, or of zero points; there are 9 blocks of inputs, two runs and a part."""
+    """Return a weight of 9 blocks of 256 inputs, either with scale factors or with zero points."""
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 1 << bits, (70, 9 * 256), generator=generator) - (0 if bits == 4 else 128)
     shape = (70, 9 * 256 // group_size)

@@ -1,4 +1,7 @@
-"""The C kernels for AArch64, run by qemu, against this machine's and against torch. `make check-aarch64` runs more."""
+"""The C kernels for AArch64, run by qemu, compared with this machine's kernels and with torch.
+
+`make check-aarch64` runs more tests.
+"""
 
 import random
 from dataclasses import replace
@@ -26,7 +29,7 @@ from worker_service.host import create_host_operations
 from worker_service.startup.cpu_kernels import environment_build
 
 NUM_ROWS = (1, 3, 8, 13)
-# Of the processors, that which has just what a variant needs.
+# By variant: the processor that has just the features it needs.
 EMULATED = {"portable": "cortex-a53", "dotprod": "neoverse-n1"}
 
 
@@ -40,7 +43,7 @@ def emulated(request) -> CpuKernels:
 
 @pytest.fixture(scope="module")
 def ours() -> CpuKernels:
-    """The widest of this machine's that multiplies and adds with one rounding, as AArch64 does."""
+    """This machine's kernels in the avx2 variant, which fuse multiplication and addition as AArch64 does."""
     skip_without_compiler()
     try:
         variant = choose_variant("avx2")
@@ -50,7 +53,7 @@ def ours() -> CpuKernels:
 
 
 def check_same_products(emulated, emulated_packed, ours, packed, x):
-    """The same bits as here, and alone as in company."""
+    """Check for the same bits as on this machine, for rows alone and in batches."""
     alone = torch.cat([emulated.linear(row[None], emulated_packed) for row in x])
     for num_rows in NUM_ROWS:
         places = torch.randperm(len(x))[:num_rows]
@@ -76,7 +79,7 @@ def test_products_are_those_of_avx2_bit_for_bit(emulated, ours, seed, dtype, act
 
 @pytest.mark.parametrize("seed", range(10))
 def test_quantised_products_are_those_of_avx2_bit_for_bit(emulated, ours, seed):
-    """Of 8 bits, 4 bits and tables, groups of 16 and 32, with minima and without."""
+    """Weights of 8 bits, 4 bits and tables, in groups of 16 and 32, with and without minima."""
     weight = random_quantized(seed)
     x = random_activations(seed, max(NUM_ROWS), weight.values.shape[1])
     packed = [each.pack_linear(weight) for each in (emulated, ours)]
@@ -86,7 +89,7 @@ def test_quantised_products_are_those_of_avx2_bit_for_bit(emulated, ours, seed):
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8])
 @pytest.mark.parametrize("seed", range(2))
 def test_attention(emulated, cache_dtype, seed):
-    """A chunk of a prompt and a token that is decoded, in one step."""
+    """A chunk of a prompt and a decoded token, in one step."""
     print("seed", seed)
     generator = torch.Generator().manual_seed(seed)
     num_kv_heads, head_dim, block_size = 2, 40, 16
@@ -108,7 +111,7 @@ def test_attention(emulated, cache_dtype, seed):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
 def test_steps_of_a_decoder(emulated, family, dtype, tmp_path, monkeypatch):
-    """Chunks of prompts beside each other: in float32 what transformers computes; always the bits of a prompt alone."""
+    """Chunks of prompts side by side agree with the prompts alone bit for bit, and in float32 with transformers."""
     monkeypatch.setattr(shared_steps, "load_cpu_kernels", lambda: emulated)
     checkpoint = make_checkpoint(tmp_path, family, seed=3, dtype=str(dtype).removeprefix("torch."))
     model = load_model(checkpoint, dtype=dtype, device=CPU, operations=create_host_operations(emulated))

@@ -1,5 +1,8 @@
-"""What a query gives is the same bits whatever it shares its step with: compared bit by bit, for every variant of the
-kernels that runs here, over caches that hold NaN wherever a query may not look."""
+"""A query's output is bit-identical whatever other rows are in its step.
+
+The comparison covers every variant of the kernels that this machine supports. The caches contain NaN in all positions
+that a query may not read.
+"""
 
 import math
 import random
@@ -18,7 +21,7 @@ from tests.kernels.paged import paged_attention
 
 pytestmark = pytest.mark.thorough
 
-# Of queries, and of the cache.
+# Dtypes of queries, and of the cache.
 DTYPES = [
     (torch.float32, torch.float32),
     (torch.float32, torch.bfloat16),
@@ -38,10 +41,10 @@ def kernels(request) -> CpuKernels:
 
 @dataclass
 class Prompt:
-    """One sequence, and how it attends."""
+    """One sequence, and its attention parameters."""
 
     query: Tensor  # [N, num_heads, head_dim]
-    key: Tensor  # [N, num_kv_heads, row_size], as the cache holds it
+    key: Tensor  # [N, num_kv_heads, row_size], as stored in the cache
     value: Tensor
     scoring: Scoring
 
@@ -51,7 +54,7 @@ class Prompt:
 
 @dataclass
 class Company:
-    """How a chunk of a prompt is computed, and beside what."""
+    """The setting in which a chunk of a prompt is computed, with the other rows of the step."""
 
     block_size: int = 16
     num_threads: int = 1
@@ -80,14 +83,17 @@ def _noise():
 
 
 def noise(rng, *shape):
-    """Normal numbers for what no output may depend on: some part of many that are drawn once."""
+    """Return normal numbers that no output may depend on: a random slice of numbers that are generated once."""
     size = math.prod(shape)
     start = rng.randrange(len(_noise()) - size)
     return _noise()[start : start + size].view(shape).clone()
 
 
 def attend(rng, kernels, prompt, start, end, company=ALONE):
-    """Outputs of the prompt's queries from `start` to `end`. Whatever no query of its row may see is NaN."""
+    """Return the outputs of the prompt's queries from `start` to `end`.
+
+    Positions that no query of the row may read are NaN.
+    """
     lengths = list(company.others)
     lengths.insert(company.index, (start, end - start))
     block_size = company.block_size
@@ -131,7 +137,7 @@ def random_company(rng):
 
 
 def random_chunks(rng, length):
-    """Of all sizes, so that a query is computed alone and beside others of its prompt."""
+    """Yield chunks of many sizes, so that a query is computed alone and beside other queries of its prompt."""
     sizes = rng.choice([(1, 2, 3), (5, 8, 9), (40, 200), (1, 64, 500)])
     start = max(0, length - 60) if sizes == (1, 2, 3) else 0
     while start < length:
@@ -173,7 +179,7 @@ def test_chunks_neighbours_blocks_and_threads_change_no_bit(kernels, dtypes, see
 @pytest.mark.parametrize("dtypes", DTYPES[1:4:2], ids=str)
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 511, 512, 513, 1023, 1024, 1025, 2047, 2049, 3100])
 def test_a_last_query_alone_beside_many_and_in_its_prompt(kernels, length, dtypes):
-    """Around the edges of tiles and spans, and where contexts become so long that threads share them out otherwise."""
+    """Lengths near the edges of tiles and spans, and long contexts that threads divide differently."""
     rng = random.Random(length)
     prompt = make_prompt(rng, length, dtypes, head_dim=64, num_kv_heads=4)
     expected = attend(rng, kernels, prompt, length - 1, length)
@@ -195,7 +201,7 @@ def test_a_last_query_alone_beside_many_and_in_its_prompt(kernels, length, dtype
 @pytest.mark.parametrize("group", [2, 9])
 @pytest.mark.parametrize("window", [0, 1, 70])
 def test_what_a_query_does_not_see_does_not_reach_it(kernels, window, group, dtypes, value):
-    """Neither a later position of its tile nor one before its window, though the queries beside it see those."""
+    """A query must not read a later position of its tile or one before its window, though its neighbours do."""
     rng = random.Random(5)
     prompt = make_prompt(rng, 150, dtypes, head_dim=40, group=group, window=window)
     expected = attend(rng, kernels, prompt, 0, 150)

@@ -1,5 +1,7 @@
-"""Which compiler builds the CPU's kernels, and what becomes of one that fails or is interrupted: all are small shell
-scripts, alone on the path."""
+"""The choice of the compiler that builds the CPU kernels, and failing or interrupted compilers.
+
+All compilers in these tests are small shell scripts, alone on the path.
+"""
 
 import fcntl
 import logging
@@ -20,13 +22,13 @@ import pytest
 from pagewire.kernels.cpu import BuildError, compiler, library
 from pagewire.kernels.cpu.library import Build, build_library
 
-# The file behind -o is all that a build wants.
+# A build only needs the file named after -o.
 WORKING = 'echo "$0 1.0"; while [ $# != 0 ]; do [ "$1" != -o ] || : >"$2"; shift; done'
 FAILING = 'case "$*" in *--version) echo "1.0";; *) echo "$0: error: no headers"; exit 1;; esac'
 NO_OPENMP = """case "$*" in
 *--version) echo "clang version 14";; *) echo "fatal error: 'omp.h' file not found"; exit 1;; esac"""
 FLAGS = ["-O3"]
-DEADLINE = 60.0  # seconds: no test waits longer for what does not come
+DEADLINE = 60.0  # seconds: the longest wait of any test
 
 
 @pytest.fixture
@@ -35,7 +37,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Machine":
 
 
 class Machine:
-    """A path without programs, a cache, and kernels of two units."""
+    """A machine with an empty path, an empty cache, and kernels of two compilation units."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.programs, self.cache, source = folder / "bin", folder / "cache", folder / "source"
@@ -94,7 +96,7 @@ def test_all_are_named_where_none_works(machine: Machine) -> None:
 
 
 def test_what_was_built_outlives_the_compiler(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
-    """It is uninstalled, or does not work any more; but another that works builds anew."""
+    """The compiler was uninstalled or no longer works. Another compiler that works builds again."""
     caplog.set_level(logging.INFO)
     machine.install("cc", WORKING)
     path = machine.build()
@@ -118,7 +120,7 @@ def test_folders_above_the_cache_are_made(machine: Machine) -> None:
 
 
 def test_the_one_that_is_named_builds_anew(machine: Machine) -> None:
-    """Though another has built already, which is what is tried behind it."""
+    """A named compiler builds although another has built already. If it fails, the other's library is used."""
     machine.install("cc", WORKING)
     machine.install("mine", f"# mine\n{WORKING}")
     path = machine.build()
@@ -134,7 +136,7 @@ def test_links_to_a_wrapper_are_several(machine: Machine) -> None:
 
 
 def test_the_lock_is_one_that_nfs_takes(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And another user's is one that may only be read."""
+    """If the lock belongs to another user, it is opened for reading only."""
     taken: list[int] = []
     monkeypatch.setattr(fcntl, "flock", lambda file, how: taken.append(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE))
     machine.install("cc", WORKING)
@@ -157,7 +159,7 @@ def test_the_number_of_jobs_makes_no_other_build() -> None:
 
 
 def test_units_are_compiled_side_by_side(machine: Machine, tmp_path: Path) -> None:
-    """Each waits for the other: a FIFO opens for one that writes and one that reads."""
+    """Each unit waits for the other: a FIFO opens once it has both a writer and a reader."""
     os.mkfifo(tmp_path / "meeting")
     meet = f'case "$*" in *one.c) echo >{tmp_path}/meeting;; *two.c) read -r _ <{tmp_path}/meeting;; esac'
     machine.install("cc", f"{meet}; {WORKING}")
@@ -193,7 +195,7 @@ def test_who_waits_for_another_process_says_so(machine: Machine, caplog: pytest.
 
 
 def test_a_failing_unit_ends_the_others(machine: Machine, tmp_path: Path) -> None:
-    """Or the build would wait for one that sleeps until a compiler's deadline."""
+    """Otherwise the build would wait for a sleeping compiler until its deadline."""
     os.mkfifo(tmp_path / "meeting")
     meet = (
         f'case "$*" in *one.c) echo >{tmp_path}/meeting; exec /bin/sleep 600;; *two.c) read -r _ <{tmp_path}/meeting;'
@@ -259,7 +261,7 @@ def test_a_build_that_fails_is_not_tried_again_within_the_hour(
     failure.unlink()
     assert machine.refusal() == f"cc {reason}"
     assert log.read_text() == "one\n" * 3
-    failure.write_text("")  # as a machine that lost its power leaves it
+    failure.write_text("")  # as left by a machine that lost power
     machine.install("cc", WORKING)
     path = machine.build()
     assert list(path.parent.iterdir()) == [path]
@@ -301,13 +303,13 @@ def test_what_can_pass_is_tried_at_the_next_start(ending: str, machine: Machine)
 
 
 def reading(fifo: Path) -> IO[bytes]:
-    """A new FIFO that is opened without waiting for one who writes."""
+    """Create a FIFO and open it without waiting for a writer."""
     os.mkfifo(fifo)
     return open(fifo, "rb", buffering=0, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
 
 
 def first_of(*files: IO[bytes] | None) -> IO[bytes] | None:
-    """Which of these can be read first, be it their end; None if none can."""
+    """Return the first file that can be read or is at its end, or None after `DEADLINE` seconds."""
     return next(iter(select(files, [], [], DEADLINE)[0]), None)
 
 
@@ -330,8 +332,9 @@ def test_want_of_memory_for_several_compilers_is_tried_with_what_is_free_then(ma
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_compiler_ends(number: int, machine: Machine, tmp_path: Path) -> None:
-    """With the process, however that ends, and what it was about is gone at the next start."""
-    # The grandchild, as cc1 is one, holds the second FIFO open as long as it lives. It is told of by the first.
+    """The compiler ends with the process, however that ends. The next start removes the unfinished build."""
+    # The grandchild, which stands for cc1, keeps the second FIFO open while it lives. It writes to the first FIFO at
+    # its start.
     machine.install(
         "cc",
         f'case "$*" in *one.c) ( echo at work >{tmp_path}/compiling; exec /bin/sleep 600 ) 3>{tmp_path}/ended;; '
@@ -344,12 +347,12 @@ def test_an_interrupted_compiler_ends(number: int, machine: Machine, tmp_path: P
         subprocess.Popen(command, stdout=subprocess.PIPE) as process,
     ):
         try:
-            assert first_of(compiling, process.stdout) is compiling  # the other one is at its end with the process
+            assert first_of(compiling, process.stdout) is compiling  # the other file ends with the process
             assert compiling.read() == b"at work\n"
             process.send_signal(number)
             process.wait(DEADLINE)
             assert first_of(ended) is ended
-            assert ended.read() == b""  # since nobody holds it any more
+            assert ended.read() == b""  # at its end, because no process has it open
         finally:
             process.kill()
     left = machine.cache / "building-x" / "left"

@@ -1,4 +1,4 @@
-"""What a decoder refuses before it touches memory; what it computes is tested with the models."""
+"""Arguments that a decoder refuses before it accesses memory. Its results are tested with the models."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def layer(cpu_kernels, number, *, head_dim=HEAD_DIM, norm_dim=HEAD_DIM, angles=N
 
 
 def decoder(cpu_kernels, *, embedding=None, norm=None, head=None, is_tied=False, **changed):
-    """Of two layers. The table of the embedding is of float16, the head's weight of float32."""
+    """Return a decoder of two layers, with a float16 embedding table and a float32 head."""
     head = head or cpu_kernels.pack_linear(HeldWeight(torch.randn(VOCAB, HIDDEN)))
     table = torch.randn(VOCAB, HIDDEN).half() if embedding is None else embedding
     operations = [
@@ -160,7 +160,7 @@ def test_projections_are_clipped(cpu_kernels):
 
 @pytest.mark.parametrize("num_parts", [1, 3])
 def test_gates_are_clamped(cpu_kernels, num_parts):
-    """As gpt-oss does: gates above, ups on both sides; of each slot, and where vectors are not full."""
+    """As in gpt-oss: gates are clamped from above, ups on both sides, for each slot and for partial vectors."""
     size, alpha, limit = 37, 1.702, 1.5
     table = torch.randn(2, num_parts, 2, size, generator=torch.Generator().manual_seed(6)) * 2
     table[0, 0, 0, :3] = torch.tensor([torch.nan, torch.inf, -30.0])
@@ -182,13 +182,16 @@ def test_gates_are_clamped(cpu_kernels, num_parts):
 @pytest.mark.parametrize("num_tokens", [3, 13])
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_what_fits_is_computed(cpu_kernels, is_tied, num_tokens):
-    """With few tokens threads norm all of them, with many a share each; logits are of any rows, in any order."""
+    """With few tokens, all threads normalise all of them; with many, each normalises a share.
+
+    Logits are of any rows, in any order.
+    """
     torch.manual_seed(2)
     weight = torch.randn(VOCAB, HIDDEN)
     kernel = decoder(cpu_kernels, head=cpu_kernels.pack_linear(HeldWeight(weight)), is_tied=is_tied)
     for logit_rows in ((), (2,), (2, 0), tuple(range(num_tokens))):
         hidden, logits, highest = forward(kernel, num_slots=num_tokens, num_tokens=num_tokens, logit_rows=logit_rows)
-        # The norm after the layers has weights of one.
+        # The norm after the layers has unit weights.
         torch.testing.assert_close(hidden.square().mean(1), torch.ones(num_tokens), rtol=0, atol=1e-4)
         torch.testing.assert_close(logits, hidden[list(logit_rows)] @ weight.t(), rtol=0, atol=1e-4)
         assert highest.tolist() == logits.argmax(1).tolist()
@@ -197,7 +200,10 @@ def test_what_fits_is_computed(cpu_kernels, is_tied, num_tokens):
 
 @pytest.mark.parametrize("vocab", [1, 7, 8, 50, 64])
 def test_the_highest_logit_is_found(cpu_kernels, vocab):
-    """The first of equals, wherever it stands; of logits that hold a NaN none, and an infinite one like any other."""
+    """The first of equal logits is chosen.
+
+    A NaN among the logits gives -1, and an infinite logit is compared like any other.
+    """
     torch.manual_seed(3)
     for place in {0, vocab // 2, vocab - 1}:
         for value, expected in [(20.0, place), (torch.inf, place), (-torch.inf, None), (torch.nan, -1)]:

@@ -1,4 +1,4 @@
-"""Mixtures of experts in C, against their specification in plain torch and, bit for bit, against single products."""
+"""Mixtures of experts in C, compared with plain torch, and bit for bit with separate matrix multiplications."""
 
 import random
 from typing import Any
@@ -43,12 +43,12 @@ NUM_EXPERTS = 24
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def variant(request) -> CpuKernels:
-    """For every processor that has no more than this one."""
+    """The kernels of one variant, for processors with at most this processor's features."""
     return load_variant(request.param)
 
 
 def run(kernels: CpuKernels, operations: list[Any], table: Tensor, token_ids: Tensor, read: str, width: int) -> Tensor:
-    """What a buffer holds in the end, [T, width]; the buffer x begins with rows of the table."""
+    """Return the final content of a buffer, [T, width]. The buffer x begins with rows of the table."""
     head = kernels.pack_linear(HeldWeight(torch.zeros(1, width)))
     kernel = DecoderKernel(kernels, [Embed("x", table), *operations, LmHead(read, head)])
     num_tokens = len(token_ids)
@@ -73,7 +73,7 @@ def check_routing(kernels, logits, routing, correction=None):
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 @pytest.mark.parametrize("has_correction", [False, True])
 def test_tokens_are_routed(variant, routing, has_correction):
-    """Logits are multiples of 1/16, so that many are equal, and what differs does so by more than rounding."""
+    """Logits are multiples of 1/16, so that many are equal, and the others differ by more than rounding."""
     generator = torch.Generator().manual_seed(1)
     for num_experts in (NUM_EXPERTS, 5 * NUM_EXPERTS):
         logits = torch.randint(-64, 64, (40, num_experts), generator=generator) / 16
@@ -102,7 +102,7 @@ def test_all_experts_may_be_chosen(variant):
 
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 def test_what_is_no_number_is_seen(variant, routing):
-    """Whatever of a token's logits is NaN, a weight of the token is; other tokens are as without it."""
+    """If a logit of a token is NaN, a weight of this token is NaN; other tokens are unchanged."""
     logits = torch.randn(9, NUM_EXPERTS, generator=torch.Generator().manual_seed(3))
 
     def routes(of):
@@ -118,11 +118,11 @@ def test_what_is_no_number_is_seen(variant, routing):
     assert found[4, routing.num_chosen :].isnan().any()
 
 
-# Products
+# Matrix multiplications
 
 
 def packed_weight(kernels: CpuKernels, kind: str, out_size: int, in_size: int, seed: int) -> PackedLinear:
-    """A random weight in panels of some kind; in_size is a multiple of 256."""
+    """Return a random weight in packed panels of some kind; in_size is a multiple of 256."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(out_size, in_size, generator=generator) / in_size**0.5
     bias = torch.randn(out_size, generator=generator) if seed % 2 else None
@@ -152,7 +152,7 @@ def random_ids(num_tokens, num_experts, num_chosen, generator):
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_slot_is_what_a_single_product_gives(variant, kind, num_threads):
-    """Bit for bit, whatever shares the step with it; of tokens, and of slots."""
+    """The output is bit-identical whatever else is in the step, for rows of tokens and for rows of slots."""
     rng, generator = random.Random(kind), torch.Generator().manual_seed(4)
     in_size = 9 * 256 if kind == "K-quant" else 512
     for seed in range(3):
@@ -217,7 +217,7 @@ HIDDEN, INNER = 256, 256
 
 
 class Layer:
-    """Experts that are gated, and their router, in panels of a kind."""
+    """Gated experts and their router, in packed panels of a kind."""
 
     def __init__(self, kernels: CpuKernels, kind: str, routing: ExpertRouting, *, is_fused: bool = True) -> None:
         self.kernels, self.routing = kernels, routing
@@ -245,7 +245,7 @@ class Layer:
         return run(self.kernels, self.operations, self.table, token_ids, "y", HIDDEN)
 
     def expected(self, token_ids: Tensor) -> Tensor:
-        """By the specification of routes, and the kernels' single products."""
+        """Return the outputs by the specification of routing and by separate matrix multiplications in C."""
         x = self.table[token_ids]
         ids, weights = route_tokens(x @ self.router.T, self.routing)
         slots = []
@@ -261,7 +261,7 @@ class Layer:
 def test_experts_of_a_step(variant, kind, is_fused):
     layer = Layer(variant, kind, ExpertRouting(3), is_fused=is_fused)
     generator = torch.Generator().manual_seed(7)
-    # What is rounded to 8 bits may be rounded to the next code where it was computed in another order.
+    # A value computed in another order may be rounded to the next 8-bit code.
     tolerance = {"float32": 1e-5, "bfloat16": 2e-2}.get(kind, 3e-2)
     for num_tokens in NUM_TOKENS:
         token_ids = torch.randint(0, 50, (num_tokens,), generator=generator)
@@ -271,7 +271,7 @@ def test_experts_of_a_step(variant, kind, is_fused):
 
 @pytest.mark.parametrize("kind", KINDS[:5])
 def test_a_token_depends_on_no_other_and_on_no_thread(variant, kind):
-    """The bits of tokens in random steps, with few tokens and many, are those that they have alone."""
+    """In random steps with few and many tokens, the output of each token is bit-identical to its output alone."""
     layer = Layer(variant, kind, ExpertRouting(4))
     generator = torch.Generator().manual_seed(8)
     with threads(1):
@@ -295,7 +295,7 @@ def test_a_shared_expert_is_gated(variant):
 
 
 def refused_operations(kernels: CpuKernels) -> dict[str, list[Any]]:
-    """By a part of the message."""
+    """Return refused operations, by a part of the error message."""
 
     def linears(number: int, out_size: int = 4, in_size: int = 8) -> list[PackedLinear]:
         return [kernels.pack_linear(HeldWeight(torch.ones(out_size, in_size)))] * number

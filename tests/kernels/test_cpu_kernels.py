@@ -1,4 +1,4 @@
-"""The C kernels against the specification, over caches that hold NaN wherever no row's positions are."""
+"""The C kernels compared with the specification, over caches that contain NaN outside the rows' positions."""
 
 import os
 import platform
@@ -37,9 +37,9 @@ pytestmark = pytest.mark.one_of_each
 
 NUM_LAYERS = 2
 HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 192, 256)
-# A few times the rounding of the output's dtype, for values of some units.
+# A few times the rounding error of the output's dtype, for values of a few units.
 TOLERANCES = {torch.float32: 4e-6, torch.bfloat16: 2e-2}
-# Of queries, and of the cache.
+# Dtypes of queries, and of the cache.
 DTYPES = [
     *((dtype, dtype) for dtype in TOLERANCES),
     (torch.float32, torch.bfloat16),
@@ -50,7 +50,7 @@ DTYPES = [
 
 @dataclass
 class Step:
-    """Rows with their context in a cache of several layers, blocks out of order, NaN elsewhere."""
+    """Rows with their context in a cache of several layers; blocks are out of order, and other positions are NaN."""
 
     query: torch.Tensor
     key_cache: torch.Tensor
@@ -64,7 +64,7 @@ class Step:
     ):
         scoring = Scoring(self.query.shape[-1] ** -0.5, window, alibi_slopes, softcap, sinks)
         rows = (self.block_tables, self.seq_lens, self.query_start_loc, scoring)
-        # In float64, so that the tolerance is for the roundings of the kernels alone.
+        # In float64, so that the tolerance covers only the kernels' rounding.
         expected = reference.paged_attention(self.query.double(), self.key_cache, self.value_cache, *rows)
         actual = paged_attention(
             cpu_kernels, self.query, self.key_cache, self.value_cache, *rows, num_threads=num_threads
@@ -78,7 +78,10 @@ class Step:
 def make_step(
     rng, lengths, *, head_dim, group, num_kv_heads, block_size, dtype=torch.float32, cache_dtype=None, window=0
 ):
-    """`lengths`: (context, queries) of each row. Blocks wholly before a window are someone else's: never written."""
+    """Return a step. `lengths`: (context, queries) of each row.
+
+    Blocks entirely before a window belong to other rows, and are not written.
+    """
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     cache_dtype = cache_dtype or dtype
 
@@ -109,13 +112,13 @@ def make_step(
         table[: first // block_size] = ids[0]
         block_tables[row, : len(table)] = table
         query_start_loc.append(query_start_loc[-1] + queries)
-    # As a merged projection leaves them: heads of keys and values behind those of the queries.
+    # As in a merged projection: the heads of keys and values follow the heads of queries.
     query = randn(query_start_loc[-1], (group + 2) * num_kv_heads, head_dim, dtype=dtype)[:, : group * num_kv_heads]
     return Step(query, key_cache, value_cache, block_tables, seq_lens, query_start_loc)
 
 
 def random_lengths(rng, block_size, max_queries):
-    """Of one row: ends and contexts on or beside block edges more often than not."""
+    """Return the (context, queries) of a row; ends and contexts are often at or beside block edges."""
     edges = [block_size * k + d for k in range(1, 5) for d in (-1, 0, 1)]
     context = rng.choice([0, rng.choice(edges), rng.randint(1, 300)])
     num_queries = rng.choice([1, 1, 2, 3, 5, rng.choice(edges), rng.randint(1, max_queries)])
@@ -148,7 +151,7 @@ def test_paged_attention_equals_reference_on_random_steps(cpu_kernels, seed, dty
     ("seed", "head_dim", "group", "num_kv_heads", "block_size"),
     [
         *((1, head_dim, 2, 2, 16) for head_dim in HEAD_DIMS),
-        # No multiples of a vector.
+        # Sizes that are not multiples of a vector.
         *((2, head_dim, 3, 1, 8) for head_dim in (1, 2, 7, 19, 33, 40, 100, 255)),
     ],
 )
@@ -202,9 +205,9 @@ def test_alibi_softcap_and_sinks(cpu_kernels, window, softcap, is_biased, has_si
     lengths = [(300, 1), (0, 90), (50, 30), (7, 1)]
     shape = {"head_dim": 64, "group": 4, "num_kv_heads": 2, "block_size": 16}
     step = make_step(random.Random(6), lengths, **shape, window=window)
-    step.query *= 4  # scores of up to some tens
+    step.query *= 4  # scores of up to a few tens
     slopes = torch.tensor([2 ** -(head + 1) for head in range(8)]) if is_biased else None
-    # Some that are as nothing, and some beside which all else is.
+    # Some sinks are negligible, and some make everything else negligible.
     sinks = torch.tensor([-torch.inf, -200.0, -3.0, 0.0, 2.0, 30.0, 300.0, 1e4]) if has_sinks else None
     step.check(cpu_kernels, tolerance=2e-5, window=window, alibi_slopes=slopes, softcap=softcap, sinks=sinks)
 
@@ -254,7 +257,7 @@ def test_large_scores_do_not_overflow(cpu_kernels):
 @pytest.mark.parametrize(("dtype", "cache_dtype"), DTYPES, ids=str)
 def test_store_kv_writes_the_slots_and_nothing_else(cpu_kernels, dtype, cache_dtype, head_dim):
     key, value = torch.randn(2, 5, 6, head_dim).to(dtype)[:, :, 2:5]  # strided tokens
-    value[0, 0, :5] = torch.tensor([500.0, -449.0, 0.001, 0.015624, -0.0])  # at the edges of 8 bits
+    value[0, 0, :5] = torch.tensor([500.0, -449.0, 0.001, 0.015624, -0.0])  # at the limits of 8-bit floats
     key[1, 1] = 0.0
     storage = write_rows(torch.randn(2, 2, 7, NUM_LAYERS, 4, 3, head_dim), cache_dtype)
     caches = storage[:, :, :, 1]  # (ours, expected) of keys, values
@@ -268,7 +271,7 @@ def test_store_kv_writes_the_slots_and_nothing_else(cpu_kernels, dtype, cache_dt
 @pytest.mark.parametrize("cache_dtype", EIGHT_BITS, ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_8_bits_of_bad_values_are_bad_too(cpu_kernels, value, cache_dtype):
-    """NaN for the whole head where it has a scale; e4m3 has no infinity, but a largest number."""
+    """With a scale, the whole head becomes NaN. e4m3 has no infinity, but a largest number."""
     key = torch.randn(3, 2, 20)
     key[1, 1, 7] = value
     size = row_size(20, cache_dtype)
@@ -294,7 +297,7 @@ def test_every_float8_is_widened_exactly(name):
 
 
 def test_attend_stores_before_any_row_reads(cpu_kernels):
-    """The second row shares the block that the first one fills in this very step."""
+    """The second row shares the block that the first row fills in this step."""
     step = make_step(random.Random(11), [(0, 16), (16, 4)], head_dim=32, group=2, num_kv_heads=2, block_size=16)
     step.block_tables[1, 0] = step.block_tables[0, 0]
     table, key = step.block_tables, torch.randn(20, 2, 32)
@@ -310,7 +313,7 @@ def test_attend_stores_before_any_row_reads(cpu_kernels):
     torch.testing.assert_close(output, expected, rtol=0, atol=4e-6)
 
 
-# One unit in the last place of the dtype, of values of some units, where two ways to round meet.
+# One unit in the last place of the dtype, for values of a few units, where two ways of rounding may differ.
 STEP_TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 3.2e-2}
 
 
@@ -387,7 +390,7 @@ def test_bad_arguments_are_refused(cpu_kernels):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_that_runs_here_equals_reference(name):
-    """As on processors that have less than this one."""
+    """As on processors with fewer features."""
     kernels = load_variant(name)
     assert kernels.variant == name
     for dtypes in DTYPES:
@@ -404,7 +407,7 @@ def test_every_variant_that_runs_here_equals_reference(name):
 
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, 65504.0, 65519.9, 65520.0, 1e-8, 6e-8, 6.1e-5, 3e-5, float("inf")])
 def test_portable_conversions_are_those_of_torch(cpu_kernels, value):
-    """Every half that there is, read from a cache, and floats around the edges, written to one."""
+    """Every 16-bit float is read from a packed weight, and floats at the limits are written to a cache."""
     for each in (cpu_kernels, load_variant("portable")):
         for dtype in (torch.bfloat16, torch.float16):
             halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).view(1, 256, 256)
@@ -417,11 +420,13 @@ def test_portable_conversions_are_those_of_torch(cpu_kernels, value):
 
 @pytest.mark.parametrize("architecture", ["sapphirerapids", "skylake-avx512"])
 def test_wider_variants_compile(cpu_kernels, architecture):
-    """What this machine may not be able to run: syntax and types of every intrinsic. A platform's wheel has code made
-    of every variant."""
+    """Variants that this machine may not be able to run are checked for syntax and types.
+
+    A platform's wheel contains every variant.
+    """
     command = [*first_compiler().command, *FLAGS, f"-march={architecture}", "-Wno-psabi", "-Wall", "-Werror"]
     command += ["-fsyntax-only", *map(str, sources())]
-    environ = {**os.environ, "LC_ALL": "C"}  # compilers speak the user's language
+    environ = {**os.environ, "LC_ALL": "C"}  # compilers use the user's language
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     if "bad value" in done.stderr or "unsupported" in done.stderr or "unknown target" in done.stderr:
         pytest.skip(f"the compiler does not know {architecture}")
@@ -429,7 +434,7 @@ def test_wider_variants_compile(cpu_kernels, architecture):
 
 
 def test_library_is_built_once_and_again_for_other_flags(cpu_kernels, tmp_path, monkeypatch):
-    """One of few lines: what is built makes no difference."""
+    """The library has only a few lines, because its content does not matter."""
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "sum.c").write_text("int sum(int a, int b) { return a + b; }\n")
     monkeypatch.setattr(library, "SOURCES", tmp_path / "source")
@@ -445,7 +450,7 @@ def test_library_is_built_once_and_again_for_other_flags(cpu_kernels, tmp_path, 
     assert path.is_relative_to(tmp_path / "kernels")
     assert build_library(build, [*flags, "-g0"]) != path
     builds = [line for line in log.read_text().splitlines() if "-shared" in line and "trial" not in line]
-    assert not [line for line in builds if "-fopenmp" in line]  # the runtime is torch's
+    assert not [line for line in builds if "-fopenmp" in line]  # torch provides the runtime
     assert len(builds) == 2
     assert list(path.parent.iterdir()) == [path]
 
@@ -453,7 +458,7 @@ def test_library_is_built_once_and_again_for_other_flags(cpu_kernels, tmp_path, 
 def test_tests_have_every_variant_built_that_of_this_processor_first(tmp_path, monkeypatch):
     monkeypatch.setenv("PAGEWIRE_CACHE", str(tmp_path))
     compiler, log = tmp_path / "compiler", tmp_path / "log"
-    # The file behind -o is all that a build wants.
+    # A build only needs the file named after -o.
     touch = 'while [ $# != 0 ]; do [ "$1" != -o ] || : >"$2"; shift; done'
     compiler.write_text(f'#!/bin/sh\necho "$@" >> {log}\n{touch}\n')
     compiler.chmod(0o755)
@@ -467,7 +472,7 @@ def test_tests_have_every_variant_built_that_of_this_processor_first(tmp_path, m
     assert len([line for line in log.read_text().splitlines() if "-shared" in line]) == 2 * len(variants)
 
 
-# In a process of its own, which the first instruction that is not there would end.
+# In a separate process, which a missing instruction would end.
 LOADING = """
 import logging, random, sys
 from pathlib import Path
@@ -488,7 +493,7 @@ for seed in range(12):
 
 
 def test_a_damaged_library_is_built_again(tmp_path):
-    """It is told, and the process that finds it goes on. So is one that came with a wheel."""
+    """The damage is logged, and the process that finds it continues. The same holds for a library of a wheel."""
     skip_without_compiler()
     (tmp_path / "source").mkdir()
     (tmp_path / "built").mkdir()
@@ -507,7 +512,7 @@ def test_a_damaged_library_is_built_again(tmp_path):
 
 @pytest.fixture
 def fresh_switch():
-    """As in a process that has not tried to load the kernels yet."""
+    """The state of a process that has not tried to load the kernels yet."""
     pagewire.kernels.cpu.load_kernels.cache_clear()
     yield
     pagewire.kernels.cpu.load_kernels.cache_clear()
@@ -533,7 +538,7 @@ def fresh_switch():
     ],
 )
 def test_switch(environ, expected, tmp_path, monkeypatch, caplog, fresh_switch):
-    """Where the path has no compiler."""
+    """The path has no compiler."""
     defaults = {"PAGEWIRE_CACHE": str(tmp_path), "PAGEWIRE_CPU_KERNELS": "auto", "PAGEWIRE_CPU_VARIANT": "native"}
     defaults["PATH"] = str(tmp_path)
     for name, value in {**defaults, **environ}.items():
@@ -547,7 +552,7 @@ def test_switch(environ, expected, tmp_path, monkeypatch, caplog, fresh_switch):
 
 
 def test_a_user_without_a_home_is_told_what_to_set(monkeypatch, caplog, fresh_switch):
-    """As in a container that runs under a number that no user has."""
+    """As in a container that runs under a user id without a user."""
     skip_without_compiler()
 
     def unknown(uid):
@@ -566,7 +571,7 @@ def test_the_variant_is_chosen_by_name(monkeypatch, fresh_switch):
     monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "require")
     monkeypatch.setenv("PAGEWIRE_CPU_VARIANT", "portable")
     assert load_cpu_kernels().variant == "portable"
-    # All that this processor has is the widest variant that it runs.
+    # "native" is the widest variant that this processor can run.
     monkeypatch.setenv("PAGEWIRE_CPU_VARIANT", "native")
     assert load_cpu_kernels().variant == [name for name in VARIANTS if set(VARIANTS[name]) <= library._features()][-1]
 
@@ -575,7 +580,7 @@ def test_the_variant_is_chosen_by_name(monkeypatch, fresh_switch):
     ("features", "missing"), [("sse2", "avx2, f16c, fma"), ("avx2 fma f16c avx512f avx512bw avx512vl", "avx512dq")]
 )
 def test_a_variant_that_would_not_run_is_refused(features, missing, monkeypatch, caplog, fresh_switch):
-    """Before anything is built: the first instruction that is not there would end the process."""
+    """The refusal comes before any build: a missing instruction would end the process."""
     monkeypatch.setattr(library, "_features", lambda: frozenset(features.split()))
     variant = "avx512" if "avx2" in features else "avx2"
     monkeypatch.setenv("PAGEWIRE_CPU_VARIANT", variant)

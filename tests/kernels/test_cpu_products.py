@@ -1,4 +1,4 @@
-"""The C kernels' matrix products against float64 and, bit for bit, against their order of sums."""
+"""The C kernels' matrix multiplications compared with float64, and bit for bit with their order of summation."""
 
 import platform
 import random
@@ -23,18 +23,21 @@ from tests.kernels.random_products import (
 
 pytestmark = pytest.mark.one_of_each
 
-RUN = 256  # inputs that are summed up one after the other
-INTEGER_RUN = 1024  # the same over quantised weights
+RUN = 256  # inputs that are added one after another
+INTEGER_RUN = 1024  # the same for quantised weights
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def variant(request):
-    """For every processor that has no more than this one."""
+    """The kernels of one variant, for processors with at most this processor's features."""
     return load_variant(request.param)
 
 
 def error_bound(x, weight):
-    """Of sums of 256 float32 terms at a time (Higham, "Accuracy and Stability of Numerical Algorithms", 3.1)."""
+    """Return the error bound for sums in runs of 256 float32 terms.
+
+    Source: Higham, "Accuracy and Stability of Numerical Algorithms", 3.1.
+    """
     num_roundings = min(x.shape[1], RUN) + x.shape[1] // RUN + 2
     return num_roundings * 2.0**-24 * (x.abs().double() @ weight.abs().double().T + 1)
 
@@ -56,7 +59,10 @@ def test_linear(variant, seed, dtype, activation, num_threads):
 
 
 def sums_of_pairs(x, weight):
-    """The order of sums over bfloat16, whose products float32 holds: of each two inputs the second one first."""
+    """Return the sums in the order of the bfloat16 kernels, whose products are exact in float32.
+
+    Of each two inputs the second is added first.
+    """
     x, weight = (torch.nn.functional.pad(values.float(), (0, values.shape[1] % 2)) for values in (x, weight))
     total = torch.zeros(len(x), len(weight))
     for start in range(0, x.shape[1], RUN):
@@ -77,7 +83,7 @@ def test_bfloat16_is_the_same_on_every_processor(variant, seed):
 
 
 def check_rows(variant, x, packed):
-    """Bit for bit: what a row gives alone it gives among any others, in any place, by any number of threads."""
+    """Check that a row's output is bit-identical among any rows, at any position, with any number of threads."""
     alone = torch.cat([variant.linear(row[None], packed) for row in x])
     generator = torch.Generator().manual_seed(0)
     for num_threads in (1, 2):
@@ -90,13 +96,13 @@ def check_rows(variant, x, packed):
 @pytest.mark.parametrize(("dtype", "activation"), KINDS, ids=str)
 @pytest.mark.parametrize("seed", [3, 7])
 def test_a_row_depends_on_no_other_row(variant, seed, dtype, activation):
-    """What a request gets does not change with who shares its step."""
+    """The output of a request does not depend on the other requests in its step."""
     weight, bias, x = random_product(seed, dtype)
     check_rows(variant, x, variant.pack_linear(HeldWeight(weight), bias, activation))
 
 
 def test_very_many_rows(variant):
-    """More than share a run of a panel while it is near."""
+    """More rows than can share a run of a packed panel while it is in the cache."""
     weight = torch.randn(70, 300, generator=torch.Generator().manual_seed(1)).bfloat16()
     x = torch.randn(230, 300, generator=torch.Generator().manual_seed(2))
     for activation in (torch.float32, torch.bfloat16):
@@ -154,7 +160,7 @@ def test_bad_arguments_are_refused(cpu_kernels):
 
 
 def round_to_int8(x):
-    """Codes and scale of each row and 32 inputs: [num_rows, units, 32] and [num_rows, units, 1]."""
+    """Return codes and scales per row and 32 inputs: [num_rows, units, 32] and [num_rows, units, 1]."""
     units = torch.nn.functional.pad(x, (0, -x.shape[1] % 32)).unflatten(1, (-1, 32))
     largest = units.abs().amax(2, keepdim=True)
     codes = (units * torch.where(largest > 1e-30, 127 / largest, 0)).round()
@@ -162,7 +168,7 @@ def round_to_int8(x):
 
 
 def fused(a, b, c):
-    """a * b + c, rounded once."""
+    """Return a * b + c, rounded once."""
     return (a.double() * b.double() + c.double()).float()
 
 
@@ -171,7 +177,10 @@ def rounded_twice(a, b, c):
 
 
 def sums_of_groups(x, weight, multiply_add):
-    """The order of sums over quantised weights, whose groups' sums are exact: run by run and group by group."""
+    """Return the sums in the order of the kernels for quantised weights: run by run and group by group.
+
+    The sums within a group are exact.
+    """
     codes, scales = round_to_int8(x)
     width = 32 if weight.group_size % 32 == 0 else 16
     padding = (0, codes.shape[1] * 32 - weight.values.shape[1])
@@ -206,7 +215,7 @@ def test_quantised_weights_bit_for_bit(variant, seed):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_quantised_weights_are_near_their_formula(variant, seed):
-    """What int8 makes of the activations is the only error of more than float32's."""
+    """Rounding the activations to int8 is the only error beyond float32's."""
     weight = random_quantized(100 + seed)
     x = random_activations(seed, 5, weight.values.shape[1])
     codes, scales = round_to_int8(x)
@@ -229,7 +238,7 @@ def test_a_row_depends_on_no_other_row_over_quantised_weights(variant, seed):
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_a_row_that_is_not_finite_spoils_no_other(variant, value):
-    """It gives NaN: there is no integer for what it holds."""
+    """The row's output is NaN, because no integer represents its input."""
     weight = random_quantized(5)
     x = random_activations(5, 9, weight.values.shape[1])
     packed = variant.pack_linear(weight)
@@ -262,7 +271,7 @@ COMPACT = [
 
 @pytest.mark.parametrize(("bits", "group_size", "has_minima", "has_factors"), COMPACT)
 def test_compact_weights_bit_for_bit(variant, bits, group_size, has_minima, has_factors):
-    """Rows are those of the formula, and products those of the same integers with whole scales, in every order."""
+    """Rows equal the formula, and the outputs equal the same integers with plain scales, in every order of rows."""
     weight = compact(7, bits, group_size, has_minima, has_factors)
     packed = variant.pack_linear(weight)
     assert torch.equal(variant.take_rows(packed, torch.arange(70)), weight.dequantized())
@@ -339,30 +348,32 @@ def test_quantised_weights_that_do_not_fit_are_refused(cpu_kernels):
         cpu_kernels.pack_linear(HeldWeight(codes.repeat(1, 2)[:, ::2], scale, 32))
 
 
-# Floats of 8 bits
+# 8-bit floats
 
 
 def random_float8(seed):
-    """All bytes that are numbers, zeros and what is subnormal among them, in blocks of some size; the last may be
-    shorter."""
+    """Return a weight of all bytes that are numbers, including zeros and subnormals, in blocks of a random size.
+
+    The last block may be shorter.
+    """
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     in_size = 16 * rng.choice([1, 2, 5, 8, 20, 36, 64])
     group_size = rng.choice([16, 32, 48, 128, in_size, in_size])
     out_size = rng.choice([1, 15, 16, 17, 32, 63, 64, 65, 150])
     print(f"seed {seed}: {in_size} inputs in blocks of {group_size}, {out_size} outputs")
     codes = torch.randint(0, 254, (out_size, in_size), generator=generator, dtype=torch.uint8)
-    codes += (codes >= 127).byte()  # neither 127 nor 255, which are NaN
+    codes += (codes >= 127).byte()  # skips 127 and 255, which are NaN
     scale = 0.01 + torch.rand(out_size, -(-in_size // group_size), generator=generator)
     return HeldWeight(codes.view(torch.float8_e4m3fn), scale, group_size)
 
 
 def scale_of_inputs(weight):
-    """[out_size, in_size]"""
+    """Return the scale of each input, [out_size, in_size]."""
     return weight.scale.repeat_interleave(weight.group_size, 1)[:, : weight.values.shape[1]]
 
 
 def sums_of_units(x, weight, multiply_add):
-    """The order of sums over float8: that over bfloat16 within a unit, then unit by unit."""
+    """Return the sums in the order of the float8 kernels: within a unit as for bfloat16, and then unit by unit."""
     x, values, total = x.bfloat16().float(), weight.values.float(), torch.zeros(len(x), len(weight.values))
     unit = unit_size(FLOAT8, weight.group_size, x.shape[1])
     for start in range(0, x.shape[1], unit):

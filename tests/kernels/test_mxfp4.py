@@ -1,4 +1,4 @@
-"""MXFP4 as transformers and PyPI `gguf` read it: every byte with every exponent."""
+"""MXFP4 compared with transformers and PyPI `gguf`: every byte with every exponent."""
 
 import gguf
 import numpy as np
@@ -8,13 +8,13 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from pagewire.kernels.quantized import MXFP4, mxfp4_codes, mxfp4_scales
 from pagewire.kernels.weight import HeldWeight
 
-NUM_EXPONENTS = 255  # and one that stands for no number
+NUM_EXPONENTS = 255  # without the exponent that is not a number
 BLOCKS = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).repeat(NUM_EXPONENTS, 1, 1)
 EXPONENTS = torch.arange(NUM_EXPONENTS, dtype=torch.uint8)[:, None].repeat(1, 16)
 
 
 def every_weight():
-    """Each row has an exponent, and all bytes."""
+    """Return a weight in which each row has one exponent, and all bytes."""
     codes = mxfp4_codes(BLOCKS).view(NUM_EXPONENTS, 512)
     scale = mxfp4_scales(EXPONENTS, codes.unflatten(1, (-1, MXFP4.group_size)))
     return HeldWeight(codes, scale, MXFP4.group_size)
@@ -26,16 +26,16 @@ def test_every_number_is_that_of_transformers():
 
 
 def test_every_number_is_that_of_gguf():
-    """Where the halves of bytes lie one behind the other."""
+    """In gguf, the halves of the bytes are stored one after the other."""
     stored = torch.cat([EXPONENTS[..., None], BLOCKS], dim=-1).flatten(1)
-    with np.errstate(over="ignore"):  # 6 times the largest powers is infinite
+    with np.errstate(over="ignore"):  # 6 times the largest power is infinite
         meant = torch.from_numpy(gguf.quants.dequantize(stored.numpy(), gguf.GGMLQuantizationType.MXFP4))
     in_turns = meant.view(NUM_EXPONENTS, 16, 2, 16).transpose(2, 3).flatten(1)
     assert torch.equal(every_weight().dequantized(), in_turns)
 
 
 def test_panels_hold_every_number(cpu_kernels):
-    """Those with powers below all normal numbers need wider scales."""
+    """Groups whose powers are below all normal numbers need wider scales."""
     weight = every_weight()
     for rows, scale_dtype in ((slice(2, None), torch.float8_e8m0fnu), (slice(None), torch.bfloat16)):
         part = weight[torch.arange(NUM_EXPONENTS)[rows]]
@@ -46,7 +46,7 @@ def test_panels_hold_every_number(cpu_kernels):
 
 def test_groups_of_zeros_need_no_wide_scales(cpu_kernels):
     blocks, exponents = BLOCKS[127:129].clone(), EXPONENTS[127:129].clone()
-    blocks[:, 3], exponents[:, 3] = 0x80, 0  # -0 is 0 too
+    blocks[:, 3], exponents[:, 3] = 0x80, 0  # -0 is also 0
     codes = mxfp4_codes(blocks).view(2, 512)
     scale = mxfp4_scales(exponents, codes.unflatten(1, (-1, MXFP4.group_size)))
     assert (scale[:, 3] == 0).all()

@@ -1,4 +1,4 @@
-"""The specification itself, against torch's own attention on contiguous tensors."""
+"""The specification itself, compared with torch's attention on contiguous tensors."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from pagewire.kernels.arguments import Scoring, Selection
 
 
 def test_skipped_slots_leave_the_cache_alone():
-    key_cache, value_cache = torch.zeros(2, 3, 4, 1, 2)  # 3 blocks of 4 positions, one head of 2
+    key_cache, value_cache = torch.zeros(2, 3, 4, 1, 2)  # 3 blocks of 4 positions, one head of size 2
     key, value = torch.ones(3, 1, 2), 2 * torch.ones(3, 1, 2)
     reference.reshape_and_cache(key, value, key_cache, value_cache, torch.tensor([5, -1, 11]))
     assert key_cache.flatten(0, 1).sum(dim=(1, 2)).nonzero().flatten().tolist() == [5, 11]
@@ -26,7 +26,7 @@ def test_paged_attention_equals_dense_attention(window):
     key_cache, value_cache = torch.full((2, 6, block_size, num_kv_heads, head_dim), float("nan"))
     slots = torch.tensor([block_table[0, p // block_size] * block_size + p % block_size for p in range(seq_len)])
     reference.reshape_and_cache(keys, values, key_cache, value_cache, slots)
-    if window == 3:  # the first query is at position 6: what lies before position 4 is someone else's
+    if window == 3:  # the first query is at position 6: positions before 4 belong to another row
         key_cache[4], value_cache[4], block_table[0, 0] = float("nan"), float("nan"), 5
 
     actual = reference.paged_attention(

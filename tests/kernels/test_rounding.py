@@ -1,4 +1,4 @@
-"""Weights are quantised as PyPI `gguf` does it: codes and scales, bit for bit, in plain torch and in C."""
+"""Quantisation of weights as in PyPI `gguf`: codes and scales bit for bit, in plain torch and in C."""
 
 import random
 
@@ -21,7 +21,7 @@ def quantize(request):
 
 
 def draw(seed):
-    """Rows of numbers of very different sizes, some of which are 0, halves of the steps or equal to each other."""
+    """Return rows of very different magnitudes; some groups contain zeros, halves of steps, or equal numbers."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     num_rows, num_groups = rng.randrange(1, 40), rng.randrange(1, 12)

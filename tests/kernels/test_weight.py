@@ -1,4 +1,4 @@
-"""Weights of every element mean what their formula says, and so do their parts and what is joined of them."""
+"""Weights of every element type, their parts and joined weights, compared with their formula."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ EVERY = pytest.mark.parametrize("name", WEIGHTS)
 
 
 def meant(weight):
-    """Of single numbers, one after the other."""
+    """Return selected elements of the weight by its formula, computed from single numbers."""
     rows, columns = torch.tensor([0, 5, OUT_SIZE - 1]), torch.tensor([0, 31, 32, 1000, IN_SIZE - 1])
     found = weight.values.float()[rows][:, columns]
 

@@ -1,9 +1,11 @@
-"""Compiles the kernels of the modules of checks that are named for an H200, without one; of all where none is named.
+"""Compile the Triton kernels of the given modules of checks for an H200, without having one.
 
-Run as a process of its own, `python -m tests.kernels.triton.compilation [--pairs] [MODULE...]`: in that of the tests
-Triton interprets. Prints what each variant takes, a line each, and ends with status 1 if one does not compile or takes
-more than its case allows. With `--pairs` fewer are compiled: see `in_pairs`. With `--unlimited` a variant may take
-anything: what it takes depends on the compiler, and the limits are for the Triton of constraints.txt.
+    python -m tests.kernels.triton.compilation [--pairs] [MODULE...]
+
+Without modules, all are compiled. This runs in a process of its own, because Triton interprets in the process of the
+tests. The program prints the resources of each variant, one per line. It exits with status 1 if a variant does not
+compile or uses more than its case permits. `--pairs` compiles fewer variants: see `in_pairs`. `--unlimited` permits any
+use of resources: these depend on the compiler, and the limits are for the Triton in constraints.txt.
 """
 
 import argparse
@@ -30,7 +32,7 @@ H200 = GPUTarget("cuda", 90, 32)
 CHECKS = Path(kernel_checks.__file__).parent
 MODULES = sorted(path.stem for path in CHECKS.glob("*.py") if path.stem not in {"__init__", "case"})
 MAX_SHARED_MEMORY = 227 * 1024  # of a program
-# Of a processor; each program takes 1 KB of its shared memory besides its own.
+# Limits of a processor. Each program uses 1 KB of shared memory in addition to its own.
 SHARED_MEMORY = 228 * 1024
 NUM_REGISTERS = 64 * 1024
 NUM_THREADS = 2048
@@ -39,14 +41,14 @@ MAX_PROGRAMS = 32
 
 @dataclass(frozen=True)
 class Resources:
-    """What a compiled variant takes.
+    """The resources of a compiled variant.
 
     Attributes:
-        shared: bytes of a program.
-        registers, stack: of a thread; what it spills lies on its stack, in bytes.
-        num_threads: of a program.
-        waits: of each loop with asynchronous loads, how many groups of them may still be on their way where the loop
-            waits the most strictly: 0 means that nothing is loaded while it computes.
+        shared: bytes of shared memory per program.
+        registers, stack: registers per thread, and bytes of stack per thread, which contain spilled registers.
+        num_threads: threads per program.
+        waits: for each loop with asynchronous loads, the number of groups of loads that may still be in progress at the
+            loop's strictest wait. 0 means that no load overlaps with the computation.
     """
 
     shared: int
@@ -57,8 +59,8 @@ class Resources:
 
     @property
     def num_programs(self) -> int:
-        """That fit a processor side by side."""
-        of_thread = -(-self.registers // 8) * 8  # registers are given out by eights
+        """The number of programs that fit a processor at the same time."""
+        of_thread = -(-self.registers // 8) * 8  # registers are allocated in units of eight
         by_registers, by_threads = NUM_REGISTERS // (of_thread * self.num_threads), NUM_THREADS // self.num_threads
         return min(by_registers, by_threads, SHARED_MEMORY // (self.shared + 1024), MAX_PROGRAMS)
 
@@ -70,7 +72,7 @@ class Resources:
         )
 
     def check(self, case: CompileCase) -> None:
-        """Raises ValueError where this is more than the case allows."""
+        """Raise ValueError if the resources exceed what the case permits."""
         if self.shared > MAX_SHARED_MEMORY:
             raise ValueError(f"needs {self.shared} bytes of shared memory; a program has at most {MAX_SHARED_MEMORY}")
         if self.stack > case.max_stack:
@@ -82,7 +84,10 @@ class Resources:
 
 
 def compile_case(case: CompileCase, is_limited: bool = True) -> Resources:
-    """What the compiled variant takes. Raises what Triton raises, or ValueError where the case does not allow it."""
+    """Return the resources of the compiled variant.
+
+    Raises Triton's errors, or ValueError if the resources exceed what the case permits.
+    """
     names = case.kernel.arg_names
     differing = {*case.signature, *case.constexprs} ^ set(names)
     if differing:
@@ -107,9 +112,10 @@ def compile_case(case: CompileCase, is_limited: bool = True) -> Resources:
 
 
 def loop_waits(text: str) -> tuple[int, ...]:
-    """The lowest number of each loop's asynchronous waits in Triton's intermediate form; one without waits has none.
+    """Return the lowest number of each loop's asynchronous waits in Triton's intermediate form.
 
-    A wait belongs to the innermost loop around it. MLIR's printer indents what is within a loop by more than the loop.
+    Loops without waits are left out. A wait belongs to the innermost loop around it. MLIR's printer indents the body of
+    a loop by more than the loop.
     """
     found: list[list[int]] = []
     open_loops: list[tuple[int, list[int]]] = []  # indentation of the loop, and its waits
@@ -127,7 +133,7 @@ def loop_waits(text: str) -> tuple[int, ...]:
 
 
 def types_of(kind: object) -> object:
-    """The types of an argument as Triton takes them: what is None is a constant."""
+    """Return the types of an argument in the form that Triton expects; None becomes a constant."""
     if isinstance(kind, tuple):
         types = map(types_of, kind)
         return type(kind)(*types) if hasattr(kind, "_fields") else tuple(types)
@@ -135,7 +141,10 @@ def types_of(kind: object) -> object:
 
 
 def leaves(signature: dict[str, object]) -> Iterator[tuple[tuple, str, str | None]]:
-    """Path, name and type of all that is no tuple: of an argument or a field; one without a name has its tuple's."""
+    """Yield path, name and type of every argument or field that is not a tuple.
+
+    A field without a name has its tuple's name.
+    """
 
     def within(path: tuple, name: str, kind: object) -> Iterator[tuple[tuple, str, str | None]]:
         if isinstance(kind, tuple):
@@ -150,7 +159,7 @@ def leaves(signature: dict[str, object]) -> Iterator[tuple[tuple, str, str | Non
 
 
 def registers(cubin: bytes) -> tuple[int, int]:
-    """How many a thread has, and the bytes that it spills to its stack."""
+    """Return the registers per thread, and the bytes that a thread spills to its stack."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -163,8 +172,10 @@ def registers(cubin: bytes) -> tuple[int, int]:
 
 
 def in_pairs(cases: Iterable[CompileCase]) -> list[CompileCase]:
-    """Of each kernel, cases that have together every pair of values that any case has, of two things in which variants
-    differ: an argument's type, a constant, how it is launched."""
+    """Return cases of each kernel that together have every pair of values that occurs in any case.
+
+    A pair is of two traits in which variants differ: an argument's type, a constant, or a launch option.
+    """
     chosen = []
     kernel_of = attrgetter("kernel.__name__")
     for _, group in itertools.groupby(sorted(cases, key=kernel_of), kernel_of):
@@ -177,7 +188,7 @@ def in_pairs(cases: Iterable[CompileCase]) -> list[CompileCase]:
 
 
 def traits(case: CompileCase) -> list[tuple[str, str]]:
-    """What a variant is made of, each with its name."""
+    """Return the traits of a variant, each with its name."""
     launch = {"num_warps": case.num_warps, "num_stages": case.num_stages, "max_stack": case.max_stack}
     given = case.signature | case.constexprs | launch
     return sorted((".".join(map(str, (*path, name))), str(kind)) for path, name, kind in leaves(given))

@@ -1,4 +1,4 @@
-"""The kernels of Triton, compiled and in its interpreter: these tests are thorough, all of them."""
+"""The Triton kernels, compiled and in Triton's interpreter. All of these tests are thorough."""
 
 from pathlib import Path
 
@@ -17,13 +17,13 @@ def device() -> torch.device:
 
 @pytest.fixture
 def make_sparse(device, tmp_path):
-    """Makes bytes of which only those touched take memory."""
+    """A function that creates byte tensors of which only the touched parts use memory."""
     if device.type == "cuda":
         return lambda size: torch.empty(size, dtype=torch.int8, device=device)
     return lambda size: torch.from_file(str(tmp_path / "sparse"), shared=True, size=size, dtype=torch.int8)
 
 
-@pytest.hookimpl(tryfirst=True)  # what is selected goes by markers
+@pytest.hookimpl(tryfirst=True)  # must run before markers select tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:

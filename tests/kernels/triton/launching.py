@@ -1,8 +1,10 @@
-"""Launches what stands around a model, and products with quantised weights, for steps of many sizes, by Triton's own
-launcher, on a driver that does nothing.
+"""Launch the kernels around a model, and multiplications with quantised weights, for steps of many sizes.
 
-Run as a process of its own, `python -m tests.kernels.triton.launching`: in that of the tests Triton interprets. Kernels
-are compiled for an H200. Prints each kernel's name, the variants that were compiled of it, and its launches.
+    python -m tests.kernels.triton.launching
+
+Triton's own launcher is used, with a driver that does nothing. This runs in a process of its own, because Triton
+interprets in the process of the tests. Kernels are compiled for an H200. The program prints each kernel's name, the
+number of its compiled variants, and the number of its launches.
 """
 
 import torch
@@ -19,7 +21,7 @@ NUM_SLOTS, VOCAB_SIZE = 257, 151_936
 
 
 def launch_step(num_rows: int) -> None:
-    """Rows that lie anywhere in what was sent of the step, and ask for whatever there is."""
+    """Launch a step's kernels with rows at any offset in the uploaded tensors, and with every sampling feature."""
     cpu = torch.device("cpu")
     tables = make_tables(NUM_SLOTS, max(NUM_BLOCKS), 16, cpu, seed=1)
     slots = torch.zeros(num_rows + 4, dtype=torch.int32)[4:]
@@ -33,7 +35,7 @@ def launch_step(num_rows: int) -> None:
 
 
 def launch_products(num_rows: int) -> None:
-    """With weights of several sizes: only tiles differ, of which there are three for these rows."""
+    """Multiply by weights of several sizes. Only tiles differ, and there are three for these numbers of rows."""
     for in_size in (128, 512, 640):
         layer, generator = Layer(num_rows, 4096, in_size), torch.Generator().manual_seed(1)
         packed = linear.pack(make_weight(layer, generator), torch.device("cpu"))

@@ -1,8 +1,10 @@
-"""Launches attention of many layers by Triton's own launcher, on a driver that does nothing, and compares what reaches
-the driver where a layer's launch repeats another's with what does where Triton looks at all arguments.
+"""Launch attention of many layers through Triton's launcher, and compare repeated launches with first launches.
 
-Run as a process of its own, `python -m tests.kernels.triton.relaunching`: in that of the tests Triton interprets.
-Prints for each layer the kernels that Triton looked for, and fails where the driver is told something else.
+    python -m tests.kernels.triton.relaunching
+
+The driver does nothing. If a layer's launch repeats another's, the driver must receive the same values as when Triton
+inspects all arguments. This runs in a process of its own, because Triton interprets in the process of the tests. The
+program prints for each layer the kernels that Triton looked up, and fails if the driver receives other values.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,13 +31,13 @@ looked_for: list[str] = []
 
 
 class Launcher:
-    """Writes down which variant is launched on which grid and with what; tensors by their addresses."""
+    """A launcher that records the variant, grid and arguments of each launch, with tensors by their addresses."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
         self._variant = (source.fn.__name__, metadata.hash)
 
     def __call__(self, x: int, y: int, z: int, stream: int, function: int, *others: Any) -> None:
-        packed, _, *rest = others  # all but a description for hooks, made anew for each launch
+        packed, _, *rest = others  # everything but a description for hooks, which is new for each launch
         told.append((self._variant, (x, y, z), packed, _plain(tuple(rest))))
 
 
@@ -50,7 +52,7 @@ def _plain(value: Any) -> Any:
 
 
 def layers() -> Iterator[tuple[str, Tensor, PagedCaches, Tensor | None, Tensor]]:
-    """A name, and the query, caches, sinks and output of each."""
+    """Yield a name, and the query, caches, sinks and output of each layer."""
     shape, size = (NUM_TOKENS, NUM_HEADS, HEAD_DIM), NUM_HEADS * HEAD_DIM
     storage = torch.zeros((7, 8, 2, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM))
     caches = [paged_caches(*storage[:, layer].unbind(1)) for layer in range(8)]
@@ -71,7 +73,7 @@ def layers() -> Iterator[tuple[str, Tensor, PagedCaches, Tensor | None, Tensor]]
 
 
 def layers_to_turn() -> Iterator[tuple[str, Tensor, HeadPreparation, Tensor, Tensor]]:
-    """A name, heads, how they are prepared, and where their keys and values go."""
+    """Yield a name, heads, their preparation, and the caches for their keys and values."""
     num_all, storage = NUM_HEADS + 2 * NUM_KV_HEADS, torch.zeros((7, 6, 2, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM))
     caches = [storage[:, layer].unbind(1) for layer in range(6)]
     heads, shifted = torch.zeros(NUM_TOKENS, num_all, HEAD_DIM), torch.zeros(NUM_TOKENS * num_all * HEAD_DIM + 1)[1:]
@@ -88,7 +90,7 @@ def layers_to_turn() -> Iterator[tuple[str, Tensor, HeadPreparation, Tensor, Ten
 
 
 def attentions(caches: PagedCaches) -> Iterator[PagedAttention]:
-    """Of the same rows, over and over; none of them has launched anything."""
+    """Yield attentions over the same rows, none of which has launched anything."""
     group = LayerGroup.of((NUM_TOKENS, NUM_HEADS, HEAD_DIM), torch.float32, caches, Scoring(1.0, window=20))
     tables = torch.zeros((NUM_ROWS, 7), dtype=torch.int32)
     seq_lens, starts = torch.ones(NUM_ROWS, dtype=torch.int32), torch.arange(NUM_ROWS + 1, dtype=torch.int32)
@@ -118,7 +120,7 @@ def main() -> None:
 
 
 def compare(name: str, launch: Callable[[Any], object], repeated: Any, fresh: Any) -> None:
-    """What launches again with what has launched nothing yet."""
+    """Compare a repeated launch with a first launch."""
     results = []
     for tried in (repeated, fresh):
         told.clear()

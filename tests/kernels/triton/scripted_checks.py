@@ -1,4 +1,4 @@
-"""Cases that behave as the kernels must not, for the tests of the command that runs them."""
+"""Cases that behave as the kernels must not, for the tests of the command that runs cases."""
 
 import os
 from collections.abc import Iterator

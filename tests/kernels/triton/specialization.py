@@ -1,7 +1,9 @@
-"""Sees that kernels are not compiled again for where in a step's tensors the rows lie, and how many there are.
+"""Check that the position and number of rows in a step's tensors do not cause kernels to be compiled again.
 
-Run as a process of its own, `python -m tests.kernels.triton.specialization`: in that of the tests Triton interprets.
-Prints each kernel's name and the arguments, or fields of these, whose address or number makes another variant of it.
+    python -m tests.kernels.triton.specialization
+
+This runs in a process of its own, because Triton interprets in the process of the tests. The program prints each
+kernel's name, and the arguments or fields whose address or value selects another variant of the kernel.
 """
 
 import torch
@@ -22,7 +24,7 @@ from pagewire.kernels.triton.launching import Strided
 
 ALIGNED = torch.zeros(64)
 TENSORS, NUMBERS = (ALIGNED, ALIGNED[1:]), (1, 16, 17)
-# The values of an argument, by what differs in them.
+# The values of an argument, by the difference between them.
 OF_ROWS = {
     **{name: (name, TENSORS) for name in ("block_tables", "seq_lens")},
     **{name: (name, NUMBERS) for name in ("table_stride", "window")},
@@ -62,13 +64,13 @@ KERNELS = {
     linear._multiply_kernel: {name: (name, NUMBERS) for name in ("num_slots", "slots_of_row")},
     scaled._round_kernel: {"num_rows": ("num_rows", NUMBERS)},
     scaled._multiply_kernel: {"num_rows": ("num_rows", NUMBERS)},
-    # What is aligned in every step, to see that a difference would be noticed.
+    # An output that is aligned in every step, to verify that a difference would be noticed.
     decode_attention._reduction_kernel: OF_OUTPUT,
 }
 
 
 def variant(kernel: JITFunction, changes: dict[str, object]) -> object:
-    """What the arguments are compiled for."""
+    """Return the key of the variant that is compiled for the arguments."""
     binder = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
     arguments = {param.name: 1 if param.is_constexpr else ALIGNED for param in kernel.params}
     return binder(**arguments | changes)[1]

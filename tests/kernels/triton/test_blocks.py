@@ -1,4 +1,4 @@
-"""`pagewire.kernels.triton.blocks` against its specification."""
+"""`pagewire.kernels.triton.blocks` compared with its specification."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def test_layouts_of_both_ends(device, layout, staging_layout, operation):
     "shape",
     [
         Shape(5, 1, 16, 1, 32),
-        Shape(5, 3, 48, 1, 80),  # a last chunk that is not full
+        Shape(5, 3, 48, 1, 80),  # a partial last chunk
         Shape(5, 1, 16, 8, 128),  # a piece is one chunk
         Shape(5, 1, 256, 1, 112),
     ],

@@ -1,4 +1,4 @@
-"""`pagewire.kernels.triton.cache` against its specification."""
+"""`pagewire.kernels.triton.cache` compared with its specification."""
 
 import dataclasses
 
@@ -45,7 +45,7 @@ def test_a_step_without_tokens_writes_nothing(device):
 
 
 def test_a_slot_beyond_32_bits_of_elements_is_found(device, make_sparse):
-    """Blocks of one layer of a large allocation are far apart: here so far that the last begins past 2 ** 31."""
+    """The blocks of one layer of a large allocation are far apart: here the last block begins past 2 ** 31."""
     distance = 2**30 + 64
     caches = make_sparse(2 * distance + 16 * 32).view(E4M3).as_strided((3, 16, 1, 32), (distance, 32, 32, 1))
     caches[2] = torch.zeros((16, 1, 32), device=device).to(E4M3)

@@ -1,5 +1,7 @@
-"""Every kernel compiles for an H200, down to machine code, and takes no more than its case allows: registers, shared
-memory, spills, and waits for loads. The compiler that Triton brings needs no GPU."""
+"""Every kernel compiles for an H200 to machine code, within the limits of its case.
+
+The limits are on registers, shared memory, spills and waits for loads. The compiler included in Triton needs no GPU.
+"""
 
 import os
 import subprocess
@@ -16,7 +18,7 @@ MODULES = sorted(path.stem for path in CHECKS.glob("*.py") if path.stem not in {
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """A process that does not interpret. What Triton has compiled of the same sources before comes from its cache."""
+    """Run Python in a process without Triton's interpreter. Triton's cache provides variants compiled earlier."""
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -24,14 +26,14 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.timeout(900)
 def test_kernels_compile():
-    """In one process: what it imports takes as long as ten variants."""
+    """All kernels compile in one process, because its imports take as long as ten variants."""
     result = run("-m", "tests.kernels.triton.compilation", "--pairs")
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count(" registers, ") > 100
 
 
 def test_a_sample_has_every_pair_that_any_variant_has():
-    """And each of its variants has one that those before it lack."""
+    """Each variant of the sample adds a pair that the preceding ones lack."""
     result = run("-c", _SAMPLES)
     modules = [line.split() for line in result.stdout.splitlines()]
     assert [name for name, *_ in modules] == MODULES, result.stderr
@@ -54,7 +56,7 @@ for name in MODULES:
 
 
 def test_kernels_are_compiled_once_wherever_rows_lie():
-    """Where a step's rows begin in its tensors, and how many there are, changes from step to step."""
+    """The position and number of rows in a step's tensors change from step to step."""
     result = run("-m", "tests.kernels.triton.specialization")
     assert result.stdout.splitlines() == [
         "_paged_prefill_kernel",
@@ -78,7 +80,7 @@ def test_kernels_are_compiled_once_wherever_rows_lie():
 
 
 def test_what_stands_around_a_model_is_compiled_once_for_steps_of_every_size():
-    """All of their launches pass Triton's launcher."""
+    """All launches use Triton's launcher."""
     result = run("-m", "tests.kernels.triton.launching")
     assert result.stdout.splitlines() == [
         "_gather_tokens_kernel 1 24",
@@ -91,7 +93,7 @@ def test_what_stands_around_a_model_is_compiled_once_for_steps_of_every_size():
 
 
 def test_triton_looks_at_the_arguments_of_no_layer_that_is_like_another():
-    """And the driver is told what it is told where Triton looks at them."""
+    """The driver receives the same values as when Triton inspects the arguments."""
     result = run("-m", "tests.kernels.triton.relaunching")
     kernels = " _paged_attention_v2_kernel _reduction_kernel _paged_prefill_kernel"
     assert result.stdout.splitlines() == [
@@ -116,7 +118,7 @@ def test_triton_looks_at_the_arguments_of_no_layer_that_is_like_another():
 
 
 def test_a_variant_that_takes_too_much_is_refused():
-    """The bounds are read from what the compiler made: each of these breaks one."""
+    """The limits are compared with the compiler's output; each case here exceeds one."""
     result = run("-c", _BROKEN)
     lines = [line.split(":")[0] for line in result.stdout.splitlines()]
     assert lines == [

@@ -1,4 +1,4 @@
-"""`pagewire.kernels.triton.decode_attention` against its specification."""
+"""`pagewire.kernels.triton.decode_attention` compared with its specification."""
 
 import dataclasses
 import itertools
@@ -37,7 +37,7 @@ STEP = Step((33, 0, 17), num_kv_heads=2, num_groups=2)
 
 @pytest.fixture(autouse=True)
 def small_tiles():
-    """Several of them in a short row, and rows that end within one."""
+    """Use small tiles: several in a short row, and rows that end within a tile."""
     tile = tiles.Tile(block_n=16, num_warps=4, num_stages=2)
     with tiles.forced("paged_attention_v1", tile), tiles.forced("paged_attention_v2", tile):
         yield
@@ -62,7 +62,7 @@ def test_features_in_half_precision(device, dtype, names):
 @pytest.mark.parametrize("block_size", [16, 32, 48])
 @pytest.mark.parametrize("window", [0, 1, 16, 17])
 def test_lengths_on_every_edge(device, block_size, window):
-    """Of a tile, of a block, and of a split; two rows begin with the same block."""
+    """Lengths at the edges of a tile, a block and a split; two rows begin with the same block."""
     lens = {1, 2, 15, 16, 17, block_size - 1, block_size, block_size + 1}
     step = Step((*sorted(lens), 0), num_kv_heads=1, num_groups=1, block_size=block_size, window=window)
     check_decode(device, step, seed=block_size + window)
@@ -84,7 +84,7 @@ def test_head_dimensions(device, head_dim, cache_dtype):
 @pytest.mark.parametrize("block_n", [32, 64])
 @pytest.mark.parametrize("block_size", [16, 256])
 def test_tiles_beside_blocks(device, block_n, block_size):
-    """A tile may hold several blocks, and a block several tiles."""
+    """A tile may contain several blocks, and a block several tiles."""
     step = Step((70, 9), num_kv_heads=1, block_size=block_size, selected_share=0.7)
     tile = tiles.Tile(block_n, 4, 2)
     with tiles.forced("paged_attention_v1", tile), tiles.forced("paged_attention_v2", tile):
@@ -94,7 +94,7 @@ def test_tiles_beside_blocks(device, block_n, block_size):
 
 @pytest.mark.parametrize("selected_share", [0.0, 0.2])
 def test_splits_without_a_position(device, selected_share):
-    """Rows are cut by their lengths; of the few blocks that are selected, some have nothing to read."""
+    """Rows are split by length. With few selected blocks, some splits have nothing to read."""
     step = Step((70, 80), num_kv_heads=2, num_groups=1, selected_share=selected_share, num_programs=64)
     inputs, plan = make_inputs(step, device, seed=3), make_plan(step, device)
     plan.decide(inputs.seq_lens)
@@ -103,7 +103,7 @@ def test_splits_without_a_position(device, selected_share):
 
 
 def test_more_splits_than_the_reduction_adds_up_at_once(device):
-    """Scores rise with the position, so that the highest one is found late."""
+    """Scores rise with the position, so that the highest score is found late."""
     step = Step((330,), num_kv_heads=1, num_groups=2, num_programs=128, has_alibi=True)
     inputs, plan = make_inputs(step, device, seed=0), make_plan(step, device)
     plan.decide(inputs.seq_lens)
@@ -173,7 +173,7 @@ def test_a_block_beyond_32_bits_of_elements_is_found(device, tmp_path, version):
     distance, storage = 2**30 + 64, None
     if device.type == "cuda":
         storage = torch.empty(2 * distance + 512, dtype=torch.int8, device=device)
-    else:  # of which only what is touched takes memory
+    else:  # only the touched parts of it use memory
         storage = torch.from_file(str(tmp_path / "sparse"), shared=True, size=2 * distance + 512, dtype=torch.int8)
     caches = storage.view(E4M3).as_strided((3, 16, 1, 32), (distance, 32, 32, 1))
     step = Step((16,), num_kv_heads=1, cache_dtype=E4M3, shares_prefix=False)
@@ -246,7 +246,10 @@ def test_splits_are_even_whatever_the_mixture(device):
     [(257, 1, 40), (512, 1, 64), (1024, 1, 128), (1100, 1, 144), (4096, 1, 128), (1024, 4, 128), (32_768, 1, 512)],
 )
 def test_short_rows_fill_the_processors(device, seq_len, num_rows, num_programs):
-    """Of 132 processors with 8 KV heads: one program each, until splits have 256 positions, and up to four then."""
+    """With 132 processors and 8 KV heads, each processor runs one program until splits have 256 positions.
+
+    After that, it runs up to four.
+    """
     plan = decode_attention.SplitPlan.allocate(num_rows, 32, 8, 128, device, num_programs=4 * 132)
     plan.decide(torch.full((num_rows,), seq_len, dtype=torch.int32, device=device))
     assert plan.split_starts[-1].item() * 8 == num_programs

@@ -1,4 +1,4 @@
-"""Experts against their specification: routes, the order of slots, products and sums."""
+"""Experts compared with their specification: routes, the order of slots, matrix multiplications and sums."""
 
 from dataclasses import replace
 
@@ -60,15 +60,15 @@ def test_products(device, dtype, has_bias):
     [
         {"num_tokens": 1, "num_experts": 40, "routing": ExpertRouting(8)},
         {"num_tokens": 70, "num_experts": 3},  # several tiles of an expert
-        {"num_tokens": 40, "is_skewed": True, "routing": ExpertRouting(1)},  # a full tile of one, nothing of others
+        {"num_tokens": 40, "is_skewed": True, "routing": ExpertRouting(1)},  # a full tile of one expert
         {"num_experts": 1, "routing": ExpertRouting(1)},
-        {"hidden_size": 150, "intermediate_size": 90},  # several tiles of inputs and outputs, with rests
+        {"hidden_size": 150, "intermediate_size": 90},  # several tiles of inputs and outputs, with partial tiles
         {
             "num_tokens": 131,
             "routing": ExpertRouting(8),
             "hidden_size": 8,
             "intermediate_size": 4,
-        },  # more slots than are looked at at a time
+        },  # more slots than one iteration processes
     ],
     ids=str,
 )

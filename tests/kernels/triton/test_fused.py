@@ -1,4 +1,4 @@
-"""The steps between matrix products against the reference, in all dtypes."""
+"""The steps between matrix multiplications compared with the reference, in all dtypes."""
 
 import pytest
 import torch
@@ -54,7 +54,10 @@ def test_norm_rope_and_cache(device, dtype, is_quantized, num_heads, num_kv_head
 
 
 def test_layers_of_a_step_get_what_each_gets_alone(device):
-    """Some are laid out as one before, and some are not: in their weights, their caches, or as part of more heads."""
+    """Some layers have the layout of an earlier one.
+
+    Others differ in their weights, their caches, or as part of more heads.
+    """
     num_tokens, num_heads, num_kv_heads, head_dim = 5, 4, 2, 32
     total_heads = num_heads + 2 * num_kv_heads
     slots = torch.tensor([7, 3, -1, 20, 9], device=device)

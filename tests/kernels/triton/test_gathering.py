@@ -1,4 +1,4 @@
-"""`pagewire.kernels.triton.gathering` against its specification."""
+"""`pagewire.kernels.triton.gathering` compared with its specification."""
 
 import pytest
 import torch

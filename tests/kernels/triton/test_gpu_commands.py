@@ -1,4 +1,4 @@
-"""What `make gpu-check-kernels` and `make gpu-bench-kernels` do around the kernels."""
+"""The commands `make gpu-check-kernels` and `make gpu-bench-kernels`, without real kernels."""
 
 import collections
 import importlib
@@ -71,7 +71,7 @@ def test_goals_are_judged_by_bandwidth_rate_and_time():
         return {"name": name, "seconds": seconds, "bytes_moved": bytes_moved, "flops": flops, "goals": wanted}
 
     results = [
-        timed("copy", 2.0, bytes_moved=8000),  # 4,000 a second
+        timed("copy", 2.0, bytes_moved=8000),  # 4,000 bytes per second
         timed("matmul", 1.0, flops=100),
         timed("v1", 6.0),
         timed("v2", 1.0, bytes_moved=3200, flops=60, copy=0.8, v1=5.0, matmul=0.7),

@@ -1,4 +1,4 @@
-"""What is repaired in Triton's interpreter computes what torch does, and what Triton's own loop over elements does."""
+"""The fixes to Triton's interpreter compute the same as torch and as Triton's own loop over elements."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def test_every_bfloat16_is_widened_exactly():
 
 
 def test_floats_become_the_nearest_bfloat16():
-    """Between every two neighbours: halfway, by a bit to either side, and the neighbours; NaN of any bits is NaN."""
+    """Halfway between every two neighbours, one bit to either side, and the neighbours. Any NaN stays NaN."""
     above = np.arange(1 << 16, dtype=np.uint32)[:, None] << 16
     bits = above + np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
     expected = torch.from_numpy(bits.view(np.float32)).bfloat16()
@@ -34,7 +34,7 @@ def test_floats_become_the_nearest_bfloat16():
 
 @triton.jit
 def _after(first_factor, first_term, factor, term):
-    """One line after another, which is not the other after the one."""
+    """Return the composition of two linear functions, which is not commutative."""
     return first_factor * factor, first_term * factor + term
 
 

@@ -1,4 +1,4 @@
-"""Products with quantised weights against those with what the weights mean."""
+"""Matrix multiplications with quantised weights compared with multiplications by the dequantised weights."""
 
 import random
 from dataclasses import replace
@@ -24,7 +24,7 @@ def test_products(device, codes, dtype, is_exact):
 
 @pytest.mark.parametrize("seed", range(24))
 def test_layers_of_all_kinds(device, seed):
-    """Sizes divide no tile; half of the layers are exact."""
+    """No tile divides the sizes; half of the layers are exact."""
     choose = random.Random(seed).choice
     codes, group_size = choose(list(PACKED)), choose((16, 32, 48, 64, 128, 0))
     has_factors = group_size in (16, 32, 64, 128) and codes != "fp8" and choose((False, True))
@@ -74,7 +74,7 @@ def test_zeros_around_anything(device, zero, bits):
     codes = torch.arange(-128, -112).char()[None]
     weight = HeldWeight(codes, torch.ones(1, 1), 16, zero=torch.tensor([[-zero]], dtype=torch.int8))
     packed = linear.pack(weight, device)
-    assert packed.bits == bits  # with codes moved by 120, a zero of 120 would be one of 240
+    assert packed.bits == bits  # with codes shifted by 120, a zero of 120 would become 240
     x = torch.eye(16, device=device).to(torch.bfloat16)
     assert linear.multiply(x, packed).T.tolist() == (codes.int() + zero).tolist()
 
@@ -134,7 +134,7 @@ def test_many_slots_of_experts(device):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("in_size", [96, 160])  # groups that do and do not fill words
+@pytest.mark.parametrize("in_size", [96, 160])  # groups that fill words, and groups that do not
 def test_experts_that_differ(device, changes, bits, in_size):
     layer = replace(LAYER, num_rows=8, in_size=in_size, dtype=torch.float32)
     check_experts(device, layer, changes, ExpertRouting(1), seed=5)
@@ -144,7 +144,7 @@ def test_experts_that_differ(device, changes, bits, in_size):
 
 
 def test_experts_whose_codes_need_fewer_bits_by_chance(device):
-    """Codes of one have no negative ones, and of the other none above 7: all fit the 4 bits around either."""
+    """One expert has no positive codes above 7, the other no negative ones: all fit 4 bits with either offset."""
     low, high = torch.arange(16).char() - 8, torch.arange(16).char() % 8
     weights = [HeldWeight(codes[None], torch.ones(1, 1), 16) for codes in (low, high)]
     joined = linear.join([linear.pack(weight, device) for weight in weights])
@@ -255,7 +255,7 @@ def test_what_cannot_be_packed(device):
 @pytest.mark.parametrize("is_e2m1", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_instructions_that_decode(dtype, is_e2m1):
-    """Interpreted programs have none: these are run by hand, on every byte, at each place of a word."""
+    """The instructions are run by hand, on every byte at each position of a word: interpreted programs lack them."""
     pairs = ((0, 0), (1, 1), (2, 2), (3, 3), (4, 4), (5, 6), (6, 8), (7, 12))
     e2m1 = dict(pairs) | {code + 8: -number for code, number in pairs}
     for half in range(2):
@@ -272,8 +272,10 @@ def test_instructions_that_decode(dtype, is_e2m1):
 
 
 def run_ptx(text: str, word: int) -> tuple[int, int]:
-    """What the instructions leave in $0 and $1 of what is in $2. An output may stand where an input does: none is read
-    after an output was written."""
+    """Return the values of $0 and $1 after running the instructions on the word in $2.
+
+    An output may use an input's register, so no input may be read after an output was written.
+    """
     values, is_written = {"$2": word}, False
     for line in text.strip("{}").split(";")[1:-1]:
         name, target, *operands = line.replace(",", " ").split()

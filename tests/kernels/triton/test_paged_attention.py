@@ -1,4 +1,4 @@
-"""`pagewire.kernels.triton.paged_attention`: rows that decode and others in one batch are what each is alone."""
+"""`pagewire.kernels.triton.paged_attention`: rows in a mixed batch give the same results as alone."""
 
 import itertools
 from dataclasses import replace
@@ -36,18 +36,18 @@ def test_every_feature(device, feature, splits):
 
 @pytest.mark.parametrize(("num_decodes", "splits"), list(itertools.product([0, 1, 2, 3], [False, True])))
 def test_every_share_of_rows_that_decode(device, num_decodes, splits):
-    """A row with one query may be with the others too."""
+    """A row with one query may also be computed with the prefill rows."""
     check_paged_attention(device, CASE, num_decodes, splits=splits and num_decodes > 0)
 
 
 @pytest.mark.parametrize("splits", [False, True])
 def test_each_part_has_its_own_launch(device, monkeypatch, splits):
-    """Any of the three would compute the right result: what counts is which one is asked."""
+    """Any of the three kernels would compute the right result; the test checks which one is launched."""
     launched = record_attention(monkeypatch)
     check_paged_attention(device, CASE, 3, splits=splits)
     tile = tiles.lookup("paged_prefill", head_dim=CASE.head_dim, num_groups=2, dtype=CASE.dtype)
     prefill = ("paged_prefill", (22 // (tile.block_m // 2) + 3, 2, 1))
-    # By KV heads: three rows, or 32 splits and as many as there are rows.
+    # Grid by KV heads: three rows, or 32 splits plus the number of rows.
     assert launched == [
         ("paged_attention_v2", (2, 32 + 3, 1)) if splits else ("paged_attention_v1", (2, 3, 1)),
         prefill,
@@ -56,7 +56,7 @@ def test_each_part_has_its_own_launch(device, monkeypatch, splits):
 
 @pytest.mark.parametrize("splits", [False, True])
 def test_layers_are_launched_with_what_is_theirs(device, splits):
-    """Layers of a group differ in queries, caches, sinks and strides, and get what each gets alone."""
+    """Layers of a group differ in queries, caches, sinks and strides. Each gets the same result as alone."""
     cases = [replace(CASE, seed=seed, has_sinks=seed == 1, is_head_major=seed == 2) for seed in range(3)]
     batches = [make_batch(case, device) for case in cases]
     first, integers = batches[0], {"dtype": torch.int32, "device": device}
@@ -67,7 +67,7 @@ def test_layers_are_launched_with_what_is_theirs(device, splits):
     if splits:
         plan = SplitPlan.allocate(3, 4, 2, 32, device, num_programs=64, min_chunk=16)
         plan.decide(seq_lens[:3])
-    # All have the rows, and so the blocks, of the first: what the others keep in them is theirs.
+    # All layers use the rows and blocks of the first layer, with content of their own in them.
     attention = PagedAttention.of(group, first.block_tables, seq_lens, starts, 3, plan)
     for batch, cache in zip(batches, caches, strict=True):
         keys, values = batch.key_cache.nan_to_num(0.5), batch.value_cache.nan_to_num(0.5)

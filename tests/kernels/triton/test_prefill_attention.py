@@ -1,4 +1,7 @@
-"""`pagewire.kernels.triton.prefill_attention` against its specification: features alone, in pairs, at every edge."""
+"""`pagewire.kernels.triton.prefill_attention` compared with its specification.
+
+Features are tested alone and in pairs, and lengths at every edge.
+"""
 
 import itertools
 from dataclasses import replace
@@ -13,7 +16,7 @@ from pagewire.kernels.triton.tiles import Tile
 from testing.kernel_checks.prefill_attention import E4M3, Case, check_paged_prefill, make_batch
 
 TILE = Tile(block_n=16, num_warps=4, num_stages=2, block_m=16)
-# Chunks past a prefix that ends inside a block, in one tile of queries and in two, and padding.
+# Chunks after a prefix that ends within a block, in one and in two tiles of queries, and padding.
 CASE = Case(((3, 22), (9, 17), (1, 0)), num_kv_heads=2, num_groups=2)
 FEATURES = {
     "float16": {"dtype": torch.float16},
@@ -92,14 +95,14 @@ def test_selected_blocks(device, seed):
 
 @pytest.mark.parametrize("factor", [1e-6, 1.0, 1e6])
 def test_bfloat16_queries_as_float16_operands(device, monkeypatch, factor):
-    """As on a device with 8-bit caches, though queries may be of a size that float16 does not hold."""
+    """As on a device with 8-bit caches, with queries beyond the range of float16."""
     monkeypatch.setattr(attention_arguments, "operand", lambda *_: tl.float16)
     case = Case(((9, 20), (2, 17)), torch.bfloat16, E4M3, query_factor=factor)
     check_paged_prefill(device, case, TILE)
 
 
 def test_rows_of_a_mixed_batch(device):
-    """The first two rows are another launch's."""
+    """The first two rows belong to another launch."""
     rows = ((1, 30), (1, 17), (12, 20), (9, 9), (1, 0))
     for changes in ({}, {"is_selected": True}):
         check_paged_prefill(device, replace(CASE, rows=rows, num_skipped=2, **changes), TILE)
@@ -107,7 +110,7 @@ def test_rows_of_a_mixed_batch(device):
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 9])
 def test_every_number_of_rows(device, num_rows):
-    """Among them rows without queries and padding: the tiles of each must be found."""
+    """The tiles of each row must be found, also beside rows without queries and padding."""
     rows = tuple(itertools.islice(itertools.cycle([(3, 5), (0, 7), (20, 20), (1, 0), (8, 8)]), num_rows))
     check_paged_prefill(device, Case(rows, num_kv_heads=1), TILE)
 

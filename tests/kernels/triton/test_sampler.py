@@ -1,4 +1,4 @@
-"""`pagewire.kernels.triton.sampler` against its specification, and that against the sampler for CPUs."""
+"""`pagewire.kernels.triton.sampler` compared with its specification, and the specification with the CPU sampler."""
 
 import dataclasses
 import random
@@ -33,7 +33,7 @@ FILTERED = (Row(top_k=7, seed=1), Row(top_p=0.9, seed=2), Row(top_k=40, top_p=0.
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Several tiles to a chunk, chunks to a row and tiles of candidates, in a vocabulary of a thousand."""
+    """Use small tiles, so that a vocabulary of a thousand has several tiles per chunk and chunks per row."""
     for name, size in {"GROUP_SIZE": 16, "TILE_GROUPS": 8, "TILE_TOKENS": 256}.items():
         monkeypatch.setattr(sampler, name, size)  # for the launchers
         monkeypatch.setattr(sampler, f"_{name}", tl.constexpr(size))  # for the kernels
@@ -47,7 +47,7 @@ def on_cpu(index: int, row: Row) -> SamplingRow:
     shared = {field.name for field in dataclasses.fields(SamplingParams)} & {*vars(row)}
     params = {
         name: getattr(row, name) for name in shared if name != "num_logprobs"
-    }  # its tokens count, if it lists any
+    }  # the number of listed tokens counts, if there are any
     return SamplingRow(
         index,
         SamplingParams(
@@ -79,9 +79,7 @@ def test_the_specification_draws_what_the_workers_sampler_draws(seed, vocab_size
     assert specified.ranks[reported].tolist() == list(samples.logprobs.ranks)
     top = [(i, min(rows[i].num_reported, vocab_size)) for i in reported]
     values = [value for i, num in top for value in specified.top_logprobs[i, :num].tolist()]
-    assert values == pytest.approx(
-        samples.logprobs.top_logprobs, abs=1e-5
-    )  # ids of equal ones stand in any order there
+    assert values == pytest.approx(samples.logprobs.top_logprobs, abs=1e-5)  # in any order there if equal
 
 
 def test_counts_are_of_the_sequence_and_of_what_it_drew():
@@ -150,14 +148,17 @@ def test_however_a_row_is_split(device, small_tiles, monkeypatch, num_programs):
 
 
 def test_a_first_guess_of_the_groups_that_is_wrong(device, small_tiles):
-    """One token holds most of each of a few groups, and the nucleus needs the many small ones everywhere."""
+    """One token dominates each of a few groups, and the nucleus needs the many small tokens everywhere."""
     logits = torch.zeros((2, 1600), device=device)
     logits[:, ::160] = 4.0
     check_sample(logits, [Row(top_p=0.6, seed=8), Row(top_p=0.99, seed=9)], "few high ones in a flat field")
 
 
 def test_top_p_is_a_share_of_what_top_k_keeps(device):
-    """0.6 of four nearly equal tokens are the first three; 0.45 of four that many equal ones end are the first two."""
+    """Of four nearly equal tokens, top-p 0.6 keeps the first three.
+
+    If many tokens equal the fourth, top-p 0.45 keeps the first two of them.
+    """
     falling, ending = torch.arange(20) * -0.01, torch.tensor([0.0, -0.01, *[-0.02] * 5, *[-9.0] * 13])
     draws_third = [seed for seed in range(50) if drawn(falling, Row(top_k=4, top_p=0.6, seed=seed)) == 2][:2]
     draws_equal = [seed for seed in range(50) if drawn(ending, Row(top_k=4, seed=seed)) >= 2][:2]
@@ -178,7 +179,7 @@ def test_a_tile_is_skipped_only_where_it_holds_nothing_better(device, small_tile
 
 
 def test_rows_that_draw_what_their_filters_drop(device, small_tiles):
-    """The best token of all is not kept: a second one is looked for among those that are."""
+    """The token with the best score is filtered out, so the sampler looks for a second one among the kept tokens."""
     rows = [Row(top_k=2, seed=seed) for seed in range(4)] + [Row(min_p=0.9, seed=seed) for seed in range(3)]
     logits = random_logits(16, len(rows), 1500, 0.2, device)
     unfiltered = [dataclasses.replace(row, top_k=0, min_p=0.0) for row in rows]
@@ -188,7 +189,7 @@ def test_rows_that_draw_what_their_filters_drop(device, small_tiles):
 
 
 def test_the_highest_noise_that_there_is_draws_no_token_that_lies_further_below(device):
-    """Token 993 has it, 16.6; of the others 428 has the most, 6.7."""
+    """Token 993 has the highest possible noise, 16.6. Of the other tokens 428 has the highest, 6.7."""
     logits = torch.zeros((2, 1000), device=device)
     logits[:, 993] = torch.tensor([-9.0, -11.0])
     sampled = check_sample(logits, [Row(seed=1036)] * 2, "seed 1036")
@@ -196,7 +197,7 @@ def test_the_highest_noise_that_there_is_draws_no_token_that_lies_further_below(
 
 
 def test_of_equal_scores_in_several_tiles_the_first_is_drawn(device, small_tiles):
-    """Tokens 620 and 852 have the same noise, and 440 more, which is not kept."""
+    """Tokens 620 and 852 have equal noise. Token 440 has more, but is filtered out."""
     logits = torch.zeros((1, 1000), device=device)
     logits[0, 440] = -0.5
     sampled = check_sample(logits, [Row(min_p=0.9, seed=2632)], "seed 2632")
@@ -232,7 +233,7 @@ def test_a_row_draws_the_same_alone_and_among_others(device, small_tiles):
 
 
 def test_what_was_drawn_counts_in_the_next_step(device):
-    """A penalty that forbids repetition: in as many steps as there are tokens, each is drawn once."""
+    """A penalty forbids repetition: in as many steps as the vocabulary has tokens, each token is drawn once."""
     rows = [Row(presence_penalty=1e4, token_ids=(0,), num_prompt_tokens=1)]
     counts, columns = make_counts(rows, 5, device), make_columns(rows, device)
     logits = random_logits(20, 1, 5, 1.0, device)
@@ -241,7 +242,7 @@ def test_what_was_drawn_counts_in_the_next_step(device):
 
 
 def test_the_draws_follow_the_distribution(device):
-    """A statistic of 200 draws at once, so that an error which kernels and specification share would be seen."""
+    """A statistic of 200 simultaneous draws, which would show an error that kernels and specification share."""
     seed = 21
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0], device=device).expand(200, 4)
     rows = [Row(seed=random.Random(seed + i).getrandbits(64)) for i in range(200)]

@@ -1,4 +1,4 @@
-"""Products of rounded activations against their specification, and the specification against float64."""
+"""Matrix multiplications with rounded activations compared with their specification, and that with float64."""
 
 from dataclasses import replace
 from functools import partial
@@ -38,7 +38,7 @@ def test_rows_are_rounded_bit_for_bit(device, dtype):
     for scale in (1e-45, 1e-41, 1e-38, 1e-36, 1e30, 2e37):
         x = torch.randn(3, 300, generator=generator) * scale
         check(x, dtype, 300, f"magnitude {scale}, seed 1")
-    halves = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -126.5, 126.5]])  # of an integer: to the even one
+    halves = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -126.5, 126.5]])  # halfway: to the even one
     check(halves, dtype, 8, "halves")
 
 
@@ -87,7 +87,7 @@ def test_products_of_random_shapes(device):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_tile(device, kind):
-    """Outputs so many, or so few, that the host chooses each."""
+    """Numbers of outputs for which the host chooses each of the tiles."""
     dtype = replace(PRODUCT, kind=kind).weight_dtype
     chosen = set()
     for num_rows, out_size in (
@@ -121,8 +121,11 @@ def test_a_row_does_not_depend_on_others(device, kind, num_rows):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("magnitude", [2.0**-14, 1.0, 2.0**15])
 def test_the_specification_is_as_near_as_rounding_allows(kind, magnitude):
-    """To the product in float64: each input is off by half a step of int8, or by a sixteenth of FP8 and, below the
-    least normal number, by half of 2^-9 of a scale."""
+    """The specification is within the rounding bound of the float64 result.
+
+    Each int8 input is off by at most half a step. Each FP8 input is off by at most a sixteenth, or by half of 2^-9 of
+    the scale below the least normal number.
+    """
     seed = 11
     generator = torch.Generator().manual_seed(seed)
     product = replace(PRODUCT, kind=kind, num_rows=9, in_size=300, has_bias=True)
@@ -137,12 +140,12 @@ def test_the_specification_is_as_near_as_rounding_allows(kind, magnitude):
     limit = steps @ weights.T + (300 + 8) * 2.0**-24 * (x.double().abs() @ weights.T) * 1.1
     error = (actual - expected).abs()
     assert bool((error <= limit).all()), f"seed {seed}: off by {float((error / limit).max())} of the bound"
-    # The bound is no empty one: the error has its size, and would not stand a wrong scale.
+    # The bound is not too loose: the error comes near it, and a wrong scale would exceed it.
     assert float((error / limit)[2:].max()) > 0.02
 
 
 def test_sums_of_int8_are_exact_at_the_largest(device):
-    """-128 by -127 as often as an int32 holds it."""
+    """The largest number of products of -128 and -127 that an int32 can hold."""
     size = scaled.MAX_INPUTS
     codes = torch.full((2, size), -128, dtype=torch.int8, device=device)
     weight = scaled.ScaledWeight(codes, torch.ones(2, device=device), size)
@@ -183,7 +186,7 @@ def test_weights_of_fp8_are_packed(device):
     channels = torch.rand(300, 1, generator=generator)
     blocks = torch.rand(3, 4, generator=generator)
     of_outputs = blocks.repeat_interleave(128, 0)[:300]
-    of_units = of_outputs.repeat_interleave(4, 1)[:, :13]  # of 32 inputs; the last of 16
+    of_units = of_outputs.repeat_interleave(4, 1)[:, :13]  # units of 32 inputs; the last of 16
     for scale, block_size, shape in (
         *((channels, 400, (300,)), (channels.expand(300, 25).contiguous(), 16, (300,))),
         *((torch.ones(300, 1), 400, (300,)), (of_outputs, 128, (3, 4)), (of_units, 32, (3, 4))),
@@ -226,7 +229,7 @@ def test_fp8_needs_compute_capability_8_9(monkeypatch, capability, has_int8, has
 
 @pytest.fixture
 def _library_anew():
-    """What was found of torch's product is found again."""
+    """Forget whether torch's multiplication is supported, so that it is checked again."""
     scaled.has_library.cache_clear()
     yield
     scaled.has_library.cache_clear()
@@ -234,7 +237,7 @@ def _library_anew():
 
 @pytest.mark.usefixtures("_library_anew")
 def test_torchs_product_takes_many_rows_where_it_agrees(device, monkeypatch):
-    """Where torch has none on a CPU, as of blocks, all rows are the kernel's."""
+    """Where torch has no multiplication on a CPU, such as with scales per block, our kernel computes all rows."""
     calls = []
     multiply = torch._scaled_mm
     monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **kwargs: calls.append(args) or multiply(*args, **kwargs))

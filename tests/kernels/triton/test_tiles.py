@@ -1,4 +1,4 @@
-"""The table of tiles: complete, kept within a device's memory, and replaceable by what was measured."""
+"""The table of tiles: complete, within a device's memory, and replaceable by measured tiles."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Tiles are chosen by time among those that run and agree."""
+"""Tiles are chosen by time among the tiles that run and give correct results."""
 
 import pytest
 import torch
