@@ -1,4 +1,4 @@
-"""Random rows of a step over a cache that holds NaN wherever nothing was written, for tests of attention backends."""
+"""Random rows of a step over a cache with NaN in unwritten positions, for tests of attention backends."""
 
 import torch
 
@@ -9,7 +9,7 @@ from worker_service.attention import AttentionBatch, AttentionShape
 NUM_LAYERS = 2
 CPU = torch.device("cpu")
 E4M3 = torch.float8_e4m3fn
-PADDING = (-1, 1)  # one token that is not kept, of a row without positions
+PADDING = (-1, 1)  # one token that is not stored, of a row without positions
 
 
 def make_kv_cache(num_blocks, block_size, num_kv_heads, head_dim, dtype, device):
@@ -20,12 +20,12 @@ def make_kv_cache(num_blocks, block_size, num_kv_heads, head_dim, dtype, device)
 
 
 def nan_of(dtype):
-    """What fills a cache so that whatever is read of it is NaN: of integers all bits, those of their scale too."""
+    """Return a fill value for which every read is NaN. For integers all bits are set, also those of the scale."""
     return float("nan") if dtype.is_floating_point else -1
 
 
 class Rows:
-    """Rows of a step with scattered blocks, their context already in the cache."""
+    """Rows of a step with scattered blocks, and with their context already in the cache."""
 
     def __init__(
         self, rng, lengths, *, block_size, num_heads, num_kv_heads, head_dim, dtype=torch.float32, cache_dtype=None,
@@ -63,7 +63,7 @@ class Rows:
         )
 
     def shape(self, windows=(0,) * NUM_LAYERS):
-        """What a backend has to compute for these rows."""
+        """Return the shape that a backend has to support for these rows."""
         (num_heads, head_dim), (num_kv_heads, _), _ = self.shapes
         block_size, cache_dtype = self.kv_cache[0][0].shape[1], self.kv_cache[0][0].dtype
         return AttentionShape(num_heads, num_kv_heads, head_dim, block_size, self.dtype, cache_dtype, windows)
@@ -75,7 +75,10 @@ class Rows:
         ]
 
     def poison_before(self, window):
-        """What no query of any row reads: NaN, and blocks that lie wholly before the window are another's by now."""
+        """Fill the positions that no query reads with NaN.
+
+        Blocks entirely before the window are replaced in the block tables, as if they belonged to another row.
+        """
         batch, block_size = self.batch, self.kv_cache[0][0].shape[1]
         for row, table in enumerate(batch.block_tables):
             num_queries = batch.query_start_loc[row + 1] - batch.query_start_loc[row]
@@ -88,7 +91,7 @@ class Rows:
 
 
 def random_lengths(rng, block_size):
-    """A row of any kind; contexts and ends lie on or beside block edges more often than not."""
+    """Return the (context, queries) of a decoding or prefill row; both often end at or beside block edges."""
     edges = [block_size * k + d for k in range(1, 5) for d in (-1, 0, 1)]
     context = rng.choice([0, *edges, rng.randint(1, 150)])
     kind = rng.choice(["decode", "chunk"])

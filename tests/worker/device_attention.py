@@ -1,4 +1,4 @@
-"""Attention as kernels on a GPU see a step: by the reference, reading nothing but what is on the device."""
+"""Attention as GPU kernels see a step: computed by the reference from tensors on the device only."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ from worker_service.models.torch_operations import Attend
 
 
 class DeviceAttention:
-    """A backend that checks what the host says of a step against what the device has."""
+    """A backend that checks the host's description of a step against the tensors on the device."""
 
     name = "reference"
     is_head_major = False

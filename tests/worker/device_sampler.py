@@ -1,4 +1,4 @@
-"""The sampler of torch, as strict on its columns as a kernel."""
+"""The torch sampler, with a kernel's requirements on its columns."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ def sample(
     max_logprobs: int | None,
     target: TokenTarget | None,
 ) -> SampledTokens:
-    """The reference, which sees that its columns are as a kernel wants them."""
+    """Sample by the reference, after checking that the columns meet a kernel's requirements."""
     for name, tensor in columns._asdict().items():
         if tensor is not None:
             assert tensor.is_contiguous(), name

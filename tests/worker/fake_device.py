@@ -1,8 +1,9 @@
-"""A device that carries streams out in random legal orders, so that whatever is not waited for shows as a wrong result.
+"""A device that executes its streams in random legal orders, so that a missing wait shows as a wrong result.
 
-Nothing is carried out when it is put on a stream, unless chance says so. Who waits has the streams carried out, each in
-its own order and they among one another in any order that `wait_for` allows, until what is waited for is done. So an
-operation may run long after the host has gone on, and a copy that the host does not wait for has not happened yet.
+An operation is not executed when it is put on a stream, except by chance. A waiting host makes the streams execute
+until the awaited event has happened. Each stream is in order, and operations of different streams are in any order that
+`wait_for` permits. So an operation may run long after the host has continued, and a copy that the host does not wait
+for has not happened yet.
 """
 
 import random
@@ -28,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 class Guard(Enum):
-    """What keeps an operation from running too early, or memory from being used too early."""
+    """A guard that keeps an operation from running too early, or memory from being used too early."""
 
     RESULTS_AFTER_COMPUTE = "the results stream waits for compute"
     MOVES_AFTER_COMPUTE = "the moves stream waits for compute"
@@ -61,8 +62,8 @@ class _Wait:
 class FakeStream:
     def __init__(self, device: "FakeDevice", guard: Guard | None = None, host_guard: Guard | None = None) -> None:
         self._device = device
-        self._guard = guard  # its waiting for other streams
-        self._host_guard = host_guard  # the host's waiting for it
+        self._guard = guard  # its waits for other streams
+        self._host_guard = host_guard  # the host's waits for this stream
         self.pending: deque[StreamWork | FakeEvent | _Wait] = deque()
 
     def run(self, operation: StreamWork) -> None:
@@ -98,9 +99,9 @@ class FakeStream:
 
 
 class _Recorder(TorchDispatchMode):
-    """Carries out and writes down every launch: what is called with which tensors, and the tensors that it made.
+    """A recorder that executes every launch and records the function, its arguments and the tensors that it created.
 
-    Refuses what would make the host wait for the device.
+    Operations that would make the host wait for the device are refused.
     """
 
     current: "_Recorder | None" = None
@@ -125,7 +126,7 @@ class _Recorder(TorchDispatchMode):
             return kernel(*args)
         self.is_in_kernel = True
         try:
-            with _disable_current_modes():  # what a kernel does is its own
+            with _disable_current_modes():  # operations within a kernel are not recorded
                 made = kernel(*args)
         finally:
             self.is_in_kernel = False
@@ -133,7 +134,7 @@ class _Recorder(TorchDispatchMode):
         return made
 
     def num_launches(self) -> Counter[str]:
-        """What a GPU would be given, by name. See `FakeDevice.launches`."""
+        """Return the number of launches that a GPU would get, by name. See `FakeDevice.launches`."""
         return Counter(_name(function) for function, _, _, _ in self.launches if _is_launch(function))
 
 
@@ -163,7 +164,7 @@ _ALLOCATIONS = (
 
 
 def _is_launch(function: Callable[..., Any]) -> bool:
-    """Whether a GPU would have something to do: not for views of memory, nor for memory that nothing is written to."""
+    """Return whether a GPU would have work to do. Views, and allocations that are not written to, are no work."""
     if not isinstance(function, OpOverload):
         return True
     return not (function.is_view or function.overloadpacket in (*_ALLOCATIONS, torch.ops.aten._unsafe_view))
@@ -176,20 +177,22 @@ def _name(function: Callable[..., Any]) -> str:
 _WAITS_FOR_HOST = (
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.nonzero.default,
-    torch.ops.aten.lift_fresh.default,  # a tensor of numbers of Python
+    torch.ops.aten.lift_fresh.default,  # a tensor of Python numbers
 )
 _INDEXES = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
 
 
 def _waits_for_host(function: Any, args: Sequence[Any]) -> bool:
-    """Whether it copies from the host, or needs to know there what the device computed."""
+    """Return whether the function copies from the host, or makes the host wait for results of the device."""
     is_masked = function in _INDEXES and any(index is not None and index.dtype == torch.bool for index in args[1])
     return function in _WAITS_FOR_HOST or is_masked
 
 
 def as_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is one launch, and may look at what the device computed. What it reads of its tensors it reads
-    when it is carried out."""
+    """Return a function that counts as one launch and may read results of the device.
+
+    The function reads its tensors at the time of its execution.
+    """
 
     @wraps(function)
     def launch(*args: Any) -> Any:
@@ -208,8 +211,10 @@ def _tensors(made: Any) -> list[Tensor]:
 
 
 class FakeGraph:
-    """Does again what was launched while it was captured, with the same tensors: whatever else the operation looked at
-    is as it was then, as in a graph of a GPU."""
+    """A graph that repeats the launches of its capture, with the same tensors.
+
+    All other values are as they were during the capture, as in a GPU's graph.
+    """
 
     def __init__(self, device: "FakeDevice", operation: StreamWork) -> None:
         self._device = device
@@ -232,19 +237,21 @@ class FakeGraph:
 
 
 class FakeDevice:
-    """See `Device`. Its memory is the host's.
+    """A fake `Device`, whose memory is the host's.
 
     Attributes:
-        launches: what was carried out on any stream, by name: kernels, operations of torch, copies and replays of
-            graphs. An operation of torch is one launch, matrix products among them, which a library may carry out in
-            several; views and memory that nothing is written to are none. `FakeGraph.launches` are those in a graph.
+        launches: the executed launches on any stream, by name: kernels, torch operations, copies and graph replays. A
+            torch operation counts as one launch, even a matrix multiplication that a library would execute as several.
+            Views, and memory that is not written to, do not count. `FakeGraph.launches` are the launches in a graph.
     """
 
     torch_device = CPU
 
     def __init__(self, seed: int, eagerness: float = 0.3, dropped: Guard | None = None) -> None:
-        """`eagerness`: how likely something is carried out that is not waited for, whenever there is an occasion.
-        `dropped`: a guard that is not there, so that tests can see that it is needed."""
+        """`eagerness`: the probability of executing an operation that is not waited for, at each occasion.
+
+        `dropped`: a guard that is left out, so that tests can show that it is needed.
+        """
         print("fake device: seed", seed)
         self.lock = threading.RLock()
         self.dropped = dropped
@@ -262,7 +269,7 @@ class FakeDevice:
         return (self.compute, self.results, self.moves)
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Filled with garbage."""
+        """Return pinned memory filled with random bytes."""
         num_bytes = torch.empty((), dtype=dtype).element_size()
         for size in shape:
             num_bytes *= size
@@ -282,7 +289,7 @@ class FakeDevice:
                 self._carry_out_one()
 
     def carry_out_some(self) -> None:
-        """As chance will have it."""
+        """Execute a random number of operations."""
         while not self._is_carrying_out and self._rng.random() < self._eagerness and self._able():
             self._carry_out_one()
 

@@ -1,7 +1,7 @@
-"""What flash-attn 2.8.3 promises of the two functions that we call, in plain torch: the arguments it takes, what it
-refuses, and what it computes. Causality and windows are aligned to the bottom right; a query that sees nothing gets 0.
+"""The two functions of flash-attn 2.8.3 that we call, in plain torch: their arguments, refusals and results.
 
-Written from the docstrings of flash_attn/flash_attn_interface.py and the checks of csrc/flash_attn/flash_api.cpp.
+Causal masks and windows are aligned to the bottom right. A query that sees no position gets 0. Sources: the docstrings
+of flash_attn/flash_attn_interface.py and the checks of csrc/flash_attn/flash_api.cpp.
 """
 
 import torch
@@ -14,7 +14,10 @@ def flash_attn_varlen_func(
     window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
     block_table=None,
 ):  # fmt: skip
-    """q: [total_q, nheads, headdim]; k, v: [num_blocks, page_block_size, nheads_k, headdim] with a block table."""
+    """Return attention over prompts of different lengths.
+
+    q: [total_q, nheads, headdim]; k, v: [num_blocks, page_block_size, nheads_k, headdim] with a block table.
+    """
     calls.append(("flash_attn_varlen_func", len(q)))
     num_rows = len(cu_seqlens_q) - 1
     _check(q, k, v, block_table, num_rows)
@@ -41,7 +44,10 @@ def flash_attn_with_kvcache(
     cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
     rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False,
 ):  # fmt: skip
-    """q: [batch_size, seqlen, nheads, headdim]; caches as k and v above."""
+    """Return attention over a cache.
+
+    q: [batch_size, seqlen, nheads, headdim]; caches have the shapes of k and v above.
+    """
     calls.append(("flash_attn_with_kvcache", q.shape[0] * q.shape[1]))
     assert q.dim() == 4
     _check(q, k_cache, v_cache, block_table, len(q))
@@ -73,8 +79,11 @@ def _check(q, k, v, block_table, num_rows):
 
 
 def _attend(q, k_cache, v_cache, block_table, num_keys, scale, causal, window_size, alibi_slopes):
-    """One row: [queries, heads, head_dim] over the pages of its table. Slopes are [heads] float32; a bias of
-    -slope * |i + seqlen_k - seqlen_q - j| is added to the score of query i and key j."""
+    """Return the attention of one row, [queries, heads, head_dim], over the pages of its table.
+
+    Slopes are [heads] float32. The bias -slope * |i + seqlen_k - seqlen_q - j| is added to the score of query i and key
+    j.
+    """
     num_queries, page_size = len(q), k_cache.shape[1]
     positions = torch.arange(num_keys, device=q.device)
     pages, offsets = block_table.long()[positions // page_size], positions % page_size
@@ -82,7 +91,7 @@ def _attend(q, k_cache, v_cache, block_table, num_keys, scale, causal, window_si
     keys = k_cache[pages, offsets].float().repeat_interleave(num_groups, dim=1)
     values = v_cache[pages, offsets].float().repeat_interleave(num_groups, dim=1)
     scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    ends = torch.arange(num_queries, device=q.device)[:, None] + num_keys - num_queries  # the key beside each query
+    ends = torch.arange(num_queries, device=q.device)[:, None] + num_keys - num_queries  # each query's last key
     if alibi_slopes is not None:
         assert alibi_slopes.dtype == torch.float32, "ALiBi slopes must have dtype fp32"
         assert alibi_slopes.shape == (q.shape[1],)
@@ -97,6 +106,6 @@ def _attend(q, k_cache, v_cache, block_table, num_keys, scale, causal, window_si
     if left >= 0:
         is_seen &= positions >= ends - left
     weights = scores.masked_fill(~is_seen, float("-inf")).softmax(-1).nan_to_num(0.0)
-    # What no query sees may hold anything: flash-attn loads no tile of it, and clears what lies past the row's end.
+    # Unseen values may be anything: flash-attn loads no tile of them, and clears the values past the row's end.
     values[~is_seen.any(0)] = 0.0
     return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)

@@ -1,4 +1,4 @@
-"""Gives the CPU the product of a GPU whose outputs are float32, which torch has for CUDA alone."""
+"""An emulation on the CPU of the matrix multiplication with float32 outputs, which torch has for CUDA only."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +13,11 @@ from worker_service.models import torch_operations
 
 @contextmanager
 def float32_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
-    """Yields the arguments of the products as they are called: x, the other factor, the dtype asked for and `out`.
-    Models that are loaded meanwhile have them; the sums are float32's."""
+    """Yield a list of the multiplications' arguments as they are called: x, the other factor, the requested dtype, and
+    `out`.
+
+    Models that are loaded inside the block use these multiplications. Sums are in float32.
+    """
     calls: list[tuple[Any, ...]] = []
 
     def multiply(x: Tensor, other: Tensor, out_dtype: torch.dtype, *, out: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Lets the fake device see the launches of Triton's interpreter as a GPU does, whatever that does to carry them out.
+"""Recording of the launches of Triton's interpreter on the fake device, as a GPU would count them.
 
-To be imported once the interpreter is chosen: see `testing.kernels.device`.
+Import this module after the interpreter is chosen: see `testing.kernels.device`.
 """
 
 import pytest
@@ -10,8 +10,10 @@ from tests.worker.fake_device import as_kernel
 
 
 def record_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph of the fake device holds a launch of the interpreter as one, by the name of its kernel, not the copies
-    that it makes by itself."""
+    """Make a graph of the fake device record a launch of the interpreter as one launch, by the kernel's name.
+
+    The copies that the interpreter makes itself are not recorded.
+    """
     carry_out = GridExecutor.__call__
 
     def launch(executor, *args, **kwargs):

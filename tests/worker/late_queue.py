@@ -1,4 +1,4 @@
-"""Masks that are late at random, from a seed, whatever the machine does."""
+"""Grammar masks that are late at random, from a seed, independent of the machine's speed."""
 
 import random
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from pagewire.common.grammars import MaskJob, MaskQueue
 
 
 class LateQueue(MaskQueue):
-    """Computes masks when it is asked to, but at random not before a deadline."""
+    """A queue that computes masks on request, but randomly skips masks that have a deadline."""
 
     def __init__(self, seed: int, rate: float) -> None:
         super().__init__(has_threads=False)

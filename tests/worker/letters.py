@@ -6,7 +6,7 @@ END_TOKEN_ID = 150
 
 
 def letters_tokenizer() -> str:
-    """Of printable ASCII, then pairs of letters, then an end token."""
+    """Return a tokenizer of printable ASCII, then pairs of letters, and then an end token."""
     letters = ["Ġ", *map(chr, range(ord("!"), ord("~") + 1))]
     pairs = [(one, other) for one in "abcde" for other in "abcdefghijk"][: END_TOKEN_ID - len(letters)]
     vocab = {token: index for index, token in enumerate([*letters, *map("".join, pairs)])}

@@ -1,4 +1,4 @@
-"""Both backends of a CPU against the reference kernels, over a cache that holds NaN wherever nothing was written."""
+"""Both CPU backends compared with the reference kernels, over a cache with NaN in unwritten positions."""
 
 import random
 from dataclasses import replace
@@ -22,19 +22,22 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 @pytest.fixture(params=["cpu", "torch", "torch on a GPU"], autouse=True)
 def kernels_switch(request, monkeypatch):
-    """Every test with the C kernels, where they can be built, and with plain torch, with masks and without."""
+    """Run every test with the C kernels, if they can be built, and with plain torch, with and without masks."""
     monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "auto" if request.param == "cpu" else "off")
     if request.param == "torch on a GPU":
         monkeypatch.setattr(torch_backend, "_takes_masks", lambda device: False)
 
 
 def create_backend(name, device, shape):
-    """With the kernels of `kernels_switch`."""
+    """Return a backend with the kernels of `kernels_switch`."""
     return create_backend_with(name, device, shape, load_cpu_kernels())
 
 
 def check(rows, tolerance=2e-6, windows=(0,) * NUM_LAYERS, sinks=(None,) * NUM_LAYERS, **scoring):
-    """Attends in every layer and compares output and cache with the reference. `scoring`: fields that layers share."""
+    """Attend in every layer, and compare output and cache with the reference.
+
+    `scoring`: fields that all layers share.
+    """
     expected_cache = [(keys.clone(), values.clone()) for keys, values in rows.kv_cache]
     batch = rows.batch
     shape = replace(rows.shape(windows), has_sinks=any(own is not None for own in sinks), **scoring)
@@ -44,7 +47,7 @@ def check(rows, tolerance=2e-6, windows=(0,) * NUM_LAYERS, sinks=(None,) * NUM_L
         query, key, value = rows.random_qkv(batch.query_start_loc[-1])
         actual = attend(layer, query, key, value, sinks[layer])
         reference.reshape_and_cache(key, value, key_cache, value_cache, batch.slot_mapping)
-        # In float64, so that the tolerance is for the roundings of what is tested alone.
+        # In float64, so that the tolerance covers only the rounding of the tested code.
         expected = reference.paged_attention(
             query.double(), key_cache, value_cache, batch.block_tables, batch.seq_lens, batch.query_start_loc,
             Scoring(query.shape[-1] ** -0.5, windows[layer], sinks=sinks[layer], **scoring),
@@ -132,7 +135,7 @@ def test_chunk_longer_than_what_attends_at_once():
 
 
 def test_torch_is_given_no_mask_on_a_gpu(monkeypatch):
-    """Where its own attention takes them at aligned addresses alone, and computes windows wrongly."""
+    """On a GPU, torch's attention needs aligned addresses for masks, and computes windows wrongly."""
     masks = []
     attention = F.scaled_dot_product_attention
 
@@ -180,7 +183,7 @@ def test_bfloat16():
 @pytest.mark.parametrize("cache_dtype", [E4M3, torch.int8], ids=str)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
 def test_a_cache_of_8_bits(dtype, tolerance, cache_dtype):
-    """First chunks too attend to what the cache holds of their keys and values."""
+    """First chunks also attend to their own keys and values as stored in the cache."""
     lengths = [(40, 1), (33, 20), (0, 50), (100, 1)]
     shape = {"block_size": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
     rows = Rows(random.Random(3), lengths, dtype=dtype, cache_dtype=cache_dtype, **shape)
@@ -207,7 +210,7 @@ def test_nothing_computes_in_16_bits_over_a_cache_of_other_16_bits():
 
 
 def test_row_reads_blocks_that_another_row_of_the_step_writes():
-    """Two rows of one prompt: the second shares the block the first fills in this very step."""
+    """Two rows have one prompt: the second shares the block that the first fills in this step."""
     rows = Rows(random.Random(4), [(0, 16), (16, 4)], block_size=16, num_heads=2, num_kv_heads=2, head_dim=32)
     rows.batch.block_tables[1, 0] = rows.batch.block_tables[0, 0]
     check(rows)
@@ -242,7 +245,7 @@ def test_int32_block_tables_and_strided_query():
         rows.batch.query_start_loc, rows.batch.seq_lens, rows.batch.block_tables.int(), rows.batch.slot_mapping
     )
     query, key, value = rows.random_qkv(10)
-    merged = torch.cat([query, key, value], dim=1)  # as a merged projection leaves them: [T, all heads, head_dim]
+    merged = torch.cat([query, key, value], dim=1)  # as in a merged projection: [T, all heads, head_dim]
     attend = create_backend("auto", CPU, rows.shape()).prepare(batch, rows.kv_cache)
     torch.testing.assert_close(attend(0, *merged.split([4, 2, 2], dim=1)), attend(0, query, key, value))
 

@@ -1,8 +1,7 @@
-"""The scheduler's choice of beams against transformers' `generate(num_beams=k)`, on the same log-probabilities.
+"""The scheduler's beam selection compared with transformers' `generate(num_beams=k)`, on identical log-probabilities.
 
-"The same" is meant to the bit: transformers is made to search in the log-probabilities that the scheduler is given.
-Its own come from other batches and a KV cache, so they differ in their last bits, and by how much depends on the
-processor's instruction set.
+Transformers is made to search with the log-probabilities that the scheduler receives. Its own log-probabilities come
+from other batches and a KV cache. They would differ in the last bits, by an amount that depends on the processor.
 """
 
 from collections import Counter
@@ -24,14 +23,15 @@ SEEDS = (11, 12)
 NUM_PROMPT_TOKENS = 7
 MAX_TOKENS = 9
 LENGTH_PENALTIES = (-1.0, 0.0, 0.5, 1.0, 2.0)
-# Transformers adds up to MAX_TOKENS float32 log-probabilities of one sign, the first to zero; rounds the length to the
-# power of the penalty; and divides: each rounds by half a unit in the last place at most. Ours is computed in float64.
+# Transformers adds up to MAX_TOKENS float32 log-probabilities of one sign, the first to zero. It rounds the length to
+# the power of the penalty, and divides. Each operation rounds by at most half a unit in the last place. Ours uses
+# float64.
 MAX_SCORE_ERROR = (MAX_TOKENS + 1) * 2.0**-24
 EARLY_STOPPING = {EarlyStopping.HEURISTIC: False, EarlyStopping.FIRST: True, EarlyStopping.NEVER: "never"}
 
 
 class Model:
-    """Transformers' model, and the log-probabilities after any prefix."""
+    """A model of transformers, and the log-probabilities after any prefix."""
 
     def __init__(self, directory: Path, seed: int) -> None:
         self.seed = seed
@@ -50,19 +50,22 @@ class Model:
         ]
 
     def generate(self, **options: object) -> transformers.utils.ModelOutput:
-        """Of transformers, from the prompt."""
+        """Generate from the prompt with transformers."""
         processors = transformers.LogitsProcessorList([self._replace])
         return self._transformers.generate(
             torch.tensor([self.prompt]), logits_processor=processors, **(OPTIONS | options)
         )
 
     def _replace(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Called by transformers with its log-probabilities, where it has barred stop tokens already."""
+        """Replace transformers' log-probabilities, except of stop tokens that it has already excluded."""
         outputs = [tuple(row[NUM_PROMPT_TOKENS:]) for row in input_ids.tolist()]
         return torch.where(scores.isneginf(), scores, self._after(outputs))
 
     def _after(self, outputs: list[tuple[int, ...]]) -> torch.Tensor:
-        """The log-probabilities of the next token after each output, computed once: [number of outputs, vocabulary]."""
+        """Return the log-probabilities of the next token after each output, [number of outputs, vocabulary].
+
+        They are computed once.
+        """
         unknown = [output for output in dict.fromkeys(outputs) if output not in self._logprobs]
         if unknown:
             with torch.no_grad():
@@ -71,7 +74,7 @@ class Model:
         return torch.stack([self._logprobs[output] for output in outputs])
 
     def _stop_sets(self) -> list[frozenset[int]]:
-        """None, one, and three of the tokens that the model likes to emit: at first, later, or at all."""
+        """Return sets of stop tokens: empty, one, or three tokens that the model often emits, early or late."""
         output = self.generate(num_beams=6, num_return_sequences=6)
         emitted = output.sequences[:, NUM_PROMPT_TOKENS:].tolist()
         liked = [token_id for token_id, _ in Counter(token_id for row in emitted for token_id in row).most_common(3)]
@@ -114,7 +117,7 @@ def searched(model: Model, case: Case) -> list[FinishedHypothesis]:
 
 
 def generated(model: Model, case: Case) -> list[tuple[tuple[int, ...], float]]:
-    """(output tokens, score) of transformers, best first."""
+    """Return transformers' hypotheses as (output tokens, score), best first."""
     width = case.params.beam_width
     output = model.generate(
         num_beams=width,
@@ -156,7 +159,7 @@ def test_hypotheses_equal_those_of_transformers(model: Model, width: int, early_
             last = hypothesis.token_ids[-1]
             assert hypothesis.stop_token_id == (last if last in case.stops else None)
             num_stopped += hypothesis.stop_token_id is not None
-    assert num_stopped >= width  # the stop tokens were within reach
+    assert num_stopped >= width  # some hypotheses end in the stop tokens
 
 
 @pytest.mark.parametrize("early_stopping", [EarlyStopping.HEURISTIC, EarlyStopping.FIRST])

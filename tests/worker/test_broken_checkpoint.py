@@ -1,4 +1,4 @@
-"""Checkpoints with anything in their files: each is served, or refused in one line that names what is wrong."""
+"""Checkpoints with random content in their files: each is loaded, or refused in one line that names the fault."""
 
 import json
 import random
@@ -18,7 +18,7 @@ from worker_service.models.rope import inverse_frequencies
 pytestmark = pytest.mark.thorough
 
 CPU = torch.device("cpu")
-# What may be named instead of the key that is odd, since only together they are wrong.
+# Keys that an error may name instead of the invalid key, because the values only conflict together.
 TOGETHER = {
     "hidden_size": {"num_attention_heads", "num_key_value_heads"},
     "num_attention_heads": {"hidden_size", "num_key_value_heads", "head_dim"},
@@ -39,7 +39,7 @@ TOGETHER = {
     "use_sliding_window": {"layer_types", "sliding_window"},
     "num_local_experts": {"num_experts"},
 }
-# What belongs to a type of scaling that the family does not have.
+# Keys that belong to a type of scaling that the family does not support.
 TOGETHER |= {
     key: {*TOGETHER.get(key, ()), "rope_type", "long_factor", "short_factor", "original_max"}
     for key in (

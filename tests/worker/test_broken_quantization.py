@@ -1,4 +1,4 @@
-"""Quantised checkpoints that cannot be served: each is refused in one line that names tensor and file."""
+"""Invalid quantised checkpoints: each is refused in one line that names the tensor and the file."""
 
 import json
 import random
@@ -139,7 +139,7 @@ class Rank:
 
 @pytest.mark.parametrize("case", ["W4A16", "GPTQ", "AWQ", "FP8 block"])
 def test_ranks_that_would_cut_groups_are_refused(tmp_path, case):
-    """96 columns of the MLP in groups of 16 or 32 are shared out among two ranks; 2 * 40 are not."""
+    """96 columns of the MLP in groups of 16 or 32 can be divided between two ranks; 2 * 40 columns cannot."""
     case = replace(BY_NAME[case])
     path, _ = make_quantized(tmp_path, "llama", case, seed=24, intermediate_size=80)
     with pytest.raises(ValueError, match=r"--tensor-parallel-size cuts the groups of \d+ inputs of .*down_proj.weight"):
@@ -147,7 +147,10 @@ def test_ranks_that_would_cut_groups_are_refused(tmp_path, case):
 
 
 def test_a_module_to_skip_is_stored_as_floats(tmp_path):
-    """Skipped, but quantised: its tensors have no place. Not skipped, but stored as floats: it is taken as it is."""
+    """If a module is to be skipped but is quantised, its tensors are refused.
+
+    If it is not to be skipped but stored as floats, it is loaded as floats.
+    """
     case = with_section(BY_NAME["AWQ"], modules_to_not_convert=["q_proj"])
     path, _ = make_quantized(tmp_path / "one", "llama", case, seed=25)
     with pytest.raises(CheckpointError, match=r"tensor \S+q_proj\.qweight and 5 more in the checkpoint has no place"):

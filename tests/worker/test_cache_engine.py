@@ -62,7 +62,7 @@ def test_cache_below_one_sequence_is_not_warned_of_where_windows_fit(caplog: pyt
     assert "less than one sequence" in caplog.text
 
 
-# Moves and copies. Block i of the device holds i throughout, block i of the host 100 + i.
+# Moves and copies. All elements of device block i are i, and all elements of host block i are 100 + i.
 
 
 def numbered_cache(num_device_blocks: int = 12, num_host_blocks: int = 6) -> CacheEngine:
@@ -75,14 +75,14 @@ def numbered_cache(num_device_blocks: int = 12, num_host_blocks: int = 6) -> Cac
 
 
 def contents(storage: torch.Tensor) -> list[int]:
-    """The number that each block holds throughout."""
+    """Return the number that fills each block."""
     flat = storage.flatten(1)
     assert torch.equal(flat.amin(1), flat.amax(1))
     return flat[:, 0].int().tolist()
 
 
 def host_contents(cache: CacheEngine) -> list[int]:
-    """The same of the host's blocks, from 1 on."""
+    """Return the number that fills each host block, from block 1 on."""
     return contents(torch.stack([host_block(cache, block) for block in range(1, cache.num_host_blocks + 1)]))
 
 
@@ -129,7 +129,7 @@ def test_random_moves_and_copies(seed: int) -> None:
         device, host = contents(cache.storage), [100, *host_contents(cache)]
         num_out, num_in, num_copies = rng.randrange(8), rng.randrange(8), rng.randrange(8)
         out_sources, out_targets = rng.choices(range(1, 31), k=num_out), rng.sample(range(1, 21), num_out)
-        if rng.random() < 0.5:  # long pieces
+        if rng.random() < 0.5:  # long consecutive runs
             out_sources = list(range(4, 4 + num_out))
             out_targets = list(range(9, 9 + num_out))
         in_sources = rng.choices(sorted(set(range(1, 21)).difference(out_targets)), k=num_in)
@@ -210,7 +210,7 @@ def test_a_cache_of_fp8_is_half_as_large_and_moves_like_any() -> None:
 
 
 def test_a_cache_of_int8_has_its_scales_in_the_blocks() -> None:
-    """So that whatever is done with blocks is done with them: behind a head's values, for each position."""
+    """The scales follow a head's values at each position, so that moves and copies of blocks include them."""
     shape = replace(SHAPE, dtype=torch.int8)
     values = torch.tensor([SHAPE.head_dim + 4, 2 * SHAPE.head_dim])
     assert [shape.block_bytes, SHAPE.block_bytes] == (values * (SHAPE.block_bytes // values[1])).tolist()

@@ -1,4 +1,4 @@
-"""Reading safetensors as published, and what is said of files that are broken."""
+"""Reading published safetensors files, and the errors for broken files."""
 
 import hashlib
 import json
@@ -33,7 +33,7 @@ def load(path):
 
 
 def edit_tensors(path, **changes):
-    """Replaces tensors in a single-file checkpoint; None removes one."""
+    """Replace tensors in a single-file checkpoint; None removes a tensor."""
     tensors = {**load_file(path / "model.safetensors"), **changes}
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path / "model.safetensors")
 
@@ -133,7 +133,10 @@ def test_a_tensor_of_all_experts(tmp_path, shape, message):
 
 
 def test_layers_that_predict_further_tokens_are_left_alone(tmp_path):
-    """GLM-4.5 is published with one behind its last layer, whatever number that has; and no other layer is left out."""
+    """GLM-4.5 is published with such a layer after its last layer, whatever that layer's number is.
+
+    No other layer is ignored.
+    """
     path = make_checkpoint(tmp_path, "glm4_moe", seed=1)
     edit_tensors(path, **{f"model.layers.{number}.eh_proj.weight": torch.zeros(64, 128) for number in (2, 3)})
     for key in ("num_nextn_predict_layers", "num_mtp_layers"):
@@ -191,7 +194,7 @@ FORMER = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"
 
 @pytest.mark.parametrize("index", [json.dumps(FORMER), '{"weight_map": {"x": "model.safetensors"}}', "{}", "[", "\0"])
 def test_an_index_of_former_files_beside_a_whole_model(path, index):
-    """As tools leave one that write a model anew, merged or quantised, into a copy of its directory."""
+    """Tools leave such an index when they write a merged or quantised model into a copy of its directory."""
     expected = load(path).state_dict()
     (path / "model.safetensors.index.json").write_text(index)
     found = load(path).state_dict()

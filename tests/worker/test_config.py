@@ -99,8 +99,11 @@ def test_process_listens_before_it_imports_torch() -> None:
 
 @pytest.mark.parametrize("name", ["half", "float16"])
 def test_a_cpu_computes_no_float16(caplog: pytest.LogCaptureFixture, name: str) -> None:
-    """It computes in float32, which holds every float16, over weights that only our products hold in 16 bits."""
-    kernels = load_cpu_kernels()  # says which, where this process has not loaded them yet
+    """A CPU computes in float32, which represents every float16.
+
+    Only our matrix multiplications keep the weights in 16 bits.
+    """
+    kernels = load_cpu_kernels()  # logs the kernels, unless this process has loaded them already
     caplog.clear()
     with caplog.at_level("INFO"):
         assert choose_dtype(name, "float32", torch.device("cpu"), kernels) is torch.float32

@@ -1,6 +1,7 @@
-"""Every field of every family's config.json against transformers: what its model follows, ours does, or refuses it.
+"""Every field of every family's config.json compared with transformers.
 
-A field is what the family's own configuration has, or any other's: files carry fields that their model ignores.
+Our model follows a field that transformers' model follows, or refuses it. The fields are taken from the configurations
+of all families, because files contain fields that their model ignores.
 """
 
 import json
@@ -24,14 +25,14 @@ from testing.worker.model_logits import TOLERANCE, compute_logits
 pytestmark = pytest.mark.thorough
 
 CPU = torch.device("cpu")
-# Of every configuration, whatever the model; and what is said of training, or of what is given out beside the logits.
+# Fields of every configuration, fields about training, and fields about results beside the logits.
 BESIDE = {
     *transformers.PretrainedConfig().to_dict(), "architectures", "model_type", "dtype", "torch_dtype", "use_cache",
     "transformers_version", "initializer_range", "output_router_logits", "router_aux_loss_coef",
     "quantization_config", "text_config", "vision_config",
 }  # fmt: skip
-DROPOUT = re.compile("drop|pdrop|jitter")  # none in evaluation
-# What MPT's own code reads and transformers does not: see docs/models.md.
+DROPOUT = re.compile("drop|pdrop|jitter")  # no dropout in evaluation
+# Fields that MPT's own code reads and transformers does not: see docs/models.md.
 OWN_CODE = {("mpt", "no_bias"), ("mpt", "expansion_ratio")}
 VALUES: dict[str, list[Any]] = {
     "hidden_act": ["gelu", "relu", "gelu_pytorch_tanh"],
@@ -53,7 +54,7 @@ VALUES: dict[str, list[Any]] = {
     ],
     "rope_scaling": [{"rope_type": "linear", "factor": 3.0}],
     "attn_config": [{"softmax_scale": 0.2}, {"clip_qkv": 0.5}, {"qk_ln": True}],
-    # Rounding before the cap counts for more, the lower that is.
+    # The lower the cap, the more the rounding before it matters.
     "final_logit_softcapping": [5.0, 1.7],
     "vocab_size": [97],
     "num_key_value_heads": [1, 4],
@@ -63,7 +64,7 @@ VALUES: dict[str, list[Any]] = {
 
 
 def values(key: str, value: Any, num_layers: int) -> list[Any]:
-    """Others than a field has: of its own kind, or of the kind that its name says."""
+    """Return other values for a field: of its own type, or of the type that its name implies."""
     if key in VALUES:
         lists = [each * num_layers if key in ("layer_types", "no_rope_layers") else each for each in VALUES[key]]
         return [merged(value, each) for each in lists]
@@ -77,7 +78,10 @@ def values(key: str, value: Any, num_layers: int) -> list[Any]:
 
 
 def merged(value: Any, changes: Any) -> Any:
-    """An object with changes, which are those of full attention where it is one of objects by kinds of layers."""
+    """Return an object with changes.
+
+    If the object contains an object for each kind of layer, the changes apply to full attention.
+    """
     if not isinstance(value, dict) or not isinstance(changes, dict):
         return changes
     kind = "full_attention"
@@ -86,15 +90,17 @@ def merged(value: Any, changes: Any) -> Any:
 
 @cache
 def base(family: str) -> dict[str, Any]:
-    """The contents of config.json of a family, as transformers writes it."""
+    """Return the content of a family's config.json, as transformers writes it."""
     config = transformers.AutoConfig.for_model(family, **{**DEFAULTS[family], **NO_SPECIAL_TOKENS})
     architecture = transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__
     return {**json.loads(config.to_json_string(use_diff=False)), "architectures": [architecture]}
 
 
 def theirs(family: str, config: dict[str, Any]) -> tuple[Any, torch.Tensor] | None:
-    """transformers' model, with weights drawn, and its logits; None: it makes none of such a config, or cannot compute
-    it."""
+    """Return transformers' model with random weights, and its logits.
+
+    Returns None if transformers refuses the config or cannot compute finite logits.
+    """
     try:
         parsed = transformers.AutoConfig.for_model(family).__class__.from_dict(config)
         model = transformers.AutoModelForCausalLM.from_config(parsed, dtype=torch.float32)
@@ -122,7 +128,7 @@ def ours(config: dict[str, Any]) -> Network | None:
 
 
 def fields(family: str) -> dict[str, Any]:
-    """All fields of all families, with the values that this one has."""
+    """Return all fields of all families, with this family's values."""
     foreign = {key: value for other in FAMILIES for key, value in base(other).items()}
     found = {**foreign, **base(family)}
     left_out = BESIDE | {key for of_family, key in OWN_CODE if of_family == family}
@@ -130,7 +136,10 @@ def fields(family: str) -> dict[str, Any]:
 
 
 def fault(directory: Path, family: str, config: dict[str, Any]) -> str | None:
-    """Say how the logits of one checkpoint differ, if transformers has any."""
+    """Return how the logits of a checkpoint differ from transformers'.
+
+    Returns None if they agree or transformers has none.
+    """
     found = theirs(family, config)
     if found is None:
         return None
@@ -147,8 +156,10 @@ def fault(directory: Path, family: str, config: dict[str, Any]) -> str | None:
 
 
 def read_fields(family: str, changes: list[tuple[str, Any]], expected: torch.Tensor) -> list[str]:
-    """Name those fields that transformers' model follows of some that we do not read: all of them are changed at once,
-    and halves of them where that makes a difference, or no model."""
+    """Return the fields among `changes` that transformers' model follows, although we do not read them.
+
+    All fields are changed at once. If the logits differ or there is no model, the function tries each half.
+    """
     if not changes:
         return []
     found = theirs(family, base(family) | dict(changes))
@@ -162,10 +173,10 @@ def read_fields(family: str, changes: list[tuple[str, Any]], expected: torch.Ten
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_field_means_what_it_means_to_transformers(tmp_path: Path, family: str) -> None:
-    """One that we read changes the logits as there, and those that we do not read change none."""
+    """A field that we read changes the logits as in transformers. Fields that we do not read change nothing there."""
     config, plain = base(family), parse_config(base(family))
     num_read, faults = 0, []
-    unread: dict[int, list[tuple[str, Any]]] = defaultdict(list)  # by which of the field's values it is
+    unread: dict[int, list[tuple[str, Any]]] = defaultdict(list)  # by the number of the value among the field's values
     for key, value in sorted(fields(family).items()):
         for number, other in enumerate(values(key, value, len(plain.layers))):
             changed = {**config, key: other}

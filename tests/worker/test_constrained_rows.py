@@ -1,4 +1,4 @@
-"""Rows with a grammar on the bundled model: what they may give, whatever happens to them on the way."""
+"""Rows with a grammar on the bundled model: the permitted tokens, under interruptions of every kind."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -46,7 +46,7 @@ SCHEMA = {
 GRAMMARS = (
     AddedGrammar(1, GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA), (END,)),
     AddedGrammar(2, GrammarKind.REGEX, "[a-z ]{40}", (END,)),
-    # Ambiguous: behind some 60 tokens it takes more than a step may.
+    # Ambiguous: after about 60 tokens it needs more time than a step may use.
     AddedGrammar(3, GrammarKind.GRAMMAR, 'start: s "b"\ns: "a" s "a" | "a" s | s "a" | "a"', (END,)),
     AddedGrammar(4, GrammarKind.GRAMMAR, 'start: "a" X\nX: /b/ & /c/', (END,)),
 )
@@ -55,19 +55,19 @@ TIMEOUT_S = 20
 
 
 class Driver:
-    """Plans made by hand for a few rows: row i has slot i and its own blocks."""
+    """A driver of handmade plans for a few rows: row i has slot i and its own blocks."""
 
     def __init__(self, worker: LoadedWorker) -> None:
         assert isinstance(worker.runner, ModelRunner)
         self.runner = worker.runner
         self.computation: Any = worker.runner.computation
         self.masks = worker.runner.table.masks
-        self.masks.waits_for_all = True  # no test hangs on the machine's speed
+        self.masks.waits_for_all = True  # tests must not depend on the machine's speed
         self.step = 0
         self.begin()
 
     def begin(self) -> None:
-        """A new epoch, with the grammars ready."""
+        """Begin a new epoch, with all grammars prepared."""
         self.step = 0
         reports: SimpleQueue[GrammarReport] = SimpleQueue()
         self.runner.reset(1, reports.put)
@@ -81,7 +81,7 @@ class Driver:
         return self.runner.execute(StepPlan(1, self.step, **fields))
 
     def open(self, *openings: RowOpening) -> StepResult:
-        """Open rows, compute all that they have, and sample."""
+        """Allocate rows, compute all their tokens, and sample."""
         return self.run(
             openings=openings,
             work_slots=tuple(opening.slot for opening in openings),
@@ -114,7 +114,7 @@ def driver(worker: LoadedWorker) -> Iterator[Driver]:
 
 
 def late_outputs(driver: Driver, num_tokens: int, *openings: RowOpening) -> tuple[list[list[int]], int]:
-    """As `outputs`, of rows that may be late; and how often they were."""
+    """Return the outputs, as `outputs` does, of rows that may be late, and the number of late results."""
     found: list[list[int]] = [[] for _ in openings]
     result, num_late = driver.open(*openings), 0
     while True:
@@ -160,14 +160,14 @@ def test_a_step_that_would_give_nothing_waits_for_a_mask(driver: Driver) -> None
 
 
 def outputs(driver: Driver, num_tokens: int, *openings: RowOpening) -> list[list[int]]:
-    """The tokens of rows that are opened together, one list each."""
+    """Return the tokens of rows that are allocated together, one list for each row."""
     results = [driver.open(*openings), *(driver.run() for _ in range(num_tokens - 1))]
     assert {result.statuses for result in results} == {()}
     return [list(tokens) for tokens in zip(*(result.token_ids for result in results), strict=True)]
 
 
 def cut(tokens: list[int]) -> list[int]:
-    """The tokens up to the first end token, behind which is nothing else."""
+    """Return the tokens up to the first end token, after which only end tokens may follow."""
     end = tokens.index(END)
     assert set(tokens[end:]) == {END}
     return tokens[:end]
@@ -208,7 +208,7 @@ def test_a_row_that_is_opened_again_with_what_it_had_goes_on_as_if_nothing_had_b
 
 
 def beams(*openings: RowOpening, step: StepResult) -> dict[int, tuple[int, ...]]:
-    """The candidates of each slot, all of which its grammar allows."""
+    """Return the candidates of each slot, after checking that its grammar permits them."""
     counts, token_ids = step.candidates.counts, step.candidates.token_ids
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     found = {row.slot: token_ids[end - count : end] for row, end, count in zip(openings, ends, counts, strict=True)}
@@ -219,13 +219,16 @@ def beams(*openings: RowOpening, step: StepResult) -> dict[int, tuple[int, ...]]
 
 
 def allowed(grammar_id: int, output: Sequence[int]) -> None:
-    """Raises GrammarError."""
+    """Raise GrammarError if the grammar does not permit the output."""
     grammar = GRAMMARS[grammar_id - 1]
     COMPILER.compile(grammar.kind.name.lower(), grammar.text, grammar.end_token_ids).consume(output)
 
 
 def test_beams_choose_among_allowed_tokens_and_a_fork_goes_its_own_way(driver: Driver) -> None:
-    """Each goes on with another candidate, and then offers what a row does that is opened with the same output."""
+    """Each beam continues with another candidate.
+
+    It then offers the same candidates as a row allocated with the same output.
+    """
     sampling = SamplingParams(num_candidates=6)
     row = opening(0, grammar_id=1, sampling=sampling)
     candidates = beams(row, step=driver.open(row))[0]
@@ -253,7 +256,7 @@ def test_beams_choose_among_allowed_tokens_and_a_fork_goes_its_own_way(driver: D
 
 
 def appended(*openings: RowOpening) -> dict[str, tuple[int, ...]]:
-    """Rows get their last token, and compute it."""
+    """Return the plan's fields that append each row's last token and compute it."""
     slots = tuple(row.slot for row in openings)
     token_ids = tuple(row.token_ids[-1] for row in openings)
     return {
@@ -265,7 +268,7 @@ def appended(*openings: RowOpening) -> dict[str, tuple[int, ...]]:
 
 
 def test_a_step_in_parts_gives_what_it_gives_at_once(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of rows with grammars, one of which fails, beside rows without."""
+    """The step has rows with grammars, of which one fails, and a row without."""
     rows = [
         opening(0, grammar_id=1, sampling=SamplingParams(num_candidates=4)),
         opening(1, grammar_id=2, output=TOKENIZER.encode("{").ids),
@@ -311,7 +314,7 @@ def test_where_no_token_can_follow_the_row_says_so(driver: Driver) -> None:
 
 
 def test_a_grammar_that_takes_too_much_ends_its_row_alone(driver: Driver) -> None:
-    """In the step in which it does, and in every later one."""
+    """The row fails in the step in which the grammar exceeds the limit, and in every later step."""
     (a,) = TOKENIZER.encode("a").ids[-1:]
     num_before = 50
     sampling = SamplingParams(logit_bias_token_ids=(a,), logit_bias_values=(100.0,))
@@ -324,7 +327,7 @@ def test_a_grammar_that_takes_too_much_ends_its_row_alone(driver: Driver) -> Non
     assert found[num_good:] == [RowStatus.GRAMMAR_LIMIT] * (30 - num_good)
     assert {result.token_ids[1] for result in results[:num_good]} == {a}
     driver.begin()
-    good = [[result.token_ids[i] for result in results] for i in (0, -1)]  # a row that fails gives no token
+    good = [[result.token_ids[i] for result in results] for i in (0, -1)]  # a failed row gives no token
     assert outputs(driver, 30, *others) == good
 
 

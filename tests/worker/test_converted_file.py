@@ -1,4 +1,4 @@
-"""Files that llama.cpp's own converter wrote of the bundled model and of another with its tokenizer."""
+"""Files that llama.cpp's own converter wrote, of the bundled model and of another model with its tokenizer."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The sampler in C gives the tokens of the one in plain torch, whatever rows ask for, as every processor has it."""
+"""The sampler in C gives the same tokens as the one in plain torch, for any parameters and every kernel variant."""
 
 import math
 import random
@@ -54,7 +54,7 @@ def with_edits(params: SamplingParams, rng: random.Random, vocab_size: int) -> S
 
 
 def random_logits(rng: random.Random, num_rows: int, vocab_size: int) -> torch.Tensor:
-    """Some with ties, some with what no model should give; rows of a wider tensor, as of a padded vocabulary."""
+    """Return logits, some with ties or invalid values, as rows of a wider tensor, as for a padded vocabulary."""
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
     logits = torch.randn(num_rows, vocab_size + 3, generator=generator)[:, :vocab_size]
     logits *= rng.choice([0.0, 0.01, 1.0, 3.0, 20.0])
@@ -83,7 +83,7 @@ def random_history(rng: random.Random, num_rows: int, vocab_size: int, num_promp
 
 
 def with_masks(columns: SamplingColumns, rng: random.Random, vocab_size: int) -> SamplingColumns:
-    """Some rows may take some tokens only: one, a few, most."""
+    """Return columns in which some rows permit only some tokens: few, half or most of them."""
     num_rows, num_masks = len(columns.seeds), 3
     draws = np.random.default_rng(rng.randrange(1 << 30))
     is_allowed = draws.random((num_masks, vocab_size)) < np.array([[0.01], [0.5], [0.98]])
@@ -161,7 +161,7 @@ FILTERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", FILTERS)
 def test_large_vocabularies_and_many_draws(kernels: CpuKernels, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hardly a row may be left to plain torch: the kernel itself is what gives these tokens."""
+    """Only few rows may be left to plain torch, so that the test checks the kernel itself."""
     rng = random.Random(7)
     num_rows, vocab_size = 40, 32_003
     rows = [SamplingParams(temperature=rng.choice([0.7, 1.0, 1.5]), **FILTERS[name]) for _ in range(num_rows)]
@@ -181,7 +181,7 @@ def test_large_vocabularies_and_many_draws(kernels: CpuKernels, name: str, monke
 
 
 def test_scores_that_round_alike_are_left_to_plain_torch(kernels: CpuKernels) -> None:
-    """Equal logits of probability 1/2 each with top-p 0.5: whether the second stays hangs on how sums are rounded."""
+    """With top-p 0.5 and two tokens of probability 1/2, rounding decides whether the second token is kept."""
     rows = [SamplingParams(temperature=1.0, top_p=0.5)] * 32
     rng = random.Random(3)
     table, history = opened(rows, rng, 2, 1), random_history(rng, len(rows), 2, 1)

@@ -1,4 +1,4 @@
-"""Which memory graphs of a GPU share, as torch is asked for it: torch's graphs are stood in for."""
+"""The memory pools that CUDA graphs share, as requested from torch. The graphs themselves are fakes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -12,7 +12,7 @@ from worker_service.device.cuda import CudaDevice
 
 
 class Graph:
-    """Of torch's, whatever is asked of it here."""
+    """A fake of torch's graph."""
 
     def replay(self) -> None:
         pass
@@ -20,7 +20,7 @@ class Graph:
 
 @pytest.fixture
 def pools(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The pools that captures were given, in turn."""
+    """Return the pools that captures were given, in order."""
     given: list[int] = []
     handles = iter(range(100))
 

@@ -1,6 +1,6 @@
-"""The runner on a device that carries streams out in random legal orders: what the plain runner computes, always.
+"""The runner on a device that executes streams in random legal orders, compared with the plain runner.
 
-Both runners get the same plans, made by the scheduler's core, and every result is compared.
+Both runners get the same plans, which the scheduler's core makes, and every result is compared.
 """
 
 import math
@@ -91,14 +91,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 class DeviceOperations(Operations):
-    """Plain torch as it is on a GPU, where it is not asked which experts are chosen."""
+    """Plain torch operations as on a GPU, where the host does not know which experts are chosen."""
 
     def prepare_experts(self, weights: Tensor, biases: Tensor | None, computed: torch.dtype) -> ExpertProduct:
         return lambda x, ids: multiply_all(x, weights, ids, biases)
 
 
 class Pair:
-    """A plain runner and one on a fake device, over one model."""
+    """A plain runner and a runner on a fake device, with the same model."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class Pair:
         self.device = device or FakeDevice(seed)
         self.cache = CacheEngine(shape, num_blocks, CPU, num_host_blocks, self.device)
         for cache in (plain_cache, self.cache):
-            cache.storage[1:] = torch.nan  # what has not been written
+            cache.storage[1:] = torch.nan  # unwritten content
         backend = DeviceAttention(tuple(heads.window for heads in config.layers), attention.scoring(0, CPU))
         graphs = {"max_graph_batch_size": max_graph_batch_size, "max_graph_tokens": max_graph_tokens}
         own = grammars and grammars[1]
@@ -147,11 +147,11 @@ class Pair:
         )
         self.runner.computation.capture_graphs()
         for one in (self.plain, self.runner):
-            one.table.masks.waits_for_all = True  # no test hangs on the machine's speed
+            one.table.masks.waits_for_all = True  # tests must not depend on the machine's speed
         self.num_planned: Counter[str] = Counter()
 
     def launch(self, plan: StepPlan) -> tuple[LaunchedStep, StepResult]:
-        """Under way on the device, and what is expected of it."""
+        """Launch a plan on the device; return the launched step and the expected result."""
         self.num_planned.update({name: len(getattr(plan, name)) for name in COUNTED})
         return self.runner.launch(plan), self.plain.execute(plan)
 
@@ -161,7 +161,7 @@ class Pair:
         self.plain.reset(epoch, self.reports[1].put)
 
     def prepared(self, plan: StepPlan) -> list[int]:
-        """Wait for the grammars that a plan adds, in both."""
+        """Wait until both runners have prepared the grammars that a plan adds; return the ids of the grammars."""
         for added in plan.added_grammars:
             expected = GrammarReport(plan.epoch, added.grammar_id)
             assert [reports.get(timeout=20) for reports in self.reports] == [expected] * 2
@@ -181,7 +181,7 @@ COUNTED = (
 
 
 def assert_equal(result: StepResult, expected: StepResult) -> None:
-    """Tokens exactly; log-probabilities up to what two ways to compute them differ by."""
+    """Compare tokens exactly, and log-probabilities up to the difference between two ways of computing them."""
     assert (result.epoch, result.step, result.statuses) == (expected.epoch, expected.step, expected.statuses)
     assert result.token_ids == expected.token_ids
     assert_near(result.logprobs, expected.logprobs)
@@ -204,20 +204,20 @@ def assert_near(logprobs: Logprobs, expected: Logprobs) -> None:
 
 
 def possible(logprobs: Logprobs) -> list[int]:
-    """The most likely tokens, without those that a grammar forbids: these are in no order."""
+    """Return the most likely tokens without those that a grammar forbids, which are in no order."""
     pairs = zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
     return [token_id for token_id, logprob in pairs if logprob > -math.inf]
 
 
 def received_plan(plan: StepPlan) -> StepPlan:
-    """The same as the worker gets it: with float32 numbers."""
+    """Return the plan as the worker receives it, with numbers in float32."""
     received = decode_request(encode_request(plan))
     assert isinstance(received, StepPlan)
     return received
 
 
 class History:
-    """The scheduler's core with a pair of workers, until all requests have ended."""
+    """The scheduler's core with a pair of runners, driven until all requests have ended."""
 
     def __init__(self, pair: Pair, depth: int, **limits: Any) -> None:
         self.pair = pair
@@ -261,7 +261,7 @@ class History:
         self.grammars: dict[int, Grammar] = {}  # by sequence
 
     def run(self, arrivals: Sequence[tuple[float, Request]]) -> None:
-        """`arrivals`: in order, when each request comes; a step takes 0.01."""
+        """Run requests. `arrivals`: (time, request) in order; a step takes 0.01."""
         now = 0.0
         coming = deque(arrivals)
         while coming or self.scheduler.has_requests or self.under_way:
@@ -298,7 +298,7 @@ class History:
 
 
 def random_sampling(rng: random.Random, *, is_beam: bool) -> SamplingParams:
-    """Any mix of what a request may ask for; half of them are plain."""
+    """Return a random mix of sampling parameters."""
     fields: dict[str, Any] = {"temperature": rng.choice([0.0, 0.7, 1.0, 1.3])}
     if rng.random() < 0.5:
         fields |= {"top_k": rng.choice([0, 5, 400]), "top_p": rng.choice([1.0, 0.9]), "min_p": rng.choice([0.0, 0.02])}
@@ -324,7 +324,7 @@ def random_sampling(rng: random.Random, *, is_beam: bool) -> SamplingParams:
 def random_request(rng: random.Random, index: int) -> Request:
     is_beam = rng.random() < 0.2
     sampling = random_sampling(rng, is_beam=is_beam)
-    shared = random.Random(rng.choice([1, 2]))  # prompts begin alike, so that blocks are shared
+    shared = random.Random(rng.choice([1, 2]))  # prompts share their beginning, so that blocks are shared
     prompt = [shared.randrange(VOCAB_SIZE) for _ in range(rng.choice([0, 9, 20]))]
     prompt += [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([1, 2, 7, 30]))]
     num_beams = rng.choice([2, 3])
@@ -349,7 +349,7 @@ def random_embedding(rng: random.Random, pooling: Pooling) -> Request:
 
 
 def run_history(path: Path, seed: int, *, depth: int, preemption: PreemptionMode | None = None, **options: Any) -> Pair:
-    """Random requests that arrive as others run, in a cache so small that some are preempted."""
+    """Run random requests, which arrive while others run, with a cache so small that some are preempted."""
     rng = seeded(seed)
     pair = Pair(path, seed, **{"num_blocks": 40, **options})
     history = History(pair, depth, preemption=preemption or rng.choice(list(PreemptionMode)))
@@ -363,9 +363,10 @@ def run_history(path: Path, seed: int, *, depth: int, preemption: PreemptionMode
     return pair
 
 
-# Plans that are under way, and the sizes up to which there are graphs: of decoding rows, of tokens.
+# Pipeline depth, and the sizes up to which there are graphs: in decoding rows, and in tokens.
 HISTORIES = [(1, 5, 0), (2, 0, 0), (2, 5, 0), (2, 3, 32)]
-# Models that differ in what the runner does for them: windows, experts, and neither. Others have the last of these.
+# Models that differ in the runner's work: with windows, with experts, and with neither. Others only run the last
+# history.
 WITH_ALL_HISTORIES = ("qwen3", "gemma3_text", "gpt_oss")
 
 
@@ -389,7 +390,7 @@ def test_results_are_those_of_the_plain_runner(
 
 
 def test_histories_hold_all_that_a_plan_may(checkpoints: dict[str, Path]) -> None:
-    """Swaps above all: S3 and S4 at depth 2, and moves that begin after the compute of the plan before."""
+    """Swaps especially: S3 and S4 at depth 2, and moves that begin after the previous plan's computation."""
     num_planned: Counter[str] = Counter()
     for seed in range(4):
         options = {"num_blocks": 25, "num_host_blocks": 40, "max_graph_batch_size": 6}
@@ -404,11 +405,10 @@ def test_histories_hold_all_that_a_plan_may(checkpoints: dict[str, Path]) -> Non
 def test_masks_belong_to_the_tokens_before_them(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, depth: int, late_rate: float
 ) -> None:
-    """Rows with grammars, gated, of which some are late, and rows without, which go on meanwhile: samples and beams,
-    some of them preempted."""
+    """Gated rows with grammars, some late, run beside rows without: samples and beams, some of them preempted."""
     seed = depth + 10 * bool(late_rate)
     print("seed", seed)
-    monkeypatch.setattr(MaskPace, "observe", lambda self, seconds: None)  # both are late alike
+    monkeypatch.setattr(MaskPace, "observe", lambda self, seconds: None)  # rows are late in both runners alike
     rng = random.Random(seed)
     compiler = GrammarCompiler(letters_tokenizer(), VOCAB_SIZE)
     grammars = [
@@ -431,7 +431,7 @@ def test_masks_belong_to_the_tokens_before_them(
 
 
 def test_a_worker_on_a_device_says_that_it_gates_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that is loaded, whose table does so."""
+    """The loaded worker and its table both gate grammars."""
     assemble = loader._Assembly
     monkeypatch.setattr(loader, "_Assembly", lambda **parts: replace(assemble(**parts), streams=FakeDevice(1)))
     monkeypatch.setattr(loader, "create_sampler", lambda vocab_size: SAMPLER)
@@ -446,7 +446,7 @@ def test_a_worker_on_a_device_says_that_it_gates_grammars(monkeypatch: pytest.Mo
 
 
 def bound(rng: random.Random, request: Request) -> Request:
-    """Most of them with a grammar."""
+    """Return the request, in most cases with a grammar."""
     if rng.random() < 0.3:
         return request
     text = rng.choice(["[a-e]{3,20}", "([a-d]{2} ?)+!", "x?[0-9]{4}(-[0-9]{2}){1,5}"])
@@ -459,8 +459,10 @@ def bound(rng: random.Random, request: Request) -> Request:
 
 @pytest.mark.parametrize("guard", Guard, ids=lambda guard: guard.name)
 def test_a_missing_guard_shows(checkpoints: dict[str, Path], guard: Guard) -> None:
-    """Each is needed: without it some order of the streams gives another result. With fewer plans under way than
-    uploads are kept, no upload is written over before it was read."""
+    """Every guard is needed: without it, some order of the streams gives another result.
+
+    As long as fewer plans are in flight than uploads are kept, no upload is overwritten before it was read.
+    """
     for seed in range(30):
         try:
             options = {"num_blocks": 25, "num_host_blocks": 40, "device": FakeDevice(seed, dropped=guard)}
@@ -488,7 +490,7 @@ def random_tokens(seed: int, num: int) -> list[int]:
 
 
 def assert_all_equal(pair: Pair, plans: Sequence[StepPlan]) -> list[StepResult]:
-    """All of them launched before any result is read, which no plan needs."""
+    """Launch all plans before any result is read, and compare all results."""
     under_way = [pair.launch(plan) for plan in plans]
     results = []
     for launched, expected in under_way:
@@ -513,7 +515,7 @@ def test_tokens_feed_the_next_step_on_the_device(checkpoints: dict[str, Path], m
 
 
 def test_nan_logits_fail_their_row_only(checkpoints: dict[str, Path]) -> None:
-    """Of rows that choose a token, that tell more of it, and of a beam."""
+    """The rows sample a token, report log-probabilities, or belong to a beam."""
     samplings = (GREEDY, SamplingParams(num_logprobs=2), SamplingParams(num_candidates=3), GREEDY)
     pair = Pair(checkpoints["qwen2"], 2, max_graph_batch_size=4)
     openings = tuple(
@@ -550,7 +552,7 @@ def test_bad_plan_raises_before_anything_is_launched(checkpoints: dict[str, Path
 
 
 def test_next_epoch_begins_with_empty_rows(checkpoints: dict[str, Path]) -> None:
-    """Whatever was under way, and whatever stood in the slots."""
+    """Nothing remains of steps in flight, or of the rows in the slots."""
     pair = Pair(checkpoints["qwen3"], 4, max_graph_batch_size=4)
     for epoch in (1, 2, 3):
         pair.reset(epoch)
@@ -559,7 +561,7 @@ def test_next_epoch_begins_with_empty_rows(checkpoints: dict[str, Path]) -> None
         steps = plan_steps(rows, block_size=4, max_num_batched_tokens=9, epoch=epoch)
         assert_all_equal(pair, [step.plan for step in steps[:-2]])
         for step in steps[-2:]:
-            pair.launch(step.plan)  # the result is not asked for
+            pair.launch(step.plan)  # the result is not read
 
 
 def test_plan_without_work_is_done_at_once(checkpoints: dict[str, Path]) -> None:
@@ -571,7 +573,7 @@ def test_plan_without_work_is_done_at_once(checkpoints: dict[str, Path]) -> None
 
 
 def test_engine_and_resolver_share_the_device(checkpoints: dict[str, Path]) -> None:
-    """One thread launches as the other waits; two epochs, of which the first is cut short."""
+    """One thread launches while the other waits, in two epochs, of which the first is cut short."""
     pair = Pair(checkpoints["qwen2"], 8, max_graph_batch_size=4)
     engine = Engine(lambda: LoadedWorker(pair.runner, READY))
     loaded: SimpleQueue[Exception | None] = SimpleQueue()
@@ -613,7 +615,7 @@ def test_graph_sizes(max_graph_batch_size: int, max_num_seqs: int, sizes: tuple[
 
 def test_graphs_are_captured_largest_first_and_the_next_larger_is_replayed(checkpoints: dict[str, Path]) -> None:
     pair = Pair(checkpoints["qwen2"], 6, block_size=8, max_num_seqs=7, max_graph_batch_size=5)
-    graphs = pair.device.graphs  # of each size the forward pass alone, then with sampling
+    graphs = pair.device.graphs  # for each size: the forward pass alone, then with sampling
     assert len(graphs) == 2 * len((5, 4, 2, 1))
     told = SamplingParams(num_logprobs=1)
     prompts = [opening(slot, random_tokens(slot, 3), (slot + 1, slot + 11), GREEDY) for slot in range(6)]
@@ -626,7 +628,7 @@ def test_graphs_are_captured_largest_first_and_the_next_larger_is_replayed(check
     ):
         plans.append(StepPlan(1, step, released))
         replays.append(replays[-1].copy())
-        replays[-1][graph] += 1  # a row that tells more than its token samples by itself
+        replays[-1][graph] += 1  # a row that reports log-probabilities samples outside the graph
     plans += [StepPlan(1, 8, (6,), openings=(opening(0, [1, 2], (1, 11)),), work_slots=(0,), work_num_tokens=(2,))]
     plans += [StepPlan(1, 9)]
     replays += [replays[-1], [count + (place == 7) for place, count in enumerate(replays[-1])]]
@@ -655,7 +657,7 @@ def test_numbers_of_tokens_of_graphs(
 def test_steps_with_prompts_replay_the_graph_of_the_next_larger_number_of_tokens(
     checkpoints: dict[str, Path], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts in chunks beside rows that decode, in steps of exactly what a graph holds, of less and of more."""
+    """Chunks of prompts run beside decoding rows, in steps of exactly a graph's size, smaller and larger."""
     rng = random.Random(seed)
     options = {"block_size": 4, "num_blocks": 200, "max_num_seqs": 7, "max_graph_batch_size": 2}
     pair = Pair(checkpoints["qwen3"], seed, **options, max_graph_tokens=32)
@@ -680,13 +682,13 @@ def test_steps_with_prompts_replay_the_graph_of_the_next_larger_number_of_tokens
 
 
 class TwoRanks(SingleRank):
-    """A rank whose part is the whole, and whose epochs are told."""
+    """A rank whose shard is the whole model, and that records its epochs."""
 
     size = 2
 
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
-        self.num_graphs: list[int] = []  # that there were when an epoch began
+        self.num_graphs: list[int] = []  # the number of graphs when an epoch began
 
     def begin(self, epoch: int) -> None:
         self.num_graphs.append(len(self._device.graphs))
@@ -704,7 +706,7 @@ def test_ranks_capture_at_the_first_plan_of_each_epoch_and_replay_no_graph_of_an
     assert num_graphs == 2 * len((1, 2, 4)) + 1
     for epoch in (1, 2, 3):
         pair.reset(epoch)
-        with pytest.raises(KeyError):  # nothing is left of the epoch before
+        with pytest.raises(KeyError):  # nothing is left of the previous epoch
             computation._graphs.forward(4)
         past = [(graph, graph.num_replays) for graph in device.graphs]
         rows = [Row(random_tokens(10 * seed + epoch + i, 5 + 3 * i), 6) for i in range(3)]
@@ -719,12 +721,12 @@ def test_ranks_capture_at_the_first_plan_of_each_epoch_and_replay_no_graph_of_an
 
 
 class ScarceDevice(FakeDevice):
-    """Memory does not suffice for some captures, which are counted from 0 in the order in which they are tried."""
+    """A device without enough memory for some captures, which are numbered from 0 in the order of the attempts."""
 
     def __init__(self, seed: int, too_large: set[int], *, is_carried_out: bool) -> None:
         super().__init__(seed)
         self._too_large = too_large
-        self._is_carried_out = is_carried_out  # as it is, before it is captured
+        self._is_carried_out = is_carried_out  # whether the operation runs before it is captured
         self.num_tried = 0
 
     def capture(self, operation: StreamWork) -> FakeGraph:
@@ -745,7 +747,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def graphs_for(pair: Pair) -> tuple[list[int | None], list[int | None]]:
-    """The graphs of steps of 1 to 6 decoding rows, and of 16 and 32 tokens of any rows."""
+    """Return the graphs for steps of 1 to 6 decoding rows, and for 16 and 32 tokens of any rows."""
     computation = pair.runner.computation
     return [computation._graphs.captured.size_for(size) for size in range(1, 7)], [
         computation._mixed_graphs.captured.size_for(num_tokens) for num_tokens in (16, 32)
@@ -755,7 +757,7 @@ def graphs_for(pair: Pair) -> tuple[list[int | None], list[int | None]]:
 @pytest.mark.parametrize("is_carried_out", [False, True])
 @pytest.mark.parametrize(
     ("too_large", "of_rows", "of_tokens", "told"),
-    [  # captures in turn: 32 and 16 tokens; 5, 4, 2 and 1 rows, first without and then with sampling
+    [  # captures in order: 32 and 16 tokens; then 5, 4, 2 and 1 rows, first without and then with sampling
         ({0}, [1, 2, 4, 4, 5, None], [16, None], ["1 of 2 numbers of tokens, 32 to 32"]),
         ({0, 1}, [1, 2, 4, 4, 5, None], [None, None], ["2 of 2 numbers of tokens, 16 to 32"]),
         ({2}, [1, 2, None, None, None, None], [16, 32], ["2 of 4 batch sizes, 4 to 5"]),
@@ -786,8 +788,8 @@ def test_graphs_that_do_not_fit_are_done_without(
 def test_graphs_that_do_not_fit_a_rank_end_one_epoch_and_no_other(
     checkpoints: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The others wait in the middle of a capture: only with another epoch can they hear of it."""
-    num_captures = 2 + 2 * 4  # of any epoch; the pair makes the first ones by itself
+    """The other ranks wait in the middle of a capture, and only a new epoch can inform them."""
+    num_captures = 2 + 2 * 4  # of any epoch; the pair makes the first ones itself
     device = ScarceDevice(22, {num_captures}, is_carried_out=False)
     pair = Pair(checkpoints["qwen3"], 22, **SCARCE, device=device)
     assert device.num_tried == num_captures
@@ -811,7 +813,7 @@ def test_a_rank_does_without_the_graphs_that_do_not_fit_another(
     checkpoints: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     class ScarcePeer(TwoRanks):
-        """The other rank had no memory for the graphs of 4 and 5 rows."""
+        """A rank whose peer had no memory for the graphs of 4 and 5 rows."""
 
         flags = torch.tensor([0, 0, 1, 1], dtype=torch.int32)
 

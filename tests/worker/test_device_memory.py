@@ -1,4 +1,7 @@
-"""The memory of known cards, by hand. MiB as nvidia-smi tells them; block counts are worked out in the comments."""
+"""Sizes of pools for known cards, computed by hand.
+
+MiB are as nvidia-smi reports them; the comments derive the block counts.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -30,9 +33,9 @@ class ModelShape:
     cache: CacheShape
 
 
-# Qwen3-0.6B: 28 layers of hidden size 1,024 and 16 heads of 128 with 8 KV heads. A layer's parameters:
-# query and output 2 * 1024 * 2048, key and value 2 * 1024 * 1024, three of the MLP 3 * 1024 * 3072, norms
-# 2 * 1024 + 2 * 128: 15,730,944. Of all layers 440,466,432; embedding, tied, 151,936 * 1024 = 155,582,464; last norm.
+# Qwen3-0.6B: 28 layers of hidden size 1,024 and 16 heads of 128 with 8 KV heads. Parameters of a layer: query and
+# output 2 * 1024 * 2048, key and value 2 * 1024 * 1024, three matrices of the MLP 3 * 1024 * 3072, norms 2 * 1024 + 2 *
+# 128: 15,730,944. All layers: 440,466,432; tied embedding: 151,936 * 1024 = 155,582,464; last norm: 1,024.
 SMALL = ModelShape(
     28 * 15_730_944 + 155_582_464 + 1024,
     CacheShape(num_layers=28, block_size=16, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16),
@@ -47,7 +50,7 @@ LARGE = ModelShape(
 
 
 def memory_of(card: int, model: ModelShape, *, step: int = GIB, graphs: int = GIB // 2) -> DeviceMemory:
-    """With half a GiB for CUDA itself, and a staging buffer for a host pool of 1,000 blocks."""
+    """Return the memory of a card with half a GiB for CUDA, and a staging buffer for a host pool of 1,000 blocks."""
     staging = num_staging_blocks(1000, model.cache.block_bytes) * model.cache.block_bytes
     return DeviceMemory(CARDS[card], GIB // 2, 2 * model.num_parameters, step, graphs, staging)
 
@@ -71,10 +74,10 @@ def test_ranks_leave_room_for_what_they_exchange_by() -> None:
 @pytest.mark.parametrize(
     ("card", "model", "expected"),
     [
-        # What is left of 0.9 of the card, in bytes, less 2 GiB for CUDA, the step and graphs (2,147,483,648); less
-        # weights and staging: of the small model 1,192,099,840 and 18 blocks, of the large 16,381,470,720 and 14.
-        # 24 GB: int(25,757,220,864 * 0.9) = 23,181,498,777
-        (24, SMALL, 10_793),  # 19,808,885,145 // 1,835,008 = 10,794, one of them block 0
+        # The remainder is 0.9 of the card, in bytes, less 2 GiB for CUDA, the step and graphs (2,147,483,648), and less
+        # weights and staging: for the small model 1,192,099,840 and 18 blocks, for the large one 16,381,470,720 and 14
+        # blocks. 24 GB: int(25,757,220,864 * 0.9) = 23,181,498,777
+        (24, SMALL, 10_793),  # 19,808,885,145 // 1,835,008 = 10,794, including block 0
         (24, LARGE, 1_957),  # 4,619,514,265 // 2,359,296 = 1,958
         # 80 GB: int(85,520,809,984 * 0.9) = 76,968,728,985
         (80, SMALL, 40_105),  # 73,596,115,353 // 1,835,008 = 40,106
@@ -93,7 +96,7 @@ def test_blocks_of_known_cards(card: int, model: ModelShape, expected: int) -> N
 
 
 def test_fp8_holds_twice_as_many() -> None:
-    # 24 GB, the large model, 28 blocks of staging, which are no less: 4,619,514,265 // 1,179,648 = 3,916
+    # 24 GB, the large model, 28 blocks of staging with the same number of bytes: 4,619,514,265 // 1,179,648 = 3,916
     shape = replace(LARGE, cache=replace(LARGE.cache, dtype=torch.float8_e4m3fn))
     arguments = {"utilization": 0.9, "block_bytes": 1_179_648, "max_num_blocks": 1 << 30, "step": STEP}
     assert size_pool(memory_of(24, shape), **arguments) == 3_915  # type: ignore[arg-type]
@@ -106,7 +109,7 @@ def test_no_more_blocks_than_all_rows_could_use() -> None:
 
 
 def test_one_block_is_a_pool() -> None:
-    # 4,619,514,265 // 2,200,000,000 = 2, one of them block 0
+    # 4,619,514,265 // 2,200,000,000 = 2, including block 0
     memory = memory_of(24, LARGE)
     assert size_pool(memory, utilization=0.9, block_bytes=2_200_000_000, max_num_blocks=500, step=STEP) == 1
 
@@ -114,7 +117,7 @@ def test_one_block_is_a_pool() -> None:
 @pytest.mark.parametrize(
     ("memory", "utilization", "remedy"),
     [
-        # 15,454,332,518 of 25,757,220,864 bytes: less than the weights; all of them would do.
+        # 15,454,332,518 of 25,757,220,864 bytes: less than the weights need; the whole card would suffice.
         (memory_of(24, LARGE), 0.6, r"raise --gpu-memory-utilization, which is 0.6, or lower --max-num-batched-tokens"),
         (memory_of(24, LARGE, step=9 * GIB), 0.9, r"MiB; lower --max-num-batched-tokens, which is 2048, or --max-num-"),
         (replace(memory_of(24, LARGE), others=9 * GIB), 0.9, "the weights alone leave no room: use a GPU with more"),
@@ -127,8 +130,8 @@ def test_no_room_says_what_takes_it_and_what_to_do(memory: DeviceMemory, utiliza
 
 
 def test_a_pool_that_is_too_large_says_how_many_blocks_fit() -> None:
-    # The whole card: 25,757,220,864 - 2,147,483,648 - 1,192,099,840 - 18 * 1,835,008 = 22,384,607,232 // 1,835,008
-    # = 12,198, less block 0.
+    # The whole card: 25,757,220,864 - 2,147,483,648 - 1,192,099,840 - 18 * 1,835,008 = 22,384,607,232; // 1,835,008 =
+    # 12,198, less block 0.
     memory = memory_of(24, SMALL)
     left, block_bytes = memory.left(1.0), 1_835_008
     asked = {"memory": "M", "flag": "--num-device-blocks", "asked": "n", "block_bytes": block_bytes}

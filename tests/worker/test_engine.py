@@ -1,4 +1,4 @@
-"""The engine with a runner whose steps are done later than they are launched, as on a GPU."""
+"""The engine with a runner whose steps finish later than they are launched, as on a GPU."""
 
 import threading
 from collections.abc import Callable
@@ -16,7 +16,7 @@ TIMEOUT_S = 20
 
 
 class SlowStep:
-    """Done when the test says so."""
+    """A step that finishes when the test sets `done`."""
 
     def __init__(self, plan: StepPlan, error: Exception | None) -> None:
         self.plan = plan
@@ -36,7 +36,7 @@ class SlowStep:
 class SlowRunner:
     def __init__(self) -> None:
         self.launched: SimpleQueue[SlowStep] = SimpleQueue()
-        self.errors: dict[int, Exception] = {}  # by step, that come when it is done
+        self.errors: dict[int, Exception] = {}  # by step; raised when the step is done
         self.launch_errors: dict[int, Exception] = {}
         self.reset_error: Exception | None = None
         self.fatal: Exception | None = None
@@ -65,7 +65,7 @@ class SlowRunner:
 
 
 class System:
-    """An engine, and what it delivered to whom."""
+    """An engine, and its outcomes by session."""
 
     def __init__(self) -> None:
         self.runner = SlowRunner()
@@ -106,7 +106,7 @@ def test_plans_are_launched_while_steps_are_under_way_and_results_come_in_order(
 
 
 def test_result_tells_of_the_moves_that_are_done() -> None:
-    """Also of those that were done after the step was launched: what was told once is not taken back."""
+    """Moves that finished after the launch of the step are included. A reported move is never taken back."""
     system = System()
     moved = threading.Event()
     outcomes: SimpleQueue[Outcome] = SimpleQueue()
@@ -182,12 +182,12 @@ def test_step_that_fails_later_ends_its_session_only() -> None:
     ("where", "has_ended"), [("launch", False), ("result", False), ("result", True), ("begin", False)]
 )
 def test_lost_device_ends_the_process(monkeypatch: pytest.MonkeyPatch, where: str, has_ended: bool) -> None:
-    """On whichever thread it shows, and even if the step is not waited for any more."""
+    """The error may occur on any thread, even if no thread waits for the step any more."""
     reasons: SimpleQueue[str] = SimpleQueue()
 
     def exit_process(reason: str) -> NoReturn:
         reasons.put(reason)
-        while True:  # the thread would be no more
+        while True:  # in reality the thread would no longer exist
             threading.Event().wait()
 
     monkeypatch.setattr(engine_module, "exit_process", exit_process)

@@ -1,4 +1,4 @@
-"""Products of experts in plain torch, and what a model keeps of experts' weights while it loads."""
+"""Expert matrix multiplications in plain torch, and the memory of experts' weights during loading."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_weights_that_are_neighbours_are_stacked_up_without_a_copy():
 
 
 def test_experts_of_a_layer_are_loaded_into_one_memory(tmp_path, monkeypatch):
-    """Or a GPU would hold those of a layer twice while they are stacked up."""
+    """Otherwise a GPU would store the experts of a layer twice while they are stacked."""
     kept = []
 
     def keep(self, weights, biases, computed):

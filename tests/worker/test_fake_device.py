@@ -1,4 +1,4 @@
-"""The fake device is as strict as a GPU: what tests of the CUDA runner rest on."""
+"""The fake device is as strict as a GPU; the tests of the CUDA runner depend on this."""
 
 from functools import partial
 
@@ -9,7 +9,7 @@ from tests.worker.fake_device import FakeDevice
 
 
 def test_streams_keep_their_own_order_only() -> None:
-    """Over many seeds two streams are interleaved in more than one way, and what waits comes after."""
+    """Over many seeds, two streams interleave in more than one way, and a waiting operation follows its event."""
     orders = set()
     for seed in range(40):
         device = FakeDevice(seed)

@@ -1,4 +1,4 @@
-"""The flash_attn backend over a stand-in for the package, which checks its arguments, against the reference kernels."""
+"""The flash_attn backend over a fake package that checks its arguments, compared with the reference kernels."""
 
 import inspect
 import random
@@ -12,7 +12,7 @@ from pagewire.kernels import reference
 from pagewire.kernels.arguments import Scoring
 from testing.kernels.device import choose_device
 
-DEVICE = choose_device()  # keys and values are written by a Triton kernel
+DEVICE = choose_device()  # a Triton kernel writes keys and values
 
 from tests.worker import flash_attn_stand_in as stand_in  # noqa: E402
 from tests.worker.attention_rows import NUM_LAYERS, PADDING, Rows, random_lengths  # noqa: E402
@@ -24,7 +24,7 @@ SHAPE = AttentionShape(4, 2, 32, 256, torch.bfloat16, torch.bfloat16, (0, 0))
 
 @pytest.fixture
 def package(monkeypatch):
-    """flash-attn is installed, and the GPU is an H200."""
+    """The state with flash-attn installed and an H200 as the GPU."""
     install(monkeypatch, stand_in)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(stand_in, "calls", [])
@@ -33,7 +33,7 @@ def package(monkeypatch):
 
 
 def install(monkeypatch, package):
-    """What `import flash_attn` gives from now on; None: an error."""
+    """Set the result of `import flash_attn`; None makes it fail."""
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.delitem(sys.modules, "worker_service.attention.backends.flash_attn", raising=False)
     monkeypatch.delattr("worker_service.attention.backends.flash_attn", raising=False)
@@ -151,7 +151,7 @@ def test_missing_package_is_told(monkeypatch):
 
 
 def test_stand_in_takes_the_arguments_of_the_package():
-    """Where flash-attn is installed; elsewhere the stand-in is what it was when it was read."""
+    """Runs only where flash-attn is installed."""
     package = pytest.importorskip("flash_attn")
     for name in ("flash_attn_varlen_func", "flash_attn_with_kvcache"):
         installed, ours = (inspect.signature(getattr(m, name)) for m in (package, stand_in))

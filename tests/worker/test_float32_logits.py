@@ -1,4 +1,4 @@
-"""Logits as a GPU computes them: float32 straight from a product of narrower floats."""
+"""Logits as a GPU computes them: float32 directly from a matrix multiplication of narrower floats."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def random_hidden(seed, num_rows, dtype):
 
 
 def head_of(model):
-    """[vocab_size, hidden_size]; a tied one."""
+    """Return the tied output head, [vocab_size, hidden_size]."""
     return model.embedding.weight.data
 
 
@@ -33,7 +33,7 @@ def expected_logits(family, hidden, head):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("family", ["qwen3", "granite", "gemma2"])
 def test_one_product_writes_the_logits_where_they_are_wanted(tmp_path, monkeypatch, family, dtype):
-    """Multiplied and bent too, and never rounded on the way."""
+    """Scaled and soft-capped logits are included, and never rounded in between."""
     path = make_checkpoint(tmp_path, family, seed=3, tie_word_embeddings=True)
     with float32_products(monkeypatch) as calls:
         model = load_model(path, dtype=dtype, device=CPU)

@@ -1,4 +1,4 @@
-"""Checkpoints in FP8: what a model holds, and the fused decoder over it."""
+"""Checkpoints in FP8: the model's weights, and the fused decoder over them."""
 
 import random
 
@@ -45,10 +45,10 @@ def test_the_decoder_gives_the_same_bits_over_float8(tmp_path, num_threads, name
 
 @pytest.mark.parametrize("name", ["FP8 block, powers of two", "FP8 by channel"])
 def test_a_weight_takes_a_byte_and_its_scales(tmp_path, name):
-    """The footprint says what the panels then take."""
+    """The footprint equals the size of the packed panels."""
     skip_without_compiler()
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2}
-    sizes["vocab_size"] = 160  # whole panels
+    sizes["vocab_size"] = 160  # whole packed panels
     path, _ = make_quantized(tmp_path, "llama", BY_NAME[name], seed=32, **sizes)
     unloaded = prepare_model(
         path, dtype=torch.bfloat16, device=CPU, operations=create_host_operations(load_cpu_kernels())

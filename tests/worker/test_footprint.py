@@ -1,4 +1,4 @@
-"""What a model will take of memory is known before it does, and is what it then takes."""
+"""The memory use of a model, which is known before loading and exact afterwards."""
 
 import json
 import subprocess
@@ -64,7 +64,7 @@ def test_arithmetic_counts_what_the_model_is_made_of(tmp_path: Path, family: str
 def test_a_loaded_model_holds_what_was_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, is_tied: bool, held: str, mode: str
 ) -> None:
-    """What oneDNN packs cannot be seen from outside; it is as large as the weight."""
+    """oneDNN's packed weights cannot be inspected; they are as large as the weight."""
     monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", mode)
     path = make_checkpoint(tmp_path, family, seed=1, dtype=held, tie_word_embeddings=is_tied, vocab_size=160)
     unloaded = prepare_model(
@@ -111,7 +111,7 @@ def test_a_fused_decoder_reads_the_tables_of_angles_that_were_counted(
 def test_what_weights_are_in_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: str, computed: torch.dtype, described: str
 ) -> None:
-    """Which need not be what the model computes in."""
+    """It need not be the dtype in which the model computes."""
     skip_without_compiler()
     monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "require")
     is_gguf = held == "Q8_0"
@@ -127,7 +127,8 @@ def _has_weight(module: torch.nn.Module) -> bool:
     return isinstance(module, Linear) and module.weight is not None
 
 
-# Reads what to measure, a line each, and measures it in a copy of itself: importing torch takes longer than most of it.
+# Reads lines that describe measurements, and measures each in a copy of itself: importing torch takes longer than most
+# of the measurements.
 MEASURE = """
 import ctypes, json, os, sys, torch
 from pathlib import Path
@@ -206,7 +207,7 @@ def test_the_peak_of_loading_is_what_was_said(
 def test_quantising_takes_no_more_than_was_said(
     tmp_path: Path, measuring: "subprocess.Popen[str]", overrides: dict[str, Any], quantization: str
 ) -> None:
-    """The head is quantised first, when there is nothing else yet."""
+    """The head is quantised first, when nothing else is loaded yet."""
     said, measured = peaks(tmp_path, measuring, overrides, "auto", quantization)
     assert said / 2 < measured <= said + 16 * MIB
 
@@ -218,7 +219,7 @@ def peaks(
     mode: str,
     quantization: str = "",
 ) -> tuple[int, int]:
-    """The peak of memory while a model of random weights loads: what was said, and what was measured."""
+    """Return the predicted and the measured peak memory of loading a model with random weights."""
     if mode == "auto":
         skip_without_compiler()
     sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 8, "num_hidden_layers": 2}

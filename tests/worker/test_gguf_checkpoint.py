@@ -1,4 +1,4 @@
-"""Weights and configuration of GGUF files, against the checkpoints that they are made of."""
+"""Weights and configuration of GGUF files, compared with the checkpoints that they were written from."""
 
 import dataclasses
 import json
@@ -32,8 +32,8 @@ pytestmark = pytest.mark.one_of_each
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ALL_FAMILIES = (*FAMILIES, "gemma2", "gemma3_text", "phi3", "qwen3_moe", "gpt_oss")
-ALL_LAYERS = {"mlp_only_layers": []}  # have experts: files know no others
-# Several chunks of rows, heads and groups of which some ranks cut through.
+ALL_LAYERS = {"mlp_only_layers": []}  # all layers have experts: files support no other layers
+# Sizes with several chunks of rows; some ranks split heads and groups.
 WIDE = {
     "hidden_size": 256,
     "num_attention_heads": 4,
@@ -46,7 +46,7 @@ QUANTIZED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MX
 
 
 def usual(family: str) -> dict[str, Any]:
-    """What files do not say: it is the same in all models of a family."""
+    """Return settings that files do not contain, because all models of a family share them."""
     if family.startswith("gemma"):
         return {"query_pre_attn_scalar": 16}
     return {"qwen3_moe": ALL_LAYERS, "gpt_oss": {"swiglu_limit": 7.0}}.get(family, {})
@@ -79,7 +79,7 @@ def test_weights_have_the_names_and_order_of_the_checkpoint(
     ours = GgufCheckpoint(write_gguf(tmp_path / "model.gguf", source, "F32"))
     theirs = Checkpoint(source, GPT_OSS.stacks if family == "gpt_oss" else None)
     assert ours.names == theirs.names
-    # A file has 1 + w of Gemma's norms in float32, which is what the model multiplies with.
+    # A file contains 1 + w of Gemma's norms in float32, which is the model's factor.
     added = {name: float(family.startswith("gemma") and name.endswith("norm.weight")) for name in theirs.names}
     for name in theirs.names:
         shape = theirs.header(name).shape
@@ -89,7 +89,7 @@ def test_weights_have_the_names_and_order_of_the_checkpoint(
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_configuration_is_the_checkpoints(tmp_path: Path, family: str, tied: bool) -> None:
-    tied |= family == "gemma2"  # whose files hold no head
+    tied |= family == "gemma2"  # its files contain no head
     source = make_checkpoint(tmp_path / "model", family, seed=3, tie_word_embeddings=tied, **usual(family))
     expected = load_config(source)
     assert load_config(write_gguf(tmp_path / "model.gguf", source, "F32")) == expected
@@ -112,7 +112,7 @@ def test_scaled_rotations_are_the_checkpoints(tmp_path: Path, rope: dict[str, An
 
 @pytest.mark.parametrize("original", [128, 32])
 def test_phi3_has_its_factors_in_tensors(tmp_path: Path, original: int) -> None:
-    """Those for long sequences where the model serves such, and a part of each head is turned."""
+    """The factors for long sequences apply if the model supports such lengths. Only a part of each head is rotated."""
     rope = {
         "rope_type": "longrope",
         "rope_theta": 10_000.0,
@@ -128,7 +128,7 @@ def test_phi3_has_its_factors_in_tensors(tmp_path: Path, original: int) -> None:
     assert ours.rope is not None
     assert expected.rope is not None
     assert ours.rope.divisors == tuple(rope["long_factor" if original < 128 else "short_factor"])
-    factor = expected.rope.attention_factor  # of which a file has float32
+    factor = expected.rope.attention_factor  # a file stores it in float32
     assert ours.rope.attention_factor == pytest.approx(factor, rel=1e-7)
     exact = with_ropes(ours.operations, lambda of_layer: dataclasses.replace(of_layer, attention_factor=factor))
     assert dataclasses.replace(ours, operations=exact) == expected
@@ -161,7 +161,7 @@ def test_the_largest_gemma_scales_scores_by_what_a_head_has_of_the_hidden_size(
 
 
 def test_frequencies_are_divided_by_the_files_own_numbers(tmp_path: Path) -> None:
-    """llama.cpp's converter writes Llama 3's scaling as what each frequency is divided by."""
+    """llama.cpp's converter writes Llama 3's scaling as a divisor of each frequency."""
     llama3 = RopeConfig("llama3", 500_000.0, 8.0, 8192, 1.0, 4.0)
     plain = inverse_frequencies(RopeConfig(theta=llama3.theta), 64)
     divisors = (plain.double() / inverse_frequencies(llama3, 64).double()).float()
@@ -191,7 +191,7 @@ def test_quantized_weights_are_what_gguf_dequantizes(
     for name, own_name in own_names.items():
         expected = theirs[own_name]
         assert np.array_equal(read(ours, name, expected.shape).numpy().view(np.uint32), expected.view(np.uint32))
-    # Of the rows that make queries the order alone may differ.
+    # The rows of the query projection may only differ in their order.
     queries = read(ours, "model.layers.0.self_attn.q_proj.weight", (256, 256)).numpy()
     expected = theirs["blk.0.attn_q.weight"]
     if family == "llama":
@@ -361,7 +361,7 @@ def test_a_scale_that_is_no_number_names_tensor_and_file(checkpoints: dict[str, 
 
 
 def test_mistral_without_a_window_is_llama(tmp_path: Path) -> None:
-    """llama.cpp's converter leaves windows out: what remains of Mistral is Llama."""
+    """llama.cpp's converter leaves windows out; without its window, Mistral equals Llama."""
     source = make_checkpoint(tmp_path / "model", "mistral", seed=3, sliding_window=None)
     expected = dataclasses.replace(load_config(source), architecture="LlamaForCausalLM")
     assert load_config(write_gguf(tmp_path / "model.gguf", source, "F32")) == expected
@@ -386,7 +386,7 @@ def test_bytes_that_turned_are_refused_or_read(tmp_path: Path, seed: int) -> Non
     for _ in range(40):
         data = bytearray(whole)
         for _ in range(rng.choice((1, 1, 8))):
-            # Settings and tensors' places stand before and after the tokens, weights behind.
+            # Settings and tensors' offsets are before and after the tokens; the weights follow.
             at = rng.choice((rng.randrange(1200), start - rng.randrange(1, 1400), rng.randrange(start, len(data))))
             data[at] = rng.choice((0, 255, rng.randrange(256)))
         path.write_bytes(data)
@@ -405,8 +405,10 @@ def test_bytes_that_turned_are_refused_or_read(tmp_path: Path, seed: int) -> Non
 def test_the_kernels_multiply_with_what_a_file_means(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, type_name: str, tied: bool, num_ranks: int
 ) -> None:
-    """Codes stay codes on every rank, a tied head's and one rank's embedding too, and each weight is bit for bit what
-    PyPI `gguf` reads."""
+    """Codes are kept on every rank, also for a tied head and the embedding of a single rank.
+
+    Each weight equals, bit for bit, the weight that PyPI `gguf` reads.
+    """
     skip_without_compiler()
     monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "require")
     family = FAMILIES[QUANTIZED.index(type_name) % 4]
@@ -432,7 +434,7 @@ def test_the_kernels_multiply_with_what_a_file_means(
                 assert isinstance(ours.product, CpuProduct)
                 assert ours.product.packed.format.element == torch.int8
                 held += ours.product.packed.panels.nbytes
-                # Behind the last token of the vocabulary a head's rows stand for nothing.
+                # After the last token of the vocabulary, the head's rows are padding.
                 num_rows = ours.shape[0]
                 rows = torch.arange(151 - rank * num_rows if ours is model.head else num_rows)[:num_rows]
                 rows_of = theirs.take_rows if isinstance(theirs, Embedding) else theirs.product.take_rows
@@ -444,14 +446,14 @@ def test_the_kernels_multiply_with_what_a_file_means(
 
 
 class Rank:
-    """One of several, which need not meet while they load."""
+    """One of several ranks, which need not communicate during loading."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
 
 def test_a_weight_whose_groups_shares_would_cut_is_widened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here that of the MLP's second product, and the worker's log counts the others."""
+    """Here the second weight of the MLP is widened, and the worker's log counts the others."""
     skip_without_compiler()
     monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "require")
     source = make_checkpoint(tmp_path / "source", "qwen2", seed=8, intermediate_size=96, hidden_size=128)

@@ -1,4 +1,4 @@
-"""Blocks of quantized weights against PyPI `gguf`'s own dequantization, bit for bit."""
+"""Blocks of quantised weights compared bit for bit with PyPI `gguf`'s own dequantisation."""
 
 import gguf
 import numpy as np
@@ -10,7 +10,7 @@ from pagewire.common.gguf import SERVED_TYPES
 from worker_service.models.layouts.gguf import decode_rows, is_finite
 
 QUANTIZED = {served.name: served for served in SERVED_TYPES.values() if served.is_quantized}
-# Where the float16 numbers of a block stand.
+# The offsets of the float16 numbers in a block.
 HALVES = {
     "Q8_0": (0,),
     "Q4_0": (0,),
@@ -23,12 +23,12 @@ HALVES = {
     "MXFP4": (),  # its scales are powers of two, in the first byte of a block
 }
 MXFP4_SCALES = np.array([1, 2, 3, 127, 251, 252], np.uint8)
-# The least and the greatest, denormal and normal, and both zeros.
+# The smallest and largest numbers, denormal and normal, and both zeros.
 EXTREMES = np.array([0x0000, 0x8000, 0x0001, 0x8001, 0x03FF, 0x0400, 0x7BFF, 0xFBFF, 0x3C00, 0xBC00], np.uint16)
 
 
 def random_blocks(type_name: str, seed: int, *, extreme: bool) -> np.ndarray:
-    """[7 rows, 5 blocks, bytes]; every bit is random, but scales are finite."""
+    """Return random blocks, [7 rows, 5 blocks, bytes], whose scales are finite."""
     print(f"{type_name}, seed {seed}")
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (7, 5, QUANTIZED[type_name].block_bytes), dtype=np.uint8)
@@ -74,6 +74,6 @@ def test_codes_are_integers_with_a_scale_a_group(type_name: str) -> None:
 @pytest.mark.parametrize(("type_name", "start"), [(name, start) for name, starts in HALVES.items() for start in starts])
 def test_a_scale_that_is_no_number_is_seen(type_name: str, start: int, half: int) -> None:
     rows = random_blocks(type_name, 3, extreme=False)
-    at = 2 * QUANTIZED[type_name].block_bytes + start  # of the third block
+    at = 2 * QUANTIZED[type_name].block_bytes + start  # in the third block
     rows[6, at : at + 2] = np.array([half], np.uint16).view(np.uint8)
     assert not is_finite(decode_rows(QUANTIZED[type_name], torch.from_numpy(rows)))

@@ -1,4 +1,4 @@
-"""The grammars of an epoch: prepared on a thread of their own, reported once, to the session that added them."""
+"""The grammars of an epoch: prepared on a separate thread, and reported once to the session that added them."""
 
 import logging
 import math
@@ -25,7 +25,7 @@ TIMEOUT_S = 20
 
 
 class HeldCompiler:
-    """Compiles when the test says so, and says when it has begun."""
+    """A compiler that reports each start, and waits for the test if `is_held`."""
 
     def __init__(self) -> None:
         self.compiler = GrammarCompiler((STORYTELLER / "tokenizer.json").read_text(), 1024)
@@ -45,7 +45,7 @@ class HeldCompiler:
 
 
 class Epochs:
-    """Grammars of one epoch after the other, and what each was told."""
+    """Grammars of successive epochs, and the reports about them."""
 
     def __init__(self) -> None:
         self.compiler = HeldCompiler()
@@ -57,7 +57,7 @@ class Epochs:
         return self.reports.get(timeout=TIMEOUT_S)
 
     def ready(self, *added: AddedGrammar) -> None:
-        """Add grammars and wait for them."""
+        """Add grammars and wait until they are prepared."""
         self.grammars.apply(StepPlan(1, 1, added_grammars=added))
         assert {self.report().error for _ in added} <= {""}
 
@@ -153,7 +153,7 @@ def test_what_is_not_there_cannot_be_released(epochs: Epochs) -> None:
     epochs.ready(regex(1))
     with pytest.raises(WorkerProtocolError, match="grammar 2 is released, but it was never added"):
         epochs.grammars.release(2)
-    # Released before added, as the phases of a plan say.
+    # A plan releases grammars before it adds grammars.
     with pytest.raises(WorkerProtocolError, match="grammar 2 is released"):
         epochs.grammars.apply(StepPlan(1, 2, added_grammars=(regex(2),), released_grammar_ids=(2,)))
     epochs.grammars.release(1)

@@ -1,4 +1,4 @@
-"""How many threads compute, by the files in which the kernel tells of processors' quotas."""
+"""The number of threads, from the kernel's files about processor quotas."""
 
 import os
 from pathlib import Path

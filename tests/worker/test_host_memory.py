@@ -1,4 +1,4 @@
-"""What memory there is, by the files that the kernel tells it in."""
+"""The available memory, from the kernel's files about it."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
-"""How much a GPU is given to do in a step: the launches in its graphs, and those around them.
+"""The number of GPU launches of a step, within its graphs and around them.
 
-A step of a model with the layers of Qwen3-0.6B goes through the computation for GPUs on a fake device, with the Triton
-kernels in the interpreter. Launches are those of `FakeDevice.launches`.
+A step of a model with the layers of Qwen3-0.6B runs in the GPU computation on a fake device, with the Triton kernels in
+the interpreter. Launches are counted as in `FakeDevice.launches`.
 """
 
 from collections import Counter
@@ -35,7 +35,7 @@ def report(what, launches):
 
 
 def run_last(runner, device, rows):
-    """What is launched for the last step of some rows, of which the steps before are done."""
+    """Return the launches of the last step of some rows, after all earlier steps are done."""
     *others, last = plan_steps(rows, block_size=BLOCK_SIZE, max_num_batched_tokens=5)
     runner.reset(epoch=1)
     for step in others:
@@ -64,7 +64,7 @@ def test_a_step_of_decoding_rows(tmp_path, monkeypatch):
 
 
 def test_a_step_over_codes(tmp_path, monkeypatch):
-    """A product with codes is one launch too. The embedding's rows are decoded by more than one."""
+    """A multiplication with quantised weights is also one launch. Decoding the embedding's rows takes more than one."""
     record_launches(monkeypatch)
     device = FakeDevice(seed=5)
     runner = make_runner(tmp_path, device, max_graph_batch_size=1, num_layers=2, quantization="int4")
@@ -72,12 +72,12 @@ def test_a_step_over_codes(tmp_path, monkeypatch):
     around = run_last(runner, device, [Row([3, 1, 4], 2)])
     _, step = (graph.launches for graph in device.graphs)
     report("in the graph of the step", step)
-    assert step.total() <= 36  # of 28 layers 296
+    assert step.total() <= 36  # 296 with 28 layers
     assert around.total() <= 3
 
 
 def test_a_step_of_prompts_and_decoding_rows(tmp_path, monkeypatch):
-    """One row decodes, and one has the last two tokens of its prompt. There is no graph of such steps."""
+    """One row decodes, and another computes the last two tokens of its prompt. Such steps have no graph."""
     record_launches(monkeypatch)
     device = FakeDevice(seed=6)
     runner = make_runner(tmp_path, device, max_graph_batch_size=0)

@@ -1,4 +1,4 @@
-"""What is told while a model loads, by a clock of the test's own."""
+"""Log lines and reports during loading, with a fake clock."""
 
 import logging
 
@@ -16,7 +16,7 @@ class Clock:
 
 
 def told(caplog: pytest.LogCaptureFixture, num_tensors: int, seconds_each: float) -> list[str]:
-    """The lines of a load that begins when kernels have been compiled, and that every tensor was told of."""
+    """Return the log lines of a load that begins after the compilation of kernels and reports every tensor."""
     caplog.set_level(logging.INFO)
     clock, doings = Clock(), []
     progress = LoadProgress(doings.append, clock)

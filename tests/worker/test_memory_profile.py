@@ -1,4 +1,4 @@
-"""Measuring memory, on a device whose memory is a number."""
+"""Memory measurements, on a fake device whose memory is a number."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ BLOCK_BYTES, TOKEN_BYTES, BUFFER_BYTES = 2 * MIB, MIB // 8, 50 * MIB
 
 @dataclass
 class FakeMemory:
-    """A card of 24 GiB, 1 GiB of it others'; an allocator that keeps what it has had."""
+    """A card of 24 GiB, of which other processes use 1 GiB, and an allocator that keeps freed memory."""
 
     total: int = 24 * GIB
     others: int = GIB
@@ -47,7 +47,7 @@ class FakeMemory:
 
 
 class FakeRunner:
-    """A runner and its computation in one."""
+    """A fake runner that is its own computation."""
 
     num_graphs = 8
 
@@ -89,7 +89,7 @@ def measure(memory: FakeMemory, step: StepSize) -> DeviceMemory:
 def test_the_largest_steps_are_run_and_their_memory_counted() -> None:
     memory = FakeMemory()
     found = measure(memory, StepSize(2048, 16))
-    # 16 rows of 128 tokens; 8 rows decode beside what the runner keeps; 8 graphs of 4 MiB for the driver.
+    # 16 rows of 128 tokens; 8 rows decode beside the runner's buffers; 8 graphs of 4 MiB for the driver.
     assert found == DeviceMemory(
         total=24 * GIB,
         others=GIB,

@@ -1,4 +1,4 @@
-"""The runner on real checkpoints: the same tokens as transformers, whatever the chunks, the batch and the blocks."""
+"""The runner on real checkpoints: the tokens equal transformers' tokens for any chunks, batches and blocks."""
 
 import logging
 import os
@@ -51,7 +51,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def generate(worker: LoadedWorker, rows: Sequence[Row], budget: int) -> list[list[int]]:
-    """Each row's output tokens."""
+    """Return each row's output tokens."""
     worker.runner.reset(1)
     outputs: list[list[int]] = [[] for _ in rows]
     steps = plan_steps(rows, block_size=worker.ready.block_size, max_num_batched_tokens=budget)
@@ -141,7 +141,7 @@ def test_logprobs_equal_those_of_transformers(
     num_prompt_top: int,
     listed: tuple[int, ...],
 ) -> None:
-    """Of the most likely tokens, of all tokens of the vocabulary, and of listed ones."""
+    """Log-probabilities of the most likely tokens, of the whole vocabulary, and of listed tokens."""
     path = checkpoints["llama"]
     worker = load(path)
     prompt = random_prompts(5, [num_prompt_tokens])[0]
@@ -183,7 +183,7 @@ def assert_top(
     assert list(logprobs.top_logprobs[part]) == pytest.approx(expected[token_ids].tolist(), abs=1e-4)
     if listed:
         assert token_ids == list(listed)
-    else:  # those of nearly equal logits stand in any order
+    else:  # tokens of nearly equal logits may be in any order
         assert expected[token_ids].tolist() == pytest.approx(expected.topk(num_top).values.tolist(), abs=1e-4)
 
 
@@ -201,7 +201,7 @@ def test_largest_step_fits_its_limits(
 def test_a_parent_hears_what_memory_is_taken(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Before it is taken: the system may end the worker for it."""
+    """The report comes before the allocation, because the system may kill the worker for it."""
     load(checkpoints["qwen2"])
     assert capfd.readouterr().out == ""
     monkeypatch.setenv(EXIT_WITH_PARENT, str(os.getppid()))
@@ -209,7 +209,8 @@ def test_a_parent_hears_what_memory_is_taken(
     (line,) = capfd.readouterr().out.splitlines()
     assert line.startswith(MEMORY_PREFIX)
     assert "KiB of weights" in line
-    # What computes may be larger than what is stored, which is float32 here, and rounds up to whole panels.
+    # The computed format may be larger than the stored one, which is float32 here, and is rounded up to whole packed
+    # panels.
     stored_bytes = sum(file.stat().st_size for file in checkpoints["qwen2"].glob("*.safetensors"))
     assert worker.ready.weight_format == "float32"
     assert stored_bytes / 2 < worker.ready.weight_bytes < 2 * stored_bytes
@@ -218,7 +219,7 @@ def test_a_parent_hears_what_memory_is_taken(
 
 
 def test_bfloat16_tokens_are_near_the_choice(checkpoints: dict[str, Path]) -> None:
-    """Teacher-forced in float32, every token lies within a margin of the best one: logits spread over several units."""
+    """Teacher-forced in float32, the logit of every token is within a margin of the best logit."""
     path = checkpoints["qwen3"]
     worker = load_worker(WorkerConfig(str(path), device="cpu", dtype="bfloat16", num_device_blocks=20), "worker")
     assert worker.ready.dtype == "bfloat16"
@@ -237,7 +238,7 @@ def test_prefix_in_the_cache_is_not_computed_again(checkpoints: dict[str, Path])
     prompt = random_prompts(9, [40])[0]
     whole = StepPlan(1, 1, openings=(opening(0, prompt, 0, (1, 2, 3)),), work_slots=(0,), work_num_tokens=(40,))
     first = worker.runner.execute(whole)
-    # Two full blocks are shared; the rest goes to a block of its own.
+    # Two full blocks are shared; the other tokens are in a separate block.
     again = (opening(0, prompt, 32, (1, 2, 9)),)
     shared = StepPlan(1, 2, (0,), openings=again, work_slots=(0,), work_num_tokens=(8,))
     assert worker.runner.execute(shared).token_ids == first.token_ids
@@ -266,7 +267,7 @@ def test_nan_logits_fail_their_row_only(checkpoints: dict[str, Path]) -> None:
     result = worker.runner.execute(StepPlan(1, 2))
     assert result.statuses == (RowStatus.NAN_LOGITS, RowStatus.OK)
     assert result.token_ids == (reference_tokens(checkpoints["qwen2"], prompts[1], 2)[1],)
-    # The row goes on until the scheduler has heard of it.
+    # The row continues until the scheduler has received the result.
     assert worker.runner.execute(StepPlan(1, 3)).statuses == (RowStatus.NAN_LOGITS, RowStatus.OK)
 
 
@@ -312,7 +313,7 @@ def test_block_zero_stays_zero(checkpoints: dict[str, Path]) -> None:
 
 
 def sampled(worker: LoadedWorker, plan: StepPlan) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """The tokens of a step and their log-probabilities, to be compared bit for bit."""
+    """Return the tokens of a step and their log-probabilities, for bit-wise comparison."""
     result = worker.runner.execute(plan)
     assert result.last_moved_step == plan.step
     assert result.statuses == ()
@@ -323,7 +324,7 @@ WATCHED = SamplingParams(temperature=0.8, num_logprobs=0)
 
 
 def run_on(worker: LoadedWorker, step: int, num_steps: int, **columns: Any) -> list[Any]:
-    """Steps of which the first one has columns."""
+    """Run steps, of which the first has the given plan fields."""
     plans = [StepPlan(1, step, **columns), *(StepPlan(1, step + i) for i in range(1, num_steps))]
     return [sampled(worker, plan) for plan in plans]
 
@@ -337,7 +338,7 @@ def test_swapped_row_goes_on_bit_for_bit(checkpoints: dict[str, Path]) -> None:
     worker = load(checkpoints["qwen3"], num_host_blocks=8)
     storage = worker.runner._cache.storage
     tokens = run_on(worker, 1, 5, openings=(start,), work_slots=(0,), work_num_tokens=(37,))
-    # It leaves in the plan that releases it; nothing is computed.
+    # The plan that releases the row also moves its blocks out; nothing is computed.
     left = worker.runner.execute(StepPlan(1, 6, (0,), swap_out_device_blocks=(3, 4, 9), swap_out_host_blocks=(5, 6, 2)))
     assert (left.token_ids, left.last_moved_step) == ((), 6)
     other = opening(1, random_prompts(22, [60])[0], 0, (9, 4, 3, 10))
@@ -353,7 +354,7 @@ def test_swapped_row_goes_on_bit_for_bit(checkpoints: dict[str, Path]) -> None:
 
 
 def test_move_starts_after_what_was_computed_before(checkpoints: dict[str, Path]) -> None:
-    """A block is filled by one plan, moved out by the next and written by another row in that very plan."""
+    """One plan fills a block, and the next plan moves it out while another row writes it."""
     prompts = random_prompts(23, [16, 16])
     worker = load(checkpoints["qwen2"], num_host_blocks=1)
     first = (opening(0, [*prompts[0], 1], 0, (7, 8)),)
@@ -373,7 +374,7 @@ def test_fork_goes_on_exactly_as_its_source(checkpoints: dict[str, Path], num_pr
     start = (opening(0, prompt, 0, (1, 2, 3, 4), WATCHED, seed=9),)
     work = {"work_slots": (0,), "work_num_tokens": (num_prompt_tokens,)}
     run_on(worker, 1, 4, openings=start, **work)
-    tail = (num_prompt_tokens + 3) // 16  # the block that both go on writing
+    tail = (num_prompt_tokens + 3) // 16  # the block that both rows continue to write
     fork = {"fork_source_slots": (0,), "fork_target_slots": (3,)}
     copy = {"copy_source_blocks": (tail + 1,), "copy_target_blocks": (9,)}
     own = {"set_block_slots": (3,), "set_block_indexes": (tail,), "set_block_ids": (9,)}
@@ -389,7 +390,7 @@ def test_fork_goes_on_exactly_as_its_source(checkpoints: dict[str, Path], num_pr
 
 
 def test_beams_report_candidates_and_take_the_tokens_they_are_given(checkpoints: dict[str, Path]) -> None:
-    """Two beams of one prompt, forked by tail copies, follow tokens of their own beside a row that decodes."""
+    """Two beams of a prompt, forked by copies of their last block, follow their own tokens beside a decoding row."""
     path = checkpoints["qwen3"]
     worker = load(path)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -414,7 +415,7 @@ def test_beams_report_candidates_and_take_the_tokens_they_are_given(checkpoints:
         work = {"work_slots": (0, 2), "work_num_tokens": (1, 1)}
         result = worker.runner.execute(StepPlan(1, step, **fork, **columns, **work))
         assert_candidates(model, beams, result.candidates, 6)
-        # At depth 2 a beam runs in every second plan only; the row beside it in all.
+        # At pipeline depth 2, a beam search runs in every second plan only; the row beside it runs in all plans.
         between = worker.runner.execute(StepPlan(1, step + 1))
         assert between.candidates == Candidates()
         others += [*result.token_ids, *between.token_ids]
@@ -459,7 +460,7 @@ def test_nan_logits_of_a_beam_have_no_candidates(checkpoints: dict[str, Path]) -
 def test_blocks_out_of_the_window_are_never_read(
     tmp_path: Path, family: str, overrides: dict[str, Any], block_size: int, budget: int
 ) -> None:
-    """As soon as a block has fallen out of the window it holds NaN and belongs to another row."""
+    """As soon as a block is outside the window, it is filled with NaN and belongs to another row."""
     path = make_checkpoint(tmp_path, family, seed=27, **overrides)
     worker = load(path, block_size=block_size)
     window = worker.ready.sliding_window
@@ -490,7 +491,7 @@ def test_row_with_holes_goes_on_as_if_it_had_never_left(tmp_path: Path) -> None:
     worker = load(path, num_host_blocks=4, block_size=8)
     start = (opening(0, prompt, 0, tuple(range(1, 9))),)
     tokens = [*worker.runner.execute(StepPlan(1, 1, openings=start, work_slots=(0,), work_num_tokens=(60,))).token_ids]
-    # Position 60 is next: it reads back to position 41, in the block of index 5.
+    # Position 60 is next: it reads from position 41 on, in the block of index 5.
     worker.runner.execute(StepPlan(1, 2, (0,), swap_out_device_blocks=(6, 7, 8), swap_out_host_blocks=(1, 2, 3)))
     worker.runner._cache.storage[1:] = float("nan")
     worker.runner.execute(StepPlan(1, 3, swap_in_host_blocks=(1, 2, 3), swap_in_device_blocks=(20, 30, 40)))
@@ -521,7 +522,7 @@ def test_host_pool_is_sized_by_count_or_by_memory(
 
 
 def check_nearly_likeliest(worker: LoadedWorker, path: Path, tolerance: float) -> None:
-    """Compare the logits of tokens with the highest of transformers, in standard deviations."""
+    """Check that the chosen logits are within `tolerance` standard deviations of transformers' highest logit."""
     prompts = random_prompts(17, [40, 3])
     outputs = generate(worker, [Row(prompt, 12) for prompt in prompts], budget=32)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -552,7 +553,7 @@ def test_a_cache_of_8_bits_chooses_nearly_the_likeliest(
 @pytest.mark.parametrize("name", ["float16", "half"])
 @pytest.mark.parametrize(("stored", "held"), [("float32", "float16"), ("bfloat16", "bfloat16"), ("float16", "float16")])
 def test_float16_is_float32_over_weights_of_16_bits(tmp_path: Path, name: str, stored: str, held: str) -> None:
-    """Those of float32 are rounded; as far as the kernels multiply with them, which alone widen them as they go."""
+    """Only the C kernels widen weights during multiplication, so only with them are float32 weights rounded."""
     path = make_checkpoint(tmp_path / "model", "qwen3", seed=31, dtype=stored)
     rounded = make_checkpoint(tmp_path / "rounded", "qwen3", seed=31, dtype=held)
     worker = load(path, dtype=name)

@@ -1,4 +1,4 @@
-"""Every family against transformers, run on the spot on random checkpoints, in uneven chunks over the paged cache."""
+"""Every family compared with transformers on random checkpoints, in uneven chunks over the paged cache."""
 
 import json
 import random
@@ -76,7 +76,7 @@ def longrope(original, share=1.0):
     return {**settings, "original_max_position_embeddings": original, "max_position_embeddings": 128}
 
 
-SPREAD = {"head_dim": 24, "num_key_value_heads": 1}  # heads of which three quarters of a power of two are turned
+SPREAD = {"head_dim": 24, "num_key_value_heads": 1}  # heads whose rotated part is three quarters of a power of two
 SLIDING, FULL = "sliding_attention", "full_attention"
 KINDS = {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL]}
 SCALED_KINDS = {
@@ -104,7 +104,7 @@ VARIANTS = [
     ("smollm3", {**WINDOWED, "no_rope_layer_interval": 2}),
     ("phi3", {"sliding_window": None, "partial_rotary_factor": 0.5}),
     ("phi3", {**longrope(128, 0.5), "head_dim": 16}),  # short factors
-    ("phi3", {**longrope(32, 0.5), "num_key_value_heads": 1, "sliding_window": None}),  # long ones
+    ("phi3", {**longrope(32, 0.5), "num_key_value_heads": 1, "sliding_window": None}),  # long factors
     ("granite", {**BIASES, **TIED}),
     ("ministral3", {"num_key_value_heads": 1, "sliding_window": 12}),
     ("olmo2", {"attention_bias": True, "num_key_value_heads": 1, **YARN}),
@@ -146,7 +146,7 @@ VARIANTS = [
 
 @pytest.fixture(params=["fused", "kernels", "torch"])
 def path_of_model(request, monkeypatch):
-    """Every test with all layers in one call of the CPU kernels, with a call for each operation, and in plain torch."""
+    """Run every test with all layers in one call of the CPU kernels, with a call per operation, and in plain torch."""
     use_kernels(monkeypatch, "off" if request.param == "torch" else "require")
     return request.param
 
@@ -176,7 +176,7 @@ def test_equals_transformers(load_model, tmp_path, family, overrides):
 
 
 def make_multimodal_checkpoint(directory, family, text_family):
-    """One that sees, whose text model is drawn as all others are."""
+    """Return a vision-language checkpoint whose text model is drawn like the other checkpoints."""
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     text = json.loads((make_checkpoint(directory / "text", text_family, seed=11) / "config.json").read_text())
     vision |= {"image_size": 32, "patch_size": 8} | ({"head_dim": 8} if family == "mistral3" else {})
@@ -195,7 +195,7 @@ def make_multimodal_checkpoint(directory, family, text_family):
     ("family", "text_family"), [("gemma3", "gemma3_text"), ("mistral3", "mistral"), ("mistral3", "ministral3")]
 )
 def test_the_text_model_of_one_that_sees(load_model, tmp_path, family, text_family, is_published):
-    """In the names of published files, and in those of transformers 5."""
+    """Tensors have the names of published files or of transformers 5."""
     path, token_ids = make_multimodal_checkpoint(tmp_path, family, text_family), random_tokens()
     expected = transformers_logits(tmp_path / "text", token_ids)
     tensors = load_file(path / "model.safetensors")
@@ -221,8 +221,10 @@ def test_the_text_model_of_one_that_sees(load_model, tmp_path, family, text_fami
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_is_within_its_rounding_of_transformers(load_model, tmp_path, family):
-    """Both round at every step; their distance must be that of two bfloat16 runs, not more. Which experts are chosen
-    may turn with any rounding, so all of them are."""
+    """The distance to transformers must not exceed the distance between two bfloat16 runs.
+
+    Any rounding may change the choice of experts, so all experts are chosen.
+    """
     chosen = {"num_experts_per_tok": NUM_EXPERTS[family]} if family in NUM_EXPERTS else {}
     if family == "glm4_moe":
         chosen["topk_group"] = 4
@@ -236,7 +238,7 @@ def test_bfloat16_is_within_its_rounding_of_transformers(load_model, tmp_path, f
 
 
 def test_rows_of_a_batch_do_not_touch_each_other(load_model, tmp_path):
-    """Logits of a sequence are those it has alone, whatever stands beside it in the flat batch."""
+    """The logits of a sequence are the same alone and beside others in the flat batch."""
     model = load_model(make_checkpoint(tmp_path, "qwen3", seed=13), dtype=torch.float32, device=CPU)
     first, second = random_tokens(1)[:9], random_tokens(2)[:14]
     storage = torch.full((5, 2, 2, 8, 2, 16), float("nan"))
@@ -252,7 +254,7 @@ def test_rows_of_a_batch_do_not_touch_each_other(load_model, tmp_path):
 
 
 def test_old_gpt2_names(load_model, tmp_path):
-    """openai-community/gpt2 as published: no prefix, and each layer's causal mask among the tensors."""
+    """openai-community/gpt2 as published: names have no prefix, and the tensors include each layer's causal mask."""
     path = make_checkpoint(tmp_path, "gpt2", seed=14)
     expected = compute_logits(load_model(path, dtype=torch.float32, device=CPU), random_tokens())
     tensors = load_file(path / "model.safetensors")
@@ -265,7 +267,7 @@ def test_old_gpt2_names(load_model, tmp_path):
 
 @pytest.mark.parametrize("family", ["bloom", "mpt"])
 def test_names_without_their_prefix(load_model, tmp_path, family):
-    """bigscience/bloom-560m as published."""
+    """As in the published bigscience/bloom-560m."""
     path = make_checkpoint(tmp_path, family, seed=14)
     expected = compute_logits(load_model(path, dtype=torch.float32, device=CPU), random_tokens())
     tensors = load_file(path / "model.safetensors")
@@ -284,7 +286,7 @@ def test_bloom_and_mpt_as_their_publishers_spell_them(tmp_path):
 
 
 def test_mpt_with_biases_as_its_own_code_has_them(load_model, tmp_path):
-    """transformers leaves them out whatever `no_bias` says; torch's modules add them where they have them."""
+    """transformers leaves the biases out whatever `no_bias` is; torch's modules add them if they are set."""
     path = make_checkpoint(tmp_path, "mpt", seed=15)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     biases = {}
@@ -303,7 +305,7 @@ def test_mpt_with_biases_as_its_own_code_has_them(load_model, tmp_path):
 @pytest.mark.parametrize("num_heads", [1, 2, 5, 8, 12, 40, 112])
 @pytest.mark.parametrize("bias_max", [8, 16])
 def test_slopes_are_those_of_transformers(tmp_path, num_heads, bias_max):
-    """Published MPTs have other `alibi_bias_max` than 8, which transformers' own model does not read."""
+    """Some published MPTs have other values of `alibi_bias_max` than 8, which transformers' own model does not read."""
     mpt = {"n_heads": num_heads, "d_model": 8 * num_heads, "attn_config": {"alibi_bias_max": bias_max}}
     bloom = {"n_head": num_heads, "hidden_size": 8 * num_heads}
     slopes = {}
@@ -317,7 +319,7 @@ def test_slopes_are_those_of_transformers(tmp_path, num_heads, bias_max):
 
 @pytest.mark.parametrize("family", sorted(NUM_EXPERTS.keys() - {"gpt_oss"}))
 def test_experts_that_are_one_tensor(load_model, tmp_path, family):
-    """As transformers 5 can write them; files have been published with those of each expert."""
+    """transformers 5 can write such files; published files store each expert separately."""
     path = make_checkpoint(tmp_path / "each", family, seed=17)
     model = transformers.AutoModelForCausalLM.from_pretrained(path)
     model.save_pretrained(tmp_path / "stacked", save_original_format=False)
@@ -358,7 +360,7 @@ def test_weights_are_not_held_twice(tmp_path, monkeypatch, mode):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("held", ["bfloat16", "float16"])
 def test_weights_stay_as_small_as_the_checkpoint_has_them(tmp_path, monkeypatch, held, tied):
-    """The kernels multiply with half precision as it is; the model computes what it does with widened weights."""
+    """The kernels multiply by 16-bit weights directly; the model computes as with widened weights."""
     use_kernels(monkeypatch, "require")
     path = make_checkpoint(tmp_path, "qwen3", seed=19, dtype=held, tie_word_embeddings=tied)
     operations = host_operations()
@@ -419,7 +421,7 @@ def test_both_spellings_of_config_mean_the_same(tmp_path, overrides):
         assert parse_config(spelled_4) == load_config(tmp_path)
 
 
-# Families whose classes in transformers differ in how they read the two spellings, or in what they take for a default.
+# Families whose classes in transformers differ in reading the two spellings, or in their defaults.
 BOTH_SPELLINGS = ("llama", "qwen3", "glm4", "gpt_neox", "mixtral", "smollm3", "gpt_oss", "olmo3", "gemma3_text")
 ADDED = (
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
@@ -431,8 +433,7 @@ ADDED = (
 
 
 def recipe(family, rng):
-    """A config.json as transformers 5 writes it, to which a user has added rope_scaling, and what transformers makes
-    of the rope in it."""
+    """Return a config.json of transformers 5 with a user's rope_scaling, and transformers' rope parameters for it."""
     config_class = transformers.AutoConfig.for_model(family).__class__
     written = config_class(**{**DEFAULTS[family], **NO_SPECIAL_TOKENS})
     config = json.loads(written.to_json_string(use_diff=False))
@@ -475,7 +476,7 @@ def test_scaling_added_beside_rope_parameters_is_that_of_transformers(family):
 
 
 def test_the_recipe_of_model_cards_needs_its_base():
-    """Qwen3's card: transformers itself would turn by the base of 10,000."""
+    """The recipe of Qwen3's model card: with it, transformers itself would use the base 10,000."""
     config, _ = recipe("qwen3", random.Random(0))
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": 1_000_000}
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
@@ -505,7 +506,7 @@ def test_windows_of_the_layers(tmp_path, family, fields, windows, widest):
 
 
 def test_gemma3_as_it_is_published_has_two_bases():
-    """Transformers 4 wrote the base of layers with a window under a name of its own, and left defaults out."""
+    """Transformers 4 stored the base of layers with a window under a separate name, and left defaults out."""
     published = {
         "architectures": ["Gemma3ForCausalLM"], "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 6,
         "rope_theta": 1_000_000, "rope_local_base_freq": 20_000, "sliding_window": 512,
@@ -523,7 +524,7 @@ def test_mistral_without_a_window_in_its_config_has_the_published_one(tmp_path):
 
 
 def test_positions_served(tmp_path):
-    """Linear and yarn scaling stretch the positions, llama3 was published with them stretched."""
+    """Linear and yarn scaling extend the positions; llama3's configurations already contain the extended number."""
     config = read_config(make_checkpoint(tmp_path, "llama", seed=18))
 
     def num_positions(rope_parameters):

@@ -1,4 +1,4 @@
-"""Moves beside what is computed, on CPU tensors: streams carry out what is put on them late, in any legal order."""
+"""Moves beside computation, on CPU tensors: streams execute their operations late, in any legal order."""
 
 import random
 import weakref
@@ -23,14 +23,14 @@ NUM_DEVICE_BLOCKS, NUM_HOST_BLOCKS = 24, 16
 
 @dataclass
 class History:
-    """Random plans that keep S3 and S4, and what every block must hold when they have been carried out."""
+    """Random plans that satisfy S3 and S4, with the expected content of every block."""
 
     seed: int
     eagerness: float | None = None
     dropped: Guard | None = None
-    device_numbers: dict[int, int] = field(default_factory=dict)  # what each block will hold
+    device_numbers: dict[int, int] = field(default_factory=dict)  # the expected content of each block
     host_numbers: dict[int, int] = field(default_factory=dict)
-    held: list[tuple[int, set[int], set[int]]] = field(default_factory=list)  # step, device and host blocks it moves
+    held: list[tuple[int, set[int], set[int]]] = field(default_factory=list)  # step, its device and host blocks
     num_written: int = 0
 
     def __post_init__(self) -> None:
@@ -44,7 +44,7 @@ class History:
             self.compute(block)
 
     def compute(self, block: int) -> None:
-        """A forward pass that writes a block."""
+        """Write a block, as a forward pass does."""
         self.num_written += 1
         number = self.device_numbers[block] = self.num_written % 256  # exact in bfloat16
         self.device.compute.run(lambda: self.cache.storage[block].fill_(number))
@@ -92,7 +92,7 @@ class History:
             self.compute(block)
 
     def acknowledge(self, num_steps: int) -> None:
-        """Whatever is said to have been moved holds what it must."""
+        """Check that the blocks of all acknowledged moves have the expected content."""
         last_moved_step = self.cache.last_moved_step()
         assert last_moved_step <= num_steps
         for _, device, host in [moved for moved in self.held if moved[0] <= last_moved_step]:
@@ -110,7 +110,7 @@ def numbers(content: Tensor) -> set[float]:
 
 @pytest.fixture(params=[(100, 100, 100), (3, 2, 5), (1, 1, 1)], ids=["one-chunk", "chunks", "single-blocks"])
 def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that are staged, blocks of a transfer, blocks of a slab."""
+    """Set the limits, in blocks, of staging, of a transfer and of a slab."""
     staged, transferred, slab = request.param
     monkeypatch.setattr("worker_service.cache.stream_moves._SLAB_BYTES", slab * SHAPE.block_bytes)
     monkeypatch.setattr("worker_service.cache.stream_moves._MAX_STAGING_BYTES", staged * SHAPE.block_bytes)
@@ -120,7 +120,7 @@ def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.usefixtures("limits")
 @pytest.mark.parametrize("seed", range(40))
 def test_moves_beside_compute(seed: int) -> None:
-    """Moves see what was computed before them and nothing of what came after; an acknowledgement is never early."""
+    """Moves see all earlier computation and none of the later; an acknowledgement is never early."""
     run_history(History(seed))
 
 
@@ -166,7 +166,7 @@ def test_an_epoch_begins_when_everything_has_arrived() -> None:
 
 
 def transfers_of(history: History, plan: StepPlan, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Blocks of each transfer between device and host that a plan takes."""
+    """Return the number of blocks in each transfer between device and host for a plan."""
     lengths: list[int] = []
 
     def find_runs(*arguments: Any) -> Iterator[Any]:

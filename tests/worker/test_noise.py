@@ -1,4 +1,4 @@
-"""The noise is fixed forever: stored values, and that it is noise."""
+"""The noise never changes: stored values, and its statistical properties."""
 
 import math
 
@@ -74,7 +74,7 @@ def test_noise_has_the_moments_of_gumbel() -> None:
 
 
 def test_rows_are_independent() -> None:
-    """Neighbouring seeds, samples, positions: no correlation beyond chance (five sigma of 1 / sqrt(4000))."""
+    """Neighbouring seeds, samples and positions have no correlation beyond chance: five sigma of 1 / sqrt(4000)."""
     keys = [key(seed, sample, position) for seed in (0, 1, 2**32) for sample in (0, 1) for position in (1, 2, 3)]
     correlations = torch.corrcoef(gumbel_noise(torch.cat(keys), 4000).double()) - torch.eye(len(keys))
     assert correlations.abs().max().item() < 5 / math.sqrt(4000)

@@ -1,4 +1,4 @@
-"""What a model computes with on a GPU, and what is told where that is plain torch."""
+"""The operations of a model on a GPU, and the log lines where plain torch computes them."""
 
 import json
 import sys
@@ -28,7 +28,7 @@ def listed(tmp_path, family, **overrides):
 def test_triton_kernels_compute_on_a_gpu(tmp_path, caplog):
     qwen3, gpt2 = listed(tmp_path / "qwen3", "qwen3", head_dim=32), listed(tmp_path / "gpt2", "gpt2", n_head=8)
     assert isinstance(create_device_operations(qwen3, CUDA), TritonOperations)
-    # GPT-2 uses the products alone, whatever its heads.
+    # GPT-2 uses only the matrix multiplications, whatever its heads.
     assert isinstance(create_device_operations(gpt2, CUDA), TritonOperations)
     assert not caplog.records
 

@@ -1,4 +1,4 @@
-"""The arithmetic of the table of what formats cost."""
+"""The arithmetic of the table of the formats' accuracy."""
 
 import math
 import shutil
@@ -38,7 +38,7 @@ def test_perplexity_is_that_of_the_tokens_that_come_next():
     following = {0: 1, 1: 2, 3: 2, 4: 0}
     for position, token in following.items():
         probabilities[position, token] = 0.7
-    # What the last position of a sequence predicts does not count.
+    # The prediction at the last position of a sequence does not count.
     probabilities[2], probabilities[5] = torch.tensor([0.97, 0.01, 0.01, 0.01]), torch.tensor([0.25] * 4)
     assert perplexity(probabilities.log() + 3, token_ids) == pytest.approx(1 / 0.7)
     assert perplexity(torch.zeros(6, 4), token_ids) == pytest.approx(4)
@@ -123,7 +123,7 @@ for token in sys.stdin.read().split():
 
 
 def test_llama_cpp_computes_over_the_same_files(tmp_path: Path) -> None:
-    """A program in its place makes one logit of each token, that of token 0, which is its id."""
+    """A program in llama.cpp's place sets only the logit of token 0, to the id of each input token."""
     program = executable(tmp_path / "program", f"#!{sys.executable}\n{LLAMA_LOGITS}")
     logits = LlamaCppModel(program, QUANTIZED, "f16").logits([[7, 8], [9]])
     assert (logits.shape, logits[:, 0].tolist(), logits[:, 1:].any()) == ((3, 1024), [7, 8, 9], False)
@@ -136,7 +136,7 @@ def test_llama_cpp_computes_over_the_same_files(tmp_path: Path) -> None:
     ]
     exact, _, quantized = figures
     assert exact["divergence"] == 0 < quantized["divergence"] < quantized["llama_cpp"]["divergence"]
-    # Before each of the tokens 1 and 2 all are alike, before each 0 after them its logit is 1, or 2.
+    # Before the tokens 1 and 2 all logits are equal. Before the token 0 after each, its logit is 1 or 2.
     expected = [math.log(1024), math.log(1023 + math.e) - 1, math.log(1024), math.log(1023 + math.e**2) - 2]
     assert quantized["llama_cpp"]["perplexity"] == pytest.approx(math.exp(sum(expected) / 4))
     row = table(figures).splitlines()[-1]

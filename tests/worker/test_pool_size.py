@@ -1,4 +1,4 @@
-"""How many blocks the pools get: as told, by default, and what is said when there is no room for them."""
+"""The sizes of the block pools: as configured, by default, and the errors if they do not fit."""
 
 import re
 from types import SimpleNamespace
@@ -61,7 +61,7 @@ def sizes(max_num_blocks: int = 1000, block_bytes: int = MIB, **options: Any) ->
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, 4095),  # 4 GiB of blocks of 1 MiB, one of which is never used
+        ({}, 4095),  # 4 GiB of blocks of 1 MiB, of which one is never used
         ({"swap_space": "0"}, 0),
         ({"swap_space": "0GiB"}, 0),
         ({"num_host_blocks": 0}, 0),
@@ -120,11 +120,11 @@ def test_a_pool_beyond_the_memory_of_a_cpu_names_its_flag(options: dict[str, Any
 def test_a_cpu_without_memory_has_room_for_no_block() -> None:
     with pytest.raises(ValueError, match=r"the KV cache may use 0 bytes, but two blocks need 2.00 MiB; free memory"):
         sizes().num_blocks_of_cpu(-GIB)
-    assert sizes().num_blocks_of_cpu(GIB) == (306, 0)  # 30 %, one block of it never used
+    assert sizes().num_blocks_of_cpu(GIB) == (306, 0)  # 30 %, of which one block is never used
 
 
 class Rank:
-    """As much of a communicator as sizes depend on."""
+    """A fake communicator with the attributes that sizes depend on."""
 
     def __init__(self, size: int) -> None:
         self.rank, self.size = 0, size
@@ -138,7 +138,7 @@ class Rank:
         (1, 8, {}, 3685),
         (2, 2, {}, 1842),
         (4, 2, {}, 1842),  # two machines
-        (2, 1, {}, 3685),  # a pod each
+        (2, 1, {}, 3685),  # one pod for each rank
         (1, 1, {"swap_space": "0"}, 0),
         (1, 1, {"swap_space": "1GiB"}, 1023),
     ],
@@ -175,7 +175,7 @@ def test_the_loader_gives_a_gpu_its_host_blocks(
 
 
 class Failing:
-    """As much of what a runner is made of as tells why it cannot be."""
+    """A fake assembly whose runner fails with an error."""
 
     shape = SimpleNamespace(block_bytes=GIB)
 

@@ -1,4 +1,4 @@
-"""Embeddings of a runner: those that transformers' hidden states make, and the same bits however prompts are cut."""
+"""Embeddings of a runner: they equal transformers' pooled hidden states, bit for bit for any chunks of the prompts."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,7 +47,7 @@ def expected_embedding(model: transformers.PreTrainedModel, prompt: Sequence[int
 
 
 def embed(worker: LoadedWorker, rows: Sequence[tuple[Sequence[int], Pooling]], budget: int) -> list[bytes]:
-    """The embedding of each row, in steps of so many tokens."""
+    """Return the embedding of each row, computed in steps of at most `budget` tokens."""
     worker.runner.reset(1)
     planned = [Row(prompt, 1, SamplingParams(pooling=pooling)) for prompt, pooling in rows]
     found: dict[int, bytes] = {}
@@ -141,7 +141,7 @@ def test_a_row_rests_once_it_has_told_its_embedding_and_leaves_its_slot_as_any(c
     worker.runner.reset(1)
     first = worker.runner.execute(StepPlan(1, 1, openings=(opening(MEAN),), work_slots=(0,), work_num_tokens=(2,)))
     assert first.embeddings == ()
-    # Aborted, and a mean begins in the same slot: nothing of the first is left.
+    # The first row is aborted, and a mean begins in the same slot, without any remains of the first.
     second = worker.runner.execute(
         StepPlan(1, 2, (0,), openings=(opening(MEAN),), work_slots=(0,), work_num_tokens=(3,))
     )
@@ -173,7 +173,7 @@ def test_hidden_states_that_are_no_numbers_are_told(
 
 
 def test_a_mean_adds_tokens_one_after_the_other() -> None:
-    """So that its bits do not hang on how they come, beyond what float64 rounds away."""
+    """The bits of the sum do not depend on the chunks, beyond float64's rounding."""
     hidden = torch.randn(700, 33, generator=torch.Generator().manual_seed(1)) * 10.0 ** torch.arange(33)
     whole, _ = Pooler().pool(hidden, [PooledChunk(0, Pooling.MEAN, 0, 700, 0, True)])
     pooler = Pooler()
@@ -194,7 +194,7 @@ def test_a_mean_adds_tokens_one_after_the_other() -> None:
 def test_a_checkpoint_without_the_prefix_of_its_names_is_read_as_it_is(
     checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    """As those of embedding models often are, which hold no head: it is the embedding, where config.json ties them."""
+    """Files of embedding models often have no head: it is the embedding if config.json ties them."""
     tied = make_checkpoint(tmp_path / "tied", "qwen3", seed=9, tie_word_embeddings=True)
     rows = [(prompt, pooling) for prompt in random_prompts(4) for pooling in POOLINGS]
     expected = embed(load(tied), rows, 64)

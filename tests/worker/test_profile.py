@@ -1,4 +1,4 @@
-"""`pagewire worker --profile N`: a trace of N steps, once, as torch's profiler sees them."""
+"""`pagewire worker --profile N`: one trace of N steps, recorded by torch's profiler."""
 
 import json
 import logging
@@ -29,7 +29,7 @@ def planned(num_steps: int) -> list[PlannedStep]:
 
 
 def launched_steps(trace: Path) -> list[int]:
-    """Of the marks in a trace, in their order."""
+    """Return the steps of the marks in a trace, in order."""
     events = json.loads(trace.read_text())["traceEvents"]
     marks = [event for event in events if event.get("name", "").startswith(STEP_PREFIX) and event["ph"] == "X"]
     return [int(mark["name"].removeprefix(STEP_PREFIX)) for mark in sorted(marks, key=lambda mark: mark["ts"])]

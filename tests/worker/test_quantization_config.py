@@ -1,4 +1,4 @@
-"""What `quantization_config` says of a checkpoint's modules, and what is said of one that cannot be served."""
+"""Reading `quantization_config` for a checkpoint's modules, and the errors for unsupported ones."""
 
 import json
 import random
@@ -165,7 +165,7 @@ def test_what_is_not_served_is_named_with_what_is(section, message):
 
 
 def paths(value, path=()):
-    """Every place of an object in JSON."""
+    """Yield the path of every value in a JSON object."""
     yield path
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
@@ -194,14 +194,14 @@ def test_formats_are_described_for_people():
     assert found.describe() == "gptq in 8 bits"
 
 
-# Each takes Python's own matching longer than the sun lasts.
-ENDLESS = [r"(?:(?:.?){40}){40}[!?]", r"(.|..|...)+[!?]"]  # and is refused at the first name that shows it
-HARD = [r"(\w+\.?)+[!?]", r"(.*)*[!?]", r"((a|.)+)+[!?]", r"(.+)+\1[!?]", r"(.+)+!"]  # and is answered all the same
+# With each of these, Python's own matching would never end.
+ENDLESS = [r"(?:(?:.?){40}){40}[!?]", r"(.|..|...)+[!?]"]  # refused at the first module name that takes too long
+HARD = [r"(\w+\.?)+[!?]", r"(.*)*[!?]", r"((a|.)+)+[!?]", r"(.+)+\1[!?]", r"(.+)+!"]  # matched nevertheless
 MODULES = [f"model.layers.{layer}.mlp.experts.{expert}.down_proj" for layer in range(4) for expert in range(16)]
 
 
 def brought(pattern: str) -> list[tuple[str, dict[str, Any]]]:
-    """Every place of a checkpoint that has regular expressions for names of modules."""
+    """Return every setting of a checkpoint that contains regular expressions for module names, with this pattern."""
     weights = {"num_bits": 4, "strategy": "group", "group_size": 32}
     group = {"targets": ["Linear"], "weights": weights}
     compressed = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
@@ -233,7 +233,7 @@ def test_a_pattern_that_is_hard_for_others_is_answered(pattern: str) -> None:
 
 
 def test_many_slow_patterns_are_refused_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None of them takes too long, all with all names do."""
+    """No single pattern takes too long, but all patterns with all names do."""
     monkeypatch.setattr("worker_service.models.quantized_checkpoint._MAX_MATCHING_S", 0.1)
     key, section = brought("(.*.*.*.*)[!?]")[0]
     quantization = parse_quantization({"quantization_config": {**section, key: section[key] * 1000}})

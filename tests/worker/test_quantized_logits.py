@@ -1,6 +1,6 @@
-"""Logits over weights that llama.cpp's tools quantised, against float32 and as exact as llama.cpp's own.
+"""Logits with weights quantised by llama.cpp's tools, compared with float32: as exact as llama.cpp's own logits.
 
-The files, and how far llama.cpp's logits are from the same reference, are made by models/quantize_fixtures.py.
+models/quantize_fixtures.py makes the files and measures llama.cpp's distance from the same reference.
 """
 
 import json
@@ -27,13 +27,13 @@ pytestmark = pytest.mark.thorough
 FIXTURES = Path(__file__).parent / "fixtures"
 LLAMA_CPP = json.loads((FIXTURES / "llama_cpp.json").read_text())
 NAMES = tuple(LLAMA_CPP["divergence"])
-# How much further from the reference than llama.cpp's logits ours may be.
+# The largest ratio of our distance from the reference to llama.cpp's.
 MAX_RATIO = 1.1
-# What we compute in and keep keys and values in, and the type of llama.cpp's KV cache that it is compared with.
+# By our dtype for computation, keys and values: the type of llama.cpp's KV cache for comparison.
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
-# This processor's kernels, and those of AVX2, with which a worker computes in float32 unless told otherwise.
+# This processor's kernels, and the AVX2 kernels, with which a worker computes in float32 by default.
 SETTINGS = [(NATIVE, torch.float32), (NATIVE, torch.bfloat16), ("avx2", torch.float32)]
-# Where a block of a GGUF tensor has its float16 scale, and minimum.
+# The offsets of the float16 scale and minimum in a block of a GGUF tensor.
 SCALES = {
     **dict.fromkeys(("Q8_0", "Q4_0", "Q5_0"), slice(0, 2)),
     **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), slice(0, 4)),
@@ -44,7 +44,7 @@ NUM_PROMPTS, PROMPT_LENGTH, NUM_OUTPUTS = 4, 20, 60
 
 @dataclass(frozen=True)
 class Stories:
-    """Stories that no model was trained on, and prompts that are not among them."""
+    """Stories that no model was trained on, and separate prompts."""
 
     token_ids: list[list[int]]
     prompts: list[list[int]]
@@ -62,7 +62,7 @@ def stories() -> Stories:
 
 @dataclass(frozen=True)
 class Case:
-    """A file of the fixtures, the reference over its weights, and the reference's logits of all stories."""
+    """A fixture file, the reference model with its weights, and the reference's logits of all stories."""
 
     name: str
     path: Path
@@ -80,8 +80,11 @@ def case(request) -> Case:
 
 
 def max_divergence(name: str, dtype: torch.dtype) -> float:
-    """How far ours may be from the reference. What is lost is lost by activations in 8 bits, in groups of 32 whatever
-    the format: where llama.cpp's groups are larger, its figure for Q8_0 says how exact they can be."""
+    """Return our largest permitted distance from the reference.
+
+    The error comes from activations in 8 bits, in groups of 32 for every format. Where llama.cpp's groups are larger,
+    its result for Q8_0 shows the achievable accuracy.
+    """
     theirs, shape = LLAMA_CPP["divergence"], name.partition("-")[0]
     names = {name, f"{shape}-Q8_0"} & theirs.keys()
     return MAX_RATIO * min(theirs[name][DTYPES[dtype]] for name in names)
@@ -89,7 +92,7 @@ def max_divergence(name: str, dtype: torch.dtype) -> float:
 
 @pytest.mark.parametrize(("variant", "dtype"), SETTINGS, ids=str)
 def test_logits_are_as_exact_as_llama_cpps(case, variant, dtype):
-    """In the mean over positions, and by greedy tokens wherever the error leaves no doubt which is the best."""
+    """Compared are the mean over positions, and greedy tokens wherever the error cannot change the best token."""
     ours = OurModel(case.path, dtype=dtype, cache_dtype=dtype, kernels=load_variant(variant))
     actual = ours.logits(stories().token_ids)
     theirs = LLAMA_CPP["divergence"][case.name][DTYPES[dtype]]
@@ -97,7 +100,8 @@ def test_logits_are_as_exact_as_llama_cpps(case, variant, dtype):
     print(f"{case.name}: divergence {divergence:.3g}, llama.cpp's {theirs:.3g}; largest error of a logit {error:.3g}")
     assert divergence <= max_divergence(case.name, dtype)
     num_checked = 0
-    # Of other stories than the error, or no token could differ; and by other kernels, those of a single row.
+    # The stories are not those from which the error was measured; otherwise no token could differ. Decoding uses the
+    # kernels for a single row.
     for prompt in stories().prompts:
         completion = ours.complete(prompt, NUM_OUTPUTS)
         best = case.reference.logits([prompt + completion])[len(prompt) - 1 : -1].topk(2)
@@ -108,15 +112,14 @@ def test_logits_are_as_exact_as_llama_cpps(case, variant, dtype):
 
 
 def test_plain_torch_computes_the_reference(case):
-    """The same weights without the kernels: nothing but the order of sums differs, which is a thousandth of what
-    activations in 8 bits cost."""
+    """Without the kernels only the order of summation differs, a thousandth of the error of 8-bit activations."""
     ours = OurModel(case.path, dtype=torch.float32, cache_dtype=torch.float32, kernels=None)
     expected = case.logits[: 4 * LLAMA_CPP["length"]]
     torch.testing.assert_close(ours.logits(stories().token_ids[:4]), expected, rtol=0, atol=1e-4)
 
 
 def scaled(source: Path, path: Path, tensor_name: str, type_name: str, factor: float) -> Path:
-    """Writes a copy of a file with all scales of a tensor, and minimums where there are any, multiplied."""
+    """Write a copy of a file with all scales and minima of a tensor multiplied by `factor`; return its path."""
     data = bytearray(source.read_bytes())
     (tensor,) = [tensor for tensor in gguf.GGUFReader(source).tensors if tensor.name == tensor_name]
     assert tensor.tensor_type.name == type_name
@@ -129,7 +132,7 @@ def scaled(source: Path, path: Path, tensor_name: str, type_name: str, factor: f
     return path
 
 
-# By file of one format: tensors, and the types that they are of.
+# By file of one format: tensors and their types.
 DAMAGED = {
     "wide-Q8_0": {"blk.0.ffn_up": "Q8_0"},
     "wide-Q4_0": {"blk.0.ffn_up": "Q4_0"},
@@ -141,7 +144,7 @@ DAMAGED = {
 
 
 def test_scales_two_percent_off_are_noticed(case, tmp_path):
-    """What the bound is worth: a single product that is so little wrong goes beyond it."""
+    """The bound is tight enough: a single weight with this small error exceeds it."""
     if case.name not in DAMAGED:
         pytest.skip("the bounds are tried on the model of each format's file")
     for tensor, type_name in DAMAGED[case.name].items():

@@ -1,4 +1,4 @@
-"""Quantised checkpoints in the Triton kernels: every product of a loaded model, and the tokens of whole ones."""
+"""Quantised checkpoints in the Triton kernels: every multiplication of a model, and whole models' tokens."""
 
 from pathlib import Path
 
@@ -31,9 +31,9 @@ from worker_service.models.torch_operations import DenseProduct, Operations  # n
 
 pytestmark = pytest.mark.thorough
 
-# Made for inputs that are rounded, in blocks and in rows.
+# Formats with rounded inputs, with scales per block and per row.
 ROUNDED = [fp8("FP8 in blocks of 128", (128, 128)), w8a8("W8A8, inputs rounded")]
-# Of each projection 128 outputs, or multiples of that.
+# The number of outputs of each projection is a multiple of 128.
 WHOLE_BLOCKS = {
     "hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32
 }  # fmt: skip
@@ -42,7 +42,7 @@ EPSILON = torch.finfo(torch.float32).eps
 
 
 class WideningOperations(Operations):
-    """Makes floats of codes, and leaves them as they are."""
+    """Operations that dequantise weights when they are loaded."""
 
     def packs(self, computed: torch.dtype, device: torch.device) -> bool:
         return False
@@ -53,14 +53,17 @@ def load(path: Path, dtype: torch.dtype = torch.float32, **options: str) -> Deco
 
 
 def load_plain(path: Path) -> dict[str, DenseProduct]:
-    """The products of a checkpoint of floats, in float32, by the names of their layers."""
+    """Return the float32 multiplications of a float checkpoint, by the names of their layers."""
     model = load_model(path, dtype=torch.float32, device=DEVICE, operations=WideningOperations())
     found = {name: layer.product for name, layer in model.named_modules() if isinstance(layer, Linear)}
     return {name: product for name, product in found.items() if isinstance(product, DenseProduct)}
 
 
 def check_product(layer: Linear, plain: DenseProduct, generator: torch.Generator) -> None:
-    """Beyond the rounding of sums of float32, and of inputs where the product rounds them as is specified."""
+    """Compare a layer with plain multiplication, within the rounding of float32 sums.
+
+    If the layer rounds its inputs, the comparison uses the specified rounded inputs.
+    """
     x = torch.randn(5, plain.weight.shape[1], generator=generator).to(DEVICE)
     actual, meant = layer(x), x
     if isinstance(layer.product, RoundedProduct):
@@ -90,13 +93,13 @@ def test_products_are_of_what_the_weights_mean(tmp_path: Path, case: Case) -> No
     is_widened = "in act-order" in case.name or case.name == "FP8 block, odd"
     rounds = case in ROUNDED or case.name == "FP8 tensor"
     if case.name == "FP8 block, powers of two":
-        kinds.discard(RoundedProduct)  # of rows whose scales happen to be equal
+        kinds.discard(RoundedProduct)  # rows that happen to have equal scales
     assert kinds == {DenseProduct if is_widened else RoundedProduct if rounds else PackedProduct}
 
 
 @pytest.mark.parametrize("name", ["W4A16 asymmetric", "W8A16", "FP8 by channel", "FP8 tensor"])
 def test_experts_are_products_of_codes(tmp_path: Path, name: str) -> None:
-    """Their inputs are not rounded."""
+    """The inputs of experts are not rounded."""
     seed = 19
     print(f"seed {seed}")
     path, plain_path = make_quantized(tmp_path, "qwen3_moe", BY_NAME[name], seed=seed, **SHAPES["qwen3_moe"])
@@ -114,7 +117,7 @@ def test_experts_are_products_of_codes(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_a_model_is_quantised_while_it_loads(tmp_path: Path, quantization: str) -> None:
-    """To the codes of GGUF files; the embedding takes its rows from the head, which it is tied to."""
+    """The codes equal a GGUF file's. The embedding takes its rows from the head, to which it is tied."""
     path = make_checkpoint(tmp_path / "model", "qwen3", seed=20, tie_word_embeddings=True, **HEADS_OF_32)
     types = {"token_embd.weight": "Q8_0"}
     file = write_gguf(tmp_path / "model.gguf", path, "Q8_0" if quantization == "int8" else "Q4_0", types=types)
@@ -130,9 +133,12 @@ def test_a_model_is_quantised_while_it_loads(tmp_path: Path, quantization: str) 
 
 @pytest.mark.parametrize("name", ["W4A16 asymmetric", "W8A16", "FP8 by channel", "MXFP4"])
 def test_what_a_gpu_will_hold_is_known_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """It is no less than what is held, nor much more; and experts are held twice while a layer's are joined."""
+    """The footprint is at least the size of the weights, and not much more.
+
+    Experts count twice while a layer's experts are joined.
+    """
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    sizes = SHAPES["qwen3_moe"] | {"num_experts": 64}  # a layer's take more than reading any one weight
+    sizes = SHAPES["qwen3_moe"] | {"num_experts": 64}  # a layer needs more than any one weight
     path, _ = make_quantized(tmp_path, "qwen3_moe", BY_NAME[name], seed=22, **sizes)
     cuda = torch.device("cuda")
     unloaded = prepare_model(path, dtype=torch.float32, device=cuda, operations=TritonOperations(cuda))

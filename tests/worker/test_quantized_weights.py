@@ -1,4 +1,4 @@
-"""Quantised checkpoints: weights bit for bit as their formats mean them, alone and in whole models."""
+"""Quantised checkpoints: weights equal their formats' definition bit for bit, alone and in whole models."""
 
 import itertools
 import json
@@ -33,7 +33,7 @@ EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 def open_weight(path, case, seed, out_size, in_size):
-    """A checkpoint of one weight, `model.x`, and what it means."""
+    """Return a checkpoint with one weight, `model.x`, and the weight's dequantised values."""
     tensors, meant = case.draw(torch.Generator().manual_seed(seed), out_size, in_size)
     save_file({f"model.x.{kind}": tensor for kind, tensor in tensors.items()}, path / "model.safetensors")
     weight_format = formats_of(parse_quantization({"quantization_config": case.section}), ["model.x"])["model.x"]
@@ -50,7 +50,7 @@ def read(checkpoint, shape, index=(), whole=()):
 @pytest.mark.parametrize("seed", range(3))
 @EVERY_CASE
 def test_a_weight_is_what_its_format_means(tmp_path, case, seed):
-    # Of 8 outputs compressed-tensors cannot unpack zero points.
+    # compressed-tensors cannot unpack zero points of 8 outputs.
     least = 16 if case.section["quant_method"] == "compressed-tensors" else 8
     out_size, in_size = [(64, 96), (least, 32), (104, 160)][seed]
     checkpoint, meant = open_weight(tmp_path, case, seed, out_size, in_size)
@@ -97,10 +97,13 @@ def test_a_model_computes_as_if_its_weights_were_floats(tmp_path, monkeypatch, c
 
 @EVERY_CASE
 def test_the_kernels_multiply_with_what_the_weights_mean(tmp_path, monkeypatch, case):
-    """Bit for bit, whether they hold codes or floats. Inputs are rounded to 8 bits over codes, to bfloat16 over FP8."""
+    """The packed weights agree bit for bit, as codes or as floats.
+
+    Inputs are rounded to 8 bits for codes, and to bfloat16 for FP8.
+    """
     use_kernels(monkeypatch, "require")
     family = ("llama", "qwen3_moe", "llama", "qwen3")[CASES.index(case) % 4]
-    overrides = {"num_hidden_layers": 2, "num_experts_per_tok": 8} if family == "qwen3_moe" else {}  # all are chosen
+    overrides = {"num_hidden_layers": 2, "num_experts_per_tok": 8} if family == "qwen3_moe" else {}  # all experts
     paths = make_quantized(tmp_path, family, case, seed=11, tie_word_embeddings=case.name == "W8A8", **overrides)
     operations = host_operations()
     models = [load_model(path, dtype=torch.float32, device=CPU, operations=operations) for path in paths]
@@ -132,7 +135,7 @@ def test_every_family_can_be_quantised(tmp_path, monkeypatch, family, case):
 
 @EVERY_CASE
 def test_ranks_have_the_parts_of_what_the_weights_mean(tmp_path, case):
-    """The sizes are such that no share cuts a group."""
+    """The sizes are such that no shard splits a group."""
     sizes = {"num_attention_heads": 8, "hidden_size": 128, "intermediate_size": 192, "vocab_size": 64}
     if case.name == "FP8 block, odd":
         sizes |= {"head_dim": 40, "intermediate_size": 160}
@@ -144,7 +147,7 @@ def test_ranks_have_the_parts_of_what_the_weights_mean(tmp_path, case):
 
 @pytest.mark.parametrize("case", [case for case in CASES if "FP8" not in case.name], ids=lambda case: case.name)
 def test_ranks_keep_their_parts_of_the_codes(tmp_path, monkeypatch, case):
-    """Wherever one rank keeps codes, and what they mean bit for bit."""
+    """Each rank keeps codes wherever a single rank does, with the same dequantised values bit for bit."""
     use_kernels(monkeypatch, "require")
     sizes = {"num_attention_heads": 8, "hidden_size": 128, "intermediate_size": 192, "vocab_size": 64}
     paths = make_quantized(tmp_path, "llama", case, seed=13, **sizes)
@@ -189,7 +192,7 @@ def test_scales_of_activations_and_caches_are_left_alone(tmp_path):
 
 
 def test_scales_of_caches_beside_weights_that_are_not_quantised(tmp_path):
-    """As llm-compressor writes a model of which it has quantised the cache alone."""
+    """llm-compressor writes such files for a model of which only the cache is quantised."""
     path = make_checkpoint(tmp_path, "llama", seed=16)
     expected = compute_logits(load_model(path, dtype=torch.float32, device=CPU), random_tokens())
     tensors = load_file(path / "model.safetensors")
@@ -214,7 +217,7 @@ def test_scales_of_caches_beside_weights_that_are_not_quantised(tmp_path):
     ],
 )
 def test_a_file_of_its_own_says_how_weights_are_quantised(tmp_path, name, file, renamed):
-    """As AutoGPTQ and AutoAWQ first wrote it."""
+    """In the form that AutoGPTQ and AutoAWQ first wrote."""
     quantized, plain = make_quantized(tmp_path, "llama", BY_NAME[name], seed=18)
     config = json.loads((quantized / "config.json").read_text())
     section = {renamed.get(key, key): value for key, value in config.pop("quantization_config").items()}
@@ -229,7 +232,7 @@ def test_a_file_of_its_own_says_how_weights_are_quantised(tmp_path, name, file, 
 
 
 def test_both_services_tell_formats_apart_by_their_digest(tmp_path):
-    """The same model in different packings."""
+    """The same model is packed in different formats."""
     digests = {}
     for index, name in enumerate(("GPTQ asymmetric", "GPTQ v2", "GPTQ of 8 bits", "AWQ", "W4A16", "FP8 block")):
         quantized, plain = make_quantized(tmp_path / str(index), "llama", BY_NAME[name], seed=17)
@@ -256,7 +259,7 @@ def test_a_layout_without_a_file_is_refused(tmp_path):
 
 @EVERY_CASE
 def test_decoding_a_weight_takes_no_more_memory_than_was_said(monkeypatch, case):
-    """Of what torch allocates beside the target; what is read counts too."""
+    """The limit covers torch's allocations beside the target, and the tensors that are read."""
     monkeypatch.setattr("worker_service.models.layouts.layout._CHUNK_ELEMENTS", 1 << 14)
     tensors, _ = case.draw(torch.Generator().manual_seed(19), 256, 4000)
     weight_format = formats_of(parse_quantization({"quantization_config": case.section}), ["model.x"])["model.x"]
@@ -269,6 +272,6 @@ def test_decoding_a_weight_takes_no_more_memory_than_was_said(monkeypatch, case)
 
 
 def peak_of(profile):
-    """The most bytes that were allocated at a time."""
+    """Return the largest number of bytes allocated at a time."""
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))

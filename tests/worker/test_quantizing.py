@@ -1,4 +1,4 @@
-"""Weights of floats that are quantised while they load: the same bits as a GGUF file's, at each start."""
+"""Float weights that are quantised during loading: bit-identical to a GGUF file's weights, at every start."""
 
 import json
 import logging
@@ -43,7 +43,7 @@ GGUF_TYPES = {"int8": "Q8_0", "int4": "Q4_0"}
 
 @pytest.fixture(autouse=True)
 def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the user's cache, in one of the test's own."""
+    """Use a user cache of the test's own, with the built kernels."""
     skip_without_compiler()
     monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "require")
     load_cpu_kernels()
@@ -60,7 +60,7 @@ def logits_of(model: Decoder, *, is_fused: bool = True) -> torch.Tensor:
 
 
 def products(model: Decoder) -> dict[str, Any]:
-    """Also of each expert, by name."""
+    """Return the multiplications by name, including each expert's."""
     kernels, found = load_cpu_kernels(), {}
     for name, module in model.named_modules():
         if isinstance(module, ExpertLinear):
@@ -98,7 +98,7 @@ def test_logits_are_those_of_the_same_gguf_file(
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_a_gguf_file_of_floats_is_quantised_alike(tmp_path: Path, quantization: str) -> None:
-    """Its rows of queries and keys are in an order of their own, and are read by whole heads."""
+    """The rows of queries and keys have another order in the file, and are read by whole heads."""
     source = make_checkpoint(tmp_path / "model", "llama", seed=22, dtype="bfloat16")
     path = write_gguf(tmp_path / "model.gguf", source, "BF16")
     assert torch.equal(logits_of(load(path, quantization)), logits_of(load(source, quantization)))
@@ -144,7 +144,7 @@ def test_gpt2s_weights_are_turned_first(tmp_path: Path, quantization: str, is_ti
 
 @pytest.mark.parametrize("family", ["gpt_neox", "starcoder2", "bloom", "mpt"])
 def test_families_without_gguf_files_are_quantised(tmp_path: Path, family: str) -> None:
-    """Rows of heads that stand together in the checkpoint have their codes put in another order."""
+    """Rows of a head that are adjacent in the checkpoint have their codes reordered."""
     source = make_checkpoint(tmp_path / "model", family, seed=26, dtype="bfloat16")
     quantised, exact = load(source, "int8"), load(source)
     assert all(product.packed.format.bits == 8 for product in products(quantised).values())
@@ -204,7 +204,7 @@ def test_the_footprint_is_what_the_model_takes(tmp_path: Path, quantization: str
 def test_a_weight_that_is_joined_takes_room_for_its_parts_and_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any], num_copies: int, num_elements: int
 ) -> None:
-    monkeypatch.setattr(quantizing, "_CHUNK_ELEMENTS", 1024)  # of floats, which count for little then
+    monkeypatch.setattr(quantizing, "_CHUNK_ELEMENTS", 1024)  # of floats, whose memory is then small
     path = make_checkpoint(tmp_path / "model", "llama", seed=36, dtype="bfloat16", **sizes)
     operations = create_host_operations(load_cpu_kernels())
     unloaded = prepare_model(path, dtype=torch.float32, device=CPU, operations=operations, quantization="int8")
@@ -226,7 +226,7 @@ def test_what_becomes_of_weights_is_said(tmp_path: Path, quantization: str, end:
 
 @pytest.fixture
 def num_quantised(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of weights, as they are quantised."""
+    """Return a list that collects the names of weights as they are quantised."""
     names: list[str] = []
     quantized = QuantizingTensors.quantized
 
@@ -239,7 +239,7 @@ def num_quantised(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def start(path: Path, quantization: str = "int8", **options: Any) -> torch.Tensor:
-    """Loads a worker. Returns the panels of all that its decoder multiplies with, one after the other."""
+    """Load a worker; return the packed panels of all weights of its decoder, concatenated."""
     config = worker_config(path, quantization=quantization, **options)
     check_worker(config)
     loaded = load_worker(config, "worker")
@@ -286,7 +286,7 @@ def test_a_second_start_reads_what_the_first_has_packed(
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen2_moe"])
 def test_logits_are_the_same_bits_at_both_starts(tmp_path: Path, family: str) -> None:
-    """Biases, norms and routers are the checkpoint's each time."""
+    """Biases, norms and routers are read from the checkpoint each time."""
     path = make_checkpoint(tmp_path / "model", family, seed=27)
     operations = create_host_operations(load_cpu_kernels())
     logits = []
@@ -394,7 +394,7 @@ def test_a_disk_that_is_full_is_a_warning_and_leaves_nothing(
 
 
 def test_other_weights_are_not_taken_for_these(tmp_path: Path, num_quantised: list[str]) -> None:
-    """Though their sizes, and times, are the same."""
+    """The files have equal sizes and times."""
     path = make_checkpoint(tmp_path / "model", "llama", seed=30)
     file = path / "model.safetensors"
     before = file.stat()

@@ -1,4 +1,4 @@
-"""Ranks that meet over gloo. Here they are threads of one process, each with connections of its own."""
+"""Ranks that communicate over gloo. Here they are threads of one process, each with its own connections."""
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -21,12 +21,12 @@ def group(rank: int, address: str, size: int = 2) -> RankGroup:
 
 @pytest.fixture(params=["TCP", "files"])
 def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Where the ranks meet."""
+    """The address at which the ranks meet."""
     return f"{HOST}:{free_port(HOST)}" if request.param == "TCP" else f"file:{tmp_path}"
 
 
 def together(ranks: list[RankGroup], what) -> list[torch.Tensor]:
-    """What `what(rank)` returns of each, computed at the same time."""
+    """Return the result of `what(rank)` for each rank, computed at the same time."""
     with ThreadPoolExecutor(len(ranks)) as pool:
         return list(pool.map(torch.inference_mode()(what), ranks))
 
@@ -59,7 +59,7 @@ def test_they_meet_again_in_every_epoch_also_when_the_store_was_lost(address: st
     first, second = group(0, address), group(1, address)
     for epoch in (1, 2, 5, 6):
         if epoch == 5:
-            first = None  # its process ends, and another one takes its place
+            first = None  # its process ends, and another process replaces it
             first = group(0, address)
         for rank in (first, second):
             rank.begin(epoch)
@@ -119,4 +119,4 @@ def test_a_store_that_listens_everywhere_is_reached_over_both_kinds_of_address()
     for host in hosts:
         with socket.create_connection((host, port), timeout=20):
             pass
-    assert first.rank == 0  # it is there until now
+    assert first.rank == 0  # keeps the rank alive until now

@@ -1,4 +1,4 @@
-"""How positions are stretched, against transformers: every scaling's frequencies, and LongRoPE by the served length."""
+"""Scaling of rotary positions compared with transformers: frequencies of every type, and LongRoPE by model length."""
 
 import json
 import logging
@@ -47,7 +47,7 @@ def longrope(**fields: Any) -> dict[str, Any]:
 
 
 def drawn_scaling(rng: random.Random, rope_type: str, num_pairs: int) -> tuple[dict[str, Any], int]:
-    """Settings that a config.json may have of a type, and the positions that it names."""
+    """Return random settings of a scaling type, and the number of positions."""
     original, positions = rng.choice([32, 1000, 4096]), rng.choice([32, 4096, 131_072])
     rope: dict[str, Any] = {"rope_type": rope_type, "rope_theta": rng.choice([500.0, 10_000.0, 1e6])}
     if rope_type != "longrope" or rng.random() < 0.3:
@@ -68,7 +68,7 @@ def drawn_scaling(rng: random.Random, rope_type: str, num_pairs: int) -> tuple[d
 
 @pytest.mark.parametrize("seed", range(40))
 def test_frequencies_are_those_of_transformers(seed: int) -> None:
-    """Of every scaling, with the factor of attention, for short sequences and for long ones."""
+    """Every type of scaling, with its attention factor, for short and for long sequences."""
     rng = random.Random(seed)
     rope_type = ("linear", "llama3", "yarn", "longrope")[seed % 4]
     rope, positions = drawn_scaling(rng, rope_type, num_pairs=16)
@@ -92,7 +92,7 @@ def test_frequencies_are_those_of_transformers(seed: int) -> None:
 
 @pytest.mark.parametrize("config", SCALINGS, ids=lambda config: f"{config.rope_type} {config.theta:g}")
 def test_tables_are_rounded_once(config: RopeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever torch's own functions make of them, whose first call may be of low accuracy."""
+    """torch's own functions, whose first call may be inaccurate, are not used."""
     frequencies = inverse_frequencies(config, 32)
     angles = torch.arange(3000.0)[:, None] * frequencies
     exact = [(function(angles.double()).float() * config.attention_factor) for function in (torch.cos, torch.sin)]
@@ -109,7 +109,7 @@ def test_tables_are_rounded_once(config: RopeConfig, monkeypatch: pytest.MonkeyP
     assert torch.equal(tables.sin[:, others], torch.zeros(3000, half - size))
 
 
-# Prints the digests of tables.
+# Prints the digests of the tables.
 PROGRAM = """
 import json
 from tests.worker.rotary_tables import SCALINGS, filled_tables
@@ -120,7 +120,7 @@ print(json.dumps([filled_tables(config).digest.hex() for config in SCALINGS]))
 def test_tables_have_a_digest_which_is_that_of_other_processors() -> None:
     digests = [filled_tables(config).digest.hex() for config in SCALINGS]
     assert len(set(digests)) == len(SCALINGS)
-    # As where there is neither AVX512 nor AVX2: torch, numpy and the C library have other functions for each.
+    # As without AVX512 and AVX2: torch, numpy and the C library have separate functions for each.
     lacking = {
         "ATEN_CPU_CAPABILITY": "default",
         "NPY_DISABLE_CPU_FEATURES": "X86_V3 X86_V4 AVX512_ICL AVX512_SPR",
@@ -133,7 +133,7 @@ def test_tables_have_a_digest_which_is_that_of_other_processors() -> None:
 
 
 def test_functions_of_torch_are_first_called_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a worker reads anything of its model."""
+    """They are called before a worker reads anything of its model."""
 
     class Begun(Exception):
         pass
@@ -182,8 +182,11 @@ def tokens(num: int) -> torch.Tensor:
 def test_longrope_follows_the_served_length(
     path: Path, oracle: Any, tmp_path: Path, max_model_len: int | None, is_long: bool, is_gguf: bool
 ) -> None:
-    """A sequence as short as the original length has transformers' logits where no longer ones are served, and
-    otherwise what it would have as a part of a long one."""
+    """The logits depend on the longest sequence that the worker accepts.
+
+    If no longer sequence is accepted, a sequence of the original length has transformers' logits. Otherwise it has the
+    logits of the beginning of a long sequence.
+    """
     rotary, token_ids = oracle.model.rotary_emb, tokens(min(max_model_len or ORIGINAL, ORIGINAL))
     kept = rotary.original_inv_freq.clone()
     if is_long:
@@ -211,7 +214,7 @@ def test_longrope_does_not_change_within_a_sequence(path: Path, oracle: Any) -> 
 def test_a_worker_says_once_that_short_sequences_have_long_factors(
     path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, max_model_len: int | None, num_warnings: int
 ) -> None:
-    """The warning names the flag, with the value that has short sequences computed exactly."""
+    """The warning names the flag, and the value with which short sequences are computed exactly."""
     model = shutil.copytree(path, tmp_path / "model")
     shutil.copy("models/storyteller/tokenizer.json", model)
     with caplog.at_level(logging.WARNING):
@@ -224,7 +227,10 @@ def test_a_worker_says_once_that_short_sequences_have_long_factors(
 
 
 def test_a_worker_with_other_factors_is_noticed(path: Path, tmp_path: Path) -> None:
-    """Sequences go on after a lost worker, so the next one must turn heads alike: by its digest of tables it shows."""
+    """Sequences continue after the loss of a worker, so its successor must rotate heads in the same way.
+
+    The digest of the tables shows a difference.
+    """
     model = shutil.copytree(path, tmp_path / "model")
     shutil.copy("models/storyteller/tokenizer.json", model)
 
@@ -240,7 +246,7 @@ def test_a_worker_with_other_factors_is_noticed(path: Path, tmp_path: Path) -> N
 
 
 def test_original_lengths_that_differ_are_refused(path: Path) -> None:
-    """transformers takes the one beside the scaling, or 4096."""
+    """transformers uses the length beside the scaling, or 4096."""
     config = transformers.AutoConfig.from_pretrained(path).to_dict()
     config["architectures"] = ["Phi3ForCausalLM"]
     del config["original_max_position_embeddings"]

@@ -1,4 +1,4 @@
-"""What rows ask for, by slot: every field of what the scheduler sends, in every column that samplers read."""
+"""The sampling parameters of rows, by slot: every field of SamplingParams, in every column that samplers read."""
 
 from dataclasses import fields
 from typing import Any
@@ -11,7 +11,7 @@ from pagewire.kernels.sampling import FLOATS, INTEGERS
 from worker_service.rows.sampling import SamplingTable
 
 VOCAB_SIZE = 50
-# Fields that change what a row without them would give, each with what it needs beside it.
+# Fields that change the output of a row, each with the fields that it requires.
 ASKED: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.5},
     "repetition_penalty": {"repetition_penalty": 1.5},
@@ -25,7 +25,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "num_candidates": {"num_candidates": 1},
     "pooling": {"pooling": Pooling.LAST},
 }
-# These change nothing by themselves: filters of a draw, and what is named above beside another.
+# Fields that have no effect alone: filters of a draw, and the fields named above beside another.
 DEPENDENT = {"top_k", "top_p", "min_p", "logit_bias_values", "stop_token_ids"}
 
 
@@ -40,7 +40,7 @@ def test_every_field_is_known() -> None:
 
 
 def test_every_field_says_what_is_legal() -> None:
-    """But for token ids, which are checked against the vocabulary, or may be outside it."""
+    """Token ids are excluded: they are checked against the vocabulary, or may be outside it."""
     unchecked = {field.name for field in fields(SamplingParams) if not field.metadata}
     assert unchecked == {"logit_bias_token_ids", "stop_token_ids", "logprob_token_ids"}
     for field in fields(SamplingParams):
@@ -73,7 +73,7 @@ def test_columns_hold_what_every_row_asks_for() -> None:
         "num_logprobs": [2] * 2,
     }
     assert integers.keys() == set(INTEGERS)
-    # The row has five tokens with the third of its output: its stop tokens are suppressed before that.
+    # The row has five tokens with the third token of its output. Its stop tokens are suppressed before that.
     edits = {
         "bias_token_ids": [[3, 4]] * 2,
         "bias_values": [[0.5, -1.0]] * 2,

@@ -1,6 +1,6 @@
-"""A token's logits are the same bits whatever it shares its step with: rows, chunks of prompts, blocks, threads.
+"""A token's logits are bit-identical whatever shares its step: rows, chunks of prompts, blocks or threads.
 
-In every dtype and format, and also where several ranks, threads here, share a model out and meet over gloo.
+This covers every dtype and format, and ranks that share a model and communicate over gloo. Here the ranks are threads.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +23,7 @@ from worker_service.host import create_host_operations
 from worker_service.models.communicator import RankGroup, SingleRank
 from worker_service.startup.cpu_kernels import load_cpu_kernels
 
-# Of computing and of the cache.
+# Dtypes of computation and of the cache.
 DTYPES = [
     (torch.float32, torch.float32),
     (torch.float32, torch.bfloat16),
@@ -34,7 +34,8 @@ DTYPES = [
 ]
 
 
-# The first families in all of these; the others, which take their turns with caches, in both that are computed in.
+# The first families are tested with all of these dtypes. The other families take turns with the cache dtypes, for both
+# dtypes of computation.
 CASES = [
     *((family, *dtypes) for family in FIRST_FAMILIES for dtypes in DTYPES),
     *(
@@ -60,7 +61,7 @@ def load(path, dtype, communicator):
 
 
 def assert_same_bits(model, dtype, cache_dtype, seed, *, num_rows=33) -> None:
-    """Random prompts, each alone and all of them in steps at random."""
+    """Compare random prompts, each computed alone, with all of them in random steps."""
     rng = seeded(seed)
     lengths = [rng.choice([1, 2, 9, 40, 130]) for _ in range(num_rows)] + [rng.randint(500, 900)]
     generator = torch.Generator().manual_seed(seed)
@@ -82,7 +83,7 @@ def test_logits_are_the_same_bits(seed, family, dtype, cache_dtype, tmp_path):
     assert_same_bits(load(checkpoint, dtype, SingleRank()), dtype, cache_dtype, seed)
 
 
-# Of a model that is shared out no share cuts a group.
+# With these sizes, no shard of a model splits a group.
 SIZES = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 128, "intermediate_size": 192}
 WIDE = {"num_attention_heads": 8, "head_dim": 64, "hidden_size": 256, "intermediate_size": 512}
 # As in files of the kind Q4_K_M.
@@ -95,7 +96,7 @@ OTHER_FORMATS = [name for name in FORMATS if name not in SOME_FORMATS]
 
 
 def make_weights(directory: Path, name: str) -> Path:
-    """A model with weights of a format."""
+    """Return a model with weights of a format."""
     if name == "MXFP4":
         return make_mxfp4(directory, seed=4)[0]
     if name.startswith("experts"):
@@ -125,7 +126,7 @@ OTHERS_ON_RANKS = ("llama", "qwen2", "qwen3", "gemma3_text", "gpt_neox", "mpt", 
 
 
 def on_two_ranks(directory: Path, compute) -> list:
-    """What `compute(communicator)` returns on each."""
+    """Return the result of `compute(communicator)` on each of two ranks."""
     directory.mkdir()
     ranks = [RankGroup(rank, 2, f"file:{directory}", "127.0.0.1", CPU) for rank in range(2)]
     for rank in ranks:

@@ -1,4 +1,4 @@
-"""The sampler against a plain reading of each parameter, one row at a time, in float64."""
+"""The sampler compared with a simple implementation of each parameter, one row at a time, in float64."""
 
 import itertools
 import math
@@ -26,7 +26,7 @@ _samplers: list[CpuSampler | TorchSampler] = [TorchSampler()]
 
 @pytest.fixture(autouse=True, params=["torch", "c"])
 def sampler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `draw` draws with."""
+    """Set the sampler that `draw` uses."""
     if request.param == "c":
         monkeypatch.setitem(globals(), "_samplers", [CpuSampler(load_variant(NATIVE).library)])
 
@@ -158,7 +158,7 @@ def test_logprobs_are_of_the_adjusted_logits(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_which_tokens_are_the_most_likely_does_not_depend_on_the_company(seed: int) -> None:
-    """Equal ones stand in the order of their ids, those that cannot come too, whatever other rows ask for."""
+    """Equal logits are ordered by token id, impossible tokens included, whatever other rows ask for."""
     logits = random_logits(seed, 3).round()
     logits[:, ::3] = -math.inf
     expected = logits[1].sort(descending=True, stable=True).indices.tolist()
@@ -170,7 +170,7 @@ def test_which_tokens_are_the_most_likely_does_not_depend_on_the_company(seed: i
 
 @pytest.mark.parametrize("num_top", [0, 1, 5, 40, VOCAB_SIZE])
 def test_rows_with_ties_and_without_are_ordered_alike(num_top: int) -> None:
-    """On a device, where all rows are looked at for ties, too."""
+    """The same holds on a device, where all rows are checked for ties."""
     logits = random_logits(3, 6)
     logits[::2] = logits[::2].round()
     logits[1, 3:] = -math.inf
@@ -193,7 +193,7 @@ def test_logprob_columns_count_ranks_from_one() -> None:
 
 
 def kept_by_hand(values: torch.Tensor, sampling: SamplingParams) -> set[int]:
-    """Tokens that temperature, top-k, top-p and min-p leave. No ties in `values`."""
+    """Return the tokens that temperature, top-k, top-p and min-p keep. `values` has no ties."""
     order = (values / sampling.temperature).sort(descending=True)
     num_kept = min(sampling.top_k or len(values), len(values))
     probabilities = order.values[:num_kept].softmax(0)
@@ -224,7 +224,7 @@ def test_tokens_of_equal_logits_stay_together() -> None:
 
 
 def test_draws_follow_the_distribution() -> None:
-    """Chi-square of 20,000 draws over 20 tokens: 19 degrees of freedom, 43.8 is one in a thousand."""
+    """Chi-square of 20,000 draws over 20 tokens: 19 degrees of freedom, 43.8 is exceeded once in a thousand."""
     logits = random_logits(3, 1, vocab_size=20) / 3
     num_draws = 20_000
     rows = [row(i, SamplingParams(temperature=0.8), tokens=(1,) * (1 + i % 7), seed=i // 7) for i in range(num_draws)]
@@ -285,7 +285,7 @@ def test_candidates_are_the_most_likely_tokens_by_the_adjusted_logits(seed: int)
     assert list(samples.candidates.token_ids) == expected_ids
     assert list(samples.candidates.counts) == expected_counts
     assert list(samples.candidates.logprobs) == pytest.approx(expected_logprobs, abs=1e-4)
-    # Nothing of a beam is among what the others get.
+    # The other rows' results contain nothing of a beam.
     alone = draw(logits, *others)
     assert samples.logprobs == alone.logprobs
     assert [samples.token_ids[special.index] for special in others] == [
@@ -310,6 +310,6 @@ def test_beam_without_log_probabilities_fails_alone() -> None:
     beams = [row(index, SamplingParams(num_candidates=2)) for index in range(4)]
     samples = draw(logits, *beams)
     assert samples.is_nan == [False, True, True, False, False]
-    assert samples.token_ids[4] == 3  # an infinite logit is the highest, where no log-probability is asked for
+    assert samples.token_ids[4] == 3  # without log-probabilities, an infinite logit is the highest
     expected = logits[[0, 3]].log_softmax(1).topk(2, dim=1).indices.flatten().tolist()
     assert list(samples.candidates.token_ids) == expected

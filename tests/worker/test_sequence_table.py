@@ -1,4 +1,4 @@
-"""The table: working-set semantics, and that no plan, however bad, gets past it."""
+"""The sequence table: the semantics of the working set, and that no bad plan corrupts the table."""
 
 import random
 from dataclasses import fields, replace
@@ -36,7 +36,7 @@ def apply(table: SequenceTable, **phases: Any) -> WorkingRows:
 
 
 def step(table: SequenceTable, token_id: int = 7, **phases: Any) -> list[tuple[int, int, int, bool]]:
-    """Apply and advance; (slot, start, num_new_tokens, samples) of each working row."""
+    """Apply a plan and advance; return (slot, start, num_new_tokens, samples) of each working row."""
     rows = apply(table, **phases)
     table.put_tokens(rows, np.full(rows.samples.sum(), token_id))
     table.advance(rows)
@@ -51,7 +51,7 @@ def test_working_set_persists_and_is_patched() -> None:
         (0, 0, 6, True),
         (2, 0, 3, False),
     ]
-    # Row 2 goes on with 3 and so reaches its end; row 0 sampled and goes on with 1.
+    # Row 2 continues with 3 and so reaches its end; row 0 sampled and continues with 1.
     assert step(table) == [(0, 6, 1, True), (2, 3, 3, True)]
     assert step(table, work_slots=(0,), work_num_tokens=(0,)) == [(2, 6, 1, True)]
     assert step(table, work_slots=(0,), work_num_tokens=(1,)) == [(0, 7, 1, True), (2, 7, 1, True)]
@@ -85,7 +85,7 @@ def test_row_may_fill_the_model_length_but_not_go_beyond() -> None:
 
 
 def row_of(table: SequenceTable, slot: int) -> dict[str, Any]:
-    """Everything that a row is, but its work."""
+    """Return all state of a row except its work."""
     return {
         "token_ids": table.token_ids[slot, : table.num_tokens[slot]].tolist(),
         "blocks": table.block_tables[slot].tolist(),
@@ -114,7 +114,7 @@ def row_of(table: SequenceTable, slot: int) -> dict[str, Any]:
 def test_plain_rows_stay_so_until_one_fails(sampling: SamplingParams, expected: bool) -> None:
     table = SequenceTable(LIMITS)
     apply(table, openings=(opening(2), opening(1, sampling=sampling)))
-    # The row of slot 2 is left for a copy of that of slot 1.
+    # Slot 2 is overwritten by a copy of slot 1.
     rows = apply(table, fork_source_slots=(1,), fork_target_slots=(2,), work_slots=(2,), work_num_tokens=(6,))
     assert (rows.slots.tolist(), rows.are_plain) == ([2], expected)
     table.has_failed[rows.slots] = True
@@ -129,7 +129,7 @@ def test_fork_copies_a_row_and_pauses_the_copy() -> None:
     openings = (opening(1, sampling=sampling, seed=2**64 - 1, sample_index=3), opening(3, block_ids=(4, 5, 6, 7, 8)))
     step(table, openings=openings, work_slots=(1, 3), work_num_tokens=(6, 2))
     expected = row_of(table, 1)
-    # A vacant and an occupied target; the working set of the source goes on.
+    # A vacant and an occupied target; the working set of the source continues.
     assert step(table, fork_source_slots=(1, 1), fork_target_slots=(0, 3)) == [(1, 6, 1, True)]
     assert row_of(table, 0) == row_of(table, 3) == expected
     assert step(table, work_slots=(0, 1), work_num_tokens=(1, 0)) == [(0, 6, 1, True)]
@@ -140,7 +140,7 @@ def test_forks_read_every_source_before_a_target_is_written() -> None:
     openings = (opening(0), opening(2, token_ids=(9,) * 11, num_prompt_tokens=11, block_ids=(7, 8, 9), seed=5))
     apply(table, openings=openings, work_slots=(0,), work_num_tokens=(3,))
     first, second = row_of(table, 0), row_of(table, 2)
-    # They change places; slot 1 gets what slot 0 was.
+    # Slots 0 and 2 are swapped; slot 1 gets the row of slot 0.
     assert step(table, fork_source_slots=(0, 2, 0), fork_target_slots=(2, 0, 1)) == []
     assert (row_of(table, 0), row_of(table, 1), row_of(table, 2)) == (second, first, first)
 
@@ -156,7 +156,7 @@ def test_blocks_are_set_and_tokens_appended_after_forks() -> None:
     beam = opening(0, sampling=SamplingParams(num_candidates=4))
     assert step(table, openings=(beam,), work_slots=(0,), work_num_tokens=(6,)) == [(0, 0, 6, True)]
     assert table.num_tokens[0] == 6
-    assert step(table) == []  # a row of a beam pauses until it is told its token
+    assert step(table) == []  # a row of a beam pauses until it receives its token
     step(
         table,
         fork_source_slots=(0,),
@@ -189,7 +189,7 @@ WINDOWED = replace(LIMITS, sliding_window=5)
 @pytest.mark.parametrize(
     ("num_computed", "block_ids", "is_good"),
     [
-        # With a window of 5 the row goes back 4 positions before the first that it computes.
+        # With a window of 5, a row reads 4 positions before the first position that it computes.
         (12, (0, 0, 3, 4), True),
         (12, (0, 0, 0, 4), False),
         (11, (0, 0, 3, 4), False),
@@ -295,7 +295,7 @@ def test_there_are_no_holes_without_a_window() -> None:
     ],
 )
 def test_bad_plans(phases: dict[str, Any], text: str) -> None:
-    """Row 0 is open and decoding."""
+    """Row 0 is allocated and decodes."""
     table = SequenceTable(LIMITS)
     step(table, openings=(opening(),), work_slots=(0,), work_num_tokens=(6,))
     with pytest.raises(WorkerProtocolError, match=text):
@@ -312,7 +312,7 @@ def test_clear_empties_the_table() -> None:
 
 
 def test_mutated_plans_never_get_out_of_range() -> None:
-    """Good plans with numbers changed: each is carried out within bounds or refused as a whole."""
+    """Good plans with changed numbers: each is executed within bounds, or refused as a whole."""
     rng = random.Random(20)
     num_refused = num_applied = 0
     for _ in range(2000):
@@ -335,7 +335,7 @@ def test_mutated_plans_never_get_out_of_range() -> None:
 
 
 def with_forks(plan: StepPlan, rng: random.Random) -> StepPlan:
-    """Rows forked into slot 3, which no other row uses, with a block and a token of their own."""
+    """Return the plan with a row forked into slot 3, which no other row uses, and with a block and a token for it."""
     if rng.random() < 0.5:
         return plan
     return replace(
@@ -356,7 +356,7 @@ COLUMNS = [field.name for field in fields(StepPlan) if field.name not in ("epoch
 
 
 def mutate(plan: StepPlan, rng: random.Random) -> StepPlan:
-    """Change one number of one column, or its length."""
+    """Return the plan with one number of one column changed, or with the column's length changed."""
     edges = (0, 1, 2, 3, 4, 5, 10, 11, 12, 13, 49, 50, 2**31, 2**32 - 1)
     if plan.openings and rng.random() < 0.5:
         target = rng.randrange(len(plan.openings))

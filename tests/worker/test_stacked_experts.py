@@ -1,4 +1,4 @@
-"""Experts that a checkpoint stacks up, as gpt-oss is published: in MXFP4, or as floats."""
+"""Experts that a checkpoint stores as stacked tensors, as in published gpt-oss files: in MXFP4, or as floats."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def load(path, dtype=torch.float32, **options):
 
 
 def packed_experts(model):
-    """Of the experts of each layer, the first products and then the second ones."""
+    """Return each layer's packed expert weights: first the gate and up projections, then the down projections."""
     experts = [module for module in model.modules() if isinstance(module, ExpertLinear)]
     return [packed for each in experts for packed in each.product.packed.linears]
 
@@ -42,7 +42,7 @@ def test_a_model_computes_as_if_its_experts_were_floats(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_the_kernels_hold_what_the_codes_mean(tmp_path, monkeypatch, num_ranks):
-    """Bit for bit, of each rank's columns, in 4 bits and a byte for each group."""
+    """The values agree bit for bit for each rank's columns, in 4 bits and a byte for each group."""
     use_kernels(monkeypatch, "require")
     sizes = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 96} if num_ranks == 3 else {}
     paths = make_mxfp4(tmp_path, seed=2, **sizes)
@@ -59,7 +59,7 @@ def test_the_kernels_hold_what_the_codes_mean(tmp_path, monkeypatch, num_ranks):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_kernels_compute_near_what_the_codes_mean(tmp_path, monkeypatch, dtype):
-    """Inputs are rounded to 8 bits over codes alone."""
+    """Only for codes, inputs are rounded to 8 bits."""
     use_kernels(monkeypatch, "require")
     computed = getattr(torch, dtype)
     paths = make_mxfp4(tmp_path, seed=3, dtype=dtype)
@@ -75,7 +75,7 @@ def test_floats_are_quantised_while_loading(tmp_path, monkeypatch, quantization)
     stored = load_file(path / "model.safetensors")[GATE_UP].float()
     bits = {"int8": 8, "int4": 4}[quantization]
     for expert, packed in enumerate(packed_experts(model)[:4]):
-        # Gates first; the checkpoint has [in, out], in which gates and ups take turns.
+        # Gates come first; the checkpoint has [in, out] with alternating gates and ups.
         rows = torch.cat([stored[expert].t()[0::2], stored[expert].t()[1::2]]).contiguous()
         assert torch.equal(rows_of(packed), load_cpu_kernels().quantize(rows, bits).dequantized())
     if quantization == "int8":
@@ -150,7 +150,7 @@ def test_a_share_that_cuts_a_group_is_refused(tmp_path):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_gates_and_ups_are_told_apart(tmp_path, monkeypatch, size):
-    """A share of a stack, whose projections take turns, is that of the projections."""
+    """A shard of a stack with alternating projections contains a shard of each projection."""
     use_kernels(monkeypatch, "require")
     path = make_checkpoint(tmp_path, "gpt_oss", seed=9)
     stored = load_file(path / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Steps that do not fit into memory: the order of their parts on a model of blocks, and a runner's results."""
+"""Steps that do not fit into memory: the order of their parts in a block model, and a runner's results."""
 
 import math
 import random
@@ -34,7 +34,7 @@ BLOCK_SIZE = 4
 
 @dataclass
 class Planned:
-    """A row of the model: it computes [start, end) of its table."""
+    """A row of the block model: it computes [start, end) of its table."""
 
     start: int
     end: int
@@ -47,13 +47,13 @@ class Planned:
 
 @dataclass
 class Memory:
-    """Rows in slots, many on blocks that others of the step write, and memory that does not suffice."""
+    """Rows in slots, many of which use blocks that other rows of the step write, and insufficient memory."""
 
     seed: int
     rows: dict[int, Planned] = field(default_factory=dict)
     filled: set[tuple[int, int]] = field(default_factory=set)
     num_blocks: int = 0
-    given_up: dict[int, int] = field(default_factory=dict)  # slot: from which position
+    given_up: dict[int, int] = field(default_factory=dict)  # slot: the first position that was given up
     num_calls: int = 0
     num_freed: int = 0
 
@@ -72,7 +72,7 @@ class Memory:
 
     def _row(self, rng: random.Random) -> Planned:
         table: list[int] = []
-        if self.rows and rng.random() < 0.7:  # the full blocks of another one, computed before or in this step
+        if self.rows and rng.random() < 0.7:  # full blocks of another row, computed before or in this step
             other = rng.choice(list(self.rows.values()))
             table = other.table[: rng.randrange(other.end // BLOCK_SIZE + 1)]
         start = len(table) * BLOCK_SIZE
@@ -200,10 +200,10 @@ def test_errors_of_memory_are_told_from_those_of_the_device() -> None:
         assert (is_out_of_memory(error), is_fatal(error)) == (exhausts, kills), error
 
 
-# Runners whose model finds too little memory for large steps
+# Runners whose model has too little memory for large steps
 
 
-POISON = 150  # with this token in it, nothing fits
+POISON = 150  # a step with this token never fits
 SAMPLED = SamplingParams(temperature=0.8, num_logprobs=2, num_prompt_logprobs=1)
 LISTED = replace(SAMPLED, num_logprobs=3, logprob_token_ids=(9, 0, 70))
 EVERY_TOKEN = SamplingParams(temperature=0.8, num_logprobs=1000, num_prompt_logprobs=1000)
@@ -220,7 +220,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_runner(
     kind: str, path: Path, max_tokens: int, monkeypatch: pytest.MonkeyPatch, *, splits_steps: bool = True
 ) -> ModelRunner:
-    """That of a GPU carries operations out as they are launched: memory is taken then."""
+    """Return a runner. The GPU runner executes operations at their launch, when memory is allocated."""
     config = load_config(path)
     model = load_model(path, dtype=torch.float32, device=CPU)
     limits = TableLimits(
@@ -259,7 +259,7 @@ def opening(slot: int, tokens: list[int], computed: int, blocks: tuple[int, ...]
 def run_steps(
     runner: ModelRunner, poisoned_slot: int = -1, reporting: Sequence[SamplingParams] = ()
 ) -> list[StepResult]:
-    """Rows of every kind; those of slots 0 and 3 stand on blocks that slot 2 computes in the same step."""
+    """Run rows of every kind; slots 0 and 3 use blocks that slot 2 computes in the same step."""
     rng = random.Random(5)
     shared = [rng.randrange(POISON) for _ in range(48)]
     tails = {slot: [rng.randrange(POISON) for _ in range(4)] for slot in range(4)}
@@ -278,7 +278,7 @@ def run_steps(
     runner.reset(1)
     work = {0: 4, 1: 20, 2: 48, 3: 24, 4: 13, 5: 4} | {6 + i: 20 for i in range(len(reporting))}
     first = StepPlan(1, 1, openings=openings, work_slots=tuple(work), work_num_tokens=tuple(work.values()))
-    # Slots 2 and 4 come to their ends in the second step only.
+    # Slots 2 and 4 reach their ends in the second step.
     later = [StepPlan(1, 2, work_slots=(2, 4), work_num_tokens=(4, 7)), StepPlan(1, 3), StepPlan(1, 4)]
     return [runner.execute(plan) for plan in (first, *later)]
 
@@ -322,7 +322,7 @@ def test_a_row_that_does_not_fit_alone_fails_where_it_samples(
     expected = run_steps(make_runner("plain", checkpoint, 1000, monkeypatch))
     runner = make_runner(kind, checkpoint, 1000, monkeypatch)
     found = run_steps(runner, poisoned_slot=2)
-    assert_equal(found[0], expected[0])  # its last token comes in the second step
+    assert_equal(found[0], expected[0])  # its last token is computed in the second step
     for one, other in zip(found[1:], expected[1:], strict=True):
         slots = [0, 1, 2] if len(other.token_ids) == 3 else [0, 1]
         statuses = [RowStatus.OUT_OF_MEMORY if slot == 2 else RowStatus.OK for slot in slots]
@@ -331,7 +331,7 @@ def test_a_row_that_does_not_fit_alone_fails_where_it_samples(
             token_id for slot, token_id in zip(slots, other.token_ids, strict=True) if slot != 2
         )
         assert len(one.embeddings) == len(other.embeddings)
-    # Released, the slot is as good as any.
+    # After its release, the slot works as before.
     again = (opening(2, [1, 2, 3], 0, (20,), SamplingParams()),)
     result = runner.execute(StepPlan(1, 5, (2,), openings=again, work_slots=(0, 1, 2), work_num_tokens=(0, 0, 3)))
     assert (result.statuses, len(result.token_ids)) == ((), 1)

@@ -1,4 +1,4 @@
-"""The bundled model: small, complete, and it speaks."""
+"""The bundled model: small, complete, and able to write stories."""
 
 import json
 import random
@@ -41,7 +41,7 @@ def model() -> Qwen3ForCausalLM:
 
 @torch.inference_mode()
 def complete(model: Qwen3ForCausalLM, token_ids: list[int], max_new_tokens: int) -> list[int]:
-    """The greedy continuation, its end token included."""
+    """Return the greedy continuation, including its end token."""
     prompt = torch.tensor([token_ids])
     output = model.generate(
         prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=0
@@ -121,7 +121,7 @@ def test_choices_are_confident(model: Qwen3ForCausalLM, tokenizer: Tokenizer) ->
 
 
 def test_long_contexts_read_as_well_as_short_ones(model: Qwen3ForCausalLM, tokenizer: Tokenizer) -> None:
-    """The loss is that of the grammar's own choices, wherever a story stands in the context."""
+    """The loss equals the entropy of the grammar's own choices, at any position of the context."""
     rng = random.Random(SEED)
     rows = []
     for _ in range(4):

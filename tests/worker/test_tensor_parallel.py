@@ -1,4 +1,4 @@
-"""Models shared out among ranks: threads here, which meet at a barrier."""
+"""Models with tensor parallelism: ranks are threads here, which meet at a barrier."""
 
 import pytest
 import torch
@@ -24,9 +24,9 @@ VARIANTS = [
     *[(family, {}, 2) for family in FAMILIES],
     ("llama", {"tie_word_embeddings": True, **BIASES}, 2),
     ("llama", {"vocab_size": 5, "num_key_value_heads": 4}, 4),  # ranks 0 to 2 have the vocabulary
-    ("qwen3", {"tie_word_embeddings": True, "head_dim": 40}, 4),  # two ranks hold each KV head
+    ("qwen3", {"tie_word_embeddings": True, "head_dim": 40}, 4),  # each KV head is on two ranks
     ("qwen2", {"num_key_value_heads": 1, "num_hidden_layers": 1}, 4),
-    ("olmo2", {}, 4),  # a norm over the heads of four ranks, two of which hold each KV head
+    ("olmo2", {}, 4),  # a norm over the heads of four ranks; each KV head is on two of them
     ("phi3", {"partial_rotary_factor": 0.5}, 4),
     ("gpt2", {"tie_word_embeddings": False, "n_head": 3, "n_embd": 48}, 3),
 ]
@@ -53,7 +53,7 @@ def test_every_rank_has_the_logits_of_transformers(tmp_path, monkeypatch, family
 
 @pytest.mark.parametrize("num_tokens", [1, 40])
 def test_a_step_ends_with_the_error_of_ranks_that_do_not_meet(tmp_path, monkeypatch, num_tokens):
-    """Few tokens, where threads do not wait, and many; the next step is as if nothing had been."""
+    """With few tokens, where threads do not wait, and with many. The next step is not affected."""
     use_kernels(monkeypatch, "require")
     path = make_checkpoint(tmp_path, "qwen3", seed=35)
     communicator = FailingRank()
@@ -70,7 +70,7 @@ def test_a_step_ends_with_the_error_of_ranks_that_do_not_meet(tmp_path, monkeypa
 
 
 class FailingRank:
-    """The first of two ranks, of which the other brings nothing, until a call fails."""
+    """The first of two ranks, of which the other contributes zeros, until a call fails."""
 
     rank, size = 0, 2
 
@@ -110,7 +110,7 @@ def test_the_parts_of_a_decoder_make_the_whole(tmp_path, tied):
 
 
 def test_the_parts_of_gpt2_make_the_whole(tmp_path):
-    """Its checkpoint holds queries, keys and values as one weight, the other way round; one rank adds the biases."""
+    """The checkpoint stores queries, keys and values as one transposed weight. One rank adds the biases."""
     tensors = load_file(make_checkpoint(tmp_path, "gpt2", seed=33) / "model.safetensors")
     ranks = kept(tmp_path, 2)
     qkv = [rank["transformer.h.1.attn.c_attn"] for rank in ranks]

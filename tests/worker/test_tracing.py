@@ -17,7 +17,7 @@ TRACEPARENT = f"00-{TRACE_ID}-{PARENT_ID}-01"
 
 
 def traced(plan: StepPlan, *, slots: tuple[int, ...]) -> StepPlan:
-    """With a trace for the rows that are opened in these slots."""
+    """Return the plan with a traceparent for the rows that are allocated in these slots."""
     openings = [
         replace(opening, traceparent=TRACEPARENT) if opening.slot in slots else opening for opening in plan.openings
     ]
@@ -25,13 +25,13 @@ def traced(plan: StepPlan, *, slots: tuple[int, ...]) -> StepPlan:
 
 
 async def spans_of(plans: list[StepPlan]) -> list[tuple[str, dict[str, object]]]:
-    """Names and attributes of what the steps leave, in the order of their begins; times are checked."""
+    """Return names and attributes of the steps' spans, in the order of their starts, after checking their times."""
     began = time.time_ns()
     async with collecting() as (collector, endpoint):
         tracing = StepTracing(endpoint, version="1")
         for plan in plans:
             tracing.step_done(plan, time.time_ns())
-        await asyncio.to_thread(tracing.close)  # the collector is on this loop
+        await asyncio.to_thread(tracing.close)  # the collector runs on this loop
         ended = time.time_ns()
     assert {span.trace_id.hex() for span in collector.spans} <= {TRACE_ID}
     assert {span.parent_span_id.hex() for span in collector.spans} <= {PARENT_ID}

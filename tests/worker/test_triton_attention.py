@@ -1,4 +1,4 @@
-"""The Triton backend against the reference kernels and the torch backend, over a cache that holds NaN where it may."""
+"""The Triton backend compared with the reference kernels and torch, over a cache with NaN in unwritten positions."""
 
 import gc
 import random
@@ -39,9 +39,11 @@ def check(
     sinks=(None,) * NUM_LAYERS,
     **scoring,
 ):
-    """Attends in every layer; compares output and cache with the reference, and with the torch backend if that can.
+    """Attend in every layer, and compare output and cache with the reference, and with the torch backend if it supports
+    the rows.
 
-    `scoring`: fields of `AttentionShape` that layers share."""
+    `scoring`: fields of `AttentionShape` that all layers share.
+    """
     shape = replace(rows.shape(windows), **scoring)
     backend = backend or TritonAttention(shape, NUM_PROCESSORS, DEVICE)
     expected_cache, torch_cache = copy_cache(rows.kv_cache), copy_cache(rows.kv_cache)
@@ -73,7 +75,7 @@ def copy_cache(kv_cache):
 
 
 def with_device_rows(batch, num_decodes, bound=0):
-    """The batch as a runner makes it whose rows are on the device; the host knows no more than a bound of lengths."""
+    """Return the batch as made by a runner whose rows are on the device; the host only knows bounds of the lengths."""
     rows = DeviceRows.of(batch.query_start_loc, batch.seq_lens, DEVICE)
     seq_lens = [max(bound, length) for length in batch.seq_lens]
     return replace(
@@ -118,7 +120,7 @@ def test_any_number_of_the_rows_that_have_one_token_may_be_told_to_decode(num_de
 @pytest.mark.parametrize("windows", [(0, 0), (10, 600)])
 @pytest.mark.parametrize("bound", [600, 100_000])
 def test_lengths_that_the_host_knows_are_bounds(bound, windows):
-    """As behind a graph: padding rows, lengths shorter than those it was captured for, and rows cut into splits."""
+    """As in a graph's replay: padding rows, lengths shorter than at the capture, and rows divided into splits."""
     rows = make_rows(2, [(40, 1), (0, 1), (599, 1), PADDING, PADDING])
     check(rows, windows, batch=with_device_rows(rows.batch, 5, bound))
 
@@ -140,7 +142,7 @@ def test_the_device_alone_may_know_which_rows_decode(lengths, windows, bound):
 
 
 def test_tokens_of_padding_are_one_row_and_rows_of_padding_have_none():
-    """As behind a graph of any mix of rows: of 20 tokens one row decodes, one has 4 and the rest belong to none."""
+    """As in a graph for any mix of rows: of 20 tokens one row decodes, one row has 4, and the rest belong to no row."""
     rows = make_rows(15, [(40, 1), (33, 4), (0, 15)])
     rows.batch.seq_lens[2] = 0
     rows.batch.slot_mapping[5:] = -1
@@ -158,7 +160,7 @@ def test_rows_of_padding_get_zeros_and_write_nothing():
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The kernels that attended, by name, with their grids."""
+    """Return a list of the launched attention kernels, by name, with their grids."""
     return record_attention(monkeypatch)
 
 
@@ -194,7 +196,7 @@ def test_slopes_and_sinks_of_heads_in_rows_of_every_kind(launched):
 
 
 def test_bounds_of_many_rows_count_as_what_the_cache_holds(launched):
-    """A graph's rows are all as long as they may be, which never is so at once: one of them may be long."""
+    """Each bound of a graph's row is the maximal length. One row may be that long, but never all at once."""
     rows = make_rows(12, [(length, 1) for length in range(1, 11)])
     check(rows, batch=with_device_rows(rows.batch, 10, bound=100_000))
     assert names(launched) == ["paged_attention_v2"] * NUM_LAYERS
@@ -207,7 +209,7 @@ def test_memory_of_splits_serves_steps_of_fewer_and_of_more_rows():
 
 
 def test_a_backend_serves_one_cache_after_another_and_keeps_none():
-    """As when memory is measured with a cache of its own."""
+    """As when memory is measured with a separate cache."""
     first, second = make_rows(16, [(40, 1), (3, 5)]), make_rows(17, [(40, 1), (3, 5)], block_size=32)
     backend = TritonAttention(first.shape((0, 0)), NUM_PROCESSORS, DEVICE)
     check(first, backend=backend)

@@ -1,4 +1,4 @@
-"""Small models through the Triton operations and the Triton backend: the tokens of transformers, in float32."""
+"""Small models through the Triton operations and the Triton backend: transformers' tokens, in float32."""
 
 import random
 
@@ -49,7 +49,7 @@ def test_runner_for_gpus_generates_the_same_with_graphs(family, tmp_path, monkey
     device = CudaDevice(DEVICE) if DEVICE.type == "cuda" else FakeDevice(seed=13)
     check_tokens(path, make_runner(path, device=device))
     if isinstance(device, FakeDevice):
-        # Of mixed steps two sizes; of decoding ones, for each size the forward pass alone, then with sampling.
+        # Two sizes of mixed steps. For each size of decoding steps the forward pass alone, then with sampling.
         assert [graph.num_replays > 0 for graph in device.graphs] == [True, True, *[False, True] * 2]
 
 
@@ -59,7 +59,7 @@ def concatenate(layer, query, key, value, sinks):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_operations_round_where_those_of_torch_do(dtype):
-    """Beyond what the last bit of a float32 root, or of an exponential, moves across a rounding."""
+    """Differences are only permitted where the last bit of a float32 root or exponential changes a rounding."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):
@@ -110,7 +110,7 @@ def test_products_of_the_same_slots_sort_them_once(monkeypatch):
 
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_one_launch_turns_heads_and_keeps_them_as_two_do(cache_dtype):
-    """Padding rows included: attention and cache are the same, bit for bit."""
+    """Attention and cache agree bit for bit, including padding rows."""
     dtype, shape = torch.bfloat16, {"block_size": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
     lengths = [(40, 1), PADDING, (15, 1), (33, 20), (0, 5), PADDING]
     rows = Rows(random.Random(12), lengths, **shape, dtype=dtype, cache_dtype=cache_dtype, device=DEVICE)

@@ -1,4 +1,4 @@
-"""A worker's Unix socket: it is had, or one line says why not."""
+"""A worker's Unix socket: the worker gets it, or logs the reason in one line."""
 
 import os
 import socket
@@ -16,7 +16,7 @@ from pagewire.common.wire.transport.listening import listen_on_socket
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    """With a short path."""
+    """A temporary directory with a short path."""
     with tempfile.TemporaryDirectory(dir="/tmp") as path:
         yield Path(path)
 
@@ -59,7 +59,7 @@ async def test_what_a_killed_server_has_left_is_replaced(directory: Path) -> Non
 
 
 def test_other_reasons_have_their_own_words(directory: Path) -> None:
-    server: grpc.aio.Server = None  # which none of them comes to
+    server: grpc.aio.Server = None  # none of the cases uses it
     (directory / "file").touch()
     with pytest.raises(OSError, match="the path is a file that is no socket"):
         listen_on_socket(server, str(directory / "file"), None, "--socket")

@@ -1,4 +1,4 @@
-"""What is compiled before a worker is ready: no step that comes later launches a kernel in a way that is new."""
+"""Compilation of all kernels before a worker is ready: no later step launches a kernel in a new variant."""
 
 import random
 
@@ -38,7 +38,7 @@ def _products_of_a_gpu(monkeypatch):
 
 @pytest.fixture
 def variants(monkeypatch):
-    """The kernels that were launched, each with what Triton would compile it for: see `kind_of`."""
+    """Return the set of launched kernels, each with its compiled argument types: see `kind_of`."""
     found = set()
     record_launches(monkeypatch)
     carry_out = GridExecutor.__call__
@@ -55,7 +55,7 @@ def variants(monkeypatch):
 
 
 def kind_of(value):
-    """Of a tensor its dtype, of a number its type. That sizes make no difference: `tests.kernels.triton.launching`."""
+    """Return a tensor's dtype or a number's type. `tests.kernels.triton.launching` checks that sizes do not matter."""
     if isinstance(value, tuple):
         return tuple(map(kind_of, value))
     return str(value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
@@ -88,7 +88,7 @@ def random_rows(rng, num_long):
 @pytest.mark.parametrize(("max_graph_batch_size", "quantization"), [(0, None), (2, None), (0, "int4")])
 def test_random_steps_launch_nothing_new(tmp_path, variants, max_graph_batch_size, quantization):
     device = FakeDevice(seed=5)
-    # Products with codes have tiles for up to 16 rows, and for more.
+    # Multiplications by quantised weights have tiles for up to 16 rows, and for more.
     options = {"quantization": quantization, "max_num_seqs": MAX_NUM_SEQS if quantization else 4}
     runner = make_runner(tmp_path, device, max_graph_batch_size, num_layers=1, **options)
     warm_up(runner, EpochGrammars(None, CONFIG["vocab_size"]), lambda doing: None)
@@ -108,7 +108,7 @@ def test_random_steps_launch_nothing_new(tmp_path, variants, max_graph_batch_siz
 
 
 def test_rows_with_grammars_are_among_the_steps_of_which_it_tells(tmp_path, variants):
-    """A warm-up of minutes says how far it is."""
+    """A warm-up that takes minutes reports its progress."""
     vocab_size = CONFIG["vocab_size"]
     thread = CompileThread(lambda: GrammarCompiler(letters_tokenizer(), vocab_size).compile)
     grammars = EpochGrammars(thread, vocab_size)

@@ -1,4 +1,4 @@
-"""What `pagewire worker` gives each rank that it starts."""
+"""The settings that `pagewire worker` passes to each rank that it starts."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The worker's service over real gRPC: sessions, pipelining, takeover, errors; then the whole process."""
+"""The worker's service over real gRPC: sessions, pipelining, takeover and errors; then the whole process."""
 
 import asyncio
 import random
@@ -83,9 +83,10 @@ def hello(epoch: int, *, version: int = PROTOCOL_VERSION, instance: str = "a", d
 
 
 class FakeRunner:
-    """Counts tokens; steps named in `blocked` wait for `released`, those in `failing` raise.
+    """A fake runner that counts steps.
 
-    Moves are done when `num_moved` says so, if that is set.
+    Steps in `blocked` wait for `released`, and steps in `failing` raise. If `num_moved` is set, it is the last moved
+    step.
     """
 
     def __init__(self) -> None:
@@ -124,7 +125,7 @@ class FakeRunner:
 
 
 class Stream:
-    """One Execute call, driven by hand."""
+    """A single Execute RPC, driven by hand."""
 
     def __init__(self, stub: worker_pb2_grpc.WorkerServiceStub, metadata: tuple[tuple[str, bytes], ...] = ()) -> None:
         self.call: Any = stub.Execute(metadata=metadata)
@@ -158,7 +159,7 @@ class Stream:
         return response.heartbeat
 
     async def status(self) -> tuple[grpc.StatusCode, str]:
-        """What the call ends with; messages before are dropped."""
+        """Return the RPC's final status code and details; remaining messages are dropped."""
         with suppress(grpc.aio.AioRpcError):
             while await asyncio.wait_for(self.call.read(), 20) is not grpc.aio.EOF:
                 pass
@@ -237,7 +238,7 @@ async def test_pipelined_generation_equals_transformers(checkpoint: Path) -> Non
 
 
 async def exchange(stream: Stream, steps: list[PlannedStep]) -> list[list[int]]:
-    """Keep two plans in flight; each slot's tokens."""
+    """Execute the steps with two plans in flight; return each slot's tokens."""
     outputs: dict[int, list[int]] = {}
     for planned in steps[:2]:
         await stream.send(planned.plan)
@@ -304,7 +305,7 @@ async def test_refusals_end_the_stream_with_ok() -> None:
 
 async def test_an_epoch_of_the_far_future_takes_no_worker_away() -> None:
     async with served(lambda: LoadedWorker(FakeRunner(), READY), clock=lambda: 1000.0) as stub:
-        for epoch in (7, 9):  # before any scheduler has come, and while one holds the worker
+        for epoch in (7, 9):  # before any scheduler has connected, and while one has the worker
             rogue = Stream(stub)
             await rogue.call.write(hello(2**64 - 1, instance="rogue"))
             assert (await rogue.read()).refusal.reason == pb.Refusal.REASON_FUTURE_EPOCH
@@ -346,7 +347,7 @@ async def test_higher_epoch_takes_over_after_the_running_step() -> None:
 
 
 class SlowContext:
-    """A call whose peer takes its time to read. gRPC takes no status while a write is under way."""
+    """An RPC whose peer reads slowly. gRPC accepts no status while a write is in progress."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -371,7 +372,7 @@ class SlowContext:
 
 @pytest.mark.parametrize("is_slow", [True, False])
 async def test_the_scheduler_is_told_before_closing_ends(is_slow: bool) -> None:
-    """Its status waits for the write that is under way."""
+    """The status waits for the write in progress."""
     engine = Engine(lambda: LoadedWorker(FakeRunner(), READY))
     servicer, context = WorkerServicer(engine), SlowContext()
     loop = asyncio.get_running_loop()
@@ -390,7 +391,7 @@ async def test_the_scheduler_is_told_before_closing_ends(is_slow: bool) -> None:
 
 
 def test_a_worker_that_is_stuck_has_time_to_start_again() -> None:
-    """By default requests wait longer for it than it waits for its own compute thread."""
+    """By default, requests wait longer for the worker than the worker waits for its own compute thread."""
     assert SchedulerConfig().worker_timeout >= BEGIN_TIMEOUT_S + 60
 
 
@@ -498,7 +499,7 @@ UNKNOWN_FIELD = b"\x98\x06\x01"  # number 99, a varint
 
 
 def with_unknown_field(where: str) -> pb.ExecuteRequest:
-    """A good first plan with a field that no version knows, at some depth."""
+    """Return a good first plan with an unknown field at some depth."""
     request = encode_plan(plan_steps([Row([1, 2], 1)], block_size=16, max_num_batched_tokens=9)[0].plan)
     opening = request.plan.openings[0]
     target = {"request": request, "plan": request.plan, "opening": opening, "sampling": opening.sampling}[where]
@@ -674,7 +675,10 @@ BAD_STARTS = [
 
 @pytest.fixture(scope="module")
 def bad_starts(checkpoint: Path) -> list[tuple[str, str]]:
-    """What each is refused with, and what it writes to standard error. All import torch once."""
+    """Return the reason and the standard error of each refused start.
+
+    One process runs all starts, because importing torch takes long.
+    """
     configs = [{"model": str(checkpoint), "port": 0, "device": "cpu", **options} for options, _ in BAD_STARTS]
     code = (
         "import logging, sys; logging.basicConfig(level='INFO')\n"
@@ -720,6 +724,6 @@ def test_process_dies_with_its_parent(checkpoint: Path) -> None:
     assert process.stdout
     assert any(line.startswith(b"ready on") for line in process.stdout)
     process.kill()
-    # The pipe closes when the last process that holds it, the worker, has ended.
+    # The pipe closes when the worker, the last process that has it open, has ended.
     assert process.stdout.read() == b""
     process.wait()

@@ -12,7 +12,7 @@ from worker_service.models.torch_operations import Operations, Product
 
 
 class Meeting:
-    """Where the threads of all ranks meet."""
+    """A barrier for the threads of all ranks, with the tensors that they exchange."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -21,7 +21,7 @@ class Meeting:
 
 
 class ThreadRank:
-    """A `Communicator`."""
+    """A `Communicator` for one of the threads."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.rank, self.size = rank, meeting.size
@@ -37,33 +37,33 @@ class ThreadRank:
         self._meeting.brought[self.rank] = x
         self._meeting.barrier.wait()
         brought = [part.clone() for part in self._meeting.brought]
-        self._meeting.barrier.wait()  # from here on, the rank that brought a part may write to it
+        self._meeting.barrier.wait()  # from here on, each rank may overwrite its own tensor
         return brought
 
 
 def on_every_rank(size, compute):
-    """What `compute(communicator)` returns on each of them, one thread a rank."""
+    """Return the result of `compute(communicator)` on each rank, with one thread for each."""
     meeting = Meeting(size)
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(compute, [ThreadRank(meeting, rank) for rank in range(size)]))
 
 
 class KeptProduct(Product):
-    __call__ = None  # it is never multiplied with
+    __call__ = None  # it is never called
 
     def __init__(self, weight, bias):
         self.weight, self.bias = weight, bias
 
 
 class KeepingOperations(Operations):
-    """Products that only remember what they would multiply with."""
+    """Operations that only store the weights of their multiplications."""
 
     def prepare_product(self, weight, bias, computed, *, rounds_inputs=False):
         return KeptProduct(weight.to_floats(computed), bias)
 
 
 def kept(path, size):
-    """Of every rank, the products of its model by name."""
+    """Return the multiplications of every rank's model, by name."""
 
     def load(communicator):
         options = {"operations": KeepingOperations(), "communicator": communicator}

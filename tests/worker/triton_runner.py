@@ -1,6 +1,6 @@
-"""A runner with the Triton kernels in the interpreter, over a model with the layers of Qwen3-0.6B on a fake device.
+"""A runner with the Triton kernels in the interpreter, on a fake device, for a model with Qwen3-0.6B's layers.
 
-To be imported once the interpreter is chosen: see `testing.kernels.device`.
+Import this module after the interpreter is chosen: see `testing.kernels.device`.
 """
 
 import json
@@ -21,7 +21,7 @@ from worker_service.rows.table import TableLimits
 from worker_service.runner import ModelRunner
 from worker_service.startup.loader import attention_shape
 
-# Qwen3-0.6B's, in small: two queries to a KV head, the head tied to the embedding.
+# A small version of Qwen3-0.6B's configuration: two queries per KV head, and the head tied to the embedding.
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -53,7 +53,7 @@ def make_runner(
     grammars: EpochGrammars | None = None,
     quantization: str | None = None,
 ) -> ModelRunner:
-    """Weights are random, and the cache holds 80 blocks of 16 positions."""
+    """Return a runner with random weights and a cache of 80 blocks of 16 positions."""
     path.joinpath("config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": num_layers}))
     config, dtype = load_config(path), torch.bfloat16
     options = {"operations": TritonOperations(CPU), "is_dummy": True, "quantization": quantization}

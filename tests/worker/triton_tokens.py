@@ -1,4 +1,4 @@
-"""Tokens of a model by the Triton kernels, beside the reference."""
+"""Tokens of a model with the Triton kernels, compared with the reference."""
 
 import random
 
@@ -39,8 +39,11 @@ SHAPES = dict.fromkeys(FAMILIES, HEADS_OF_32) | {
 
 
 def make_runner(path, backend="triton", device=None):
-    """That of the host; with a device the one for GPUs, which samples in Triton too, with graphs for 1 and 2 rows that
-    decode, and for 16 and 32 tokens of any."""
+    """Return a host runner, or with `device` a GPU runner.
+
+    The GPU runner also samples in Triton. It has graphs for 1 and 2 decoding rows, and for 16 and 32 tokens of any
+    rows.
+    """
     config = load_config(path)
     assert TritonOperations.refusal(config.operations) is None
     shape = attention_shape(config, BLOCK_SIZE, torch.float32, torch.float32)
