@@ -1,4 +1,4 @@
-"""Values that config.json should not have, and files that are no JSON or not whole, drawn from a seed."""
+"""Broken inputs drawn from a seed: invalid values for config.json, invalid JSON files and truncated files."""
 
 import json
 import random
@@ -19,7 +19,7 @@ ROPE_KEYS = (
 
 
 def spoilt(config: Mapping[str, Any], rng: random.Random) -> tuple[dict[str, Any], list[str]]:
-    """A copy with one or two odd values, and the keys that have them."""
+    """Return a copy of `config` with one or two invalid values, and the keys that have them."""
     keys = rng.sample(sorted(config), rng.choice((1, 1, 1, 2)))
     if rng.random() < 0.3:
         scaling = {"rope_type": rng.choice(("default", "linear", "llama3", "yarn")), "factor": 2.0}
@@ -30,7 +30,7 @@ def spoilt(config: Mapping[str, Any], rng: random.Random) -> tuple[dict[str, Any
 
 
 def spoilt_bytes(config: Mapping[str, Any], rng: random.Random) -> bytes:
-    """A file that may be no JSON, or not UTF-8."""
+    """Return the bytes of a config.json that may be truncated, not JSON, or not UTF-8."""
     content = bytearray(json.dumps(config).encode())
     kind = rng.randrange(6)
     if kind == 0:
@@ -50,7 +50,10 @@ def spoilt_bytes(config: Mapping[str, Any], rng: random.Random) -> bytes:
 
 
 def spoil_safetensors(path: Path, rng: random.Random, *, is_cut: bool) -> None:
-    """Cut a checkpoint's weights off at a place, or change bytes of their header."""
+    """Truncate the checkpoint's weights file, or change one to four bytes of its header.
+
+    `path`: the checkpoint's folder. `is_cut`: truncate the file.
+    """
     file = path / "model.safetensors"
     content = bytearray(file.read_bytes())
     header_length = 8 + int.from_bytes(content[:8], "little")
@@ -63,12 +66,15 @@ def spoil_safetensors(path: Path, rng: random.Random, *, is_cut: bool) -> None:
 
 
 def refusal_of(read: Callable[[], object], *errors: type[Exception]) -> str | None:
-    """The text with which something is refused, which is one line of a length to be read; None: it is not refused."""
+    """Return the message of the error that `read` raises, or None if `read` succeeds.
+
+    `errors`: the expected exception types. The message must be one line of 1 to 799 characters.
+    """
     try:
         read()
     except errors as error:
         text = str(error)
         assert "\n" not in text
-        assert 0 < len(text) < 800  # the architectures that are served take most of it
+        assert 0 < len(text) < 800  # the list of supported architectures is most of the message
         return text
     return None

@@ -1,7 +1,7 @@
-"""What the files of tests cost: a table at the end of a run, of those that cost most.
+"""The costs of test files in CPU seconds: a table of the most expensive files at the end of a run.
 
-`make test COSTS=tests/costs.tsv`, and `make test-all` likewise, write what each file costs to the table that is
-committed, which tests/project/test_costs.py holds against its budgets.
+`make test COSTS=tests/costs.tsv` and `make test-all COSTS=tests/costs.tsv` write the costs of all files to the
+committed table. tests/project/test_costs.py compares that table with the budgets.
 """
 
 import os
@@ -12,19 +12,19 @@ from pathlib import Path
 import pytest
 
 NUM_FILES = 15
-TEST, TEST_ALL = "test", "test-all"  # what runs a test, by its markers
+TEST, TEST_ALL = "test", "test-all"  # the make targets; a test's markers decide which target runs it
 _HEAD = "run\tCPU seconds\tfile\n"
 
 
 def used_cpu() -> float:
-    """Return the CPU seconds of this process, of its children that have ended, and of the fork servers and theirs."""
+    """Return the CPU seconds of this process, its ended children, and the fork servers with their ended children."""
     forked = sys.modules.get("testing.forked")
     servers = forked.SERVERS.values() if forked is not None else ()
     return sum(os.times()[:4]) + sum(_cpu_of(server._forkserver_pid) for server in servers if server._forkserver_pid)
 
 
 def _cpu_of(pid: int) -> float:
-    """Return the CPU seconds of a process that runs, and of its children that have ended."""
+    """Return the CPU seconds of a running process and its ended children; 0.0 if the process does not exist."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -33,15 +33,18 @@ def _cpu_of(pid: int) -> float:
 
 
 class Costs:
-    """Measures in the process of the tests, adds up in the one that reports: under xdist these are two.
+    """A pytest plugin that measures the CPU and wall-clock time of each test file.
+
+    The process that runs a test measures its costs; the reporting process adds them up. Under xdist these are different
+    processes.
 
     Attributes:
-        of_file: seconds of processors, and of the clock, by path.
-        of_run: seconds of processors by what runs the tests, and path.
+        of_file: CPU seconds and wall-clock seconds, by path.
+        of_run: CPU seconds, by make target and path.
     """
 
     def __init__(self, table: Path | None = None) -> None:
-        """`table`: the file to which they are written."""
+        """`table`: the file to write the costs to, or None."""
         self._before = used_cpu()
         self._table = table
         self.of_file: dict[str, tuple[float, float]] = {}
@@ -54,7 +57,10 @@ class Costs:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Follows each phase of a test: a fixture's end counts for the file of the last test that takes it."""
+        """Measure each phase of a test.
+
+        A fixture's teardown counts for the file of the last test that uses the fixture.
+        """
         report = yield
         before, self._before = self._before, used_cpu()
         report.cpu = self._before - before
@@ -63,7 +69,7 @@ class Costs:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         path, _, _ = report.nodeid.partition("::")
         cpu, wall = self.of_file.get(path, (0.0, 0.0))
-        taken = getattr(report, "cpu", 0.0)  # of a process that died there is a report, but no measurement
+        taken = getattr(report, "cpu", 0.0)  # the report of a process that died has no measurement
         self.of_file[path] = cpu + taken, wall + report.duration
         run = TEST_ALL if {"thorough", "alone"} & set(report.keywords) else TEST
         self.of_run[run, path] = self.of_run.get((run, path), 0.0) + taken
@@ -81,7 +87,7 @@ class Costs:
 
 
 def read_table(path: Path) -> dict[tuple[str, str], float]:
-    """The seconds of processors by what runs the tests, and their file; none where there is no table."""
+    """Return the CPU seconds by make target and test file; empty if the table does not exist."""
     lines = path.read_text().splitlines()[1:] if path.exists() else []
     return {(run, file): float(seconds) for run, seconds, file in (line.split("\t") for line in lines)}
 

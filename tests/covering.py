@@ -1,15 +1,16 @@
-"""A small choice of a test's cases in which each value of each parameter occurs."""
+"""Selection of a few cases of a test, in which each value of each parameter occurs."""
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
 
 
 def covering(cases: Sequence[Sequence[Hashable]]) -> list[int]:
-    """Return the indexes of the chosen cases, in order.
+    """Return the indexes of the chosen cases, in ascending order.
 
-    `cases`: the values of the parameters, of as many parameters in each case. Every value of a parameter that occurs in
-    a case occurs in a chosen one. Each step chooses the case with the most values that were not chosen yet, and of
-    equal ones the case whose values were chosen the least: a parameter with few values takes them in turn.
+    `cases`: the parameter values of each case; all cases have the same number of parameters. Every value of a parameter
+    that occurs in any case occurs in a chosen case. Each step chooses the case with the most values not chosen yet.
+    Among equal cases, the step chooses the case whose values were chosen least often, so a parameter with few values
+    uses them in turn.
     """
     chosen: list[int] = []
     uses: Counter[tuple[int, Hashable]] = Counter()

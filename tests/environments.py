@@ -1,8 +1,8 @@
-"""Python environments that hold Pagewire with some of its extras and nothing else.
+"""Python environments that contain Pagewire with some of its extras and nothing else.
 
-Their packages are those of this environment, linked. With PAGEWIRE_TEST_VERSIONS=lowest or newest they are installed
-from the package index instead, beside the built wheel, at that end of the ranges of pyproject.toml. `make test-lowest`
-does so.
+By default the packages are linked from the current environment. With PAGEWIRE_TEST_VERSIONS=lowest or newest, pip
+installs the packages from the package index, beside the built wheel, at that end of the version ranges in
+pyproject.toml. `make test-lowest` runs the tests in this way.
 """
 
 import os
@@ -24,9 +24,9 @@ from pagewire import installation
 
 ROOT = Path(__file__).parents[1]
 VERSIONS = os.environ.get("PAGEWIRE_TEST_VERSIONS", "linked")
-# What of a clone runs in an environment whose packages are linked.
+# The packages of the clone that an environment with linked packages uses.
 _OWN = ("pagewire", "scheduler_service", "worker_service")
-# For pip: reads no file of pip's settings, finds no wheel, and reaches no index.
+# Environment variables for pip: it reads no settings file, finds no wheel, and reaches no index.
 NO_INDEX = {
     "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
     "PIP_RETRIES": "0",
@@ -43,7 +43,7 @@ def project() -> dict[str, Any]:
 
 
 def files_of_the_build() -> list[Path]:
-    """Returns the committed files that .dockerignore lets through."""
+    """Return the committed files that .dockerignore includes in the build."""
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     seen = {line.removeprefix("!") for line in lines if line[:1] == "!" and not line.endswith(".lock")}
     listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True)
@@ -52,7 +52,7 @@ def files_of_the_build() -> list[Path]:
 
 
 def constraints() -> dict[str, str]:
-    """Returns the versions of constraints.txt by the packages' canonical names."""
+    """Return the versions in constraints.txt by canonical package name."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     found = re.findall(r"^([\w.-]+)==(\S+)", "\n".join(lines), re.MULTILINE)
     assert len(dict(found)) == len(found), "each package has one version"
@@ -60,7 +60,10 @@ def constraints() -> dict[str, str]:
 
 
 def requirements_of(*extras: str) -> list[Requirement]:
-    """Returns what the base and some extras name, without the extras that an extra is made of."""
+    """Return the requirements of the base package and the given extras.
+
+    An extra that refers to other extras is replaced by the requirements of these extras.
+    """
     named = project()["project"]
     waiting, found = [*named["dependencies"]], []
     for extra in extras:
@@ -75,7 +78,7 @@ def requirements_of(*extras: str) -> list[Requirement]:
 
 
 def closure_of(requirements: Iterable[Requirement]) -> list[metadata.Distribution]:
-    """Returns the distributions that installing these would bring, as they are installed here."""
+    """Return the installed distributions that `requirements` need, directly or indirectly."""
     waiting, found = list(requirements), {}
     while waiting:
         requirement = waiting.pop()
@@ -89,10 +92,10 @@ def closure_of(requirements: Iterable[Requirement]) -> list[metadata.Distributio
 
 
 class Environment:
-    """An environment with some extras."""
+    """A virtual environment with Pagewire and some of its extras."""
 
     def __init__(self, folder: Path, extras: tuple[str, ...], wheel: Path | None) -> None:
-        """`wheel` is installed with its extras, at the lowest or newest versions, if it is given."""
+        """`wheel`: installed with the extras at the lowest or newest versions; with None, packages are linked."""
         venv.create(folder, with_pip=wheel is not None)
         self.python = folder / "bin" / "python"
         if wheel is None:
@@ -107,7 +110,7 @@ class Environment:
             self.run("-m", "pip", "install", "-q", *limits, f"{wheel}[{','.join(extras)}]" if extras else wheel)
 
     def run(self, *arguments: object, status: int = 0) -> "subprocess.CompletedProcess[str]":
-        """Runs its Python to the end, which is to be of this status."""
+        """Run the environment's Python with `arguments` and check its exit status."""
         command = [self.python, *map(str, arguments)]
         done = subprocess.run(command, env=environ(), capture_output=True, text=True, cwd="/", check=False)
         assert done.returncode == status, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
@@ -119,13 +122,15 @@ class Environment:
 
 
 def environ() -> dict[str, str]:
-    """Returns the variables for processes that see one environment alone."""
+    """Return the environment variables without PYTHONPATH, so that a process sees one environment only."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 def link(distribution: metadata.Distribution, site_packages: Path) -> None:
-    """Puts a distribution that is installed here into another environment. A folder that it may share with others, as
-    it is no package, is made anew with its files."""
+    """Link an installed distribution into another environment.
+
+    A folder without `__init__.py` may be shared with other distributions, so its files are linked one by one.
+    """
     for file in distribution.files or []:
         source = Path(str(distribution.locate_file(file)))
         if ".." in file.parts or "__pycache__" in file.parts or file.suffix == ".pth" or not source.exists():
@@ -139,7 +144,7 @@ def link(distribution: metadata.Distribution, site_packages: Path) -> None:
 
 
 def _lowest(folder: Path, extras: tuple[str, ...]) -> list[str]:
-    """Returns the flags that hold pip to the lowest versions."""
+    """Return the pip options that select the lowest versions."""
     limits = folder / "lowest.txt"
     command = [_UV, "pip", "compile", "-q", "--resolution=lowest-direct", f"--python={sys.executable}"]
     command += [f"--output-file={limits}", "pyproject.toml", *(f"--extra={extra}" for extra in extras)]
@@ -148,14 +153,14 @@ def _lowest(folder: Path, extras: tuple[str, ...]) -> list[str]:
 
 
 def hide(package: installation.Package, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes it look as if a package were not installed."""
+    """Make a package look as if it were not installed."""
     version, is_there = installation._version, installation._is_there
     monkeypatch.setattr(installation, "_is_there", lambda module: module != package.module and is_there(module))
     monkeypatch.setattr(installation, "_version", lambda name: None if name == package.name else version(name))
 
 
 def forgetting(*names: str) -> str:
-    """Returns lines for a sitecustomize.py that make packages unknown to pip."""
+    """Return the source of a sitecustomize.py that hides packages from `importlib.metadata`."""
     return f"""
 from importlib import metadata
 

@@ -1,4 +1,7 @@
-"""How the processor time of some work grows with its size. Only ratios are compared: they hold on any machine."""
+"""Checks of how the CPU time of some work grows with its size.
+
+Only ratios are compared, so that the checks hold on any machine.
+"""
 
 import math
 import time
@@ -6,17 +9,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-STEP = 4  # from a size to the next one that is compared with it
-MAX_RATIO = 6  # of their times: 4 where time grows with the size, 16 where it grows with its square
+STEP = 4  # ratio between the two compared sizes
+MAX_RATIO = 6  # of the two times: linear growth gives 4, quadratic growth gives 16
 NUM_TRIES = 3
-_LONG_ENOUGH_S = 0.02  # for a comparison that no noise decides
-# Prepares work, which is measured without its preparation.
+_LONG_ENOUGH_S = 0.02  # measured time per try, so that noise does not decide the comparison
+# Prepares the work and returns it; the preparation is not measured.
 Prepare = Callable[[], Callable[[], object]]
 
 
 @dataclass
 class Costs:
-    """The least processor times of some work at two sizes, of all tries so far, in seconds."""
+    """The lowest CPU times of some work at two sizes over all tries so far, in seconds."""
 
     max_ratio: float = MAX_RATIO
     short: float = 0.0  # shorter times are not compared
@@ -24,8 +27,11 @@ class Costs:
     large: float = math.inf
 
     def add(self, small: float, large: float) -> None:
-        """Add a try. Other processes slow long work more than short work: unless the times are short, the small work
-        is to be measured for as long as the large one takes, as a mean of several runs."""
+        """Add a try.
+
+        Other processes slow down long work more than short work. Unless the times are short, the caller must measure
+        the small work for as long as the large work takes, as the mean of several runs.
+        """
         self.small, self.large = min(self.small, small), min(self.large, large)
 
     @property
@@ -34,15 +40,20 @@ class Costs:
 
 
 def check_growth(what: object, prepare: Callable[[int], Callable[[], object]], size: int) -> None:
-    """Fail if what is prepared for four times a size takes more than `MAX_RATIO` times the processor time of this
-    thread."""
+    """Fail if the prepared work of size `STEP * size` takes more than `MAX_RATIO` times the CPU time of size `size`.
+
+    The CPU time is the time of this thread.
+    """
     check_costs(f"{what} of {size} and {STEP * size}", partial(prepare, size), partial(prepare, STEP * size))
 
 
 def check_costs(what: str, small: Prepare, large: Prepare) -> None:
-    """Fail if `large` takes more than `MAX_RATIO` times the processor time of `small`. What one run of each does not
-    show is decided by the best of three tries, each of runs that take long enough together."""
-    small()()  # what is computed once
+    """Fail if `large` takes more than `MAX_RATIO` times the CPU time of `small`.
+
+    If one run of each exceeds the ratio, the best of `NUM_TRIES` tries decides. Each try repeats the runs until they
+    take long enough in total.
+    """
+    small()()  # run once without measuring, so that caches are filled
     costs = Costs()
     costs.add(_seconds(small), _seconds(large))
     if costs.are_too_high:
@@ -53,7 +64,10 @@ def check_costs(what: str, small: Prepare, large: Prepare) -> None:
 
 
 def _seconds(prepare: Prepare, least: float = 0.0) -> float:
-    """Return the mean of as many runs as take `least` seconds together, at least one."""
+    """Return the mean CPU seconds of a run.
+
+    The work runs at least once, and until all runs together take `least` seconds.
+    """
     total, num_runs = 0.0, 0
     while total < least or not num_runs:
         run = prepare()

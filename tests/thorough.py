@@ -1,4 +1,4 @@
-"""Cases of a test that `make test-all` alone runs."""
+"""Test cases that only `make test-all` runs."""
 
 from typing import Any
 
@@ -6,6 +6,6 @@ import pytest
 
 
 def thorough(*cases: Any) -> list[Any]:
-    """Return the cases for `parametrize`, marked; a tuple is one of several parameters."""
+    """Return the cases for `parametrize`, marked as `thorough`. A tuple holds the values of several parameters."""
     rows = (case if isinstance(case, tuple) else (case,) for case in cases)
     return [pytest.param(*row, marks=pytest.mark.thorough) for row in rows]
