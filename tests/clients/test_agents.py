@@ -84,7 +84,7 @@ async def run_codex(served: Served, folder: Path, config: str, calls: list[Call]
 
 
 async def test_codex(served: Served, tmp_path: Path) -> None:
-    """With a model that Codex does not know: commands, a plan, and tools of a namespace."""
+    """Codex runs commands, a plan and tools of a namespace with a model that it does not know."""
     folder = tmp_path / "work"
     folder.mkdir()
     results = await run_codex(
@@ -107,7 +107,7 @@ async def test_codex(served: Served, tmp_path: Path) -> None:
 
 
 async def test_codex_with_a_custom_tool(served: Served, tmp_path: Path) -> None:
-    """With a model of Codex's catalogue, files are changed by patches, whose tool accepts a text instead of JSON."""
+    """Codex changes files by patches with a model of its catalogue; the patch tool accepts a text instead of JSON."""
     environ = {"CODEX_HOME": str(served.program.home)}
     listed = json.loads(await served.program.run(NPM / "codex", "debug", "models", environ=environ))["models"]
     known = next(model for model in listed if model["slug"] == "gpt-5.5")

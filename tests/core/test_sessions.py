@@ -90,7 +90,7 @@ def test_a_priority_stands_above_the_cost():
 
 
 def test_the_bound_on_waiting_holds_within_a_priority():
-    """As the help of --max-wait says, a later request with a better priority still goes first."""
+    """A later request with a better priority goes before an overdue one, as the help of --max-wait says."""
     system = agent(max_wait_s=10.0, max_num_seqs=1)
     system.join()
     history = run_one(system, prompt_of(120), request_id="first")

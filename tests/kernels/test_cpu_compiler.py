@@ -136,7 +136,7 @@ def test_links_to_a_wrapper_are_several(machine: Machine) -> None:
 
 
 def test_the_lock_is_one_that_nfs_takes(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the lock belongs to another user, it is opened for reading only."""
+    """The lock file is opened for writing, or for reading if it belongs to another user."""
     taken: list[int] = []
     monkeypatch.setattr(fcntl, "flock", lambda file, how: taken.append(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE))
     machine.install("cc", WORKING)
@@ -195,7 +195,7 @@ def test_who_waits_for_another_process_says_so(machine: Machine, caplog: pytest.
 
 
 def test_a_failing_unit_ends_the_others(machine: Machine, tmp_path: Path) -> None:
-    """Otherwise the build would wait for a sleeping compiler until its deadline."""
+    """A failing unit ends the other compilers; otherwise the build would wait for them until their deadline."""
     os.mkfifo(tmp_path / "meeting")
     meet = (
         f'case "$*" in *one.c) echo >{tmp_path}/meeting; exec /bin/sleep 600;; *two.c) read -r _ <{tmp_path}/meeting;'

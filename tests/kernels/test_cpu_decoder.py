@@ -160,7 +160,7 @@ def test_projections_are_clipped(cpu_kernels):
 
 @pytest.mark.parametrize("num_parts", [1, 3])
 def test_gates_are_clamped(cpu_kernels, num_parts):
-    """As in gpt-oss: gates are clamped from above, ups on both sides, for each slot and for partial vectors."""
+    """Gates are clamped from above and ups on both sides, as in gpt-oss, for each slot and for partial vectors."""
     size, alpha, limit = 37, 1.702, 1.5
     table = torch.randn(2, num_parts, 2, size, generator=torch.Generator().manual_seed(6)) * 2
     table[0, 0, 0, :3] = torch.tensor([torch.nan, torch.inf, -30.0])
@@ -182,9 +182,9 @@ def test_gates_are_clamped(cpu_kernels, num_parts):
 @pytest.mark.parametrize("num_tokens", [3, 13])
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_what_fits_is_computed(cpu_kernels, is_tied, num_tokens):
-    """With few tokens, all threads normalise all of them; with many, each normalises a share.
+    """The decoder's logits agree with torch, for any rows in any order.
 
-    Logits are of any rows, in any order.
+    With few tokens, all threads normalise all of them; with many, each thread normalises a share.
     """
     torch.manual_seed(2)
     weight = torch.randn(VOCAB, HIDDEN)

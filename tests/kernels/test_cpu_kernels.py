@@ -271,7 +271,10 @@ def test_store_kv_writes_the_slots_and_nothing_else(cpu_kernels, dtype, cache_dt
 @pytest.mark.parametrize("cache_dtype", EIGHT_BITS, ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_8_bits_of_bad_values_are_bad_too(cpu_kernels, value, cache_dtype):
-    """With a scale, the whole head becomes NaN. e4m3 has no infinity, but a largest number."""
+    """NaN and infinity stored in 8 bits are read as bad values.
+
+    In formats with a scale, the whole head becomes NaN. e4m3 has no infinity, but a largest number.
+    """
     key = torch.randn(3, 2, 20)
     key[1, 1, 7] = value
     size = row_size(20, cache_dtype)
@@ -390,7 +393,7 @@ def test_bad_arguments_are_refused(cpu_kernels):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_that_runs_here_equals_reference(name):
-    """As on processors with fewer features."""
+    """Narrower variants run here as they do on processors with fewer features."""
     kernels = load_variant(name)
     assert kernels.variant == name
     for dtypes in DTYPES:
@@ -552,7 +555,7 @@ def test_switch(environ, expected, tmp_path, monkeypatch, caplog, fresh_switch):
 
 
 def test_a_user_without_a_home_is_told_what_to_set(monkeypatch, caplog, fresh_switch):
-    """As in a container that runs under a user id without a user."""
+    """A container may run under a user id without a user, and therefore without a home directory."""
     skip_without_compiler()
 
     def unknown(uid):

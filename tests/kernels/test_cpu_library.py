@@ -31,7 +31,7 @@ def test_a_library_that_does_not_load(flags: int, remedy: str, tmp_path: Path, m
 
 
 def test_a_library_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its structures differ from the structures that Python fills in."""
+    """The library's structures differ from the structures that Python fills in."""
     skip_without_compiler()
     shutil.copy(library.SOURCES / "abi.c", tmp_path)
     declared = (library.SOURCES / "abi.h").read_text()

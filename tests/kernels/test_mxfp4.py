@@ -26,7 +26,7 @@ def test_every_number_is_that_of_transformers():
 
 
 def test_every_number_is_that_of_gguf():
-    """In gguf, the halves of the bytes are stored one after the other."""
+    """Every MXFP4 number is dequantised as in gguf, which stores the two halves of the bytes one after the other."""
     stored = torch.cat([EXPONENTS[..., None], BLOCKS], dim=-1).flatten(1)
     with np.errstate(over="ignore"):  # 6 times the largest power is infinite
         meant = torch.from_numpy(gguf.quants.dequantize(stored.numpy(), gguf.GGMLQuantizationType.MXFP4))

@@ -49,7 +49,8 @@ def expected_embedding(model: transformers.PreTrainedModel, prompt: Sequence[int
 async def test_embeddings_are_those_of_transformers_and_the_same_bits_in_any_company(
     mode: str, family: str, tmp_path: Path
 ) -> None:
-    """In chunks of 64 tokens, with prefix cache hits, and beside streams in a pool that is too small."""
+    """The prompts run in chunks of 64 tokens, with prefix cache hits, and beside streams in a pool that is too small.
+    """
     path = write_pooling(make_checkpoint(tmp_path / "model", family, seed=4), mode)
     model = transformers.AutoModel.from_pretrained(path, dtype=torch.float32)
     prompts = oracle.random_prompts(7, VOCAB_SIZE, LENGTHS)

@@ -152,7 +152,7 @@ def test_a_card_of_the_schema(url: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.skipif(not (shutil.which("node") and shutil.which("npm")), reason="Node.js is not installed")
 def test_node(url: str, tmp_path: Path) -> None:
-    """In a copy of its folder, at the same relative path to the protos."""
+    """The example runs in a copy of its folder, at the same relative path to the protos."""
     folder = tmp_path / "examples" / "node"
     shutil.copytree(EXAMPLES / "node", folder, ignore=shutil.ignore_patterns("node_modules"))
     (tmp_path / "protos").symlink_to(ROOT / "protos")

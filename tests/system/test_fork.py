@@ -52,7 +52,7 @@ def around_block_edges(model):
 
 @pytest.mark.parametrize(("block_size", "caching"), [(4, False), *thorough((1, True), (4, True), (16, True))])
 async def test_eight_samples_are_eight_draws_at_every_prompt_length(model, around_block_edges, block_size, caching):
-    """Also without the prefix cache: siblings share blocks by reference, not by lookup."""
+    """Siblings share blocks by reference, not by lookup, so they share them without the prefix cache too."""
     prompts, samples = around_block_edges
     flags = {
         "worker": ["--dtype", "float32", "--block-size", block_size],

@@ -200,7 +200,7 @@ def test_logprobs_read_as_vllms(llm: LLM) -> None:
 
 
 def test_logprobs_of_given_tokens_and_of_all(llm: LLM) -> None:
-    """As in vLLM, except that a token that was only listed has no rank."""
+    """Log-probabilities equal vLLM's, except that a token that was only listed has no rank."""
     params = SamplingParams(temperature=0, max_tokens=3, logprobs=-1, prompt_logprobs=-1)
     [output] = llm.generate([1, 5, 9], params)
     [listed] = llm.generate([1, 5, 9], params.updated(logprob_token_ids=[7, 5, 7], prompt_logprobs=None))

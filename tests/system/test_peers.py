@@ -479,7 +479,10 @@ class LLM:
 def test_vllm_gets_as_much_memory_as_our_worker_takes(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By default vLLM requires 92 % of the machine's memory, whatever is free, and does not start."""
+    """vLLM gets a share of the free memory.
+
+    By default it requires 92 % of the machine's memory, whatever is free, and does not start.
+    """
     (tmp_path / "vllm.py").write_text(VLLM_STAND_IN)
     python, told = tmp_path / "python", tmp_path / "told"
     python.write_text(f'#!/bin/sh\nexec env TOLD={told} PYTHONPATH={tmp_path} {sys.executable} "$@"\n')

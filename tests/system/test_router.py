@@ -158,7 +158,7 @@ def test_bad_requests_are_the_clients_fault(router: Router) -> None:
 
 
 def test_the_key_of_the_manifest_closes_the_administration(router: Router) -> None:
-    """Otherwise a stranger could add a worker that receives prompts."""
+    """Administration requires the key; otherwise a stranger could add a worker that receives prompts."""
     for method, path in ADMINISTRATION:
         for key in ("", "another"):
             assert ask(router.port, method, path, {"url": "grpc://127.0.0.1:1"}, key).status == 401
@@ -166,7 +166,7 @@ def test_the_key_of_the_manifest_closes_the_administration(router: Router) -> No
 
 
 def test_an_empty_key_opens_nothing() -> None:
-    """As in a Secret that was not filled in."""
+    """An empty key, as in a Secret that was not filled in, permits no administration."""
     with Router([], key_flag("")) as router:
         for key in ("", "admin"):
             assert ask(router.port, "GET", "/workers", None, key).status == 401

@@ -20,7 +20,7 @@ def make_kv_cache(num_blocks, block_size, num_kv_heads, head_dim, dtype, device)
 
 
 def nan_of(dtype):
-    """Return a fill value for which every read is NaN. For integers all bits are set, also those of the scale."""
+    """Return a fill value for which every read is NaN. For integers, all bits of values and scales are set."""
     return float("nan") if dtype.is_floating_point else -1
 
 

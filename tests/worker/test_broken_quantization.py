@@ -147,9 +147,9 @@ def test_ranks_that_would_cut_groups_are_refused(tmp_path, case):
 
 
 def test_a_module_to_skip_is_stored_as_floats(tmp_path):
-    """If a module is to be skipped but is quantised, its tensors are refused.
+    """The tensors of a skipped module are refused if they are quantised.
 
-    If it is not to be skipped but stored as floats, it is loaded as floats.
+    A module that is not skipped but stored as floats is loaded as floats.
     """
     case = with_section(BY_NAME["AWQ"], modules_to_not_convert=["q_proj"])
     path, _ = make_quantized(tmp_path / "one", "llama", case, seed=25)

@@ -131,7 +131,10 @@ def late_outputs(driver: Driver, num_tokens: int, *openings: RowOpening) -> tupl
 
 @pytest.mark.parametrize("seed", range(3))
 def test_rows_that_are_late_give_the_same_later(driver: Driver, seed: int) -> None:
-    """With penalties and log-probabilities, beside rows without a grammar, which are never late."""
+    """Late rows with penalties and log-probabilities give the same tokens later.
+
+    Rows without a grammar run beside them and are never late.
+    """
     print("seed", seed)
     sampling = SamplingParams(temperature=1.0, repetition_penalty=1.2, frequency_penalty=0.3, num_logprobs=2)
     rows = [

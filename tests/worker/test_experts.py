@@ -36,7 +36,7 @@ def test_weights_that_are_neighbours_are_stacked_up_without_a_copy():
 
 
 def test_experts_of_a_layer_are_loaded_into_one_memory(tmp_path, monkeypatch):
-    """Otherwise a GPU would store the experts of a layer twice while they are stacked."""
+    """The experts of a layer are loaded into one tensor, so that a GPU does not store them twice while stacking."""
     kept = []
 
     def keep(self, weights, biases, computed):

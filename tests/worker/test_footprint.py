@@ -111,7 +111,7 @@ def test_a_fused_decoder_reads_the_tables_of_angles_that_were_counted(
 def test_what_weights_are_in_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: str, computed: torch.dtype, described: str
 ) -> None:
-    """It need not be the dtype in which the model computes."""
+    """The dtype of the weights is reported; it may differ from the dtype of the computation."""
     skip_without_compiler()
     monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "require")
     is_gguf = held == "Q8_0"

@@ -267,7 +267,7 @@ def test_old_gpt2_names(load_model, tmp_path):
 
 @pytest.mark.parametrize("family", ["bloom", "mpt"])
 def test_names_without_their_prefix(load_model, tmp_path, family):
-    """As in the published bigscience/bloom-560m."""
+    """Tensors may have names without a prefix, as in the published bigscience/bloom-560m."""
     path = make_checkpoint(tmp_path, family, seed=14)
     expected = compute_logits(load_model(path, dtype=torch.float32, device=CPU), random_tokens())
     tensors = load_file(path / "model.safetensors")

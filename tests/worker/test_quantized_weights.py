@@ -217,7 +217,7 @@ def test_scales_of_caches_beside_weights_that_are_not_quantised(tmp_path):
     ],
 )
 def test_a_file_of_its_own_says_how_weights_are_quantised(tmp_path, name, file, renamed):
-    """In the form that AutoGPTQ and AutoAWQ first wrote."""
+    """A separate file may contain the quantisation settings, as AutoGPTQ and AutoAWQ first wrote it."""
     quantized, plain = make_quantized(tmp_path, "llama", BY_NAME[name], seed=18)
     config = json.loads((quantized / "config.json").read_text())
     section = {renamed.get(key, key): value for key, value in config.pop("quantization_config").items()}
@@ -232,7 +232,7 @@ def test_a_file_of_its_own_says_how_weights_are_quantised(tmp_path, name, file, 
 
 
 def test_both_services_tell_formats_apart_by_their_digest(tmp_path):
-    """The same model is packed in different formats."""
+    """Different formats of the same model have different digests, which both services compute alike."""
     digests = {}
     for index, name in enumerate(("GPTQ asymmetric", "GPTQ v2", "GPTQ of 8 bits", "AWQ", "W4A16", "FP8 block")):
         quantized, plain = make_quantized(tmp_path / str(index), "llama", BY_NAME[name], seed=17)

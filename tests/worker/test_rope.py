@@ -133,7 +133,7 @@ def test_tables_have_a_digest_which_is_that_of_other_processors() -> None:
 
 
 def test_functions_of_torch_are_first_called_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are called before a worker reads anything of its model."""
+    """torch's vector functions are called once before a worker reads anything of its model."""
 
     class Begun(Exception):
         pass
@@ -203,7 +203,7 @@ def test_longrope_follows_the_served_length(
 
 @torch.inference_mode()
 def test_longrope_does_not_change_within_a_sequence(path: Path, oracle: Any) -> None:
-    """In chunks that cross the original length, a long sequence has transformers' logits at every position."""
+    """A long sequence in chunks that cross the original length has transformers' logits at every position."""
     token_ids = tokens(60)
     expected = oracle(token_ids[None]).logits[0]
     actual = compute_logits(load_model(path, dtype=torch.float32, device=CPU), token_ids, chunks=(20, 3, 1, 1, 35))

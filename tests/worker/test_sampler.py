@@ -170,7 +170,7 @@ def test_which_tokens_are_the_most_likely_does_not_depend_on_the_company(seed: i
 
 @pytest.mark.parametrize("num_top", [0, 1, 5, 40, VOCAB_SIZE])
 def test_rows_with_ties_and_without_are_ordered_alike(num_top: int) -> None:
-    """The same holds on a device, where all rows are checked for ties."""
+    """Ties are ordered by token id, also on a device, where all rows are checked for ties."""
     logits = random_logits(3, 6)
     logits[::2] = logits[::2].round()
     logits[1, 3:] = -math.inf

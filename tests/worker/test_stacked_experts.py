@@ -59,7 +59,7 @@ def test_the_kernels_hold_what_the_codes_mean(tmp_path, monkeypatch, num_ranks):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_kernels_compute_near_what_the_codes_mean(tmp_path, monkeypatch, dtype):
-    """Only for codes, inputs are rounded to 8 bits."""
+    """Inputs are rounded to 8 bits for codes only, so the logits are close but not equal."""
     use_kernels(monkeypatch, "require")
     computed = getattr(torch, dtype)
     paths = make_mxfp4(tmp_path, seed=3, dtype=dtype)

@@ -53,7 +53,10 @@ def test_every_rank_has_the_logits_of_transformers(tmp_path, monkeypatch, family
 
 @pytest.mark.parametrize("num_tokens", [1, 40])
 def test_a_step_ends_with_the_error_of_ranks_that_do_not_meet(tmp_path, monkeypatch, num_tokens):
-    """With few tokens, where threads do not wait, and with many. The next step is not affected."""
+    """A failed exchange ends the step with its error, and does not affect the next step.
+
+    This is tested with few tokens, where threads do not wait, and with many.
+    """
     use_kernels(monkeypatch, "require")
     path = make_checkpoint(tmp_path, "qwen3", seed=35)
     communicator = FailingRank()

@@ -120,7 +120,10 @@ def test_any_number_of_the_rows_that_have_one_token_may_be_told_to_decode(num_de
 @pytest.mark.parametrize("windows", [(0, 0), (10, 600)])
 @pytest.mark.parametrize("bound", [600, 100_000])
 def test_lengths_that_the_host_knows_are_bounds(bound, windows):
-    """As in a graph's replay: padding rows, lengths shorter than at the capture, and rows divided into splits."""
+    """The host's lengths are only bounds, as in the replay of a graph.
+
+    The batch has padding rows, lengths below the bounds, and rows divided into splits.
+    """
     rows = make_rows(2, [(40, 1), (0, 1), (599, 1), PADDING, PADDING])
     check(rows, windows, batch=with_device_rows(rows.batch, 5, bound))
 
@@ -142,7 +145,7 @@ def test_the_device_alone_may_know_which_rows_decode(lengths, windows, bound):
 
 
 def test_tokens_of_padding_are_one_row_and_rows_of_padding_have_none():
-    """As in a graph for any mix of rows: of 20 tokens one row decodes, one row has 4, and the rest belong to no row."""
+    """Of 20 tokens, one row decodes, one row has 4, and the rest are padding, as in a graph for any mix of rows."""
     rows = make_rows(15, [(40, 1), (33, 4), (0, 15)])
     rows.batch.seq_lens[2] = 0
     rows.batch.slot_mapping[5:] = -1
@@ -209,7 +212,7 @@ def test_memory_of_splits_serves_steps_of_fewer_and_of_more_rows():
 
 
 def test_a_backend_serves_one_cache_after_another_and_keeps_none():
-    """As when memory is measured with a separate cache."""
+    """A backend keeps no reference to a cache; measuring memory uses a separate one."""
     first, second = make_rows(16, [(40, 1), (3, 5)]), make_rows(17, [(40, 1), (3, 5)], block_size=32)
     backend = TritonAttention(first.shape((0, 0)), NUM_PROCESSORS, DEVICE)
     check(first, backend=backend)

@@ -95,7 +95,7 @@ def test_selected_blocks(device, seed):
 
 @pytest.mark.parametrize("factor", [1e-6, 1.0, 1e6])
 def test_bfloat16_queries_as_float16_operands(device, monkeypatch, factor):
-    """As on a device with 8-bit caches, with queries beyond the range of float16."""
+    """Queries beyond the range of float16 become float16 operands, as on a device with 8-bit caches."""
     monkeypatch.setattr(attention_arguments, "operand", lambda *_: tl.float16)
     case = Case(((9, 20), (2, 17)), torch.bfloat16, E4M3, query_factor=factor)
     check_paged_prefill(device, case, TILE)

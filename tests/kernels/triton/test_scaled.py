@@ -237,7 +237,7 @@ def _library_anew():
 
 @pytest.mark.usefixtures("_library_anew")
 def test_torchs_product_takes_many_rows_where_it_agrees(device, monkeypatch):
-    """Where torch has no multiplication on a CPU, such as with scales per block, our kernel computes all rows."""
+    """Our kernel computes all rows where torch has no multiplication on a CPU, such as with scales per block."""
     calls = []
     multiply = torch._scaled_mm
     monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **kwargs: calls.append(args) or multiply(*args, **kwargs))
