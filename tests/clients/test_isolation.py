@@ -19,7 +19,7 @@ def test_no_network_but_loopback() -> None:
             connection.connect(OUTSIDE)
 
 
-async def test_what_a_program_asks_of_the_proxy_is_told(served: Served) -> None:
+async def test_requests_to_the_proxy_are_recorded(served: Served) -> None:
     program = "import httpx2\ntry: httpx2.get('https://example.com')\nexcept httpx2.ProxyError: print('refused')"
     with pytest.raises(AssertionError, match="CONNECT example"):
         async with programs(served.program.home) as outside:

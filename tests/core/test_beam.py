@@ -126,7 +126,7 @@ def test_tokens_that_cannot_be_are_no_candidates() -> None:
     assert step == BeamStep([Child(0, 5, -1.0)], is_done=False)
 
 
-def test_a_vocabulary_of_stop_tokens_ends_the_search_with_what_there_is() -> None:
+def test_search_over_stop_tokens_only_returns_finished_hypotheses() -> None:
     beam = search(4, stops={0, 1})
     step = beam.advance(first_beam(), [[(0, -0.5), (1, -1.0)]])
     assert step == BeamStep([], is_done=True)

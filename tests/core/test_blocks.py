@@ -68,7 +68,7 @@ def test_a_block_whose_content_is_forgotten_is_taken_first():
     assert next(pool.free_blocks()) == blocks[2]
 
 
-def test_spare_blocks_stand_before_the_cached_ones_in_the_order_they_came():
+def test_backed_up_blocks_precede_cached_ones_in_order_of_arrival():
     pool = BlockPool(6)
     blocks = [pool.allocate() for _ in range(6)]
     for block in blocks[:2]:
@@ -281,7 +281,7 @@ def test_free_lists_against_plain_lists(seed, num_owners):
         assert_order(pool, model)
 
 
-def test_what_is_above_the_horizon_goes_from_the_owner_who_has_most():
+def test_eviction_above_the_horizon_takes_from_the_largest_owner():
     """The owner with the most blocks gives blocks up until it has as many as the next owner.
 
     Free lists below the horizon are emptied first, regardless of their owners.

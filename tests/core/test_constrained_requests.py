@@ -97,7 +97,7 @@ def test_a_grammar_that_cannot_be_read_ends_all_that_need_it():
 
 
 @pytest.mark.parametrize("version", ["", "another"])
-def test_a_worker_that_reads_grammars_otherwise_gets_none(version: str):
+def test_worker_with_another_grammar_version_gets_no_grammars(version: str):
     scheduler = joined()
     scheduler.add(request("constrained"), 0.0)
     scheduler.add(request("free", None), 0.0)
@@ -109,7 +109,7 @@ def test_a_worker_that_reads_grammars_otherwise_gets_none(version: str):
     assert refused.value.field == "sampling.structured_output"
 
 
-def test_the_queue_counts_those_whose_grammar_is_prepared():
+def test_queue_counts_requests_with_grammar_in_preparation():
     scheduler = joined(max_waiting_tokens=5)
     scheduler.add(request("a"), 0.0)
     with pytest.raises(AdmissionError, match="3 prompt tokens are queued, with this request 6, the limit is 5"):
@@ -262,7 +262,7 @@ def constrained_tokens(text: str, window: int, is_late: Callable[[int, int], boo
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_late_rows_have_what_they_read_again_and_no_block_ahead(seed: int):
+def test_late_rows_keep_needed_blocks_and_no_block_ahead(seed: int):
     print("seed", seed)
     rng = Random(seed)
     late, window = [rng.random() < 0.6 for _ in range(400)], rng.randint(1, 3)

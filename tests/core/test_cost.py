@@ -19,7 +19,7 @@ def model(mode: PreemptionMode = PreemptionMode.AUTO, rates: tuple[float, ...] =
     return cost
 
 
-def test_the_first_step_and_steps_of_decodes_tell_nothing() -> None:
+def test_first_step_and_decode_steps_do_not_change_the_rate() -> None:
     cost = model()
     assert cost.prefill_rate is None
     cost.observe_step(100, 74, 0.1)
@@ -72,7 +72,7 @@ def test_without_host_blocks_nothing_moves(mode: PreemptionMode) -> None:
     assert not cost.prefers_load(1, 100)
 
 
-def test_what_prompts_may_take_beside_decoding_rows() -> None:
+def test_prompt_token_budget_beside_decoding_rows() -> None:
     cost = model(rates=(1000.0,))
     assert cost.max_prompt_tokens(2.0) is None
     for seconds in (0.030, 0.030, 0.9, 0.030):

@@ -34,7 +34,7 @@ def assert_embedded(system: System, sequence_id: int) -> None:
 @poolings
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize(("length", "budget"), [(1, 64), (4, 64), (30, 64), (30, 7), (9, 1)])
-def test_an_embedding_is_that_of_its_prompt_however_it_is_cut(pooling, depth, length, budget):
+def test_embedding_does_not_depend_on_prompt_chunks(pooling, depth, length, budget):
     system = System(depth=depth, budget=budget)
     beside = system.add(prompt_of(9, 1), 12)[0]
     sequence_id = add(system, prompt_of(length), pooling)
@@ -69,7 +69,7 @@ def test_the_prefix_cache_serves_the_last_token_and_no_mean():
         assert cached == ([0, 16] if pooling is Pooling.LAST else [0, 0])
 
 
-def test_what_an_embedding_has_computed_serves_others():
+def test_blocks_of_an_embedding_are_reused():
     system = System()
     system.join()
     for pooling in POOLINGS:

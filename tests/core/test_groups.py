@@ -172,7 +172,7 @@ def test_without_room_on_the_host_victims_are_computed_again():
     system.assert_exact()
 
 
-def test_a_lost_worker_takes_the_swapped_with_it_and_nothing_is_lost():
+def test_swapped_requests_are_recomputed_after_worker_loss():
     system = System(num_blocks=14, num_host_blocks=60, preemption=PreemptionMode.SWAP)
     for i in range(6):
         system.add(prompt_of(9, i), 24)
@@ -291,7 +291,7 @@ def test_a_request_longer_than_the_pool_runs_in_the_blocks_of_its_windows(block_
         add(prompt_of(150), 90, **options)
 
 
-def test_chunks_take_what_is_free_and_preempt_no_group():
+def test_chunks_use_free_blocks_and_preempt_no_group():
     """Two prompts longer than the pool share it chunk by chunk, beside a row that decodes."""
     system = System(num_blocks=16, window=8, budget=64, watermark=0.0)
     system.join()

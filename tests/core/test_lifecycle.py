@@ -56,7 +56,7 @@ def test_the_cache_knows_no_sequence():
     assert not [text for text in texts if "scheduler_service.core.sequence" in text]
 
 
-def test_none_but_the_cache_counts_on_one_table_of_blocks():
+def test_only_the_cache_accesses_block_tables():
     """Other modules ask the sequence's allocation.
 
     The invariants inspect it, and a plan sends a row's table to the worker.
@@ -65,7 +65,7 @@ def test_none_but_the_cache_counts_on_one_table_of_blocks():
     assert {name for name in tables if not name.startswith("cache/")} == {"invariants.py", "worker_state.py"}
 
 
-def test_what_is_on_its_way_of_a_row_counts_until_that_is_dropped():
+def test_in_flight_samples_of_a_row_count_until_dropped():
     system = System()
     [sequence_id] = system.add((1, 2, 3), 8)
     system.join()
@@ -94,7 +94,7 @@ def test_a_lost_worker_leaves_no_row_to_a_request():
     assert (sequence.row, sequence.holding.block_table, sequence.holding.num_computed_tokens) == (None, [], 0)
 
 
-def test_a_group_goes_only_where_the_table_says():
+def test_groups_change_state_only_as_the_table_permits():
     lifecycle = Lifecycle(create_policy("priority"), Expectation)
     lifecycle.add(Request("a", "", (1, 2, 3), SamplingParams(), 4), 0.0)
     [group] = lifecycle.groups.values()

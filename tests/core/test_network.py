@@ -96,7 +96,7 @@ def test_projections_gate_where_they_can(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_ranks_share_out_what_a_model_is(architecture: str) -> None:
+def test_ranks_partition_the_model(architecture: str) -> None:
     """Two ranks share all projections of the model, and each rank has the vectors and tables that are not split."""
     whole = weights_of(listed(architecture))
     shares = [weights_of(listed(architecture, rank, 2)) for rank in (0, 1)]
@@ -133,7 +133,7 @@ def test_ranks_have_all_of_a_dimension_between_them(seed: int) -> None:
     assert whole.of_rank(1, num_ranks) == whole, "what is not shared out"
 
 
-def test_what_cannot_be_shared_out_is_refused() -> None:
+def test_impossible_partitions_are_refused() -> None:
     with pytest.raises(ValueError, match="size is 4; for this model it must divide the 6 columns"):
         Share.of(6, 1, "columns").of_rank(0, 4)
     with pytest.raises(ValueError, match="it must divide the 6 KV heads, or be a multiple of them"):

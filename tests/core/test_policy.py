@@ -78,7 +78,7 @@ def test_output_counts_twice() -> None:
     assert policy.rank("b") == 102
 
 
-def test_a_newcomer_is_lifted_to_the_least_of_those_that_wait() -> None:
+def test_new_tenant_starts_at_lowest_counter_of_waiting_tenants() -> None:
     policy = FairPolicy()
     begin(policy, "a", "b", "runs")
     policy.unqueued("runs")
@@ -88,7 +88,7 @@ def test_a_newcomer_is_lifted_to_the_least_of_those_that_wait() -> None:
     assert policy.rank("new") == 70
 
 
-def test_who_never_waited_long_saves_nothing_up() -> None:
+def test_tenant_without_long_waits_accumulates_no_credit() -> None:
     policy = FairPolicy()
     begin(policy, "a", "b")
     policy.unqueued("b")  # the tenant runs, with a counter of 0
@@ -97,7 +97,7 @@ def test_who_never_waited_long_saves_nothing_up() -> None:
     assert policy.rank("b") == 1000
 
 
-def test_where_no_group_waits_a_newcomer_is_lifted_to_the_last_that_did() -> None:
+def test_new_tenant_starts_at_last_waiting_counter_if_none_waits() -> None:
     policy = FairPolicy()
     begin(policy, "a")
     policy.unqueued("a")

@@ -128,7 +128,7 @@ def test_events_reach_the_file_within_a_second_of_events_and_when_all_is_quiet(t
     recorder.close()
 
 
-def test_what_was_raised_is_recorded_and_raised(tmp_path: Path) -> None:
+def test_exceptions_are_recorded_and_reraised(tmp_path: Path) -> None:
     path = tmp_path / "recording"
     recorder = opened(path)
     scheduler = record(Scheduler(DEFAULTS), recorder)
@@ -208,7 +208,7 @@ def read_to_the_end_of_a_line(path: Path, word: str) -> str:
         ('{"pagewire_recording": 5, "scheduler": {"max_size": 1}}\n', "the recording's header is damaged"),
     ],
 )
-def test_what_is_no_recording(text: str, reason: str, tmp_path: Path) -> None:
+def test_invalid_recordings_are_refused(text: str, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "recording"
     path.write_text(text)
     with path.open() as file, pytest.raises(RecordingError, match=reason):
@@ -252,7 +252,7 @@ def test_its_header_has_every_option_of_the_core(tmp_path: Path) -> None:
     assert header["scheduler"].keys() == {*options_of(SchedulerOptions), "grammar_version"}
 
 
-def test_what_json_has_not_is_written_as_json_and_read_as_it_was() -> None:
+def test_infinities_and_nan_survive_json() -> None:
     """A worker may report tokens with probability 0 and positions that it did not compute, as infinities and NaN."""
     logprobs = Logprobs((-0.5,), (1,), (7, 8, 9), (-0.5, -math.inf, math.inf))
     result = StepResult(1, 2, logprobs=logprobs, prompt_logprobs=(PromptLogprobs(0, 1, Logprobs((math.nan,), (0,))),))

@@ -91,7 +91,7 @@ def test_a_long_prompt_is_computed_in_chunks_beside_decoding_rows():
     assert system.tokens[long] == system.expected(long)
 
 
-def test_prompts_slow_decoding_rows_down_by_no_more_than_told():
+def test_prompts_slow_decoding_within_the_configured_limit():
     """A worker computes 1,000 prompt tokens per second and decodes in 20 ms.
 
     A slowdown of 2 permits 20 prompt tokens beside the decoding rows.
@@ -106,7 +106,7 @@ def test_prompts_slow_decoding_rows_down_by_no_more_than_told():
     system.assert_exact()
 
 
-def test_where_none_decodes_a_step_is_short_enough_for_what_comes_next():
+def test_step_without_decoding_rows_is_bounded():
     """A worker computes 1,000 prompt tokens per second and decodes in 2 ms. No step takes longer than 32 ms."""
     system = System(budget=64, num_blocks=128, depth=1, max_decode_slowdown=2.0)
     system.join()

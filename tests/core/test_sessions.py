@@ -32,7 +32,7 @@ def run_one(system: System, prompt: list[int], max_tokens: int = 4, **fields) ->
 # Order
 
 
-def test_who_finds_most_of_its_prompt_goes_first():
+def test_request_with_most_cached_prompt_goes_first():
     system = agent(max_num_seqs=1)
     system.join()
     history = run_one(system, prompt_of(120), request_id="first")
@@ -44,7 +44,7 @@ def test_who_finds_most_of_its_prompt_goes_first():
     system.assert_exact()
 
 
-def test_what_others_compute_moves_a_waiting_request():
+def test_waiting_requests_are_reordered_as_prefixes_are_computed():
     """Two requests wait for the only row.
 
     The running request shares the prompt of one of them, which therefore becomes cheap.
@@ -80,7 +80,7 @@ def test_groups_that_waited_too_long_go_first_in_order_of_arrival():
     assert (stats.num_admitted_requests, stats.num_overdue_requests) == (5, 2)
 
 
-def test_a_priority_stands_above_the_cost():
+def test_priority_takes_precedence_over_cost():
     system = agent(max_num_seqs=1)
     system.add(prompt_of(4, 1), 2, request_id="late", priority=1)
     system.add(prompt_of(100, 2), 2, request_id="urgent", priority=0)
@@ -104,7 +104,7 @@ def test_the_bound_on_waiting_holds_within_a_priority():
     assert ended(system) == ["first", "runs", "urgent", "overdue", "cached"]
 
 
-def test_a_tenants_share_stands_above_the_cost():
+def test_tenant_share_takes_precedence_over_cost():
     system = agent(max_num_seqs=1)
     for i in range(6):
         system.add(prompt_of(8, i), 2, request_id=f"small {i}", tenant="small")
@@ -193,7 +193,7 @@ def test_a_long_prompt_gives_way_to_one_that_is_done_at_once(policy, order):
     assert explain.stats(system.scheduler.state).num_preemptions == 0
 
 
-def test_what_a_long_prompt_cannot_make_room_for_at_once_waits():
+def test_prompt_longer_than_a_step_waits_for_a_long_prompt():
     system = agent(budget=16, depth=1, num_blocks=100)
     system.join()
     system.add(prompt_of(100), 3, request_id="long")
@@ -213,7 +213,7 @@ def slowed(tenant: str = "") -> System:
     return system
 
 
-def test_what_a_step_has_room_for_goes_first_however_slow_prompts_are_to_be():
+def test_prompt_that_fits_the_step_goes_first_under_slowdown_limit():
     """The long prompt computes 10 tokens in its first step.
 
     The short prompt has 24 tokens, which leave 6 for the long one.
@@ -232,7 +232,7 @@ def test_what_a_step_has_room_for_goes_first_however_slow_prompts_are_to_be():
 
 @pytest.mark.parametrize("num_samples", [1, 3])
 @pytest.mark.parametrize("is_alike", [False, True])
-def test_slowed_prompts_of_a_tenant_that_is_next_hold_nobody_up(num_samples: int, is_alike: bool) -> None:
+def test_slowed_prompts_of_one_tenant_do_not_block_another(num_samples: int, is_alike: bool) -> None:
     """The other tenant has had less service, so its waiting prompts begin first.
 
     A prompt whose beginning is already being computed does not begin. The short prompt begins after these prompts, and
@@ -251,7 +251,7 @@ def test_slowed_prompts_of_a_tenant_that_is_next_hold_nobody_up(num_samples: int
     system.assert_exact()
 
 
-def test_slowed_prompts_that_begin_alike_compute_that_once() -> None:
+def test_slowed_prompts_compute_a_shared_prefix_once() -> None:
     """Four prompts share 160 tokens, and each adds 8 tokens of its own."""
     system = slowed()
     for index in range(4):
@@ -264,7 +264,7 @@ def test_slowed_prompts_that_begin_alike_compute_that_once() -> None:
     system.assert_exact()
 
 
-def test_a_prompt_that_has_waited_too_long_gives_way_to_none():
+def test_overdue_prompt_does_not_yield():
     system = agent(max_wait_s=10.0, budget=16, depth=1, num_blocks=100)
     system.join()
     system.add(prompt_of(200), 3, request_id="long")
@@ -329,7 +329,7 @@ def test_a_hint_keeps_blocks_longer(fields, survives):
     assert (kept(system, old) == 40) == survives
 
 
-def test_who_will_not_return_is_evicted_first():
+def test_session_that_will_not_return_is_evicted_first():
     system = agent(num_blocks=30, max_num_seqs=1, watermark=0.0)
     system.join()
     old = run_one(system, prompt_of(40, 1), session_id="old")
@@ -380,7 +380,7 @@ def test_a_session_that_may_return_is_loaded_where_one_is_that_will_not(retentio
     system.assert_exact()
 
 
-def test_nothing_is_loaded_ahead_over_what_would_be_lost():
+def test_no_preload_if_it_would_evict_unsaved_blocks():
     """If the host has no room for the device's content, a session of a higher priority stays on the host."""
     system = agent(num_blocks=30, num_host_blocks=12, max_num_seqs=1, watermark=0.0)
     system.join()
@@ -434,7 +434,7 @@ def test_a_free_list_used_again_leads_to_no_other_session(monkeypatch):
     system.run()
 
 
-def test_what_a_session_finds_is_counted_by_how_long_it_was_away():
+def test_session_hits_are_counted_by_absence_time():
     system = agent(num_blocks=40, max_num_seqs=1, watermark=0.0)
     system.join()
     history = run_one(system, prompt_of(40), session_id="s")
@@ -469,11 +469,11 @@ def session(last_used_at: float) -> Session:
     return Session(1, "", "", last_used_at)
 
 
-def test_recency_goes_by_the_last_use():
+def test_recency_orders_by_last_use():
     assert Expectation().last_needed_at(session(7.0)) == 7.0
 
 
-def test_return_times_are_a_sessions_own_drawn_to_those_of_all():
+def test_return_time_estimate_shrinks_towards_the_mean():
     times = ReturnTimes()
     slow, quick, new = session(1000.0), session(1000.0), session(1000.0)
     assert times.last_needed_at(new) == 1000.0
@@ -580,7 +580,7 @@ def test_requests_that_wait_hoard_no_more_than_others():
     system.assert_exact()
 
 
-def test_what_was_not_used_for_long_protects_no_tenant():
+def test_long_unused_blocks_do_not_protect_a_tenant():
     system = agent(num_blocks=64, max_num_seqs=1)
     system.join()
     num_found(system, "was here")
@@ -621,7 +621,7 @@ def test_hoarders_of_any_kind_leave_a_tenant_its_share(seed):
     system.assert_exact()
 
 
-def test_other_policies_follow_nothing():
+def test_other_policies_use_no_cursors():
     system = System()
     system.join()
     system.add(prompt_of(20), 2)

@@ -136,7 +136,7 @@ def test_a_request_that_comes_during_a_step_waits_for_its_end(tmp_path: Path) ->
     assert times(simulate(path)[0]) == [(0, 0, 0.0, 0.4, 0.4), (1, 0, 0.1, 0.5, 0.5), (2, 0, 2.0, 2.02, 2.02)]
 
 
-def test_sessions_bound_what_comes_by_the_clock(tmp_path: Path) -> None:
+def test_session_limit_applies_to_timed_arrivals(tmp_path: Path) -> None:
     path = write_mooncake(
         tmp_path / "trace", (0, 3200, 1, list(range(7))), (100, 800, 1, [9, 10]), (2000, 160, 1, [20])
     )
@@ -147,7 +147,7 @@ def test_sessions_bound_what_comes_by_the_clock(tmp_path: Path) -> None:
     ]
 
 
-def test_what_the_pool_can_never_hold_is_left_out(tmp_path: Path) -> None:
+def test_requests_larger_than_the_pool_are_skipped(tmp_path: Path) -> None:
     path = write_sessions(
         tmp_path / "trace", [entry(640, 1, [[1, 10]]), entry(6400, 1, [[1, 100]], 3.0), entry(704, 1, [[1, 11]], 4.0)]
     )

@@ -17,7 +17,7 @@ from scheduler_service.simulation.trace import (
 from tests.core.trace_files import entry, write_azure, write_mooncake, write_sessions
 
 
-def test_sessions_need_what_the_request_before_has_not_shown(tmp_path: Path) -> None:
+def test_sessions_need_blocks_new_since_the_previous_request(tmp_path: Path) -> None:
     path = write_sessions(
         tmp_path / "trace",
         [
@@ -40,7 +40,7 @@ def test_a_prompt_shorter_than_what_it_shares_needs_nothing(tmp_path: Path) -> N
     assert [request.num_needed_tokens for request in read_trace(path).sessions[0].requests] == [128, 0]
 
 
-def test_mooncakes_requests_need_what_was_not_shown(tmp_path: Path) -> None:
+def test_mooncake_requests_need_unseen_blocks_only(tmp_path: Path) -> None:
     path = write_mooncake(
         tmp_path / "trace",
         (0, 1100, 5, [0, 1, 2]),
@@ -158,7 +158,7 @@ def test_an_output_is_what_the_next_prompt_shows() -> None:
     assert prompt + output == following[: len(prompt) + len(output)]
 
 
-def test_an_output_that_no_prompt_shows_is_like_nothing_else() -> None:
+def test_output_not_in_any_prompt_has_unique_tokens() -> None:
     branching = content_of([request(128, 64, (1, 2)), request(320, 64, (1, 1), (9, 4))])
     prompt, output = branching.tokens(0, 0)
     following, last = branching.tokens(0, 1)

@@ -42,7 +42,7 @@ def test_an_empty_queue_has_nothing() -> None:
     assert (len(queue), queue.num_sequences, queue.num_prompt_tokens, list(queue)) == (0, 0, 0, [])
 
 
-def test_a_group_that_comes_back_takes_its_old_place() -> None:
+def test_readded_group_returns_to_its_old_position() -> None:
     queue, items, _ = filled("fcfs", "aaa")
     queue.remove(items[0])
     queue.remove(items[1])

@@ -9,7 +9,7 @@ from tests.fuzz.random_spelling import spell_randomly
 
 
 @pytest.mark.parametrize("seed", [23])
-async def test_requests_in_company_yield_what_they_yield_alone(seed: int) -> None:
+async def test_concurrent_requests_equal_isolated_requests(seed: int) -> None:
     skip_without_compiler()
     report = await run_round(seed, 40)
     print(f"seed {seed}: {report}")

@@ -69,7 +69,7 @@ def test_a_command_is_read_as_by_a_shell(machine: Machine) -> None:
     assert machine.build(f"ccache '{machine.programs}/my cc' -m64") == path
 
 
-def test_the_next_one_is_tried_and_told_why(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+def test_next_compiler_is_tried_and_the_failure_logged(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
     machine.install("cc", FAILING)
     machine.install("clang", WORKING)
     path = machine.build("ccache gcc")
@@ -175,7 +175,7 @@ def test_it_says_how_many_units_are_compiled(machine: Machine) -> None:
     assert len(told) == 3
 
 
-def test_who_waits_for_another_process_says_so(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+def test_waiting_for_another_build_is_logged(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
     machine.install("cc", WORKING)
     machine.cache.mkdir()
     told: list[str] = []
@@ -218,7 +218,7 @@ def test_a_failing_unit_ends_the_others(machine: Machine, tmp_path: Path) -> Non
         ),
     ],
 )
-def test_a_lack_is_a_short_line(ending: str, line: str, machine: Machine) -> None:
+def test_build_failure_is_one_short_line(ending: str, line: str, machine: Machine) -> None:
     machine.install("cc", f'case "$*" in *one.c) {ending};; *) {WORKING};; esac')
     refusal = machine.refusal()
     assert line in refusal
@@ -294,7 +294,7 @@ def test_a_kept_library_is_taken_at_once_where_the_build_failed(
         "echo error: cannot write: No space left on device; exit 1",
     ],
 )
-def test_what_can_pass_is_tried_at_the_next_start(ending: str, machine: Machine) -> None:
+def test_transient_build_failures_are_retried_at_next_start(ending: str, machine: Machine) -> None:
     script = f'case "$*" in *one.c) [ -e {machine.programs}/passed ] || {{ {ending}; }};; esac; {WORKING}'
     machine.install("cc", script)
     machine.refusal()
@@ -323,7 +323,7 @@ library.build_library(library.Build(cache=Path(sys.argv[2])), ["-O3"])
 """
 
 
-def test_want_of_memory_for_several_compilers_is_tried_with_what_is_free_then(machine: Machine) -> None:
+def test_out_of_memory_of_parallel_compilers_is_not_remembered(machine: Machine) -> None:
     machine.install("cc", f'case "$*" in *one.c) kill -KILL $$;; *) {WORKING};; esac')
     with pytest.raises(BuildError, match="ran out of memory"):
         library.build_library(library.Build(cache=machine.cache, num_jobs=2), ["-O3"])

@@ -101,7 +101,7 @@ def test_all_experts_may_be_chosen(variant):
 
 
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
-def test_what_is_no_number_is_seen(variant, routing):
+def test_nan_logits_are_detected(variant, routing):
     """If a logit of a token is NaN, a weight of this token is NaN; other tokens are unchanged."""
     logits = torch.randn(9, NUM_EXPERTS, generator=torch.Generator().manual_seed(3))
 
@@ -151,7 +151,7 @@ def random_ids(num_tokens, num_experts, num_chosen, generator):
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_slot_is_what_a_single_product_gives(variant, kind, num_threads):
+def test_expert_slot_equals_single_matmul(variant, kind, num_threads):
     """The output is bit-identical whatever else is in the step, for rows of tokens and for rows of slots."""
     rng, generator = random.Random(kind), torch.Generator().manual_seed(4)
     in_size = 9 * 256 if kind == "K-quant" else 512

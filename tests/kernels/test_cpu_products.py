@@ -299,7 +299,7 @@ def test_compact_weights_take_few_bits(cpu_kernels):
         assert sizes == {"Q4_K": 4.625, "Q6_K": 8.5625, "zeros": 4.75}
 
 
-def test_panels_take_as_little_as_holds_the_weight(cpu_kernels):
+def test_packed_panels_use_the_smallest_sufficient_format(cpu_kernels):
     codes = torch.randint(-8, 8, (64, 256), generator=torch.Generator().manual_seed(1), dtype=torch.int8)
     weight = HeldWeight(codes, torch.full((64, 8), 0.75), 32)
     sizes = {}

@@ -55,7 +55,7 @@ def test_a_bug_is_planted_whatever_the_layout(old, new, expected):
     assert ast.unparse(same.body) == "x and y"
 
 
-def test_a_bug_without_a_place_is_told():
+def test_planted_bug_without_a_place_is_reported():
     none = misplaced(PLANTING, Mutant("a bug", (Patch("WorkerRows.vacate", "self.num_open -= 7", ""),)))
     assert none == "a bug: WorkerRows.vacate has this 0 times, not once:\nself.num_open -= 7\n"
     two = misplaced(PLANTING, Mutant("a bug", (Patch("MoveLedger.acknowledge", "move.free_list", "0"),)))
@@ -83,7 +83,7 @@ def test_a_bug_is_found_by_its_recorded_seed_or_another(monkeypatch, tmp_path, c
 
 
 @pytest.mark.parametrize("seeds", [range(20), *thorough(range(20, 100))], ids=str)
-def test_what_has_ended_is_freed_without_the_collector(seeds):
+def test_ended_requests_are_freed_without_garbage_collection(seeds):
     """Requests and faults of every kind leave no object of the scheduler that only the garbage collector frees."""
     gc.collect()
     gc.freeze()  # otherwise two hundred collections would each traverse everything that other tests imported

@@ -46,11 +46,10 @@ def expected_embedding(model: transformers.PreTrainedModel, prompt: Sequence[int
 @pytest.mark.parametrize(
     ("mode", "family"), [(MEAN, "qwen3"), *thorough((LAST, "qwen3"), (MEAN, "llama"), (LAST, "mistral"))]
 )
-async def test_embeddings_are_those_of_transformers_and_the_same_bits_in_any_company(
+async def test_embeddings_equal_transformers_and_are_bit_identical_in_batches(
     mode: str, family: str, tmp_path: Path
 ) -> None:
-    """The prompts run in chunks of 64 tokens, with prefix cache hits, and beside streams in a pool that is too small.
-    """
+    """The prompts run in chunks of 64 tokens, with prefix cache hits, and beside streams in a pool that is too small."""
     path = write_pooling(make_checkpoint(tmp_path / "model", family, seed=4), mode)
     model = transformers.AutoModel.from_pretrained(path, dtype=torch.float32)
     prompts = oracle.random_prompts(7, VOCAB_SIZE, LENGTHS)

@@ -62,7 +62,7 @@ def test_a_front_end_that_dies_comes_back_and_ends_with_its_parent() -> None:
             time.sleep(0.01)
 
 
-def test_nothing_is_wrong_at_its_calm_end(tmp_path: Path) -> None:
+def test_clean_shutdown_logs_no_warnings(tmp_path: Path) -> None:
     """The front end ends last, after the scheduler has reported that it shuts down."""
     path = tmp_path / "log"
     with path.open("wb") as file, serving("--log-level=warning", stderr=file) as (process, url):

@@ -127,7 +127,7 @@ def test_every_form_of_a_prompt(llm: LLM) -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_a_clear_error(
+def test_invalid_prompts_raise_clear_errors(
     llm: LLM, prompts: object, options: dict[str, object], error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=text):
@@ -232,7 +232,7 @@ def test_logprobs_of_given_tokens_and_of_all(llm: LLM) -> None:
         (CONVERSATION, {"chat_template_kwargs": "abc"}, "^chat_template_kwargs must be a mapping or None, got 'abc'"),
     ],
 )
-def test_what_cannot_be_in_a_chat_is_a_clear_error(llm: LLM, messages: Any, options: dict[str, Any], text: str) -> None:
+def test_invalid_chats_raise_clear_errors(llm: LLM, messages: Any, options: dict[str, Any], text: str) -> None:
     with pytest.raises(TypeError, match=text):
         llm.chat(messages, GREEDY, **options)
 
@@ -247,7 +247,7 @@ def test_what_cannot_be_in_a_chat_is_a_clear_error(llm: LLM, messages: Any, opti
         (MODEL, {"max_model_len": "\ud800"}, r"^max_model_len has '\\ud800' at 0"),
     ],
 )
-def test_what_cannot_be_served_names_its_argument(model: Any, options: dict[str, Any], text: str) -> None:
+def test_start_errors_name_the_argument(model: Any, options: dict[str, Any], text: str) -> None:
     with pytest.raises(TypeError, match=text):
         LLM(model, **options)
 
@@ -416,7 +416,7 @@ def test_metrics_have_vllms_names_and_shapes(llm: LLM) -> None:
     assert [line for line in told if line not in page] == []
 
 
-def test_progress_is_for_terminals_or_for_who_asks(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+def test_progress_bar_is_shown_on_terminals_or_on_request(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
     bars: list[int] = []
 
     class Bar:
@@ -575,7 +575,7 @@ raise KeyboardInterrupt
     wait_until_gone(pids)
 
 
-def test_services_that_are_gone_are_said_to_be() -> None:
+def test_missing_services_are_reported() -> None:
     before = set(children_of(os.getpid()))
     with LLM(MODEL, **OPTIONS) as llm:
         [server] = set(children_of(os.getpid())) - before
@@ -616,7 +616,7 @@ def test_a_model_that_cannot_be_served_is_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_for_other_servers_opens_no_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llm_ignores_server_options_in_a_config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "options.yaml"
     file.write_text("tenants: /nowhere\ntls-cert: /nowhere\nhealth-port: 1\nmax-model-len: 40\n")
     monkeypatch.setenv("PAGEWIRE_CONFIG", str(file))

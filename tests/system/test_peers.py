@@ -165,7 +165,7 @@ def of_formats(*formats: str) -> list[Model]:
     return [Model("a shape", Path("nowhere"), 10, name) for name in formats]
 
 
-def test_arms_take_the_formats_that_they_have_in_turns() -> None:
+def test_arms_run_their_formats_alternately() -> None:
     asked: list[str] = []
     arms = [Recorded("Pagewire", asked), Recorded("llama.cpp", asked), Recorded("vLLM", asked, ("bf16",))]
     measurement = peers.Measurement(arms, SMALL)
@@ -296,7 +296,7 @@ def test_a_missing_part_of_llama_cpp_is_built_in_the_folder_that_is_there(
     assert Environments(tmp_path).llama_cpp_environ() == {}
 
 
-def test_avx2_alone_leaves_out_who_cannot_be_built_for_it(
+def test_avx2_run_skips_peers_that_cannot_be_built_for_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str | None] = []

@@ -94,7 +94,7 @@ async def test_tokens_of_experts_are_the_best_where_rounding_leaves_no_doubt(
     assert num_checked > sum(map(len, served)) / 3, "an error this large leaves little to compare"
 
 
-async def test_a_stream_goes_on_with_the_same_bits_after_a_crash(tmp_path: Path, cache: Path) -> None:
+async def test_stream_continues_bit_identically_after_a_crash(tmp_path: Path, cache: Path) -> None:
     """The second worker loads its weights from the cache."""
     source = make_checkpoint(tmp_path / "model", "llama", seed=42)
     prompt = oracle.random_prompts(12, 151, (30,))[0]

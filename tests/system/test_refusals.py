@@ -132,7 +132,7 @@ def refusals(stderr: str) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "verb"), [(name, verb) for name in (*KNOWN_BEFORE, "pool") for verb in ("serve", "worker")]
 )
-def test_it_is_one_line_and_an_exit_code_of_its_own(sound: Path, tmp_path: Path, name: str, verb: str) -> None:
+def test_refusal_is_one_line_with_its_own_exit_code(sound: Path, tmp_path: Path, name: str, verb: str) -> None:
     change, flags, expected = ALL[name]
     model, log = tmp_path / "model", tmp_path / "termination-log"
     shutil.copytree(sound, model)
@@ -166,7 +166,7 @@ def test_a_worker_says_what_torch_alone_knows(sound: Path, tmp_path: Path, name:
 
 
 @pytest.mark.parametrize("name", ["architecture", "pool"])
-def test_what_watches_a_server_is_told_on_its_standard_output(sound: Path, tmp_path: Path, name: str) -> None:
+def test_supervised_server_reports_refusal_on_standard_output(sound: Path, tmp_path: Path, name: str) -> None:
     change, flags, expected = ALL[name]
     model = tmp_path / "model"
     shutil.copytree(sound, model)

@@ -52,7 +52,7 @@ def test_the_bundled_model_is_found_from_any_folder(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("is_flag", [False, True])
-def test_of_another_servers_options_it_has_its_own(tmp_path: Path, is_flag: bool) -> None:
+def test_run_ignores_options_of_another_server(tmp_path: Path, is_flag: bool) -> None:
     file = tmp_path / "options.yaml"
     file.write_text("tenants: /nowhere\ntls-cert: /nowhere\nrecord: /nowhere/at/all\nmax-model-len: 40\n")
     flags = (*FLAGS[:-1], "--ignore-eos", "--stats", *(("--config", str(file)) if is_flag else ()))
@@ -116,7 +116,7 @@ def test_ctrl_c_while_it_loads_ends_both(tmp_path: Path) -> None:
         assert terminal.process.wait(TIMEOUT_S) == 130
 
 
-def test_a_bad_model_is_told_of() -> None:
+def test_bad_model_is_reported() -> None:
     failed = run("/nowhere/at/all", PROMPT)
     assert (failed.returncode, failed.stdout) == (1, "")
     starting, error = failed.stderr.splitlines()

@@ -165,7 +165,7 @@ def alone(request, tmp_path_factory):
         return case, model, requests, asyncio.run(one_by_one())
 
 
-async def test_in_company_and_from_the_cache(alone):
+async def test_same_bits_in_batches_and_from_the_cache(alone):
     case, model, requests, expected = alone
     worker = [*case.flags, "--block-size", 8, "--num-threads", 2]
     scheduler = ["--max-num-batched-tokens", 100]

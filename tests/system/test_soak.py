@@ -72,7 +72,7 @@ async def kill_now_and_then(system: System, ended: asyncio.Semaphore) -> None:
 
 
 @pytest.mark.parametrize("seed", [1])
-async def test_what_completes_is_what_a_calm_run_gives(seed):
+async def test_completed_requests_equal_an_undisturbed_run(seed):
     rng = random.Random(seed)
     requests = [random_request(rng) for _ in range(NUM_REQUESTS)]
     patience = [rng.random() * 2 if i % 6 == 5 else None for i in range(NUM_REQUESTS)]

@@ -178,7 +178,7 @@ def cut(tokens: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 3.0])
-def test_a_row_with_a_schema_gives_an_object_of_it_and_then_its_end_again_and_again(
+def test_row_with_schema_gives_an_object_and_then_only_end_tokens(
     driver: Driver, seed: int, temperature: float
 ) -> None:
     row = opening(0, grammar_id=1, sampling=SamplingParams(temperature=temperature), seed=seed)
@@ -201,9 +201,7 @@ def test_rows_beside_rows_with_grammars_give_what_they_give_alone(driver: Driver
 
 
 @pytest.mark.parametrize("num_before", [1, 7, 20, 70])
-def test_a_row_that_is_opened_again_with_what_it_had_goes_on_as_if_nothing_had_been(
-    driver: Driver, num_before: int
-) -> None:
+def test_readded_row_continues_unchanged(driver: Driver, num_before: int) -> None:
     (whole,) = outputs(driver, 80, opening(0, grammar_id=1))
     driver.begin()
     again = opening(2, grammar_id=1, output=whole[:num_before])

@@ -60,7 +60,7 @@ def test_work_is_done_once_before_it_is_captured(pools: list[int]) -> None:
     assert num_captures == [0, 1]
 
 
-def test_a_capture_that_fails_leaves_its_pool_to_others_only_if_these_have_it_too(pools: list[int]) -> None:
+def test_failed_capture_keeps_its_pool_only_if_other_graphs_use_it(pools: list[int]) -> None:
     def fail_in_capture() -> None:
         if len(pools) > num_before:
             raise torch.OutOfMemoryError("CUDA out of memory.")

@@ -389,7 +389,7 @@ def test_results_are_those_of_the_plain_runner(
     assert sum(graph.num_replays for graph in pair.device.graphs[:num_mixed]) > 5 or not num_mixed
 
 
-def test_histories_hold_all_that_a_plan_may(checkpoints: dict[str, Path]) -> None:
+def test_histories_cover_every_plan_field(checkpoints: dict[str, Path]) -> None:
     """Swaps especially: S3 and S4 at depth 2, and moves that begin after the previous plan's computation."""
     num_planned: Counter[str] = Counter()
     for seed in range(4):
@@ -766,7 +766,7 @@ def graphs_for(pair: Pair) -> tuple[list[int | None], list[int | None]]:
         ({0, 2, 3, 4}, [None] * 6, [16, None], ["1 of 2 numbers of tokens, 32 to 32", "4 of 4 batch sizes, 1 to 5"]),
     ],
 )
-def test_graphs_that_do_not_fit_are_done_without(
+def test_graphs_that_do_not_fit_are_skipped(
     checkpoints: dict[str, Path],
     caplog: pytest.LogCaptureFixture,
     too_large: set[int],
@@ -809,7 +809,7 @@ def test_graphs_that_do_not_fit_a_rank_end_one_epoch_and_no_other(
         assert "does not hold graphs for 1 of 2 numbers of tokens, 32 to 32" in text
 
 
-def test_a_rank_does_without_the_graphs_that_do_not_fit_another(
+def test_rank_skips_graphs_that_do_not_fit_its_peer(
     checkpoints: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     class ScarcePeer(TwoRanks):
@@ -854,7 +854,7 @@ def test_rows_of_padding_touch_nothing(checkpoints: dict[str, Path]) -> None:
 # Time
 
 
-def test_a_step_takes_what_lies_between_it_and_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_time_is_measured_from_the_previous_step(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = StepTimer()
     now_us = 0
     monkeypatch.setattr(time, "perf_counter_ns", lambda: now_us * 1000)

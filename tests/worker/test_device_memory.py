@@ -63,7 +63,7 @@ def test_shapes_are_those_of_the_models() -> None:
     assert replace(LARGE.cache, dtype=torch.float8_e4m3fn).block_bytes == 1_179_648
 
 
-def test_ranks_leave_room_for_what_they_exchange_by() -> None:
+def test_ranks_reserve_memory_for_communication() -> None:
     alone = memory_of(80, LARGE)
     among = replace(alone, exchange=EXCHANGE_BYTES)
     assert alone.left(0.9) - among.left(0.9) == 512 << 20

@@ -213,7 +213,7 @@ def test_lost_device_ends_the_process(monkeypatch: pytest.MonkeyPatch, where: st
     assert "only a new process" in reasons.get(timeout=TIMEOUT_S)
 
 
-def test_what_is_told_of_grammars_goes_to_the_session_until_that_ends() -> None:
+def test_grammar_reports_go_to_the_session_until_it_ends() -> None:
     told: list[GrammarReport] = []
     session = EngineSession(lambda outcome: None, on_grammar=told.append)
     session.report_grammar(GrammarReport(1, 1))
@@ -222,7 +222,7 @@ def test_what_is_told_of_grammars_goes_to_the_session_until_that_ends() -> None:
     assert told == [GrammarReport(1, 1)]
 
 
-def test_what_a_worker_has_beside_the_engine_ends_with_it() -> None:
+def test_engine_closes_the_workers_other_resources() -> None:
     closed, loaded = threading.Event(), threading.Event()
     engine = Engine(lambda: LoadedWorker(SlowRunner(), READY, closed.set))
     engine.start(lambda error: loaded.set())

@@ -108,7 +108,7 @@ def test_a_fused_decoder_reads_the_tables_of_angles_that_were_counted(
         ("Q8_0", torch.bfloat16, "codes of 8 bits"),
     ],
 )
-def test_what_weights_are_in_is_told(
+def test_weight_dtype_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: str, computed: torch.dtype, described: str
 ) -> None:
     """The dtype of the weights is reported; it may differ from the dtype of the computation."""

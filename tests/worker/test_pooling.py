@@ -136,7 +136,7 @@ def test_what_a_row_with_pooling_cannot_be_asked_breaks_the_protocol(
         worker.runner.execute(plan)
 
 
-def test_a_row_rests_once_it_has_told_its_embedding_and_leaves_its_slot_as_any(checkpoints: dict[str, Path]) -> None:
+def test_row_idles_after_reporting_its_embedding_and_frees_its_slot(checkpoints: dict[str, Path]) -> None:
     worker = load(checkpoints["qwen3"])
     worker.runner.reset(1)
     first = worker.runner.execute(StepPlan(1, 1, openings=(opening(MEAN),), work_slots=(0,), work_num_tokens=(2,)))

@@ -55,7 +55,7 @@ def test_before_the_first_epoch_each_is_alone(address: str) -> None:
     assert rank.all_gather(x).shape == (2, 6)
 
 
-def test_they_meet_again_in_every_epoch_also_when_the_store_was_lost(address: str) -> None:
+def test_ranks_reconnect_in_every_epoch_even_after_store_loss(address: str) -> None:
     first, second = group(0, address), group(1, address)
     for epoch in (1, 2, 5, 6):
         if epoch == 5:

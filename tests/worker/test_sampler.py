@@ -157,7 +157,7 @@ def test_logprobs_are_of_the_adjusted_logits(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_which_tokens_are_the_most_likely_does_not_depend_on_the_company(seed: int) -> None:
+def test_most_likely_tokens_do_not_depend_on_other_rows(seed: int) -> None:
     """Equal logits are ordered by token id, impossible tokens included, whatever other rows ask for."""
     logits = random_logits(seed, 3).round()
     logits[:, ::3] = -math.inf

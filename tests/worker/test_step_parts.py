@@ -349,7 +349,7 @@ def test_a_row_that_is_alone_fails_though_a_piece_of_it_was_computed(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_who_reads_what_a_failed_row_should_have_written_gets_no_token(
+def test_reader_of_a_failed_rows_blocks_gets_no_token(
     kind: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = make_runner(kind, checkpoint, 1000, monkeypatch)

@@ -141,7 +141,7 @@ def test_the_parts_of_gpt2_make_the_whole(tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_shared_out_is_refused(tmp_path, overrides, size, message):
+def test_impossible_partitions_are_refused(tmp_path, overrides, size, message):
     path = make_checkpoint(tmp_path, "llama", seed=34, **overrides)
     with pytest.raises(ValueError, match=message):
         load_model(path, dtype=torch.float32, device=CPU, communicator=ThreadRank(Meeting(size), 0))

@@ -183,7 +183,7 @@ async def served(load: Callable[[], LoadedWorker], **options: Any) -> AsyncItera
     await server.stop(0)
 
 
-async def test_a_hello_that_comes_too_early_is_told_how_far_loading_is() -> None:
+async def test_early_hello_gets_the_loading_progress() -> None:
     may_load = threading.Event()
 
     def load() -> LoadedWorker:
@@ -303,7 +303,7 @@ async def test_refusals_end_the_stream_with_ok() -> None:
         assert (await holder.result()).step == 1
 
 
-async def test_an_epoch_of_the_far_future_takes_no_worker_away() -> None:
+async def test_far_future_epoch_does_not_take_over_the_worker() -> None:
     async with served(lambda: LoadedWorker(FakeRunner(), READY), clock=lambda: 1000.0) as stub:
         for epoch in (7, 9):  # before any scheduler has connected, and while one has the worker
             rogue = Stream(stub)

@@ -13,7 +13,7 @@ NUM_OUTPUTS = 100
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_what_is_read_is_what_was_written_in_whatever_pieces(name: str) -> None:
+def test_parsed_parts_equal_written_parts_for_any_split(name: str) -> None:
     first = random.randrange(1 << 32)
     print(f"first seed {first}")
     for seed in range(first, first + NUM_OUTPUTS):

@@ -116,7 +116,7 @@ def test_what_is_read(name: str, text: str, parts: list[OutputPart]) -> None:
     hold(SPELLINGS[name].chat_format, "", text, parts)
 
 
-def test_reasoning_goes_on_from_the_prompt_between_whatever_tags() -> None:
+def test_reasoning_begun_in_the_prompt_continues_with_any_tags() -> None:
     hold(SPELLINGS["seed"].chat_format, "<seed:think>\n", "A</seed:think>B", [Reasoning("A"), Content("B")])
     hold(SPELLINGS["mistral"].chat_format, "[THINK]", "A[/THINK]\nB", [Reasoning("A"), Content("B")])
 
@@ -133,7 +133,7 @@ def test_channels_are_read_where_there_are_no_functions() -> None:
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_names_of_formats_go_before_what_a_template_tells(name: str) -> None:
+def test_format_name_takes_precedence_over_template(name: str) -> None:
     """If several formats share a parser name, such as Mistral's, the template decides between them."""
     own, others = SPELLINGS[name], {other.template for other in SPELLINGS.values()}
     found = {parser for parser in TOOL_CALL_PARSERS if format_of(own.template, parser).calls == own.chat_format.calls}
@@ -155,7 +155,7 @@ def test_names_of_formats_go_before_what_a_template_tells(name: str) -> None:
         ("openai_gptoss", None),
     ],
 )
-def test_names_of_reasoning_go_before_what_a_template_tells(name: str, thinking: tuple[str, str] | None) -> None:
+def test_reasoning_parser_name_takes_precedence_over_template(name: str, thinking: tuple[str, str] | None) -> None:
     for template in ("", *(spelling.template for spelling in SPELLINGS.values())):
         chat_format = format_of(template, None, name)
         assert chat_format.thinking == thinking

@@ -82,7 +82,7 @@ def test_a_token_costs_the_same_in_a_long_output(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_an_output_at_once_costs_as_much_as_it_is_long(name: str) -> None:
+def test_parsing_a_whole_output_takes_linear_time(name: str) -> None:
     spelling = SPELLINGS[name]
     fixed = (("", unit) for unit in _units(spelling))
     for beginning, unit in (*fixed, *_drawn(spelling)):

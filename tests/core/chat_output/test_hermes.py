@@ -91,7 +91,7 @@ def test_calls_are_text_where_there_are_no_functions() -> None:
     assert not format_of("<tool_call>").tags({})
 
 
-def test_what_is_certain_is_told_at_once() -> None:
+def test_certain_text_is_emitted_immediately() -> None:
     parser = format_of("<tool_call>").parser("", FUNCTIONS)
     text = 'A <tool_call>{"name": "f", "arguments": {"a": "x <tool_call> y"'
     told = [merged(parser.feed(character)) for character in text]

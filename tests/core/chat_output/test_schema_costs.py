@@ -49,7 +49,7 @@ SCHEMAS: dict[str, tuple[int, Callable[[int], dict[str, Any]]]] = {
 @pytest.mark.one_of_each
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("kind", SCHEMAS)
-def test_a_schema_costs_no_more_than_it_is_long(kind: str, name: str) -> None:
+def test_schema_cost_grows_linearly(kind: str, name: str) -> None:
     size, make = SCHEMAS[kind]
     tag = SPELLINGS[name].chat_format.structural_tag
     check_growth(kind, lambda n: partial(tag, {"f": make(n)}, ""), size)
@@ -68,7 +68,7 @@ OVERSIZED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", OVERSIZED)
-def test_what_is_too_much_is_refused(kind: str) -> None:
+def test_oversized_schemas_are_refused(kind: str) -> None:
     with pytest.raises(SchemaBudgetError, match=rf"^more than ({MAX_VALUES} values|{MAX_CHARS} characters)$"):
         Parameters(OVERSIZED[kind], SchemaBudget())
 

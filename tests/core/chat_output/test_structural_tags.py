@@ -109,7 +109,7 @@ def test_calls_are_allowed_as_models_spell_them(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_what_is_no_call_matches_what_is_asked(name: str) -> None:
+def test_text_without_calls_matches_the_requested_format(name: str) -> None:
     text = {"type": "json_schema", "json_schema": {"type": "array", "items": {"enum": [1, 2]}}}
     begin = "<|channel|>final<|message|>" if name == "harmony" else ""
     constraint = Constraint(name, text=text)
@@ -129,7 +129,7 @@ def test_what_is_no_call_matches_what_is_asked(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_what_is_allowed_is_a_valid_call(name: str) -> None:
+def test_permitted_outputs_are_valid_calls(name: str) -> None:
     constraint, drawn = Constraint(name, SHORT, is_required=True, is_parallel=False), random.Random(SEED)
     for _ in range(5):
         text = constraint.draw(drawn)
@@ -157,7 +157,7 @@ ODD_SCHEMAS: list[object] = [
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_schemas_that_are_none_are_left_to_who_reads_the_grammar(name: str) -> None:
+def test_invalid_schemas_are_left_to_the_grammar_compiler(name: str) -> None:
     spelling = SPELLINGS[name]
     for schema in ODD_SCHEMAS:
         json.dumps(spelling.chat_format.structural_tag({"f": schema}, "", is_required=True, is_parallel=True))
@@ -177,7 +177,7 @@ THOUGHTS = {name: spelling.thinking for name, spelling in SPELLINGS.items() if s
 @pytest.mark.parametrize("has_functions", [False, True])
 @pytest.mark.parametrize("num_tokens", [0, 1, 4])
 @pytest.mark.parametrize("name", THOUGHTS)
-def test_reasoning_ends_behind_its_budget(name: str, num_tokens: int, has_functions: bool) -> None:
+def test_reasoning_ends_after_its_budget(name: str, num_tokens: int, has_functions: bool) -> None:
     """Only the end tag may follow the budget's last token, and no further reasoning may begin, even in spelled tags."""
     begin, end = THOUGHTS[name]
     functions = FUNCTIONS if has_functions else {}
@@ -226,7 +226,7 @@ def test_no_text_of_ones_own_evades_the_budget(name: str, kind: str, has_functio
             assert not constraint.allows_tokens([*before, *begun, *rest, END])
 
 
-def test_what_leads_with_no_call_may_exclude_texts() -> None:
+def test_text_before_calls_may_exclude_strings() -> None:
     constraint = Constraint("llama", text={"type": "any_text", "excludes": ["ab"]})
     assert constraint.allows("a b")
     assert not constraint.allows("x ab")
@@ -240,7 +240,7 @@ def test_text_with_a_limit_keeps_it_beside_calls(name: str) -> None:
     assert constraint.allows(spelled(name, CALLS[:1]))
 
 
-def test_arguments_come_in_order_and_may_lack() -> None:
+def test_arguments_are_ordered_and_optional_ones_may_be_missing() -> None:
     properties: dict[str, object] = {key: {"type": "integer"} for key in "abcd"}
     for required in ([], ["a"], ["b"], ["d"], ["b", "d"], list("abcd"), ["z"]):
         constraint = Constraint("pythonic", {"f": {"properties": properties, "required": required}}, is_required=True)

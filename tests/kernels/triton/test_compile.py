@@ -79,7 +79,7 @@ def test_kernels_are_compiled_once_wherever_rows_lie():
     ], result.stderr
 
 
-def test_what_stands_around_a_model_is_compiled_once_for_steps_of_every_size():
+def test_kernels_around_the_model_compile_once_for_all_step_sizes():
     """All launches use Triton's launcher."""
     result = run("-m", "tests.kernels.triton.launching")
     assert result.stdout.splitlines() == [
@@ -92,7 +92,7 @@ def test_what_stands_around_a_model_is_compiled_once_for_steps_of_every_size():
     ], result.stderr
 
 
-def test_triton_looks_at_the_arguments_of_no_layer_that_is_like_another():
+def test_triton_inspects_arguments_once_for_identical_layers():
     """The driver receives the same values as when Triton inspects the arguments."""
     result = run("-m", "tests.kernels.triton.relaunching")
     kernels = " _paged_attention_v2_kernel _reduction_kernel _paged_prefill_kernel"

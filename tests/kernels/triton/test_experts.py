@@ -35,7 +35,7 @@ def test_routing(device, num_experts, routing, is_tied, has_correction):
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")  # of infinities
 @pytest.mark.parametrize("routing", [ExpertRouting(3), replace(GROUPED, num_chosen=3)], ids=str)
-def test_as_many_experts_as_there_are_to_be_are_chosen_whatever_the_numbers(device, routing):
+def test_requested_number_of_experts_is_chosen_for_any_logits(device, routing):
     logits = torch.tensor([[float("nan")] * 6, [float("-inf")] * 6, [0.0, -0.0] * 3, [float("inf"), *[1.0] * 5]])
     ids, _ = experts.route_tokens(logits.to(device), routing)
     assert ids[[0, 1, 2]].tolist() == [[0, 1, 2]] * 3

@@ -188,7 +188,7 @@ def test_rows_that_draw_what_their_filters_drop(device, small_tiles):
     assert (sampled.token_ids != drawn).sum() >= 4
 
 
-def test_the_highest_noise_that_there_is_draws_no_token_that_lies_further_below(device):
+def test_maximal_noise_cannot_draw_a_token_too_far_below(device):
     """Token 993 has the highest possible noise, 16.6. Of the other tokens 428 has the highest, 6.7."""
     logits = torch.zeros((2, 1000), device=device)
     logits[:, 993] = torch.tensor([-9.0, -11.0])

@@ -236,7 +236,7 @@ def _library_anew():
 
 
 @pytest.mark.usefixtures("_library_anew")
-def test_torchs_product_takes_many_rows_where_it_agrees(device, monkeypatch):
+def test_torch_matmul_is_used_for_many_rows_if_results_agree(device, monkeypatch):
     """Our kernel computes all rows where torch has no multiplication on a CPU, such as with scales per block."""
     calls = []
     multiply = torch._scaled_mm
@@ -264,7 +264,7 @@ def test_torchs_product_takes_many_rows_where_it_agrees(device, monkeypatch):
 
 @pytest.mark.usefixtures("_library_anew")
 @pytest.mark.parametrize("fault", ["refuses", "is wrong"])
-def test_torchs_product_is_left_alone_where_it_does_not_agree(device, monkeypatch, fault):
+def test_torch_matmul_is_not_used_if_results_differ(device, monkeypatch, fault):
     def multiply(values, weight, *, scale_a, scale_b, out_dtype):
         if fault == "refuses":
             raise RuntimeError("not on this device")
