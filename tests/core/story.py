@@ -15,9 +15,9 @@ would return wrong content.
     wait SECONDS, flush, run  advance the clock; empty the cache; run until nothing is left to do
     show, stats NAME...       print requests and blocks; print statistics
 
-Device blocks are shown as numbers, and host blocks as numbers with the prefix h. In a block table, a point is a hole. A
+Device blocks are shown as numbers, and host blocks as numbers with the prefix h. In a block table, a dot is a hole. A
 map of blocks shows the owner of each block. It shows = for several owners, + for a block that is only cached, ~ for a
-block that only a move uses, and a point for a free block.
+block that only a move uses, and a dot for a free block.
 """
 
 import shlex

@@ -262,7 +262,7 @@ def constrained_tokens(text: str, window: int, is_late: Callable[[int, int], boo
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_late_rows_keep_needed_blocks_and_no_block_ahead(seed: int):
+def test_late_rows_of_a_sliding_window_get_the_same_tokens(seed: int):
     print("seed", seed)
     rng = Random(seed)
     late, window = [rng.random() < 0.6 for _ in range(400)], rng.randint(1, 3)

@@ -271,9 +271,9 @@ def test_store_kv_writes_the_slots_and_nothing_else(cpu_kernels, dtype, cache_dt
 @pytest.mark.parametrize("cache_dtype", EIGHT_BITS, ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_8_bits_of_bad_values_are_bad_too(cpu_kernels, value, cache_dtype):
-    """NaN and infinity stored in 8 bits are read as bad values.
+    """A NaN stored in 8 bits is read as NaN, and infinity as NaN or the largest number.
 
-    In formats with a scale, the whole head becomes NaN. e4m3 has no infinity, but a largest number.
+    In int8, which has a scale, the whole head becomes NaN. e4m3 has no infinity, so its largest number is stored.
     """
     key = torch.randn(3, 2, 20)
     key[1, 1, 7] = value

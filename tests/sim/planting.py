@@ -90,7 +90,7 @@ def _nodes(patch: Patch) -> tuple[list[ast.AST], list[ast.AST]]:
 
 
 def _functions(node: ast.AST, outer: str = "") -> Iterator[tuple[str, ast.AST]]:
-    """Yield the functions below a node with their qualified names, which begin with a point."""
+    """Yield the functions below a node with their qualified names, which begin with a dot."""
     for child in ast.iter_child_nodes(node):
         name = outer
         if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):

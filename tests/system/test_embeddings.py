@@ -49,7 +49,7 @@ def expected_embedding(model: transformers.PreTrainedModel, prompt: Sequence[int
 async def test_embeddings_equal_transformers_and_are_bit_identical_in_batches(
     mode: str, family: str, tmp_path: Path
 ) -> None:
-    """The prompts run in chunks of 64 tokens, with prefix cache hits, and beside streams in a pool that is too small."""
+    """The prompts run in chunks of 64 tokens, with prefix cache hits, and beside streams in too small a pool."""
     path = write_pooling(make_checkpoint(tmp_path / "model", family, seed=4), mode)
     model = transformers.AutoModel.from_pretrained(path, dtype=torch.float32)
     prompts = oracle.random_prompts(7, VOCAB_SIZE, LENGTHS)

@@ -46,7 +46,7 @@ def test_rows_lie_one_after_the_other_in_slot_order(has_kernels: bool) -> None:
 
 
 def test_batches_of_random_rows_are_those_of_numpy() -> None:
-    """The tables grow, so that allocated memory is reused and left."""
+    """Batches of random rows equal numpy's, while the tables grow and their buffers are reused or replaced."""
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)

@@ -133,9 +133,9 @@ def test_a_tensor_of_all_experts(tmp_path, shape, message):
 
 
 def test_layers_that_predict_further_tokens_are_left_alone(tmp_path):
-    """GLM-4.5 is published with such a layer after its last layer, whatever that layer's number is.
+    """A layer that predicts further tokens is ignored; GLM-4.5 is published with one after its last layer.
 
-    No other layer is ignored.
+    The layer may have any number, and no other layer is ignored.
     """
     path = make_checkpoint(tmp_path, "glm4_moe", seed=1)
     edit_tensors(path, **{f"model.layers.{number}.eh_proj.weight": torch.zeros(64, 128) for number in (2, 3)})

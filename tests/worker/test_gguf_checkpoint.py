@@ -453,7 +453,10 @@ class Rank:
 
 
 def test_a_weight_whose_groups_shares_would_cut_is_widened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here the second weight of the MLP is widened, and the worker's log counts the others."""
+    """A weight is widened if a shard would split its groups, here the MLP's second weight.
+
+    The worker's log counts the other weights.
+    """
     skip_without_compiler()
     monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "require")
     source = make_checkpoint(tmp_path / "source", "qwen2", seed=8, intermediate_size=96, hidden_size=128)

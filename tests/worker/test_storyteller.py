@@ -121,7 +121,10 @@ def test_choices_are_confident(model: Qwen3ForCausalLM, tokenizer: Tokenizer) ->
 
 
 def test_long_contexts_read_as_well_as_short_ones(model: Qwen3ForCausalLM, tokenizer: Tokenizer) -> None:
-    """The loss equals the entropy of the grammar's own choices, at any position of the context."""
+    """The loss at late positions exceeds the loss at early positions by less than 0.1.
+
+    The loss comes from the grammar's own random choices, which do not depend on the position.
+    """
     rng = random.Random(SEED)
     rows = []
     for _ in range(4):

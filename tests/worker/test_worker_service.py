@@ -83,7 +83,7 @@ def hello(epoch: int, *, version: int = PROTOCOL_VERSION, instance: str = "a", d
 
 
 class FakeRunner:
-    """A fake runner that counts steps.
+    """A fake runner that returns each step's number as its token.
 
     Steps in `blocked` wait for `released`, and steps in `failing` raise. If `num_moved` is set, it is the last moved
     step.

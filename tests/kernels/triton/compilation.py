@@ -174,7 +174,7 @@ def registers(cubin: bytes) -> tuple[int, int]:
 def in_pairs(cases: Iterable[CompileCase]) -> list[CompileCase]:
     """Return cases of each kernel that together have every pair of values that occurs in any case.
 
-    A pair is of two traits in which variants differ: an argument's type, a constant, or a launch option.
+    A pair consists of two traits in which variants differ: an argument's type, a constant, or a launch option.
     """
     chosen = []
     kernel_of = attrgetter("kernel.__name__")

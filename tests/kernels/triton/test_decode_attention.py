@@ -237,7 +237,7 @@ def test_splits_are_even_whatever_the_mixture(device):
     seq_lens[77] = 40_000
     plan.decide(seq_lens)
     starts = plan.split_starts.tolist()
-    assert starts[78] - starts[77] == -(-40_000 // 1024)  # a 66th of everything, in steps of 64
+    assert starts[78] - starts[77] == -(-40_000 // 1024)  # 65,500 positions / 66, rounded up by 64
     assert starts[-1] - 256 + 1 == starts[78] - starts[77]
 
 

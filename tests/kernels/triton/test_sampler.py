@@ -155,9 +155,9 @@ def test_a_first_guess_of_the_groups_that_is_wrong(device, small_tiles):
 
 
 def test_top_p_is_a_share_of_what_top_k_keeps(device):
-    """Of four nearly equal tokens, top-p 0.6 keeps the first three.
+    """Of the four tokens that top-k keeps, top-p 0.6 keeps the first three if they are nearly equal.
 
-    If many tokens equal the fourth, top-p 0.45 keeps the first two of them.
+    If the third and fourth are among many equal tokens, top-p 0.45 keeps the first two.
     """
     falling, ending = torch.arange(20) * -0.01, torch.tensor([0.0, -0.01, *[-0.02] * 5, *[-9.0] * 13])
     draws_third = [seed for seed in range(50) if drawn(falling, Row(top_k=4, top_p=0.6, seed=seed)) == 2][:2]
