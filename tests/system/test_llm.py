@@ -335,7 +335,11 @@ def test_beams_match_structured_outputs(llm: LLM) -> None:
         ({"max_tokens": 0}, ValueError, "^max_tokens is 0, but must be at least 1"),
         ({"length_penalty": "long"}, TypeError, "^length_penalty must be a number or None, got 'long'"),
         ({"early_stopping": "soon"}, TypeError, "^early_stopping must be one of"),
-        ({"structured_outputs": {"regexp": "a"}}, TypeError, "have no 'regexp'; did you mean regex"),
+        (
+            {"structured_outputs": {"regexp": "a"}},
+            TypeError,
+            "structured_outputs has no field 'regexp'; did you mean regex",
+        ),
     ],
 )
 def test_parameters_of_a_beam_search_are_checked_when_made(

@@ -25,7 +25,7 @@ from testing.serving.http_server import HttpServer, make_chat_checkpoint, serve_
 from tests.contract.http.hostile_bodies import HostileBody, bodies_of, format_bodies_of
 from tests.contract.http.scripted import TEMPLATE
 from tests.contract.pooling import write_pooling
-from tests.growth import NUM_TRIES, STEP, Costs
+from tests.growth import MAX_TRIES, STEP, Costs
 
 pytestmark = [pytest.mark.thorough, pytest.mark.asyncio(loop_scope="module")]
 
@@ -157,7 +157,7 @@ class Ladder:
         """Repeat the measurement if the first one exceeds the limit. Record a fault if every attempt exceeds it."""
         if costs.are_too_high:
             costs = Costs(costs.max_ratio, costs.short)
-            for _ in range(2 * NUM_TRIES):
+            for _ in range(MAX_TRIES):
                 gc.collect()  # otherwise the time would include collecting garbage of other requests
                 costs.add(await measure_small(size), await measure_large(next_size))
                 if not costs.are_too_high:
@@ -244,7 +244,7 @@ async def check(server: HttpServer, faults: Sequence[str]) -> None:
 def decoding_seconds() -> float:
     """Return the CPU seconds in which this machine decodes a body of maximum size that consists of numbers."""
     content, seconds = b"[" + b"0," * (MAX_BODY_BYTES // 2 - 1) + b"0]", []
-    for _ in range(NUM_TRIES):
+    for _ in range(MAX_TRIES):
         before = time.process_time()
         msgspec.json.decode(content)
         seconds.append(time.process_time() - before)
