@@ -154,7 +154,7 @@ _SERVICE_GAUGES = {
 }
 
 
-# Counters that are told as they are: their texts, and their names in ServiceStats.
+# Counters: help text, and attribute of ServiceStats.
 _SERVICE_COUNTERS = {
     "pagewire:worker_losses": ("Workers lost.", "num_worker_losses"),
     "pagewire:epochs": ("Epochs begun.", "num_epochs"),
@@ -184,7 +184,7 @@ _FRONT_END_COUNTERS = {
 class ServiceStats:
     """Statistics of the service around the core: retained data and dropped data. Sizes are in bytes."""
 
-    capacity: WorkerCapacity | None = None  # of the worker that is there or was there last
+    capacity: WorkerCapacity | None = None  # of the connected worker, or of the last one
     num_worker_losses: int = 0
     num_epochs: int = 0
     num_kv_events: KvEventCounts = field(default_factory=Counter)
@@ -244,7 +244,7 @@ class Metrics(Observer):
         self.num_grammar_requests = {kind.name.lower(): 0 for kind in GrammarKind}
         self.num_grammar_checks = {"accepted": 0, "refused": 0}
         self._num_computed_prompt_tokens = 0
-        # Of all steps on the worker together, by part of the step, in microseconds.
+        # The total time of all steps on the worker, by part of the step, in microseconds.
         self.parts_us = dict.fromkeys((field.name for field in fields(StepParts)), 0)
         self._collection_began_at = 0.0, 0.0
 
@@ -269,7 +269,7 @@ class Metrics(Observer):
         self.num_grammar_checks["accepted" if is_good else "refused"] += 1
 
     def step_finished(self, result: StepResult, num_computed_prompt_tokens: int) -> None:
-        # A prompt counts in the step in which its sequence first runs, all chunks of it together.
+        # All chunks of a prompt count in the step in which its sequence first runs.
         num_tokens = len(result.token_ids) + num_computed_prompt_tokens - self._num_computed_prompt_tokens
         self._observe("vllm:iteration_tokens_total", num_tokens)
         self._num_computed_prompt_tokens = num_computed_prompt_tokens
@@ -428,7 +428,7 @@ class MetricsCollector(Labelled, Collector):
             )
 
     def _labelled(self, stats: SchedulerStats, num_kv_events: KvEventCounts) -> dict[str, Mapping[str, float]]:
-        """Return the counters of `_LABELLED_COUNTERS`, by the values of their labels."""
+        """Return the values of `_LABELLED_COUNTERS`: a mapping from label values to counts for each counter."""
         metrics = self._metrics
         num_from_device = stats.num_cached_prompt_tokens - stats.num_host_cached_prompt_tokens
         num_recomputed = stats.num_preemptions - stats.num_swap_preemptions
@@ -453,5 +453,5 @@ class MetricsCollector(Labelled, Collector):
 
 
 def _by_age(values: tuple[int, ...]) -> dict[str, int]:
-    """Return counts by the upper bound, in seconds, of how long the session was idle."""
+    """Return the counts, keyed by the upper bound of the session's idle time in seconds."""
     return dict(zip([*(f"{age:g}" for age in SESSION_AGES_S), "+Inf"], values, strict=True))

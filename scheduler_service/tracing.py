@@ -27,7 +27,7 @@ from scheduler_service.serving.observer import ENDED_WELL, Observer
 @dataclass(slots=True)
 class _OpenRequest:
     span: trace.Span
-    num_open: int  # samples
+    num_open: int  # unfinished samples
     # The wall-clock time at which `time.monotonic` was 0. Computed for each request, since the wall clock may be
     # adjusted.
     epoch_ns: int = field(default_factory=lambda: time.time_ns() - time.monotonic_ns())

@@ -1,5 +1,9 @@
-"""One request from when it is queued to its end: what comes of it is in the outputs of its samples, and goes from there
-to their readers. A client of `Generate`, of `GenerateMany`, of `VllmEngine` and one that attaches all read this."""
+"""A request from the time it is queued until it ends.
+
+The engine publishes tokens to the output records of the request's samples (`SampleRecord`). Readers receive the output
+as deltas of these records. The APIs `Generate`, `GenerateMany` and `VllmEngine` read requests through this module, and
+so do clients that attach to a detached request.
+"""
 
 import asyncio
 import logging
@@ -25,8 +29,10 @@ logger = logging.getLogger(__name__)
 
 
 class News:
-    """An event for one waiter, at half the price of asyncio's. It refers to neither side, so that those who tell it and
-    the one who waits do not refer to each other through it."""
+    """A wake-up event for one waiter, which costs half as much as `asyncio.Event`.
+
+    The event refers to neither the notifiers nor the waiting object, so it creates no reference cycle between them.
+    """
 
     def __init__(self) -> None:
         self._is_told = False
@@ -38,7 +44,7 @@ class News:
             self._waiter.set_result(None)
 
     async def wait(self) -> None:
-        """Return when there has been news since the last wait."""
+        """Return once `tell` has been called since the previous wait."""
         if not self._is_told:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -46,7 +52,7 @@ class News:
 
 
 class ActiveRequest:
-    """A request that an engine carries out."""
+    """A request in an engine, with the output records of its samples."""
 
     def __init__(
         self,
@@ -58,39 +64,42 @@ class ActiveRequest:
         keeps_all: bool = True,
         is_relayed: bool = False,
     ) -> None:
-        """With a `ready_list` plain tokens wait there for their reader, instead of being taken in one by one.
-        `keeps_all`: there are no stop texts. `is_relayed`: the client looks for them, and tells what it has kept."""
+        """With a `ready_list`, samples with new plain tokens wait in that list for its reader. Otherwise each output is
+        processed on the event loop. `keeps_all`: the request has no stop texts, so the client keeps every token.
+        `is_relayed`: the client looks for stop texts itself, and reports how many tokens it kept."""
         self.request = request
         self.outputs = outputs
         self.ready_list = ready_list
         self.keeps_all = keeps_all and not is_relayed
         self.is_relayed = is_relayed
-        self.arrived_at = 0.0  # at the engine
-        self.error: RefusedError | None = None  # the request failed
+        self.arrived_at = 0.0  # a time of the engine's clock
+        self.error: RefusedError | None = None  # set if the request failed
         self.has_ended = False
-        self.on_news: Callable[[bool], None] | None = None  # told when a sample gets something, and whether its end
-        self.on_end: Callable[[], None] | None = None  # called once
-        self.listeners: dict[Callable[[], None], None] = {}  # in order; called after everything that came
+        self.on_news: Callable[[bool], None] | None = None  # called when a sample has new output; True: it is over
+        self.on_end: Callable[[], None] | None = None  # called once, at the end
+        self.listeners: dict[Callable[[], None], None] = {}  # an ordered set; called after new output
         self._engine = engine
 
     @property
     def max_delta_tokens(self) -> int:
-        """The most tokens of one delta: fewer with log-probabilities, so that it has no more of those."""
+        """The maximum number of tokens in one delta. It is smaller with log-probabilities, since each token then has
+        several entries."""
         sampling = self.request.sampling
         num_entries = 1 + max(sampling.num_logprobs or 0, sampling.num_prompt_logprobs or 0)
         return max(1, MAX_DELTA_TOKENS // num_entries)
 
-    # What the engine does
+    # Called by the engine
 
     def queued(self, request: Request, sequence_ids: Sequence[int], now: float) -> None:
-        """Take note of how the request was queued, before anything comes of it."""
+        """Store the queued request, the ids of its sequences and its arrival time. The engine calls this before it
+        publishes any output."""
         self.request, self.arrived_at = request, now
         for output, sequence_id in zip(self.outputs, sequence_ids, strict=True):
             output.sequence_id = sequence_id
 
     def take_in(self, output: SampleRecord, *news: Any) -> None:
-        """Take in what was published of one of the outputs, and `news` (`SampleRecord.add`) behind it. A stop text in
-        it ends the sample, whether or not the client reads."""
+        """Process the new output of one sample. `news` are arguments for `SampleRecord.add`, which appends them to the
+        published output first. A stop text in the output ends the sample, whether or not a client reads."""
         try:
             if news:
                 output.add(*news)
@@ -102,7 +111,7 @@ class ActiveRequest:
             self.error = RefusedError(Reason.INTERNAL, "the output cannot be delivered; see the server's log")
         if self.on_news is not None:
             self.on_news(output.is_over)
-        # The engine is told what a sample that is over has kept, unless that is known anyway, or the client tells it.
+        # Report the number of kept tokens, unless all are kept or the client reports the number.
         if output.is_over and not self.keeps_all and not self.is_relayed:
             self._engine.settle(output, output.num_tokens)
         if output.failure is not None:
@@ -113,30 +122,33 @@ class ActiveRequest:
             self._look_for_end()
 
     def fail(self, refusal: RefusedError) -> None:
-        """End the request, which was queued, and is refused after all."""
+        """End the queued request with an error."""
         self.error = refusal
         for tell in self.listeners:
             tell()
         self._look_for_end()
 
-    # What its readers do
+    # Called by readers
 
     def abort(self) -> None:
-        """Let the samples that have not ended end with ABORT."""
+        """End the unfinished samples with the reason ABORT."""
         self._engine.cancel(self)
 
     def cancel(self) -> None:
-        """End what is left of the request, of which nothing is wanted any more. Those who listened and this no
-        longer refer to each other, so that both are freed without a garbage collection."""
+        """End the unfinished samples of a request whose output is no longer needed.
+
+        This also removes the references between the request and its listeners, so that both are freed without a garbage
+        collection.
+        """
         self.abort()
         self.listeners.clear()
-        ready_list, self.ready_list = self.ready_list, None  # whose reader takes no more of it
+        ready_list, self.ready_list = self.ready_list, None  # its reader ignores this request
         for output in self.outputs:
             if ready_list is not None and output.is_queued:
                 self.take_in(output)
 
     async def wait_for_end(self) -> None:
-        """Return when every sample has ended, without having been woken before. Raises RefusedError if one fails."""
+        """Return when every sample has ended, without waking up earlier. Raise RefusedError if the request fails."""
         news = News()
         self.on_end = news.tell
         if not self.has_ended:
@@ -145,8 +157,9 @@ class ActiveRequest:
             raise self.error.again()
 
     async def deltas(self, first_tokens: Sequence[int] | None = None) -> AsyncGenerator[Delta, None]:
-        """Yield what comes of all samples until they have ended: of each from its first token on, or from the one that
-        is named. Raises RefusedError when the request fails, after what came before that."""
+        """Yield the deltas of all samples until all samples have ended. `first_tokens` has the index of the first token
+        to read, for each sample; the default is 0. If the request fails, raise RefusedError after the deltas that
+        precede the failure."""
         places = zip(self.outputs, first_tokens or [0] * len(self.outputs), strict=True)
         readers = [OutputReader(output, first_token, self.max_delta_tokens) for output, first_token in places]
         news = News()
@@ -173,18 +186,20 @@ class ActiveRequest:
 
 
 class Publisher:
-    """Publishes what the core yields to the samples that have not ended, and has these take it in: in order,
-    `batch_size` per iteration of the event loop, so that the step loop never waits for more than a few of them. An
-    output whose turn does not come before its next token gets more at once.
+    """Publishes the core's outputs to the records of unfinished samples, and then processes the records on the event
+    loop.
 
-    Those of a ready list wait in it until they are taken, and its reader is told once.
+    Samples are processed in order, `batch_size` in each iteration of the event loop. So the step loop never waits for
+    more than a few samples. If a sample receives more tokens before its turn, all of its new tokens are processed
+    together. The samples of a ready list wait in that list until its reader reads them, and the reader is notified
+    once.
     """
 
     def __init__(self, observers: Observers, clock: Clock, batch_size: int = 16) -> None:
         self._observers = observers
         self._clock = clock
-        self.samples: dict[int, tuple[SampleRecord, ActiveRequest]] = {}  # that have not ended
-        self.idle = asyncio.Event()  # there are none
+        self.samples: dict[int, tuple[SampleRecord, ActiveRequest]] = {}  # unfinished, by sequence id
+        self.idle = asyncio.Event()  # set while no sample is unfinished
         self.idle.set()
         self.counts = TokenCounts()
         self._batch_size = batch_size
@@ -192,12 +207,12 @@ class Publisher:
         self._is_scheduled = False
 
     def add(self, request: ActiveRequest) -> None:
-        """A request is queued."""
+        """Register the samples of a queued request."""
         self.samples.update((output.sequence_id, (output, request)) for output in request.outputs)
         self.idle.clear()
 
     def publish(self, outputs: TokenOutputs) -> None:
-        """Hand the outputs of an event to the records of their samples."""
+        """Append the outputs of one event to the records of their samples, and notify the observers."""
         now = self._clock.now()
         for hypothesis in outputs.hypotheses:
             output, request = self.samples[hypothesis.sequence_id]
@@ -267,30 +282,32 @@ class Publisher:
 
 
 class RequestEngine(Protocol):
-    """Whatever carries requests out: the step loop, or a front end's link to its scheduler. Those that take calls know
-    nothing else of it."""
+    """The interface of an engine that runs requests: the step loop, or a front end's link to its scheduler. The APIs
+    use nothing else of an engine."""
 
     @property
     def clock(self) -> Clock:
-        """The clock of which the deadlines of requests are."""
+        """The clock to which the deadlines of requests refer."""
 
     @property
     def availability(self) -> Availability:
-        """Whether requests are taken now, and what fits."""
+        """The engine's availability: whether it accepts requests, and its limits."""
 
     def submit(self, request: ActiveRequest, trace: Mapping[str, str]) -> None:
-        """Queue a request that is part of the trace which these headers tell. Raises AdmissionError or RefusedError if
-        it is refused at once; a link hears of some refusals later, and lets the request fail."""
+        """Queue a request. `trace` has the headers of the trace that the request belongs to. Raise AdmissionError or
+        RefusedError if the request is refused immediately. A front end's link receives some refusals later; the request
+        then fails."""
 
     def abort(self, tenant: str, request_id: str) -> None:
-        """Let a request end with ABORT. Raises KeyError if there is none of that name."""
+        """End a request with the reason ABORT. Raise KeyError if no request has this id."""
 
     def cancel(self, request: ActiveRequest) -> None:
-        """Let what is left of a request end with ABORT, even if another uses its name by now."""
+        """End the unfinished samples of this request with the reason ABORT. Another request that uses the same id by
+        now is not affected."""
 
     def settle(self, output: SampleRecord, num_kept: int) -> None:
-        """Take note of how many tokens of a sample its client got, of those that came. For samples whose request does
-        not keep all."""
+        """Record how many of a sample's tokens its client kept. This is only called for requests that do not keep all
+        tokens."""
 
     def stop(self, output: SampleRecord, num_tokens: int) -> None:
-        """End a sample after this many tokens, since a stop text was found in them."""
+        """End a sample after `num_tokens` tokens, because its text contains a stop text."""

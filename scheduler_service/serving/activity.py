@@ -1,4 +1,5 @@
-"""How busy the scheduler is, from the counters it keeps: tokens per second, and a line in the log now and then."""
+"""The activity of the scheduler: its throughput in tokens per second and a periodic log line, from the core's
+counters."""
 
 import asyncio
 import logging
@@ -12,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 _WINDOW = 10.0  # seconds
 _SAMPLE_INTERVAL = 1.0
-_MAX_OVERDUE_SHARE = 0.1  # of the requests that first ran; with more, their order is lost
+_MAX_OVERDUE_SHARE = 0.1  # of the newly admitted requests; above it, arrival decides the order
 
 
 class Activity:
@@ -24,7 +25,7 @@ class Activity:
         clock: Callable[[], float],
         rest: Callable[[], None],
     ) -> None:
-        """`rest` is called whenever something has happened and then, for ten seconds, nothing."""
+        """`rest` is called after ten seconds without activity, once after each period of activity."""
         self._read_stats = read_stats
         self._clock = clock
         self._rest = rest
@@ -34,12 +35,12 @@ class Activity:
 
     @property
     def generation_throughput(self) -> float:
-        """The number of output tokens per second over the last ten seconds."""
+        """The average number of output tokens per second over the last ten seconds."""
         started_at, first = self._samples[0]
         return share(self._read_stats().num_generation_tokens - first.num_generation_tokens, self._clock() - started_at)
 
     async def run(self) -> NoReturn:
-        """Sample until cancelled, and log a line every ten seconds in which something happened."""
+        """Take a sample every second until cancelled, and log a line for every ten seconds with activity."""
         while True:
             await asyncio.sleep(_SAMPLE_INTERVAL)
             line = self.sample()
@@ -47,8 +48,8 @@ class Activity:
                 logger.info("%s", line)
 
     def sample(self) -> str:
-        """Take a sample, rest if there is time, and return the line for the log if one is due and there is something to
-        say."""
+        """Take a sample and return a line for the log, or an empty text if no line is due or nothing happened. Call
+        `rest` if a line is due and activity has stopped since the previous line."""
         now, stats = self._clock(), self._read_stats()
         self._samples.append((now, stats))
         while now - self._samples[0][0] > _WINDOW:
@@ -87,5 +88,5 @@ class Activity:
 
 
 def share(count: float, total: float) -> float:
-    """Divide, also by nothing, of which any share is 0."""
+    """Return `count` divided by `total`, or 0 if `total` is 0."""
     return count / total if total > 0 else 0.0

@@ -1,8 +1,9 @@
-"""Whether requests are taken, and what fits: what follows from a worker's coming and going, and from shutting down.
+"""The availability of a server: whether it accepts requests, and how long a sequence may be.
 
-Requests wait for a worker that is lost, but not for ever: after the grace period those end that could as well begin
-elsewhere, after the timeout all of them. The first worker is given the timeout anew if it is starting then and has come
-further: it may have to compile its kernels.
+The availability changes when a worker joins or leaves, and when the server shuts down. If the worker is lost, requests
+wait for a worker for a limited time. After the grace period, requests that another server could run just as well fail:
+they have no output and are not detached. After the timeout, all requests fail. If the first worker is still starting at
+the timeout and has made progress, the timeout begins again: the worker may have to compile its kernels.
 """
 
 import asyncio
@@ -16,63 +17,67 @@ from scheduler_service.serving.clock import Clock
 
 logger = logging.getLogger(__name__)
 
-# A worker that is lost this often before a token comes back is not merely being restarted.
+# After this many consecutive epochs without a token, the worker is not merely restarting: the server stops serving.
 _MAX_FRUITLESS_EPOCHS = 10
 
 
 class DescribedWorker(Protocol):
-    """The worker that clients are told of: its own description (`WorkerCapacity`), or its scheduler's (a message)."""
+    """The description of a worker for clients: the worker's own `WorkerCapacity`, or a message from a front end's
+    scheduler."""
 
     @property
     def block_size(self) -> int:
-        """The tokens of one block of its KV cache."""
+        """The number of tokens in one block of the KV cache."""
 
     @property
     def attention_backend(self) -> str:
-        """The name of what computes its attention."""
+        """The name of the attention backend."""
 
     @property
     def dtype(self) -> str:
-        """The data type of its weights and of its KV cache."""
+        """The data type of the weights and of the KV cache."""
 
     @property
     def weight_format(self) -> str:
-        """The format in which it holds the weights."""
+        """The format in which the worker stores the weights."""
 
 
 class Availability(Protocol):
-    """Whether requests are taken, and what fits: as the step loop knows it, or as a front end's link has heard."""
+    """The interface of an engine's availability, for the step loop and for a front end's link."""
 
     @property
     def changed(self) -> asyncio.Event:
-        """For one follower, who clears it."""
+        """An event that is set at every change. It has one follower, which clears the event."""
 
     @property
     def is_serving(self) -> bool:
-        """Whether requests are worth sending here."""
+        """Whether clients should send requests to this server."""
 
     def refusal(self, output_mode: OutputMode = OutputMode.STREAMED) -> str:
-        """Return why requests of this kind are refused now, or nothing."""
+        """Return the reason why requests with this output mode are refused now, or an empty text."""
 
     @property
     def missing_reason(self) -> str:
-        """The reason why there is no worker, as far as is known."""
+        """The reason why no worker is connected, as far as is known."""
 
     @property
     def capacity(self) -> DescribedWorker | None:
-        """The worker that is there or was there last."""
+        """The connected worker or the last one, or None before the first worker."""
 
     @property
     def max_sequence_tokens(self) -> int:
-        """The tokens of prompt and output that one sequence may have."""
+        """The maximum number of tokens of one sequence, prompt and output together."""
 
     async def wait_for_first_worker(self, output_mode: OutputMode) -> None:
-        """Return when it is known what fits, or when requests of this kind are refused."""
+        """Return when the limits of the first worker are known, or when requests with this output mode are refused."""
 
 
 class WorkerAvailability:
-    """Belongs to the event loop's thread, and is told of every change by the step loop, and by the link of why there is
-    no worker."""
+    """The availability of a scheduler, for use on the event loop's thread only.
+
+    The step loop reports every change of the worker. The link to the worker reports the reason why no worker is
+    connected.
+    """
 
     def __init__(
         self,
@@ -84,23 +89,23 @@ class WorkerAvailability:
         on_grace_ended: Callable[[str], None],
         on_timed_out: Callable[[str], None],
     ) -> None:
-        """`worker_timeout` is how many seconds any request waits for a worker, `worker_grace` how many those wait that
-        could as well begin elsewhere, by default as many. The callbacks end these requests, with the reason that they
-        are given. `max_sequence_tokens` is the limit before the first worker."""
+        """`worker_timeout` is how long any request waits for a worker, in seconds. `worker_grace` is how long a request
+        without output waits, in seconds; the default is `worker_timeout`. The callbacks end these requests, with the
+        reason as their argument. `max_sequence_tokens` is the limit until the first worker joins."""
         self._clock = clock
         self._worker_timeout = worker_timeout
         self._worker_grace = worker_timeout if worker_grace is None else worker_grace
         self._on_grace_ended = on_grace_ended
         self._on_timed_out = on_timed_out
-        self._cancel_timers: list[Callable[[], None]] = []  # while no worker is there
+        self._cancel_timers: list[Callable[[], None]] = []  # empty while a worker is connected
         self._grace_has_ended = self._has_timed_out = False
-        self._missing: dict[int | None, str | WorkerStarting] = {}  # by rank, why it is not there
-        self._progress: set[tuple[int | None, WorkerStarting]] = set()  # for which the first worker got more time
+        self._missing: dict[int | None, str | WorkerStarting] = {}  # by rank, why it is not connected
+        self._progress: set[tuple[int | None, WorkerStarting]] = set()  # that extended the timeout
         self._is_draining = False
         self._num_fruitless_epochs = 0
-        self._next_change = asyncio.Event()  # a new one for each change
-        self.changed = asyncio.Event()  # for one follower, who clears it
-        self.capacity: WorkerCapacity | None = None  # of the worker that is there or was there last
+        self._next_change = asyncio.Event()  # replaced at every change
+        self.changed = asyncio.Event()  # for one follower, which clears it
+        self.capacity: WorkerCapacity | None = None  # of the connected worker, or of the last one
         self.max_sequence_tokens = max_sequence_tokens
         self.num_epochs = 0
         self.num_worker_losses = 0
@@ -108,7 +113,8 @@ class WorkerAvailability:
     # Questions
 
     def refusal(self, output_mode: OutputMode = OutputMode.STREAMED) -> str:
-        """Return why requests of this kind are refused now, or nothing. Detached ones are accepted for longer."""
+        """Return the reason why requests with this output mode are refused now, or an empty text. Detached requests are
+        accepted until the timeout, other requests until the end of the grace period."""
         if self._is_draining:
             return "the server is shutting down; send the request to another one"
         if self._has_timed_out:
@@ -119,7 +125,7 @@ class WorkerAvailability:
 
     @property
     def missing_reason(self) -> str:
-        """Why there is no worker, as far as is known, in the words of each rank."""
+        """The reasons why no worker is connected, as far as they are known, for each rank."""
         return "; ".join(
             str(why) if rank is None else f"rank {rank}: {why}"
             for rank, why in sorted(self._missing.items(), key=lambda each: each[0] or 0)
@@ -127,18 +133,19 @@ class WorkerAvailability:
 
     @property
     def is_serving(self) -> bool:
-        """Whether requests are worth sending here: a lost worker may still be awaited."""
+        """Whether clients should send requests to this server. This remains true for a while after a worker is lost,
+        since the worker may return."""
         return self.capacity is not None and self._num_fruitless_epochs < _MAX_FRUITLESS_EPOCHS and not self.refusal()
 
     async def wait_for_first_worker(self, output_mode: OutputMode = OutputMode.STREAMED) -> None:
-        """Return when it is known what fits, or when requests of this kind are refused."""
+        """Return when the limits of the first worker are known, or when requests with this output mode are refused."""
         while self.capacity is None and not self.refusal(output_mode):
             await self._next_change.wait()
 
     # Events
 
     def worker_joined(self, capacity: WorkerCapacity, max_sequence_tokens: int) -> None:
-        """A worker is there, with which a sequence may have so many tokens."""
+        """Record that a worker has joined. With this worker a sequence may have up to `max_sequence_tokens` tokens."""
         self.stop_timers()
         self.num_epochs += 1
         self._grace_has_ended = self._has_timed_out = False
@@ -147,12 +154,13 @@ class WorkerAvailability:
         self._tell()
 
     def worker_missing(self, reason: str | WorkerStarting, rank: int | None) -> None:
-        """The worker does not begin an epoch: why, and which rank says so of a worker that has several."""
+        """Record the reason why the worker does not begin an epoch. `rank` is the rank that reports the reason, or None
+        if the worker has only one rank."""
         self._missing[rank] = reason
 
     def worker_lost(self, reason: str, *, is_fruitless: bool) -> None:
-        """The worker has failed, before the first token of an epoch that computes if that `is_fruitless`. `worker_left`
-        follows."""
+        """Record that the worker has failed. `is_fruitless`: the epoch had a plan, but its first token was not
+        computed. A call of `worker_left` must follow."""
         self.num_worker_losses += 1
         if is_fruitless:
             self._num_fruitless_epochs += 1
@@ -160,18 +168,18 @@ class WorkerAvailability:
                 logger.error("not serving: %d epochs without one token; %s", _MAX_FRUITLESS_EPOCHS, reason)
 
     def worker_left(self) -> None:
-        """No worker is there any more."""
+        """Record that no worker is connected any more, and start the timers."""
         self.start_timers()
         self._tell()
 
     def epoch_bore_fruit(self) -> None:
-        """The worker has computed the first token of its epoch."""
+        """Record that the worker has computed the first token of its epoch."""
         if self._num_fruitless_epochs:
             self._num_fruitless_epochs = 0
             self._tell()
 
     def drain(self) -> None:
-        """From now on requests are refused."""
+        """Refuse all requests from now on."""
         self._is_draining = True
         self._tell()
 
@@ -183,14 +191,14 @@ class WorkerAvailability:
     # Timers
 
     def start_timers(self) -> None:
-        """Count the time without a worker from now on."""
+        """Measure the time without a worker from now on."""
         self.stop_timers()
         self._cancel_timers.append(self._clock.later(self._worker_timeout, self._worker_timed_out))
         if self._worker_grace < self._worker_timeout:
             self._cancel_timers.append(self._clock.later(self._worker_grace, self._worker_grace_ended))
 
     def stop_timers(self) -> None:
-        """The time without a worker does not count any more."""
+        """Stop measuring the time without a worker."""
         for cancel in self._cancel_timers:
             cancel()
         self._cancel_timers.clear()
@@ -221,5 +229,6 @@ class WorkerAvailability:
         self._tell()
 
     def _level_of_absence(self, level: int) -> int:
-        """A worker that is still loading its first model is no accident."""
+        """Return the log level for a missing worker: INFO while the first worker is still loading its model, otherwise
+        `level`."""
         return logging.INFO if self.capacity is None else level

@@ -1,4 +1,4 @@
-"""The time of the step loop, and what it has done later."""
+"""The clock and the timers of the step loop."""
 
 import asyncio
 import time
@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 
 class Clock:
-    """The clock and the timers of the event loop that runs. A simulation has others, and overrides all of them.
+    """The clock and the timers of the running event loop. A simulation overrides all of them.
 
     Attributes:
-        now: returns the seconds since any moment in the past. They never go back.
-        soon: has something done in the next iteration of the event loop.
+        now: Return the time in seconds since an arbitrary moment. It never goes back.
+        soon: Call a function in the next iteration of the event loop.
     """
 
     now: Callable[[], float] = staticmethod(time.monotonic)
@@ -19,5 +19,5 @@ class Clock:
         self.soon: Callable[[Callable[[], None]], object] = asyncio.get_running_loop().call_soon
 
     def later(self, seconds: float, action: Callable[[], None]) -> Callable[[], None]:
-        """Have something done after so many seconds. Returns what prevents it."""
+        """Call `action` after `seconds`. Return a function that cancels the call."""
         return asyncio.get_running_loop().call_later(seconds, action).cancel

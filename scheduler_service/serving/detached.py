@@ -1,5 +1,7 @@
-"""Requests that run whether or not a client is there, and are kept for a while after their end; and records of
-others."""
+"""Detached requests, which run whether or not a client is connected, and records of other requests.
+
+Both are kept for a limited time after their end.
+"""
 
 import asyncio
 import contextlib
@@ -15,36 +17,40 @@ MAX_ENDED = 4096
 
 
 class Kept(NamedTuple):
-    """What is kept under a request's name: bytes that only clients understand, and the request, if it is detached."""
+    """The entry of one request id: a record and the request, if it is detached. Only clients interpret the record's
+    bytes."""
 
     record: bytes
     active: ActiveRequest | None
 
 
 class DetachedRequests:
-    """The detached requests of all tenants. Those that have ended are kept for a time, up to a number and a size, and
-    so are records alone."""
+    """The detached requests of all tenants, and records without a request.
+
+    Ended requests and records are kept for a limited time, up to a maximum number and a maximum size.
+    """
 
     def __init__(self, *, retention: float, max_bytes: int, max_ended: int = MAX_ENDED) -> None:
-        """`retention` is in seconds. One request alone is kept however many bytes it has."""
+        """`retention` is in seconds. A single ended entry is kept even if it is larger than `max_bytes`."""
         self._retention = retention
         self._max_ended = max_ended
         self._max_bytes = max_bytes
         self.by_name: dict[tuple[str, str], Kept] = {}  # by tenant and request id
-        self._ended: dict[tuple[str, str], tuple[asyncio.TimerHandle, int]] = {}  # and bytes; oldest first
-        self._num_ended: Counter[str] = Counter()  # by tenant; none is 0
-        self._ended_bytes: Counter[str] = Counter()  # by tenant; none is 0
-        self.num_bytes = 0  # of all that have ended
-        self._running_bytes: Counter[str] = Counter()  # of the records of the others, by tenant; none is 0
+        self._ended: dict[tuple[str, str], tuple[asyncio.TimerHandle, int]] = {}  # and size; oldest first
+        self._num_ended: Counter[str] = Counter()  # by tenant; never 0
+        self._ended_bytes: Counter[str] = Counter()  # by tenant; never 0
+        self.num_bytes = 0  # of all ended entries
+        self._running_bytes: Counter[str] = Counter()  # of records of running requests, by tenant; never 0
 
     @contextlib.contextmanager
     def room(self, tenant: str, record: bytes) -> Iterator[None]:
-        """Hold room for a tenant's record inside the block, which ends with `add` or with nothing. Raises RefusedError
-        if the records of what runs, or may, leave none.
+        """Reserve room for a tenant's record inside the block, where the caller may call `add`. Raise RefusedError if
+        the records of running and admitted requests leave no room.
 
-        One alone has room. Of more, all may have `max_bytes` together, and beyond that each tenant its share:
-        `max_bytes` by the number of tenants that have some. So no tenant can shut out another, and n tenants have at
-        most `max_bytes` times 1 + 1/2 + ... + 1/n: 3 times for 11, 6 times for 227.
+        A single record always has room. Otherwise the records of all tenants may have `max_bytes` together. Beyond this
+        limit each tenant may have its share: `max_bytes` divided by the number of tenants that have records. So no
+        tenant can shut out another tenant. In total, n tenants have at most `max_bytes` times 1 + 1/2 + ... + 1/n: 3
+        times for 11 tenants, 6 times for 227.
         """
         running, num_bytes = self._running_bytes, len(record)
         share = self._max_bytes // len(running.keys() | {tenant})
@@ -62,36 +68,37 @@ class DetachedRequests:
             _count(running, tenant, -num_bytes)
 
     def add(self, active: ActiveRequest, record: bytes = b"") -> None:
-        """Take a request that runs, of a name that is not here."""
+        """Add a running request and its record. The id of the request must not be in use."""
         key = (active.request.tenant, active.request.request_id)
         self.by_name[key] = Kept(record, active)
         _count(self._running_bytes, key[0], len(record))
         active.on_end = partial(self._end, key)
 
     def add_record(self, tenant: str, request_id: str, record: bytes) -> None:
-        """Keep a record alone for a while. Raises RefusedError if something of that name is here."""
+        """Keep a record without a request for the retention time. Raise RefusedError if its id is in use."""
         if (tenant, request_id) in self.by_name:
             raise name_taken(request_id)
         self.by_name[tenant, request_id] = Kept(record, None)
         self._keep((tenant, request_id), len(record))
 
     def kept(self, tenant: str, request_id: str) -> Kept:
-        """Return what has that name. Raises RefusedError if nothing has, but not whether it never was, is another
-        tenant's or has expired."""
+        """Return the entry of a request id. Raise RefusedError if the tenant has no such entry. The error does not
+        reveal whether the entry never existed, has expired or belongs to another tenant."""
         try:
             return self.by_name[tenant, request_id]
         except KeyError:
             raise unknown_result(request_id) from None
 
     def find(self, tenant: str, request_id: str) -> ActiveRequest:
-        """Return the request of that name. Raises RefusedError if there is none, as `kept` does."""
+        """Return the detached request with this id. Raise RefusedError if it does not exist, as `kept` does."""
         active = self.kept(tenant, request_id).active
         if active is None:
             raise unknown_result(request_id)
         return active
 
     def forget(self, tenant: str, request_id: str) -> None:
-        """Forget what has that name, and abort it if it runs. Raises RefusedError if nothing has."""
+        """Delete the entry of a request id, and abort its request if it is running. Raise RefusedError if the entry
+        does not exist."""
         record, active = self.kept(tenant, request_id)
         if (tenant, request_id) in self._ended:
             self._forget((tenant, request_id))
@@ -102,7 +109,7 @@ class DetachedRequests:
             active.abort()
 
     def _end(self, key: tuple[str, str]) -> None:
-        """Keep a request that has ended, or that has failed: then what is left of it ends now."""
+        """Keep a request that has ended or failed, and end its remaining samples."""
         active = self.find(*key)
         active.cancel()
         num_record_bytes = len(self.by_name[key].record)
@@ -121,7 +128,8 @@ class DetachedRequests:
             self._forget(self._dispensable(self._ended_bytes))
 
     def _dispensable(self, amounts: Counter[str]) -> tuple[str, str]:
-        """Choose the oldest of the tenant that has most: no tenant can push out what others keep."""
+        """Return the oldest entry of the tenant with the largest amount. So no tenant can displace the entries of other
+        tenants."""
         most = max(amounts.values())
         return next(key for key in self._ended if amounts[key[0]] == most)
 
@@ -135,14 +143,14 @@ class DetachedRequests:
 
 
 def _count(amounts: Counter[str], tenant: str, change: int) -> None:
-    """Change what a tenant has of something, and forget a tenant that has none."""
+    """Add `change` to the tenant's amount, and delete the amount if it becomes 0."""
     amounts[tenant] += change
     if not amounts[tenant]:
         del amounts[tenant]
 
 
 def name_taken(request_id: str) -> RefusedError:
-    """Return the refusal of a request, or of a record, under a name that something here has."""
+    """Return the refusal of a request or a record whose id is in use."""
     return RefusedError(
         Reason.ALREADY_EXISTS,
         f"a result or a response of request_id {request_id!r} is kept; choose another request_id, or delete it",
@@ -151,7 +159,7 @@ def name_taken(request_id: str) -> RefusedError:
 
 
 def unknown_result(request_id: str) -> RefusedError:
-    """Return the refusal of what is asked of a detached request that is not there, or is another tenant's."""
+    """Return the refusal of an operation on a detached request that does not exist or belongs to another tenant."""
     return RefusedError(
         Reason.NOT_FOUND,
         f"no detached request {request_id!r} is known for this tenant; results are kept for a while only",

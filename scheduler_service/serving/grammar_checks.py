@@ -1,9 +1,9 @@
-"""Grammars of requests are read once before they are queued, so that nothing is queued which no worker could read.
+"""Checks of the grammars in requests. A request is only queued if the worker can read its grammar.
 
-A verdict is kept by content. A grammar without one is tried in a process of its own, of low priority, one at a time
-(`pagewire.common.grammars.trial`), for which a thread waits. What passed it never has to again, so that a worker that
-comes back gets it whatever else the machine does. A tenant's grammars wait for each other before they come to the
-thread, so that it serves tenants in turn.
+Verdicts are cached by content. A new grammar is compiled in a separate process of low priority, one grammar at a time
+(`pagewire.common.grammars.trial`), while a thread waits for the result. A grammar that passed is not checked again, so
+a worker that returns receives it whatever the load of the machine. At most one grammar of each tenant is in the
+thread's queue, so the thread serves the tenants in turn.
 """
 
 import asyncio
@@ -28,17 +28,17 @@ from scheduler_service.serving.turns import TenantBytes
 
 logger = logging.getLogger(__name__)
 
-MAX_WAITING_BYTES = 64 * 1024 * 1024  # of all grammars that wait to be checked; of a tenant's a quarter
-MAX_TENANT_WAITING = 128  # of one tenant's
+MAX_WAITING_BYTES = 64 * 1024 * 1024  # of all waiting grammars; a quarter of it for one tenant
+MAX_TENANT_WAITING = 128  # grammars of one tenant
 _MAX_VERDICTS = 4096
-_MAX_ERROR_BYTES = 1000  # a status has it three times, and room for 8 KiB
+_MAX_ERROR_BYTES = 1000  # a gRPC status has at most 8 KiB, and contains the error three times
 
 _Key = tuple[GrammarKind, tuple[int, ...], bytes]
 
 
 @dataclass(slots=True)
 class _Same:
-    """Checks of one grammar that wait. One of them has the lock: the others wait for what it finds."""
+    """The waiting checks of one grammar. One check holds the lock; the others wait for its verdict."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     num_waiting: int = 0
@@ -46,60 +46,64 @@ class _Same:
 
 @dataclass(slots=True)
 class _Turns:
-    """One tenant's grammars that wait."""
+    """The waiting grammars of one tenant."""
 
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by the one that is on the thread, or next
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by the grammar in the thread's queue
     waiting: dict[_Key, _Same] = field(default_factory=dict)
 
 
 class GrammarChecks(Observer):
-    """Belongs to the event loop's thread. It hears of workers, since those must read grammars as this service does."""
+    """The grammar checks of a scheduler, for use on the event loop's thread only.
+
+    They observe the workers, since a worker must read grammars with the same library version as this process.
+    """
 
     def __init__(
         self, model: ModelInfo, on_checked: Callable[[float, bool], None], tokenizer_json: str | None = None
     ) -> None:
-        """`on_checked` gets how many seconds each compilation took, and whether the grammar is good. `tokenizer_json`:
-        the model's, where that has been read."""
+        """`on_checked` is called after each compilation, with its duration in seconds and whether the grammar is valid.
+        `tokenizer_json` is the text of the model's tokenizer, if it has already been read."""
         self._model = model
         self._tokenizer_json = tokenizer_json
         self._on_checked = on_checked
-        self._trials: Trials | None = None  # made by the thread
-        self._tokenizer_fault = ""  # why not
-        self._worker_fault = ""  # why the worker that is there, or was there last, takes no grammars
-        self._verdicts: OrderedDict[_Key, str] = OrderedDict()  # why a grammar is refused, or nothing
-        self._turns: dict[str, _Turns] = {}  # of the tenants that have grammars which wait
+        self._trials: Trials | None = None  # created on the thread
+        self._tokenizer_fault = ""  # why `_trials` could not be created
+        self._worker_fault = ""  # why the current or the last worker supports no grammars
+        self._verdicts: OrderedDict[_Key, str] = OrderedDict()  # why a grammar is refused, or ""
+        self._turns: dict[str, _Turns] = {}  # of the tenants with waiting grammars
         self._waiting = TenantBytes("new grammars", MAX_WAITING_BYTES, MAX_WAITING_BYTES // 4)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
     async def start(self) -> None:
-        """Return when the tokenizer has been read: no other thread runs while the library does that, which takes a
-        second with a large vocabulary."""
+        """Read the tokenizer on the thread, and return when this is done. The library holds the interpreter's lock
+        meanwhile, for about a second with a large vocabulary."""
         if not self._model.grammar_refusal:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._read_tokenizer)
 
     def close(self) -> None:
-        """Check nothing any more."""
+        """Stop checking grammars, and end the thread."""
         if self._trials is not None:
             self._trials.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     @property
     def refusal(self) -> str:
-        """The reason why no grammar is served, as far as is known, or nothing."""
+        """The reason why the server supports no structured output, as far as is known, or an empty text."""
         return self._model.grammar_refusal or self._tokenizer_fault or self._worker_fault
 
     @property
     def num_waiting_bytes(self) -> int:
-        """The bytes of all grammars that wait to be checked."""
+        """The size of all grammars that wait for a check, in bytes."""
         return self._waiting.num_bytes
 
     @property
     def num_verdicts(self) -> int:
-        """The number of verdicts that are kept."""
+        """The number of cached verdicts."""
         return len(self._verdicts)
 
     def worker_changed(self, capacity: WorkerCapacity | None) -> None:
-        """Hold the worker's library against the one here. A worker that is lost may come back the same."""
+        """Compare the worker's library version with the version of this process. A lost worker (None) changes nothing,
+        because the same worker may return."""
         if capacity is None or self._model.grammar_refusal:
             return
         self._worker_fault = _worker_fault(capacity.grammar_version)
@@ -107,7 +111,7 @@ class GrammarChecks(Observer):
             logger.warning("structured output is refused: %s", self._worker_fault)
 
     async def check(self, grammar: Grammar, tenant: str) -> None:
-        """Return if the grammar can be used. Raises RefusedError, also where too many wait to be checked."""
+        """Return if the grammar is valid. Raise RefusedError if it is not, or if too many grammars wait for a check."""
         self.check_served(grammar)
         text = grammar.text.encode()
         key = (grammar.kind, grammar.end_token_ids, sha256(text).digest())
@@ -123,13 +127,13 @@ class GrammarChecks(Observer):
             raise invalid(_field_of(grammar), f"{grammar.kind.name.lower()} cannot be used: {verdict}")
 
     def check_served(self, grammar: Grammar) -> None:
-        """Return if grammars are served now. Raises RefusedError."""
+        """Raise RefusedError if the server does not support structured output now."""
         if self.refusal:
             raise RefusedError(Reason.FAILED_PRECONDITION, self.refusal, _field_of(grammar))
 
     @asynccontextmanager
     async def _turn(self, tenant: str, key: _Key, size: int) -> AsyncIterator[_Turns]:
-        """Wait for the tenant's checks of the same grammar that came before. Raises RefusedError."""
+        """Wait for the tenant's earlier checks of the same grammar. Raise RefusedError if too many grammars wait."""
         turns = self._turns.get(tenant) or _Turns()
         if key not in turns.waiting and len(turns.waiting) >= MAX_TENANT_WAITING:
             raise RefusedError(
@@ -152,15 +156,16 @@ class GrammarChecks(Observer):
                     del self._turns[tenant]
 
     async def _first_verdict(self, grammar: Grammar, key: _Key, turns: _Turns) -> str:
-        """Return what a check before it has found of the same grammar, or check it behind the tenant's others."""
+        """Return the verdict of an earlier check of the same grammar. If there was no such check, compile the grammar
+        after the tenant's other grammars."""
         if key not in self._verdicts:
             async with turns.lock:
-                if key not in self._verdicts:  # another tenant's may have been the same
+                if key not in self._verdicts:  # another tenant may have sent the same grammar
                     return await self._compile(grammar)
         return self._verdicts[key]
 
     async def _compile(self, grammar: Grammar) -> str:
-        """Return why a grammar cannot be used, or nothing."""
+        """Return the reason why a grammar cannot be used, or an empty text."""
         run = asyncio.get_running_loop().run_in_executor
         try:
             seconds, verdict = await run(self._thread, self._compile_on_thread, grammar)
@@ -169,10 +174,10 @@ class GrammarChecks(Observer):
         self._on_checked(seconds, not verdict)
         return verdict
 
-    # On the thread
+    # Called on the thread
 
     def _read_tokenizer(self) -> None:
-        """Start the process, which reads the tokenizer."""
+        """Read the tokenizer, and create the process that compiles grammars for it."""
         model = self._model
         assert model.tokenizer_path is not None
         try:
@@ -188,7 +193,7 @@ class GrammarChecks(Observer):
         self._tokenizer_json = None
 
     def _compile_on_thread(self, grammar: Grammar) -> tuple[float, str]:
-        """Return how many seconds it took, and why the grammar cannot be used, or nothing."""
+        """Return the duration in seconds, and the reason why the grammar cannot be used, or an empty text."""
         assert self._trials is not None, "no grammar is checked where the tokenizer cannot be read"
         began = time.perf_counter()
         verdict = self._trials.run(grammar.kind.name.lower(), grammar.text, grammar.end_token_ids)
@@ -196,12 +201,12 @@ class GrammarChecks(Observer):
 
 
 def _field_of(grammar: Grammar) -> str:
-    """Return the path of the field that a request's grammar stood in."""
+    """Return the path of the request field that contains the grammar."""
     return f"sampling.{grammar.kind.name.lower()}"
 
 
 def _worker_fault(grammar_version: str) -> str:
-    """Return why a worker takes no grammars, or nothing."""
+    """Return the reason why a worker cannot use grammars, or an empty text."""
     if not grammar_version:
         return "the worker reads no grammars; its log says why"
     if grammar_version != version():

@@ -1,4 +1,5 @@
-"""The one way of a request into the engine: checked, tokenized, held against quotas, queued."""
+"""The admission of requests into an engine: every request is validated, tokenized, checked against quotas and queued
+here."""
 
 import contextlib
 import weakref
@@ -20,7 +21,7 @@ from scheduler_service.serving.tenants.caller import Call
 from scheduler_service.serving.tenants.quota import Quotas
 from scheduler_service.serving.turns import TenantBytes
 
-# What answers may hold in memory until they are sent, by what their requests ask for: of one tenant, and of all.
+# Limits on the memory of responses that were not sent yet, as estimated from their requests: per tenant and in total.
 MAX_TENANT_ANSWER_BYTES = 64 << 20
 MAX_ANSWERS_BYTES = 256 << 20
 _NO_RULES = ChatRules()
@@ -42,9 +43,10 @@ class Intake:
         abort_elsewhere: Callable[[str, str, Call], Awaitable[None]] | None = None,
         chats: ChatRules = _NO_RULES,
     ) -> None:
-        """The names of `detached` requests are taken as long as those are kept. Without `quotas` tenants are held to
-        none. Without `grammars` those of requests are checked behind the engine, and without `retention_limit`, a
-        tenant's in seconds, their hints are bounded there. `abort_elsewhere` ends what came by another door."""
+        """The id of each of the `detached` requests cannot be used again while the request is kept. Without `quotas`,
+        tenants have no quotas here. Without `grammars`, the engine checks the grammars of requests. `retention_limit`
+        returns the maximum retention hint of a tenant, in seconds. Without `retention_limit`, the engine limits the
+        hints. `abort_elsewhere` aborts a request that this engine does not have."""
         self.chats = chats
         self.engine = engine
         self.model = model
@@ -58,8 +60,8 @@ class Intake:
         self._grammars = grammars
         self._retention_limit = retention_limit
         self._abort_elsewhere = abort_elsewhere
-        self._num_pending = 0  # calls whose request is not in the engine yet
-        self._active: weakref.WeakSet[ActiveRequest] = weakref.WeakSet()  # those that were queued, and are not freed
+        self._num_pending = 0  # calls whose request is being prepared
+        self._active: weakref.WeakSet[ActiveRequest] = weakref.WeakSet()  # queued and not freed yet
 
     async def begin(
         self,
@@ -72,7 +74,8 @@ class Intake:
         label: int = 0,
         is_relayed: bool = False,
     ) -> ActiveRequest:
-        """Queue what a request asks for that came with a call, as `start` does. Raises RefusedError."""
+        """Resolve and queue the request of a call, as `resolve` and `start` do. Raise RefusedError if the request is
+        refused."""
         request = await self.resolve(parsed, call, output_mode)
         return self.start(
             parsed, request, call, with_text=with_text, ready_list=ready_list, label=label, is_relayed=is_relayed
@@ -89,12 +92,12 @@ class Intake:
         label: int = 0,
         is_relayed: bool = False,
     ) -> ActiveRequest:
-        """Queue a request that is resolved.
+        """Queue a resolved request. Raise RefusedError if it is refused.
 
-        Without text there is nothing to watch for stop texts in either. If there are only tokens to tell, they wait in
-        the `ready_list`, under labels from `label` on; what has more goes through its outputs, so that nothing
-        overtakes. `is_relayed`: the client watches for stop texts itself, and tells how much of each sample it has
-        kept. Raises RefusedError.
+        Without `with_text` the outputs have no text, and stop texts are not detected. If the output consists only of
+        tokens, samples with new tokens wait in the `ready_list`, with labels from `label` on. Any other output goes
+        through the output records, which keeps all parts of it in order. `is_relayed`: the client detects stop texts
+        itself, and reports how many tokens of each sample it kept.
         """
         sampling = request.sampling
         is_plain = request.beam is None and sampling.num_logprobs is None and sampling.num_prompt_logprobs is None
@@ -113,7 +116,8 @@ class Intake:
         return active
 
     async def tokenize(self, parsed: ParsedRequest, output_mode: OutputMode = OutputMode.STREAMED) -> Sequence[int]:
-        """Return the tokens of the prompt, once it is known what fits. Raises RefusedError."""
+        """Wait until the maximum length of a sequence is known, and return the tokens of the prompt, truncated if
+        requested. Raise RefusedError if the prompt is too long or cannot be tokenized."""
         await self.engine.availability.wait_for_first_worker(output_mode)
         limit, truncation = self.engine.availability.max_sequence_tokens, parsed.truncation
         token_ids: Sequence[int]
@@ -130,8 +134,8 @@ class Intake:
         return token_ids if truncation is None else truncation.cut(token_ids, limit)
 
     async def embed(self, parsed: ParsedRequest, call: Call) -> tuple[str, SequenceEnd]:
-        """Return the id of a request for an embedding, and its end, which has what is made of its prompt. Leaving early
-        aborts the request. Raises RefusedError."""
+        """Run a request for an embedding. Return its id and the end of its sequence, which has the embedding. The
+        request is aborted if the caller leaves early. Raise RefusedError if the request fails."""
         active = await self.begin(parsed, call, OutputMode.WHOLE, with_text=False)
         try:
             return active.request.request_id, await embedding_end(active)
@@ -139,7 +143,8 @@ class Intake:
             active.cancel()
 
     async def abort(self, tenant: str, request_id: str, call: Call) -> None:
-        """Let a request end with ABORT, by whatever door it came. Raises RefusedError, also if there is none."""
+        """End a request with the reason ABORT, whichever API received it. Raise RefusedError if the request does not
+        exist."""
         try:
             self.engine.abort(tenant, request_id)
         except KeyError:
@@ -148,8 +153,8 @@ class Intake:
             await self._abort_elsewhere(tenant, request_id, call)
 
     def revoke(self, tenants: frozenset[str]) -> None:
-        """End what runs for tenants that are none any more, also for front ends and for clients that have
-        left."""
+        """End the requests of tenants that no longer exist, including requests from front ends and requests without a
+        connected client."""
         for active in list(self._active):
             tenant = active.request.tenant
             if tenant in tenants and not active.has_ended:
@@ -161,8 +166,8 @@ class Intake:
                 active.abort()
 
     async def resolve(self, parsed: ParsedRequest, call: Call, output_mode: OutputMode) -> Request:
-        """Make the request in full, in which every value is set. A call says how long it may take. Raises
-        RefusedError."""
+        """Return the complete request, with a value for every option. The remaining time of the call determines its
+        deadline. Raise RefusedError if the request is invalid or refused."""
         deadline = None if call.time_remaining is None else self.engine.clock.now() + call.time_remaining
         if parsed.is_embedding and output_mode is OutputMode.DETACHED:
             raise invalid("request.embed", "an embedding cannot be detached; call Embed and wait for it")
@@ -174,13 +179,14 @@ class Intake:
             if request.grammar is not None and self._grammars is not None:
                 await self._grammars.check(request.grammar, request.tenant)
         retention = request.retention_seconds
-        if retention is not None and self._retention_limit is not None:  # a limit of 0 leaves none
+        if retention is not None and self._retention_limit is not None:  # a limit of 0 removes the hint
             retention = min(retention, self._retention_limit(request.tenant)) or None
         return replace(request, output_mode=output_mode, retention_seconds=retention)
 
     @contextlib.contextmanager
     def _pending(self, tenant: str) -> Iterator[None]:
-        """Count the call inside the block, in which its request is made ready. Raises RefusedError."""
+        """Count the call as pending inside the block, while its request is prepared. Raise RefusedError if too many
+        calls are pending."""
         if self._num_pending >= self._max_pending_calls:
             raise RefusedError(
                 Reason.RESOURCE_EXHAUSTED,
@@ -194,7 +200,7 @@ class Intake:
                 self._num_pending -= 1
 
     def _outputs(self, parsed: ParsedRequest, request: Request, label: int, *, with_text: bool) -> list[SampleRecord]:
-        """Make an output for each sample. The outputs of a detached request are kept."""
+        """Return a new output record for each sample. A detached request keeps its outputs after they are read."""
         tokenizer = self.tokenizer if with_text and not parsed.is_embedding else None
         return [
             SampleRecord(
@@ -219,16 +225,16 @@ class Intake:
         ]
 
     def _submit(self, active: ActiveRequest, trace: Mapping[str, str]) -> None:
-        """Hold the request against what is kept, its tenant's quota and the engine, and queue it. Raises
-        RefusedError."""
+        """Check the request against the kept requests, the tenant's quota and the engine's limits, and queue it. Raise
+        RefusedError if it is refused."""
         request = active.request
         if request.grammar is not None and self._grammars is not None:
-            self._grammars.check_served(request.grammar)  # another worker may have come since
+            self._grammars.check_served(request.grammar)  # another worker may have joined since the check
         if self._detached is not None and (request.tenant, request.request_id) in self._detached.by_name:
             raise name_taken(request.request_id)
         claim = self._quotas.claim(request) if self._quotas is not None else None
         if claim is not None:
-            # What waits in a ready list is not taken in, and would not be counted.
+            # The quota is updated when output is processed. Output in a ready list is not processed.
             active.on_news, active.ready_list = claim.take_news, None
         try:
             self.engine.submit(active, trace)
@@ -240,7 +246,8 @@ class Intake:
 
 
 async def embedding_end(active: ActiveRequest) -> SequenceEnd:
-    """Return the end of a request for an embedding, which has it. Raises RefusedError."""
+    """Wait for the end of a request for an embedding, and return the end, which has the embedding. Raise RefusedError
+    if the request fails or is aborted."""
     await active.wait_for_end()
     end = active.outputs[0].end
     if end is None or not end.embedding:

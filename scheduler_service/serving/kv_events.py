@@ -1,7 +1,7 @@
-"""The events of the prefix cache, from the core to subscribers who come, go and come back, in numbered batches.
+"""The KV cache events of the core, in numbered batches for subscribers that may disconnect and return.
 
-Nothing is kept without a subscriber, since a subscriber begins with a snapshot; what is kept is bounded in batches and
-in bytes, and the oldest goes first.
+Without subscribers no events are kept, since a subscriber begins with a snapshot. The kept events are limited to a
+number of batches and to a number of bytes. The oldest batch is dropped first.
 """
 
 import asyncio
@@ -16,23 +16,25 @@ from scheduler_service.serving.clock import Clock
 
 MAX_BATCHES = 10_000
 MAX_BYTES = 64 * 1024 * 1024
-# Seconds for which events are kept for a follower who may come back.
+# How long events are kept for a subscriber that may return, in seconds.
 RETENTION = 60.0
-# What an event takes in memory, more or less, and each token of it.
+# The approximate memory of an event, and of each token in an event, in bytes.
 _EVENT_BYTES = 200
 _TOKEN_BYTES = 40
 
 
 @dataclass(frozen=True, slots=True)
 class KvEventBatch:
-    """Changes of the cache that happened at once; or, as a snapshot, its content after the batch of this number."""
+    """The changes of the cache at one time. In a snapshot, the events describe the cache's content after the batch of
+    this number."""
 
     sequence_number: int
     events: tuple[KvEvent, ...]
 
 
 class KvEventLog:
-    """A ring of batches, whose numbers begin at 1 and rise by 1. It is pure: the writer wakes the waiting readers."""
+    """A bounded log of batches. Their numbers begin at 1 and increase by 1. The log is pure: the writer wakes the
+    waiting readers."""
 
     def __init__(
         self, max_batches: int = MAX_BATCHES, max_bytes: int = MAX_BYTES, retention: float = RETENTION
@@ -48,24 +50,25 @@ class KvEventLog:
 
     @property
     def first_start(self) -> int:
-        """The smallest number after which every batch is held; the greatest is `last_sequence_number`."""
+        """The smallest number after which every batch is kept. The largest such number is `last_sequence_number`."""
         return self.last_sequence_number - len(self._batches)
 
     def follow(self) -> None:
-        """A subscriber reads what is appended from now on."""
+        """Add a subscriber, which reads the batches that are appended from now on."""
         self._num_followers += 1
 
     def leave(self, now: float) -> None:
-        """A follower has gone, and may come back. `now` is in seconds of any monotonic clock."""
+        """Remove a subscriber, which may return. `now` is a time in seconds of any monotonic clock."""
         self._num_followers -= 1
         self._kept_until = now + self._retention
 
     def is_kept(self, now: float) -> bool:
-        """Whether events are to be appended; if not, `skip` is called when there were some."""
+        """Return whether events must be appended. If not, the writer calls `skip` for the events that occurred."""
         return self._num_followers > 0 or now < self._kept_until
 
     def skip(self) -> None:
-        """Something happened that no subscriber saw: what was held before leads nowhere."""
+        """Record that events occurred and were not kept. All kept batches are dropped, because events are missing after
+        them."""
         self.last_sequence_number += 1
         self._batches.clear()
         self.num_bytes = 0
@@ -78,7 +81,8 @@ class KvEventLog:
             self.num_bytes -= _num_bytes(self._batches.popleft().events)
 
     def after(self, sequence_number: int) -> KvEventBatch | None:
-        """Find the batch after this one; None while there is none. Raises LookupError outside the range of starts."""
+        """Return the batch after this number, or None if it does not exist yet. Raise LookupError if the number is less
+        than `first_start` or greater than `last_sequence_number`."""
         if not self.first_start <= sequence_number <= self.last_sequence_number:
             raise LookupError(sequence_number)
         if sequence_number == self.last_sequence_number:
@@ -94,7 +98,8 @@ def _num_bytes(events: Sequence[KvEvent]) -> int:
 
 
 class KvEvents:
-    """Keeps the events in a log while there are subscribers; otherwise they are only counted."""
+    """The events of a scheduler's KV cache. They are kept in a log while it has subscribers, and are otherwise only
+    counted."""
 
     def __init__(
         self,
@@ -105,13 +110,13 @@ class KvEvents:
         self._scheduler = scheduler
         self._log = log
         self._clock = clock
-        self.num_events: KvEventCounts = Counter()  # that there were, by their kinds
-        self._log_grew = asyncio.Event()  # a new one for each batch
+        self.num_events: KvEventCounts = Counter()  # since the start, by type
+        self._log_grew = asyncio.Event()  # replaced at each batch
         self._has_ended = False
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Inside the block, what happens to the cache is kept. Otherwise there is no reader."""
+        """Keep the cache's events inside the block, where a subscriber reads them."""
         self.take()
         self._log.follow()
         try:
@@ -120,24 +125,24 @@ class KvEvents:
             self._log.leave(self._clock.now())
 
     def snapshot(self) -> KvEventBatch:
-        """Return what is cached now, under the number of the last batch."""
+        """Return the content of the cache, with the number of the last batch."""
         self.take()
         return KvEventBatch(self._log.last_sequence_number, tuple(self._scheduler.kv_snapshot()))
 
     @property
     def starts(self) -> tuple[int, int]:
-        """The smallest and the greatest number that `after` takes."""
+        """The smallest and the largest number that `after` accepts."""
         return self._log.first_start, self._log.last_sequence_number
 
     async def after(self, sequence_number: int) -> KvEventBatch | None:
-        """The batch after this one, as soon as there is one; None when there will be none any more. Raises LookupError
-        if it is no longer held, or if this one has not been yet."""
+        """Wait for the batch after this number and return it. Return None if there will be no more batches. Raise
+        LookupError if the batch is no longer kept, or if the number is greater than the number of the last batch."""
         while (batch := self._log.after(sequence_number)) is None and not self._has_ended:
             await self._log_grew.wait()
         return batch
 
     def take(self) -> None:
-        """Take from the core what has happened since the last time."""
+        """Take the new events from the core, and append or count them."""
         if self._log.is_kept(self._clock.now()):
             events = self._scheduler.take_kv_events()
             counts = Counter(map(type, events))
@@ -151,7 +156,7 @@ class KvEvents:
         self.num_events.update(counts)
 
     def end(self) -> None:
-        """Nothing happens any more; readers that wait for the next batch hear so."""
+        """End the events. Readers that wait for the next batch return."""
         self._has_ended = True
         self._tell()
 

@@ -10,43 +10,45 @@ from scheduler_service.core.request import EndReason, Request, SequenceEnd
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
-# Ends that are no failure of the request: a client that left, or an operator that stops, is none.
+# Reasons of ends that are not failures. ABORT is not a failure: the client disconnected, or an operator aborted.
 ENDED_WELL = (EndReason.STOP, EndReason.LENGTH, EndReason.ABORT)
 
 
 class Observer:
-    """An observer overrides the events that it wants to hear of; the others do nothing.
+    """An observer of the step loop. A subclass overrides the methods of the events that it needs; the other methods do
+    nothing.
 
-    Events come once per request or per step, never per token.
+    Events occur once per request or once per step, never once per token.
     """
 
     def submission(self, request: Request, trace_headers: Mapping[str, str]) -> AbstractContextManager[Request]:
-        """The context in which a request is taken; an error in it is the refusal. It gives the request, to which a
-        span may have been added of the trace that these headers tell."""
+        """Return the context manager in which a request is submitted to the core. The context manager yields the
+        request, to which it may have added a span of the trace in `trace_headers`. An exception in the block means that
+        the request is refused."""
         return nullcontext(request)
 
     def sequence_ended(self, request: Request, end: SequenceEnd, now: float) -> None:
-        """A sample of a request that was taken has ended."""
+        """Called when a sample of an admitted request has ended."""
 
     def step_finished(self, result: StepResult, num_computed_prompt_tokens: int) -> None:
-        """A step's result has been taken in. The prompt tokens are those of all sequences so far that the cache did
-        not have."""
+        """Called when a step's result has been processed. `num_computed_prompt_tokens` is the total number of prompt
+        tokens, of all sequences so far, that were not in the prefix cache."""
 
     def first_token_after(self, seconds: float) -> None:
-        """A sequence got its first token this long after its request had arrived."""
+        """Called when a sequence has its first token, `seconds` after the arrival of its request."""
 
     def tokens_after(self, seconds: float, num_tokens: int) -> None:
-        """`num_tokens` sequences got a token this long after the one before."""
+        """Called when `num_tokens` sequences have a new token, `seconds` after their previous token."""
 
     def worker_changed(self, capacity: WorkerCapacity | None) -> None:
-        """A worker joined, or (None) was lost."""
+        """Called when a worker has joined, or, with None, when the worker is lost."""
 
     def invariant_failed(self) -> None:
-        """An invariant of the scheduler was found broken."""
+        """Called when an invariant of the scheduler is found broken."""
 
 
 class Observers:
-    """The methods to call for each event: those of the observers that override it."""
+    """The methods to call for each event. These are the methods that the observers override."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.submission = _overriding(Observer.submission, observers)

@@ -1,13 +1,14 @@
-"""All that one sample has got, its tokens, text and log-probabilities, and how it ended; and a reader's place in it.
+"""The output of one sample, with its tokens, text, log-probabilities and end, and the position of a reader in it.
 
-Publishing a token is an append, whatever the readers do. What was published is taken in later, when its turn comes:
-then text is made of it, and stop texts are looked for.
+Publishing a token only appends it to a list, whatever the readers do. The published tokens are processed later on the
+event loop: they are decoded to text, and the text is searched for stop texts.
 
-An output that is not kept has one reader, and what that one has read is forgotten: deltas that come before it reads
-again wait here together, so that a slow reader gets longer responses, and what waits is at most the sample itself. An
-output that is kept can be read from any token on, any number of times: its tokens are decoded one by one, so that each
-has a text of its own, which is what it completed. Text that comes with the end alone belongs to no token and follows
-the last.
+An output that is not kept has one reader, and the part that was read is discarded. The unread part accumulates, so a
+slow reader gets longer responses. The unread part is never larger than the sample itself.
+
+An output that is kept can be read from any token on, any number of times. Its tokens are decoded one by one, so that
+each token has its own text: the text that the token completed. Text that is released only at the end belongs to no
+token, and follows the text of the last token.
 """
 
 import sys
@@ -20,16 +21,17 @@ from typing import NamedTuple, Protocol, overload
 from scheduler_service.core.request import EndReason, SequenceEnd, TokenLogprobs
 from scheduler_service.serving.observer import ENDED_WELL
 
-# Tokens, or prompt log-probabilities, of one delta: keeps a message of it far below a client's limit of 4 MiB.
+# The maximum number of tokens, or of prompt log-probabilities, in one delta. It keeps the delta's message far below a
+# client's limit of 4 MiB.
 MAX_DELTA_TOKENS = 2048
-_BASE_BYTES = 4096  # of a sample without a token, and of what stands around it
-_BLOCK_CHARS = 1024  # of a text that is appended to, after which a new block begins
+_BASE_BYTES = 4096  # estimated size of a sample without tokens
+_BLOCK_CHARS = 1024  # length from which on a block of text is full
 
 
 class Delta(NamedTuple):
-    """What one sample got since the last delta. The last one of an output that ended well has `end`.
+    """The new output of one sample since the previous delta. The last delta of an output that did not fail has `end`.
 
-    A tuple, because there is one for every token, and a frozen dataclass takes four times as long to make.
+    A delta is a tuple because one is created for every token: a frozen dataclass takes four times as long to create.
     """
 
     sample_index: int
@@ -40,24 +42,25 @@ class Delta(NamedTuple):
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     cumulative_logprob: float | None = None  # up to the last token
     end: SequenceEnd | None = None
-    stop_text: str | None = None  # with its end, which it is the reason for
+    stop_text: str | None = None  # set with `end`, if a stop text ended the output
 
 
 class OutputDecoder(Protocol):
-    """Makes the text of one output."""
+    """The interface of a decoder, which decodes the tokens of one output to text."""
 
     def push(self, token_ids: Sequence[int]) -> tuple[str, str | None, int]:
-        """Return the text that is certain to stay, the stop text that ended the output, and how many of the tokens
-        belong to it."""
+        """Decode tokens. Return the text that later tokens cannot change, the stop text that ended the output or None,
+        and the number of tokens that belong to the output."""
 
     def flush(self) -> tuple[str, str | None, int]:
-        """Return the text that was held back, and a stop text in it."""
+        """Return the text that was held back, and the stop text in it or None. The third item is not used."""
 
 
 class TextBlocks:
-    """The text of an output, in blocks.
+    """The text of an output, stored in blocks.
 
-    The cost of an append or a slice depends on its own length alone, where a string would be copied whole.
+    The cost of an append or a slice depends only on the length of the appended or sliced text. A single string would be
+    copied as a whole.
     """
 
     def __init__(self) -> None:
@@ -90,12 +93,13 @@ class TextBlocks:
 
 
 class LogprobColumns(Sequence[TokenLogprobs]):
-    """Log-probabilities that are kept for long: a few bytes each, where objects would take hundreds."""
+    """A compact sequence of log-probabilities for outputs that are kept long. An entry takes a few bytes, while objects
+    would take hundreds of bytes."""
 
     def __init__(self) -> None:
-        self._ranks = array("I")  # by position
-        self._starts = array("I", [0])  # where those of each position begin below, and where the last end
-        self._token_ids = array("I")  # of a position, its own token comes first
+        self._ranks = array("I")  # one per position
+        self._starts = array("I", [0])  # index below of each position's first entry, and the end
+        self._token_ids = array("I")  # per position: its own token, then the most likely tokens
         self._logprobs = array("d")
 
     def __len__(self) -> int:
@@ -133,8 +137,11 @@ class LogprobColumns(Sequence[TokenLogprobs]):
 
 
 class SampleRecord:
-    """The output of one sample so far: each token once, in order, and exactly one end (S6). A token that is kept takes
-    some 16 bytes; with log-probabilities 20 more, and 12 for each of the most likely tokens."""
+    """The output of one sample so far: each token once, in order, and exactly one end (S6).
+
+    A kept token takes about 16 bytes. With log-probabilities it takes 20 bytes more, and 12 bytes for each of the most
+    likely tokens.
+    """
 
     def __init__(
         self,
@@ -148,37 +155,38 @@ class SampleRecord:
         is_kept: bool = False,
         is_whole: bool = False,
     ) -> None:
-        """Without a `decoder` all text is empty. `label` is its name in a ready list. `keep_stop_token_text`: the token
-        that ends the output leaves text. `is_whole`: it is read once, at its end."""
+        """Without a `decoder` all text is empty. `label` is the sample's name in a ready list. `keep_stop_token_text`:
+        the text includes the text of the token that ends the output. `is_kept`: the output remains readable after it
+        was read. `is_whole`: the output is read once, at its end."""
         self.index = index
         self.label = label
-        self.sequence_id = -1  # in the engine, once the request is queued
+        self.sequence_id = -1  # the engine's id, once the request is queued
         self._decoder = decoder
         self._with_logprobs = with_logprobs
         self._keep_stop_token_text = keep_stop_token_text
         self._is_kept = is_kept
-        # What was published, and is to be taken in.
-        self.is_queued = False  # it waits for that
+        # Published, but not processed yet.
+        self.is_queued = False  # the record waits to be processed
         self.num_published = 0
         self.last_token_at: float | None = None
         self._new_token_ids: list[int] = []
         self.new_logprobs: list[TokenLogprobs] = []
         self.new_prompt_logprobs: list[TokenLogprobs] = []
         self.published_end: SequenceEnd | None = None
-        self._num_passed = 0  # tokens that went to the client past all readers
-        # What was taken in.
-        self.stop_text: str | None = None  # that ended the output
+        self._num_passed = 0  # tokens that were passed to the client directly
+        # Processed.
+        self.stop_text: str | None = None  # ended the output
         self.num_tokens = 0
-        self.end: SequenceEnd | None = None  # the output ended well
-        self.failure: SequenceEnd | None = None  # the output ended, but not well
-        self.is_over = False  # one of them, or its text could not be made
+        self.end: SequenceEnd | None = None  # set if the output did not fail
+        self.failure: SequenceEnd | None = None  # set if the output failed
+        self.is_over = False  # ended or failed, also if its text could not be decoded
         self.num_prompt_logprobs = 0
-        # What was forgotten is in none of the columns below, which begin with this token and prompt log-probability.
-        # Lists are faster where little is in them, arrays smaller.
+        # The columns below begin with this token and this prompt log-probability; earlier items were discarded.
+        # Lists are faster if they are short, arrays are smaller.
         self.first_token = self._first_prompt_logprob = 0
         self._token_ids: MutableSequence[int] = array("I") if is_kept else []
         self._text = TextBlocks()
-        self._text_ends: MutableSequence[int] = array("I") if is_kept else []  # where in the text each token's own ends
+        self._text_ends: MutableSequence[int] = array("I") if is_kept else []  # end of each token's text
         self._make_logprobs: Callable[[], LogprobColumns | list[TokenLogprobs]]
         self._make_logprobs = LogprobColumns if is_kept or is_whole else list
         self._logprobs: LogprobColumns | list[TokenLogprobs] = self._make_logprobs()
@@ -188,7 +196,7 @@ class SampleRecord:
 
     @property
     def num_bytes(self) -> int:
-        """Estimate the memory that an output which is kept takes."""
+        """An estimate of the memory of a kept output, in bytes."""
         columns = (self._logprobs, self._prompt_logprobs)
         in_columns = sum(each.num_bytes for each in columns if isinstance(each, LogprobColumns))
         return _BASE_BYTES + 16 * len(self._token_ids) + self._text.num_bytes + in_columns
@@ -203,7 +211,8 @@ class SampleRecord:
         self.last_token_at = now
 
     def finish(self, end: SequenceEnd) -> None:
-        """Take the end, which says how many tokens the output has; those published past a stop text are dropped."""
+        """Record the end of the output. The end states the number of tokens; published tokens beyond this number, after
+        a stop text, are dropped. Raise RuntimeError if the output has already ended or has fewer tokens."""
         if self.published_end is not None:
             raise RuntimeError(f"sequence {end.sequence_id} ended twice")
         if end.num_output_tokens > self.num_published:
@@ -225,8 +234,8 @@ class SampleRecord:
         cumulative_logprob: float | None = None,
         end: SequenceEnd | None = None,
     ) -> None:
-        """Publish all of this. The `cumulative_logprob` is that of a hypothesis, whose tokens have none of their
-        own."""
+        """Publish several tokens, their log-probabilities and an end. `cumulative_logprob` is the total of a
+        hypothesis, whose tokens have no log-probabilities of their own."""
         self._new_token_ids += token_ids
         self.num_published += len(token_ids)
         self.new_logprobs += logprobs
@@ -236,10 +245,11 @@ class SampleRecord:
         if end is not None:
             self.finish(end)
 
-    # Taking in
+    # Processing
 
     def take_tokens(self) -> list[int] | None:
-        """Take what is new past all readers, if that is nothing but tokens; None otherwise."""
+        """Return the new tokens if nothing else is new, otherwise None. The caller passes the tokens on directly, so
+        the readers of this record do not receive them."""
         if self.published_end is not None or self.new_logprobs or self.new_prompt_logprobs:
             return None
         token_ids, self._new_token_ids = self._new_token_ids, []
@@ -248,7 +258,8 @@ class SampleRecord:
         return token_ids
 
     def take_in(self) -> None:
-        """Take in what is new. The end comes with the last token, or alone; with it comes all text there is."""
+        """Process the published items. The end comes with the last token or alone, and all remaining text is released
+        with it."""
         self.is_queued = False
         self.is_over = self.published_end is not None
         if self.num_tokens < self._num_passed:
@@ -271,14 +282,14 @@ class SampleRecord:
     # Reading
 
     def has_more(self, first_token: int) -> bool:
-        """Say whether there is anything to tell from a token on."""
+        """Return whether the output has anything to read from `first_token` on."""
         if first_token < self.num_tokens or self.end is not None:
             return True
         return self._chars_before(first_token) < self._text.num_chars
 
     def delta(self, first_token: int, num_tokens: int) -> Delta:
-        """Make a delta of so many tokens from one on. With the last token comes the end, if the output has ended
-        well."""
+        """Return a delta of `num_tokens` tokens from `first_token` on. If it reaches the last token of an output that
+        ended without failure, it includes the end."""
         start = first_token - self.first_token
         stop = start + num_tokens
         is_last = first_token + num_tokens == self.num_tokens
@@ -293,12 +304,12 @@ class SampleRecord:
         return self._ended(delta, self.end) if is_last and self.end is not None else delta
 
     def prompt_delta(self, first: int, count: int) -> Delta:
-        """Make a delta of so many log-probabilities of prompt tokens from one on."""
+        """Return a delta of `count` log-probabilities of prompt tokens, from index `first` on."""
         start = first - self._first_prompt_logprob
         return Delta(self.index, self.first_token, (), prompt_logprobs=self._prompt_logprobs[start : start + count])
 
     def forget(self) -> None:
-        """Forget everything so far, which has been read, unless the output is kept."""
+        """Discard all items so far, which have been read, unless the output is kept."""
         if self._is_kept:
             return
         self.first_token = self.num_tokens
@@ -313,7 +324,7 @@ class SampleRecord:
             self._prompt_logprobs = self._make_logprobs()
 
     def _add(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], end: SequenceEnd | None = None) -> None:
-        """Take tokens whose text comes with the last of them. Those after a stop text do not belong to the output."""
+        """Append tokens to the output. Their text belongs to the last of them. Tokens after a stop text are dropped."""
         if self.stop_text is None:
             num_kept, text = self._decode(token_ids, end)
             if num_kept > 1:
@@ -346,7 +357,7 @@ class SampleRecord:
         if end is None:
             return len(token_ids), text
         rest, self.stop_text, _ = self._decoder.flush()
-        # A token that ended the output stands behind all text.
+        # A stop token follows all text. It does not belong to the output if a stop text ended the output earlier.
         return len(token_ids if self.stop_text is None else with_text), text + rest
 
     def _add_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
@@ -357,33 +368,34 @@ class SampleRecord:
         self._logprobs.extend(entries)
 
     def _chars_before(self, token: int) -> int:
-        """Return where in the text that of a token begins."""
+        """Return the index in the stored text at which the text of `token` begins."""
         position = token - self.first_token
         return self._text_ends[position - 1] if position else 0
 
     def _ended(self, delta: Delta, end: SequenceEnd) -> Delta:
-        """Make a delta the last one of an output that ended well."""
+        """Return `delta` with the end of an output that did not fail."""
         reason, stop_token_id = (end.reason, end.stop_token_id) if self.stop_text is None else (EndReason.STOP, None)
         end = replace(end, reason=reason, stop_token_id=stop_token_id, num_output_tokens=self.num_tokens)
         return delta._replace(end=end, stop_text=self.stop_text, cumulative_logprob=self._cumulative_logprob)
 
 
 class OutputReader:
-    """One reader's place in an output: the only one, if the output is not kept."""
+    """The position of one reader in an output. An output that is not kept has only one reader."""
 
     def __init__(self, output: SampleRecord, first_token: int = 0, max_tokens: int = MAX_DELTA_TOKENS) -> None:
-        """Prompt log-probabilities are for those who read from the beginning. `max_tokens` are of one delta."""
+        """Prompt log-probabilities are only delivered to a reader with a `first_token` of 0. `max_tokens` is the
+        maximum number of tokens in one delta."""
         self._output = output
         self._max_tokens = max_tokens
         self._next_token = first_token
         self._next_prompt_logprob = sys.maxsize if first_token else 0
-        self.has_ended = False  # everything was read of an output that is over
+        self.has_ended = False  # the output is over, and all of it was read
 
     def take(self) -> Iterable[Delta]:
-        """Make the deltas that are due, none if there is nothing new. Each is made when it is taken: those that are
-        left are due the next time."""
+        """Return the deltas that are due, or an empty iterable if nothing is new. Each delta is created when it is
+        iterated. Deltas that the caller does not iterate are due at the next call."""
         output = self._output
-        self._next_token = max(self._next_token, output.first_token)  # those before have passed
+        self._next_token = max(self._next_token, output.first_token)  # earlier tokens bypassed the reader
         num_tokens = output.num_tokens - self._next_token
         if num_tokens > self._max_tokens or self._next_prompt_logprob < output.num_prompt_logprobs:
             return self._deltas()
@@ -401,7 +413,7 @@ class OutputReader:
         return not self.has_ended and self._output.has_more(self._next_token)
 
     def _delta(self, num_tokens: int) -> Delta:
-        """Make the next delta, of so many tokens."""
+        """Return the next delta, which has `num_tokens` tokens."""
         output = self._output
         delta = output.delta(self._next_token, num_tokens)
         self._next_token += num_tokens
@@ -414,29 +426,30 @@ class OutputReader:
 
 @dataclass(slots=True, eq=False)
 class ReadyList:
-    """The place where outputs of many requests wait together for one reader, who takes them when it likes."""
+    """A list of outputs with new items, from many requests, for one reader. The reader takes the outputs at its own
+    pace."""
 
     on_news: Callable[[], None]  # called on the event loop when `outputs` is no longer empty
-    outputs: list[SampleRecord] = field(default_factory=list)  # those with something new
+    outputs: list[SampleRecord] = field(default_factory=list)  # with new items
 
     def take(self) -> list[SampleRecord]:
         outputs, self.outputs = self.outputs, []
         return outputs
 
     def put_back(self, outputs: Sequence[SampleRecord]) -> None:
-        """Give back outputs that were taken, but not read: they come first the next time."""
+        """Put back outputs that the reader took but did not read. They come first at the next `take`."""
         self.outputs[:0] = outputs
 
 
 @dataclass(slots=True)
 class TokenCounts:
-    """How many output tokens clients got, and how many were computed beyond what they got."""
+    """The number of output tokens that clients received, and the number of tokens computed beyond these."""
 
     num_kept: int = 0
     num_discarded: int = 0
 
     def settle(self, output: SampleRecord, num_kept: int) -> None:
-        """An output is over of which it was not known what is kept."""
+        """Count the tokens of an output that is over, of which the client kept `num_kept`."""
         num_kept = min(num_kept, output.num_published)
         self.num_kept += num_kept
         self.num_discarded += output.num_published - num_kept

@@ -1,7 +1,7 @@
-"""A request as its door has read it, before its prompt is tokens: each of its fields is checked and resolved once,
-whatever door it came by, and nothing is left to choose but lengths.
+"""A request as an API has parsed it, before its prompt is tokenized.
 
-What is legal whatever the model stands in `pagewire/common/wire/sampling_rules.py`.
+Each field is validated and resolved once, by the same rules for all APIs. Only the lengths of prompt and output are
+open. The rules that do not depend on the model are in `pagewire/common/wire/sampling_rules.py`.
 """
 
 import secrets
@@ -28,22 +28,22 @@ from scheduler_service.serving.refusal import ContextOverflow, invalid
 from scheduler_service.serving.tenants.caller import Call
 
 MAX_REQUEST_ID_CHARS = 128
-MAX_ANSWER_BYTES = 16 << 20  # that the answer of one call may hold in memory; it is copied at once
-LOGPROB_BYTES = 80  # an estimate of what an answer holds of each log-probability
+MAX_ANSWER_BYTES = 16 << 20  # memory of one call's response, which is copied as a whole
+LOGPROB_BYTES = 80  # estimated memory of one log-probability in a response
 _MAX_NAME_CHARS = {"tenant": 1024, "cache_salt": 1024, "session_id": 128}
-# What a request and a row call by the same name.
+# Options that have the same name in a request and in a row.
 SAME_NUMBERS = tuple(name for name in RANGES if name in SamplingParams.__dataclass_fields__)
 
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """How much is kept of a prompt that is too long."""
+    """The truncation of a prompt that is too long."""
 
-    max_tokens: int | None  # None: as many as fit, with one of the output
-    keeps_first: bool = False  # else the last are kept
+    max_tokens: int | None  # None: all that fit, with one output token
+    keeps_first: bool = False  # else keeps the last tokens
 
     def cut(self, token_ids: Sequence[int], max_sequence_tokens: int) -> Sequence[int]:
-        """Return the tokens that are kept."""
+        """Return the tokens that are kept: at most `max_tokens`, from the beginning or the end of the prompt."""
         most = max_sequence_tokens - 1 if self.max_tokens is None else self.max_tokens
         if len(token_ids) <= most:
             return token_ids
@@ -52,11 +52,11 @@ class Truncation:
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    request: Request  # whole, but for the prompt's tokens, the length of the output and the deadline
+    request: Request  # complete, except for the prompt's tokens, the output's length and the deadline
     prompt: str | Sequence[int]
-    add_special_tokens: bool = True  # around a text
+    add_special_tokens: bool = True  # around a text prompt
     truncation: Truncation | None = None
-    max_tokens: int | None = None  # None: as many as fit, and at most the default
+    max_tokens: int | None = None  # None: up to the context length or the default
     default_max_tokens: int | None = None
     stop: tuple[str, ...] = ()  # texts that end an output
     include_stop_text: bool = False
@@ -64,14 +64,15 @@ class ParsedRequest:
 
     @property
     def is_embedding(self) -> bool:
-        """Whether its prompt alone is computed, and pooled."""
+        """Whether the request is for an embedding: its prompt is computed and pooled, and it generates no tokens."""
         return self.request.sampling.pooling is not Pooling.NONE
 
     def with_prompt(
         self, prompt: str | tuple[int, ...], request_id: str, seed: int | None, model: ModelInfo
     ) -> "ParsedRequest":
-        """Return the request with another prompt, and a seed that is drawn unless given. Both share the options, which
-        are read once. Raises RefusedError."""
+        """Return a copy of the request with another id and prompt, and with a random seed if `seed` is None. The copies
+        share the options, so the options are parsed only once. Raise RefusedError if the id or the prompt is
+        invalid."""
         check_request_id(request_id)
         _check_text(prompt, model)
         request = replace(self.request, request_id=request_id, seed=_drawn(seed))
@@ -80,8 +81,9 @@ class ParsedRequest:
     def fit(
         self, token_ids: Sequence[int], model: ModelInfo, max_sequence_tokens: int, deadline: float | None
     ) -> Request:
-        """Return the request in full, of which prompt and output have at most so many tokens; `deadline` is of the
-        engine's clock. Raises RefusedError."""
+        """Return the complete request, with its prompt tokens, output length and deadline. Prompt and output together
+        have at most `max_sequence_tokens` tokens. `deadline` is a time of the engine's clock. Raise RefusedError if the
+        request does not fit."""
         prompt = self._fit_prompt(token_ids, model, max_sequence_tokens)
         max_tokens = 0 if self.is_embedding else self._fit_output(len(prompt), max_sequence_tokens)
         request = replace(self.request, prompt_token_ids=prompt, max_tokens=max_tokens, deadline=deadline)
@@ -96,14 +98,15 @@ class ParsedRequest:
         return request
 
     def _fit_prompt(self, token_ids: Sequence[int], model: ModelInfo, max_sequence_tokens: int) -> tuple[int, ...]:
-        """Return the tokens of the prompt, which may be a message's until it is known that they fit."""
+        """Return the prompt's tokens. `token_ids` may be a field of a protobuf message, which is copied only after its
+        length was checked. Raise RefusedError if the prompt is empty, too long or has an invalid token."""
         is_text = isinstance(self.prompt, str)
         field = "text" if is_text else "token_ids.ids"
         if not token_ids:
             raise invalid(field, "the prompt has no tokens; send at least 1")
         if len(token_ids) >= max_sequence_tokens:
             raise too_many_tokens(field, len(token_ids), max_sequence_tokens)
-        prompt = tuple(token_ids[:])  # of a message's tokens a slice is read faster than one by one
+        prompt = tuple(token_ids[:])  # copying a protobuf field as a slice is faster
         largest = max(prompt)
         if largest >= model.vocab_size:
             check_token_id(field if is_text else f"{field}[{prompt.index(largest)}]", largest, model)
@@ -126,8 +129,8 @@ class ParsedRequest:
 
 
 def all_logprobs_bytes(request: Request) -> dict[str, int]:
-    """Return the bytes of the log-probabilities of whole vocabularies, by the option that asks for them. They are
-    bounded in streams too: each of their tokens has a large event."""
+    """Return the estimated memory of log-probabilities of the whole vocabulary, in bytes, for each option that requests
+    them. Streams are limited too, because each token then has a large event."""
     sampling = request.sampling
     asked = {
         "prompt_logprobs": (len(request.prompt_token_ids), sampling.num_prompt_logprobs),
@@ -141,7 +144,8 @@ def all_logprobs_bytes(request: Request) -> dict[str, int]:
 
 
 def check_token_id(field: str, token_id: int, model: ModelInfo) -> None:
-    """Raises RefusedError for a token that the model does not have, which `field` of the request names."""
+    """Raise RefusedError if the model does not have this token. `field` is the path of the request field that contains
+    it."""
     if not 0 <= token_id < model.vocab_size:
         raise invalid(field, f"token id {token_id} is not in the vocabulary of {model.vocab_size} tokens")
 
@@ -163,8 +167,8 @@ def parse_request(
     default_max_tokens: int | None = None,
     truncation: Truncation | None = None,
 ) -> ParsedRequest:
-    """Make a request of what its door found, which came with a call. Without `options` of sampling it is for an
-    embedding. Raises RefusedError."""
+    """Return a request from the fields that an API has parsed, and the call that it came with. Without `options` the
+    request is for an embedding. Raise RefusedError if a field is invalid."""
     request = Request(
         request_id=f"req-{secrets.token_hex(8)}" if request_id is None else request_id,
         tenant=call.caller.tenant(tenant),
@@ -193,12 +197,12 @@ def _check_text(prompt: str | Sequence[int], model: ModelInfo) -> None:
 
 
 def _drawn(seed: int | None) -> int:
-    """Return a seed, or another one each time for None."""
+    """Return `seed`, or a new random seed if it is None."""
     return secrets.randbits(64) if seed is None else seed
 
 
 def check_request_id(request_id: str) -> None:
-    """Raises RefusedError."""
+    """Raise RefusedError if a request id is empty or too long."""
     if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS:
         raise invalid(
             "request_id",
@@ -208,7 +212,7 @@ def check_request_id(request_id: str) -> None:
 
 
 def check_names(request: Request) -> None:
-    """Raises RefusedError for a name that is too long."""
+    """Raise RefusedError if an id or a name in the request is too long, or if its retention hint is 0."""
     check_request_id(request.request_id)
     for field, limit in _MAX_NAME_CHARS.items():
         length = len(getattr(request, field))
@@ -243,7 +247,8 @@ def _read_sampling(
     options: Options, model: ModelInfo, beam: BeamParams | None, grammar: Grammar | None
 ) -> SamplingParams:
     check_tokens(options, model)
-    # A grammar ends at end tokens whatever else is asked for; min_tokens delays them where it allows others.
+    # An output that matches a grammar always ends at an end token, even with ignore_eos. With min_tokens the end is
+    # delayed, as long as the grammar allows other tokens.
     eos_token_ids = () if options.get("ignore_eos") and grammar is None else model.eos_token_ids
     defaults = model.sampling_defaults
     suppressed = zip(defaults.logit_bias_token_ids, defaults.logit_bias_values, strict=True)
@@ -267,8 +272,8 @@ def _read_sampling(
 def num_candidates(
     sampling: SamplingParams, beam: BeamParams | None, grammar: Grammar | None, model: ModelInfo
 ) -> int | None:
-    """Return the number of continuations that a step looks at for each beam: even if all stop tokens come first, enough
-    go on (after transformers)."""
+    """Return the number of continuations to consider for each beam in a step, or None without a beam search. Enough
+    beams continue even if all stop tokens are among the most likely tokens (after transformers)."""
     if beam is None:
         return None
     end_token_ids = {*sampling.stop_token_ids, *(grammar.end_token_ids if grammar is not None else ())}
@@ -280,7 +285,7 @@ def _resolved_number(number: int | None, model: ModelInfo) -> int | None:
 
 
 def check_tokens(options: Options, model: ModelInfo) -> None:
-    """Raises RefusedError for a token that the model does not have."""
+    """Raise RefusedError if the options contain a token that the model does not have."""
     for field in ("stop_token_ids", "logprob_token_ids"):
         for position, token_id in enumerate(options.get(field, ())):
             check_token_id(f"sampling.{field}[{position}]", token_id, model)
@@ -289,7 +294,7 @@ def check_tokens(options: Options, model: ModelInfo) -> None:
 
 
 def _read_beam(options: Options) -> BeamParams | None:
-    """Return the search that is asked for, if one is."""
+    """Return the parameters of the beam search that the options request, or None."""
     if "beam_width" not in options:
         return None
     return BeamParams(
@@ -300,7 +305,8 @@ def _read_beam(options: Options) -> BeamParams | None:
 
 
 def _read_grammar(options: Options, model: ModelInfo) -> Grammar | None:
-    """Return what the output must match; whether that can be read is found out later. Raises RefusedError."""
+    """Return the grammar of the output, or None. The grammar itself is checked later. Raise RefusedError if the model
+    supports no grammars."""
     kind = grammar_kind(options)
     if kind is None:
         return None
@@ -310,7 +316,7 @@ def _read_grammar(options: Options, model: ModelInfo) -> Grammar | None:
 
 
 def read_stop(options: Options, model: ModelInfo) -> tuple[str, ...]:
-    """Return the texts that end an output. Raises RefusedError where the model has no texts."""
+    """Return the stop texts in the options. Raise RefusedError if there are any but the model has no tokenizer."""
     stop = tuple(options.get("stop", ()))
     if stop and model.tokenizer_path is None:
         raise invalid("sampling.stop", "the served checkpoint has no tokenizer and knows no text; use stop_token_ids")
@@ -318,6 +324,6 @@ def read_stop(options: Options, model: ModelInfo) -> tuple[str, ...]:
 
 
 def refuse(faults: Iterable[Fault]) -> None:
-    """Raises RefusedError for the first of the faults that options have."""
+    """Raise RefusedError for the first fault, if there is any."""
     for fault in faults:
         raise invalid(f"sampling.{fault.field}", fault.text)

@@ -1,4 +1,4 @@
-"""Prompts from text to tokens and back, within bounds of time and memory whatever clients send."""
+"""Tokenization and detokenization of prompts, within limits on time and memory for any input."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,15 +10,18 @@ from scheduler_service.serving.refusal import ContextOverflow, RefusedError, inv
 from scheduler_service.serving.turns import PIECE_SIZE, TenantBytes, Turns
 
 _Result = TypeVar("_Result")
-ANY_NUMBER = 2**31  # of tokens, where a text need not fit the model
-_TOKEN_BYTES = 8  # of a token id in a list
-_PIECE_TOKENS = PIECE_SIZE // _TOKEN_BYTES  # that become text in one turn: a decoder keeps the interpreter's lock
+ANY_NUMBER = 2**31  # no limit on tokens, for texts that need not fit the model
+_TOKEN_BYTES = 8  # memory of a token id in a list
+_PIECE_TOKENS = PIECE_SIZE // _TOKEN_BYTES  # per turn: a decoder holds the interpreter's lock
 
 
 @dataclass(frozen=True, slots=True)
 class TextLimits:
-    """Limits in bytes of UTF-8; `max_waiting` and `max_tenant_waiting` are of all texts, conversations and lists of
-    tokens that wait for work on them, so that no tenant's keep out those of all others."""
+    """Limits on texts, in bytes of UTF-8.
+
+    `max_waiting` limits all texts, conversations and lists of tokens that wait to be processed. `max_tenant_waiting` is
+    the limit for one tenant, so that no tenant can shut out the others.
+    """
 
     max_prompt: int = 1024 * 1024
     max_waiting: int = 64 * 1024 * 1024
@@ -46,7 +49,8 @@ class PromptTexts:
         field: str = "text",
         add_special_tokens: bool = True,
     ) -> list[int]:
-        """Return the tokens of a prompt, which `field` of the request holds. Raises RefusedError."""
+        """Return the tokens of a prompt. `field` is the path of the request field that contains the text. Raise
+        RefusedError if the text is too long or cannot be tokenized."""
         return await self.encode_then(
             _unchanged, text, tenant, max_sequence_tokens, field=field, add_special_tokens=add_special_tokens
         )
@@ -61,8 +65,9 @@ class PromptTexts:
         field: str,
         add_special_tokens: bool,
     ) -> _Result:
-        """Return what `then` makes of the tokens on the same thread, in the same turn: a list takes 36 bytes a token,
-        and none waits for another turn. Raises RefusedError."""
+        """Return the result of `then`, which is called with the prompt's tokens on the same thread and in the same
+        turn. So a list of tokens, which takes 36 bytes a token, never waits for another turn. Raise RefusedError if the
+        text is too long or cannot be tokenized."""
         size = len(text.encode())
         self._check_size(size, max_sequence_tokens, field)
         is_long = size > PIECE_SIZE
@@ -83,7 +88,8 @@ class PromptTexts:
         return made
 
     async def decode(self, token_ids: Sequence[int], tenant: str, *, skip_special_tokens: bool) -> str:
-        """Return the text of tokens that exist, a piece in each turn of the tenant. Raises RefusedError."""
+        """Return the text of valid token ids. A long list is decoded in pieces, with one turn of the tenant for each
+        piece. Raise RefusedError if too many bytes wait to be processed."""
         size, texts = len(token_ids) * _TOKEN_BYTES, []
         if size <= PIECE_SIZE:
             whole = partial(self._tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens)
@@ -96,7 +102,7 @@ class PromptTexts:
         return "".join(texts) + decoder.flush()
 
     def _check_size(self, size: int, max_sequence_tokens: int, field: str) -> None:
-        """Raises RefusedError for a text that is not worth tokenizing."""
+        """Raise RefusedError if a text exceeds the limit in bytes, or is too large for `max_sequence_tokens` tokens."""
         overflow = None if max_sequence_tokens == ANY_NUMBER else ContextOverflow(max_sequence_tokens)
         if size > self._limits.max_prompt:
             raise invalid(

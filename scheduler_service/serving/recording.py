@@ -1,16 +1,19 @@
-"""Every event that enters the core, in a file, with what came of it: `pagewire replay` runs it again without a worker.
+"""A recording of every event that enters the core, with its outcome. `pagewire replay` repeats the events without a
+worker.
 
-The core does no I/O and knows no clock, so its arguments, its events in order, and their times, rates and seeds decide
-every plan. A recording is a text file of JSON lines: a header with the version and the scheduler's options, then
-[event, time, arguments, outcome] for each event. Fields of dataclasses that have their default are left out. Outcomes:
+The core does no I/O and reads no clock. So every plan is determined by the core's options and by the order of the
+events, with their arguments, times, rates and seeds. A recording is a text file of JSON lines: a header with the
+version and the scheduler's options, followed by [event, time, arguments, outcome] for each event. Fields of dataclasses
+that have their default value are omitted. Outcomes:
 
-- a plan: its xxh3_64 over everything, and the plan itself, with numbers of tokens in place of the tokens of openings;
-- tokens for clients: their xxh3_64; ids of new sequences; or null;
-- {"error": ...} for what was raised.
+- a plan: the xxh3_64 of the complete plan, and the plan, in which numbers of tokens replace the tokens of row openings;
+- outputs for clients: their xxh3_64;
+- ids of new sequences, or null;
+- {"error": ...}: an exception.
 
-Where the file could not be written in time, events are missing, and {"missing_events": their number} stands instead.
+If the file could not be written in time, events are missing, and {"missing_events": their number} is in their place.
 
-The file holds every prompt: it is created readable by its owner only.
+The file contains every prompt, so it is created readable by its owner only.
 """
 
 import json
@@ -38,7 +41,7 @@ from scheduler_service.core.scheduler_options import SchedulerOptions
 logger = logging.getLogger(__name__)
 
 VERSION = 5
-# The events, and the types of their arguments; the time comes last in each call.
+# The events and the types of their arguments. The time is an additional last argument of each event.
 EVENTS: dict[str, tuple[type, ...]] = {
     "add": (Request,),
     "abort": (str, str),
@@ -57,13 +60,16 @@ _MISSING = "missing_events"
 _FLUSH_INTERVAL = 1.0  # seconds
 _MAX_PENDING_CHARS = 262_144
 _MAX_HEADER_CHARS = 65_536
-MAX_WAITING_BYTES = 64 << 20  # for the file to take them
+MAX_WAITING_BYTES = 64 << 20  # limit on bytes that wait to be written
 _CLOSE_TIMEOUT = 2.0  # seconds
 
 
 class Recorder:
-    """Writes a recording line by line, on a thread that waits for the file. Recording never stops serving: once the
-    file has failed, or too many bytes wait for it, nothing more is recorded, which the file says where it can."""
+    """A writer of a recording. It writes lines to the file on a separate thread.
+
+    Recording never delays serving. If writing fails, or too many bytes wait to be written, the recording ends. The file
+    says so, if it can still be written.
+    """
 
     def __init__(self, path: str, options: SchedulerOptions) -> None:
         self._path = path
@@ -74,9 +80,10 @@ class Recorder:
         self._flushed_at = 0.0
 
     def open(self) -> None:
-        """Begin the file. An older one of this name is kept as PATH.old. Raises OSError."""
+        """Create the file. An existing file of this name is renamed to PATH.old. Raise OSError if the file cannot be
+        written."""
         path = Path(self._path)
-        # A FIFO may have no reader yet: only what reads it as well can open it at once.
+        # A FIFO may have no reader yet. Opening it for reading and writing succeeds nevertheless.
         mode = os.O_RDWR if path.is_fifo() else os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         try:
             if path.is_file():
@@ -102,7 +109,7 @@ class Recorder:
             self.flush()
 
     def flush(self) -> None:
-        """Hand what is pending to the thread that writes it."""
+        """Pass the pending lines to the writer thread. End the recording if bytes were dropped."""
         if self._writer is not None and self._pending:
             self._writer.put("\n".join([*self._pending, ""]).encode("ascii"))
             if self._writer.num_dropped:
@@ -113,7 +120,7 @@ class Recorder:
         self._num_pending_chars = 0
 
     def close(self) -> None:
-        """Record no more. Waits until all is written, but for a file that takes no bytes not for long."""
+        """End the recording. Wait until all lines are written, but at most `_CLOSE_TIMEOUT` seconds."""
         self.flush()
         if self._writer is None:
             return
@@ -124,26 +131,28 @@ class Recorder:
         self._end()
 
     def is_written_within(self, timeout: float) -> bool:
-        """Wait until the file has all that was handed to the thread, no longer than `timeout` seconds."""
+        """Wait until all bytes that were passed to the thread are written, at most `timeout` seconds. Return whether
+        they are."""
         return self._writer is not None and self._writer.flush(timeout)
 
     def _end(self) -> None:
-        """Let the thread end when it has written what waits, for which a file that takes no bytes stays open."""
+        """Let the thread end after it has written the waiting bytes. A file that accepts no bytes remains open for
+        it."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
 
 def _gap(num_lines: int) -> bytes:
-    """Make the line that says how many events are missing where it stands."""
+    """Return the line that says how many events are missing at its position."""
     return f"{encode({_MISSING: num_lines})}\n".encode()
 
 
 def record(scheduler: Scheduler, recorder: Recorder) -> Scheduler:
-    """Have every event that enters the scheduler written down from now on, with what came of it.
+    """Record every event that enters the scheduler from now on, with its outcome. Return the scheduler.
 
-    Cost, measured on one core: about 80 us a step at 256 decoding rows, beside 185 us of the core itself; most of it is
-    the text of the result's tokens and the digest of the outputs.
+    The cost, measured on one core, is about 80 us a step at 256 decoding rows, compared to 185 us for the scheduler's
+    core. Most of this time is spent on encoding the result's tokens and on the digest of the outputs.
     """
     for name in EVENTS:
         setattr(scheduler, name, partial(_perform, scheduler, recorder, name, getattr(scheduler, name)))
@@ -162,7 +171,7 @@ def _perform(scheduler: Scheduler, recorder: Recorder, name: str, event: Callabl
         raise
     recorder.write(name, now, arguments, outcome(value))
     if not scheduler.has_requests:
-        recorder.flush()  # nothing may happen for long
+        recorder.flush()  # the next event may come much later
     return value
 
 
@@ -170,7 +179,7 @@ def _perform(scheduler: Scheduler, recorder: Recorder, name: str, event: Callabl
 
 
 def outcome(value: StepPlan | TokenOutputs | list[int] | None) -> Any:
-    """Describe the value that an event gave, as a recording has it."""
+    """Return the recorded form of an event's return value."""
     if isinstance(value, StepPlan):
         return _plan_outcome(value)
     if isinstance(value, TokenOutputs):
@@ -206,7 +215,8 @@ def _pack(*columns: Sequence[int]) -> bytes:
 
 
 def _encode(value: Any) -> Any:
-    """Translate a value that the JSON encoder does not know: a dataclass into its fields without the defaults."""
+    """Convert a value that the JSON encoder does not support. A dataclass becomes a dict of the fields that do not have
+    their default value. Raise TypeError if the type is not supported."""
     if is_dataclass(value):
         data_type: type = type(value)
         found = ((name, getattr(value, name), default) for name, default in _defaults(data_type))
@@ -218,7 +228,7 @@ def _encode(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} has no place in a recording")
 
 
-# A number that JSON has not, such as a log-probability of minus infinity, is text: "-inf", "inf" or "nan".
+# JSON has no infinity and no NaN, which occur in log-probabilities: they are encoded as "-inf", "inf" and "nan".
 encode = StrictEncoder(str, default=_encode, separators=(",", ":"), check_circular=False).encode
 
 
@@ -231,7 +241,8 @@ _hints = cache(typing.get_type_hints)
 
 
 def _decode(hint: Any, value: Any) -> Any:
-    """Make the value of a type from its JSON. Raises TypeError, ValueError and KeyError for what does not fit."""
+    """Convert a JSON value to the type `hint`. Raise TypeError, ValueError or KeyError if it does not match the
+    type."""
     if isinstance(hint, types.UnionType):
         (known,) = (option for option in typing.get_args(hint) if option is not types.NoneType)
         return None if value is None else _decode(known, value)
@@ -257,11 +268,11 @@ def _decode(hint: Any, value: Any) -> Any:
 
 
 class RecordingError(Exception):
-    """The file cannot be replayed; the text says why."""
+    """Raised if a file cannot be replayed. The message is the reason."""
 
 
 class CutShortError(Exception):
-    """The recording cannot be followed beyond the event before this number; the text says why."""
+    """Raised if a recording can only be replayed up to the event before `number`. The message is the reason."""
 
     def __init__(self, number: int, reason: str) -> None:
         super().__init__(reason)
@@ -270,7 +281,7 @@ class CutShortError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event of a recording. `number` counts from 1, and `outcome` is as it was when it was recorded."""
+    """One event of a recording. `number` counts from 1. `outcome` is the recorded outcome."""
 
     number: int
     name: str
@@ -280,10 +291,10 @@ class Event:
 
 
 class RecordingReader:
-    """Reads one file, once."""
+    """A reader of one recording, which can be read once."""
 
     def __init__(self, file: IO[str]) -> None:
-        """Raises RecordingError."""
+        """Read the header. Raise RecordingError if it is invalid or has another version."""
         try:
             header = json.loads(file.readline(_MAX_HEADER_CHARS))
             version = header["pagewire_recording"]
@@ -298,7 +309,8 @@ class RecordingReader:
         self._file = file
 
     def events(self) -> Iterator[Event]:
-        """Raises CutShortError at an end in the middle of a line, RecordingError for a line that is no event."""
+        """Yield the events in order. Raise CutShortError if a line is incomplete or events are missing, and
+        RecordingError if a line is not an event."""
         for number, line in enumerate(self._file, start=1):
             if not line.endswith("\n"):
                 raise CutShortError(number, f"the recording ends in the middle of event {number}")

@@ -1,18 +1,19 @@
-"""Why what a client asks for is refused or fails: a reason, one sentence, and the field at fault."""
+"""Refusals and failures of client requests, each with a reason, a message of one sentence, and the path of the invalid
+field."""
 
 from enum import Enum
 from typing import NamedTuple
 
 from scheduler_service.core.request import AdmissionReason, EndReason
 
-# Of a refusal's text, which goes out three times, once with three bytes for each that is not plain: clients take no
-# more than 8 KiB of metadata, and what a text quotes may be theirs.
+# The limit on a refusal's message. The message is sent three times, once percent-encoded, with three bytes for a
+# special byte. Clients accept at most 8 KiB of metadata, and the message may quote text of the client.
 MAX_MESSAGE_BYTES = 1200
 
 
 class Reason(Enum):
-    """The kinds of refusals: the number of gRPC's status code, the HTTP status, and the seconds after which trying
-    again may help, 0 if it cannot."""
+    """The kinds of refusals. Each has a gRPC status code, an HTTP status and a retry delay: the number of seconds after
+    which a retry may succeed, or 0 if a retry cannot succeed."""
 
     CANCELLED = 1, 499, 0
     INVALID_ARGUMENT = 3, 400, 0
@@ -34,7 +35,7 @@ class Reason(Enum):
         self.retry_delay_s = retry_delay_s
 
 
-REASONS = {reason.grpc_code: reason for reason in Reason}  # by the numbers of the wire
+REASONS = {reason.grpc_code: reason for reason in Reason}  # by gRPC status code
 OF_ADMISSION = {
     AdmissionReason.INVALID: Reason.INVALID_ARGUMENT,
     AdmissionReason.DUPLICATE: Reason.ALREADY_EXISTS,
@@ -53,17 +54,17 @@ OF_END = {
 
 
 class ContextOverflow(NamedTuple):
-    """A prompt that does not fit into the context, alone or with its output: agents that know so compact their
-    conversation."""
+    """The sizes of a prompt that does not fit into the context, alone or with its output. An agent that receives them
+    compacts its conversation."""
 
-    max_tokens: int  # of prompt and output together
-    num_tokens: int | None = None  # that were asked for; None: the prompt is too large to be counted
+    max_tokens: int  # limit on prompt and output together
+    num_tokens: int | None = None  # requested; None: the prompt is too large to be counted
 
 
 class RefusedError(Exception):
-    """Raised by what serves a call, it ends that call, as the door that it came by says such things.
+    """An error that ends a call. Each API maps it to its own status code.
 
-    The text names limit, actual value and remedy; `field` is the path of the field at fault.
+    The message states the limit, the actual value and the remedy. `field` is the path of the invalid field, or empty.
     """
 
     def __init__(self, reason: Reason, message: str, field: str = "", overflow: ContextOverflow | None = None) -> None:
@@ -73,22 +74,22 @@ class RefusedError(Exception):
         self.overflow = overflow
 
     def again(self, field: str | None = None) -> "RefusedError":
-        """Return an equal error, under another name of the field if one is given. It has no traceback, whose frames
-        would keep the request alive that has the error."""
+        """Return an equal error, with another field path if `field` is given. The new error has no traceback, because
+        the frames of a traceback would keep the failed request alive."""
         return RefusedError(self.reason, str(self), self.field if field is None else field, self.overflow)
 
 
 def invalid(field: str, message: str, overflow: ContextOverflow | None = None) -> RefusedError:
-    """Return the refusal of a field that cannot be taken as it is."""
+    """Return the refusal of an invalid field."""
     return RefusedError(Reason.INVALID_ARGUMENT, message, field, overflow)
 
 
 def unknown(request_id: str) -> RefusedError:
-    """Return the refusal of what is asked of a request that is not there, or is another tenant's."""
+    """Return the refusal of an operation on a request that does not exist or belongs to another tenant."""
     return RefusedError(Reason.NOT_FOUND, f"no request {request_id!r} is running for this tenant", "request_id")
 
 
 def timed_out() -> RefusedError:
-    """Return the refusal of what has not ended in the time that its client gave it."""
+    """Return the refusal of a request that did not end before its client's timeout."""
     text = "the timeout passed before the request was done; raise it or ask for fewer tokens"
     return RefusedError(Reason.DEADLINE_EXCEEDED, text)

@@ -1,6 +1,6 @@
-"""A line in the log for every sample that ends: whose it was, what became of it, and where its time went.
+"""A log line for every sample that ends, with its request, the reason of its end, and the times of its phases.
 
-Samples that end for the same reason at once, thousands of them where a server loses its worker, have one line together.
+Samples that end at the same time for the same reason share one line, since thousands may end when the worker is lost.
 """
 
 import asyncio
@@ -12,14 +12,14 @@ from scheduler_service.serving.observer import ENDED_WELL, Observer
 
 logger = logging.getLogger(__name__)
 
-_MAX_NAMED = 10  # requests that a line names which is about many
+_MAX_NAMED = 10  # requests named in a shared line
 
 
 class RequestLog(Observer):
     def __init__(self, *, logs_all: bool) -> None:
-        """With `logs_all`, samples that ended well are logged too."""
+        """With `logs_all`, samples that ended without failure are logged too."""
         self._logs_all = logs_all
-        # What failed in this iteration of the event loop, by reason and message.
+        # The samples that failed in this iteration of the event loop, by reason and message.
         self._failed: dict[tuple[EndReason, str], list[dict[str, Any]]] = {}
 
     def sequence_ended(self, request: Request, end: SequenceEnd, now: float) -> None:

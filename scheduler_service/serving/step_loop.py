@@ -1,8 +1,9 @@
-"""The only place where a plan meets a worker: plan -> send -> result -> publish, in one task.
+"""The step loop, the only place where plans are sent to a worker and results are received from it.
 
-The link to the worker reports `worker_ready`, `moved`, `grammar_ready`, `result` and `worker_lost`; the
-link needs no gRPC. All methods belong to the event loop's thread. What the worker reports waits in an inbox that is
-emptied before the next plan is made, so a plan always knows the latest news.
+One task repeats the cycle: schedule a plan, send it, process the result, publish the outputs. The link to the worker
+calls `worker_ready`, `moved`, `grammar_ready`, `result` and `worker_lost`. The link need not use gRPC. All methods
+belong to the event loop's thread. Reports of the worker wait in an inbox. The inbox is emptied before the next plan is
+made, so a plan always depends on the latest reports.
 """
 
 import asyncio
@@ -27,22 +28,22 @@ from scheduler_service.serving.refusal import Reason, RefusedError
 
 logger = logging.getLogger(__name__)
 
-# Steps between two looks at the core's invariants.
+# The number of steps between two checks of the core's invariants.
 _CHECK_INTERVAL = 256
 
 
 class EpochLink(Protocol):
-    """The way to the worker for one epoch."""
+    """The connection to the worker during one epoch."""
 
     def send(self, plan: StepPlan) -> None:
-        """Send a plan on its way, without waiting."""
+        """Send a plan, without waiting for the transmission."""
 
     def close(self, reason: str) -> None:
-        """End the epoch: the worker broke the protocol."""
+        """End the epoch, for example because the worker violated the protocol."""
 
 
 class PlanExchange:
-    """The exchange of plans and results with the worker, epoch after epoch."""
+    """The exchange of plans and results with the worker, over all epochs."""
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class PlanExchange:
         wake: asyncio.Event,
         clock: Clock,
     ) -> None:
-        """`wake` is set when there is something that the step loop must look at."""
+        """`wake` is an event that is set when the step loop has something to process."""
         self._scheduler = scheduler
         self._counters = scheduler.state.counters
         self._publisher = publisher
@@ -63,11 +64,11 @@ class PlanExchange:
         self._kv_events = kv_events
         self._wake = wake
         self._clock = clock
-        self._inbox: deque[Callable[[float], None]] = deque()  # what the worker told, which gets the time
+        self._inbox: deque[Callable[[float], None]] = deque()  # reports to process, called with the time
         self._link: EpochLink | None = None
         self._num_unchecked_steps = 0
         self._is_fruitless = False  # the epoch has a plan, but no token yet
-        self.epoch = 0  # the number of the epoch that is, or was
+        self.epoch = 0  # the number of the current or the last epoch
 
     @property
     def is_connected(self) -> bool:
@@ -82,30 +83,31 @@ class PlanExchange:
         self.availability.worker_joined(capacity, self._scheduler.max_sequence_tokens)
 
     def moved(self, step: int) -> None:
-        """The moves of all plans up to this step are done. Comes before the result that says so."""
+        """Report that the moves of all plans up to this step are done. The link must call this before it passes on a
+        result that acknowledges these moves."""
         self._tell(partial(self._scheduler.moved, step))
 
     def grammar_ready(self, grammar_id: int, error: str) -> None:
-        """The worker has prepared a grammar of the epoch, or (with an error) says why it cannot."""
+        """Report that the worker has prepared a grammar of the epoch, or, with `error`, the reason why it cannot."""
         self._tell(lambda now: self._publisher.publish(self._scheduler.grammar_ready(grammar_id, error, now)))
 
     def result(self, result: StepResult) -> None:
         self._tell(partial(self._take_result, result))
 
     def worker_lost(self, reason: str) -> None:
-        """Nothing happens if no worker is there."""
+        """Report that the worker is lost. This has no effect if no worker is connected."""
         self.empty_inbox()
         if self._link is not None:
             self._end_epoch(reason)
 
     def _tell(self, news: Callable[[float], None]) -> None:
-        """Keep news for the next run. A link whose epoch this has ended may still have some, which are dropped."""
+        """Queue a report for the next run of the loop. Reports of a link whose epoch has ended are dropped."""
         if self._link is not None:
             self._inbox.append(news)
             self._wake.set()
 
     def empty_inbox(self) -> None:
-        """Take what the worker told."""
+        """Process the worker's reports. A report that violates the protocol ends the epoch."""
         while self._inbox:
             try:
                 self._inbox.popleft()(self._clock.now())
@@ -126,7 +128,8 @@ class PlanExchange:
             self._check_invariants()
 
     def _check_invariants(self) -> None:
-        """A broken invariant of the cache is gone with the epoch."""
+        """Check a few of the core's invariants. If one is broken, end the epoch, which discards the state of the
+        cache."""
         try:
             self._scheduler.check_sample()
         except AssertionError:
@@ -136,7 +139,7 @@ class PlanExchange:
             self._fail_epoch("an invariant of the scheduler is broken")
 
     def send_plans(self) -> None:
-        """Send as many plans as there may be under way."""
+        """Send plans until the core has no further plan: no work remains, or enough plans are in flight."""
         while self._link is not None:
             plan = self._scheduler.schedule(self._clock.now())
             if plan is None:
@@ -145,7 +148,7 @@ class PlanExchange:
             self._link.send(plan)
 
     def close(self, message: str) -> None:
-        """End the epoch, if there is one, since the scheduler ends."""
+        """End the current epoch, if there is one, because the scheduler shuts down."""
         if self._link is not None:
             self._link.close(message)
             self._leave_epoch()
@@ -181,9 +184,10 @@ class StepLoop:
         kv_event_log: KvEventLog | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """See WorkerAvailability for `worker_timeout` and `worker_grace`. Without a `clock` it is the event loop's."""
+        """See WorkerAvailability for `worker_timeout` and `worker_grace`. The default `clock` is the event loop's
+        clock."""
         self._scheduler = scheduler
-        self.state = scheduler.state  # for questions that change nothing; `core.explain` answers them
+        self.state = scheduler.state  # read-only, for `core.explain`
         heard_by = Observers(observers)
         self._submissions = heard_by.submission
         self.clock = clock = clock or Clock()
@@ -205,7 +209,7 @@ class StepLoop:
     # Requests
 
     def submit(self, request: ActiveRequest, trace: Mapping[str, str] = {}) -> None:
-        """Queue a request. Raises RefusedError, AdmissionError."""
+        """Queue a request. Raise RefusedError or AdmissionError if it is refused."""
         asked = request.request
         if refusal := self.availability.refusal(asked.output_mode):
             raise RefusedError(Reason.UNAVAILABLE, refusal)
@@ -219,33 +223,36 @@ class StepLoop:
         self._wake.set()
 
     def abort(self, tenant: str, request_id: str) -> None:
-        """Raises KeyError if there is no such request."""
+        """Abort a request by its id. Raise KeyError if the request does not exist."""
         self._publisher.publish(self._scheduler.abort(tenant, request_id, self.clock.now()))
         self._wake.set()
 
     def cancel(self, request: ActiveRequest) -> None:
-        """Abort what is left of a submitted request, even where another one has its name by now."""
+        """Abort a submitted request if it has unfinished samples. A request that has ended is left alone, because
+        another request may have the same id by now."""
         if any(output.sequence_id in self._publisher.samples for output in request.outputs):
             self.abort(request.request.tenant, request.request.request_id)
 
     def settle(self, output: SampleRecord, num_kept: int) -> None:
-        """Count what a client got of a sample, and what was computed beyond."""
+        """Count the tokens of a sample that its client kept, and the tokens computed beyond these."""
         self._publisher.counts.settle(output, num_kept)
 
     def token_counts(self) -> TokenCounts:
-        """Return how many tokens clients got, and how many were computed beyond, beams included."""
+        """Return how many tokens clients received, and how many tokens were computed beyond these, including the tokens
+        of beam searches."""
         counts, num_discarded = self._publisher.counts, self.state.counters.num_discarded_tokens
         return TokenCounts(counts.num_kept, counts.num_discarded + num_discarded)
 
     def stop(self, output: SampleRecord, num_tokens: int) -> None:
-        """A stop text ended a sample after this many tokens."""
+        """End a sample after `num_tokens` tokens, because of a stop text."""
         self._publisher.publish(self._scheduler.stop(output.sequence_id, num_tokens, self.clock.now()))
         self._wake.set()
 
     async def flush_cache(self, patience: float) -> bool:
-        """Forget all cached content as soon as there are no requests; False if there are some all the time.
+        """Drop all cached content as soon as no requests remain. Return False if requests remain for `patience`
+        seconds.
 
-        `patience` in seconds; 0 does not wait.
+        With a `patience` of 0 the method does not wait.
         """
         try:
             async with asyncio.timeout(patience):
@@ -260,7 +267,7 @@ class StepLoop:
     # Running
 
     async def run(self) -> None:
-        """Until cancelled. An exception is a defect of the scheduler, and fatal."""
+        """Run until cancelled. An exception is a bug in the scheduler and is fatal."""
         if not self.exchange.is_connected:
             self.availability.start_timers()
         try:
@@ -272,23 +279,23 @@ class StepLoop:
 
     @property
     def is_due(self) -> bool:
-        """Whether there is something that `run_once` has not seen yet."""
+        """Whether events have occurred that `run_once` has not processed yet."""
         return self._wake.is_set()
 
     def run_once(self) -> None:
-        """Take what the worker told, send the plans that follow, and pass on what has happened to the cache."""
+        """Process the worker's reports, send the next plans, and take the cache's events."""
         self._wake.clear()
         self.exchange.empty_inbox()
         self.exchange.send_plans()
         self.kv_events.take()
 
     async def drain(self) -> None:
-        """Take no more requests, and return when those that are there have ended."""
+        """Refuse new requests, and return when all accepted requests have ended."""
         self.availability.drain()
         await self._publisher.idle.wait()
 
     def end_all(self, message: str) -> None:
-        """End every request with NO_WORKER and this message, and every wait for news of the cache."""
+        """End every request with the reason NO_WORKER and this message, and end the events of the cache."""
         self.availability.drain()
         self.kv_events.end()
         self.exchange.close(message)

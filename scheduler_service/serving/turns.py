@@ -1,10 +1,12 @@
-"""Bounds on the work that what clients send causes, in time and memory.
+"""Limits on the time and memory of work that client input causes.
 
-The rule: a call works on the event loop with pieces of at most PIECE_SIZE bytes or JSON values, which take some
-milliseconds, one piece of all calls at a time unless it is small. Everything larger runs on a thread, in turns by
-tenant (`Turns`). A C function that keeps the interpreter's lock stops the event loop from a thread too, so each such
-call is bounded as well: bodies by the number of their values (`strict_json.MAX_VALUES`), answers by being written in
-pieces. The bytes that wait are limited for each tenant and for all (`TenantBytes`).
+On the event loop a call processes pieces of at most PIECE_SIZE bytes or JSON values, which take a few milliseconds.
+Only one such piece runs at a time, over all calls, unless it is small. Larger pieces run on a thread, where the tenants
+take turns (`Turns`).
+
+A C function that holds the interpreter's lock blocks the event loop even from a thread. Therefore each such call is
+limited as well: request bodies by the number of their values (`strict_json.MAX_VALUES`), and responses because they are
+written in pieces. The number of waiting bytes is limited for each tenant and in total (`TenantBytes`).
 """
 
 import asyncio
@@ -19,17 +21,19 @@ from typing import ParamSpec, TypeVar
 from scheduler_service.serving.refusal import Reason, RefusedError
 
 PIECE_SIZE = 64 * 1024
-_SMALL_SIZE = 4 * 1024  # of pieces that any number of may run before the event loop does anything else
-_NUM_SHORT = 2  # threads of short pieces, and pieces of one tenant on them
+_SMALL_SIZE = 4 * 1024  # smaller pieces run without yielding to the event loop
+_NUM_SHORT = 2  # threads for short pieces, and pieces of one tenant on these threads
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
 
 
 class TenantBytes:
-    """The bytes that the calls of each tenant hold, with a limit for one tenant and for all."""
+    """A counter of the bytes that the calls of each tenant hold, with a limit for one tenant and a limit for all
+    tenants."""
 
     def __init__(self, what: str, max_bytes: int, max_tenant_bytes: int) -> None:
-        """`what` names the things counted, in the plural. A single one is admitted whatever its size."""
+        """`what` names the counted items, in the plural, for error messages. A single item is admitted whatever its
+        size."""
         self._what = what
         self._max_bytes = max_bytes
         self._max_tenant_bytes = max_tenant_bytes
@@ -38,7 +42,7 @@ class TenantBytes:
 
     @contextmanager
     def held(self, tenant: str, size: int) -> Iterator[None]:
-        """Count `size` bytes inside the block. Raises RefusedError for the tenant that would exceed its limit."""
+        """Count `size` bytes for the tenant during the block. Raise RefusedError if this would exceed a limit."""
         self.add(tenant, size)
         try:
             yield
@@ -46,7 +50,7 @@ class TenantBytes:
             self.remove(tenant, size)
 
     def add(self, tenant: str, size: int) -> None:
-        """Raises RefusedError."""
+        """Count `size` more bytes for the tenant. Raise RefusedError if this would exceed a limit."""
         for whose, held, limit in (
             ("this tenant", self._held.get(tenant, 0), self._max_tenant_bytes),
             ("all tenants", self.num_bytes, self._max_bytes),
@@ -71,7 +75,7 @@ class TenantBytes:
 
 @dataclass(slots=True)
 class _Queues:
-    """One tenant's pieces of work, each of which waits for those before it."""
+    """The queues of one tenant's pieces of work. A piece waits for the earlier pieces in its queue."""
 
     short: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, _NUM_SHORT))
     long: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, 1))
@@ -80,16 +84,17 @@ class _Queues:
 
 
 class Turns:
-    """Threads that tenants use in turn.
+    """Threads for pieces of work, which the tenants use in turn.
 
-    Each thread's queue holds one piece of a tenant at most, so another tenant's piece waits for one of them, however
-    many that tenant has. Pieces larger than PIECE_SIZE are long, and have a thread of their own.
+    The queue of a thread contains at most one piece of each tenant. So a tenant's piece waits for at most one piece of
+    another tenant, however many pieces that tenant has. Pieces larger than PIECE_SIZE are long, and have a thread of
+    their own.
     """
 
     def __init__(self, waiting: TenantBytes) -> None:
         self.waiting = waiting
         self._queues: dict[str, _Queues] = {}  # of tenants that have work
-        self._loop_piece = asyncio.Lock()  # of the one that runs on the event loop
+        self._loop_piece = asyncio.Lock()  # held by the piece that runs on the event loop
         self._short_threads = ThreadPoolExecutor(_NUM_SHORT, thread_name_prefix="short work")
         self._long_thread = ThreadPoolExecutor(1, thread_name_prefix="long work")
 
@@ -99,14 +104,14 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self, tenant: str, *, is_long: bool) -> AsyncIterator[None]:
-        """Wait until one more piece of the tenant may run, and run it inside the block."""
+        """Wait until one more piece of the tenant may run, and run the block as this piece."""
         with self._queued(tenant) as queues:
             async with queues.long if is_long else queues.short:
                 yield
 
     @contextmanager
     def _queued(self, tenant: str) -> Iterator[_Queues]:
-        """Count a piece of the tenant inside the block."""
+        """Count one more piece of the tenant during the block."""
         queues = self._queues.setdefault(tenant, _Queues())
         queues.num_pieces += 1
         try:
@@ -119,15 +124,16 @@ class Turns:
     async def call(
         self, tenant: str, work: Callable[_Given, _Result], *args: _Given.args, **named: _Given.kwargs
     ) -> _Result:
-        """Call `work`, a long piece whose bytes are counted elsewhere, on a thread in the tenant's turn."""
+        """Call `work`, a long piece, on a thread in the tenant's turn, and return its result. The caller counts its
+        bytes."""
         async with self.turn(tenant, is_long=True):
             return await on_thread(self._long_thread, partial(work, *args, **named))
 
     async def run(
         self, tenant: str, size: int, work: Callable[_Given, _Result], *args: _Given.args, **named: _Given.kwargs
     ) -> _Result:
-        """Call `work` on a thread in the tenant's turn, with `size` bytes counted until it returns. Raises
-        RefusedError."""
+        """Call `work` on a thread in the tenant's turn, and return its result. `size` bytes are counted until it
+        returns. Raise RefusedError if too many bytes wait."""
         with self.waiting.held(tenant, size):
             if size > PIECE_SIZE:
                 return await self.call(tenant, work, *args, **named)
@@ -137,20 +143,24 @@ class Turns:
     async def carry_out(
         self, tenant: str, size: int, work: Callable[_Given, _Result], *args: _Given.args, **named: _Given.kwargs
     ) -> _Result:
-        """Call `work` on the event loop if its size is at most PIECE_SIZE, else as `run` does. Raises RefusedError."""
+        """Call `work` on the event loop if `size` is at most PIECE_SIZE, otherwise on a thread as `run` does. Return
+        its result. Raise RefusedError if too many bytes wait."""
         if size > PIECE_SIZE:
             return await self.run(tenant, size, work, *args, **named)
         if size > _SMALL_SIZE:
             with self._queued(tenant) as queues:
                 async with queues.on_loop, self._loop_piece:
-                    await asyncio.sleep(0)  # between two pieces others have their turn
+                    await asyncio.sleep(0)  # let other tasks run between two pieces
                     return work(*args, **named)
         return work(*args, **named)
 
 
 async def on_thread(threads: ThreadPoolExecutor, work: Callable[[], _Result]) -> _Result:
-    """Call `work` on a thread. If the caller is cancelled, work that has not begun is dropped with all that it holds;
-    work that has begun is waited for, so that its turn and its bytes are not given back while it goes on."""
+    """Call `work` on a thread and return its result.
+
+    If the caller is cancelled before the work begins, the work is dropped with all objects that it refers to. If the
+    work has begun, wait for its end, so that its turn and its bytes are not released while it runs.
+    """
     waiting = [work]
     submitted = threads.submit(lambda: waiting.pop()())
     try:

@@ -1,4 +1,4 @@
-"""A checkpoint's chat template: where it is, and whether it can be used. Routers and clients render it."""
+"""The chat template of a checkpoint: which file it is in, and whether it can be used. Routers and clients render it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from pagewire.common.chat.chat_template import refusals
 from pagewire.common.chat.template_sandbox import MAX_TEMPLATE_CHARS, Overspent
 from pagewire.common.gguf import read_settings, read_text
 
-_DEFAULT, _FOR_TOOLS = "default", "tool_use"  # names that transformers chooses by; it takes others only from callers
+_DEFAULT, _FOR_TOOLS = "default", "tool_use"  # names that transformers selects by itself
 _MAX_NAMED = 64
 _MAX_FILE_BYTES = 4 * MAX_TEMPLATE_CHARS
 _NO_DEFAULT = "{{{{ raise_exception('this model has no default chat template: {}') }}}}"
-# An empty text at each border keeps the tags from taking whitespace of the templates along.
+# An empty text at each border prevents the tags from stripping whitespace of the templates.
 _CHOICE = (
     "{{% if tools is not defined or tools is none %}}{{{{ '' }}}}{}{{{{ '' }}}}"
     "{{% else %}}{{{{ '' }}}}{}{{{{ '' }}}}{{% endif %}}"
@@ -23,14 +23,16 @@ _CHOICE = (
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
+    """A checkpoint's chat template, with the named templates that clients may select."""
+
     text: str
-    source: Path  # the file it is from
-    named: Mapping[str, str]  # those that clients may ask for by name; without names in the files none
-    is_plain: bool  # it stands in its files as it is, where any router finds it
+    source: Path  # the file that contains it
+    named: Mapping[str, str]  # by name; empty if the files contain no names
+    is_plain: bool  # the files contain this text itself, where routers look for it
 
     def refusals(self, special_tokens: Mapping[str, str]) -> tuple[str, ...]:
-        """Return which kinds of conversation it makes no prompt of, each with the reason. Raises ValueError for one
-        that does not end."""
+        """Return the kinds of conversation that the template cannot render, each with the reason. Raise ValueError if
+        rendering does not end within its budget of steps."""
         try:
             return tuple(f"{kinds}: {reason}" for kinds, reason in refusals(self.text, special_tokens).items())
         except Overspent as error:
@@ -38,8 +40,13 @@ class ChatTemplate:
 
 
 def read_chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> ChatTemplate | None:
-    """Read chat_template.jinja, or else the chat_template of tokenizer_config.json, or else of chat_template.json, with
-    those that may lie in additional_chat_templates, by their names. Raises ValueError."""
+    """Read the chat template of a checkpoint directory, or return None if it has no template. Raise ValueError if a
+    file is invalid.
+
+    The template is in chat_template.jinja, or else in the field chat_template of tokenizer_config.json, or else of
+    chat_template.json. The folder additional_chat_templates may contain more templates, which are named after their
+    files.
+    """
     path = directory / "chat_template.jinja"
     if path.is_file():
         named = {_DEFAULT: _read_text(path)}
@@ -55,7 +62,8 @@ def read_chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> 
 
 
 def chat_template_of(tokenizer_config: Mapping[str, Any], source: Path) -> ChatTemplate | None:
-    """Take the template from what tokenizer_config.json would hold. Raises ValueError."""
+    """Return the chat template in the settings of a tokenizer_config.json, or None. Raise ValueError if it is
+    invalid."""
     return _joined(_named(tokenizer_config, source), source, is_plain=_is_plain(tokenizer_config))
 
 
@@ -73,7 +81,8 @@ def _is_plain(tokenizer_config: Mapping[str, Any]) -> bool:
 
 
 def _named(config: Mapping[str, Any], path: Path) -> dict[str, str]:
-    """Return the templates of a file by their names, of which a single one is the default. Raises ValueError."""
+    """Return the templates in a file by name. A single template without a name is the default template. Raise
+    ValueError if the field is invalid."""
     found = config.get("chat_template")
     if found is None or isinstance(found, str):
         return {} if found is None else {_DEFAULT: found}
@@ -90,8 +99,12 @@ def _named(config: Mapping[str, Any], path: Path) -> dict[str, str]:
 
 
 def _joined(named: Mapping[str, str], source: Path, *, is_plain: bool) -> ChatTemplate | None:
-    """Make one template of the default and of that for tools, which chooses as transformers does, so that routers,
-    which take one, and clients need not know of names."""
+    """Combine the default template and the template for tools into one template, which selects between them as
+    transformers does.
+
+    So routers, which accept a single template, and clients need not know the names. Return None without any template.
+    Raise ValueError if the templates are too long.
+    """
     if not named:
         return None
     text = default = named.get(_DEFAULT, _NO_DEFAULT.format("give tools" if _FOR_TOOLS in named else "name another"))

@@ -1,4 +1,5 @@
-"""The parts of a model that the scheduler reads, of a checkpoint directory or of a GGUF file: all but the weights."""
+"""The parts of a model that the scheduler reads from a checkpoint directory or a GGUF file: everything except the
+weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,41 +26,44 @@ from scheduler_service.serving.checkpoint.chat_template import ChatTemplate, cha
 from scheduler_service.serving.checkpoint.pooling_config import PoolingChoice, read_gguf_pooling, read_pooling
 from scheduler_service.serving.checkpoint.sampling_defaults import ignored_settings, sampling_defaults
 
-# What other tools read where there is no tokenizer.json.
+# Tokenizer files that other tools read if there is no tokenizer.json.
 _OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tekken.json", "tiktoken.model", "vocab.txt")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    name: str  # of the directory, or of the GGUF file without its ending
-    directory: Path  # absolute; or that of the GGUF file
+    """The properties of the served model, as far as the scheduler needs them."""
+
+    name: str  # of the directory, or of the GGUF file without its suffix
+    directory: Path  # absolute path of the directory or of the GGUF file
     model_type: str
     architectures: tuple[str, ...]
-    digest: bytes  # SHA-256 over config.json and, where there is one, the tokenizer; or over a GGUF file's header
+    digest: bytes  # SHA-256 over config.json and the tokenizer, if there is one; or over a GGUF file's header
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     pad_token_id: int | None
-    sampling_defaults: SamplingParams  # what requests mean that leave sampling unset
-    ignored_settings: str  # a warning about what the checkpoint asks of requests in vain, or nothing
+    sampling_defaults: SamplingParams  # for requests that leave sampling options unset
+    ignored_settings: str  # a warning about the checkpoint's unsupported settings, or ""
     template_file: ChatTemplate | None
-    chat_refusals: tuple[str, ...]  # kinds of conversation that its chat template makes no prompt of, and why
+    chat_refusals: tuple[str, ...]  # kinds of conversation that its template cannot render, and why
     special_tokens: Mapping[str, str]  # texts, by the names that a chat template uses
     tokenizer_path: Path | None  # a tokenizer.json or a GGUF file; None: there is no tokenizer
-    is_as_routers_read: bool  # its files say of tokenizer and chat template what they seem to
-    embedding: PoolingChoice  # how embeddings are made
-    tokenizer_class: str = ""  # of transformers, by the tokenizer's files
-    hidden_size: int = 0  # the numbers of an embedding; 0: the configuration does not say
+    is_as_routers_read: bool  # routers that read its files find the same tokenizer and template
+    embedding: PoolingChoice  # how embeddings are pooled
+    tokenizer_class: str = ""  # the class of transformers, from the tokenizer's files
+    hidden_size: int = 0  # the length of an embedding; 0: not in the configuration
 
     @property
     def grammar_end_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end an output which matches a grammar, rising: the end tokens that can be sampled."""
+        """The tokens that end an output that matches a grammar, in ascending order. These are the end tokens that can
+        be sampled."""
         return tuple(token_id for token_id in self.eos_token_ids if token_id < self.vocab_size)
 
     @property
     def grammar_refusal(self) -> str:
-        """Why no output can match a grammar, or nothing."""
+        """The reason why the model supports no grammars, or an empty text."""
         if self.tokenizer_path is None:
             return "the served checkpoint has no tokenizer, and without its texts no output can match a grammar"
         if not self.grammar_end_token_ids:
@@ -71,11 +75,11 @@ class ModelInfo:
 
     @property
     def chat_template(self) -> str | None:
-        """Its text."""
+        """The text of the chat template, or None."""
         return None if self.template_file is None else self.template_file.text
 
     def warnings(self) -> list[str]:
-        """Return warnings about what does not work with this checkpoint."""
+        """Return a warning for each feature that does not work with this checkpoint."""
         found = []
         if self.tokenizer_path is None:
             found.append(
@@ -93,12 +97,17 @@ class ModelInfo:
 
 
 def read_model_info(model: str) -> ModelInfo:
-    """Read a checkpoint directory or a GGUF file. Raises ValueError, one line that names the file at fault."""
+    """Return the properties of a checkpoint directory or a GGUF file. Raise ValueError, with one line that names the
+    file at fault."""
     return read_model(model)[0]
 
 
 def read_model(model: str) -> tuple[ModelInfo, TokenizerFiles | None]:
-    """See `read_model_info`. The tokenizer's files come too, which take long to read, and much memory to keep."""
+    """Return the model's properties, as `read_model_info` does, and the tokenizer's files, or None if it has no
+    tokenizer.
+
+    The tokenizer's files take long to read, and much memory to keep.
+    """
     path = Path(model)
     if is_gguf(path):
         return _read_gguf(path)
@@ -129,7 +138,7 @@ def _read_directory(path: Path) -> tuple[ModelInfo, TokenizerFiles | None]:
 
 
 def _read_gguf(path: Path) -> tuple[ModelInfo, TokenizerFiles | None]:
-    """What is wrong in a file's settings is told of the file, under the names that config.json has for them."""
+    """Read a GGUF file. Errors in its settings name the file, and the keys that the settings have in config.json."""
     file = GgufFile.open(path)
     tokenizer = TokenizerFiles.of(path)
     info = _model_info(
@@ -164,10 +173,11 @@ def _model_info(
     digest: bytes,
     embedding: PoolingChoice,
 ) -> ModelInfo:
-    """`end_token_id` is the tokenizer's, beside those that the other files name. Raises ValueError."""
+    """Build the properties from the parsed files. `end_token_id` is the tokenizer's end token, which is added to the
+    end tokens in the other files. Raise ValueError if a setting is invalid."""
     config, length_key = text_settings(config)
     vocab_size = _positive(config, "vocab_size", config_path)
-    # generation_config.json's, else config.json's; and the tokenizer's own.
+    # The end tokens are in generation_config.json, or else in config.json. The tokenizer's end token is added to them.
     names_ends = generation.get("eos_token_id") is not None
     named, file = (generation, generation_path) if names_ends else (config, config_path)
     own = set() if end_token_id is None else {end_token_id}
@@ -219,13 +229,14 @@ def _positive(config: dict[str, Any], key: str, file: Path) -> int:
 
 
 def _token_id(config: dict[str, Any], key: str) -> int | None:
-    """None too for what is not used here anyway: it is only told on."""
+    """Return a token id, or None if it is missing or invalid. The token is only reported to clients, so an invalid id
+    is no error."""
     value = config.get(key)
     return value if is_whole(value) and 0 <= value < 2**31 else None
 
 
 def _convertible(directory: Path) -> str:
-    """Return what makes a tokenizer.json of the other file that a directory has in its place, or nothing."""
+    """Return a hint on how to convert the directory's other tokenizer file to a tokenizer.json, or an empty text."""
     path = next((directory / name for name in _OTHER_TOKENIZERS if (directory / name).is_file()), None)
     if path is None:
         return ""

@@ -1,7 +1,8 @@
-"""How a checkpoint's embeddings are pooled: as the files say that sentence-transformers puts beside it, or a GGUF file.
+"""The pooling of a checkpoint's embeddings, from the files of sentence-transformers or from a GGUF file.
 
-Without any the last token's hidden state is taken, which has seen the whole prompt. Embeddings are always scaled to
-length 1. What no worker computes is no reason not to generate text: it is named when an embedding is asked for.
+Without such files, the last token's hidden state is used, which depends on the whole prompt. Embeddings are always
+scaled to length 1. A model whose pooling is not supported can still generate text: the pooling is reported when an
+embedding is requested.
 """
 
 from collections.abc import Mapping
@@ -16,19 +17,19 @@ _MODULES_FILE = "modules.json"
 _MODES = {"pooling_mode_lasttoken": Pooling.LAST, "pooling_mode_mean_tokens": Pooling.MEAN}
 _NAMED_MODES = {"lasttoken": Pooling.LAST, "mean": Pooling.MEAN}
 _SERVED = "the last token's and the mean of all tokens' hidden states are served"
-_GGUF_MEAN = 1  # of llama.cpp's `pooling_type`
+_GGUF_MEAN = 1  # a value of llama.cpp's `pooling_type`
 
 
 @dataclass(frozen=True, slots=True)
 class PoolingChoice:
-    """The pooling of a checkpoint, or the reason why it makes no embeddings."""
+    """The pooling of a checkpoint, or the reason why it supports no embeddings."""
 
     pooling: Pooling
     refusal: str = ""
 
 
 def read_pooling(directory: Path) -> PoolingChoice:
-    """Read the files of a checkpoint directory. Raises ValueError for one that cannot be read."""
+    """Return the pooling of a checkpoint directory. Raise ValueError if a file cannot be read."""
     path = directory / _MODULES_FILE
     if not path.is_file():
         return PoolingChoice(Pooling.LAST)
@@ -47,7 +48,8 @@ def read_pooling(directory: Path) -> PoolingChoice:
 
 
 def read_gguf_pooling(file: GgufFile) -> PoolingChoice:
-    """Read the metadata of a GGUF file. One with another pooling is refused as a whole (`pagewire.common.gguf`)."""
+    """Return the pooling of a GGUF file. A file with an unsupported pooling is refused when it is opened
+    (`pagewire.common.gguf`)."""
     architecture = file.metadata.get("general.architecture")
     is_mean = file.metadata.get(f"{architecture}.pooling_type") == _GGUF_MEAN
     return PoolingChoice(Pooling.MEAN if is_mean else Pooling.LAST)

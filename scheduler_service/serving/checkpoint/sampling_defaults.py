@@ -1,5 +1,5 @@
-"""What requests mean that leave numbers of their sampling unset: what a checkpoint's generation_config.json asks for,
-or else the API's own values."""
+"""The sampling parameters of requests that leave options unset: the values in a checkpoint's generation_config.json, or
+else the API's defaults."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,14 +12,14 @@ from pagewire.common.wire.sampling_rules import CHECKPOINTS_OPTIONS, RANGES
 
 # Used where generation_config.json sets no value.
 API_DEFAULTS = SamplingParams(temperature=1.0)
-# Of tokens that a checkpoint suppresses, whatever bias a request gives them: far below any logit, and yet finite, so
-# that a grammar which allows nothing else still has its way; and the same on the wire, as a float of 32 bits.
+# The bias of tokens that a checkpoint suppresses, which overrides the bias in a request. It is far below any logit, but
+# finite, so a grammar that allows only such tokens still works. It is exact as a 32-bit float, the format on the wire.
 SUPPRESSING_BIAS = -(2.0**100)
-# What engines write who have no range without a low end: no limit of tokens, and the most likely token alone.
+# Spellings of other engines: top_k of -1 means no limit, and top_p of 0 means the most likely token alone.
 _OTHER_SPELLINGS: Mapping[str, Mapping[float, float]] = {"top_k": {-1: 0}, "top_p": {0: 1e-30}}
-_MAX_SUPPRESSED = 1024  # tokens; each of them goes to the worker with every request
+_MAX_SUPPRESSED = 1024  # tokens; each is sent to the worker with every request
 _READ = {*CHECKPOINTS_OPTIONS, "do_sample", "suppress_tokens", "eos_token_id"}
-# Settings of transformers that change no token: of its caches, of what it returns, and of guessing ahead.
+# Settings of transformers that change no token: for its caches, its return values and speculative decoding.
 _INERT = frozenset(
     (
         *("transformers_version", "_from_model_config", "_commit_hash", "bos_token_id", "pad_token_id"),
@@ -31,7 +31,7 @@ _INERT = frozenset(
         *("target_lookbehind", "speculation_type", "use_mtp", "decoder_start_token_id"),
     )
 )
-# Those that ask for nothing where they are 1, as the others do where they are 0, false or empty.
+# Settings that have no effect if they are 1. Other settings have no effect if they are 0, false or empty.
 _OFF_AT_ONE = frozenset(
     (
         *("num_beams", "num_beam_groups", "num_return_sequences", "typical_p", "length_penalty", "guidance_scale"),
@@ -42,8 +42,8 @@ _MAX_NAMED = 20  # settings in a warning
 
 
 def sampling_defaults(generation: Mapping[str, Any], file: Path, vocab_size: int) -> SamplingParams:
-    """Return what requests mean that leave sampling unset: the file's values, else the API's own. Tokens that the file
-    suppresses have biases, which hold for all requests. Raises ValueError."""
+    """Return the sampling parameters of unset options: the file's values, or else the API's defaults. Tokens that the
+    file suppresses have biases, which apply to all requests. Raise ValueError if a setting is invalid."""
     values: dict[str, Any] = {}
     for key in CHECKPOINTS_OPTIONS:
         value = generation.get(key)
@@ -54,7 +54,7 @@ def sampling_defaults(generation: Mapping[str, Any], file: Path, vocab_size: int
         raise unserved(file, "do_sample", samples, "true or false")
     if samples is False:
         values["temperature"] = 0.0
-    # A vocabulary of a larger model, or of pictures and sounds, may have more tokens than can be sampled.
+    # The file may be written for a larger or multimodal vocabulary, with tokens that cannot be sampled here.
     suppressed = sorted(id for id in token_ids_of(generation, "suppress_tokens", file) if id < vocab_size)
     if len(suppressed) > _MAX_SUPPRESSED:
         expected = f"a list of at most {_MAX_SUPPRESSED} tokens"
@@ -64,7 +64,7 @@ def sampling_defaults(generation: Mapping[str, Any], file: Path, vocab_size: int
 
 
 def ignored_settings(generation: Mapping[str, Any], file: Path) -> str:
-    """Return a warning that names what the file asks for and nothing does, or nothing."""
+    """Return a warning that names the unsupported settings in the file, or an empty text."""
     found = [
         f"{key} ({shown(value)})"
         for key, value in generation.items()

@@ -1,6 +1,6 @@
-"""Text to token ids off the event loop, and token ids to text as they come.
+"""Tokenization on threads, and incremental detokenization of outputs.
 
-`TextDecoder` never lets half a character out, and holds text back while it may become a stop text.
+`TextDecoder` never releases an incomplete character. It holds text back as long as the text may begin a stop text.
 """
 
 import ctypes
@@ -17,27 +17,28 @@ from tokenizers import decoders
 from pagewire.common.gguf.tokenizer_files import read_tokenizer
 from scheduler_service.serving.turns import on_thread
 
-# Prompt tokens that a decoder looks at, so that the first output token knows whether a space stands before it.
+# The number of prompt tokens in a decoder's window. The space before the first output token depends on them.
 _NUM_CONTEXT_TOKENS = 6
-# A character has at most 4 bytes: of those at the end that are unreadable so far, 3 may begin one.
+# A character has at most 4 bytes, so at most 3 undecodable bytes at the end can begin a character.
 _MAX_HELD_CHARS = 3
-# Beyond this the decoder lets go of the oldest tokens of its window, but keeps those whose characters are held.
+# If the window is longer than this, the decoder drops its oldest tokens. It keeps the last tokens, whose characters may
+# be held back.
 _MAX_WINDOW_TOKENS = 64
 _NUM_KEPT_TOKENS = 8
 _NUM_THREADS = 2
 _REPLACEMENT = "\ufffd"
 _NAME_OF_BYTE = "<0x{:02X}>"  # as sentencepiece writes it
-# How byte-level tokenizers write bytes in names of tokens: what can be printed as it is, the others from U+0100 on.
+# In token names of byte-level tokenizers, printable bytes are themselves; other bytes are characters from U+0100 on.
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 _BYTES_OF_CHARS = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + at): byte for at, byte in enumerate(_OTHERS)}
 _Result = TypeVar("_Result")
-_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # in glibc
 
 
 def load_tokenizer(path: Path, text: str | None = None) -> HuggingFaceTokenizer:
-    """Load a tokenizer.json with what the files beside it say, or what stands for it in a GGUF file: the `text`, where
-    that has been read. Raises ValueError if it cannot be read."""
+    """Load a tokenizer from a tokenizer.json and the files beside it, or from a GGUF file. `text` is the tokenizer in
+    the format of tokenizer.json, if it has already been read. Raise ValueError if the tokenizer cannot be read."""
     try:
         return HuggingFaceTokenizer.from_str(text or read_tokenizer(path))
     except ValueError:
@@ -58,15 +59,15 @@ class Tokenizer:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenizer")
         self._long_text_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer of long texts")
         self.max_token_bytes = _max_token_bytes(self._tokenizer)
-        # Byte-level tokens are bytes, whatever stands around them: what one alone makes of whole characters stays.
+        # Byte-level tokens have the same bytes in any context, so a token of whole characters always has the same text.
         self._has_pieces = isinstance(self._tokenizer.decoder, decoders.ByteLevel)
         self._byte_tokens = _byte_tokens(self._tokenizer)
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.special_texts = frozenset(token.content for token in added.values() if token.special)
         self._added = {token_id: token.content.encode() for token_id, token in added.items()}
-        self._pieces: dict[bool, dict[int, str]] = {True: {}, False: {}}  # by skip_special_tokens
-        self._bytes: dict[int, bytes] = {}  # of tokens that were asked for
+        self._pieces: dict[bool, dict[int, str]] = {True: {}, False: {}}  # caches, by skip_special_tokens
+        self._bytes: dict[int, bytes] = {}  # a cache, by token
 
     async def encode(
         self,
@@ -77,11 +78,11 @@ class Tokenizer:
         add_special_tokens: bool = True,
         is_long: bool = False,
     ) -> _Result | int:
-        """Return what `then` makes of the token ids of a prompt, with the special tokens that belong around one or
-        without; their number where there are more than `max_tokens`. Raises ValueError for a text that it has no
-        tokens for.
+        """Tokenize a prompt on a thread and return the result of `then`, which is called with the token ids. If the
+        prompt has more than `max_tokens` tokens, return their number instead. `add_special_tokens` adds the special
+        tokens that surround a prompt. Raise ValueError if the text cannot be tokenized.
 
-        Long texts have a thread of their own, so that no other waits for one.
+        Long texts run on a thread of their own, so that no other text waits for them.
         """
         threads, encode = (self._long_text_thread, self._encode_long) if is_long else (self._threads, self._encode)
         return await on_thread(threads, partial(encode, text, max_tokens, add_special_tokens, then))
@@ -100,8 +101,8 @@ class Tokenizer:
         return self._tokenizer.decoder.decode(names)
 
     def piece(self, token_id: int, *, skip_special_tokens: bool) -> str | None:
-        """The text of a token that is the same in any context, after text that ends with a whole character. None if it
-        is not."""
+        """Return the text of a token that follows a whole character, or None if the text depends on the token's
+        context."""
         pieces = self._pieces[skip_special_tokens]
         piece = pieces.get(token_id)
         if piece is None:
@@ -111,12 +112,12 @@ class Tokenizer:
         return None if _REPLACEMENT in piece else piece
 
     def name_of(self, token_id: int) -> str:
-        """The name that a token has in the vocabulary, or none."""
+        """Return the name of a token in the vocabulary, or an empty text."""
         return self._tokenizer.id_to_token(token_id) or ""
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The bytes that a token adds to a text, which need not be whole characters; of a special one those of its
-        name."""
+        """Return the bytes that a token adds to a text, which need not be whole characters. A special token has the
+        bytes of its name."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._find_bytes(token_id)
@@ -142,7 +143,7 @@ class Tokenizer:
         name = self.name_of(token_id)
         if self._has_pieces and all(char in _BYTES_OF_CHARS for char in name):
             return bytes(_BYTES_OF_CHARS[char] for char in name)
-        # Behind another, as itself: a text's first token may lose its space.
+        # Decode the token after itself, because the first token of a text may lose its space.
         one, two = (self.decode((token_id,) * count, skip_special_tokens=False) for count in (1, 2))
         return two[len(one) :].encode()
 
@@ -156,8 +157,8 @@ class Tokenizer:
         try:
             return self._encode(text, max_tokens, add_special_tokens, then)
         finally:
-            # The allocator of most Linux systems would keep freed memory: hundreds of megabytes after a text of one.
-            # Other threads run meanwhile.
+            # glibc would keep the freed memory: hundreds of megabytes after a text of one megabyte. The call releases
+            # the interpreter's lock.
             if _malloc_trim is not None:
                 _malloc_trim(0)
 
@@ -165,28 +166,30 @@ class Tokenizer:
         self, text: str, max_tokens: int, add_special_tokens: bool, then: Callable[[list[int]], _Result]
     ) -> _Result | int:
         try:
-            # Only the functions for batches let other threads run meanwhile.
+            # Only the functions for batches release the interpreter's lock.
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        except BaseException as error:  # its panics are no Exceptions: a pattern that takes too many steps, say
+        except BaseException as error:  # a Rust panic, as for a pattern with too many steps
             raise ValueError(f"{self._path} makes no tokens of this text: {error}") from None
-        # No other thread runs while a list of ids is made.
+        # Creating the list of ids holds the interpreter's lock, so only do this if it is short enough.
         return then(encoding.ids) if len(encoding) <= max_tokens else len(encoding)
 
 
 def _max_token_bytes(tokenizer: HuggingFaceTokenizer) -> int | None:
-    """Count the bytes of text of the longest token, or None where a token is not the bytes that its name has."""
+    """Return the size of the longest token's text, in bytes. Return None if the text of a token may differ from the
+    bytes of its name."""
     if not isinstance(tokenizer.decoder, decoders.ByteLevel) or tokenizer.normalizer is not None:
         return None
     added = tokenizer.get_added_tokens_decoder().values()
     if any(token.lstrip or token.rstrip for token in added):
-        return None  # it takes the spaces around it along, however many
-    # A byte-level token's name has a character for each byte; that of an added one is its text.
+        return None  # it includes any number of surrounding spaces
+    # The name of a byte-level token has one character for each byte. The name of an added token is its text.
     lengths = [len(name) for name in tokenizer.get_vocab(with_added_tokens=False)]
     return max([*lengths, *(len(token.content.encode()) for token in added)], default=None)
 
 
 def _byte_tokens(tokenizer: HuggingFaceTokenizer) -> dict[int, int]:
-    """Return the tokens that stand for one byte each, of a tokenizer that has such for characters without a token."""
+    """Return the byte of each token that represents a single byte, by token id. The result is empty if the tokenizer
+    has no byte fallback."""
     if tokenizer.decoder is None or b'"ByteFallback"' not in tokenizer.decoder.__getstate__():
         return {}
     found = {tokenizer.token_to_id(_NAME_OF_BYTE.format(byte)): byte for byte in range(256)}
@@ -194,8 +197,10 @@ def _byte_tokens(tokenizer: HuggingFaceTokenizer) -> dict[int, int]:
 
 
 def _names_of_bytes(run: bytes) -> Iterator[str]:
-    """Yield names of tokens for a run of bytes, in which each byte that belongs to no character is a replacement
-    character of its own. The library would make one of every byte of such a run, those of whole characters too."""
+    """Yield the token names for a run of bytes. Each byte that belongs to no character becomes a replacement character.
+
+    The library itself would replace every byte of such a run, including the bytes of whole characters.
+    """
     for char in run.decode(errors="surrogateescape"):
         if "\ud800" <= char <= "\udfff":
             yield _REPLACEMENT
@@ -204,10 +209,11 @@ def _names_of_bytes(run: bytes) -> Iterator[str]:
 
 
 class IncrementalDecoder:
-    """Joins tokens to text so that the parts concatenate to the text of the whole.
+    """A decoder that decodes tokens to text in parts. The concatenated parts equal the text of all tokens.
 
-    A token's text depends on its neighbours, so a window of tokens is decoded and what is new in it goes out (after
-    TGI's prefix and read offsets). Replacement characters at its end may be half a character and wait.
+    The text of a token depends on its neighbours. Therefore the decoder decodes a window of tokens and releases the new
+    part of the text (after TGI's prefix and read offsets). Replacement characters at the end of the text may belong to
+    an incomplete character and are held back.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
@@ -215,10 +221,10 @@ class IncrementalDecoder:
         self._skip_special_tokens = skip_special_tokens
         self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
         self._window = list(prompt_token_ids[-_NUM_CONTEXT_TOKENS:])
-        self._num_read = len(self._window)  # tokens of the window whose text is out
+        self._num_read = len(self._window)  # tokens of the window whose text was released
         text = self._decode()
-        self._num_chars_out = _num_certain(text)  # of the window's text
-        self._is_whole = self._num_chars_out == len(text)  # everything is out, and it ends with a whole character
+        self._num_chars_out = _num_certain(text)  # released, of the window's text
+        self._is_whole = self._num_chars_out == len(text)  # all text was released, and ends with a whole character
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that these tokens completed."""
@@ -229,7 +235,7 @@ class IncrementalDecoder:
                 self._num_read = 1
                 self._num_chars_out = len(piece)
                 return piece
-        # A window of tokens without text would not know whether a space stands before the next one.
+        # Special tokens without text are omitted: the space before the next token depends on tokens with text.
         self._window.extend(token_id for token_id in token_ids if token_id not in self._skipped)
         text = self._decode()
         num_certain = _num_certain(text)
@@ -237,7 +243,7 @@ class IncrementalDecoder:
         self._num_chars_out += len(new)
         self._is_whole = num_certain == len(text)
         if self._is_whole and new:
-            # The window now begins with what was new, and everything in it is out.
+            # The window now begins with the new tokens, and all of its text was released.
             del self._window[: self._num_read]
             self._num_read = len(self._window)
             self._num_chars_out = len(self._decode())
@@ -248,7 +254,7 @@ class IncrementalDecoder:
         return new
 
     def flush(self) -> str:
-        """Return the text that is left at the end, half a character included."""
+        """Return the remaining text at the end of the output, including an incomplete character."""
         new = self._decode()[self._num_chars_out :]
         self._num_chars_out += len(new)
         return new
@@ -258,25 +264,25 @@ class IncrementalDecoder:
 
 
 def _num_certain(text: str) -> int:
-    """Count the characters that stay whatever tokens follow."""
+    """Return the number of characters that no later token can change."""
     return max(len(text.rstrip(_REPLACEMENT)), len(text) - _MAX_HELD_CHARS)
 
 
 class DecodedText(NamedTuple):
-    """The text that some tokens completed. A tuple, because there is one for every token."""
+    """The text that some tokens completed. It is a tuple because one is created for every token."""
 
     text: str
     stop_text: str | None = None  # the stop text that ended the output
-    num_tokens: int = 0  # of the tokens given, those that belong to the output
+    num_tokens: int = 0  # how many of the given tokens belong to the output
 
 
 class TextDecoder:
-    """Makes the text of one output, and cuts it off at the first stop text."""
+    """A decoder of one output's text, which ends at the first stop text."""
 
     def __init__(
         self, decoder: IncrementalDecoder, *, stop: Sequence[str], min_tokens: int, include_stop_text: bool
     ) -> None:
-        """No stop text ends the output before it has more than `min_tokens` tokens."""
+        """A stop text can end the output only after more than `min_tokens` tokens."""
         self._decoder = decoder
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
@@ -285,7 +291,8 @@ class TextDecoder:
         self._held = ""
 
     def push(self, token_ids: Sequence[int]) -> DecodedText:
-        """Return the text that is certain to stay. After a `stop_text` nothing may be pushed any more."""
+        """Decode tokens, and return the text that later tokens cannot change. After a `stop_text` is returned, do not
+        push more tokens."""
         if not self._stop:
             return DecodedText(self._decoder.push(token_ids), None, len(token_ids))
         released: list[str] = []
@@ -302,15 +309,16 @@ class TextDecoder:
         return DecodedText("".join(released), num_tokens=len(token_ids))
 
     def flush(self) -> DecodedText:
-        """Return the text that was held back, once the output has ended otherwise, up to a stop text that half a
-        character at the end completes."""
+        """Return the text that was held back, after the output ended for another reason than a stop text. If an
+        incomplete character at the end completes a stop text, the returned text ends there."""
         self._held += self._decoder.flush()
         text, stop_text = self._find_stop() or (self._held, None)
         self._held = ""
         return DecodedText(text, stop_text)
 
     def _find_stop(self) -> tuple[str, str] | None:
-        """Find the earliest stop text in the held text: what stays of that, and the stop text."""
+        """Find the earliest stop text in the held text. Return the text that belongs to the output and the stop text,
+        or None."""
         if self._num_tokens <= self._min_tokens:
             return None
         matches = [(self._held.find(stop_text), stop_text) for stop_text in self._stop]
@@ -321,7 +329,7 @@ class TextDecoder:
         return self._held[: start + len(stop_text) if self._include_stop_text else start], stop_text
 
     def _num_chars_to_hold(self) -> int:
-        """Count the characters at the end of the held text with which a stop text may begin."""
+        """Return the number of characters at the end of the held text that may begin a stop text."""
         longest = 0
         for stop_text in self._stop:
             for length in range(min(len(stop_text) - 1, len(self._held)), longest, -1):

@@ -1,6 +1,6 @@
-"""Who calls, by what a call shows: an API key or a certificate, whatever door it came by.
+"""The identity of a caller, by an API key or a certificate. It is the same for all APIs.
 
-Without tenants callers are not told apart: a request's own field names its tenant.
+Without a tenants file callers are not identified, and a field of the request names its tenant.
 """
 
 from collections.abc import Mapping
@@ -15,18 +15,24 @@ _BEARER = "bearer "
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The caller of a call, who is looked up whenever it matters: a call may outlive its caller's being a tenant. All
-    methods raise RefusedError for a stranger."""
+    """The client that makes a call, with its credentials.
 
-    tenants: TenantFile | None  # None: callers are not told apart, and everything may be seen
-    authorization: str | None = None  # the header
-    certificate_names: tuple[str, ...] = ()  # the DNS names of a certificate
-    is_local: bool = False  # it came by the scheduler's own socket, which operators alone can open
-    # Of a call that a front end passes on: what it knows tenants by, or nothing if it knows none.
+    The tenant is looked up at every check, because a tenant may be removed during a long call. All methods raise
+    RefusedError if the caller is unknown.
+    """
+
+    tenants: TenantFile | None  # None: callers are not identified, and may see all data
+    authorization: str | None = None  # the header of this name
+    certificate_names: tuple[str, ...] = ()  # DNS names in the client's certificate
+    is_local: bool = False  # on the scheduler's Unix socket, which only operators can open
+    # The revision of the front end's tenants file if the call is forwarded by a front end; "" if it has no such file.
     tenants_revision: str | None = None
 
     def check(self) -> None:
-        """Return if the caller is known. A key that would not be looked at is refused: its sender relies on it."""
+        """Raise RefusedError if the caller is unknown.
+
+        Without a tenants file, a caller that sends an API key is refused, because it expects the key to be checked.
+        """
         if self.tenants is not None:
             self._identify(self.tenants)
         elif self.authorization is not None:
@@ -36,7 +42,8 @@ class Caller:
             )
 
     def tenant(self, named: str) -> str:
-        """Return the tenant of a request that itself names `named`. Raises RefusedError."""
+        """Return the tenant of a request whose own tenant field is `named`. Raise RefusedError if the caller may not
+        act for this tenant."""
         if self.tenants_revision is not None:
             self.check_forwarded(named, self.tenants_revision)
             return named
@@ -54,17 +61,22 @@ class Caller:
         )
 
     def is_operator(self) -> bool:
-        """Say whether the caller may see what belongs to all tenants."""
+        """Return whether the caller may see data of all tenants."""
         return self.tenants is None or self._identify(self.tenants).is_operator
 
     def check_operator(self, what: str) -> None:
-        """Raises RefusedError unless the caller may see what belongs to all tenants."""
+        """Raise RefusedError unless the caller may see data of all tenants. `what` names the data in the error
+        message."""
         if not self.is_operator():
             raise RefusedError(Reason.PERMISSION_DENIED, f"{what} is of all tenants; only operators may see it")
 
     def check_forwarded(self, tenant: str, revision: str) -> None:
-        """Refuse a tenant that only the front end's file has, which was revised so: it may be one that was revoked
-        here. Raises RefusedError, also unless the caller may say whom it has authenticated."""
+        """Check the tenant of a request that a front end forwards. `revision` is the revision of the front end's
+        tenants file.
+
+        Raise RefusedError if this server's file does not have the tenant, which may have been revoked. Raise it too if
+        the caller may not act for other tenants.
+        """
         if self.tenants is None:
             if not revision:
                 return
@@ -79,7 +91,8 @@ class Caller:
             raise RefusedError(Reason.UNAUTHENTICATED, f"tenant {tenant!r} is not known to the scheduler{why}")
 
     def _identify(self, tenants: TenantFile) -> Tenant:
-        """Return the tenant. A key counts before the rest, and a wrong one is never overlooked."""
+        """Return the caller's tenant. An API key takes precedence over other credentials, and a wrong key is always
+        refused."""
         text = self.authorization
         if text is not None:
             key = text[len(_BEARER) :] if text.lower().startswith(_BEARER) else ""
@@ -101,10 +114,11 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call as its door tells of it: who makes it, and what was said beside its request."""
+    """The properties of a call that are not in the request itself: the caller, its headers, its deadline and its
+    size."""
 
     caller: Caller
-    session_id: str = ""  # of its requests that name none: proxies know headers, not requests
-    trace: Mapping[str, str] = field(default_factory=dict)  # the headers of the W3C's that tell the trace it is part of
-    time_remaining: float | None = None  # seconds after which its client waits no more
-    size: int = 0  # bytes of its body, or its JSON values if these are more
+    session_id: str = ""  # for requests without one: proxies can only add headers
+    trace: Mapping[str, str] = field(default_factory=dict)  # W3C headers of the trace it belongs to
+    time_remaining: float | None = None  # until the client's deadline, in seconds
+    size: int = 0  # number of bytes or of JSON values in its body, whichever is larger

@@ -1,4 +1,4 @@
-"""Each tenant's use of the server is counted here, and held against its limits."""
+"""The resource usage of each tenant, which is counted and checked against the tenant's limits."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from scheduler_service.core.request import Request
 from scheduler_service.serving.refusal import Reason, RefusedError, invalid
 from scheduler_service.serving.tenants.tenant_file import Quota
 
-# What a request may use, by the limit on it.
+# The names of resources in error messages, by their limit.
 _KINDS = {
     "max_requests": "requests",
     "max_sequences": "sequences",
@@ -22,14 +22,17 @@ _PENDING = "pending"  # calls whose request is being tokenized
 
 
 class Quotas:
+    """The usage of all tenants, and their limits."""
+
     def __init__(self, limits_of: Callable[[str], Quota], read_capacity: Callable[[], WorkerCapacity | None]) -> None:
         self._limits_of = limits_of
         self._read_capacity = read_capacity
-        self._usages: dict[str, Counter[str]] = {}  # by tenant, and by limit
+        self._usages: dict[str, Counter[str]] = {}  # by tenant, then by limit
 
     @contextmanager
     def pending(self, tenant: str) -> Iterator[None]:
-        """Count a request as one of the tenant's inside the block, in which it is made ready. Raises RefusedError."""
+        """Count a request of the tenant as pending inside the block, while the request is prepared. Raise RefusedError
+        if the tenant has reached its limit of requests."""
         usage = self._usages.setdefault(tenant, Counter())
         num_requests, limit = usage[_PENDING] + usage["max_requests"], self._limits_of(tenant).max_requests
         if limit is not None and num_requests >= limit:
@@ -43,15 +46,15 @@ class Quotas:
             self._forget_if_unused(tenant)
 
     def claim(self, request: Request) -> "Claim | None":
-        """Take what the request can come to use; nothing as long as no worker has ever been there. Raises
-        RefusedError."""
+        """Reserve the maximum usage of a request. Return None, without a reservation, if no worker has connected yet.
+        Raise RefusedError if the request exceeds a limit."""
         capacity = self._read_capacity()
         if capacity is None:
             return None
         block_size = capacity.block_size
         limits = self._limits_of(request.tenant)
         num_tokens, num_sequences = len(request.prompt_token_ids), request.num_rows
-        # Those that its rows hold if each comes to its last token and none shares any.
+        # The blocks of all rows if each row reaches its last token and shares no block.
         num_blocks = num_sequences * -(-(num_tokens + request.max_tokens) // block_size)
         if limits.max_queued_tokens is not None and num_tokens > limits.max_queued_tokens:
             raise invalid(
@@ -86,7 +89,8 @@ class Quotas:
         return Claim(usage, amounts, request.n, partial(self._forget_if_unused, request.tenant))
 
     def _forget_if_unused(self, tenant: str) -> None:
-        """Forget a tenant that uses nothing: names are the clients' to choose where an operator acts for others."""
+        """Delete the counts of a tenant that uses nothing. Otherwise the counts could grow without limit, because an
+        operator's clients may choose names of tenants freely."""
         usage = self._usages.get(tenant)
         if usage is not None and not any(usage.values()):
             del self._usages[tenant]
@@ -94,15 +98,15 @@ class Quotas:
 
 @dataclass(slots=True)
 class Claim:
-    """The share of a tenant's quota that one request has until all its samples have ended."""
+    """The part of a tenant's quota that one request uses until all of its samples have ended."""
 
     usage: Counter[str]
-    amounts: dict[str, int]  # that it has of the usage
-    num_open: int  # samples
+    amounts: dict[str, int]  # the request's usage, by limit
+    num_open: int  # unfinished samples
     on_released: Callable[[], None] = field(repr=False)
 
     def take_news(self, has_ended: bool) -> None:
-        """Count on, since a sample got something, which may be its end."""
+        """Update the claim when a sample has new output. `has_ended`: the sample is over."""
         self._begin()
         if has_ended:
             self.num_open -= 1
@@ -115,7 +119,7 @@ class Claim:
         self.on_released()
 
     def _begin(self) -> None:
-        """Give back the queued tokens, since the request is not queued any more."""
+        """Release the queued tokens, because the request is no longer queued."""
         self.usage["max_queued_tokens"] -= self.amounts.pop("max_queued_tokens", 0)
 
 

@@ -1,21 +1,21 @@
-"""A YAML file of tenants, read again when it has changed.
+"""A YAML file of tenants, which is read again when it changes.
 
     tenants:
       acme:
-        api_keys: ["sha256:9f86d0..."]      # the keys' SHA-256, so that the file is no list of keys
-        certificates: ["acme.example"]      # DNS names that a client's certificate bears
-        max_requests: 64                    # at the same time, waiting and running
-        max_sequences: 128                  # samples and beams of these
-        max_queued_tokens: 100000           # prompt tokens of requests that have no token yet
-        max_blocks: 2000                    # that its requests can come to hold, max_tokens included
-        max_retention_seconds: 600          # that a request may hint its cached blocks are worth keeping
+        api_keys: ["sha256:9f86d0..."]      # the keys' SHA-256, so that the file contains no keys
+        certificates: ["acme.example"]      # DNS names in the client's certificate
+        max_requests: 64                    # waiting and running at the same time
+        max_sequences: 128                  # samples and beams of these requests
+        max_queued_tokens: 100000           # prompt tokens of requests without an output token
+        max_blocks: 2000                    # that its requests may need, including max_tokens
+        max_retention_seconds: 600          # longest retention hint for cached blocks
       dashboard:
         api_keys: ["sha256:60303a..."]
-        operator: true                      # acts for any tenant, and sees what belongs to all
+        operator: true                      # may act for any tenant and see all data
       visitor:
-        anonymous: true                     # who shows no credentials
+        anonymous: true                     # callers without credentials
 
-A limit that is missing is none, and that of retention the server's.
+A missing limit means no limit. Without `max_retention_seconds` the server's limit applies.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from typing import Any
 from pagewire.common.process.watched_files import NamedFile, WatchedFiles
 from pagewire.common.strict_yaml import parse_yaml
 
-# Seconds between two looks at the file. What is in it for less is missed.
+# The interval between two checks of the file, in seconds. Content that exists for a shorter time is missed.
 _WATCH_INTERVAL = 0.1
 _DIGEST_PREFIX = "sha256:"
 _MAX_NAME_CHARS = 1024
@@ -36,8 +36,10 @@ _MAX_NAME_CHARS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """Limits on what a tenant may use at the same time, and for how long it may hint that its cached blocks are worth
-    keeping; None is none of its own."""
+    """Limits on a tenant's concurrent usage, and on the retention hints of its requests.
+
+    None means that the tenant has no limit of its own.
+    """
 
     max_requests: int | None = None
     max_sequences: int | None = None
@@ -48,6 +50,8 @@ class Quota:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
+    """A tenant, with its limits and its credentials."""
+
     name: str
     quota: Quota
     key_digests: tuple[bytes, ...]
@@ -58,17 +62,20 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class Tenants:
-    """The tenants of a file by name, and the digest of its content."""
+    """The tenants in a file by name, and the SHA-256 of the file's content in hexadecimal."""
 
     by_name: Mapping[str, Tenant]
     revision: str
 
 
 class TenantFile:
+    """The tenants in a file that is watched for changes."""
+
     def __init__(self, path: str) -> None:
-        """Raises OSError, and ValueError that names what is wrong."""
-        # Called when other tenants are in use, with the names that are among them no longer: one that is taken from the
-        # file and put back notices.
+        """Read the file. Raise OSError if it cannot be read, and ValueError, which names the error, if it is
+        invalid."""
+        # Called after a change of the file, with the names of the removed tenants. A tenant that is removed and added
+        # again later is therefore reported.
         self.listeners: list[Callable[[frozenset[str]], None]] = []
         self.file = WatchedFiles(
             [NamedFile("--tenants", path)],
@@ -79,7 +86,8 @@ class TenantFile:
         )
 
     def by_key(self, key: str) -> Tenant | None:
-        """Compare the key with every one there is, so that the time tells nothing about any of them."""
+        """Return the tenant of an API key, or None. The key is compared with every known key, so the duration reveals
+        nothing about any key."""
         digest = hashlib.sha256(key.encode()).digest()
         found = None
         for tenant in self.current().values():
@@ -89,7 +97,7 @@ class TenantFile:
         return found
 
     def by_certificate(self, names: Iterable[str]) -> Tenant | None:
-        """Return the tenant that one of the names belongs to."""
+        """Return the tenant to which one of the DNS names belongs, or None."""
         tenants = self.current().values()
         return next((tenant for tenant in tenants if not tenant.certificates.isdisjoint(names)), None)
 
@@ -98,16 +106,18 @@ class TenantFile:
 
     @property
     def revision(self) -> str:
-        """The digest of the file's last content that makes sense."""
+        """The digest of the file's last valid content."""
         return self.file.current.revision
 
     def quota(self, name: str) -> Quota:
-        """Return the limits of a tenant, none for one that an operator has made up."""
+        """Return the limits of a tenant. A tenant that is not in the file has no limits: an operator made up its
+        name."""
         tenant = self.current().get(name)
         return Quota() if tenant is None else tenant.quota
 
     def current(self) -> Mapping[str, Tenant]:
-        """Return the tenants in use, by name. A file that is gone, or makes no sense any more, changes nothing."""
+        """Return the tenants in use, by name. If the file is removed or becomes invalid, the last valid content remains
+        in use."""
         return self.file.current.by_name
 
     def _tell(self, before: Tenants, current: Tenants) -> None:
@@ -116,15 +126,15 @@ class TenantFile:
 
 
 def _read(path: str, content: bytes) -> Tenants:
-    """Raises ValueError."""
+    """Return the tenants in the file's content. Raise ValueError if the content is invalid."""
     try:
         return Tenants(parse_tenants(content.decode()), hashlib.sha256(content).hexdigest())
-    except ValueError as error:  # not UTF-8, or not what it should be
+    except ValueError as error:  # not UTF-8, or invalid
         raise ValueError(f"--tenants {path}: {error}") from None
 
 
 def parse_tenants(text: str) -> dict[str, Tenant]:
-    """Return the tenants by name. Raises ValueError that names the tenant, the key and what it must be."""
+    """Return the tenants by name. Raise ValueError, which names the tenant, the key and the expected value."""
     document = parse_yaml(text)
     if not isinstance(document, dict) or set(document) != {"tenants"} or not isinstance(document["tenants"], dict):
         raise ValueError("expected one key, tenants, with a mapping from names to what belongs to them")
@@ -176,8 +186,8 @@ def _texts(name: str, key: str, entry: Mapping[str, Any]) -> list[str]:
 
 
 def _digest(name: str, text: str) -> bytes:
-    """Return the digest that is written here. Errors do not repeat the text: it may be a key that was written
-    down by mistake."""
+    """Return the digest in an entry of api_keys. Raise ValueError if the entry is not a digest. The error does not
+    repeat the entry, which may be an API key written by mistake."""
     try:
         digest = bytes.fromhex(text.removeprefix(_DIGEST_PREFIX))
     except ValueError:
