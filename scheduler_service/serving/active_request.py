@@ -107,7 +107,7 @@ class ActiveRequest:
             if output.stop_text is not None and not output.is_over:
                 self._engine.stop(output, output.num_tokens)
         except Exception:
-            logger.exception("what came of sequence %d cannot be taken in", output.sequence_id)
+            logger.exception("the output of sequence %d cannot be processed", output.sequence_id)
             self.error = RefusedError(Reason.INTERNAL, "the output cannot be delivered; see the server's log")
         if self.on_news is not None:
             self.on_news(output.is_over)

@@ -165,7 +165,7 @@ class WorkerAvailability:
         if is_fruitless:
             self._num_fruitless_epochs += 1
             if self._num_fruitless_epochs == _MAX_FRUITLESS_EPOCHS:
-                logger.error("not serving: %d epochs without one token; %s", _MAX_FRUITLESS_EPOCHS, reason)
+                logger.error("not serving: %d consecutive epochs without a token; %s", _MAX_FRUITLESS_EPOCHS, reason)
 
     def worker_left(self) -> None:
         """Record that no worker is connected any more, and start the timers."""
@@ -206,7 +206,7 @@ class WorkerAvailability:
     def _worker_grace_ended(self) -> None:
         logger.log(
             self._level_of_absence(logging.WARNING),
-            "no worker for %g s: requests without a token fail until one joins, streams and detached ones wait",
+            "no worker for %g s: requests without output fail until a worker joins, streams and detached requests wait",
             self._worker_grace,
         )
         self._grace_has_ended = True
@@ -221,7 +221,7 @@ class WorkerAvailability:
             return
         logger.log(
             self._level_of_absence(logging.ERROR),
-            "no worker for %g s: requests fail until one joins",
+            "no worker for %g s: requests fail until a worker joins",
             self._worker_timeout,
         )
         self._has_timed_out = True

@@ -58,7 +58,7 @@ class DetachedRequests:
         if record and running and is_full:
             raise RefusedError(
                 Reason.RESOURCE_EXHAUSTED,
-                f"the records of detached requests that run leave no room for one of {num_bytes} bytes "
+                f"the records of running detached requests leave no room for a record of {num_bytes} bytes "
                 "(--max-detached-bytes); try again later",
             )
         _count(running, tenant, num_bytes)
@@ -153,7 +153,8 @@ def name_taken(request_id: str) -> RefusedError:
     """Return the refusal of a request or a record whose id is in use."""
     return RefusedError(
         Reason.ALREADY_EXISTS,
-        f"a result or a response of request_id {request_id!r} is kept; choose another request_id, or delete it",
+        f"request_id {request_id!r} is in use by a kept result or response; choose another request_id, or delete that "
+        "result",
         "request_id",
     )
 
@@ -162,6 +163,6 @@ def unknown_result(request_id: str) -> RefusedError:
     """Return the refusal of an operation on a detached request that does not exist or belongs to another tenant."""
     return RefusedError(
         Reason.NOT_FOUND,
-        f"no detached request {request_id!r} is known for this tenant; results are kept for a while only",
+        f"no detached request {request_id!r} exists for this tenant; results are kept only for a limited time",
         "request_id",
     )

@@ -208,11 +208,11 @@ def _field_of(grammar: Grammar) -> str:
 def _worker_fault(grammar_version: str) -> str:
     """Return the reason why a worker cannot use grammars, or an empty text."""
     if not grammar_version:
-        return "the worker reads no grammars; its log says why"
+        return "the worker supports no grammars; its log has the reason"
     if grammar_version != version():
         return (
-            f"the worker reads grammars by llguidance {grammar_version}, the scheduler by {version()}; install the "
-            "same version for both"
+            f"the worker has llguidance {grammar_version}, but the scheduler has {version()}; install the same version "
+            "for both"
         )
     return ""
 

@@ -251,5 +251,5 @@ async def embedding_end(active: ActiveRequest) -> SequenceEnd:
     await active.wait_for_end()
     end = active.outputs[0].end
     if end is None or not end.embedding:
-        raise RefusedError(Reason.CANCELLED, "the request was aborted before its embedding was made")
+        raise RefusedError(Reason.CANCELLED, "the request was aborted before its embedding was computed")
     return end

@@ -91,9 +91,9 @@ class ParsedRequest:
             if size > MAX_ANSWER_BYTES:
                 raise invalid(
                     f"sampling.{field}",
-                    f"{field} is {ALL_TOKENS}, which asks for all {model.vocab_size} tokens of the vocabulary at each "
-                    f"position, {size} bytes in all, and {MAX_ANSWER_BYTES} are the most of a request; lower "
-                    f"max_tokens or shorten the prompt, ask for up to {LOGPROBS.high}, or for logprob_token_ids",
+                    f"{field} is {ALL_TOKENS}, which requests all {model.vocab_size} tokens of the vocabulary at each "
+                    f"position, {size} bytes in total; the limit of a request is {MAX_ANSWER_BYTES}; lower max_tokens, "
+                    f"shorten the prompt, request up to {LOGPROBS.high} tokens, or use logprob_token_ids",
                 )
         return request
 
@@ -207,7 +207,7 @@ def check_request_id(request_id: str) -> None:
         raise invalid(
             "request_id",
             f"request_id has {len(request_id)} characters, but must have 1 to {MAX_REQUEST_ID_CHARS}; "
-            "leave it unset to have one drawn",
+            "leave it unset to get a random one",
         )
 
 
@@ -219,7 +219,7 @@ def check_names(request: Request) -> None:
         if length > limit:
             raise invalid(field, f"{field} has {length} characters, at most {limit} are allowed; shorten it")
     if request.retention_seconds == 0:
-        raise invalid("retention_seconds", "retention_seconds is 0, but must be at least 1; leave it unset for none")
+        raise invalid("retention_seconds", "retention_seconds is 0, but must be at least 1; leave it unset for no hint")
 
 
 def _with_sampling(parsed: ParsedRequest, options: Options, model: ModelInfo) -> ParsedRequest:
@@ -319,7 +319,9 @@ def read_stop(options: Options, model: ModelInfo) -> tuple[str, ...]:
     """Return the stop texts in the options. Raise RefusedError if there are any but the model has no tokenizer."""
     stop = tuple(options.get("stop", ()))
     if stop and model.tokenizer_path is None:
-        raise invalid("sampling.stop", "the served checkpoint has no tokenizer and knows no text; use stop_token_ids")
+        raise invalid(
+            "sampling.stop", "the served checkpoint has no tokenizer, so stop texts do not work; use stop_token_ids"
+        )
     return stop
 
 

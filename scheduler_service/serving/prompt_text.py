@@ -107,7 +107,7 @@ class PromptTexts:
         if size > self._limits.max_prompt:
             raise invalid(
                 field,
-                f"the prompt has {size} bytes, this server takes {self._limits.max_prompt} (--max-prompt-bytes); "
+                f"the prompt has {size} bytes, this server accepts {self._limits.max_prompt} (--max-prompt-bytes); "
                 "shorten it, or send its token_ids",
                 overflow,
             )
@@ -115,8 +115,8 @@ class PromptTexts:
         if most is not None and size > most * (max_sequence_tokens - 1):
             raise invalid(
                 field,
-                f"the prompt has {size} bytes and so more than {max_sequence_tokens - 1} tokens, since none has more "
-                f"than {most} bytes; this server allows {max_sequence_tokens} for prompt and output together; "
+                f"the prompt has {size} bytes and so more than {max_sequence_tokens - 1} tokens, since a token has at "
+                f"most {most} bytes; this server allows {max_sequence_tokens} for prompt and output together; "
                 "shorten it",
                 overflow,
             )

@@ -113,7 +113,9 @@ class Recorder:
         if self._writer is not None and self._pending:
             self._writer.put("\n".join([*self._pending, ""]).encode("ascii"))
             if self._writer.num_dropped:
-                reason = self._writer.failure or f"its file has taken no bytes while {MAX_WAITING_BYTES >> 20} MiB came"
+                reason = (
+                    self._writer.failure or f"its file accepted no bytes while {MAX_WAITING_BYTES >> 20} MiB arrived"
+                )
                 logger.error("the recording %s ends here, serving goes on: %s", self._path, reason)
                 self._end()
         self._pending.clear()
@@ -127,7 +129,7 @@ class Recorder:
         if self.is_written_within(_CLOSE_TIMEOUT):
             os.close(self._descriptor)
         else:
-            logger.error("the recording %s lacks its last events: its file takes no bytes", self._path)
+            logger.error("the recording %s lacks its last events: its file accepts no bytes", self._path)
         self._end()
 
     def is_written_within(self, timeout: float) -> bool:
@@ -225,7 +227,7 @@ def _encode(value: Any) -> Any:
         return value.value
     if isinstance(value, bytes):
         return value.hex()
-    raise TypeError(f"a {type(value).__name__} has no place in a recording")
+    raise TypeError(f"a recording cannot contain a {type(value).__name__}")
 
 
 # JSON has no infinity and no NaN, which occur in log-probabilities: they are encoded as "-inf", "inf" and "nan".
@@ -260,7 +262,7 @@ def _decode(hint: Any, value: Any) -> Any:
     if hint is float and value in ("-inf", "inf", "nan"):
         return float(value)
     if not isinstance(value, (int, float) if hint is float else hint):
-        raise TypeError(f"{value!r} is no {hint.__name__}")
+        raise TypeError(f"{value!r} is not of type {hint.__name__}")
     return value
 
 
@@ -301,7 +303,7 @@ class RecordingReader:
         except (ValueError, TypeError, KeyError):
             raise RecordingError("this is not a recording of pagewire") from None
         if version != VERSION:
-            raise RecordingError(f"the recording is of version {version}, this pagewire replays version {VERSION}")
+            raise RecordingError(f"the recording has version {version}, but this pagewire replays version {VERSION}")
         try:
             self.options: SchedulerOptions = _decode(SchedulerOptions, header["scheduler"])
         except (ValueError, TypeError, KeyError) as error:
@@ -318,7 +320,7 @@ class RecordingReader:
                 read = json.loads(line)
                 if isinstance(read, dict):
                     reason = f"{read[_MISSING]} events or more are missing from event {number} on"
-                    raise CutShortError(number, f"{reason}, which the file did not take in time")
+                    raise CutShortError(number, f"{reason}, because they could not be written in time")
                 name, now, arguments, told = read
                 pairs = zip(EVENTS[name], arguments, strict=True)
                 decoded = tuple(_decode(hint, argument) for hint, argument in pairs)

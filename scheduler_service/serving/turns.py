@@ -58,7 +58,7 @@ class TenantBytes:
             if held and held + size > limit:
                 raise RefusedError(
                     Reason.RESOURCE_EXHAUSTED,
-                    f"{self._what} of {whose} with {held} bytes wait, this one has {size}, and the limit is {limit}; "
+                    f"{self._what} of {whose} hold {held} bytes, this one needs {size} more, and the limit is {limit}; "
                     "try again later",
                 )
         self._change(tenant, size)

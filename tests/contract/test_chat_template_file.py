@@ -29,8 +29,8 @@ TEMPLATE = "chat_template.jinja"
         (CONFIG, b"[" * 100_000, f"{CONFIG} is not readable JSON: it is nested too deeply"),
         (CONFIG, b"[]", f"{CONFIG} holds list"),
         (CONFIG, b'{"chat_template": 5}', f"{CONFIG}: chat_template is int, but must be a text or a list"),
-        (CONFIG, b'{"chat_template": ["a"]}', f"{CONFIG}: chat_template is a list, but not one of objects"),
-        (CONFIG, b'{"chat_template": [{"name": [], "template": 1}]}', f"{CONFIG}: chat_template is a list, but not"),
+        (CONFIG, b'{"chat_template": ["a"]}', f"{CONFIG}: the list chat_template must contain objects"),
+        (CONFIG, b'{"chat_template": [{"name": [], "template": 1}]}', f"{CONFIG}: the list chat_template must contain"),
         ("generation_config.json", b"{", "generation_config.json is not JSON: "),
         (TEMPLATE, b"{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "does not end"),
     ],
@@ -61,17 +61,17 @@ def test_unsupported_templates_cause_a_warning_at_startup(tmp_path: Path, caplog
     assert warned(path, caplog) == []
     (path / TEMPLATE).write_text("\n{{ messages.content.text }}")
     [line] = warned(path, caplog)
-    assert line.startswith(f"{path / TEMPLATE}: the chat template makes no prompt of any conversation: line 2: ")
+    assert line.startswith(f"{path / TEMPLATE}: the chat template cannot render any conversation: line 2: ")
     assert line.endswith("; such conversations are refused")
     (path / TEMPLATE).write_text(
         "{% if tools %}{{ raise_exception('no tools') }}{% endif %}{{ messages[0].content[0].text }}"
     )
     [line] = warned(path, caplog)
-    assert "makes no prompt of tools, the result of a tool: line 1: no tools; such" in line
+    assert "cannot render tools, the result of a tool: line 1: no tools; such" in line
     (path / TEMPLATE).unlink()
     (path / CONFIG).write_text(json.dumps({"chat_template": [{"name": "default", "template": "{% if %}"}]}))
     [line] = warned(path, caplog)
-    assert line.startswith(f"{path / CONFIG}: the chat template makes no prompt of any conversation: line 1: ")
+    assert line.startswith(f"{path / CONFIG}: the chat template cannot render any conversation: line 1: ")
     (path / CONFIG).unlink()
     (path / "tokenizer.json").unlink()
     [line] = warned(path, caplog)

@@ -276,7 +276,7 @@ async def test_the_name_of_a_record_is_taken_as_long_as_it_is_kept(checkpoint: P
         taken = [keep(stack, "request", b"2"), keep(stack, "record", b"2"), submit(stack, PROMPT, name="record")]
         for call in taken:
             error = await failure_of(call, grpc.StatusCode.ALREADY_EXISTS)
-            assert "a result or a response of request_id" in (error.details() or "")
+            assert "is in use by a kept result or response" in (error.details() or "")
             assert details(error)[0].field_violations[0].field == "request_id"
         await keep(stack, "record", b"another's", "you")
         for name in ("", "x" * 129):

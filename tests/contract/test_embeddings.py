@@ -104,19 +104,19 @@ async def test_embeddings_are_neither_sampled_nor_detached(checkpoint: Path) -> 
 @pytest.mark.parametrize(
     ("modules", "config", "text"),
     [
-        (MODULES, {"pooling_mode_cls_token": True}, "asks for pooling_mode_cls_token, which is not computed"),
+        (MODULES, {"pooling_mode_cls_token": True}, "specifies pooling_mode_cls_token, which is not supported"),
         (
             MODULES,
             {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True},
-            "asks for pooling_mode_max_tokens and pooling_mode_mean_tokens",
+            "specifies pooling_mode_max_tokens and pooling_mode_mean_tokens",
         ),
-        (MODULES, {"pooling_mode": "weightedmean"}, "asks for weightedmean, which"),
-        (MODULES, {}, "asks for no pooling mode"),
+        (MODULES, {"pooling_mode": "weightedmean"}, "specifies weightedmean, which"),
+        (MODULES, {}, "specifies no pooling mode"),
         (MODULES, {"pooling_mode_lasttoken": True, "include_prompt": False}, "include_prompt is false"),
         (
             [*MODULES, {"path": "3_Dense", "type": "sentence_transformers.models.Dense"}],
             {"pooling_mode_lasttoken": True},
-            "has a module Dense, which is not computed",
+            "has a module Dense, which is not supported",
         ),
     ],
 )
@@ -133,7 +133,11 @@ async def test_a_pooling_that_is_not_computed_is_named_and_text_is_served(
 
 @pytest.mark.parametrize(
     ("modules", "text"),
-    [("[", "modules.json is not JSON"), ("{}", "must hold a list of modules"), ('[{"type": 3}]', "each with a type")],
+    [
+        ("[", "modules.json is not JSON"),
+        ("{}", "must contain a list of modules"),
+        ('[{"type": 3}]', "each with a type"),
+    ],
 )
 def test_a_broken_modules_file_is_one_line(tmp_path: Path, modules: str, text: str) -> None:
     path = make_checkpoint(tmp_path / "model")

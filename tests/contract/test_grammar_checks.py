@@ -250,7 +250,10 @@ async def test_a_worker_must_read_grammars_alike(model_path: Path, caplog: pytes
     async with checking(model_path) as checked:
         checks = checked.checks
         await checks.check(regex("a"), "t")
-        for theirs, reason in (("0.0.1", rf"llguidance 0\.0\.1, the scheduler by {version()}"), ("", "no grammars")):
+        for theirs, reason in (
+            ("0.0.1", rf"llguidance 0\.0\.1, but the scheduler has {version()}"),
+            ("", "no grammars"),
+        ):
             checks.worker_changed(capacity(theirs))
             checks.worker_changed(None)
             with pytest.raises(RefusedError, match=reason):

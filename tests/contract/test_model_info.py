@@ -227,7 +227,7 @@ def test_what_is_ignored_is_said_once_by_name(tmp_path: Path) -> None:
     asking = {"max_new_tokens": 2048, "no_repeat_ngram_size": 3, "forced_bos_token_id": 0, "typical_p": 0.9}
     (found,) = [text for text in info_with(tmp_path, **{**inert, **asking}).warnings() if "generation_config" in text]
     assert found.endswith(
-        "generation_config.json: ignored, so that requests must ask for it themselves: typical_p (0.9), "
+        "generation_config.json: ignored settings, which requests must set themselves: typical_p (0.9), "
         "no_repeat_ngram_size (3), max_new_tokens (2048), forced_bos_token_id (0)"
     )
     many = info_with(tmp_path, **{f"unknown_{i}": "x" * 5000 for i in range(1000)}).warnings()
@@ -254,7 +254,7 @@ def test_a_directory_without_a_tokenizer_says_what_makes_one(tmp_path: Path, nam
     write(tmp_path, CONFIG, {})
     (tmp_path / name).write_bytes(b"\x0a\x0e")
     (warning,) = read_model_info(str(tmp_path)).warnings()
-    assert f"transformers makes one of {name}: python -c" in warning
+    assert f"To convert {name}, run: python -c" in warning
     (tmp_path / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 499723\n")
     (warning,) = read_model_info(str(tmp_path)).warnings()
     assert f"{tmp_path / name} is a Git LFS pointer" in warning

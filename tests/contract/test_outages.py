@@ -86,7 +86,7 @@ async def test_a_worker_that_is_not_up_and_then_loads_is_waited_for_calmly(tmp_p
         told = await lines.next("waiting for the worker: there is no connection")
         assert f"{LOOPBACK}:{worker.port}" in told.getMessage()
         assert "Connection refused" in told.getMessage()
-        await lines.next("no worker for 0.5 s: requests fail until one joins")
+        await lines.next("no worker for 0.5 s: requests fail until a worker joins")
         await worker.start()
         for doing in ("importing torch", "compiling the kernels"):
             worker.come_further(doing)

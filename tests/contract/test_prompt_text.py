@@ -69,9 +69,9 @@ async def test_what_cannot_fit_is_not_tokenized() -> None:
     texts, _ = limited(tokenizer, TextLimits(max_prompt=1000))
     too_long = await refusal(texts, "\u65e5" * 334)
     assert (too_long.reason, too_long.field) == (Reason.INVALID_ARGUMENT, "text")
-    assert "has 1002 bytes, this server takes 1000 (--max-prompt-bytes)" in str(too_long)
+    assert "has 1002 bytes, this server accepts 1000 (--max-prompt-bytes)" in str(too_long)
     too_many = await refusal(texts, "x" * 73, limit=10)
-    assert "so more than 9 tokens, since none has more than 8 bytes" in str(too_many)
+    assert "so more than 9 tokens, since a token has at most 8 bytes" in str(too_many)
     assert not tokenizer.waiting
     task = asyncio.create_task(texts.encode("x" * 9, "", 10))
     assert await tokenizer.until_waiting(1) == ["x" * 9]
@@ -95,7 +95,7 @@ async def test_what_waits_is_bounded_for_a_tenant_and_for_all() -> None:
     tasks = [asyncio.create_task(texts.encode("x" * 50, tenant, 1000)) for tenant in ("a", "b")]
     await tokenizer.until_waiting(2)
     assert turns.waiting.num_bytes == 100
-    for tenant, whose in (("a", "this tenant with 50 bytes"), ("c", "all tenants with 100 bytes")):
+    for tenant, whose in (("a", "this tenant hold 50 bytes"), ("c", "all tenants hold 100 bytes")):
         error = await refusal(texts, "x" * 20, tenant)
         assert error.reason is Reason.RESOURCE_EXHAUSTED
         assert whose in str(error)

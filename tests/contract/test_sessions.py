@@ -174,7 +174,9 @@ def test_the_bound_of_a_tenant_is_a_number_from_0_on() -> None:
 
     assert (limit(0), limit(7), limit(None)) == (0, 7, None)
     for wrong in (-1, 1.5, True, "1h"):
-        with pytest.raises(ValueError, match=r"'acme': max_retention_seconds is .*, but must be a number from 0 on"):
+        with pytest.raises(
+            ValueError, match=r"'acme': max_retention_seconds is .*, but must be a whole number, at least 0"
+        ):
             limit(wrong)
 
 

@@ -252,10 +252,13 @@ def test_the_legacy_file_of_processors_is_read_where_it_is_alone(tmp_path: Path)
     [
         (
             listed(**{f"t{i}": "" for i in range(_MAX_NAMED + 1)}),
-            f"is a list of {_MAX_NAMED + 1} templates; {_MAX_NAMED}",
+            f"is a list of {_MAX_NAMED + 1} templates; the maximum is {_MAX_NAMED}",
         ),
-        (listed(default="x" * MAX_TEMPLATE_CHARS, tool_use="y"), f"; {MAX_TEMPLATE_CHARS} are the most"),
-        ({"chat_template": {"default": 5}}, "is a list, but not one of objects that have a name and a template"),
+        (listed(default="x" * MAX_TEMPLATE_CHARS, tool_use="y"), f"; the maximum is {MAX_TEMPLATE_CHARS}"),
+        (
+            {"chat_template": {"default": 5}},
+            "the list chat_template must contain objects that have a name and a template",
+        ),
     ],
 )
 def test_named_templates_of_a_list_have_bounds(tmp_path: Path, found: dict[str, object], told: str) -> None:
@@ -268,8 +271,8 @@ def test_named_templates_of_a_list_have_bounds(tmp_path: Path, found: dict[str, 
 @pytest.mark.parametrize(
     ("num_files", "num_chars", "told"),
     [
-        (_MAX_NAMED + 1, 1, f"additional_chat_templates holds more than {_MAX_NAMED} templates, the most"),
-        (_MAX_NAMED, MAX_TEMPLATE_CHARS // _MAX_NAMED, f"together; {MAX_TEMPLATE_CHARS} are the most"),
+        (_MAX_NAMED + 1, 1, f"additional_chat_templates contains more than {_MAX_NAMED} templates, the maximum"),
+        (_MAX_NAMED, MAX_TEMPLATE_CHARS // _MAX_NAMED, f"together; the maximum is {MAX_TEMPLATE_CHARS}"),
         (_MAX_NAMED, MAX_TEMPLATE_CHARS // _MAX_NAMED - 9, None),
     ],
 )

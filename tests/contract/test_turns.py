@@ -65,10 +65,10 @@ async def test_what_waits_is_refused_to_the_tenant_that_has_too_much() -> None:
     pieces, turns = Pieces(), turns_of(100, 60)
     waiting = [asyncio.create_task(turns.run(tenant, 50, pieces.work, tenant)) for tenant in "aab"]
     await asyncio.sleep(0)
-    with pytest.raises(RefusedError, match="texts of this tenant with 50 bytes wait, this one has 50") as refused:
+    with pytest.raises(RefusedError, match="texts of this tenant hold 50 bytes, this one needs 50 more") as refused:
         await waiting[1]
     assert refused.value.reason is Reason.RESOURCE_EXHAUSTED
-    with pytest.raises(RefusedError, match="texts of all tenants with 100 bytes wait"):
+    with pytest.raises(RefusedError, match="texts of all tenants hold 100 bytes"):
         await turns.run("b", 5, str)
     waiting[0].cancel()
     await asyncio.sleep(0)

@@ -167,7 +167,7 @@ def test_a_file_that_takes_no_bytes_ends_the_recording_where_it_says(
     os.mkfifo(tmp_path / "fifo")
     history = RecordedHistory(tmp_path / "fifo", seed=3)
     history.run(2000)  # without a reader, the FIFO holds 64 KiB
-    assert "/fifo ends here, serving goes on: its file has taken no bytes while 0 MiB came" in caplog.text
+    assert "/fifo ends here, serving goes on: its file accepted no bytes while 0 MiB arrived" in caplog.text
     text = read_to_the_end_of_a_line(tmp_path / "fifo", "missing_events")
     *_, last = text.splitlines()
     (tmp_path / "recording").write_text(text)
@@ -176,7 +176,7 @@ def test_a_file_that_takes_no_bytes_ends_the_recording_where_it_says(
     assert main([str(tmp_path / "recording")]) == 1
     missing = f"{json.loads(last)['missing_events']} events or more are missing from event {num_events + 1} on"
     replayed = f"{num_events} events were replayed without a difference"
-    assert capsys.readouterr().out == f"{missing}, which the file did not take in time; {replayed}\n"
+    assert capsys.readouterr().out == f"{missing}, because they could not be written in time; {replayed}\n"
 
 
 def test_the_last_events_do_not_hold_up_the_end(
@@ -185,7 +185,7 @@ def test_the_last_events_do_not_hold_up_the_end(
     monkeypatch.setattr(recording, "_CLOSE_TIMEOUT", 0.01)
     os.mkfifo(tmp_path / "fifo")
     RecordedHistory(tmp_path / "fifo", seed=3).run(2000)
-    assert "/fifo lacks its last events: its file takes no bytes" in caplog.text
+    assert "/fifo lacks its last events: its file accepts no bytes" in caplog.text
 
 
 def read_to_the_end_of_a_line(path: Path, word: str) -> str:
@@ -203,7 +203,7 @@ def read_to_the_end_of_a_line(path: Path, word: str) -> str:
         ("hello\n", "this is not a recording of pagewire"),
         ("[1]\n", "this is not a recording of pagewire"),
         ("{}\n", "this is not a recording of pagewire"),
-        ('{"pagewire_recording": 0}\n', "the recording is of version 0, this pagewire replays version 5"),
+        ('{"pagewire_recording": 0}\n', "the recording has version 0, but this pagewire replays version 5"),
         ('{"pagewire_recording": 5}\n', "the recording's header is damaged"),
         ('{"pagewire_recording": 5, "scheduler": {"max_size": 1}}\n', "the recording's header is damaged"),
     ],

@@ -71,7 +71,7 @@ def _additional(folder: Path) -> dict[str, str]:
     paths = [path for path in islice(folder.glob("*.jinja"), _MAX_NAMED + 1) if path.is_file()]
     if len(paths) > _MAX_NAMED:
         raise ValueError(
-            f"{folder} holds more than {_MAX_NAMED} templates, the most: remove those that are not asked for"
+            f"{folder} contains more than {_MAX_NAMED} templates, the maximum; remove templates that are not used"
         )
     return {path.stem: _read_text(path) for path in sorted(paths)}
 
@@ -91,10 +91,10 @@ def _named(config: Mapping[str, Any], path: Path) -> dict[str, str]:
     if not isinstance(found, list):
         raise ValueError(f"{path}: chat_template is {type(found).__name__}, but must be a text or a list of templates")
     if len(found) > _MAX_NAMED:
-        raise ValueError(f"{path}: chat_template is a list of {len(found)} templates; {_MAX_NAMED} are the most")
+        raise ValueError(f"{path}: chat_template is a list of {len(found)} templates; the maximum is {_MAX_NAMED}")
     for entry in found:
         if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ("name", "template")):
-            raise ValueError(f"{path}: chat_template is a list, but not one of objects that have a name and a template")
+            raise ValueError(f"{path}: the list chat_template must contain objects that have a name and a template")
     return {entry["name"]: entry["template"] for entry in found}
 
 
@@ -114,7 +114,7 @@ def _joined(named: Mapping[str, str], source: Path, *, is_plain: bool) -> ChatTe
     num_chars = max(len(text), sum(len(name) + len(template) for name, template in named.items()))
     if num_chars > MAX_TEMPLATE_CHARS:
         raise ValueError(
-            f"{source}: the chat templates have {num_chars} characters together; {MAX_TEMPLATE_CHARS} are the most"
+            f"{source}: the chat templates have {num_chars} characters together; the maximum is {MAX_TEMPLATE_CHARS}"
         )
     has_names = named.keys() != {_DEFAULT}
     return ChatTemplate(text, source, named if has_names else {}, is_plain=is_plain and text == named.get(_DEFAULT))

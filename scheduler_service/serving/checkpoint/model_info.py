@@ -65,10 +65,10 @@ class ModelInfo:
     def grammar_refusal(self) -> str:
         """The reason why the model supports no grammars, or an empty text."""
         if self.tokenizer_path is None:
-            return "the served checkpoint has no tokenizer, and without its texts no output can match a grammar"
+            return "the served checkpoint has no tokenizer, so no output can be matched to a grammar"
         if not self.grammar_end_token_ids:
             return (
-                "the served checkpoint names no end token, with which an output that matches a grammar ends; add "
+                "the served checkpoint specifies no end token, which must end an output that matches a grammar; add "
                 "eos_token_id to its generation_config.json"
             )
         return ""
@@ -88,7 +88,7 @@ class ModelInfo:
             )
         if self.template_file is not None:
             found += [
-                f"{self.template_file.source}: the chat template makes no prompt of {refusal}; such conversations are "
+                f"{self.template_file.source}: the chat template cannot render {refusal}; such conversations are "
                 "refused"
                 for refusal in self.chat_refusals
             ]
@@ -245,6 +245,6 @@ def _convertible(directory: Path) -> str:
     except ModelFileError as error:
         return f". {error}"
     return (
-        f'. transformers makes one of {path.name}: python -c "from transformers import AutoTokenizer as T; '
+        f'. To convert {path.name}, run: python -c "from transformers import AutoTokenizer as T; '
         f"T.from_pretrained('{directory}').save_pretrained('{directory}')\""
     )

@@ -16,7 +16,7 @@ from pagewire.common.wire.messages import Pooling
 _MODULES_FILE = "modules.json"
 _MODES = {"pooling_mode_lasttoken": Pooling.LAST, "pooling_mode_mean_tokens": Pooling.MEAN}
 _NAMED_MODES = {"lasttoken": Pooling.LAST, "mean": Pooling.MEAN}
-_SERVED = "the last token's and the mean of all tokens' hidden states are served"
+_SERVED = "the last token's hidden state and the mean over all tokens are supported"
 _GGUF_MEAN = 1  # a value of llama.cpp's `pooling_type`
 
 
@@ -43,7 +43,7 @@ def read_pooling(directory: Path) -> PoolingChoice:
                 return choice
             pooling = choice.pooling
         elif kind not in ("Transformer", "Normalize"):
-            return _refused(f"{path} has a module {kind}, which is not computed")
+            return _refused(f"{path} has a module {kind}, which is not supported")
     return PoolingChoice(pooling)
 
 
@@ -59,7 +59,7 @@ def _read_modules(path: Path) -> list[dict[str, str]]:
     modules = read_json_value(path)
     is_list = isinstance(modules, list) and all(isinstance(module, dict) for module in modules)
     if not is_list or not all(isinstance(module.get(key), str) for module in modules for key in ("type", "path")):
-        raise ValueError(f"{path} must hold a list of modules, each with a type and a path")
+        raise ValueError(f"{path} must contain a list of modules, each with a type and a path")
     return modules
 
 
@@ -74,8 +74,8 @@ def _pooling_of(path: Path, config: Mapping[str, Any]) -> PoolingChoice:
         found = [_MODES.get(name) for name in names]
     if len(found) == 1 and found[0] is not None:
         return PoolingChoice(found[0])
-    return _refused(f"{path} asks for {' and '.join(names) or 'no pooling mode'}, which is not computed; {_SERVED}")
+    return _refused(f"{path} specifies {' and '.join(names) or 'no pooling mode'}, which is not supported; {_SERVED}")
 
 
 def _refused(reason: str) -> PoolingChoice:
-    return PoolingChoice(Pooling.NONE, f"this checkpoint makes no embeddings: {reason}")
+    return PoolingChoice(Pooling.NONE, f"this checkpoint supports no embeddings: {reason}")

@@ -73,7 +73,7 @@ def ignored_settings(generation: Mapping[str, Any], file: Path) -> str:
     if not found:
         return ""
     rest = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
-    return f"{file}: ignored, so that requests must ask for it themselves: {', '.join(found[:_MAX_NAMED])}{rest}"
+    return f"{file}: ignored settings, which requests must set themselves: {', '.join(found[:_MAX_NAMED])}{rest}"
 
 
 def _asks_for_something(key: str, value: object) -> bool:

@@ -169,7 +169,7 @@ class Tokenizer:
             # Only the functions for batches release the interpreter's lock.
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except BaseException as error:  # a Rust panic, as for a pattern with too many steps
-            raise ValueError(f"{self._path} makes no tokens of this text: {error}") from None
+            raise ValueError(f"{self._path} cannot tokenize this text: {error}") from None
         # Creating the list of ids holds the interpreter's lock, so only do this if it is short enough.
         return then(encoding.ids) if len(encoding) <= max_tokens else len(encoding)
 

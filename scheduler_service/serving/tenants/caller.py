@@ -38,7 +38,7 @@ class Caller:
         elif self.authorization is not None:
             raise RefusedError(
                 Reason.UNAUTHENTICATED,
-                "this server knows no tenants, and would ignore the API key; start it with --tenants, or send none",
+                "this server has no tenants and would ignore the API key; start it with --tenants, or send no API key",
             )
 
     def tenant(self, named: str) -> str:
@@ -56,7 +56,7 @@ class Caller:
             return named
         raise RefusedError(
             Reason.PERMISSION_DENIED,
-            "the request names another tenant than its sender; leave it unset",
+            "the request specifies another tenant than the tenant of its sender; leave the field unset",
             "tenant",
         )
 
@@ -68,7 +68,7 @@ class Caller:
         """Raise RefusedError unless the caller may see data of all tenants. `what` names the data in the error
         message."""
         if not self.is_operator():
-            raise RefusedError(Reason.PERMISSION_DENIED, f"{what} is of all tenants; only operators may see it")
+            raise RefusedError(Reason.PERMISSION_DENIED, f"{what} concerns all tenants; only operators have access")
 
     def check_forwarded(self, tenant: str, revision: str) -> None:
         """Check the tenant of a request that a front end forwards. `revision` is the revision of the front end's
@@ -82,12 +82,12 @@ class Caller:
                 return
             raise invalid(
                 "submit.tenants_revision",
-                "this server knows no tenants, and the front end does; start both with the same --tenants",
+                "this server has no tenants, but the front end has some; start both with the same --tenants",
             )
-        self.check_operator("what a front end forwards")
+        self.check_operator("forwarding requests")
         if not revision or tenant not in self.tenants.current():
             is_same = revision == self.tenants.revision
-            why = "" if is_same else "; the front end's file of tenants is another than the scheduler's"
+            why = "" if is_same else "; the front end's tenants file differs from the scheduler's"
             raise RefusedError(Reason.UNAUTHENTICATED, f"tenant {tenant!r} is not known to the scheduler{why}")
 
     def _identify(self, tenants: TenantFile) -> Tenant:
@@ -106,7 +106,7 @@ class Caller:
         if tenant is None:
             raise RefusedError(
                 Reason.UNAUTHENTICATED,
-                "the caller is not known here; send a valid API key as 'authorization: Bearer KEY', or show a "
+                "the caller is unknown; send a valid API key as 'authorization: Bearer KEY', or use a client "
                 "certificate that the server knows",
             )
         return tenant

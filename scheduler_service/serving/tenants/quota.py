@@ -127,5 +127,5 @@ def _exhausted(what: str, used: int, more: int, limit: int) -> RefusedError:
     return RefusedError(
         Reason.RESOURCE_EXHAUSTED,
         f"this tenant uses {used} {what}, the request needs {more} more, and the quota is {limit}; try again when "
-        "others have ended",
+        "other requests have ended",
     )

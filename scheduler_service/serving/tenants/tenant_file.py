@@ -137,7 +137,7 @@ def parse_tenants(text: str) -> dict[str, Tenant]:
     """Return the tenants by name. Raise ValueError, which names the tenant, the key and the expected value."""
     document = parse_yaml(text)
     if not isinstance(document, dict) or set(document) != {"tenants"} or not isinstance(document["tenants"], dict):
-        raise ValueError("expected one key, tenants, with a mapping from names to what belongs to them")
+        raise ValueError("expected one key, tenants, with a mapping from tenant names to their settings")
     tenants = {str(name): _parse(str(name), entry or {}) for name, entry in document["tenants"].items()}
     _check_unique(tenants.values())
     return tenants
@@ -167,7 +167,7 @@ def _parse(name: str, entry: Any) -> Tenant:
 def _limit(name: str, key: str, entry: Mapping[str, Any]) -> int | None:
     value = entry.get(key)
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-        raise ValueError(f"tenant {name!r}: {key} is {value!r}, but must be a number from 0 on")
+        raise ValueError(f"tenant {name!r}: {key} is {value!r}, but must be a whole number, at least 0")
     return value
 
 
