@@ -1,4 +1,4 @@
-"""Answers of Anthropic's Messages API, and the events of one that is streamed."""
+"""The answers of Anthropic's Messages API, and the events of a streamed message."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -28,7 +28,7 @@ ContentPart = TextPart | ThinkingPart | ToolUsePart
 
 
 class MessageUsage(Struct, frozen=True):
-    """Tokens; those of the prompt that were cached are not among `input_tokens`."""
+    """Numbers of tokens. `input_tokens` excludes the prompt tokens that were read from the cache."""
 
     input_tokens: int
     output_tokens: int
@@ -53,7 +53,7 @@ class TokenCount(Struct, frozen=True):
 
 
 class ModelInfoAnswer(Struct, tag_field="type", tag="model", frozen=True):
-    """A model, as Anthropic's API describes it."""
+    """A model, in the format of Anthropic's API."""
 
     id: str
     display_name: str
@@ -64,7 +64,7 @@ class ModelInfoAnswer(Struct, tag_field="type", tag="model", frozen=True):
 
 
 class ModelPage(Struct, frozen=True):
-    """All models, on one page."""
+    """The list of all models, on one page."""
 
     data: list[ModelInfoAnswer]
     first_id: str
@@ -117,7 +117,7 @@ class MessageDelta(Struct, tag_field="type", tag="message_delta", frozen=True):
 
 
 class MessageStop(Struct, tag_field="type", tag="message_stop", frozen=True):
-    """The end of a message."""
+    """The last event of a message."""
 
 
 MessageEvent = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop

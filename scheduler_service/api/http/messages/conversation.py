@@ -1,4 +1,4 @@
-"""A request of the Messages API as the chat that it means."""
+"""Conversion of a Messages API request into a chat completion request."""
 
 import json
 import re
@@ -40,9 +40,9 @@ from scheduler_service.api.http.requests import (
 from scheduler_service.api.http.vendor_calls import VENDOR_WARNING, leaves_out
 from scheduler_service.serving.refusal import invalid
 
-# Fields that mean the same in a chat.
+# Fields that have the same meaning in a chat completion request.
 _SAME = ("stream", *(name for name in MessagesRequest.__struct_fields__ if name in SampledRequest.__struct_fields__))
-# The blocks of which the messages of a role consist.
+# The blocks that are allowed in the messages of each role.
 _BLOCKS = {
     "user": ReadableBlock | ToolResultBlock,
     "assistant": TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock,
@@ -50,14 +50,14 @@ _BLOCKS = {
 }
 _VENDOR_TYPE = re.compile(VENDOR_TYPE)
 _VENDOR_OPTIONS = MessagesTool.__struct_fields__[MessagesTool.__struct_fields__.index("max_uses") :]
-# The first block of Claude Code's system text. It differs between sessions and between their agents, in some versions
-# between requests, and the model has no use for it: in the prompt it would defeat the prefix cache.
+# The first block of Claude Code's system text. It differs between sessions, between the agents of a session and, in
+# some versions, between requests. It is removed: the model does not need it, and it would prevent prefix cache hits.
 _BILLING_LINE = re.compile(r"x-anthropic-billing-header:(?: *[\w.-]+=[^;\s]*(?:;|\s*\Z))+\s*")
-_MAX_BILLING_CHARS = 4096  # the line has 100; a longer one would keep the interpreter's lock
+_MAX_BILLING_CHARS = 4096  # the line has about 100; matching a very long text would hold the GIL
 
 
 def chat_of(request: CountTokensRequest) -> ChatCompletionRequest:
-    """Return the chat that a request means. Raises RefusedError."""
+    """Return the chat completion request that is equivalent to a Messages request. Raises RefusedError."""
     config, choice, thinking = request.output_config or OutputConfig(), request.tool_choice, request.thinking
     output = request.output_format or config.format
     same: dict[str, Any] = {name: getattr(request, name, None) for name in _SAME}
@@ -79,7 +79,7 @@ def chat_of(request: CountTokensRequest) -> ChatCompletionRequest:
 
 
 def message_warnings(request: CountTokensRequest) -> list[str]:
-    """Return what the server does otherwise than a request asks for."""
+    """Return warnings about the parts of a request that the server ignores or replaces."""
     warnings = []
     if kinds := sorted({*map(_vendor_kind, request.tools or ())} - {""}):
         warnings.append(f"tools that run at Anthropic are left out: {', '.join(kinds)}")
@@ -95,19 +95,21 @@ def message_warnings(request: CountTokensRequest) -> list[str]:
 
 
 def _vendor_kind(tool: MessagesTool) -> str:
-    """Return what a tool that runs at Anthropic does, or an empty text for a tool of the client."""
+    """Return the kind of a tool that runs at Anthropic, such as `web_search`. Return an empty string for a tool that
+    the client runs."""
     found = _VENDOR_TYPE.fullmatch(tool.type or "")
     return found[1] if found else ""
 
 
 def _result_parts(blocks: Iterable[Any]) -> list[Any]:
-    """Return the parts of the results of tools in a message."""
+    """Return the parts of all tool results in a message."""
     contents = [block.content for block in blocks if isinstance(block, ToolResultBlock)]
     return [part for content in contents if isinstance(content, list) for part in content]
 
 
 def _goes_on(message: InputMessage) -> bool:
-    """Return whether a last message is the beginning of the answer, which the model continues."""
+    """Return whether the last message is the beginning of the answer, which the model continues. This is the case for
+    an assistant message with text and without tool calls."""
     content = [TextBlock(message.content)] if isinstance(message.content, str) else message.content
     texts = [block.text for block in content if isinstance(block, TextBlock)]
     has_calls = any(isinstance(block, ToolUseBlock) for block in content)
@@ -115,7 +117,8 @@ def _goes_on(message: InputMessage) -> bool:
 
 
 def _tool(index: int, tool: MessagesTool) -> ToolField:
-    """Raises RefusedError for a tool without a schema, or one that the model itself may not call."""
+    """Return a tool in the format of chat completions. Raises RefusedError if the tool has no input schema, sets an
+    option of a tool that runs at Anthropic, or forbids direct calls by the model."""
     if tool.input_schema is None:
         field = f"tools[{index}].input_schema"
         raise invalid(field, f"{field} is not set; send the JSON Schema of the tool's input")
@@ -164,7 +167,7 @@ def _messages(request: CountTokensRequest) -> Iterator[dict[str, Any]]:
 
 
 def _check_blocks(index: int, message: InputMessage) -> None:
-    """Raises RefusedError for a block that messages of the role do not have."""
+    """Raise RefusedError if a message contains a block that its role does not allow."""
     for position, block in enumerate(message.content):
         if not isinstance(block, str | _BLOCKS[message.role]):
             field = f"messages[{index}].content[{position}]"
@@ -173,7 +176,8 @@ def _check_blocks(index: int, message: InputMessage) -> None:
 
 
 def _question(message: InputMessage) -> Iterator[dict[str, Any]]:
-    """Yield results of tools, each a message of its own, and texts between them."""
+    """Yield the chat messages of a user or system message. Each tool result becomes a message of role `tool`; the texts
+    between tool results keep the role of the message."""
     texts: list[dict[str, str]] = []
     for block in message.content:
         if isinstance(block, ToolResultBlock):
@@ -183,14 +187,14 @@ def _question(message: InputMessage) -> Iterator[dict[str, Any]]:
             given = block.content or ""
             content = given if isinstance(given, str) else "\n".join(map(_text, given))
             yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
-        elif isinstance(block, ReadableBlock):  # as all others are
+        elif isinstance(block, ReadableBlock):  # true for all remaining blocks
             texts.append({"type": "text", "text": _text(block)})
     if texts:
         yield {"role": message.role, "content": texts}
 
 
 def _text(block: ResultBlock) -> str:
-    """Return the text of the prompt that a block becomes."""
+    """Return the text that the prompt contains for a block."""
     match block:
         case ToolReferenceBlock():
             return f"Tool: {block.tool_name}"

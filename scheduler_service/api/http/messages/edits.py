@@ -1,5 +1,5 @@
-"""The edits that a request's `context_management` asks for. The server performs no edit: it accepts those that would
-change nothing, and refuses the others."""
+"""Checks of the edits in a request's `context_management`. The server does not edit conversations. An edit that would
+change nothing is accepted, and any other edit is refused."""
 
 from scheduler_service.api.http.messages.requests import (
     ClearThinking,
@@ -15,15 +15,15 @@ from scheduler_service.api.http.messages.requests import (
 )
 from scheduler_service.serving.refusal import invalid
 
-# Anthropic's defaults.
+# Anthropic's defaults for unset fields.
 _THINKING_TURNS = ThinkingTurns(1)
 _TOOL_USES = ToolUses(3)
 _CLEARING, _COMPACTING = InputTokens(100_000), InputTokens(150_000)
 
 
 def check_edits(request: CountTokensRequest, num_prompt_tokens: int) -> None:
-    """Raises RefusedError for an edit that would change the conversation, whose prompt has the given number of
-    tokens."""
+    """Raise RefusedError if an edit would change the conversation. `num_prompt_tokens` is the size of the
+    conversation's prompt."""
     management = request.context_management or ContextManagement()
     for index, edit in enumerate(management.edits or ()):
         if _changes(edit, request, num_prompt_tokens):
@@ -37,7 +37,7 @@ def check_edits(request: CountTokensRequest, num_prompt_tokens: int) -> None:
 
 
 def _changes(edit: ClearThinking | ClearToolUses | Compact, request: CountTokensRequest, num_tokens: int) -> bool:
-    """Return whether Anthropic's servers would change a conversation by an edit."""
+    """Return whether Anthropic's servers would change the conversation for this edit."""
     match edit:
         case ClearThinking():
             keep = edit.keep or _THINKING_TURNS

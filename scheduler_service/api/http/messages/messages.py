@@ -1,4 +1,5 @@
-"""`/v1/messages`, Anthropic's Messages API: chats, whose answers are blocks of text, thinking, calls of tools."""
+"""The endpoints `/v1/messages` and `/v1/messages/count_tokens` of Anthropic's Messages API. Answers consist of blocks
+of text, thinking and tool calls."""
 
 import secrets
 from collections.abc import Callable, Iterable, Iterator
@@ -44,9 +45,9 @@ from scheduler_service.serving.output import Delta
 from scheduler_service.serving.tenants.caller import Call
 
 _STOP_REASONS = {EndReason.STOP: "end_turn", EndReason.LENGTH: "max_tokens", EndReason.ABORT: "abort"}
-# Of each thinking block: clients leave blocks without one out of the next request.
+# The signature of each thinking block. Clients omit blocks without a signature from the next request.
 _SIGNATURE = "unsigned"
-# What a request calls the fields of the chat that it means.
+# The field names of a Messages request, by the names of the chat fields that they become.
 _NAMES = RequestNames(
     "messages",
     continue_final_message="messages",
@@ -59,19 +60,22 @@ _Result = TypeVar("_Result")
 
 
 class MessageTeller:
-    """Makes the events of a message of what comes of an output."""
+    """A writer of a streamed message: it converts the deltas of an output into events."""
 
     def __init__(self, parser: OutputParser, head: MessageAnswer, *, shows_thinking: bool) -> None:
-        """`head` is the message as it begins."""
+        """`head` is the message at its start, without content. `shows_thinking`: thinking blocks contain the text of
+        the reasoning; otherwise they are empty."""
         self._parser = parser
         self._head = head
         self._shows_thinking = shows_thinking
-        self._index = -1  # of the block that began last
-        self._kind: type[OutputPart] | None = None  # of what it holds, while it is open
+        self._index = -1  # of the block that was started last
+        self._kind: type[OutputPart] | None = None  # the content of the open block; None if no block is open
         self._has_begun = False
         self._has_calls = False
 
     def tell(self, delta: Delta, progress: PromptProgress) -> Iterator[MessageEvent]:
+        """Yield the events for a delta. The first delta also yields `message_start`; the last one yields
+        `message_delta` and `message_stop`."""
         if not self._has_begun:
             self._has_begun = True
             yield MessageStart(self._head)
@@ -119,7 +123,7 @@ class MessageTeller:
 async def answer_message(
     request: MessagesRequest, call: Call, intake: Intake, model_name: str, stream: EventStream
 ) -> bytes | None:
-    """Return the message, unless it is streamed. Raises RefusedError."""
+    """Return the JSON of the message, or None if it is streamed. Raises RefusedError."""
     with _NAMES.in_refusals():
         asked, make_parser = await _read(request, call, intake, stream)
         async with begin_requests(asked, call, intake, is_streamed=bool(request.stream)) as [progress]:
@@ -132,7 +136,7 @@ async def answer_message(
             teller = MessageTeller(make_parser(), head, shows_thinking=not is_omitted)
 
             async def tell(delta: Delta) -> list[MessageEvent]:
-                """Return the events of a delta; those of a long text are made in the tenant's turn."""
+                """Return the events of a delta. The events of a long text are made on a thread in the tenant's turn."""
                 return await progress.write(progress.num_values(delta), lambda: list(teller.tell(delta, progress)))
 
             stream.is_named = bool(request.stream)
@@ -141,7 +145,7 @@ async def answer_message(
 
 
 async def count_tokens(request: CountTokensRequest, call: Call, intake: Intake, stream: EventStream) -> bytes:
-    """Raises RefusedError."""
+    """Return the JSON with the number of tokens of the prompt. Raises RefusedError."""
     with _NAMES.in_refusals():
         asked, _ = await _read(request, call, intake, stream)
         num_tokens = len(await intake.tokenize(asked.requests[0]))
@@ -152,8 +156,9 @@ async def count_tokens(request: CountTokensRequest, call: Call, intake: Intake, 
 async def _read(
     request: CountTokensRequest, call: Call, intake: Intake, stream: EventStream
 ) -> tuple[ReadCall, ParserMaker]:
-    """Read the chat that a request means as `read_chat` does, and warn of what it leaves out. Clients give a budget to
-    any model: one that has no reasoning keeps to it. Raises RefusedError."""
+    """Return the requests of a message and its parser maker, as `read_chat` does. Add warnings for the parts of the
+    request that are ignored. A thinking budget is ignored if the model has no reasoning, because clients send a budget
+    to every model. Raises RefusedError."""
     chat = await _in_turn(request, call, intake, chat_of, request)
     for text in await _in_turn(request, call, intake, message_warnings, request):
         stream.warn(text)
@@ -174,7 +179,7 @@ def message_usage(progress: PromptProgress) -> MessageUsage:
 
 
 def folded(events: Iterable[MessageEvent]) -> MessageAnswer:
-    """Return the message that events tell."""
+    """Return the message that the events describe. Raises ValueError if the events have no message_start."""
     heads: list[ContentPart] = []
     texts: list[list[str]] = []
     message: MessageAnswer | None = None

@@ -1,4 +1,4 @@
-"""Requests of Anthropic's Messages API: these types alone decide what is valid."""
+"""The request types of Anthropic's Messages API. These types alone decide which requests are valid."""
 
 from typing import Annotated, Any, Literal
 
@@ -21,7 +21,7 @@ from scheduler_service.api.http.requests import (
 from scheduler_service.api.http.vendor_calls import vendor_text
 
 _INERT = Meta(description=INERT)
-# Fields that answers have besides.
+# Fields that only answers have. A client may send an answer back as a message.
 _OF_ANSWERS = ("id", "type", "model", "stop_reason", "stop_sequence", "stop_details", "usage", "container")
 _NO_TOOLSETS = why("tools are named one by one")
 
@@ -39,7 +39,7 @@ class CitationsConfig(Struct, forbid_unknown_fields=True, frozen=True):
 class TextBlock(Block, tag="text", forbid_unknown_fields=True, frozen=True):
     text: str
     citations: Annotated[list[Any], why("no effect: those of earlier answers")] | None = None
-    parsed_output: Annotated[Any, _INERT] = None  # the text as anthropic's client has parsed it
+    parsed_output: Annotated[Any, _INERT] = None  # the text as parsed by Anthropic's client
 
 
 class ThinkingBlock(Block, tag="thinking", forbid_unknown_fields=True, frozen=True):
@@ -48,7 +48,7 @@ class ThinkingBlock(Block, tag="thinking", forbid_unknown_fields=True, frozen=Tr
 
 
 class RedactedThinkingBlock(Block, tag="redacted_thinking", forbid_unknown_fields=True, frozen=True):
-    """Reasoning that only Anthropic's servers can decrypt. The prompt does not contain it."""
+    """Reasoning that only Anthropic's servers can decrypt. It is not part of the prompt."""
 
     data: Annotated[str, _INERT]
 
@@ -56,7 +56,7 @@ class RedactedThinkingBlock(Block, tag="redacted_thinking", forbid_unknown_field
 class ToolUseBlock(Block, tag="tool_use", forbid_unknown_fields=True, frozen=True):
     id: str
     name: str
-    input: dict[str, Any] | str | None = None  # a text, if the call was cut off
+    input: dict[str, Any] | str | None = None  # a string if the call was truncated
     caller: Annotated[dict[str, Any], _INERT] | None = None
     toolset_name: Annotated[None, _NO_TOOLSETS] = None
 
@@ -85,13 +85,14 @@ class SearchResultBlock(Block, tag="search_result", forbid_unknown_fields=True, 
 
 
 class ToolReferenceBlock(Block, tag="tool_reference", forbid_unknown_fields=True, frozen=True):
-    """A tool that a search for tools has found. The prompt has all tools from the start."""
+    """A tool that a tool search has found. The prompt describes all tools from the start."""
 
     tool_name: str
 
 
 class ImageBlock(Block, tag="image", forbid_unknown_fields=True, frozen=True):
-    """An image that a tool has returned. The model reads text only: the prompt says that it is left out."""
+    """An image in a tool's result. The model reads only text, so the prompt contains a placeholder in place of the
+    image."""
 
     source: dict[str, Any]
     transformations: Annotated[dict[str, Any], _INERT] | None = None
@@ -109,7 +110,7 @@ class ToolResultBlock(Block, tag="tool_result", forbid_unknown_fields=True, froz
 
     @staticmethod
     def as_meant(given: dict[str, Any]) -> dict[str, Any]:
-        """Return a result in which a text replaces each file."""
+        """Return the result of a tool with a placeholder text for each file."""
         match given:
             case {"content": list() as blocks}:
                 return {**given, "content": [*map(_without_file, blocks)]}
@@ -137,7 +138,7 @@ class InputMessage(Struct, forbid_unknown_fields=True, frozen=True):
 
     @staticmethod
     def as_meant(given: dict[str, Any]) -> dict[str, Any]:
-        """Return a message, which may be an answer with all its fields, with texts in place of the blocks of tools that
+        """Return the message without the fields that only answers have, and with texts in place of blocks of tools that
         ran at a vendor."""
         own = {
             name: value for name, value in given.items() if given.get("type") != "message" or name not in _OF_ANSWERS
@@ -148,13 +149,14 @@ class InputMessage(Struct, forbid_unknown_fields=True, frozen=True):
         return own
 
 
-# Types of tools that run at Anthropic.
+# The types of tools that run at Anthropic.
 VENDOR_TYPE = "(web_search|web_fetch|code_execution|tool_search_tool_bm25|tool_search_tool_regex|advisor)_[0-9]{8}"
 _OF_VENDOR = why("an option of a tool that runs at Anthropic")
 
 
 class MessagesTool(Struct, forbid_unknown_fields=True, frozen=True):
-    """A tool that the client runs; or, by its type, one that runs at Anthropic, which is left out."""
+    """A tool that the client runs, or a tool that runs at Anthropic, depending on `type`. A tool that runs at Anthropic
+    is ignored."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     input_schema: Annotated[dict[str, Any], why("a JSON Schema, which is always kept to")] | None = None
@@ -166,7 +168,7 @@ class MessagesTool(Struct, forbid_unknown_fields=True, frozen=True):
     defer_loading: Annotated[bool, why("no effect: the prompt has all tools from the start")] | None = None
     input_examples: Annotated[list[dict[str, Any]], why("added to the description")] | None = None
     allowed_callers: Annotated[list[str], why("direct must be among them; no code is run")] | None = None
-    # Options of tools that run at Anthropic.
+    # The following are options of tools that run at Anthropic.
     max_uses: Annotated[int, _OF_VENDOR] | None = None
     allowed_domains: Annotated[list[str], _OF_VENDOR] | None = None
     blocked_domains: Annotated[list[str], _OF_VENDOR] | None = None
@@ -186,30 +188,30 @@ class _Choice(Struct, tag_field="type", forbid_unknown_fields=True, frozen=True,
 
 
 class AutoChoice(_Choice, tag="auto", forbid_unknown_fields=True, frozen=True):
-    """Calls as the model likes."""
+    """The model decides whether it calls tools."""
 
 
 class AnyChoice(_Choice, tag="any", forbid_unknown_fields=True, frozen=True):
-    """At least one call."""
+    """The model calls at least one tool."""
 
 
 class ToolChoice(_Choice, tag="tool", forbid_unknown_fields=True, frozen=True):
-    """A call of that tool."""
+    """The model calls the named tool."""
 
     name: str
 
 
 class NoChoice(_Choice, tag="none", forbid_unknown_fields=True, frozen=True):
-    """No call."""
+    """The model calls no tool."""
 
 
 class Thinking(Struct, forbid_unknown_fields=True, frozen=True):
-    """Whether the template is asked for reasoning, by its variable `enable_thinking`."""
+    """Turns reasoning on or off, through the template variable `enable_thinking`."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Meta(ge=0, le=UINT32.high), why("reasoning ends behind so many")] | None = None
     display: Annotated[Literal["summarized", "omitted"], why("omitted: thinking blocks are empty")] | None = None
-    block_binding: Annotated[dict[str, Any], _INERT] | None = None  # blocks of any conversation are taken
+    block_binding: Annotated[dict[str, Any], _INERT] | None = None  # blocks of any conversation are accepted
 
 
 class OutputFormat(Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True, frozen=True):
@@ -223,7 +225,7 @@ class OutputConfig(Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class AllTurns(Struct, tag_field="type", tag="all", forbid_unknown_fields=True, frozen=True):
-    """Every turn."""
+    """Keep the thinking of all turns."""
 
 
 class ThinkingTurns(Struct, tag_field="type", tag="thinking_turns", forbid_unknown_fields=True, frozen=True):
