@@ -1,4 +1,4 @@
-"""Answers of OpenAI's Responses API, and the events of one that is streamed."""
+"""The answers of OpenAI's Responses API, and the events of a streamed response."""
 
 from typing import Any, Literal
 
@@ -87,7 +87,7 @@ class ResponseError(Struct, frozen=True):
 
 
 class ResponseAnswer(Struct, frozen=True, kw_only=True):
-    """A response. It repeats the request's fields; options of sampling are those that are used."""
+    """A response. It repeats fields of the request; the sampling options are the values that were used."""
 
     id: str
     created_at: int
@@ -124,7 +124,7 @@ class ResponseAnswer(Struct, frozen=True, kw_only=True):
 
 
 class ResponseEvent(Struct, frozen=True, omit_defaults=True):
-    """An event: its type says which of the others it has."""
+    """An event of a streamed response. The event's type determines which of the other fields are set."""
 
     type: str
     sequence_number: int
@@ -148,7 +148,7 @@ class InputTokenCount(Struct, frozen=True):
 
 
 class CompactedConversation(Struct, frozen=True):
-    """A conversation as its user's messages and a summary."""
+    """A compacted conversation: the user's messages and a summary."""
 
     id: str
     created_at: int

@@ -1,4 +1,5 @@
-"""The tools of a request as the functions that the model calls, and their calls as the client knows them."""
+"""The tools of a Responses request as functions that the model can call, and the way back from a called function to the
+client's tool."""
 
 import json
 import re
@@ -26,13 +27,13 @@ _INPUT = {
     "required": ["input"],
     "additionalProperties": False,
 }
-SEARCH = "tool_search"  # the function by which the model searches for tools
+SEARCH = "tool_search"  # the function that the model calls to search for tools
 _INPUT_BEGINS = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _MAX_ESCAPE_CHARS = 6
 
 
 class CalledTool(NamedTuple):
-    """A tool as the client names it in its calls."""
+    """A tool, with the name and namespace that the client uses."""
 
     name: str
     namespace: str | None = None
@@ -41,13 +42,13 @@ class CalledTool(NamedTuple):
 
 
 def function_name(name: str, namespace: str | None) -> str:
-    """Return the name of the function by which the model calls a tool."""
+    """Return the name of the function that the model calls for a tool."""
     return f"{namespace}__{name}" if namespace else name
 
 
 def tool_fields(tools: Iterable[Tool], found: Iterable[Tool]) -> list[ToolField]:
-    """Return the functions that the model is given, with those that searches have found, which may find one again.
-    Raises RefusedError for two tools of one name."""
+    """Return the functions for the prompt: the functions of `tools`, and then the functions of `found` that have new
+    names. Raises RefusedError if two tools in `tools` have the same function name."""
     fields: dict[str, ToolField] = {}
     for place, tool, namespace, preface in _each(tools):
         name = function_name(tool.name, namespace)
@@ -66,17 +67,18 @@ def _field(name: str, tool: FunctionTool | CustomTool, preface: str) -> ToolFiel
 
 
 def found_tools(conversation: Iterable[InputItem]) -> list[Tool]:
-    """Return the tools that searches of the client have found."""
+    """Return the tools that the client's tool searches have found in a conversation."""
     return [tool for item in conversation if isinstance(item, ToolSearchResultItem) for tool in item.tools]
 
 
 def found_names(item: ToolSearchResultItem) -> list[str]:
-    """Return the names of the functions that a search has found."""
+    """Return the function names of the tools that a tool search has found."""
     return [function_name(tool.name, namespace) for _, tool, namespace, _ in _each(item.tools)]
 
 
 def called_tools(tools: Iterable[Tool], found: Iterable[Tool]) -> dict[str, CalledTool]:
-    """Return the tools by the names of their functions; `tools` go before those that were found."""
+    """Return all tools, keyed by their function names. If a name is in both lists, the tool in `tools` takes
+    precedence."""
     called = {
         function_name(tool.name, namespace): CalledTool(tool.name, namespace, isinstance(tool, CustomTool))
         for each in (found, tools)
@@ -88,7 +90,7 @@ def called_tools(tools: Iterable[Tool], found: Iterable[Tool]) -> dict[str, Call
 
 
 def tool_warnings(tools: Iterable[Tool]) -> Iterator[str]:
-    """Yield what is done otherwise than the tools ask for."""
+    """Yield warnings about tools that are ignored or not enforced."""
     left_out = {str(tool.__struct_config__.tag) for tool in tools if isinstance(tool, VendorTool)}
     if left_out:
         yield f"tools that run at the vendor are left out: {', '.join(sorted(left_out))}"
@@ -97,13 +99,13 @@ def tool_warnings(tools: Iterable[Tool]) -> Iterator[str]:
 
 
 def input_arguments(text: str) -> str:
-    """Return the arguments of the function by which a custom tool is called with a text."""
+    """Return the JSON arguments of the function for a custom tool, with `text` as its input."""
     return json.dumps({"input": text}, ensure_ascii=False)
 
 
 def input_of(arguments: str) -> str:
-    """Return the input of a custom tool from the arguments of its function, which may be cut off. Arguments of another
-    form are the input themselves."""
+    """Return the input of a custom tool from the arguments of its function. The arguments may be truncated JSON.
+    Arguments in another format are returned unchanged."""
     try:
         read = from_json(arguments)
     except ValueError:
@@ -116,7 +118,7 @@ def input_of(arguments: str) -> str:
 
 
 def _cut_text(escaped: str) -> str:
-    """Return a text from the part of its JSON that was written, without an escape that is not whole."""
+    """Return the text of a truncated JSON string, without a trailing incomplete escape."""
     for num_cut in range(min(len(escaped), _MAX_ESCAPE_CHARS) + 1):
         try:
             return str(json.loads(f'"{escaped[: len(escaped) - num_cut]}"', strict=False))
@@ -126,8 +128,8 @@ def _cut_text(escaped: str) -> str:
 
 
 def _each(tools: Iterable[Tool]) -> Iterator[tuple[str, FunctionTool | CustomTool, str | None, str]]:
-    """Yield each tool that is called, with its place in the request, its namespace, and for the first tool of a
-    namespace the text that describes the namespace."""
+    """Yield each callable tool with its path in the request, its namespace, and a preface. The preface describes the
+    namespace; it is empty except for the first tool of a namespace."""
     for index, tool in enumerate(tools):
         match tool:
             case FunctionTool() | CustomTool():
@@ -145,7 +147,8 @@ def _search(tool: ToolSearchTool) -> FunctionTool:
 
 
 def _description(tool: FunctionTool | CustomTool, preface: str) -> str | None:
-    """Return the description of a function, with its grammar if it has one."""
+    """Return the description of a function, including the preface and the tool's grammar, or None if all are
+    missing."""
     parts = [preface, tool.description]
     if isinstance(tool, CustomTool) and isinstance(tool.format, GrammarFormat):
         parts.append(f"The input matches this grammar ({tool.format.syntax}):\n{tool.format.definition}")

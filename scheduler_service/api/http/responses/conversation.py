@@ -1,4 +1,4 @@
-"""A request of the Responses API as the chat that it means."""
+"""Conversion of a Responses API request into a chat completion request."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -58,8 +58,8 @@ _SAME = (
     *SampledRequest.__struct_fields__,
     *("stream", "structured_outputs", "chat_template_kwargs", "parallel_tool_calls"),
 )
-_IN_TURN = "commentary"  # the phase of a message of which more of the same turn follows
-# Before the ids of items that were sent without.
+_IN_TURN = "commentary"  # the phase of an assistant message that is followed by more items of the same turn
+# Prefixes of the ids that are assigned to items without an id.
 _KINDS = {
     MessageItem: "msg",
     ReasoningItem: "rs",
@@ -74,18 +74,18 @@ _KINDS = {
 
 
 def items_of(request: ResponsesRequest, before: Iterable[InputItem] = ()) -> list[InputItem]:
-    """Return the input of a request as items, each whole as it is listed, with an id that no other has, be it of what
-    comes before. Raises RefusedError."""
+    """Return the input of a request as complete items. Each item has an id that no other item has, including the items
+    in `before`. Raises RefusedError."""
     given = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input or []
     typed = [_of_vendor({"type": "message", **_without_nulls(item)}) for item in given]
-    kind = InputItems if type(request) is ResponsesRequest else lenient(InputItems)  # as the request was read
+    kind = InputItems if type(request) is ResponsesRequest else lenient(InputItems)  # as the request was decoded
     items: list[InputItem] = decode_body(msgspec.json.encode({"input": typed}), kind).input
     taken = {item.id for item in before}
     return [_whole(item, f"{request.request_id}_input_{index}", taken) for index, item in enumerate(items)]
 
 
 def _of_vendor(item: dict[str, Any]) -> dict[str, Any]:
-    """Return a message in place of an item of a tool that ran at a vendor."""
+    """Return a message in place of an item of a tool that ran at a vendor. Other items are returned unchanged."""
     text = vendor_text(item)
     if not text:
         return item
@@ -94,7 +94,7 @@ def _of_vendor(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return an item, or a part of it, without the fields that are null: they count as unset, whatever they are."""
+    """Return a JSON value without the object fields that are null, at any depth. A null field counts as unset."""
     match value:
         case dict():
             return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
@@ -121,7 +121,8 @@ def _whole(item: InputItem, name: str, taken: set[str | None]) -> InputItem:
 
 
 def chat_meant(request: ResponsesRequest, conversation: Iterable[InputItem]) -> ChatCompletionRequest:
-    """Return the chat that a request means, which goes on with a conversation."""
+    """Return the chat completion request that is equivalent to a Responses request whose full conversation is
+    `conversation`. Raises RefusedError."""
     same: dict[str, Any] = {name: getattr(request, name) for name in _SAME}
     text = request.text or TextField()
     if request.wants_logprobs and request.tools and request.tool_choice != "none":
@@ -142,7 +143,7 @@ def chat_meant(request: ResponsesRequest, conversation: Iterable[InputItem]) -> 
 
 
 def warnings_of(request: ResponsesRequest, conversation: Iterable[InputItem]) -> list[str]:
-    """Return what is done otherwise than a request and its conversation ask for."""
+    """Return warnings about the parts of a request and its conversation that are ignored, replaced or not enforced."""
     warnings = list(tool_warnings([*(request.tools or ()), *found_tools(conversation)]))
     results = [item.output for item in conversation if isinstance(item, FunctionResultItem | CustomResultItem)]
     parts = [part for output in results if isinstance(output, list) for part in output]
@@ -177,7 +178,7 @@ def _format(given: Any) -> ResponseFormat | None:
 def _messages(instructions: str | None, conversation: Iterable[InputItem]) -> Iterator[dict[str, Any]]:
     if instructions is not None:
         yield {"role": "system", "content": instructions}
-    answer: dict[str, Any] = {}  # what the model wrote in one turn is one message
+    answer: dict[str, Any] = {}  # the items of one assistant turn become one message
     last: InputItem | None = None
     for item in conversation:
         if answer and not _goes_on(answer, item, last):
@@ -214,13 +215,14 @@ def _messages(instructions: str | None, conversation: Iterable[InputItem]) -> It
 
 
 def _output_heading(item: FunctionResultItem) -> str:
-    """Return the first line of an output that answers no call: many templates refuse tool messages without one."""
+    """Return the first line for an output that answers no call. Such an output becomes a user message, because many
+    templates reject a tool message without a call."""
     return f"Output of {function_name(item.name, item.namespace) if item.name else 'a tool'}:"
 
 
 def _goes_on(answer: dict[str, Any], item: InputItem, last: InputItem | None) -> bool:
-    """Tell whether an item is of the turn that has begun: reasoning comes first, then a text, then calls. A text in the
-    midst of a turn may come anywhere."""
+    """Return whether an item belongs to the assistant turn in `answer`. A turn consists of reasoning, then text, then
+    calls. Text of the phase `commentary` may occur anywhere in a turn."""
     is_within = isinstance(last, MessageItem) and last.phase == _IN_TURN
     match item:
         case FunctionCallItem() | CustomCallItem() | ToolSearchCallItem():
@@ -233,7 +235,7 @@ def _goes_on(answer: dict[str, Any], item: InputItem, last: InputItem | None) ->
 
 
 def _add(answer: dict[str, Any], item: InputItem) -> None:
-    """Add an item to a turn, whose texts are lists until it is whole."""
+    """Add an item to an assistant turn. The turn's texts are lists until `_joined` joins them."""
     match item:
         case MessageItem():
             answer["content"] += filter(None, [_text(item.content)])
@@ -245,7 +247,7 @@ def _add(answer: dict[str, Any], item: InputItem) -> None:
 
 
 def _joined(answer: dict[str, Any]) -> dict[str, Any]:
-    """Return a whole turn."""
+    """Return a finished assistant turn, with each of its lists of texts joined into one text."""
     names = answer.keys() & {"content", "reasoning_content"}
     return answer | {name: "\n\n".join(answer[name]) for name in names}
 

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's Responses API: these types alone decide what is valid."""
+"""The request types of OpenAI's Responses API. These types alone decide which requests are valid."""
 
 from typing import Annotated, Any, Literal
 
@@ -30,13 +30,13 @@ class InputText(Struct, tag_field="type", tag="input_text", forbid_unknown_field
 
 
 class RefusalText(Struct, tag_field="type", tag="refusal", forbid_unknown_fields=True, frozen=True):
-    """A text of an answer that refuses."""
+    """A part of an answer in which the model refuses the request."""
 
     text: str = field(name="refusal")
 
 
 class OutputText(Struct, tag_field="type", tag="output_text", forbid_unknown_fields=True, frozen=True):
-    """A text of an answer, as that had it."""
+    """A text of an earlier answer."""
 
     text: str
     annotations: Annotated[list[Any], _INERT] | None = None
@@ -52,7 +52,8 @@ class SummaryText(Struct, tag_field="type", tag="summary_text", forbid_unknown_f
 
 
 def _renamed(part: Any, kinds: tuple[str, ...], kind: str) -> Any:
-    """Return a part of a content, as a text of a kind if it is one of others. Inert fields of answers stay behind."""
+    """Return a part of a message's content with its type changed to `kind` if its type is in `kinds`. The fields
+    `annotations` and `logprobs` are removed from a changed part."""
     if _type(part) not in kinds:
         return part
     return {name: value for name, value in part.items() if name not in ("annotations", "logprobs")} | {"type": kind}
@@ -65,18 +66,19 @@ def _type(part: Any) -> Any:
 class MessageItem(
     Struct, tag_field="type", tag="message", forbid_unknown_fields=True, omit_defaults=True, frozen=True, kw_only=True
 ):
-    """A message. An answer lists its `phase` only if the client has set it: a phase is never null."""
+    """A message. The field `phase` of an answer is listed only if the client has set it, and is never null."""
 
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[InputText | OutputText | RefusalText]
     id: Annotated[str, _INERT] | None = None
     status: Annotated[str, _INERT] | None = None
     phase: Annotated[str, _INERT] | None = None
-    end_turn: Annotated[bool, _INERT] | None = None  # of Codex
+    end_turn: Annotated[bool, _INERT] | None = None  # sent by Codex
 
     @staticmethod
     def as_meant(given: dict[str, Any]) -> dict[str, Any]:
-        """Return a message whose texts may be named as chats name them."""
+        """Return the message with parts of type `text`, as chat completions use, converted to `input_text` or
+        `output_text`."""
         kind = "output_text" if given.get("role") == "assistant" else "input_text"
         match given:
             case {"content": list() as parts}:
@@ -85,13 +87,13 @@ class MessageItem(
 
 
 class DirectCaller(Struct, forbid_unknown_fields=True, frozen=True):
-    """The caller of a tool: the model itself, and no program that it wrote."""
+    """Marks a tool call that the model made itself, not a program that the model wrote."""
 
     type: Literal["direct"]
 
 
 class Item(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """An item of a conversation other than a message. Subclasses have these fields last."""
+    """An item of a conversation other than a message. In subclasses, the fields of this class come last."""
 
     id: Annotated[str, _INERT] | None = None
     status: Annotated[str, _INERT] | None = None
@@ -116,7 +118,7 @@ class CustomCallItem(Item, tag_field="type", tag="custom_tool_call", forbid_unkn
 
 
 class InputImage(Struct, tag_field="type", tag="input_image", forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """An image in the result of a call. The prompt says that it was left out."""
+    """An image in the result of a call. The prompt contains a placeholder in place of the image."""
 
     image_url: str | None = None
     file_id: str | None = None
@@ -125,7 +127,8 @@ class InputImage(Struct, tag_field="type", tag="input_image", forbid_unknown_fie
 
 
 def _result(given: dict[str, Any]) -> dict[str, Any]:
-    """Return a result whose texts may be named as chats or answers name them. A text replaces each file."""
+    """Return the result of a call with its text parts converted to `input_text`. A placeholder text replaces each
+    file."""
     match given:
         case {"output": list() as parts}:
             parts = [_renamed(part, ("text", "output_text"), "input_text") for part in parts]
@@ -134,7 +137,8 @@ def _result(given: dict[str, Any]) -> dict[str, Any]:
 
 
 class FunctionResultItem(Item, tag_field="type", tag="function_call_output", forbid_unknown_fields=True, frozen=True):
-    """The result of a call; without a `call_id`, the output of a tool that the client ran by itself."""
+    """The result of a function call. Without a `call_id`, it is the output of a tool that the client ran without a call
+    by the model."""
 
     output: str | list[InputText | InputImage] = ""
     call_id: str | None = None
@@ -162,14 +166,15 @@ class ReasoningItem(Item, tag_field="type", tag="reasoning", forbid_unknown_fiel
 
 
 class CompactionItem(Item, tag_field="type", tag="compaction", forbid_unknown_fields=True, frozen=True):
-    """A summary of a conversation, in place of what it summarizes. The content is the text itself."""
+    """A summary that replaces the earlier part of a conversation. `encrypted_content` is the plain text of the
+    summary."""
 
     encrypted_content: str
 
 
 def _flattened(given: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return an object with the fields of the object that one of its fields holds in place of that field. An object
-    with two values for a field is returned as it is."""
+    """Return an object in which the fields of the nested object `name` replace that object. If a field would occur
+    twice, the object is returned unchanged."""
     inner, own = given.get(name), {key: value for key, value in given.items() if key != name}
     return {**own, **inner} if isinstance(inner, dict) and own.keys().isdisjoint(inner) else given
 
@@ -185,12 +190,12 @@ class FunctionTool(
 
     @staticmethod
     def as_meant(given: dict[str, Any]) -> dict[str, Any]:
-        """Return a tool of chats, whose function is an object of its own, as a tool of the Responses API."""
+        """Return a tool of chat completions, which has a nested object `function`, as a tool of the Responses API."""
         return _flattened(given, "function")
 
 
 class GrammarFormat(Struct, tag_field="type", tag="grammar", forbid_unknown_fields=True, frozen=True):
-    """The grammar of a custom tool's input. The model is given it, and its calls are not constrained by it."""
+    """The grammar of a custom tool's input. The prompt contains the grammar, but calls are not constrained by it."""
 
     syntax: Literal["lark", "regex"]
     definition: str
@@ -208,7 +213,7 @@ class CustomTool(Struct, tag_field="type", tag="custom", forbid_unknown_fields=T
 
 
 class NamespaceTool(Struct, tag_field="type", tag="namespace", forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """Tools under a common name. The model calls each as the function `namespace__name`."""
+    """Tools under a common name. The model calls each tool as the function `namespace__name`."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     tools: list[FunctionTool | CustomTool]
@@ -218,8 +223,8 @@ class NamespaceTool(Struct, tag_field="type", tag="namespace", forbid_unknown_fi
 class ToolSearchTool(
     Struct, tag_field="type", tag="tool_search", forbid_unknown_fields=True, frozen=True, kw_only=True
 ):
-    """A search for tools. If the client executes it, it is a function of that name. Else it has no effect: the model
-    has all tools from the start."""
+    """A search for tools. If the client executes the search, the model calls it as the function `tool_search`.
+    Otherwise it has no effect, because the prompt describes all tools from the start."""
 
     execution: Literal["server", "client"] | None = None
     description: str | None = None
@@ -227,23 +232,24 @@ class ToolSearchTool(
 
 
 class VendorTool(Struct, tag_field="type", frozen=True):
-    """A tool that runs at OpenAI. It is left out, whatever its options are; the answer's `warning` header says so."""
+    """A tool that runs at OpenAI. The tool is ignored, whatever its options are, and the answer's `warning` header
+    reports this."""
 
 
 class WebSearchTool(VendorTool, tag="web_search", frozen=True):
-    """A search of the web."""
+    """A web search."""
 
 
 class DatedWebSearchTool(VendorTool, tag="web_search_2025_08_26", frozen=True):
-    """A search of the web, of a date."""
+    """A dated version of the web search tool."""
 
 
 class PreviewWebSearchTool(VendorTool, tag="web_search_preview", frozen=True):
-    """The older search of the web."""
+    """The older preview version of the web search tool."""
 
 
 class DatedPreviewWebSearchTool(VendorTool, tag="web_search_preview_2025_03_11", frozen=True):
-    """The older search of the web, of a date."""
+    """A dated version of the web search tool's preview."""
 
 
 class FileSearchTool(VendorTool, tag="file_search", frozen=True):
@@ -255,11 +261,11 @@ class CodeInterpreterTool(VendorTool, tag="code_interpreter", frozen=True):
 
 
 class ImageGenerationTool(VendorTool, tag="image_generation", frozen=True):
-    """A model that draws images."""
+    """An image generation model."""
 
 
 class McpTool(VendorTool, tag="mcp", frozen=True):
-    """A server of tools that OpenAI calls."""
+    """An MCP server that OpenAI calls."""
 
 
 Tool = (
@@ -279,7 +285,7 @@ Tool = (
 
 
 class ToolSearchCallItem(Item, tag_field="type", tag="tool_search_call", forbid_unknown_fields=True, frozen=True):
-    """A search for tools that the client executes."""
+    """A call of a tool search that the client executes."""
 
     call_id: str
     arguments: dict[str, Any] | str | None = None
@@ -287,7 +293,7 @@ class ToolSearchCallItem(Item, tag_field="type", tag="tool_search_call", forbid_
 
 
 class ToolSearchResultItem(Item, tag_field="type", tag="tool_search_output", forbid_unknown_fields=True, frozen=True):
-    """The tools that a search has found. The model may call them from here on."""
+    """The tools that a tool search has found. The model may call them in the rest of the conversation."""
 
     call_id: str
     tools: list[Tool]
@@ -308,27 +314,28 @@ InputItem = (
 
 
 class InputItems(Struct, forbid_unknown_fields=True, frozen=True):
-    """The items of a request, each with its type, which messages may have been sent without."""
+    """The input items of a request. Each item has its type set, including messages that were sent without a type."""
 
     input: list[InputItem]
 
 
 class AllowedFunctions(Struct, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True, frozen=True):
-    """Calls of some of the tools; the template is given all."""
+    """Restricts calls to some of the tools. The prompt still describes all tools."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[FunctionTool | CustomTool], Meta(min_length=1)]
 
     @staticmethod
     def as_meant(given: dict[str, Any]) -> dict[str, Any]:
-        """Return a choice of chats as a choice of the Responses API."""
+        """Return a choice of chat completions as a choice of the Responses API."""
         return _flattened(given, "allowed_tools")
 
 
 class SchemaFormat(NamedSchema, tag_field="type", tag="json_schema", forbid_unknown_fields=True, frozen=True):
     @staticmethod
     def as_meant(given: dict[str, Any]) -> dict[str, Any]:
-        """Return a format of chats, whose schema is within an object of its own, as a format of the Responses API."""
+        """Return a format of chat completions, which has a nested object `json_schema`, as a format of the Responses
+        API."""
         return _flattened(given, "json_schema")
 
 
@@ -347,7 +354,8 @@ class ReasoningConfig(Struct, forbid_unknown_fields=True, frozen=True):
     mode: Annotated[Literal["standard"], why("there is one mode")] | None = None
 
 
-# What an answer has besides, of tools that do not run here; reasoning is in the answer as it is.
+# Additional data in an answer. Only the log-probabilities are supported: the other values concern tools that do not run
+# here, or encrypted reasoning, which answers contain in plain text.
 Included = Literal[
     "reasoning.encrypted_content",
     "web_search_call.action.sources",
@@ -406,7 +414,7 @@ class ResponsesRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True,
     user: Annotated[str, why("the answer repeats it")] | None = None
     client_metadata: Annotated[dict[str, Any], _INERT] | None = None
     context_management: Annotated[Empty, why("a conversation is taken as it is sent")] | None = None
-    background_options: Annotated[dict[str, Any], _INERT] | None = None  # how late a response in background may be
+    background_options: Annotated[dict[str, Any], _INERT] | None = None  # the accepted delay of a background response
     image: Annotated[dict[str, Any], _INERT] | None = None
     access_programs: Annotated[dict[str, Literal["standard"]], why("there are no programs")] | None = None
     moderation: Annotated[None, why("texts are not moderated")] = None
@@ -418,11 +426,12 @@ class ResponsesRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True,
 
     @property
     def wants_logprobs(self) -> bool:
+        """Whether the answer contains log-probabilities of its text."""
         return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
 
 
 class NamedResponse(Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """Which response is meant."""
+    """Identifies a response."""
 
     response_id: str
     tenant: str | None = None

@@ -1,4 +1,4 @@
-"""The events of a response, made of what comes of its output."""
+"""Conversion of a request's output into the events of a response."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -33,20 +33,20 @@ from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.output import Delta
 from scheduler_service.serving.turns import PIECE_SIZE
 
-ID_PREFIX = "resp_"  # of a response's id, before the request's
+ID_PREFIX = "resp_"  # a response's id is this prefix and the id of its request
 _STATUSES = {EndReason.STOP: "completed", EndReason.LENGTH: "incomplete", EndReason.ABORT: "cancelled"}
 _TEXT_DELTA = "response.output_text.delta"
-_LAST_EVENTS = {"cancelled": "incomplete"}  # which clients know no event of
+_LAST_EVENTS = {"cancelled": "incomplete"}  # clients know no event "response.cancelled"
 
 
 class ResponseTeller:
-    """Makes the events of a response of what comes of an output."""
+    """A writer of a response: it converts the deltas of one output into events."""
 
     def __init__(
         self, parser: OutputParser, begun: ResponseAnswer, tools: Mapping[str, CalledTool], intake: Intake, tenant: str
     ) -> None:
-        """`begun` is the response of a tenant as it begins, and `tools` may be called, by the names of their
-        functions."""
+        """`parser` parses the output. `begun` is the response at its start. `tools` are the tools that the model may
+        call, keyed by their function names. `tenant` owns the response."""
         self._parser = parser
         self._texts = TokenTexts(intake.tokenizer)
         self._reasoning = ReasoningTokens(self._texts, parser)
@@ -57,19 +57,20 @@ class ResponseTeller:
         self._name = begun.id.removeprefix(ID_PREFIX)
         self._num_events = 0
         self._is_in_progress = False
-        self._items: list[OutputItem] = []  # that are whole
+        self._items: list[OutputItem] = []  # finished items
         self._open: OutputItem | None = None
-        self._pieces: list[str] = []  # of what is open
-        self._logprobs: list[ChatLogprob] = []  # of the message's tokens, told or not
+        self._pieces: list[str] = []  # texts of the open item
+        self._logprobs: list[ChatLogprob] = []  # of all tokens of the message, whether sent or not
         self._num_told_logprobs = 0
 
     def begin(self) -> Iterator[ResponseEvent]:
+        """Yield the events with which the response begins."""
         yield self._event("response.created", response=self._begun)
         if self._begun.status == "queued":
             yield self._event("response.queued", response=self._begun)
 
     async def tell(self, delta: Delta) -> list[ResponseEvent]:
-        """Tell what is new. With the output's end comes the whole response."""
+        """Return the events for a delta. If the delta ends the output, the last event contains the whole response."""
         end, events = delta.end, []
         if not self._is_in_progress:
             self._is_in_progress = True
@@ -86,7 +87,7 @@ class ResponseTeller:
         return events
 
     def fail(self, message: str, code: ErrorCode = "server_error") -> Iterator[ResponseEvent]:
-        """Tell that nothing more comes, and why."""
+        """Yield the events that end the response with an error."""
         yield from self._tell_text("", is_last=True)
         yield from self._end("failed", error=ResponseError(code, message))
 
@@ -99,7 +100,8 @@ class ResponseTeller:
         yield self._event(f"response.{_LAST_EVENTS.get(status, status)}", response=response)
 
     def _told(self, delta: Delta) -> list[ResponseEvent]:
-        """Tell a delta: the first event of its text has the log-probabilities of all its tokens."""
+        """Return the events for a delta's text. The first text event also carries the log-probabilities of the
+        message's tokens that no earlier event has carried."""
         events = list(self._tell_text(delta.text, is_last=delta.end is not None))
         others = self._reasoning.others(delta) if self._parser.has_reasoning else delta
         self._logprobs += map(self._texts.chat_logprob, others.logprobs)
@@ -118,7 +120,7 @@ class ResponseTeller:
             case CallStart(name):
                 yield from self._begin_item(self._call_of(self._tools.get(name, CalledTool(name))))
             case Arguments(text) if isinstance(self._open, CustomCallOutput | ToolSearchOutput):
-                self._pieces.append(text)  # which can be read once it is whole
+                self._pieces.append(text)  # it can be parsed only when complete
             case Arguments(text):
                 yield self._delta("response.function_call_arguments.delta", text)
             case Reasoning(text):
@@ -131,7 +133,7 @@ class ResponseTeller:
                 yield self._delta(_TEXT_DELTA, text, content_index=0, logprobs=[])
 
     def _call_of(self, tool: CalledTool) -> OutputItem:
-        """Return the call of a tool as it begins."""
+        """Return the item for a call of a tool that begins now, without arguments."""
         call_id = self._new_id("call")
         if tool.is_search:
             return ToolSearchOutput(self._new_id("tsc"), call_id, {}, "in_progress")
@@ -147,7 +149,7 @@ class ResponseTeller:
             yield self._of_item("response.content_part.added", item_id=item.id, content_index=0, part=_part(item, ""))
 
     def _close(self, status: str) -> Iterator[ResponseEvent]:
-        """End the item that is open, if one is."""
+        """Yield the events that end the open item. Yields nothing if no item is open."""
         item, text = self._open, "".join(self._pieces)
         if item is None:
             return
@@ -190,7 +192,8 @@ class ResponseTeller:
         return ResponseEvent(kind, self._num_events - 1, **told)
 
     def _new_id(self, kind: str) -> str:
-        """Return the id of the item that begins now, the same whenever this response is told."""
+        """Return the id for an item that begins now. The id is the same whenever the events of this response are
+        generated again."""
         return f"{kind}_{self._name}_{len(self._items) + (self._open is not None)}"
 
     def _usage(self, end: SequenceEnd) -> ResponseUsage:

@@ -1,4 +1,5 @@
-"""`/v1/responses`, OpenAI's Responses API: chats, whose answers are items of reasoning, text, calls of functions."""
+"""The endpoints `/v1/responses`, `/v1/responses/input_tokens` and `/v1/responses/compact` of OpenAI's Responses API.
+Answers consist of items: reasoning, text and calls of functions."""
 
 import dataclasses
 import secrets
@@ -38,14 +39,14 @@ from scheduler_service.serving.parsed_request import SAME_NUMBERS, check_request
 from scheduler_service.serving.refusal import Reason, RefusedError, invalid
 from scheduler_service.serving.tenants.caller import Call
 
-# What a request calls the fields of the chat that it means.
+# The field names of a Responses request, by the names of the chat fields that they become.
 _NAMES = RequestNames("input", messages="input", max_tokens="max_output_tokens", response_format="text.format")
 _SUMMARIZE = (
     "Summarize this conversation for a reader who goes on with it and sees only the user's messages besides: what is "
     "asked for, what was done and found, with names, paths and numbers, and what is left to do. Call no tool."
 )
-_USED = [name for name in ResponseAnswer.__struct_fields__ if name in SAME_NUMBERS]  # the sampling used
-_REFERENCE = "item_reference"  # the type of items that stand for others, by their ids
+_USED = [name for name in ResponseAnswer.__struct_fields__ if name in SAME_NUMBERS]  # sampling options to report
+_REFERENCE = "item_reference"  # the type of items that refer to an earlier item by its id
 
 
 async def answer_response(
@@ -56,7 +57,7 @@ async def answer_response(
     model_name: str,
     stream: EventStream,
 ) -> bytes | None:
-    """Return the response, unless it is streamed. Raises RefusedError."""
+    """Return the JSON of the response, or None if it is streamed. Raises RefusedError."""
     is_stored = request.store is not False
     if request.background and not is_stored:
         raise invalid("background", "background is true, but store is false: nothing could be read of it; set store")
@@ -71,14 +72,14 @@ async def answer_response(
         if request.background:
             return await stored.begin(request, record, asked, stream)
         if is_stored:
-            await stored.in_turn(call.size, record.encoded)  # what would not be kept is not computed
+            await stored.in_turn(call.size, record.encoded)  # refuse a record that is too large before computing
         teller = stored.teller(make_parser, record, request)
         try:
             async with begin_requests(asked, call, intake, is_streamed=bool(request.stream)) as [progress]:
 
                 async def tell(delta: Delta) -> list[ResponseEvent]:
                     events = await teller.tell(delta)
-                    if delta.end is not None and is_stored:  # before its client can ask for it
+                    if delta.end is not None and is_stored:  # store it before the client can refer to it
                         kept = await stored.keep(msgspec.structs.replace(record, response=events[-1].response))
                         events[-1] = msgspec.structs.replace(events[-1], response=kept)
                     return events
@@ -88,7 +89,7 @@ async def answer_response(
         except RefusedError as refused:
             if refused.overflow is None or not request.stream:
                 raise
-            # Codex compacts its conversation at this event, and gives up at a status.
+            # Codex compacts its conversation after this event, but gives up after an HTTP error.
             error = error_answer(refused, "/v1/responses").error
             await tell_events([*teller.begin(), *teller.fail(error.message, "context_length_exceeded")], stream)
             await stream.end()
@@ -98,7 +99,7 @@ async def answer_response(
 async def count_input_tokens(
     request: ResponsesRequest, call: Call, intake: Intake, stored: StoredResponses, stream: EventStream
 ) -> bytes:
-    """Return how many tokens the prompt of a request has. Raises RefusedError."""
+    """Return the JSON with the number of tokens of a request's prompt. Raises RefusedError."""
     with _NAMES.in_refusals():
         _, _, _, asked, _ = await _read(request, call, intake, stored, stream)
         return encode(InputTokenCount(len(await intake.tokenize(asked.requests[0]))))
@@ -112,8 +113,8 @@ async def compact_conversation(
     model_name: str,
     stream: EventStream,
 ) -> bytes:
-    """Return what a client may send in place of a conversation: the messages of its user, and a summary that the model
-    writes. Raises RefusedError."""
+    """Return the JSON of a compacted conversation, which a client may send in place of the original. It consists of the
+    user's messages and a summary that the model writes. Raises RefusedError."""
     if request.stream or request.background:
         field = "stream" if request.stream else "background"
         raise invalid(field, f"{field} is true, but a compacted conversation comes whole; leave it unset")
@@ -145,10 +146,13 @@ async def _read(
     stream: EventStream,
     *last: InputItem,
 ) -> tuple[ResponsesRequest, list[InputItem], Call, ReadCall, ParserMaker]:
-    """Return a request with an id, its own or a drawn one, the conversation that it answers, its call with the size of
-    that, and the chat as `read_chat` reads it, with `last` at its end. Raises RefusedError."""
+    """Prepare a request for generation. `last` contains items to append to the conversation. Raises RefusedError.
+
+    Returns the request with an id, the conversation without `last`, the call with the conversation's size in bytes, and
+    the results of `read_chat`. The id is random if the request has none.
+    """
     request_id = request.request_id or secrets.token_hex(24)
-    check_request_id(request_id)  # each item may be named after it
+    check_request_id(request_id)  # the ids of items contain it
     request = msgspec.structs.replace(request, request_id=request_id)
     conversation, call = await _conversation(request, call, stored, stream)
     chat = await stored.in_turn(call.size, chat_meant, request, [*conversation, *last])
@@ -158,8 +162,9 @@ async def _read(
 async def _conversation(
     request: ResponsesRequest, call: Call, stored: StoredResponses, stream: EventStream
 ) -> tuple[list[InputItem], Call]:
-    """Return all items that a request has answered, and its call with their size. Warn of what is done otherwise than
-    they ask for. Raises RefusedError."""
+    """Return all items of a request's conversation, and the call with their size in bytes. The conversation consists of
+    the previous response, if one is named, and the input. Add warnings to the answer for parts of the conversation that
+    are ignored, replaced or not enforced. Raises RefusedError."""
     conversation: list[InputItem] = []
     if request.previous_response_id:
         conversation, size = await stored.conversation(request.previous_response_id)

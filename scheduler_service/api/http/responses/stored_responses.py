@@ -1,5 +1,5 @@
-"""Responses that are kept for a while, or made in background. The scheduler has them, so that any door answers any id:
-of each a record, which only doors understand, under the id of its request."""
+"""Stored responses and background responses. The scheduler stores each response as a record under the id of its
+request, so every front end can answer for every id. Only front ends can decode the records."""
 
 import contextlib
 import logging
@@ -33,25 +33,26 @@ from scheduler_service.serving.tenants.caller import Call
 
 logger = logging.getLogger(__name__)
 
-_RECORD_BYTES = MAX_MESSAGE_BYTES - 1024  # what names it has room beside
+_RECORD_BYTES = MAX_MESSAGE_BYTES - 1024  # leaves room for the other fields of the gRPC message
 _PAGE_ITEMS = 20
-_ITEM_PLACE = re.compile(r"(_input)?_\d+$")  # what an item's id has after the name of its response
-_MAX_NAMED = 1024  # responses whose items a request refers to
+_ITEM_PLACE = re.compile(r"(_input)?_\d+$")  # the end of an item's id, after the request id
+_MAX_NAMED = 1024  # responses that the item references of one request may name
 PROMPT_END_CHARS = 256
 _Result = TypeVar("_Result")
 _decode_items = msgspec.json.Decoder(list[InputItem]).decode
 
 
 class ResponseRecord(Struct, frozen=True):
-    """What is kept of a response."""
+    """The stored data of a response."""
 
-    input: list[InputItem]  # all that it answers, what came before the request's own input too
-    response: ResponseAnswer  # as it has ended; one in background as it begins
-    request: ResponsesRequest | None = None  # of one in background, without its input: how the output is read
-    prompt_end: str = ""  # which says how the output begins
+    input: list[InputItem]  # the whole conversation, including items before the request's input
+    response: ResponseAnswer  # its final state; for a background response, its first state
+    request: ResponsesRequest | None = None  # set for background responses: how to parse the output; without its input
+    prompt_end: str = ""  # determines whether the output begins with reasoning
 
     def encoded(self) -> bytes:
-        """Raises RefusedError for one that is too large to be kept."""
+        """Return the JSON of the record. Raises RefusedError if the record has too many bytes or JSON values to be
+        stored."""
         record = encode(self)
         if len(record) > _RECORD_BYTES:
             advice = "store: false" if self.request is None else "store: false without background"
@@ -73,18 +74,18 @@ _decode_record = msgspec.json.Decoder(ResponseRecord).decode
 
 
 class StoredResponses:
-    """The responses of a tenant, as a caller asks for them."""
+    """The stored responses of one tenant, as used by one call."""
 
     def __init__(self, tenant: str | None, call: Call, intake: Intake, forward: Forward) -> None:
-        """Raises RefusedError for a tenant that is not the caller's."""
+        """Raises RefusedError if the caller may not use `tenant`."""
         self.tenant = call.caller.tenant(tenant or "")
         self._call = call
         self._intake = intake
         self._forward = forward
 
     async def keep(self, record: ResponseRecord) -> ResponseAnswer:
-        """Keep a response that has ended, and return it. What was computed is not lost where it cannot be kept: the
-        response says that it is not stored."""
+        """Store a finished response and return it. If it cannot be stored, log a warning and return it with `store` set
+        to false, so that the computed output is not lost."""
         named = {"request_id": record.response.id.removeprefix(ID_PREFIX), "tenant": self.tenant}
         try:
             encoded = await self.in_turn(self._call.size, record.encoded)
@@ -98,7 +99,8 @@ class StoredResponses:
     async def begin(
         self, request: ResponsesRequest, record: ResponseRecord, asked: ReadCall, stream: EventStream
     ) -> bytes | None:
-        """Begin a response in background, and return it, unless it is streamed. Raises RefusedError."""
+        """Submit a background response. Return the JSON of the response at its start, or None if its events are
+        streamed. Raises RefusedError."""
         record = msgspec.structs.replace(record, request=msgspec.structs.replace(request, input=""))
         with asked.names.in_refusals():
             encoded = await self.in_turn(self._call.size, record.encoded)
@@ -110,7 +112,8 @@ class StoredResponses:
         return None
 
     async def conversation(self, response_id: str) -> tuple[list[InputItem], int]:
-        """Return what a request goes on with that names a response, and its size in bytes. Raises RefusedError."""
+        """Return the items that precede the input of a request with this `previous_response_id`, and the size of the
+        stored record in bytes. Raises RefusedError if the response is unknown or has not completed."""
         record, result = await self._find(response_id, "previous_response_id")
         response = await self._response(record, result)
         if response.status not in ("completed", "incomplete"):
@@ -122,13 +125,14 @@ class StoredResponses:
         return [*record.input, *items], len(result.record)
 
     async def items(self, ids: set[str]) -> dict[str, bytes]:
-        """Return items of responses, or of what these answer, as JSON by their ids. Raises RefusedError."""
+        """Return the JSON of the items with the given ids, keyed by id. The items are outputs or inputs of stored
+        responses. Raises RefusedError if an item is unknown."""
         names = {_ITEM_PLACE.sub("", each.partition("_")[2]) for each in ids}
         if len(names) > _MAX_NAMED:
             raise invalid("input", f"input refers to items of {len(names)} responses, at most {_MAX_NAMED} are allowed")
         found: dict[str, bytes] = {}
         for name in names:
-            with contextlib.suppress(RefusedError):  # it is not known
+            with contextlib.suppress(RefusedError):  # the response is unknown
                 items, _ = await self.conversation(f"{ID_PREFIX}{name}")
                 found |= {item.id: encode(item) for item in items if item.id in ids}
         for item_id in ids - found.keys():
@@ -136,12 +140,12 @@ class StoredResponses:
         return found
 
     async def read(self, response_id: str) -> bytes:
-        """Return a response as it is now. Raises RefusedError."""
+        """Return the JSON of a response in its current state. Raises RefusedError if the response is unknown."""
         return encode(await self._response(*await self._find(response_id)))
 
     async def show(self, query: ResponseQuery, stream: EventStream) -> bytes | None:
-        """Return a response as it is now, or tell its events from the beginning if they are asked for. Raises
-        RefusedError."""
+        """Return the JSON of a response in its current state. If `query.stream`, send its events from the beginning and
+        return None. Raises RefusedError."""
         if not query.stream:
             return await self.read(query.response_id)
         record, _ = await self._find(query.response_id)
@@ -151,13 +155,14 @@ class StoredResponses:
         return None
 
     async def cancel(self, response_id: str) -> bytes:
-        """End a response in background, and return it. Raises RefusedError."""
+        """Abort a background response and return its JSON. Raises RefusedError if the response is unknown or was not
+        made in the background."""
         record, result = await self._find(response_id)
         if record.request is None:
             raise invalid("response_id", f"the response {response_id!r} was not made in background; it has ended")
         if result.state == scheduler_pb2.RESULT_STATE_RUNNING:
             named = {"request_id": result.request_id, "tenant": self.tenant}
-            with contextlib.suppress(RefusedError):  # it has ended meanwhile, or what it is now tells
+            with contextlib.suppress(RefusedError):  # it may have ended; the result below shows its state
                 await self._intake.abort(**named, call=self._call)
             with contextlib.suppress(RefusedError):
                 async with contextlib.aclosing(self._attach(record)) as deltas:
@@ -166,13 +171,13 @@ class StoredResponses:
         return await self.read(response_id)
 
     async def delete(self, response_id: str) -> bytes:
-        """Forget a response, and end one that runs. Raises RefusedError."""
+        """Delete a response, and abort it if it is running. Raises RefusedError if the response is unknown."""
         await self._find(response_id)
         await self._ask("DeleteResult", scheduler_pb2.DeleteResultRequest, response_id, "response_id")
         return encode(DeletedResponse(response_id))
 
     async def input_items(self, query: InputItemsQuery) -> bytes:
-        """Return a page of what a response answers. Raises RefusedError."""
+        """Return the JSON of a page of a response's input items. Raises RefusedError."""
         record, _ = await self._find(query.response_id)
         items = record.input if query.order == "asc" else record.input[::-1]
         ids = [item.id for item in items]
@@ -185,17 +190,17 @@ class StoredResponses:
         return encode(InputItemList(page, first, last, len(page) < len(items)))
 
     async def _find(self, response_id: str, field: str = "response_id") -> tuple[ResponseRecord, Any]:
-        """Return what is kept of a response, and the result of its request. Raises RefusedError."""
+        """Return the record of a response and the result of its request. Raises RefusedError."""
         result = await self._ask("GetResult", scheduler_pb2.GetResultRequest, response_id, field)
-        with contextlib.suppress(msgspec.MsgspecError):  # of another request
+        with contextlib.suppress(msgspec.MsgspecError):  # a record of another kind
             record = await self.in_turn(len(result.record), _decode_record, result.record)
             if record.request is None or len(result.outputs) == 1:
                 return record, result
         raise _unknown(response_id, field)
 
     async def _ask(self, method: str, kind: Any, response_id: str, field: str) -> Any:
-        """Ask the scheduler about the request of a response. Raises RefusedError, one that tells nothing of why it is
-        not known."""
+        """Send an RPC about the request of a response to the scheduler and return its answer. Raises RefusedError. The
+        refusal for an unknown response does not reveal whether the id exists for another tenant."""
         prefix, request_id = response_id[: len(ID_PREFIX)], response_id[len(ID_PREFIX) :]
         if prefix != ID_PREFIX:
             raise _unknown(response_id, field)
@@ -229,7 +234,7 @@ class StoredResponses:
         except RefusedError:
             _, result = await self._find(record.response.id)
             if result.state != scheduler_pb2.RESULT_STATE_FAILED:
-                raise  # it cannot be read on, but goes on
+                raise  # the events cannot be read, but the request still runs
             await tell_events(teller.fail(result.failure.message), stream)
         await stream.end()
 
@@ -239,7 +244,7 @@ class StoredResponses:
         return self._forward("Attach", message, self._call)
 
     def teller(self, make_parser: ParserMaker, record: ResponseRecord, request: ResponsesRequest) -> ResponseTeller:
-        """Return what makes the events of a response that begins."""
+        """Return an event writer for a response that begins now."""
         tools = called_tools(request.tools or (), found_tools(record.input))
         return ResponseTeller(make_parser(), record.response, tools, self._intake, self.tenant)
 
@@ -249,7 +254,8 @@ class StoredResponses:
         return self.teller(parser_maker(chat, record.prompt_end, self._intake), record, record.request)
 
     async def in_turn(self, size: int, work: Callable[..., _Result], *args: Any) -> _Result:
-        """Call `work` in the tenant's turn if its size is large (`Turns.carry_out`). Raises RefusedError."""
+        """Call `work` and return its result. If `size` is large, `work` runs on a thread in the tenant's turn (see
+        `Turns.carry_out`). Raises RefusedError."""
         return await self._intake.turns.carry_out(self.tenant, size, work, *args)
 
 
