@@ -1,6 +1,9 @@
-"""The connections of the HTTP server, with bounds on what clients can do to them: how many there are, what stands
-before a body, how long they may say nothing, how long they may read nothing, how much comes ahead, what waits until it
-is read. Requests that RFC 9112 forbids are refused here if the parser accepts them."""
+"""The connections of the HTTP server, with limits on the resources that clients can use.
+
+There are limits on the number of connections, on the size of a request's head, and on the time that a client may be
+silent or not read. Further limits apply to the bytes received ahead of the current request and to the bytes of unread
+answers. Requests that RFC 9112 forbids are refused here if the parser accepts them.
+"""
 
 import asyncio
 import re
@@ -24,39 +27,41 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle as Cycle
 from scheduler_service.api.http.refusals import HttpRefusal, error_answer
 
 MAX_HEADERS = 100
-MAX_HEAD_BYTES = 64 << 10  # of the path and all headers, and of anything else of which no body comes
-HEAD_TIMEOUT_S = 30.0  # from a connection to its first request's head, and from any head's first byte to its last
-KEEP_ALIVE_S = 75.0  # longer than clients keep theirs
-UNREAD_TIMEOUT_S = 60.0  # in which a client reads some of what waits for it
-# Answers that wait until their clients have read them have so much memory together, but for those of one piece.
+MAX_HEAD_BYTES = 64 << 10  # of the path and all headers, and of other data outside bodies
+HEAD_TIMEOUT_S = 30.0  # from connecting to the first request, and from the first to the last byte of a head
+KEEP_ALIVE_S = 75.0  # longer than the idle timeout of common clients
+UNREAD_TIMEOUT_S = 60.0  # within which a client must read some of the waiting data
+# Limit of all answers that wait to be read by their clients. Answers of at most one piece are not counted.
 MAX_UNREAD_BYTES = 64 << 20
 _PIECE_BYTES = 64 << 10
-_ACCEPTED_IN_A_ROW = 16  # asyncio would take thousands before it does anything else
-# Requests ahead: those that arrive before the previous one is answered. Beyond this bound a connection is not read.
+_ACCEPTED_IN_A_ROW = 16  # asyncio would accept thousands before it runs other tasks
+# Limit of the requests that arrive before the previous one is answered. Beyond it, the connection is not read.
 MAX_AHEAD_BYTES = 64 << 10
-# All requests in a piece become objects at once. After this many pieces other tasks run first.
+# All requests in a piece become objects at once. Other tasks run after every _PIECES_IN_A_ROW pieces.
 _PIECE_PARSED_BYTES = 1 << 10
 _PIECES_IN_A_ROW = 16
-# The bytes that begin each answer. They are written one at a time to find out whether a client is gone.
+# The bytes with which each answer begins. They are written one at a time to find out whether a client is gone.
 _PROBES = b"HTTP/1.1 "
-_PROBE_S = 0.005  # before the first probe; each further delay is three times as long
+_PROBE_S = 0.005  # delay before the first probe; each further delay is three times as long
 _HOST = re.compile(rb"(\[[\w:.%~-]+\]|[\w.~!$&'()*+,;=%-]*)(:\d*)?")
 _ABSOLUTE = re.compile(rb"(?i:https?)://([^/?]+)(.*)")
 
 
 class Use(IntEnum):
-    """What a connection is used for, in the order in which connections end for another one."""
+    """The state of a connection. If there are too many connections, those with the lowest value are closed first."""
 
     NEVER = 0
     IDLE = 1  # between requests
-    RECEIVING = 2  # a request of which the body has not arrived
-    SERVING = 3  # never ended
+    RECEIVING = 2  # the head of a request has arrived, but not its whole body
+    SERVING = 3  # a request is being answered; never ended for another connection
 
 
 class Listener(socket.socket):
-    """Listens, and holds at most so many connections at once, those in their TLS handshake among them. For one beyond,
-    the connection of the lowest use ends, of these the one that has had it longest. Where all have whole requests, the
-    new one is closed."""
+    """A listening socket that limits the number of open connections, including connections in their TLS handshake.
+
+    A new connection beyond the limit closes the connection with the lowest `Use`; among equals, the one that has been
+    in that state for longest. If all other connections are SERVING, the new connection is closed.
+    """
 
     def __init__(self, listening: socket.socket, max_connections: int) -> None:
         super().__init__(fileno=listening.detach())
@@ -65,9 +70,11 @@ class Listener(socket.socket):
         self._max_connections = max_connections
         self._connections: dict[Use, dict[int, socket.socket]] = {
             use: {} for use in Use
-        }  # by descriptor, longest first
+        }  # by descriptor; the longest in this state first
 
     def accept(self) -> "tuple[_Accepted, Any]":
+        """Accept a connection. Raises ConnectionAbortedError if there are too many connections, and BlockingIOError
+        regularly to let other tasks run."""
         self._num_tries = (self._num_tries + 1) % _ACCEPTED_IN_A_ROW
         if self._num_tries == 0:
             raise BlockingIOError("others have their turn")
@@ -75,18 +82,18 @@ class Listener(socket.socket):
         connection = _Accepted(accepted, self)
         if self.num_open > self._max_connections and not self._end_longest():
             connection.close()
-            raise ConnectionAbortedError("there are too many connections")  # asyncio takes it for the client's doing
+            raise ConnectionAbortedError("there are too many connections")  # asyncio treats it as a disconnect
         self._connections[Use.NEVER][connection.fileno()] = connection
         return connection, address
 
     def set_use(self, descriptor: int, use: Use) -> None:
-        """Take note of what a connection is used for now, unless it was ended."""
+        """Record the state of a connection, unless the listener has ended it."""
         held = self._pop(descriptor)
         if held is not None:
             self._connections[use][descriptor] = held
 
     def remove(self, descriptor: int) -> None:
-        """Take note that a connection is closed."""
+        """Record that a connection is closed."""
         self.num_open -= 1
         self._pop(descriptor)
 
@@ -95,10 +102,11 @@ class Listener(socket.socket):
         return next((each for each in found if each is not None), None)
 
     def _end_longest(self) -> bool:
-        """As if its client had ended it."""
+        """End the connection with the lowest `Use` that has been in that state for longest, as if its client had closed
+        it. Return False if all connections are SERVING."""
         for use, connections in self._connections.items():
             if connections and use is not Use.SERVING:
-                with suppress(OSError):  # the client has
+                with suppress(OSError):  # the client has closed it already
                     connections.pop(next(iter(connections))).shutdown(socket.SHUT_RD)
                 return True
         return False
@@ -118,16 +126,18 @@ class _Accepted(socket.socket):
 
 
 class UnreadAnswers:
-    """Answers on their way to all clients. Beyond a bound connections end: of the tenant with the most bytes, the one
-    that has taken longest. A client that reads is done soon, and no tenant ends another's."""
+    """A limit on the memory of answers that clients have not read yet. Beyond MAX_UNREAD_BYTES, connections of the
+    tenant with the most unread bytes are aborted, the oldest answer first. Connections of other tenants are not
+    affected."""
 
     def __init__(self) -> None:
-        self._unread: dict[Callable[[], None], tuple[str, int]] = {}  # tenant and bytes, by what ends it; oldest first
+        self._unread: dict[Callable[[], None], tuple[str, int]] = {}  # (tenant, bytes); oldest first
         self._num_bytes: Counter[str] = Counter()  # by tenant
 
     async def send(self, send: Send, scope: Scope, message: Message) -> None:
-        """Send a message of a call's answer, a piece whenever the client has read enough of what came before: a
-        transport copies all that it is given, and that of TLS takes it for read."""
+        """Send an ASGI message of a call's answer. A large body is sent in pieces, each after the client has read
+        enough of the previous ones. Otherwise the transport would copy the whole body, and a TLS transport would count
+        it as read."""
         body = memoryview(message.get("body", b""))
         if len(body) <= _PIECE_BYTES:
             await send(message)
@@ -140,7 +150,7 @@ class UnreadAnswers:
                 body = body[_PIECE_BYTES:]
             await send({**message, "body": body})
         except asyncio.CancelledError:
-            abort()  # nothing can come behind a part of a message
+            abort()  # nothing can follow an incomplete message
             raise
         finally:
             self._remove(abort)
@@ -162,7 +172,7 @@ class UnreadAnswers:
 
 
 class _Timer:
-    """Calls a function after a delay, unless it is set again or stopped before."""
+    """A timer that calls a function after a delay, unless it is set again or stopped first."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -179,11 +189,11 @@ class _Timer:
 
 
 class _Flow(FlowControl):
-    """Flow control that does not read on while too many bytes wait to be parsed, and ends a connection whose client
-    does not read."""
+    """Flow control that pauses reading while too many bytes wait to be parsed. It aborts a connection whose client does
+    not read for UNREAD_TIMEOUT_S seconds."""
 
     is_full = False
-    ignores_input = False  # no further request is served
+    ignores_input = False  # no more requests are served
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(transport)
@@ -205,28 +215,30 @@ class _Flow(FlowControl):
 class _Answer:
     """The answer to one request.
 
-    An answer to HTTP/1.0 is not chunked; it ends when the connection closes. A client that sends nothing more may be
-    gone, or may read what it asked for. To find out, the first bytes of the answer are written ahead, one at a time: a
-    client that is gone resets the connection, which the following write finds out.
+    An answer to HTTP/1.0 is not chunked; it ends when the connection closes.
+
+    A client that has closed its sending half may be gone, or may still read the answer. To find out, the first bytes of
+    the answer are written early, one at a time. A client that is gone resets the connection, and the next write detects
+    the reset.
     """
 
     def __init__(self, cycle: Cycle, loop: asyncio.AbstractEventLoop) -> None:
-        """`cycle` is uvicorn's, of the same request."""
+        """`cycle` is uvicorn's object for the same request."""
         self.cycle = cycle
-        self._num_probes = 0  # bytes written ahead
+        self._num_probes = 0  # number of bytes written early
         self._probe_timer = _Timer(loop)
 
     @property
     def is_owed(self) -> bool:
-        """Whether the request has arrived whole and is not answered."""
+        """Whether the request has arrived completely and is not answered yet."""
         return not self.cycle.response_complete and not self.cycle.more_body
 
     async def serve(self, app: Any, scope: Scope, receive: Receive, send: Send) -> None:
         await app(scope, receive, self._send)
 
     async def _send(self, message: Any) -> None:
-        """Send a part of the answer. If the client still sends at its end, half-close the connection first: a reset
-        could overtake the answer."""
+        """Send a part of the answer. If the answer ends while the client is still sending, half-close the connection
+        first, because a reset could overtake the answer."""
         cycle, transport = self.cycle, self.cycle.transport
         is_old = cycle.scope["http_version"] == "1.0"
         if message["type"] == "http.response.start":
@@ -244,7 +256,7 @@ class _Answer:
                 cycle.transport = transport
             return
         if is_old:
-            cycle.expected_content_length = len(message.get("body", b""))  # or uvicorn takes it for too long
+            cycle.expected_content_length = len(message.get("body", b""))  # otherwise uvicorn calls the body too long
         is_last = not message.get("more_body", False)
         is_early = is_last and cycle.more_body and not cycle.keep_alive and transport.can_write_eof()
         if is_early:
@@ -257,7 +269,7 @@ class _Answer:
         self._probe_timer.set(seconds, self._probe, 3 * seconds)
 
     def _probe(self, seconds: float) -> None:
-        """Write the next byte of the answer ahead of the others, unless the answer has begun."""
+        """Write the next byte of the answer early, unless the answer has begun."""
         if self.cycle.response_started:
             return
         if self.is_owed:
@@ -271,28 +283,30 @@ class _Answer:
 
 
 class HttpConnection(UvicornConnection):
+    """A connection of the HTTP server, with the limits of this module."""
+
     flow: _Flow
-    _num_body_bytes = 0  # of the body's announced length that have not arrived
-    _is_half_closed = False  # the client sends nothing more, and is gone or reads what it asked for
+    _num_body_bytes = 0  # missing bytes of the body, by its Content-Length
+    _is_half_closed = False  # the client sends nothing more; it may be gone or still read
     _parses_later = False
     _num_head_bytes = 0
-    _num_unused_bytes = 0  # that have come since something could be made of them
+    _num_unused_bytes = 0  # bytes received since the parser last produced something
     _is_in_head = False
-    _answer: _Answer | None = None  # to the request that is served, or was last; others may wait for their turn
+    _answer: _Answer | None = None  # to the current or last request; others may be queued
 
     def __init__(self, *args: Any, listener: Listener, **kwargs: Any) -> None:
-        """`listener` accepts the connections; the rest is uvicorn's."""
+        """`listener` accepts the connections; the other arguments are uvicorn's."""
         super().__init__(*args, **kwargs)
         self._listener = listener
-        self._timer = _Timer(self.loop)  # ends a connection that is silent
+        self._timer = _Timer(self.loop)  # ends a silent connection
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._descriptor = transport.get_extra_info("socket").fileno()
         self.flow = _Flow(transport, self.loop)
-        self._received = bytearray()  # and not parsed yet
+        self._received = bytearray()  # received, but not parsed yet
         names = (transport.get_extra_info("peercert") or {}).get("subjectAltName", ())
-        # As gRPC's doors have them.
+        # In the same form as in the gRPC API.
         self._certificate_names = tuple(name for kind, name in names if kind == "DNS")
         self._timer.set(HEAD_TIMEOUT_S, self._end)
 
@@ -301,9 +315,9 @@ class HttpConnection(UvicornConnection):
         self._timer.stop()
         if self._answer is not None:
             self._answer.stop_probes()
-            self.cycle = self._answer.cycle  # uvicorn tells this one alone that the client has gone
+            self.cycle = self._answer.cycle  # uvicorn reports the disconnect to this cycle only
         super().connection_lost(exc)
-        self.pipeline.clear()  # which refers to this connection, and so would stay until a garbage collection
+        self.pipeline.clear()  # it refers to this connection; the cycle would wait for the garbage collector
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -312,8 +326,9 @@ class HttpConnection(UvicornConnection):
             self._parse()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Keep the connection if a client that has closed its half awaits answers. TLS has no half-closed connection
-        in asyncio. A client that is gone looks the same until something is written to it."""
+        """Return whether to keep the connection open after the client has closed its sending half. It stays open while
+        answers are owed or received bytes are not parsed. asyncio supports no half-closed TLS connections. A client
+        that is gone looks the same until something is written to it."""
         self._is_half_closed = True
         if self._answer is not None:
             self._answer.probe_later()
@@ -334,10 +349,10 @@ class HttpConnection(UvicornConnection):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count(len(name) + len(value))
         if not self._is_in_head:
-            return  # behind a body: it is no part of the request, and proxies may not have looked at it
+            return  # a trailer after the body: it is not part of the request, and proxies may not have checked it
         super().on_header(name, value)
         if len(self.headers) > MAX_HEADERS:
-            raise HttpParserError("too many headers")  # which ends the connection
+            raise HttpParserError("too many headers")  # this ends the connection
 
     def on_headers_complete(self) -> None:
         self._timer.stop()
@@ -353,7 +368,7 @@ class HttpConnection(UvicornConnection):
         self._num_body_bytes = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
         self.expect_100_continue &= version != "1.0"
         super().on_headers_complete()
-        self.flow.resume_reading()  # else it would not be noticed that the client goes before it has its answers
+        self.flow.resume_reading()  # otherwise an early disconnect of the client would not be noticed
 
     def on_body(self, body: bytes) -> None:
         self._num_unused_bytes = 0
@@ -367,14 +382,14 @@ class HttpConnection(UvicornConnection):
         super().on_message_complete()
         if not self.cycle.response_complete:
             self._listener.set_use(self._descriptor, Use.SERVING)
-        self.cycle.keep_alive &= self.parser.should_keep_alive()  # a trailer may say so too
+        self.cycle.keep_alive &= self.parser.should_keep_alive()  # a trailer may also request a close
         self.cycle.waiting_for_100_continue = False
 
     def on_response_complete(self) -> None:
         answered = self._answer
         super().on_response_complete()
         self._parse()
-        self._unset_keepalive_if_required()  # a line without a request would end uvicorn's timer
+        self._unset_keepalive_if_required()  # an empty line would stop uvicorn's timer
         if self._answer is not answered:
             self._listener.set_use(self._descriptor, Use.SERVING if self._owes_answer() else Use.RECEIVING)
             return
@@ -385,7 +400,7 @@ class HttpConnection(UvicornConnection):
             )
 
     def _parse(self) -> None:
-        """Parse the received bytes until a request waits for the answer to the previous one. Other tasks run in
+        """Parse the received bytes until a request has to wait for the answer to the previous one. Other tasks run in
         between."""
         if self._parses_later:
             return
@@ -414,13 +429,13 @@ class HttpConnection(UvicornConnection):
         try:
             self.parser.feed_data(piece)
         except HttpParserUpgrade as upgrade:
-            # The parser takes the body for another protocol, so the head is parsed again as one without an offer.
+            # The parser treats the body as another protocol. So parse the head again without the Upgrade header.
             version = self.parser.get_http_version().encode()
             head = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
             head += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
             self._received[:0] = b"\r\n".join((*head, b"", piece[upgrade.args[0] :]))
-            self.parser = HttpRequestParser(self)  # the other reads nothing more if the connection is to close
-            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+            self.parser = HttpRequestParser(self)  # the old parser reads nothing more if the connection will close
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
         except HttpParserError as error:
             self._refuse(error.__context__)
         else:
@@ -428,8 +443,8 @@ class HttpConnection(UvicornConnection):
                 self._refuse(None)
 
     def _refuse(self, cause: BaseException | None) -> None:
-        """Close the connection after the answers that it owes. If it owes none, report the cause in JSON unless an
-        answer has begun."""
+        """Close the connection after the answers that it owes. If it owes none and no answer has begun, send the cause
+        as a JSON error first."""
         self.flow.ignores_input = True
         self._received.clear()
         self._timer.stop()
@@ -450,7 +465,7 @@ class HttpConnection(UvicornConnection):
         self.transport.close()
 
     def _owes_answer(self) -> bool:
-        """Return whether a request has arrived whole and is not answered."""
+        """Return whether a request has arrived completely and is not answered yet."""
         return self._answer is not None and self._answer.is_owed
 
     def _start_asgi_task(self, cycle: Cycle, app: Any) -> None:
@@ -466,17 +481,19 @@ class HttpConnection(UvicornConnection):
             raise HttpParserError("the head is too long")
 
     def _end(self) -> None:
-        if self.flow.read_paused or self._received:  # until what came before is answered
+        """Close a connection whose client has been silent for too long. Received data that is not parsed yet postpones
+        this."""
+        if self.flow.read_paused or self._received:  # earlier requests are not answered yet
             self._timer.set(HEAD_TIMEOUT_S, self._end)
         elif self.transport.get_write_buffer_size():
-            self.transport.abort()  # a client that reads nothing would never let it close
+            self.transport.abort()  # close() would wait forever for a client that does not read
         else:
             self.transport.close()
 
 
 def _check_head(version: str, url: bytes, headers: list[tuple[bytes, bytes]]) -> bytes:
-    """Return the target of a request. A target in absolute form is replaced by its path, and the header Host by its
-    authority. Raises HttpRefusal if RFC 9112 forbids the head."""
+    """Return the target of a request. If the target is a URL (absolute form), its path is returned and its authority
+    replaces the Host header in `headers`. Raises HttpRefusal if RFC 9112 forbids the head."""
     if version not in ("1.0", "1.1"):
         raise HttpRefusal(505, f"HTTP/{version} is not supported; send HTTP/1.1")
     codings = [value.lower() for name, value in headers if name == b"transfer-encoding"]

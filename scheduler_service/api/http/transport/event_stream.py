@@ -1,5 +1,8 @@
-"""Server-sent events of one call. They begin with the first of them, or with a comment once the call has been silent
-for long: until then a failure has a status of its own."""
+"""The server-sent events of one call.
+
+The HTTP response starts with the first event, or with a comment after SILENCE_S seconds without one. A call that fails
+earlier gets an HTTP error status.
+"""
 
 import asyncio
 import contextlib
@@ -13,7 +16,7 @@ from scheduler_service.api.http.refusals import HttpRefusal
 
 logger = logging.getLogger(__name__)
 
-# Proxies cut what is silent for a minute, or for less.
+# Many proxies close a connection that is silent for a minute or less.
 SILENCE_S = 15.0
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -25,36 +28,40 @@ _COMMENT = b": waiting\n\n"
 
 
 class EventStream:
+    """The stream of server-sent events of one call."""
+
     def __init__(self, send: Send) -> None:
         self._send = send
         self._warnings: list[str] = []
         self._told_at = time.monotonic()
-        self._turn = asyncio.Lock()  # of an event, which may go in pieces
-        self.is_kept_alive = False  # comments break its silence
+        self._turn = asyncio.Lock()  # one event at a time, because an event may be sent in pieces
+        self.is_kept_alive = False  # whether comments are sent during silence
         self.has_begun = False
-        self.is_named = False  # events have names, and the last says that it is
+        self.is_named = False  # events have names, and the last event marks the end
 
     @property
     def warning_headers(self) -> dict[str, str]:
-        """The headers of the answer, whole or streamed, that carry the warnings."""
+        """The answer's header with the warnings, or an empty dict. It applies to whole and streamed answers."""
         return {"warning": ", ".join(self._warnings)} if self._warnings else {}
 
     def warn(self, text: str) -> None:
-        """Log a warning, and add it to the headers of an answer that has not begun. The text is ASCII without quotes,
-        and its length does not depend on the request."""
+        """Log a warning and add it to the headers of the answer, if the answer has not begun. `text` must be ASCII
+        without quotes, and its length must not depend on the request."""
         logger.warning("the request is answered with a warning: %s", text)
         self._warnings.append(f'299 - "{text}"')
 
     async def tell(self, message: bytes, name: str = "") -> None:
-        """Send an event. Returns when the client has read enough for the next."""
+        """Send an event. Returns when the client has read enough for the next event to be sent."""
         named = b"event: %b\n" % name.encode() if self.is_named else b""
         await self._write(b"%bdata: %b\n\n" % (named, message))
 
     async def end(self) -> None:
+        """End the stream. A stream without event names ends with the event `[DONE]`."""
         await self._write(b"" if self.is_named else _END, is_last=True)
 
     async def break_silence(self) -> None:
-        """Send a comment if nothing was sent for long. A client that does not read what was sent gets none."""
+        """Send a comment if the stream is kept alive and nothing was sent for SILENCE_S seconds. Send nothing while an
+        earlier event waits for the client to read."""
         if self.is_kept_alive and not self._turn.locked() and time.monotonic() - self._told_at >= SILENCE_S:
             await self._write(_COMMENT)
 
@@ -70,8 +77,8 @@ class EventStream:
 
 @contextlib.asynccontextmanager
 async def while_connected(scope: Scope, receive: Receive, *, is_streamed: bool) -> AsyncIterator[EventStream]:
-    """Serve a call inside the block, which is cancelled when its client has gone. The stream of events is kept alive
-    if the answer is streamed."""
+    """Yield the event stream of a call, and cancel the block if the client disconnects. If `is_streamed`, comments keep
+    the stream alive inside the block. Raises HttpRefusal with status 499 after a disconnect."""
     task = asyncio.current_task()
     assert task is not None
 
@@ -86,7 +93,7 @@ async def while_connected(scope: Scope, receive: Receive, *, is_streamed: bool) 
         stream.is_kept_alive = is_streamed
         yield stream
     except asyncio.CancelledError:
-        if not watching.done():  # it was another that cancelled the call
+        if not watching.done():  # cancelled for another reason
             raise
         task.uncancel()
         raise HttpRefusal(499, "the client has gone") from None

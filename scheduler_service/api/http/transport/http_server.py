@@ -1,4 +1,4 @@
-"""The server of the HTTP API of one process: its socket, TLS, and the refusals that calls end with."""
+"""The HTTP server of one process: its socket, TLS, and the error answers of calls."""
 
 import asyncio
 import contextlib
@@ -30,16 +30,18 @@ _CLOSE_TIMEOUT_S = 2
 
 
 class HttpServer:
-    """Listens on the port, passes calls on to the routes, and answers those that are refused or fail."""
+    """An HTTP server that listens on one port and passes calls to the routes. It turns exceptions of the routes into
+    error answers."""
 
     def __init__(self, host: str, port: int, tls: TlsFiles | None, admission: CallAdmission, routes: ASGIApp) -> None:
-        """Bind the port. `routes` serve the calls that are admitted; their refusals end the calls. Raises OSError."""
+        """Bind the port. `routes` is the ASGI application for admitted calls; a RefusedError or HttpRefusal that it
+        raises becomes the error answer. Raises OSError if the port cannot be bound."""
         self._admission = admission
         self._routes = routes
-        self._streams: set[EventStream] = set()  # of the calls that are served
+        self._streams: set[EventStream] = set()  # of the calls in progress
         self._comments: set[asyncio.Task[None]] = set()
         self._unread = UnreadAnswers()
-        self._socket = Listener(_bound(host, port), max_open_connections() // 2)  # gRPC has the others
+        self._socket = Listener(_bound(host, port), max_open_connections() // 2)  # the other half is for gRPC
         self._application: ASGIApp = self._serve
         if admission.allowed_origins:
             self._application = CORSMiddleware(
@@ -62,7 +64,7 @@ class HttpServer:
         )
 
     async def run(self) -> None:
-        """Serve until cancelled."""
+        """Serve until the task is cancelled. Raises RuntimeError if the server ends by itself."""
         serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         try:
             while True:
@@ -70,7 +72,7 @@ class HttpServer:
                 if serving.done():
                     raise RuntimeError("the HTTP server has ended")
                 for stream in filter(lambda stream: stream.is_kept_alive, self._streams):
-                    comment = asyncio.create_task(stream.break_silence())  # which a connection may hold up
+                    comment = asyncio.create_task(stream.break_silence())  # a task, because sending may block
                     self._comments.add(comment)
                     comment.add_done_callback(self._comments.discard)
         finally:
@@ -78,9 +80,9 @@ class HttpServer:
             await serving
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a call, as ASGI has it. Preflight requests are calls too."""
+        """Serve a call as an ASGI application. CORS preflight requests are calls too."""
         send = partial(_send_named, send, f"req_{secrets.token_hex(12)}".encode())
-        # The first of a name counts.
+        # If a header occurs several times, use the first value.
         scope["header_values"] = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}
         if why := self._admission.hosts.refusal(scope["header_values"].get(b"host", "localhost")):
             await error_response(HttpRefusal(403, why), scope["path"])(scope, receive, send)
@@ -98,7 +100,7 @@ class HttpServer:
             await _refuse(_unrouted(error.status_code, scope), stream, scope, receive, send)
         except (RefusedError, HttpRefusal) as refused:
             await _refuse(refused, stream, scope, receive, send)
-        except asyncio.CancelledError:  # the server shuts down, and has waited for the call
+        except asyncio.CancelledError:  # the server shuts down, and the grace period of the call is over
             if stream.has_begun:
                 raise
             stopped = RefusedError(Reason.UNAVAILABLE, "the server has shut down; send the request to another one")
@@ -114,7 +116,7 @@ class HttpServer:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the service that it is a part of."""
+    """A uvicorn server that installs no signal handlers. The surrounding service handles signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -122,8 +124,8 @@ class _Server(uvicorn.Server):
 
 
 async def _send_named(send: Send, call_id: bytes, message: Message) -> None:
-    """Send a part of an answer. Add the call's id to the headers, under the names that the clients of OpenAI and of
-    Anthropic read."""
+    """Send a part of an answer. The headers get the id of the call, under the two names that OpenAI's and Anthropic's
+    clients read."""
     if message["type"] == "http.response.start":
         names = [(b"x-request-id", call_id), (b"request-id", call_id)]
         message = {**message, "headers": [*message["headers"], *names]}
@@ -133,7 +135,7 @@ async def _send_named(send: Send, call_id: bytes, message: Message) -> None:
 async def _refuse(
     refused: RefusedError | HttpRefusal, stream: EventStream, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """End a call by an error, as its last event if it has begun."""
+    """End a call with an error. If the answer has begun, send the error as its last event."""
     if stream.has_begun:
         await stream.tell(encode(error_answer(refused, scope["path"])), "error")
         await stream.end()
@@ -142,14 +144,14 @@ async def _refuse(
 
 
 def _unrouted(status: int, scope: Scope) -> HttpRefusal:
-    """Return the refusal of a call that no route matches."""
+    """Return the refusal of a call that matches no route."""
     if status == 405:
         return HttpRefusal(405, f"{scope['path'][:80]} is not served by {scope['method']}")
     return HttpRefusal(status, f"there is no {scope['path'][:80]} here; see /docs for what there is")
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """Return a socket that listens, one line for people if there can be none. Raises OSError."""
+    """Return a listening socket. Raises OSError with a one-line message if the port cannot be bound."""
     check_port(host, port, "--http-port")
     family, *_, address = socket.getaddrinfo(
         passive_host(host), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
