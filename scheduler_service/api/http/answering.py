@@ -1,4 +1,4 @@
-"""From the deltas of one call's requests to its answer, whole or as events."""
+"""Conversion of the deltas of a call's requests into its answer, whole or as server-sent events."""
 
 import asyncio
 import contextlib
@@ -28,14 +28,14 @@ from scheduler_service.serving.turns import PIECE_SIZE, Turns
 _FINISH_REASONS = {EndReason.STOP: "stop", EndReason.LENGTH: "length", EndReason.ABORT: "abort"}
 _Result = TypeVar("_Result")
 _Event = TypeVar("_Event", bound=Struct)
-_TOKEN_BYTES = 16  # an estimate of what an answer has of each token that it repeats
-_EXPECTED_TOKENS = 4096  # of an output whose length is not asked for
-_ENTRY_VALUES = 32  # that writing a log-probability counts as
-CHAR_VALUES = 16  # that reading a character of an output's format counts as
+_TOKEN_BYTES = 16  # estimated size of each token id that an answer repeats
+_EXPECTED_TOKENS = 4096  # assumed output length if the request sets no maximum
+_ENTRY_VALUES = 32  # cost of writing one log-probability, in JSON values
+CHAR_VALUES = 16  # cost of parsing one character of an output, in JSON values
 
 
 class PromptProgress:
-    """What has come of one prompt so far."""
+    """The state of one prompt of a call while its output is computed."""
 
     def __init__(self, index: int, active: ActiveRequest, turns: Turns) -> None:
         num_samples = active.request.n
@@ -43,24 +43,24 @@ class PromptProgress:
         self.index = index
         self.active = active
         self.num_tokens = [0] * num_samples
-        self.has_begun = [False] * num_samples  # something was told of the sample
+        self.has_begun = [False] * num_samples  # an event or choice of the sample was written
         self.num_cached_tokens = 0
-        self.logprobs = LogprobColumns()  # of the prompt, from its second token on
+        self.logprobs = LogprobColumns()  # of the prompt, from the second token on
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:
         return self.active.request.prompt_token_ids
 
     async def write(self, num_values: int, work: Callable[..., _Result], *args: Any, **named: Any) -> _Result:
-        """Call `work`, which writes a part of the answer with so many values in it: many on a thread, in the tenant's
-        turn."""
+        """Call `work`, which writes a part of the answer, and return its result. If `num_values` exceeds PIECE_SIZE,
+        `work` runs on a thread in the tenant's turn (see `Turns`)."""
         if num_values <= PIECE_SIZE:
             return work(*args, **named)
         return await self._turns.call(self.active.request.tenant, partial(work, *args, **named))
 
     def num_values(self, delta: Delta) -> int:
-        """Return what a choice of a delta costs: its text, and the log-probabilities that it shows, with the prompt's
-        if it is the first."""
+        """Return the cost of writing the choice of a delta, in JSON values. The cost covers the delta's text and its
+        log-probabilities. For the first delta of a sample, the cost includes the log-probabilities of the prompt."""
         sampling = self.active.request.sampling
         num_prompt = 0 if self.has_begun[delta.sample_index] else len(self.logprobs)
         num_output = len(delta.logprobs)
@@ -69,6 +69,7 @@ class PromptProgress:
         return num_entries * _ENTRY_VALUES + len(delta.text) * CHAR_VALUES
 
     def take(self, delta: Delta) -> None:
+        """Add the log-probabilities and the tokens of a delta to the state of the prompt."""
         self.logprobs.extend(delta.prompt_logprobs)
         self.num_tokens[delta.sample_index] += len(delta.token_ids)
         if delta.end is not None:
@@ -76,19 +77,19 @@ class PromptProgress:
 
 
 class AnswerWriter(Protocol):
-    """How one kind of answer is written."""
+    """A writer of one endpoint's answers."""
 
-    num_hidden_tokens: int  # of each sample, that were computed and are not shown
+    num_hidden_tokens: int  # tokens of each sample that were computed but are not shown
 
     @property
     def output_details(self) -> OutputTokensDetails | UnsetType:
-        """What is known of the tokens of all outputs so far."""
+        """Token details of all outputs up to now, or UNSET if the endpoint reports no details."""
 
     def first_choices(self, progress: PromptProgress) -> list[Any]:
-        """Make the choices that an answer in events begins with, each in an event of its own."""
+        """Return the choices with which a streamed answer begins. Each choice is sent in its own event."""
 
     def choice(self, progress: PromptProgress, delta: Delta, *, is_whole: bool) -> Any:
-        """Make the choice that tells a delta."""
+        """Return the choice for a delta, or None if a streamed answer sends no event for this delta."""
 
     def answer(
         self,
@@ -98,8 +99,9 @@ class AnswerWriter(Protocol):
         *,
         is_whole: bool,
     ) -> Struct:
-        """Put choices into a whole answer or into an event. `progress` is that of the prompt that they are of, if it
-        is one, and none of its choices was told before."""
+        """Return a whole answer, or one event, with the given choices. `progress` is the state of the prompt that the
+        choices belong to. It is None if the choices belong to several prompts, or if an earlier event has already
+        described the prompt."""
 
 
 async def answer_call(
@@ -111,8 +113,9 @@ async def answer_call(
     stream: EventStream,
     num_best: int | None = None,
 ) -> bytes | None:
-    """Queue what a call asks for, all of it or nothing, and return the answer, unless it is streamed. A whole one has
-    of each prompt the best so many samples, if so many are wanted. Raises RefusedError."""
+    """Queue all requests of a call and return the JSON of the answer, or None if the answer is streamed. If any request
+    is refused, all requests of the call are cancelled. If `num_best` is set, a whole answer contains only that many
+    samples of each prompt: the samples with the highest mean log-probability. Raises RefusedError."""
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options", "stream_options is set, but stream is not true; set it, or leave both unset")
     async with begin_requests(asked, call, intake, is_streamed=bool(request.stream)) as begun:
@@ -126,20 +129,21 @@ async def answer_call(
 async def begin_requests(
     asked: ReadCall, call: Call, intake: Intake, *, is_streamed: bool
 ) -> AsyncIterator[list[PromptProgress]]:
-    """Queue what a call asks for, all of it or nothing, until the block ends. Raises RefusedError, and what is refused
-    inside the block under the request's own names."""
+    """Queue all requests of a call. Yield the state of each prompt, and cancel the requests when the block ends. If any
+    request is refused, all requests of the call are cancelled. Raises RefusedError. Refusals inside the block use the
+    field names of the call's request."""
     mode = OutputMode.STREAMED if is_streamed else OutputMode.WHOLE
     begun: list[PromptProgress] = []
     with asked.names.in_refusals():
         resolved = []
         for parsed in asked.requests:
             resolved.append(await intake.resolve(parsed, call, mode))
-            await asyncio.sleep(0)  # others have their turn
+            await asyncio.sleep(0)  # let other tasks run
         with intake.answers.held(resolved[0].tenant, answer_size(asked, resolved)):
             try:
                 for index, (parsed, request) in enumerate(zip(asked.requests, resolved, strict=True)):
                     begun.append(PromptProgress(index, intake.start(parsed, request, call), intake.turns))
-                    await asyncio.sleep(0)  # others have their turn
+                    await asyncio.sleep(0)  # let other tasks run
                 yield begun
             finally:
                 for progress in begun:
@@ -147,13 +151,13 @@ async def begin_requests(
 
 
 def answer_size(asked: ReadCall, resolved: Sequence[Request]) -> int:
-    """Return the bytes that an answer may hold in memory, but for the texts of outputs, as far as what was asked for
-    says. Raises RefusedError for too many."""
-    sizes: Counter[str] = Counter()  # by the field that asks for it
+    """Return an estimate of the memory that an answer may need, in bytes, without the texts of its outputs. Raises
+    RefusedError if the estimate exceeds MAX_ANSWER_BYTES; the refusal names the field that needs the most."""
+    sizes: Counter[str] = Counter()  # by the request field that causes the bytes
     for parsed, request in zip(asked.requests, resolved, strict=True):
         sampling, num_prompt_tokens = request.sampling, len(request.prompt_token_ids)
         num_tokens = 0
-        if request.output_mode is not OutputMode.STREAMED:  # whose tokens go out as they come
+        if request.output_mode is not OutputMode.STREAMED:  # a streamed answer sends tokens at once and stores none
             is_open = parsed.max_tokens is None and parsed.default_max_tokens is None
             num_tokens = min(request.max_tokens, _EXPECTED_TOKENS) if is_open else request.max_tokens
         for field, num, number in (
@@ -177,7 +181,7 @@ def answer_size(asked: ReadCall, resolved: Sequence[Request]) -> int:
 
 
 async def deltas_of(progress: PromptProgress) -> AsyncIterator[Delta]:
-    """Yield what comes of a prompt, once its progress knows of it."""
+    """Yield the deltas of a prompt. Each delta is added to `progress` before it is yielded."""
     async with contextlib.aclosing(progress.active.deltas()) as deltas:
         async for delta in deltas:
             progress.take(delta)
@@ -192,8 +196,8 @@ async def told_output(
     *,
     is_streamed: bool,
 ) -> list[_Event]:
-    """Return the events of an output, `first` and those that `tell` makes of each delta; send them instead if they are
-    streamed."""
+    """Return the events of an output: `first`, and then the events that `tell` returns for each delta. If
+    `is_streamed`, send the events, end the stream and return an empty list."""
     if not is_streamed:
         await progress.active.wait_for_end()
     events = list(first)
@@ -208,7 +212,7 @@ async def told_output(
 
 
 async def tell_events(events: Iterable[Struct], stream: EventStream) -> None:
-    """Send events with their names: the type is a field, or the struct's tag."""
+    """Send events under their names. The name of an event is its field `type`, or else the tag of its struct."""
     stream.is_named = True
     for event in events:
         await stream.tell(encode(event), str(getattr(event, "type", event.__struct_config__.tag)))
@@ -224,7 +228,7 @@ async def _whole_answer(begun: Sequence[PromptProgress], writer: AnswerWriter, n
             wholes = [delta._replace(sample_index=index) for index, delta in enumerate(best)]
         for delta in wholes:
             choices.append(await progress.write(progress.num_values(delta), _whole_choice, writer, progress, delta))
-            await asyncio.sleep(0)  # others have their turn
+            await asyncio.sleep(0)  # let other tasks run
     usage, only = _usage(begun, writer), begun[0] if len(begun) == 1 else None
     num_values = 0 if only is None else max(map(only.num_values, wholes))
     return await begun[0].write(num_values, _encoded_answer, writer, choices, usage, only)
@@ -239,13 +243,13 @@ def _encoded_answer(writer: AnswerWriter, choices: list[Any], usage: UsageCounts
 
 
 async def _wholes(progress: PromptProgress) -> list[Delta]:
-    """Return all that came of each sample, as one delta."""
+    """Return one delta for each sample, with the sample's complete output."""
     parts: list[list[Delta]] = [[] for _ in progress.num_tokens]
     logprobs = [LogprobColumns() for _ in parts]
     async for delta in deltas_of(progress):
         if delta.logprobs or delta.prompt_logprobs:
             logprobs[delta.sample_index].extend(delta.logprobs)
-            await asyncio.sleep(0)  # others have their turn
+            await asyncio.sleep(0)  # let other tasks run
         parts[delta.sample_index].append(delta._replace(logprobs=(), prompt_logprobs=()))
     return [
         deltas[-1]._replace(
@@ -276,12 +280,13 @@ async def _stream_answer(
 
 
 async def all_of(parts: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
-    """Return what each gives. If one fails, the others are cancelled, and that failure is raised."""
+    """Run the coroutines concurrently and return their results in order. If one of them raises an exception, cancel the
+    others and raise that exception."""
     tasks = []
     try:
         for part in parts:
             tasks.append(asyncio.create_task(part))
-            await asyncio.sleep(0)  # others have their turn
+            await asyncio.sleep(0)  # let other tasks run
         return await asyncio.gather(*tasks)
     finally:
         for task in tasks:
@@ -343,14 +348,16 @@ def counts(
 
 
 def finish_reason(end: SequenceEnd | None, *, calls: bool = False) -> str | None:
-    """`calls`: the output has calls of tools."""
+    """Return the `finish_reason` of an output in OpenAI's terms, or None while the output runs. `calls`: the output
+    contains tool calls."""
     if calls and end is not None and end.reason is EndReason.STOP:
         return "tool_calls"
     return None if end is None else _FINISH_REASONS[end.reason]
 
 
 def stop_reason(request: GenerationRequest, delta: Delta) -> int | str | None:
-    """Return the text or the token of the request that ended an output."""
+    """Return the stop text, or the token id from `stop_token_ids`, that ended an output. Return None if the output has
+    not ended or ended for another reason."""
     if delta.end is None or delta.stop_text is not None:
         return delta.stop_text
     token_id = delta.end.stop_token_id
@@ -358,25 +365,28 @@ def stop_reason(request: GenerationRequest, delta: Delta) -> int | str | None:
 
 
 def now() -> int:
-    """Return the seconds of Unix time at which an answer is made."""
+    """Return the current Unix time in whole seconds, for the creation time of an answer."""
     return int(time.time())
 
 
 def longest_sequence(intake: Intake) -> int:
-    """Return the tokens that prompt and output can have together, as far as is known."""
+    """Return the maximum number of tokens of prompt and output together. Until a worker has reported its capacity, this
+    is the model's own maximum."""
     availability = intake.engine.availability
     return availability.max_sequence_tokens if availability.capacity else intake.model.max_model_len
 
 
 def fingerprint(intake: Intake) -> str:
-    """Return a name that differs if the version, config.json, the tokenizer, or the worker's data types or backend
-    differ. Weights of the same format are not compared."""
+    """Return an identifier for the server's configuration. It changes with Pagewire's version, config.json, the
+    tokenizer, and the worker's data type, weight format or attention backend. Other weights of the same format do not
+    change it."""
     worker = intake.engine.availability.capacity
     named = (intake.model.digest, worker and (worker.dtype, worker.weight_format, worker.attention_backend))
     return f"pagewire-{__version__}-{sha256(repr(named).encode()).hexdigest()[:8]}"
 
 
 def numbered(request_id: str, count: int) -> Iterator[str]:
-    """Yield a name for each of so many requests of a call."""
+    """Yield the ids of the `count` requests of a call. A single request gets `request_id` itself. Several requests get
+    `request_id-0`, `request_id-1` and so on."""
     for index in range(count):
         yield request_id if count == 1 else f"{request_id}-{index}"

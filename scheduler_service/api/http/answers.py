@@ -1,4 +1,5 @@
-"""The answers of the HTTP API, in OpenAI's shapes, with vLLM's additions where they are asked for."""
+"""The answer types of the HTTP API, in OpenAI's format. vLLM's additional fields are filled in only if a request asks
+for them."""
 
 import itertools
 from collections.abc import Iterable
@@ -7,12 +8,13 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-_PIECE_ITEMS = 2048  # of a list, that are encoded by one call: it keeps the interpreter's lock
+_PIECE_ITEMS = 2048  # list items per encoder call, because the encoder holds the GIL
 encode = msgspec.json.Encoder().encode
 
 
 def encode_list(items: Iterable[Any]) -> Any:
-    """Return a list as an answer may hold it in place of its items, written in pieces as these are made."""
+    """Return the JSON of a list as a `Raw` value, for use in place of the list in an answer. The items are encoded in
+    pieces of _PIECE_ITEMS, so that an iterator's items need not exist all at once."""
     rest, pieces = iter(items), []
     while piece := list(itertools.islice(rest, _PIECE_ITEMS)):
         pieces.append(encode(piece)[1:-1])
@@ -41,7 +43,7 @@ class PromptLogprob(Struct, frozen=True):
     decoded_token: str
 
 
-# Of each token of a prompt, by token ids; of the first there is none.
+# One entry for each token of a prompt, keyed by token id. The entry of the first token is None.
 PromptLogprobsField = list[dict[int, PromptLogprob] | None]
 
 
@@ -64,7 +66,7 @@ class CompletionChoice(Struct, frozen=True):
 
 
 class CompletionAnswer(Struct, frozen=True):
-    """A completion, or an event of one."""
+    """A completion, or one event of a streamed completion."""
 
     id: str
     object: Literal["text_completion"]
@@ -96,7 +98,7 @@ class CalledFunction(Struct, frozen=True):
 
 
 class ToolCall(Struct, frozen=True):
-    """A call, or what an event adds to the call of its index."""
+    """A tool call, or the part that an event adds to the tool call with this index."""
 
     function: CalledFunction
     index: int | UnsetType = UNSET
@@ -105,7 +107,8 @@ class ToolCall(Struct, frozen=True):
 
 
 class ChatMessage(Struct, frozen=True):
-    """A message, or what an event adds to it. Some clients read reasoning under one name, some under the other."""
+    """A message, or the part that an event adds to a message. Reasoning is in both `reasoning` and `reasoning_content`,
+    because clients differ in the name that they read."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
@@ -116,7 +119,8 @@ class ChatMessage(Struct, frozen=True):
 
 
 class ChatChoice(Struct, frozen=True):
-    """A choice of a chat completion, which has a message, or of an event of one, which has what is new."""
+    """A choice of a chat completion. A whole answer sets `message`; an event of a streamed answer sets `delta`, the new
+    part of the message."""
 
     index: int
     message: ChatMessage | UnsetType
@@ -128,7 +132,7 @@ class ChatChoice(Struct, frozen=True):
 
 
 class ChatAnswer(Struct, frozen=True):
-    """A chat completion, or an event of one."""
+    """A chat completion, or one event of a streamed chat completion."""
 
     id: str
     object: Literal["chat.completion", "chat.completion.chunk"]
@@ -169,7 +173,7 @@ class DecodedPrompt(Struct, frozen=True):
 
 
 class RenderedPrompt(Struct, frozen=True):
-    """The tokens that a request's prompt becomes."""
+    """The token ids of a request's prompt."""
 
     request_id: str
     model: str
@@ -192,7 +196,7 @@ class EmbeddingAnswer(Struct, frozen=True):
 
 
 class DetachedOutput(Struct, frozen=True):
-    """What there is of a sample, or what an event adds to it."""
+    """The output of one sample up to now, or the part that an event adds to it."""
 
     index: int
     first_token: int

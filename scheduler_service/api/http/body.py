@@ -1,5 +1,5 @@
-"""The body of a call, within its bounds, as a request of its type; or why it is none, in one line with the field, its
-value, and what would do."""
+"""Decoding of HTTP request bodies into typed requests, within size limits. If a body is invalid, the error is one line
+that names the field, its value and the accepted values."""
 
 import asyncio
 import contextlib
@@ -27,22 +27,22 @@ from scheduler_service.serving.turns import PIECE_SIZE, Turns
 MAX_BODY_BYTES = MAX_MESSAGE_BYTES
 BODY_TIMEOUT_S = 30.0
 _SHOWN_CHARS = 60
-_MAX_SHOWN_BYTES = 64 << 10  # of a body of which a value or a place is shown, for which it is decoded once more
+_MAX_SHOWN_BYTES = 64 << 10  # limit of bodies that are decoded again to quote a value or path in an error
 _HALF = "half a surrogate pair, which is no character; cut texts between characters"
-_MAX_ERROR_CHARS = 600  # of an error's beginning, and of its end, that are read: the rest quotes the client
-_PLACE = " - at `"  # between the reason and the path in an error
+_MAX_ERROR_CHARS = 600  # read at each end of a decoder's error: the middle only quotes the client
+_PLACE = " - at `"  # separates the reason from the path in a decoder's error
 _UNKNOWN = "Object contains unknown field `"
 _NO_TAG = "Invalid value '"
 _INDEX = re.compile(r"\[(\d+)\]")
 _IN_BRACKETS = re.compile(r"\[[^][]*\]")
-# Fields of other servers and of proxies that ask for nothing of an answer.
+# Fields of other servers and of proxies that have no effect on an answer.
 _OF_OTHERS = frozenset(
     {
         *("anthropic_beta", "anthropic_version", "api_key", "betas", "cache_prompt", "drop_params", "id_slot"),
         *("num_retries", "slot_id", "snippy", "tool_stream"),
     }
 )
-# Options of other APIs and servers, with the values by which they ask for nothing.
+# Options of other APIs and servers, with the values that have no effect on an answer.
 _NEUTRAL: Mapping[str, Any] = {
     **dict.fromkeys(("best_of", "n", "repeat_penalty", "repetition_penalty", "tfs_z", "typical_p"), 1),
     **dict.fromkeys(("dry_multiplier", "dynatemp_range", "frequency_penalty", "min_p", "mirostat", "n_keep"), 0),
@@ -57,7 +57,8 @@ _Request = TypeVar("_Request", bound=Struct)
 
 
 async def read_body(scope: Scope, receive: Receive) -> bytes:
-    """Return the whole body. Raises HttpRefusal."""
+    """Return the whole body. Raises HttpRefusal if the body is compressed, exceeds MAX_BODY_BYTES, or takes longer than
+    BODY_TIMEOUT_S, and if the client disconnects."""
     headers = scope["header_values"]
     encoding = headers.get(b"content-encoding") or "identity"
     if encoding.lower() != "identity":
@@ -86,14 +87,16 @@ def _too_large(num_bytes: int) -> HttpRefusal:
 
 
 async def decode_in_turn(body: bytes, kind: type[_Request], tenant: str, turns: Turns) -> tuple[_Request, int]:
-    """Return the request, and its size: its bytes, or its values if these are more. A large one is decoded in the
-    turn of its tenant. Raises RefusedError."""
+    """Return the decoded request and its size. The size is the body's number of bytes, or its number of JSON values if
+    the body has at most PIECE_SIZE bytes and more values than bytes. A large body is decoded on a thread in the
+    tenant's turn. Raises RefusedError."""
     size = len(body) if len(body) > PIECE_SIZE else max(len(body), count_values(body))
     return await turns.carry_out(tenant, size, decode_body, body, kind), size
 
 
 def decode_body(body: bytes, kind: type[_Request]) -> _Request:
-    """Raises RefusedError."""
+    """Return the decoded request. Raises RefusedError if the body is not valid JSON, has more than MAX_VALUES values,
+    or does not match `kind`."""
     if (number := count_values(body)) > MAX_VALUES:
         raise invalid(
             "",
@@ -106,7 +109,7 @@ def decode_body(body: bytes, kind: type[_Request]) -> _Request:
             decoded = _decoder(kind).decode(body)
         except msgspec.ValidationError:
             decoded = _decoder(kind).decode(_as_meant(body, kind))
-        # A large one is not kept with what nothing reads.
+        # Do not keep the unread fields of a large request in memory.
         return structs.replace(decoded, **_unset_inert(kind)) if len(body) > PIECE_SIZE else decoded
     except msgspec.ValidationError as error:
         raise _refusal(str(error), body, kind) from None
@@ -119,8 +122,8 @@ def decode_body(body: bytes, kind: type[_Request]) -> _Request:
 
 
 def _as_meant(body: bytes, kind: type[Struct]) -> bytes:
-    """Return the JSON of a body without the values that ask for nothing, and with integers for whole floats, or the
-    body itself if it cannot be read."""
+    """Return the JSON of a body in the form that `kind` accepts, as `_meant` converts it. Return the body unchanged if
+    it cannot be parsed."""
     try:
         return msgspec.json.encode(_meant(msgspec.json.decode(body), kind))
     except (msgspec.MsgspecError, ValueError):
@@ -128,10 +131,13 @@ def _as_meant(body: bytes, kind: type[Struct]) -> bytes:
 
 
 def _meant(value: Any, hint: Any) -> Any:
-    """Return a value of a type as a client means it. A field that is not known counts as unset if it asks for nothing,
-    a field that takes no boolean if it is false, and a field that takes null alone if it is empty. A whole float
-    becomes an integer where no float is expected: many languages have no other numbers. A struct with `as_meant` says
-    by it what objects of other APIs mean."""
+    """Return a JSON value converted to the form that its type `hint` accepts.
+
+    An unknown field is removed if its value has no effect on an answer. A field that accepts no boolean becomes null if
+    it is false. A field that accepts only null becomes null if it is empty. A float without a fraction becomes an
+    integer where no float is accepted, because many languages have floats as their only numbers. A struct with the
+    static method `as_meant` converts objects written for other APIs.
+    """
     parts = _parts(hint)
     is_off = value is False and not any(part is bool or isinstance(part, bool) for part in parts)
     if NoneType in parts and (
@@ -156,26 +162,27 @@ def _meant(value: Any, hint: Any) -> Any:
 
 
 def _asks_nothing(name: str, value: Any) -> bool:
-    """Return whether a field that is not known asks for nothing of an answer."""
+    """Return whether an unknown field with this value has no effect on an answer."""
     return value is None or name in _OF_OTHERS or value == _NEUTRAL.get(name)
 
 
 @functools.cache
 def _parts(hint: Any) -> frozenset[Any]:
-    """Return the types, and the values, that a type consists of."""
+    """Return all types and literal values that occur in a type."""
     return frozenset().union(*map(_parts, inner)) if (inner := get_args(hint)) else frozenset([hint])
 
 
 @functools.cache
 def _fields_of(kind: type[Struct]) -> Mapping[str, Any]:
-    """Return the types of a struct's fields by the names that they have in JSON."""
+    """Return the types of a struct's fields, keyed by their JSON names."""
     return {each.encode_name: each.type for each in structs.fields(kind)}
 
 
 def _refused_half(body: bytes) -> RefusedError:
-    """Return why a body is refused that is no JSON, or has an escape that stands for no character."""
+    """Return the refusal of a body that is not JSON, or in which a string has an unpaired surrogate escape. The refusal
+    names the path of that string if the body is at most _MAX_SHOWN_BYTES long."""
     with contextlib.suppress(ValueError, RecursionError):
-        # Values, each with its place: that of what it is in, and a step.
+        # Each entry is (place, value). A place is None or (place of the parent, path step from the parent).
         waiting: list[tuple[Any, Any]] = [(None, json.loads(body))] if len(body) <= _MAX_SHOWN_BYTES else []
         for place, value in waiting:
             if isinstance(value, str) and without_halves(value) != value:
@@ -194,7 +201,7 @@ def _refused_half(body: bytes) -> RefusedError:
 
 
 def decode_query(values: Mapping[str, str], kind: type[_Request]) -> _Request:
-    """Return the request that a path and its query name. Raises RefusedError."""
+    """Return the request that the parameters of a path and its query describe. Raises RefusedError."""
     try:
         return msgspec.convert(values, kind, strict=False)
     except msgspec.ValidationError as error:
@@ -202,14 +209,14 @@ def decode_query(values: Mapping[str, str], kind: type[_Request]) -> _Request:
 
 
 def lenient(kind: Any) -> Any:
-    """Return a type in which each struct takes fields too that it does not know."""
+    """Return a copy of a type in which every struct accepts and ignores unknown fields."""
     origin: Any = Union if get_origin(kind) is UnionType else get_origin(kind)
-    if origin is not None:  # also of lists and of what is annotated
+    if origin is not None:  # lists and Annotated types too
         return origin[tuple(map(lenient, get_args(kind)))]
     return _lenient_struct(kind) if isinstance(kind, type) and issubclass(kind, Struct) else kind
 
 
-@functools.cache  # a struct that stands in several is one type in all, as a description of them needs
+@functools.cache  # the OpenAPI document needs one type for each struct, wherever the struct is used
 def _lenient_struct(kind: type[Struct]) -> type[Struct]:
     fields = [
         (each.name, lenient(each.type), field(default=each.default, name=each.encode_name))
@@ -227,7 +234,7 @@ def _decoder(kind: type[_Request]) -> "msgspec.json.Decoder[_Request]":
 
 @functools.cache
 def _unset_inert(kind: type[Struct]) -> Mapping[str, Any]:
-    """Return the fields without an effect, as they are if they are not set."""
+    """Return the default values of the fields that have no effect."""
     hints = get_type_hints(kind, include_extras=True)
     return {each.name: each.default for each in structs.fields(kind) if _described(hints[each.name]) == INERT}
 
@@ -238,7 +245,7 @@ def _refusal(text: str, body: bytes, kind: type[Struct]) -> RefusedError:
         name = said[len(_UNKNOWN) :].partition("`")[0][:_SHOWN_CHARS]
         field = f"{path}.{name}" if path else name
         fields = _fields_beside(kind, field)
-        # Fields of another member of a union are among them: then the name is no slip.
+        # `fields` includes the fields of all members of a union. A name of another member is no typing error.
         near = [] if name in fields else difflib.get_close_matches(name, fields, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         return invalid(field, f"{field} is no field of this request{hint}")
@@ -254,8 +261,8 @@ def _refusal(text: str, body: bytes, kind: type[Struct]) -> RefusedError:
 
 
 def _split_error(text: str) -> tuple[str, str]:
-    """Return the reason and the path of the field that an error of the decoder names. In front of the path it quotes
-    names and values of any length."""
+    """Return the reason and the field path from a decoder's error message. Names and values that the message quotes may
+    be of any length, so only its beginning and its end are searched."""
     if len(text) > 2 * _MAX_ERROR_CHARS:
         text = f"{text[:_MAX_ERROR_CHARS]}…{text[-_MAX_ERROR_CHARS:]}"
     said, _, place = text.rpartition(_PLACE)
@@ -267,7 +274,7 @@ def _names(path: str) -> list[str]:
 
 
 def _fields_beside(kind: type[Struct], path: str) -> Mapping[str, Any]:
-    """Return the types of the fields that stand where a path ends."""
+    """Return the types of all fields of the object that contains the field at `path`."""
     fields: dict[str, Any] = get_type_hints(kind, include_extras=True)
     for name in _names(path)[:-1]:
         inner = list(_structs(fields.get(name)))
@@ -276,7 +283,7 @@ def _fields_beside(kind: type[Struct], path: str) -> Mapping[str, Any]:
 
 
 def _structs(hint: Any) -> Iterator[type[Struct]]:
-    """Yield the structs that a type has."""
+    """Yield the struct types that occur in a type."""
     if isinstance(hint, type) and issubclass(hint, Struct):
         yield hint
     for part in get_args(hint):
@@ -284,7 +291,7 @@ def _structs(hint: Any) -> Iterator[type[Struct]]:
 
 
 def _described(hint: Any) -> str:
-    """Return the description that a type has, or a part of it."""
+    """Return the description of a type or of the first described type within it, or an empty string."""
     for part in (*getattr(hint, "__metadata__", ()), *get_args(hint)):
         if isinstance(part, Meta):
             if part.description:
@@ -295,7 +302,8 @@ def _described(hint: Any) -> str:
 
 
 def _shown(body: bytes, path: str) -> str:
-    """Return the value that stands at a place, as far as it can be shown."""
+    """Return text that quotes the value at a path of the body, for an error message. Return an empty string if the body
+    is too large or the value cannot be read."""
     if len(body) > _MAX_SHOWN_BYTES:
         return ""
     try:

@@ -1,4 +1,5 @@
-"""Admission to the HTTP API: who may call, for which model, and how many bytes all calls may hold."""
+"""Admission to the HTTP API. Checks the caller, the origin and the model of each call, and limits the bytes that all
+calls hold."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -16,14 +17,15 @@ from scheduler_service.serving.turns import PIECE_SIZE, TenantBytes
 
 _SESSION_HEADER = b"x-session-id"
 _TRACE_HEADERS = (b"traceparent", b"tracestate")
-# Bodies larger than PIECE_SIZE that are on their way have this much memory together, and those of a tenant a quarter.
+# Limit of all bodies larger than PIECE_SIZE that are being received. A tenant may use a quarter of it.
 MAX_BODIES_BYTES = 64 << 20
-# Requests of such bodies, each of which is kept until its call ends, by the bytes of the bodies.
+# Limit of all requests decoded from such bodies, in bytes of their bodies. A request counts until its call ends.
 MAX_REQUESTS_BYTES = 1 << 30
 
 
 class CallAdmission:
-    """Admits or refuses calls, by what their headers say and by what the calls of all tenants hold."""
+    """Admits or refuses calls. The decision depends on a call's headers and on the bytes that the calls of all tenants
+    hold."""
 
     def __init__(
         self,
@@ -35,21 +37,21 @@ class CallAdmission:
         *,
         takes_any_model_name: bool,
     ) -> None:
-        """`host` is the address that the server listens on. Web pages of `allowed_origins` may call. `intake` knows
-        whether a worker computes. `model_names` returns the names by which requests may ask for the model, first the
-        one in answers. If `takes_any_model_name`, requests may name any model."""
+        """`host` is the address that the server listens on. Web pages from `allowed_origins` may call the API. `intake`
+        reports whether a worker is available. `model_names` returns the names that requests may use for the model;
+        answers contain the first one. If `takes_any_model_name`, requests may use any name."""
         self.allowed_origins = allowed_origins
         self.model_names = model_names
         self._tenants = tenants
         self._intake = intake
         self._takes_any_model_name = takes_any_model_name
-        self.hosts = HostNames(host)  # that the header Host of a call may name
+        self.hosts = HostNames(host)  # allowed values of the Host header
         self._bodies = TenantBytes("bodies", MAX_BODIES_BYTES, max(MAX_BODY_BYTES, MAX_BODIES_BYTES // 4))
         self._requests = TenantBytes("requests", MAX_REQUESTS_BYTES, MAX_REQUESTS_BYTES // 4)
 
     def check_origin(self, scope: Scope) -> None:
-        """Raise HttpRefusal for a call by a web page of another origin. The page could not read the answer, but what
-        it starts would run."""
+        """Raise HttpRefusal if a web page from an origin that is not allowed made the call. The browser would withhold
+        the answer from the page, but the call itself would run. GET and HEAD are always allowed."""
         headers = scope["header_values"]
         origin = headers.get(b"origin")
         is_open = scope["method"] in ("GET", "HEAD") or not {"*", origin}.isdisjoint(self.allowed_origins)
@@ -57,14 +59,14 @@ class CallAdmission:
             raise HttpRefusal(403, f"the web page's origin {origin[:80]!r} may not call; name it in --allowed-origins")
 
     def call(self, scope: Scope) -> Call:
-        """Return the call with its caller. Raises RefusedError for an unknown caller.
+        """Return the call with its caller. Raises RefusedError if the caller is unknown.
 
-        Without tenants the key is ignored: OpenAI's clients always send one.
+        If no tenants are configured, the key is ignored, because OpenAI's clients always send one.
         """
         headers = scope["header_values"]
         key = None
         if self._tenants is not None:
-            # Clients of the Messages API send the key in a header of its own.
+            # Clients of the Messages API send the key in the header x-api-key.
             alone = headers.get(b"x-api-key")
             key = headers.get(b"authorization", f"Bearer {alone}" if alone else None)
         caller = Caller(self._tenants, key, scope["certificate_names"])
@@ -74,8 +76,9 @@ class CallAdmission:
         return Call(caller, headers.get(_SESSION_HEADER, ""), trace)
 
     async def read_body(self, scope: Scope, receive: Receive, tenant: str) -> bytes:
-        """Return the whole body, counted while it arrives. Raises HttpRefusal, and RefusedError if too many bytes of
-        bodies are on their way."""
+        """Return the whole body, whose bytes are counted for the tenant while they arrive. Raises HttpRefusal as
+        `body.read_body` does, and RefusedError if the arriving bodies of the tenant or of all tenants exceed their
+        limit."""
         num_bytes = num_counted = 0
 
         async def receive_counted() -> Message:
@@ -93,17 +96,19 @@ class CallAdmission:
             self._bodies.remove(tenant, num_counted)
 
     def held(self, tenant: str, size: int) -> AbstractContextManager[None]:
-        """Count a request of a large body inside the block. Raises RefusedError if too many bytes are held."""
+        """Return a context manager that counts the bytes of a large request for the tenant. A request of at most
+        PIECE_SIZE counts as 0. Entering raises RefusedError if too many bytes are held."""
         return self._requests.held(tenant, size if size > PIECE_SIZE else 0)
 
     def model_name(self) -> str:
-        """Return the model's name in answers. Raises RefusedError until the name is known."""
+        """Return the model's name for answers. Raises RefusedError until the name is known."""
         if name := self.model_names()[0]:
             return name
         raise RefusedError(Reason.UNAVAILABLE, self._intake.engine.availability.refusal())
 
     def check_model(self, name: str | None) -> None:
-        """Raise RefusedError if a request names a model that is not served, or no model is known."""
+        """Raise RefusedError if the name of a request's model is not one of `model_names`, or if the model is not known
+        yet."""
         served = self.model_name()
         if name is not None and not self._takes_any_model_name and name not in self.model_names():
             raise RefusedError(

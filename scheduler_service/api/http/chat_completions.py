@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: conversations, which the model's chat template makes prompts of."""
+"""The endpoint `/v1/chat/completions`. The model's chat template renders the conversation into a prompt."""
 
 import secrets
 from functools import partial
@@ -50,18 +50,21 @@ from scheduler_service.serving.refusal import invalid
 from scheduler_service.serving.tenants.caller import Call
 
 _ROLE = "assistant"
-# By the types of parts of a tool's result that the model cannot read.
+# The placeholder for each type of part in a tool's result that the model cannot read.
 _LEFT_OUT = {kind: {"type": "text", "text": IMAGE_LEFT_OUT} for kind in ("image_url", "input_image", "image")}
 _LEFT_OUT |= {kind: {"type": "text", "text": FILE_LEFT_OUT} for kind in ("file", "input_file")}
 
 
 class ChatWriter:
+    """The `AnswerWriter` of `/v1/chat/completions`."""
+
     num_hidden_tokens = 0
 
     def __init__(
         self, request: ChatCompletionRequest, head: tuple[str, str], intake: Intake, make_parser: ParserMaker
     ) -> None:
-        """`head` is the answer's id, and the model's name."""
+        """`head` contains the answer's id and the model's name. `make_parser` returns a new output parser for each
+        sample."""
         self._request = request
         self._id, self._model = head
         self._created = now()
@@ -122,7 +125,7 @@ class ChatWriter:
         is_whole: bool,
     ) -> ChatAnswer:
         request = self._request
-        not_asked = None if is_whole else UNSET  # events are kept short
+        not_asked = None if is_whole else UNSET  # omitted in events, to keep them short
         token_ids: list[int] | UnsetType | None = not_asked
         logprobs: PromptLogprobsField | UnsetType | None = not_asked
         if progress is not None and request.return_token_ids:
@@ -156,7 +159,8 @@ def _added(told: Told, *, is_last: bool) -> ChatMessage:
 async def without_media(
     request: ChatCompletionRequest, call: Call, intake: Intake, stream: EventStream
 ) -> ChatCompletionRequest:
-    """Return a chat in which a text replaces each image or file in a result of a tool, and warn of it."""
+    """Return the chat with a placeholder text for each image and file in the results of tools. Add a warning to the
+    answer if anything was replaced."""
     warnings: set[str] = set()
     messages = await intake.turns.carry_out(
         call.caller.tenant(request.tenant or ""),
@@ -169,7 +173,8 @@ async def without_media(
 
 
 def _without_media(message: dict[str, Any], warnings: set[str]) -> dict[str, Any]:
-    """Return the message itself, unless it is a tool's result with an image or a file. Add what is left out."""
+    """Return the message, with placeholder texts for images and files if it is the result of a tool. Add a warning to
+    `warnings` for each kind of part that was replaced."""
     match message:
         case {"role": "tool", "content": list() as parts}:
             kinds = [str(part.get("type")) if isinstance(part, dict) else "" for part in parts]
@@ -181,7 +186,7 @@ def _without_media(message: dict[str, Any], warnings: set[str]) -> dict[str, Any
 async def complete_chat(
     request: ChatCompletionRequest, call: Call, intake: Intake, model_name: str, stream: EventStream
 ) -> bytes | None:
-    """Return the answer, unless it is streamed. Raises RefusedError."""
+    """Return the JSON of the answer, or None if the answer is streamed. Raises RefusedError."""
     asked, make_parser = await read_chat(request, call, intake, stream)
     writer = ChatWriter(request, (asked.answer_id, model_name), intake, make_parser)
     return await answer_call(request, asked, call, intake, writer, stream)
@@ -190,14 +195,15 @@ async def complete_chat(
 async def read_chat(
     request: ChatCompletionRequest, call: Call, intake: Intake, stream: EventStream
 ) -> tuple[ReadCall, ParserMaker]:
-    """Return the requests of a chat, and what reads their outputs. Warn of keywords in schemas of tools that are not
-    enforced, and of a verbosity that the template does not read. Raises RefusedError."""
+    """Return the requests of a chat and a function that makes parsers for their outputs. Add a warning to the answer
+    for keywords in tool schemas that are not enforced, and for a verbosity that the chat template does not read. Raises
+    RefusedError."""
     tenant = call.caller.tenant(request.tenant or "")
     template = chosen_template(intake.model, request.chat_template)
     output = intake.chats.format_of(template)
     if request.verbosity not in (None, "medium") and "verbosity" not in template:
         stream.warn("verbosity is left out: the chat template of the model does not read it")
-    # What is refused for its schemas costs no rendering.
+    # Check the schemas first: rendering is expensive.
     functions, left_out = await intake.turns.carry_out(tenant, call.size, functions_of, request, output)
     prompt = await render_messages(request, call, intake)
     asked, maker = await intake.turns.carry_out(tenant, call.size, _read, request, functions, prompt, call, intake)
@@ -207,7 +213,8 @@ async def read_chat(
 
 
 def parser_maker(request: ChatCompletionRequest, prompt_end: str, intake: Intake) -> ParserMaker:
-    """Return what makes readers of a chat's outputs, for a prompt that ends so. Raises RefusedError."""
+    """Return a function that makes parsers for a chat's outputs. `prompt_end` is the end of the rendered prompt. Raises
+    RefusedError."""
     output = intake.chats.format_of(chosen_template(intake.model, request.chat_template))
     return partial(output.parser, prompt_end, functions_of(request, output)[0])
 
@@ -245,9 +252,9 @@ def _read(
             call,
             intake.model,
             request_id=request.request_id or drawn,
-            # A template writes those that belong there.
+            # The template has already added the special tokens.
             add_special_tokens=False,
-            # Cut to the room that is left.
+            # A default is lowered to the remaining context length.
             default_max_tokens=None if most == -1 else most,
         )
     answer_id = drawn if request.request_id is None else f"chatcmpl-{request.request_id}"

@@ -1,4 +1,4 @@
-"""`/v1/completions`: texts or token ids as prompts, and what comes after them."""
+"""The endpoint `/v1/completions`. Prompts are texts or token ids; the answer continues them."""
 
 import itertools
 import secrets
@@ -29,22 +29,24 @@ from scheduler_service.serving.refusal import invalid
 from scheduler_service.serving.tenants.caller import Call
 
 _DEFAULT_MAX_TOKENS = 16
-_MAX_GRAMMARS_BYTES = 8 << 20  # of what outputs must match, in all requests of a call
+_MAX_GRAMMARS_BYTES = 8 << 20  # of the grammars in all requests of a call together
 
 
 class CompletionWriter:
+    """The `AnswerWriter` of `/v1/completions`."""
+
     output_details = UNSET
 
     def __init__(self, request: CompletionRequest, head: tuple[str, str], intake: Intake, echoed: list[str]) -> None:
-        """`head` is the answer's id, and the model's name; `echoed` are the texts of prompts to begin with, or
-        none."""
+        """`head` contains the answer's id and the model's name. `echoed` contains the text of each prompt if the
+        request sets `echo`, else it is empty."""
         self._request = request
         self._id, self._model = head
         self._created = now()
         self._fingerprint = fingerprint(intake)
         self._echoed = echoed
         self._texts = TokenTexts(intake.tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
-        self._tokens: dict[int, CompletionTokens] = {}  # of each choice
+        self._tokens: dict[int, CompletionTokens] = {}  # by the index of the choice
         self.num_hidden_tokens = 1 if request.max_tokens == 0 else 0
 
     def first_choices(self, progress: PromptProgress) -> list[CompletionChoice]:
@@ -62,7 +64,7 @@ class CompletionWriter:
         if not shows or (delta.prompt_logprobs and not token_ids and end is None):
             return None
         progress.has_begun[sample] = True
-        not_asked = None if is_whole else UNSET  # events are kept short
+        not_asked = None if is_whole else UNSET  # omitted in events, to keep them short
         reason = finish_reason(end)
         if end is not None and self.num_hidden_tokens and end.reason is not EndReason.ABORT:
             reason = "length"
@@ -92,7 +94,8 @@ class CompletionWriter:
         )
 
     def _logprobs(self, index: int, delta: Delta, echoed: PromptProgress | None) -> CompletionLogprobs | None:
-        """Return the log-probabilities of a delta's tokens, behind those of a prompt that it begins with."""
+        """Return the log-probabilities of a delta's tokens, or None if the request asks for none. If `echoed` is set,
+        the log-probabilities of that prompt come first."""
         if self._request.logprobs is None:
             return None
         tokens = self._tokens.get(index)
@@ -106,7 +109,7 @@ class CompletionWriter:
 async def complete_prompts(
     request: CompletionRequest, call: Call, intake: Intake, model_name: str, stream: EventStream
 ) -> bytes | None:
-    """Return the answer, unless it is streamed. Raises RefusedError."""
+    """Return the JSON of the answer, or None if the answer is streamed. Raises RefusedError."""
     asked = await read_completion(request, call, intake)
     echoed = [await _text_of(prompt, intake) for prompt in asked.requests] if request.echo else []
     writer = CompletionWriter(request, (asked.answer_id, model_name), intake, echoed)
@@ -115,7 +118,7 @@ async def complete_prompts(
 
 
 async def read_completion(request: CompletionRequest, call: Call, intake: Intake) -> ReadCall:
-    """Raises RefusedError."""
+    """Return the requests of a call, one for each prompt. Raises RefusedError if a field is invalid."""
     tenant, size = call.caller.tenant(request.tenant or ""), reading_size(request.prompt, call)
     return await intake.turns.carry_out(tenant, size, _read, request, call, intake)
 
@@ -160,8 +163,8 @@ def _read(request: CompletionRequest, call: Call, intake: Intake) -> ReadCall:
 
 
 def _check_grammars(request: ParsedRequest, num_prompts: int) -> None:
-    """Raises RefusedError for a grammar that is too long for a number of prompts: each goes to the scheduler with a
-    copy."""
+    """Raise RefusedError if the copies of a grammar for all prompts exceed _MAX_GRAMMARS_BYTES. Each prompt's request
+    sends its own copy to the scheduler."""
     grammar = request.request.grammar
     size = 0 if grammar is None else len(grammar.text.encode()) * num_prompts
     if grammar is not None and size > _MAX_GRAMMARS_BYTES:
@@ -173,7 +176,7 @@ def _check_grammars(request: ParsedRequest, num_prompts: int) -> None:
 
 
 def _check_best_of(request: CompletionRequest, best_of: int) -> None:
-    """Raises RefusedError."""
+    """Raise RefusedError if `best_of` is less than `n`, or greater than `n` in a streamed request."""
     if best_of < (request.n or 1):
         raise invalid("best_of", f"best_of is {best_of}, but n is {request.n}; best_of must be at least n")
     if request.stream and best_of > (request.n or 1):
@@ -181,12 +184,13 @@ def _check_best_of(request: CompletionRequest, best_of: int) -> None:
 
 
 async def _text_of(asked: ParsedRequest, intake: Intake) -> str:
-    """Return the text of a prompt. Raises RefusedError."""
+    """Return the text of a prompt. Raises RefusedError if the prompt consists of token ids and the checkpoint has no
+    tokenizer."""
     prompt = asked.prompt
     if isinstance(prompt, str):
         return prompt
     if intake.texts is None:
         raise invalid("echo", "the served checkpoint has no tokenizer, and knows no text of a prompt; leave echo unset")
-    # Tokens that there are not are refused later.
+    # Token ids outside the vocabulary are refused later.
     known = [token_id for token_id in prompt if token_id < intake.model.vocab_size]
     return await intake.texts.decode(known, asked.request.tenant, skip_special_tokens=False)

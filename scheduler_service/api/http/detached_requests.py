@@ -1,4 +1,5 @@
-"""Detached requests over HTTP. The scheduler has them, so that any door answers any id."""
+"""Endpoints for detached requests over HTTP. The scheduler stores the requests, so every front end can answer for every
+id."""
 
 import asyncio
 import contextlib
@@ -30,13 +31,14 @@ from scheduler_service.serving.turns import PIECE_SIZE
 _STATES: Mapping[int, Any] = enum_names(scheduler_pb2.ResultState.DESCRIPTOR)
 _FINISH_REASONS = enum_names(scheduler_pb2.FinishReason.DESCRIPTOR)
 _OF_ANSWERS = ("stream", "stream_options", "echo", "best_of", "timeout")
-_BYTE_VALUES = 4  # that writing a byte of a message counts as: log-probabilities take few
+_BYTE_VALUES = 4  # cost of converting one byte of a message, in JSON values
 
 
 async def submit_detached(
     request: GenerationRequest, asked: ReadCall, call: Call, intake: Intake, forward: Forward
 ) -> bytes:
-    """Queue what a call asks for, and return its id. Raises RefusedError."""
+    """Submit a detached request and return the JSON with its id. Raises RefusedError if the call has several prompts,
+    or sets a field that only an attached request supports."""
     for field in _OF_ANSWERS:
         if getattr(request, field, None):
             raise invalid(field, f"{field} is of an answer, and a detached request has none; leave one of them unset")
@@ -56,25 +58,25 @@ async def submit_detached(
 async def read_detached(
     query: DetachedQuery, call: Call, intake: Intake, forward: Forward, stream: EventStream
 ) -> bytes | None:
-    """Return all there is of a request, unless it is streamed. Raises RefusedError."""
+    """Return the JSON of a request's state and outputs, or None if its outputs are streamed. Raises RefusedError."""
     named, texts = _named(query, call), TokenTexts(intake.tokenizer)
     if query.from_token is not None and not query.stream:
         raise invalid("from_token", "from_token is set, but stream is not true; set it, or leave both unset")
     if not query.stream:
         result = await answer_of(forward("GetResult", scheduler_pb2.GetResultRequest(**named), call))
-        if not result.outputs:  # a record alone, of what was answered otherwise
+        if not result.outputs:  # only a record is stored: another endpoint answered the request
             raise unknown_result(query.request_id)
         outputs: list[Any] = []
         for output in result.outputs:
             size = _BYTE_VALUES * output.ByteSize()
             outputs.append(Raw(await intake.turns.carry_out(named["tenant"], size, _encoded, output, texts, intake)))
-            await asyncio.sleep(0)  # others have their turn
+            await asyncio.sleep(0)  # let other tasks run
         failure = result.failure.message if result.HasField("failure") else UNSET
         return encode(DetachedAnswer(result.request_id, _STATES[result.state], outputs, failure))
     message = scheduler_pb2.AttachRequest(**named, from_token=query.from_token or 0)
     async with contextlib.aclosing(forward("Attach", message, call)) as deltas:
         async for delta in deltas:
-            is_large = _BYTE_VALUES * delta.ByteSize() > PIECE_SIZE  # with log-probabilities of all tokens
+            is_large = _BYTE_VALUES * delta.ByteSize() > PIECE_SIZE  # it may have the whole vocabulary's logprobs
             work = partial(_encoded, delta, texts, intake)
             await stream.tell(await intake.turns.call(named["tenant"], work) if is_large else work())
     await stream.end()
@@ -82,7 +84,8 @@ async def read_detached(
 
 
 async def abort_request(named: NamedRequest, call: Call, intake: Intake) -> bytes:
-    """End a request that came by any door. Raises RefusedError."""
+    """Abort a request that was submitted through any API, and return the JSON with its id. Raises RefusedError if the
+    request is unknown."""
     await intake.abort(**_named(named, call), call=call)
     return encode({"request_id": named.request_id})
 
@@ -92,7 +95,8 @@ def _named(named: NamedRequest, call: Call) -> dict[str, str]:
 
 
 async def encoded_request(parsed: ParsedRequest, intake: Intake, record: bytes = b"") -> scheduler_pb2.SubmitRequest:
-    """Return what submits a request with its prompt as tokens. Its stop texts are for the scheduler to find."""
+    """Return the message that submits a request, with its prompt as token ids. The message includes the stop texts,
+    because the scheduler searches for them."""
     token_ids = await intake.tokenize(parsed, OutputMode.DETACHED)
     limit = intake.engine.availability.max_sequence_tokens
     return scheduler_pb2.SubmitRequest(
@@ -106,7 +110,7 @@ async def encoded_request(parsed: ParsedRequest, intake: Intake, record: bytes =
 
 def _encoded(delta: scheduler_pb2.GenerateResponse, texts: TokenTexts, intake: Intake) -> bytes:
     usage = delta.usage
-    # What nobody asked for ends an output without a reason of its own.
+    # The model's own end tokens are not reported as the stop reason.
     token_id = None if delta.stop_token_id in intake.model.eos_token_ids else delta.stop_token_id
     stops = {"stop_text": delta.stop_text, "stop_token_id": token_id}
     prompt_logprobs = list(map(decode_logprobs, delta.prompt_logprobs))

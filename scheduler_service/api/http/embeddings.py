@@ -1,4 +1,5 @@
-"""`/v1/embeddings`: one or several texts, or their token ids, each as numbers of length 1."""
+"""The endpoint `/v1/embeddings`. Returns one vector of length 1 for each input, which is a text, a list of token ids or
+a conversation."""
 
 import asyncio
 import base64
@@ -22,11 +23,11 @@ from scheduler_service.serving.refusal import invalid
 from scheduler_service.serving.tenants.caller import Call
 
 _NUMBER_BYTES = 4
-_SHOWN_BYTES = {"base64": 6, "float": 24}  # of a number in an answer, at most
+_SHOWN_BYTES = {"base64": 6, "float": 24}  # maximum size of a number in an answer
 
 
 async def embed_inputs(request: EmbeddingRequest, call: Call, intake: Intake, model_name: str) -> bytes:
-    """Return an embedding of each input. Raises RefusedError."""
+    """Return the JSON with one embedding for each input. Raises RefusedError."""
     drawn = f"embd-{secrets.token_hex(12)}"
     given = await _input_of(request, call, intake)
     tenant, size = call.caller.tenant(request.tenant or ""), reading_size(given, call)
@@ -42,13 +43,14 @@ async def embed_inputs(request: EmbeddingRequest, call: Call, intake: Intake, mo
     data: list[Any] = []
     for index, end in enumerate(ends):
         data.append(Raw(encode(EmbeddingItem("embedding", index, _shown(request, end)))))
-        await asyncio.sleep(0)  # others have their turn
+        await asyncio.sleep(0)  # let other tasks run
     usage = UsageCounts(num_tokens, 0, num_tokens)
     return encode(EmbeddingAnswer(request.request_id or drawn, "list", now(), model_name, data, usage))
 
 
 async def _input_of(request: EmbeddingRequest, call: Call, intake: Intake) -> PromptField:
-    """Return the texts of a request, or that of its conversation. Raises RefusedError."""
+    """Return the inputs of a request, or the rendered text of its conversation. Raises RefusedError unless exactly one
+    of `input` and `messages` is set."""
     if (request.input is None) == (request.messages is None):
         raise invalid("input", "send either an input or messages")
     if request.input is not None:
@@ -77,7 +79,8 @@ def _shown(request: EmbeddingRequest, end: SequenceEnd) -> list[float] | str:
 
 
 def _shortened(data: bytes, dimensions: int) -> bytes:
-    """Return the first numbers, scaled to length 1 again. Raises RefusedError."""
+    """Return the first `dimensions` numbers, scaled to length 1. Raises RefusedError if the embedding has fewer
+    numbers."""
     num = len(data) // _NUMBER_BYTES
     if dimensions > num:
         raise invalid("dimensions", f"dimensions is {dimensions}, but the model's embeddings have {num}; lower it")

@@ -1,4 +1,5 @@
-"""The HTTP API described: as OpenAPI, and as a page. Both are made of the types that requests and answers have."""
+"""The description of the HTTP API, as an OpenAPI document and as an HTML page. Both are generated from the types of the
+requests and answers."""
 
 import html
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -14,17 +15,18 @@ from scheduler_service.api.http.refusals import ErrorAnswer
 
 _REFERENCE = "#/components/schemas/{name}"
 _JSON = "application/json"
-# The ends of paths whose answers are never streamed, though their requests have the field `stream`.
+# Path suffixes of routes that never stream their answers, although their request types have the field `stream`.
 _UNSTREAMED = ("/render", "/input_tokens", "/compact")
 
 
 @dataclass(frozen=True, slots=True)
 class TypedRoute:
-    """A route whose requests are of a type: sent as JSON, or else what path and query say.
+    """A route whose request is decoded into a type. The request is the JSON body, or the parameters of the path and
+    query.
 
     Attributes:
-        serve: Serves a request, given with its call, its stream of events and the routes. Returns the answer, or None
-            if the answer is streamed.
+        serve: Serves a request. The arguments are the request, its call, its event stream and the routes. Returns
+            the JSON of the answer, or None if the answer is streamed.
     """
 
     path: str
@@ -36,7 +38,7 @@ class TypedRoute:
 
     @property
     def is_named(self) -> bool:
-        """Whether path and query say all."""
+        """Whether the request consists of path and query parameters, without a body."""
         return "{" in self.path
 
 
@@ -51,7 +53,7 @@ _GOT = {
 
 
 def document(routes: Sequence[TypedRoute], as_read: Callable[[type[Struct]], Any]) -> dict[str, Any]:
-    """Return the description in OpenAPI 3.1, with the types that requests are read as."""
+    """Return the OpenAPI 3.1 document. `as_read` returns the type that requests of a given type are decoded into."""
     kinds = [kind for route in routes for kind in (as_read(route.request), route.answer)]
     schemas, components = msgspec.json.schema_components([*kinds, Models, ErrorAnswer], ref_template=_REFERENCE)
     models, error = schemas[-2:]
@@ -95,16 +97,16 @@ def document(routes: Sequence[TypedRoute], as_read: Callable[[type[Struct]], Any
 
 @dataclass(frozen=True, slots=True)
 class FieldRow:
-    """A field of a request: what it takes, and what is to be said of it."""
+    """A row of a table of request fields: the name, the accepted values and a note."""
 
     name: str
-    takes: str  # or nothing but null
+    takes: str  # the accepted values; empty if the field accepts only null
     note: str
     is_required: bool
 
 
 def field_rows(kind: type[Struct]) -> Iterator[FieldRow]:
-    """Yield the fields of a request, those that are required first."""
+    """Yield the fields of a request type. Required fields come first."""
     (_,), components = msgspec.json.schema_components([kind], ref_template="{name}")
     schema = components[kind.__name__]
     required = schema["required"]
@@ -114,7 +116,7 @@ def field_rows(kind: type[Struct]) -> Iterator[FieldRow]:
 
 
 def page(routes: Sequence[TypedRoute]) -> str:
-    """Return the page that shows the routes with their fields. It needs nothing from elsewhere."""
+    """Return the HTML page that lists the routes with their fields. The page loads no other resources."""
     parts = [_HEAD]
     for route in routes:
         parts.append(f"<h2><code>{route.method} {route.path}</code></h2><p>{html.escape(route.summary)}.</p><table>")
@@ -136,7 +138,7 @@ counts as unset.</p>"""
 
 
 def _takes(field: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what a field takes beside null."""
+    """Yield descriptions of the values that a field accepts, except null."""
     if "anyOf" in field:
         for option in field["anyOf"]:
             if option != {"type": "null"}:

@@ -1,4 +1,4 @@
-"""The prompts of a request: texts, token ids, or the text that a chat template makes of a conversation."""
+"""The prompts of a request: texts, token ids, or a conversation rendered with the chat template."""
 
 from typing import Any, cast
 
@@ -19,20 +19,21 @@ from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.refusal import invalid
 from scheduler_service.serving.tenants.caller import Call
 
-# In place of an image in the result of a tool, and what the client is told of it.
+# The placeholder for an image in a tool's result, and the warning for the client.
 IMAGE_LEFT_OUT = "[An image was left out here: the model reads text only.]"
 IMAGES_WARNING = "images in the results of tools are left out: the model reads text only"
-# The same for a file whose text is not sent.
+# The placeholder and the warning for a file that is not sent as text.
 FILE_LEFT_OUT = "[A file was left out here: the model reads text only.]"
 FILES_WARNING = "files in the results of tools are left out: the model reads text only"
 _Conversation = ChatCompletionRequest | TokenizeRequest | EmbeddingRequest
-_PROMPT_VALUES = 512  # that making a request of a prompt counts as
-# Fields of a request that are variables of a template.
+_PROMPT_VALUES = 512  # cost of making a request from one prompt, in JSON values
+# Request fields that are passed to the template as variables of the same names.
 _VARIABLES = ("documents", "reasoning_effort", "verbosity")
 
 
 def separate_prompts(given: PromptField, field: str, most: int = MAX_PROMPTS) -> list[str | tuple[int, ...]]:
-    """Return each prompt as a text, or as token ids. Raises RefusedError."""
+    """Return the prompts of a request, each as a text or as token ids. Raises RefusedError if there are more than
+    `most` prompts, or if token ids and other prompts are mixed in one list."""
     if isinstance(given, str):
         return [given]
     kinds = {type(item) for item in given}
@@ -46,13 +47,14 @@ def separate_prompts(given: PromptField, field: str, most: int = MAX_PROMPTS) ->
 
 
 def reading_size(given: PromptField, call: Call) -> int:
-    """Return the values that making requests of a call's prompts counts as."""
+    """Return the cost of making requests from a call's prompts, in JSON values."""
     num_prompts = 1 if isinstance(given, str) or isinstance(given[0], int) else min(len(given), MAX_INPUTS)
     return max(call.size, _PROMPT_VALUES * num_prompts)
 
 
 async def render_messages(request: _Conversation, call: Call, intake: Intake) -> str:
-    """Return the text of a conversation's prompt, rendered in the tenant's turn. Raises RefusedError."""
+    """Return the text of a conversation's prompt. The chat template is rendered on a thread in the tenant's turn.
+    Raises RefusedError."""
     template = chosen_template(intake.model, request.chat_template)
     if request.continue_final_message and request.add_generation_prompt:
         raise invalid("continue_final_message", GOES_TWO_WAYS)
@@ -80,28 +82,30 @@ def _rendered(template: str, request: _Conversation, model: ModelInfo) -> str:
 
 
 def _variables_of(request: _Conversation) -> dict[str, Any]:
-    """Return the variables of a template that a request sets, by fields of their names or by `chat_template_kwargs`."""
+    """Return the template variables that a request sets, through its own fields or through `chat_template_kwargs`. The
+    latter take precedence."""
     named = {name: value for name in _VARIABLES if (value := getattr(request, name, None)) is not None}
     thinks = getattr(request, "enable_thinking", None)
     if thinks is None and (thinking := getattr(request, "thinking", None)) is not None:
         thinks = getattr(thinking, "type", thinking) not in (False, "disabled")
     if thinks is not None:
-        named |= {"enable_thinking": thinks, "thinking": thinks}  # templates read one or the other
+        named |= {"enable_thinking": thinks, "thinking": thinks}  # templates read one of the two names
     tools = getattr(request, "tools", None)
-    if tools and getattr(request, "tool_choice", None) not in ("none", NoMode()):  # else the model knows of none
+    if tools and getattr(request, "tool_choice", None) not in ("none", NoMode()):  # else the prompt has no tools
         named["tools"] = [tool if isinstance(tool, dict) else _plain(tool) for tool in tools]
     return named | (request.chat_template_kwargs or {})
 
 
 def _plain(tool: ToolField) -> dict[str, Any]:
-    # `strict` is for the server.
+    # The template does not get `strict`, which only the server uses.
     function = {name: getattr(tool.function, name) for name in ("name", "description", "parameters")}
     function = {name: without_unset(value) for name, value in function.items() if value is not None}
     return {"type": "function", "function": function}
 
 
 def chosen_template(model: ModelInfo, name: str | None) -> str:
-    """Return the model's template, or one of its others. Raises RefusedError."""
+    """Return the model's default chat template, or the template called `name`. Raises RefusedError if the model has no
+    such template."""
     if model.template_file is None:
         raise invalid(
             "messages", "the served model has no chat template; send a prompt to /v1/completions, or serve one that has"

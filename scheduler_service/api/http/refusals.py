@@ -1,4 +1,5 @@
-"""What is refused, as OpenAI's API says such things: a status, and JSON with a message and the field at fault."""
+"""Error answers in the format of OpenAI's API: an HTTP status, and JSON with a message and the name of the invalid
+field."""
 
 from typing import Literal
 
@@ -29,17 +30,17 @@ class Error(Struct, frozen=True):
     details: dict[str, str] | UnsetType = UNSET
 
 
-# By this Anthropic's client knows to go on by sending whole conversations.
+# After this error, Anthropic's client sends whole conversations instead of threads.
 _NO_THREADS = {"error_code": "thread_unsupported_request"}
 
 
 class ErrorAnswer(Struct, frozen=True):
     error: Error
-    type: Literal["error"] | UnsetType = UNSET  # said by the Messages API
+    type: Literal["error"] | UnsetType = UNSET  # set by the Messages API only
 
 
 class HttpRefusal(Exception):
-    """A call that is refused for what is HTTP's own, so that no `Reason` has its status."""
+    """An error that ends a call with an HTTP status that no `Reason` has."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -47,7 +48,7 @@ class HttpRefusal(Exception):
 
 
 def error_answer(refusal: RefusedError | HttpRefusal, path: str) -> ErrorAnswer:
-    """Return what a call of a path is answered."""
+    """Return the error answer to a call of a path."""
     kind: Literal["error"] | UnsetType = "error" if path.startswith("/v1/messages") else UNSET
     if isinstance(refusal, HttpRefusal):
         return ErrorAnswer(Error(str(refusal), _type(refusal.status)), kind)
@@ -63,7 +64,7 @@ def error_answer(refusal: RefusedError | HttpRefusal, path: str) -> ErrorAnswer:
 
 
 def _overflow(overflow: ContextOverflow, path: str) -> str:
-    """Return the words by which the clients of an API recognize a full context."""
+    """Return the phrase by which the clients of an API recognize that the context length is exceeded."""
     most, number = overflow
     if path.startswith("/v1/messages"):
         return "prompt is too long" + ("" if number is None else f": {number} tokens > {most - 1} maximum")
@@ -71,6 +72,7 @@ def _overflow(overflow: ContextOverflow, path: str) -> str:
 
 
 def error_response(refusal: RefusedError | HttpRefusal, path: str) -> Response:
+    """Return the HTTP response for an error, with its status, its headers and a JSON body."""
     headers: dict[str, str] = {}
     if isinstance(refusal, HttpRefusal):
         status = refusal.status

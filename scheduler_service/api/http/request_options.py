@@ -1,4 +1,5 @@
-"""Options of a request, by the names that they have everywhere else; and what the request itself calls them."""
+"""Conversion of the options of HTTP requests into sampling options. Refusals get the field names that the request
+uses."""
 
 import contextlib
 import json
@@ -27,25 +28,26 @@ from scheduler_service.serving.tenants.caller import Call
 
 _SAME = (*SampledRequest.__annotations__, "n", "prompt_logprobs", "beam_width", "length_penalty")
 _NULL = b"null"
-_OF_SGLANG = {"regex": "regex", "grammar": "ebnf"}  # fields, by kinds of what an output must match
+_OF_SGLANG = {"regex": "regex", "grammar": "ebnf"}  # SGLang's field names, by the kind of constraint
 _MAX_BAD_WORDS = 1024
-_PARENT = "sampling."  # of the paths of fields that stand in a request itself here
+_PARENT = "sampling."  # prefix of field paths; the HTTP requests have these fields at the top level
 _LISTS_OF_TOKENS = "token_ids.ids"
-# What an output must match: the field that says so, the kind, and its value.
+# A constraint on an output: the name of the request's field, the kind of constraint, and its value.
 FoundGrammar = tuple[str, str, Any]
 
 
 class RequestNames:
-    """What a request calls a field at fault."""
+    """The field names that one kind of request uses, for error messages."""
 
     def __init__(self, prompt: str, **options: str) -> None:
-        """`prompt` is the field of the prompt; `options` are those whose names differ."""
+        """`prompt` is the name of the prompt's field. `options` maps the common names of options to the names in the
+        request, where they differ."""
         self._prompt = prompt
         self._options = options
 
     @contextlib.contextmanager
     def in_refusals(self) -> Iterator[None]:
-        """Raise what is refused inside the block under the request's own name of the field."""
+        """Translate the field names of refusals that are raised inside the block into the names of the request."""
         try:
             yield
         except RefusedError as refusal:
@@ -57,21 +59,22 @@ class RequestNames:
 
 
 class ReadCall(NamedTuple):
-    """The requests of a call as they go to the intake, under the id of its answer, and what it calls their fields."""
+    """The decoded requests of one call, with the id of its answer and the names of its fields."""
 
     requests: list[ParsedRequest]
     answer_id: str
     names: RequestNames
-    echoes: bool = False  # each answer begins with its prompt
-    shows_tokens: bool = False  # with its token ids, the prompt's too
-    embedding_bytes: int = 0  # of each answer
+    echoes: bool = False  # each output begins with its prompt
+    shows_tokens: bool = False  # the answer contains token ids of prompts and outputs
+    embedding_bytes: int = 0  # estimated size of each embedding in the answer
 
 
 def sampling_options(
     request: GenerationRequest, model: ModelInfo, grammars: Iterable[FoundGrammar]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the options that are set, and the names of fields that differ; `grammars` are what outputs must match
-    beside what is ruled out. Raises RefusedError."""
+    """Return the options that the request sets, and a map from option names to field names where these differ.
+    `grammars` are the constraints on the output besides `allowed_token_ids` and `bad_words`. Raises RefusedError if
+    there is more than one constraint."""
     set_fields = ((name, value) for name in _SAME if (value := getattr(request, name)) is not None)
     options: dict[str, Any] = {name: READINGS[name](value) if name in READINGS else value for name, value in set_fields}
     if request.logprob_token_ids:
@@ -101,8 +104,8 @@ def parsed(
     add_special_tokens: bool = True,
     default_max_tokens: int | None = None,
 ) -> ParsedRequest:
-    """Make a request of one of the prompts, with special tokens around it unless it is said otherwise. Raises
-    RefusedError."""
+    """Return the request for one prompt. Special tokens are added according to `add_special_tokens`, unless the request
+    itself sets the field. Raises RefusedError."""
     truncation = None
     if (most := request.truncate_prompt_tokens) is not None:
         truncation = Truncation(None if most < 0 else most, keeps_first=request.truncation_side == "right")
@@ -125,7 +128,8 @@ def parsed(
 
 
 def structured(request: GenerationRequest) -> Iterator[FoundGrammar]:
-    """Yield what the output must match. Raises RefusedError."""
+    """Yield the constraints on the output that the request sets, other than `allowed_token_ids` and `bad_words`. Raises
+    RefusedError if a schema is not UTF-8."""
     match request.response_format:
         case JsonObjectFormat(schema=schema) if schema is UNSET or bytes(schema) == _NULL:
             yield "response_format", "json_object", True
@@ -153,14 +157,14 @@ def structured(request: GenerationRequest) -> Iterator[FoundGrammar]:
 
 
 def _ruled_out(request: GenerationRequest, model: ModelInfo) -> Iterator[FoundGrammar]:
-    """Yield what rules tokens or texts out, as grammars in Lark. Raises RefusedError."""
+    """Yield `allowed_token_ids` and `bad_words` as Lark grammars. Raises RefusedError."""
     for field, limit in (("allowed_token_ids", model.vocab_size), ("bad_words", _MAX_BAD_WORDS)):
         if (count := len(getattr(request, field) or ())) > limit:
             raise invalid(field, f"{field} has {count} entries, at most {limit} are allowed; send fewer")
     if request.allowed_token_ids is not None:
         for position, token_id in enumerate(request.allowed_token_ids):
             check_token_id(f"allowed_token_ids[{position}]", token_id, model)
-        # Where a grammar is whole, any end token may follow: this one is with those that are allowed, or never.
+        # After a complete match, any end token may follow. So the grammar ends with an allowed end token, or never.
         ends = {*request.allowed_token_ids}.intersection(model.grammar_end_token_ids)
         others = {*request.allowed_token_ids}.difference(ends)
         parts = [f"<{sorted(others)}>{'*' if ends else ' start'}"] if others else []
@@ -174,7 +178,8 @@ def _ruled_out(request: GenerationRequest, model: ModelInfo) -> Iterator[FoundGr
 
 
 def _text(schema: Raw, field: str) -> str:
-    """Return the JSON of a schema, which may have been sent as a text that holds it. Raises RefusedError."""
+    """Return the JSON text of a schema. The schema may also have been sent as a JSON string that contains the text.
+    Raises RefusedError if the schema is not UTF-8."""
     try:
         text = bytes(schema).decode().strip()
         return msgspec.json.decode(text, type=str) if text.startswith('"') else text

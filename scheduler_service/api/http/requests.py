@@ -1,8 +1,8 @@
-"""The requests of the HTTP API: these types alone decide what is valid, and OpenAPI page and docs/http_api.md are made
-of them.
+"""The request types of the HTTP API. These types alone decide which requests are valid. The OpenAPI document, the
+`/docs` page and docs/http_api.md are generated from them.
 
-A field that is null counts as unset. One that is not served takes nothing but null, or what asks for nothing, and its
-description says why.
+A field that is null counts as unset. An unsupported field accepts only null or a value that has no effect; its
+description gives the reason.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,12 +14,13 @@ from pagewire.common.wire.sampling_rules import LOGIT_BIAS, MAX_ENTRIES, MAX_SAM
 
 MAX_PROMPTS = 1024  # of one request
 MAX_INPUTS = 2048  # of one request for embeddings
-LEAST_TOP_P = 2.0**-100  # which the most likely token alone is in
+LEAST_TOP_P = 2.0**-100  # so small that only the most likely token remains
 _INT32 = Range(-(2**31), 2**31 - 1)
 INT64 = Range(-(2**63), 2**63 - 1)
 
 
 def within(legal: Range) -> Meta:
+    """Return the bounds of a field's value."""
     limits: dict[str, Any] = {"gt" if legal.excludes_low else "ge": legal.low}
     if legal.high < 2**63:
         limits["le"] = legal.high
@@ -27,6 +28,7 @@ def within(legal: Range) -> Meta:
 
 
 def why(text: str) -> Meta:
+    """Return the description of a field. The description of an unsupported field gives the reason."""
     return Meta(description=text)
 
 
@@ -38,10 +40,10 @@ TopP = Annotated[float, within(Range(0, 1)), why("0: the most likely token")]
 TopK = Annotated[int, Meta(ge=-1, le=UINT32.high), why("-1 and 0 are off")]
 Empty = Annotated[list[Any], Meta(max_length=0)]
 EmptyObject = Annotated[dict[str, Any], Meta(max_length=0)]
-# A text, several, one as token ids, or several so.
+# One text, a list of texts, one list of token ids, or a list of lists of token ids.
 PromptField = str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
 Messages = Annotated[list[dict[str, Any]], Meta(min_length=1)]
-# One text, or some.
+# One text, or a list of texts.
 Texts = str | list[str]
 
 
@@ -52,9 +54,9 @@ class StreamOptions(Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class StructuredOutputsField(Struct, forbid_unknown_fields=True, frozen=True):
-    """What an output must match: one of its fields."""
+    """A constraint on the output. Set exactly one of its fields."""
 
-    json: Raw | UnsetType = UNSET  # a JSON Schema, or its text
+    json: Raw | UnsetType = UNSET  # a JSON Schema, as JSON or as a string
     regex: str | None = None
     choice: list[str] | None = None
     grammar: Annotated[str, why("in Lark or EBNF")] | None = None
@@ -68,23 +70,24 @@ class StructuredOutputsField(Struct, forbid_unknown_fields=True, frozen=True):
 
 
 def _within(given: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return an object whose fields but for its type are in an object of a field's own."""
+    """Return an object whose fields, except `type`, are moved into a nested object `name`. An object that already has
+    the field `name` is returned unchanged."""
     inner = {key: value for key, value in given.items() if key != "type"}
     return given if name in given else {"type": given.get("type"), name: inner}
 
 
 class TextFormat(Struct, tag_field="type", tag="text", forbid_unknown_fields=True, frozen=True):
-    """Any text."""
+    """Unconstrained text."""
 
 
 class JsonObjectFormat(Struct, tag_field="type", tag="json_object", forbid_unknown_fields=True, frozen=True):
-    """Any JSON object, or what matches a schema, as llama.cpp takes it."""
+    """A JSON object. If `schema` is set, the output matches the schema instead, as in llama.cpp."""
 
     schema: Raw | UnsetType = UNSET
 
 
 class ValueFormat(Struct, tag_field="type", tag="json", forbid_unknown_fields=True, frozen=True):
-    """What matches a schema, as TGI and `InferenceClient` name it."""
+    """JSON that matches a schema, in the format of TGI and of Hugging Face's `InferenceClient`."""
 
     value: Raw
 
@@ -97,16 +100,18 @@ class NamedSchema(Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class JsonSchemaFormat(Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True, frozen=True):
+    """JSON that matches a schema, in OpenAI's format."""
+
     json_schema: NamedSchema
 
     @staticmethod
     def as_meant(given: dict[str, Any]) -> dict[str, Any]:
-        """Return a format of the Responses API as a format of chats."""
+        """Return a format of the Responses API as a format of chat completions."""
         return _within(given, "json_schema")
 
 
 class StructuralTagFormat(Struct, tag_field="type", tag="structural_tag", forbid_unknown_fields=True, frozen=True):
-    """As xgrammar has it: a format, or the older structures with their triggers."""
+    """A structural tag of xgrammar: a `format`, or the older `structures` with `triggers`."""
 
     format: Raw | UnsetType = UNSET
     structures: Raw | UnsetType = UNSET
@@ -117,10 +122,10 @@ ResponseFormat = TextFormat | JsonObjectFormat | ValueFormat | JsonSchemaFormat 
 
 
 class QueuedRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """What any request says of itself."""
+    """The fields that all generation and embedding requests share."""
 
     model: str | None = None
-    # In the words of the public proto.
+    # Names and meanings are the same as in the public proto.
     request_id: str | None = None
     rid: Annotated[str, why("as request_id, which takes precedence")] | None = None
     tenant: str | None = None
@@ -133,7 +138,7 @@ class QueuedRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=Tru
     truncation_side: Annotated[Literal["left", "right"], why("the side that is cut, left unless set")] | None = None
     add_special_tokens: bool | None = None
     timeout: Annotated[float, Meta(gt=0), why("seconds after which the request ends, with 504")] | None = None
-    # Without an effect on the output.
+    # Fields without an effect on the output.
     user: Annotated[Any, _INERT] = None
     metadata: Annotated[dict[str, Any], _INERT] | None = None
     store: Annotated[bool, _INERT] | None = None
@@ -145,15 +150,15 @@ class QueuedRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=Tru
         Annotated[dict[Literal["mode", "ttl"], str], why("no effect: prefixes are always cached")] | None
     ) = None
     spaces_between_special_tokens: Annotated[bool, _INERT] | None = None
-    mm_processor_kwargs: Annotated[dict[str, Any], _INERT] | None = None  # of images, which are not read
+    mm_processor_kwargs: Annotated[dict[str, Any], _INERT] | None = None  # for images, which are not supported
     media_io_kwargs: Annotated[dict[str, Any], _INERT] | None = None
-    # What is not done here.
+    # Unsupported fields.
     kv_transfer_params: Annotated[EmptyObject, why("no KV cache of another engine is taken")] | None = None
     vllm_xargs: Annotated[EmptyObject, why("there are no extensions")] | None = None
 
 
 class SampledRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """Options of the sampling of one output by the names that they have in the public proto."""
+    """The sampling options of one output, with the names that they have in the public proto."""
 
     temperature: Annotated[float, within(RANGES["temperature"])] | None = None
     top_p: TopP | None = None
@@ -172,7 +177,7 @@ class SampledRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, fr
     stop: Annotated[Texts, why("an empty text stops nothing")] | None = None
 
 
-# Convert values of fields to values of options. Other fields need no conversion.
+# Convert the values of request fields to the values of sampling options. Other fields need no conversion.
 READINGS: Mapping[str, Callable[[Any], Any]] = {
     "top_p": lambda top_p: top_p or LEAST_TOP_P,
     "top_k": lambda top_k: max(top_k, 0),
@@ -182,7 +187,7 @@ READINGS: Mapping[str, Callable[[Any], Any]] = {
 
 
 class GenerationRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """The other fields that completions and chat completions share, as vLLM has them."""
+    """The further fields that completions and chat completions share, with vLLM's names."""
 
     n: Annotated[int, within(RANGES["n"])] | None = None
     prompt_logprobs: Annotated[int, within(RANGES["prompt_logprobs"]), _OR_ALL] | None = None
@@ -212,7 +217,7 @@ class GenerationRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True
         ]
         | None
     ) = None
-    # What is not done here.
+    # Unsupported fields.
     logits_processors: Annotated[Empty, why("no code of clients is run")] | None = None
     ec_transfer_params: Annotated[EmptyObject, why("no cache of another engine is taken")] | None = None
     repetition_detection: Annotated[None, why("outputs end by stop texts, tokens and lengths alone")] = None
@@ -244,7 +249,8 @@ class ToolField(Struct, tag_field="type", tag="function", forbid_unknown_fields=
 
     @staticmethod
     def as_meant(given: dict[str, Any]) -> dict[str, Any]:
-        """Return a tool of the Responses API, whose function is not an object of its own, as a tool of chats."""
+        """Return a tool of the Responses API as a tool of chat completions. The function's fields are moved into an
+        object `function`."""
         if "function" in given or "name" not in given:
             return given
         names = FunctionField.__struct_fields__
@@ -258,33 +264,33 @@ class AllowedTools(Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class AllowedToolsChoice(Struct, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True, frozen=True):
-    """Calls of some of the tools; the template is given all."""
+    """Restricts calls to some of the tools. The prompt still describes all tools."""
 
     allowed_tools: AllowedTools
 
     @staticmethod
     def as_meant(given: dict[str, Any]) -> dict[str, Any]:
-        """Return a choice of the Responses API as a choice of chats."""
+        """Return a choice of the Responses API as a choice of chat completions."""
         return _within(given, "allowed_tools")
 
 
 class ThinkingField(Struct, forbid_unknown_fields=True, frozen=True):
-    """Whether the model is to reason, as the APIs of DeepSeek, GLM and Kimi say it."""
+    """Turns reasoning on or off, in the format of the APIs of DeepSeek, GLM and Kimi."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[None, why("use thinking_token_budget")] = None
 
 
 class AutoMode(Struct, tag_field="type", tag="auto", forbid_unknown_fields=True, frozen=True):
-    """The same as the text `auto`."""
+    """Equivalent to the string `auto`."""
 
 
 class NoMode(Struct, tag_field="type", tag="none", forbid_unknown_fields=True, frozen=True):
-    """The same as the text `none`."""
+    """Equivalent to the string `none`."""
 
 
 class RequiredMode(Struct, tag_field="type", tag="required", forbid_unknown_fields=True, frozen=True):
-    """The same as the text `required`."""
+    """Equivalent to the string `required`."""
 
 
 class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
@@ -336,7 +342,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
     thinking: Annotated[bool | ThinkingField, why("as enable_thinking, which takes precedence")] | None = None
     modalities: Annotated[list[Literal["text"]], why("outputs are texts")] | None = None
     audio: Annotated[None, why("outputs are texts")] = None
-    prediction: Annotated[dict[str, Any], _INERT] | None = None  # it makes OpenAI's models faster, and nothing else
+    prediction: Annotated[dict[str, Any], _INERT] | None = None  # at OpenAI, it only speeds up the answer
     verbosity: (
         Annotated[Literal["low", "medium", "high"], why("a variable of the template; a warning if it reads none")]
         | None
@@ -347,8 +353,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
 
     @staticmethod
     def as_meant(given: dict[str, Any]) -> dict[str, Any]:
-        """Return a request whose choice of a tool may be written as Mistral and Anthropic write it, and whose reasoning
-        as OpenRouter does."""
+        """Return the request with a tool choice of Mistral or Anthropic, and a `reasoning` object of OpenRouter,
+        converted to the equivalent fields."""
         meant = dict(given)
         match given.get("tool_choice"):
             case "any" | {"type": "any"}:
@@ -366,7 +372,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
 
 
 class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """A text, or a conversation."""
+    """A text or a conversation to tokenize."""
 
     model: str | None = None
     prompt: str | None = None
@@ -388,7 +394,7 @@ class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen
 
 
 class EmbeddingRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """Texts, or a conversation."""
+    """Texts, lists of token ids, or a conversation to embed."""
 
     input: PromptField | None = None
     messages: Annotated[Messages, why("a conversation, in place of input")] | None = None
@@ -406,7 +412,7 @@ class EmbeddingRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, 
 
 
 class NamedRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """Which request is meant."""
+    """Identifies a request."""
 
     request_id: str
     tenant: str | None = None

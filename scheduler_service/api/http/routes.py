@@ -1,6 +1,7 @@
-"""The routes of the HTTP API: which function serves which path, and what each call goes through around it.
+"""The routes of the HTTP API, and the steps that every call passes through.
 
-A call is served in the task of its connection and ends with its client: its requests are cancelled within a step.
+A call is served in the task of its connection. If the client disconnects, the requests of the call are cancelled within
+one step.
 """
 
 import asyncio
@@ -77,13 +78,13 @@ _RESPONSE = "/v1/responses/{response_id}"
 
 
 class Routes:
-    """Finds the function that serves a call by the call's path and method.
+    """Dispatches each call to the function that serves its path and method.
 
     Attributes:
-        intake: The intake of all doors of this process.
-        forward: Passes calls about detached requests and records on to the scheduler.
+        intake: The intake that all APIs of this process share.
+        forward: Forwards RPCs about detached requests and records to the scheduler.
         admission: Admits the calls.
-        as_read: Returns the type as which a request is decoded.
+        as_read: Returns the type that requests of a given type are decoded into.
     """
 
     def __init__(
@@ -95,7 +96,8 @@ class Routes:
         *,
         is_lenient: bool,
     ) -> None:
-        """`read_metrics` returns metrics in Prometheus' text format. If `is_lenient`, unknown fields are ignored."""
+        """`read_metrics` returns metrics in Prometheus' text format. If `is_lenient`, unknown fields of requests are
+        ignored."""
         self.intake = intake
         self.forward = forward
         self.admission = admission
@@ -112,24 +114,25 @@ class Routes:
             Route("/v1/models/{name:path}", self._model, methods=["GET"]),
             Route("/docs", _constant(page(TYPED).encode(), "text/html"), methods=["GET"]),
             Route("/openapi.json", _constant(encode(document(TYPED, self.as_read)), _JSON), methods=["GET"]),
-            # Ids may have slashes that clients send as they are.
+            # Ids may contain slashes, and some clients do not escape them.
             *(Route(each.path.replace("}", ":path}"), _Endpoint(each, self), methods=[each.method]) for each in TYPED),
         ]
         self._paths = {route.path for route in routes}
         self._router = Router(routes, redirect_slashes=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a call. Raises HTTPException if no route matches, HttpRefusal, and RefusedError."""
-        # As it was sent: slashes within an id are none of the path's.
+        """Serve a call. Raises HTTPException if no route matches, and HttpRefusal or RefusedError if the call is
+        refused."""
+        # Use the undecoded path: an escaped slash is part of an id.
         path = scope["raw_path"].decode()
-        # Clients join a base URL that ends in a slash, and a path that begins with one.
+        # Some clients join a base URL that ends with a slash and a path that begins with a slash.
         plain = re.sub("/+", "/", path).removesuffix("/")
-        # Without "app" the router would answer in plain text.
+        # With "app" set, the router raises HTTPException; otherwise it would answer in plain text.
         scope = {**scope, "app": self, "path": plain if plain in self._paths else path}
         await self._router(scope, receive, send)
 
     async def _health(self, request: Request) -> Response:
-        """Answer 503 while requests would be refused."""
+        """Return status 200. Raises RefusedError, which becomes status 503, while requests would be refused."""
         availability = self.intake.engine.availability
         if availability.is_serving:
             return Response(status_code=200)
@@ -163,7 +166,8 @@ class Routes:
 
 
 def _constant(content: bytes, media_type: str) -> Callable[[Request], Awaitable[Response]]:
-    """Return a handler that answers with the same content each time. Documents take long to make."""
+    """Return a handler that always answers with the given content. The content is generated once, because the documents
+    take long to generate."""
 
     async def answer(request: Request) -> Response:
         return Response(content, media_type=media_type)
@@ -172,12 +176,12 @@ def _constant(content: bytes, media_type: str) -> Callable[[Request], Awaitable[
 
 
 def _is_of_anthropic(scope: Scope) -> bool:
-    """Return whether the client is one of Anthropic's API, which reads other lists of models."""
+    """Return whether the client uses Anthropic's API, which has another format for lists of models."""
     return b"anthropic-version" in scope["header_values"]
 
 
 class _Endpoint:
-    """Serves the calls of one route whose requests are of a type."""
+    """An ASGI application that serves the calls of one `TypedRoute`."""
 
     def __init__(self, route: TypedRoute, routes: Routes) -> None:
         self._route = route
@@ -350,7 +354,7 @@ NAMED = (
         "Ends a request, detached or not",
         "DELETE",
     ),
-    # Ids may have slashes: the longest paths are first.
+    # Ids may contain slashes, so the longest paths come first.
     TypedRoute(
         f"{_RESPONSE}/cancel",
         NamedResponse,

@@ -1,6 +1,7 @@
-"""Tokens by their texts, and log-probabilities as OpenAI's API writes them.
+"""The texts of tokens, and log-probabilities in the formats of OpenAI's API.
 
-A token's bytes need not be whole characters: such a token's text shows its bytes, as OpenAI's own does.
+The bytes of a token may not be complete UTF-8 characters. The text of such a token shows its bytes as escapes, as in
+OpenAI's API.
 """
 
 import codecs
@@ -28,23 +29,25 @@ from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
 from scheduler_service.serving.output import Delta
 
 _LOWEST = -9999.0  # JSON has no infinity
-_PIECE_ROWS = 256  # of a completion's columns, that are written at once
-# What a completion's columns have of a token: its offset, its log-probability, its text, the most likely tokens.
+_PIECE_ROWS = 256  # rows of a completion's columns that one encoder call writes
+# One row of a completion's columns: the token's offset, log-probability and text, and the most likely tokens.
 _Row = tuple[int, float | None, str, dict[str, float] | None]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenTexts:
-    """The texts of a model's tokens; without a tokenizer, or with ids in their place, there are none."""
+    """The texts of a model's tokens. If `as_ids` is set or the model has no tokenizer, the text of a token is
+    `token_id:N`."""
 
     tokenizer: Tokenizer | None
     as_ids: bool = False
 
     def bytes_of(self, token_id: int) -> bytes:
+        """Return the bytes of a token, or empty bytes without a tokenizer."""
         return b"" if self.tokenizer is None else self.tokenizer.bytes_of(token_id)
 
     def text_of(self, token_id: int, prefix: str = "") -> str:
-        """`prefix` marks one that shows bytes."""
+        """Return the text of a token. If its bytes are not valid UTF-8, return `prefix` and the bytes as escapes."""
         if self.as_ids or self.tokenizer is None:
             return f"token_id:{token_id}"
         content = self.bytes_of(token_id)
@@ -68,7 +71,8 @@ class TokenTexts:
         )
 
     def prompt_logprobs(self, entries: Iterable[TokenLogprobs]) -> PromptLogprobsField:
-        """Return those of a prompt: each token's own, and the most likely ones'."""
+        """Return the log-probabilities of a prompt. Each entry has the prompt's token and the most likely tokens; the
+        entry of the first token is None."""
         found: PromptLogprobsField = encode_list(itertools.chain([None], map(self._prompt_logprob, entries)))
         return found
 
@@ -81,12 +85,12 @@ class TokenTexts:
         return {entry.token_id: own} | ranked
 
     def _readable(self, token_id: int) -> str:
-        """Return a token's text, as far as it is one: beside it stands its id."""
+        """Return the text of a token, with U+FFFD for invalid bytes. The answer also contains the token's id."""
         return self.bytes_of(token_id).decode(errors="replace")
 
 
 class CompletionTokens:
-    """The tokens of one output so far, each with its place in the text."""
+    """The tokens of one output up to now, with the offset of each token in the text."""
 
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
@@ -94,8 +98,9 @@ class CompletionTokens:
         self._num_chars = 0
 
     def logprobs(self, entries: Iterable[TokenLogprobs], first_token_id: int | None = None) -> CompletionLogprobs:
-        """Return those of the next tokens. `first_token_id` is of one before them, which has none."""
-        columns: list[list[bytes]] = [[], [], [], []]  # of each, the pieces
+        """Return the log-probabilities of the next tokens as columns. If `first_token_id` is set, a token without a
+        log-probability comes first: the first token of a prompt."""
+        columns: list[list[bytes]] = [[], [], [], []]  # the encoded pieces of each column
         rows = self._rows(entries, first_token_id)
         while piece := list(itertools.islice(rows, _PIECE_ROWS)):
             for pieces, column in zip(columns, zip(*piece, strict=True), strict=True):
@@ -107,7 +112,7 @@ class CompletionTokens:
         if first_token_id is not None:
             yield self._row(first_token_id, None, None)
         for entry in entries:
-            top = {self._text(entry.token_id): _finite(entry.logprob)}  # first, as vLLM's clients expect
+            top = {self._text(entry.token_id): _finite(entry.logprob)}  # first, because vLLM's clients expect it there
             top |= {self._text(token_id): _finite(logprob) for token_id, logprob in entry.top}
             yield self._row(entry.token_id, _finite(entry.logprob), top)
 
@@ -121,20 +126,21 @@ class CompletionTokens:
 
 
 class ReasoningTokens:
-    """The tokens of one output's reasoning, in a format that has tags of it: those whose text begins between them."""
+    """A counter of one output's reasoning tokens, which also removes them from deltas. A token belongs to the reasoning
+    if its text begins between the reasoning tags."""
 
     def __init__(self, texts: TokenTexts, parser: OutputParser) -> None:
-        """`parser` reads the output."""
+        """`parser` is the parser that reads the same output."""
         self.count = 0
         self._texts = texts
         self._parser = parser
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._num_chars = 0
-        self._unknown: deque[tuple[int, int, TokenLogprobs | None]] = deque()  # each token after its place
+        self._unknown: deque[tuple[int, int, TokenLogprobs | None]] = deque()  # (text offset, token id, logprobs)
 
     def others(self, delta: Delta) -> Delta:
-        """Count the reasoning tokens of a delta whose text the parser has read, and return the delta without them. If
-        the text to come decides about a token, a later delta has it."""
+        """Count the reasoning tokens of a delta, and return the delta without them. The parser must have read the
+        delta's text. A token that cannot be classified before more text arrives is returned with a later delta."""
         for token_id, entry in itertools.zip_longest(delta.token_ids, delta.logprobs):
             self._unknown.append((self._num_chars, token_id, entry))
             self._num_chars += len(self._decoder.decode(self._texts.bytes_of(token_id)))

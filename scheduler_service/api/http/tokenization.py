@@ -1,4 +1,5 @@
-"""`/tokenize` and `/detokenize`, and the prompts of completions and conversations as the tokens that they become."""
+"""The endpoints `/tokenize`, `/detokenize` and `/tokenizer_info`, and the endpoints that return the tokens of a
+rendered prompt."""
 
 import asyncio
 from functools import partial
@@ -18,7 +19,8 @@ from scheduler_service.serving.tenants.caller import Call
 
 
 async def tokenize(request: TokenizeRequest, call: Call, intake: Intake) -> bytes:
-    """Make tokens of a text, or of a conversation. Raises RefusedError."""
+    """Return the JSON with the tokens of a text or a conversation. Raises RefusedError unless exactly one of `prompt`
+    and `messages` is set."""
     if (request.prompt is None) == (request.messages is None):
         raise invalid("prompt", "send either a prompt or messages")
     if request.prompt is not None:
@@ -43,7 +45,7 @@ def _written(naming: Tokenizer | None, max_model_len: int, token_ids: list[int])
 
 
 async def detokenize(request: DetokenizeRequest, call: Call, intake: Intake) -> bytes:
-    """Make a text of tokens. Raises RefusedError."""
+    """Return the JSON with the text of the tokens. Raises RefusedError if a token id is outside the vocabulary."""
     _tokenizer(intake)
     assert intake.texts is not None, "there is a tokenizer"
     vocab_size = intake.model.vocab_size
@@ -58,8 +60,8 @@ async def detokenize(request: DetokenizeRequest, call: Call, intake: Intake) -> 
 
 
 def described_tokenizer(intake: Intake) -> bytes:
-    """Return the class, the special tokens, the lengths and the chat template, by the names of vLLM's
-    `/tokenizer_info`. Raises RefusedError."""
+    """Return the JSON with the tokenizer's class, special tokens, lengths and chat template, under the names of vLLM's
+    `/tokenizer_info`. Raises RefusedError if the checkpoint has no tokenizer."""
     _tokenizer(intake)
     model = intake.model
     return encode(
@@ -76,13 +78,13 @@ def described_tokenizer(intake: Intake) -> bytes:
 
 
 async def render(read: ReadCall, intake: Intake, model_name: str) -> list[Raw]:
-    """Return the tokens of each prompt as they would be queued. Raises RefusedError."""
+    """Return the JSON of each prompt's token ids, as the engine would queue them. Raises RefusedError."""
     rendered = []
     with read.names.in_refusals():
         for each in read.requests:
             token_ids = encode_list(await intake.tokenize(each))
             rendered.append(Raw(encode(RenderedPrompt(each.request.request_id, model_name, token_ids))))
-            await asyncio.sleep(0)  # others have their turn
+            await asyncio.sleep(0)  # let other tasks run
     return rendered
 
 

@@ -1,4 +1,5 @@
-"""Calls of tools, and reasoning, in chats: which calls a request allows, and what an output holds of both."""
+"""Tool calls and reasoning in chats: the constraints that a request sets on them, and how they are read from an
+output."""
 
 import json
 import secrets
@@ -37,13 +38,14 @@ from scheduler_service.api.http.requests import (
 from scheduler_service.serving.refusal import RefusedError, invalid
 
 _NO_PARAMETERS = {"type": "object", "additionalProperties": False}
-# Makes what reads an output.
+# Returns a new parser for an output.
 ParserMaker = Callable[[], OutputParser]
 
 
 def functions_of(request: ChatCompletionRequest, output: ChatFormat) -> tuple[dict[str, Parameters], set[str]]:
-    """Return the parameters of the functions that an output may call, by name, and the keywords of their schemas that
-    are left out because they cannot be enforced. Raises RefusedError."""
+    """Return the parameters of the functions that an output may call, keyed by name. Also return the schema keywords
+    that are not enforced. Raises RefusedError if a tool or the tool choice is invalid, or if the model's format of tool
+    calls is unknown."""
     tools, (mode, names) = request.tools or [], _choice_of(request)
     if not (tools or names or mode == "required"):
         return {}, set()
@@ -81,7 +83,8 @@ def functions_of(request: ChatCompletionRequest, output: ChatFormat) -> tuple[di
 
 
 def _check_strict(field: str, name: str, keywords: set[str]) -> None:
-    """Raise RefusedError for keywords that cannot be enforced. Each oneOf is tried as it is."""
+    """Raise RefusedError for keywords that cannot be enforced, except `oneOf`. A strict schema with `oneOf` is passed
+    to the grammar compiler unchanged."""
     if asked := ", ".join(sorted(keywords - {"oneOf"})):
         raise invalid(
             field,
@@ -99,7 +102,8 @@ def _too_large(field: str, error: SchemaBudgetError) -> RefusedError:
 
 
 def _choice_of(request: ChatCompletionRequest) -> tuple[str, set[str]]:
-    """Return whether there are to be calls, and of which functions; none: of any."""
+    """Return the mode of the tool choice (`none`, `auto` or `required`) and the names of the functions that may be
+    called. An empty set allows all functions."""
     match request.tool_choice:
         case ToolField(function=function):
             return "required", {function.name}
@@ -114,9 +118,10 @@ def _choice_of(request: ChatCompletionRequest) -> tuple[str, set[str]]:
 def chat_grammars(
     request: ChatCompletionRequest, output: ChatFormat, functions: dict[str, Parameters], prompt: str, rules: ChatRules
 ) -> list[FoundGrammar]:
-    """Return what an output must match besides what is ruled out: calls as the request asks for them, or else a text of
-    the form that it asks for, once it has ended its reasoning. Raises RefusedError for a grammar, which cannot be told
-    where to begin, and for a budget where there is no reasoning."""
+    """Return the constraints on an output, other than `allowed_token_ids` and `bad_words`. They cover the tool calls,
+    the format of the text after the reasoning, and the limit of reasoning tokens. Raises RefusedError if a grammar
+    would have to begin after the reasoning. Also raises it if the request sets a reasoning budget and the model has no
+    reasoning."""
     budget = None if request.thinking_token_budget == -1 else request.thinking_token_budget
     if budget is not None and not output.has_reasoning:
         raise invalid(
@@ -149,8 +154,9 @@ def chat_grammars(
 
 
 def _form_of(found: list[FoundGrammar], besides: str, output: ChatFormat) -> dict[str, Any] | None:
-    """Return what a request's own text must match as a format of a structural tag. None: there is none, or it is
-    refused for what it is where grammars are read. Raises RefusedError for a kind that no tag can hold."""
+    """Return the constraint on the text as a format for a structural tag. Return None if there is no constraint, or if
+    it is invalid; the grammar compiler refuses an invalid constraint later. Raises RefusedError for a kind of
+    constraint that a structural tag cannot contain."""
     if len(found) != 1:
         return None
     [(field, kind, value)] = found
@@ -180,7 +186,7 @@ _FORMS: dict[str, Callable[[Any], dict[str, Any]]] = {
 
 
 class Told(NamedTuple):
-    """What a piece of an output adds to its message."""
+    """The parts that a piece of an output adds to its message."""
 
     content: str
     reasoning: str = ""
@@ -188,18 +194,19 @@ class Told(NamedTuple):
 
 
 class SampleReader:
-    """Reads one output of a chat as it comes."""
+    """An incremental parser of one output of a chat."""
 
     def __init__(self, parser: OutputParser, *, joins_reasoning: bool = False) -> None:
-        """`joins_reasoning`: reasoning without tags, of a channel of its own, is a paragraph of the content."""
+        """If `joins_reasoning`, reasoning that has a channel of its own becomes a paragraph of the content."""
         self._parser = parser
         self._joins_reasoning = joins_reasoning
-        self._last: type[OutputPart] | None = None  # of the content, if reasoning is a part of it
+        self._last: type[OutputPart] | None = None  # the last part added to the content, if reasoning is joined
         self.num_calls = 0
 
     def read(self, text: str, *, is_last: bool) -> Told:
+        """Parse the next piece of the output and return the parts that it adds. `is_last` marks the last piece."""
         content, reasoning = [], []
-        calls: list[tuple[ToolCall, list[str]]] = []  # with the pieces of its arguments
+        calls: list[tuple[ToolCall, list[str]]] = []  # each call, with the pieces of its arguments
         for part in self._parser.feed(text, is_last=is_last):
             match part:
                 case Content() | Reasoning() if self._joins_reasoning:
@@ -229,7 +236,8 @@ def _with_arguments(call: ToolCall, pieces: Iterable[str]) -> ToolCall:
 
 
 def object_of(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a call as an object. A text of another form is under a key of its own."""
+    """Return the arguments of a call as an object. Arguments that are not a JSON object are stored as text under the
+    key NOT_AN_OBJECT."""
     try:
         read = from_json(arguments)
     except ValueError:
@@ -238,5 +246,5 @@ def object_of(arguments: str) -> dict[str, Any]:
 
 
 def without_indexes(calls: tuple[ToolCall, ...]) -> list[ToolCall]:
-    """Return calls as a whole message has them."""
+    """Return the calls without their indexes, which only events contain."""
     return [ToolCall(call.function, UNSET, call.id, call.type) for call in calls]

@@ -1,5 +1,5 @@
-"""Calls of tools that ran at a vendor, and their results, in conversations that began there. The model reads them as
-texts."""
+"""Texts in place of tool calls that ran at a vendor, and in place of their results. Such calls occur in conversations
+that began at that vendor. The prompt contains the texts."""
 
 import json
 import re
@@ -18,18 +18,18 @@ _RESULT = re.compile(
 _LISTS = ("mcp_list_tools", "mcp_tool_listing", "tool_search_output")
 _KIND_END = re.compile("(_call|_tool)?(_output|_result|_use|_response)?$")
 _LIST_LEFT_OUT = "[A list of tools was left out here: they do not run here.]"
-# Fields that name an item, or place it, and values that tell nothing.
+# Fields that only identify an item, and field values without information.
 _UNTOLD = ("type", "id", "name", "call_id", "tool_use_id", "container_id", "cache_control", "caller", "created_by")
 _USUAL = {"status": "completed", "is_error": False}
 VENDOR_WARNING = "images, files and lists of tools are left out of calls of tools that ran at the vendor"
 
 
 def vendor_text(item: dict[str, Any]) -> str:
-    """Return the text that the model reads in place of an item or block of a tool that ran at a vendor, or an empty
-    text for any other."""
+    """Return the text that the prompt contains for an item or block of a tool that ran at a vendor. Return an empty
+    string for other items."""
     kind, name = str(item.get("type")), item.get("name")
     if kind.startswith("tool_search_") and item.get("call_id"):
-        return ""  # the client has searched
+        return ""  # the client ran this search
     if kind in _LISTS:
         return _LIST_LEFT_OUT
     is_result = is_vendor_result(item)
@@ -44,12 +44,12 @@ def vendor_text(item: dict[str, Any]) -> str:
 
 
 def is_vendor_result(item: dict[str, Any]) -> bool:
-    """Return whether an item is a result that stands apart from its call."""
+    """Return whether an item is the result of a vendor's tool, separate from its call."""
     return _RESULT.fullmatch(str(item.get("type"))) is not None
 
 
 def leaves_out(text: str) -> bool:
-    """Return whether a text of `vendor_text` says that a part of the item was left out."""
+    """Return whether a text from `vendor_text` contains a placeholder for an omitted part."""
     return text.lstrip().startswith("[") and " was left out here: " in text
 
 
