@@ -28,7 +28,7 @@ MAX_BODY_BYTES = MAX_MESSAGE_BYTES
 BODY_TIMEOUT_S = 30.0
 _SHOWN_CHARS = 60
 _MAX_SHOWN_BYTES = 64 << 10  # limit of bodies that are decoded again to quote a value or path in an error
-_HALF = "half a surrogate pair, which is no character; cut texts between characters"
+_HALF = "an unpaired surrogate, which is not a character; split texts only between characters"
 _MAX_ERROR_CHARS = 600  # read at each end of a decoder's error: the middle only quotes the client
 _PLACE = " - at `"  # separates the reason from the path in a decoder's error
 _UNKNOWN = "Object contains unknown field `"
@@ -62,7 +62,7 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
     headers = scope["header_values"]
     encoding = headers.get(b"content-encoding") or "identity"
     if encoding.lower() != "identity":
-        raise HttpRefusal(415, f"the body is encoded as {encoding[:_SHOWN_CHARS]!r}; send it as it is")
+        raise HttpRefusal(415, f"the body has the unsupported encoding {encoding[:_SHOWN_CHARS]!r}; send it unencoded")
     length = headers.get(b"content-length", "0")
     if length.isdecimal() and int(length) > MAX_BODY_BYTES:
         raise _too_large(int(length))
@@ -72,18 +72,18 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
-                    raise HttpRefusal(400, "the client has gone")
+                    raise HttpRefusal(400, "the client has disconnected")
                 body += message.get("body", b"")
                 if len(body) > MAX_BODY_BYTES:
                     raise _too_large(len(body))
                 if not message.get("more_body", False):
                     return bytes(body)
     except TimeoutError:
-        raise HttpRefusal(408, f"the body has not come within {BODY_TIMEOUT_S:g} s") from None
+        raise HttpRefusal(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
 
 
 def _too_large(num_bytes: int) -> HttpRefusal:
-    return HttpRefusal(413, f"the body has {num_bytes} bytes or more, this server takes {MAX_BODY_BYTES}; shorten it")
+    return HttpRefusal(413, f"the body has {num_bytes} bytes or more; the limit is {MAX_BODY_BYTES}; shorten it")
 
 
 async def decode_in_turn(body: bytes, kind: type[_Request], tenant: str, turns: Turns) -> tuple[_Request, int]:
@@ -100,9 +100,9 @@ def decode_body(body: bytes, kind: type[_Request]) -> _Request:
     if (number := count_values(body)) > MAX_VALUES:
         raise invalid(
             "",
-            f"the body has at least {number} values, this server takes {MAX_VALUES}: a text counts as 4, a list or "
-            "object as 6, a number with a fraction as 15, one with an exponent as 500, and 20 digits in a row as 30 "
-            "more; send fewer",
+            f"the body has at least {number} values; the limit is {MAX_VALUES}; send fewer (a text counts as 4, a list "
+            "or object as 6, a number with a fraction as 15, a number with an exponent as 500, and each 20 digits in a "
+            "row as 30 more)",
         )
     try:
         try:
@@ -116,7 +116,7 @@ def decode_body(body: bytes, kind: type[_Request]) -> _Request:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         if rb"\ud" in body.lower():
             raise _refused_half(body) from None
-        raise invalid("", f"the body is no JSON: {error}") from None
+        raise invalid("", f"the body is not valid JSON: {error}") from None
     except RecursionError:
         raise invalid("", "the body is nested too deeply") from None
 
@@ -197,7 +197,7 @@ def _refused_half(body: bytes) -> RefusedError:
                 waiting += [((place, f".{name[:_SHOWN_CHARS]}"), inner) for name, inner in value.items()]
             elif isinstance(value, list):
                 waiting += [((place, f"[{index}]"), inner) for index, inner in enumerate(value)]
-    return invalid("", f"the body is no JSON, or a text in it has {_HALF}")
+    return invalid("", f"the body is not valid JSON, or a text in it has {_HALF}")
 
 
 def decode_query(values: Mapping[str, str], kind: type[_Request]) -> _Request:
@@ -248,16 +248,16 @@ def _refusal(text: str, body: bytes, kind: type[Struct]) -> RefusedError:
         # `fields` includes the fields of all members of a union. A name of another member is no typing error.
         near = [] if name in fields else difflib.get_close_matches(name, fields, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        return invalid(field, f"{field} is no field of this request{hint}")
+        return invalid(field, f"{field} is not a field of this request{hint}")
     if not path:
-        return invalid("", f"the body is no request: {_lowered(said)}")
+        return invalid("", f"the body is not a valid request: {_lowered(said)}")
     if said.startswith(_NO_TAG) and (media := refused_medium(path, said[len(_NO_TAG) : -1])):
         return invalid(path, media)
     why = _described(_fields_beside(kind, path).get(_names(path)[-1]))
     given = _shown(body, path)
     if why and ("`null`, got" in said or "length <= 0" in said or "Invalid enum value" in said):
-        return invalid(path, f"{path}{given} is not served: {why}")
-    return invalid(path, f"{path}{given} cannot be: {_lowered(said)}{why and f' ({why})'}")
+        return invalid(path, f"{path}{given} is not supported: {why}")
+    return invalid(path, f"{path}{given} is invalid: {_lowered(said)}{why and f' ({why})'}")
 
 
 def _split_error(text: str) -> tuple[str, str]:

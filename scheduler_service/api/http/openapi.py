@@ -25,8 +25,8 @@ class TypedRoute:
     query.
 
     Attributes:
-        serve: Serves a request. The arguments are the request, its call, its event stream and the routes. Returns
-            the JSON of the answer, or None if the answer is streamed.
+        serve: The function that serves a request. Its arguments are the request, its call, its event stream and the
+            routes. Returns the JSON of the answer, or None if the answer is streamed.
     """
 
     path: str
@@ -38,17 +38,17 @@ class TypedRoute:
 
     @property
     def is_named(self) -> bool:
-        """Whether the request consists of path and query parameters, without a body."""
+        """True if the request consists of path and query parameters, without a body."""
         return "{" in self.path
 
 
 _GOT = {
-    "/v1/models": "The model that is served",
-    "/health": "200 while requests are taken",
-    "/ping": "As /health",
-    "/version": "Pagewire's version",
-    "/tokenizer_info": "The tokenizer's special tokens and the chat template",
-    "/metrics": "This front end's metrics, for operators",
+    "/v1/models": "List the names of the served model",
+    "/health": "Report whether the server accepts requests: 200 if it does, otherwise 503",
+    "/ping": "Alias of /health",
+    "/version": "Return Pagewire's version",
+    "/tokenizer_info": "Return the tokenizer's special tokens and the chat template",
+    "/metrics": "Return the metrics of this front end, for operators",
 }
 
 
@@ -57,7 +57,7 @@ def document(routes: Sequence[TypedRoute], as_read: Callable[[type[Struct]], Any
     kinds = [kind for route in routes for kind in (as_read(route.request), route.answer)]
     schemas, components = msgspec.json.schema_components([*kinds, Models, ErrorAnswer], ref_template=_REFERENCE)
     models, error = schemas[-2:]
-    refused = {"default": {"description": "The request is refused", "content": {_JSON: {"schema": error}}}}
+    refused = {"default": {"description": "The request was refused", "content": {_JSON: {"schema": error}}}}
     paths: dict[str, Any] = {}
     for route, request, answer in zip(routes, schemas[0:-2:2], schemas[1:-2:2], strict=True):
         content = {_JSON: {"schema": answer}}
@@ -122,7 +122,7 @@ def page(routes: Sequence[TypedRoute]) -> str:
         parts.append(f"<h2><code>{route.method} {route.path}</code></h2><p>{html.escape(route.summary)}.</p><table>")
         for row in field_rows(route.request):
             name = f"<b>{row.name}</b>" if row.is_required else row.name
-            note = row.note if row.takes else f"not served: {row.note}"
+            note = row.note if row.takes else f"not supported: {row.note}"
             cells = (f"<code>{name}</code>", html.escape(row.takes), html.escape(note))
             parts.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
         parts.append("</table>")
@@ -133,8 +133,8 @@ def page(routes: Sequence[TypedRoute]) -> str:
 _HEAD = f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>Pagewire's HTTP API</title>
 <style>body{{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}}
 td{{padding:.1rem 1rem .1rem 0;vertical-align:top}}</style>
-<h1>Pagewire {__version__}</h1><p>The same as <a href="openapi.json">OpenAPI</a>. Fields in bold are required; null
-counts as unset.</p>"""
+<h1>Pagewire {__version__}</h1><p>Also available as <a href="openapi.json">OpenAPI</a>. Fields in bold are required. A
+field that is null counts as unset.</p>"""
 
 
 def _takes(field: Mapping[str, Any]) -> Iterator[str]:

@@ -28,16 +28,20 @@ def within(legal: Range) -> Meta:
 
 
 def why(text: str) -> Meta:
-    """Return the description of a field. The description of an unsupported field gives the reason."""
+    """Return the description of a field. The description of an unsupported field gives the reason.
+
+    Errors about the field quote the description. It must not contain the word "context": agents compact their
+    conversation after an error with this word.
+    """
     return Meta(description=text)
 
 
 INERT = "no effect"
 _INERT = Meta(description=INERT)
-_OR_ALL = why("-1: all tokens of the vocabulary, where they fit")
+_OR_ALL = why("-1: all tokens of the vocabulary, within the limit on the size of an answer")
 TokenId = Annotated[int, Meta(ge=0, le=UINT32.high)]
-TopP = Annotated[float, within(Range(0, 1)), why("0: the most likely token")]
-TopK = Annotated[int, Meta(ge=-1, le=UINT32.high), why("-1 and 0 are off")]
+TopP = Annotated[float, within(Range(0, 1)), why("0: only the most likely token")]
+TopK = Annotated[int, Meta(ge=-1, le=UINT32.high), why("-1 or 0: no limit")]
 Empty = Annotated[list[Any], Meta(max_length=0)]
 EmptyObject = Annotated[dict[str, Any], Meta(max_length=0)]
 # One text, a list of texts, one list of token ids, or a list of lists of token ids.
@@ -48,8 +52,10 @@ Texts = str | list[str]
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True, frozen=True):
-    include_usage: Annotated[bool, why("a last event has the usage")] | None = None
-    continuous_usage_stats: Annotated[bool, why("each event has the usage so far")] | None = None
+    include_usage: Annotated[bool, why("the last event reports the token usage")] | None = None
+    continuous_usage_stats: (
+        Annotated[bool, why("requires include_usage: each event reports the usage up to that event")] | None
+    ) = None
     include_obfuscation: Annotated[bool, _INERT] | None = None
 
 
@@ -59,14 +65,14 @@ class StructuredOutputsField(Struct, forbid_unknown_fields=True, frozen=True):
     json: Raw | UnsetType = UNSET  # a JSON Schema, as JSON or as a string
     regex: str | None = None
     choice: list[str] | None = None
-    grammar: Annotated[str, why("in Lark or EBNF")] | None = None
+    grammar: Annotated[str, why("a grammar in Lark or EBNF syntax")] | None = None
     json_object: bool | None = None
-    structural_tag: Annotated[str, why("the JSON of one, as xgrammar has it")] | None = None
-    disable_any_whitespace: Annotated[Literal[False], why("say it in the schema, by x-guidance")] | None = None
+    structural_tag: Annotated[str, why("the JSON text of a structural tag in xgrammar's format")] | None = None
+    disable_any_whitespace: Annotated[Literal[False], why("specify it in the schema, with x-guidance")] | None = None
     disable_additional_properties: (
-        Annotated[Literal[False], why("say it in the schema, by additionalProperties")] | None
+        Annotated[Literal[False], why("specify it in the schema, with additionalProperties")] | None
     ) = None
-    whitespace_pattern: Annotated[None, why("say it in the schema, by x-guidance")] = None
+    whitespace_pattern: Annotated[None, why("specify it in the schema, with x-guidance")] = None
 
 
 def _within(given: dict[str, Any], name: str) -> dict[str, Any]:
@@ -96,7 +102,7 @@ class NamedSchema(Struct, forbid_unknown_fields=True, frozen=True):
     schema: Raw
     name: str | None = None
     description: str | None = None
-    strict: Annotated[bool, why("no effect: the schema is always kept to")] | None = None
+    strict: Annotated[bool, why("no effect: the schema is always enforced")] | None = None
 
 
 class JsonSchemaFormat(Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True, frozen=True):
@@ -127,17 +133,19 @@ class QueuedRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=Tru
     model: str | None = None
     # Names and meanings are the same as in the public proto.
     request_id: str | None = None
-    rid: Annotated[str, why("as request_id, which takes precedence")] | None = None
+    rid: Annotated[str, why("alias of request_id, which takes precedence")] | None = None
     tenant: str | None = None
     priority: Annotated[int, within(_INT32)] | None = None
     cache_salt: str | None = None
     session_id: str | None = None
     will_return: bool | None = None
     retention_seconds: Annotated[int, Meta(ge=1, le=UINT32.high)] | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=UINT32.high), why("-1: as many as fit")] | None = None
-    truncation_side: Annotated[Literal["left", "right"], why("the side that is cut, left unless set")] | None = None
+    truncate_prompt_tokens: (
+        Annotated[int, Meta(ge=-1, le=UINT32.high), why("-1: truncate to the maximum sequence length")] | None
+    ) = None
+    truncation_side: Annotated[Literal["left", "right"], why("the side to truncate; default: left")] | None = None
     add_special_tokens: bool | None = None
-    timeout: Annotated[float, Meta(gt=0), why("seconds after which the request ends, with 504")] | None = None
+    timeout: Annotated[float, Meta(gt=0), why("seconds until the request ends with status 504")] | None = None
     # Fields without an effect on the output.
     user: Annotated[Any, _INERT] = None
     metadata: Annotated[dict[str, Any], _INERT] | None = None
@@ -153,8 +161,8 @@ class QueuedRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=Tru
     mm_processor_kwargs: Annotated[dict[str, Any], _INERT] | None = None  # for images, which are not supported
     media_io_kwargs: Annotated[dict[str, Any], _INERT] | None = None
     # Unsupported fields.
-    kv_transfer_params: Annotated[EmptyObject, why("no KV cache of another engine is taken")] | None = None
-    vllm_xargs: Annotated[EmptyObject, why("there are no extensions")] | None = None
+    kv_transfer_params: Annotated[EmptyObject, why("KV caches of other engines cannot be used")] | None = None
+    vllm_xargs: Annotated[EmptyObject, why("the server has no extensions")] | None = None
 
 
 class SampledRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
@@ -174,7 +182,7 @@ class SampledRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, fr
     skip_special_tokens: bool | None = None
     top_k: TopK | None = None
     seed: Annotated[int, within(INT64)] | None = None
-    stop: Annotated[Texts, why("an empty text stops nothing")] | None = None
+    stop: Annotated[Texts, why("an empty text has no effect")] | None = None
 
 
 # Convert the values of request fields to the values of sampling options. Other fields need no conversion.
@@ -195,41 +203,41 @@ class GenerationRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True
     length_penalty: float | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    detached: Annotated[bool, why("the answer is the id of what runs on, for /v1/requests")] | None = None
+    detached: Annotated[bool, why("run without the client; the answer has the id for /v1/requests")] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputsField | None = None
     guided_json: Raw | UnsetType = UNSET  # as structured_outputs.json
-    guided_regex: Annotated[str, why("as structured_outputs.regex")] | None = None
-    guided_choice: Annotated[list[str], why("as structured_outputs.choice")] | None = None
-    guided_grammar: Annotated[str, why("as structured_outputs.grammar")] | None = None
-    regex: Annotated[str, why("as structured_outputs.regex")] | None = None
-    ebnf: Annotated[str, why("as structured_outputs.grammar")] | None = None
+    guided_regex: Annotated[str, why("alias of structured_outputs.regex")] | None = None
+    guided_choice: Annotated[list[str], why("alias of structured_outputs.choice")] | None = None
+    guided_grammar: Annotated[str, why("alias of structured_outputs.grammar")] | None = None
+    regex: Annotated[str, why("alias of structured_outputs.regex")] | None = None
+    ebnf: Annotated[str, why("alias of structured_outputs.grammar")] | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
-    bad_words: Annotated[list[str], why("not even within words")] | None = None
-    use_beam_search: Annotated[bool, why("with n beams, unless beam_width is set")] | None = None
+    bad_words: Annotated[list[str], why("texts that the output must not contain, not even inside words")] | None = None
+    use_beam_search: Annotated[bool, why("use n beams, unless beam_width is set")] | None = None
     return_token_ids: bool | None = None
-    return_tokens_as_token_ids: Annotated[bool, why("tokens of logprobs are written as token_id:N")] | None = None
+    return_tokens_as_token_ids: Annotated[bool, why("write tokens in logprobs as token_id:N")] | None = None
     logprob_token_ids: (
         Annotated[
             list[TokenId],
             Meta(max_length=MAX_ENTRIES["logprob_token_ids"]),
-            why("with logprobs: report these tokens, not the most likely; up to 128"),
+            why("requires logprobs: report these tokens instead of the most likely; at most 128"),
         ]
         | None
     ) = None
     # Unsupported fields.
-    logits_processors: Annotated[Empty, why("no code of clients is run")] | None = None
-    ec_transfer_params: Annotated[EmptyObject, why("no cache of another engine is taken")] | None = None
-    repetition_detection: Annotated[None, why("outputs end by stop texts, tokens and lengths alone")] = None
-    watermarking: Annotated[Literal[False], why("outputs have no watermark")] | None = None
-    stream_interval: Annotated[Literal[1], why("tokens are sent as they come")] | None = None
-    return_token_offsets: Annotated[Literal[False], why("tokens are shown without their places")] | None = None
+    logits_processors: Annotated[Empty, why("the server runs no code of clients")] | None = None
+    ec_transfer_params: Annotated[EmptyObject, why("caches of other engines cannot be used")] | None = None
+    repetition_detection: Annotated[None, why("outputs end only at stop texts, stop tokens and length limits")] = None
+    watermarking: Annotated[Literal[False], why("outputs have no watermarks")] | None = None
+    stream_interval: Annotated[Literal[1], why("tokens are sent as soon as they are computed")] | None = None
+    return_token_offsets: Annotated[Literal[False], why("token offsets are not available")] | None = None
     return_mm_kwargs: Annotated[bool, _INERT] | None = None
     routed_experts_prompt_start: Annotated[int, _INERT] | None = None
 
 
-LOADED = why("no effect: the model is given every tool")
-STRICT = why("true: a schema with what cannot be enforced is refused where calls are required")
+LOADED = why("no effect: the prompt describes every tool from the start")
+STRICT = why("true: if calls are required, refuse a schema that cannot be enforced completely")
 
 
 class FunctionField(Struct, forbid_unknown_fields=True, frozen=True):
@@ -237,7 +245,7 @@ class FunctionField(Struct, forbid_unknown_fields=True, frozen=True):
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     description: str | None = None
-    parameters: Annotated[dict[str, Any], why("a JSON Schema; without one there are none")] | None = None
+    parameters: Annotated[dict[str, Any], why("a JSON Schema; default: no parameters")] | None = None
     strict: Annotated[bool, STRICT] | None = None
     defer_loading: Annotated[bool, LOADED] | None = None
 
@@ -296,59 +304,80 @@ class RequiredMode(Struct, tag_field="type", tag="required", forbid_unknown_fiel
 class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
     prompt: PromptField
     max_tokens: (
-        Annotated[int, Meta(ge=-1, le=UINT32.high), why("16 unless set; 0 with echo alone; -1: as many as fit")] | None
+        Annotated[
+            int, Meta(ge=-1, le=UINT32.high), why("default: 16; 0 requires echo; -1: up to the maximum sequence length")
+        ]
+        | None
     ) = None
     logprobs: Annotated[int, within(RANGES["logprobs"]), _OR_ALL] | None = None
     echo: bool | None = None
     best_of: Annotated[int, within(Range(1, MAX_SAMPLES))] | None = None
-    suffix: Annotated[Literal[""], why("nothing is filled in before a text")] | None = None
+    suffix: Annotated[Literal[""], why("text cannot be inserted before a suffix")] | None = None
     prompt_embeds: Annotated[None, why("prompts are texts or token ids")] = None
-    thinking_token_budget: Annotated[Literal[-1], why("reasoning is told apart in chats alone")] | None = None
+    thinking_token_budget: Annotated[Literal[-1], why("reasoning is recognized only in chat completions")] | None = None
 
 
 class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
     messages: Messages
-    max_tokens: Annotated[int, Meta(ge=-1, le=UINT32.high), why("-1: as many as fit")] | None = None
+    max_tokens: (
+        Annotated[int, Meta(ge=-1, le=UINT32.high), why("default and -1: up to the maximum sequence length")] | None
+    ) = None
     max_completion_tokens: (
-        Annotated[int, Meta(ge=-1, le=UINT32.high), why("goes before max_tokens; lowered to what fits, as -1 is")]
+        Annotated[
+            int,
+            Meta(ge=-1, le=UINT32.high),
+            why("takes precedence over max_tokens; -1 or too large: up to the maximum sequence length"),
+        ]
         | None
     ) = None
     logprobs: bool | None = None
     top_logprobs: (
-        Annotated[int, within(RANGES["logprobs"]), why("with logprobs alone; -1: all tokens, where they fit")] | None
+        Annotated[
+            int,
+            within(RANGES["logprobs"]),
+            why("requires logprobs; -1: all tokens of the vocabulary, within the limit on the size of an answer"),
+        ]
+        | None
     ) = None
-    chat_template: Annotated[str, why("the name of one of the model's templates")] | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], why("variables of the template")] | None = None
+    chat_template: Annotated[str, why("the name of one of the model's chat templates")] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], why("variables for the chat template")] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    echo: Annotated[bool, why("the answer begins with the last message, if it is of the same role")] | None = None
+    echo: (
+        Annotated[bool, why("begin the answer with the text of the last message, if that has the answer's role")] | None
+    ) = None
     documents: list[dict[str, Any]] | None = None
-    reasoning_effort: Annotated[str, why("a variable of the template")] | None = None
+    reasoning_effort: Annotated[str, why("a variable for the chat template")] | None = None
     tools: list[ToolField] | None = None
     tool_choice: (
         Literal["none", "auto", "required"] | ToolField | AllowedToolsChoice | AutoMode | NoMode | RequiredMode | None
     ) = None
-    parallel_tool_calls: Annotated[bool, why("false: at most one")] | None = None
-    functions: Annotated[Empty, why("the older form; use tools")] | None = None
-    function_call: Annotated[Literal["none", "auto"], why("the older form; use tool_choice")] | None = None
+    parallel_tool_calls: Annotated[bool, why("false: at most one call")] | None = None
+    functions: Annotated[Empty, why("deprecated; use tools")] | None = None
+    function_call: Annotated[Literal["none", "auto"], why("deprecated; use tool_choice")] | None = None
     thinking_token_budget: (
         Annotated[int, Meta(ge=-1, le=UINT32.high), why("reasoning ends after that many tokens; -1: no limit")] | None
     ) = None
-    include_reasoning: Annotated[bool, why("false: reasoning is left out")] | None = None
+    include_reasoning: Annotated[bool, why("false: omit the reasoning from the answer")] | None = None
     separate_reasoning: (
-        Annotated[bool, why("false: reasoning stays in content, with its tags if it has any")] | None
+        Annotated[bool, why("false: include the reasoning in content, with its tags if there are any")] | None
     ) = None
-    enable_thinking: Annotated[bool, why("the template's variables enable_thinking and thinking")] | None = None
-    thinking: Annotated[bool | ThinkingField, why("as enable_thinking, which takes precedence")] | None = None
-    modalities: Annotated[list[Literal["text"]], why("outputs are texts")] | None = None
-    audio: Annotated[None, why("outputs are texts")] = None
+    enable_thinking: Annotated[bool, why("sets the chat template's variables enable_thinking and thinking")] | None = (
+        None
+    )
+    thinking: Annotated[bool | ThinkingField, why("alias of enable_thinking, which takes precedence")] | None = None
+    modalities: Annotated[list[Literal["text"]], why("outputs are text only")] | None = None
+    audio: Annotated[None, why("outputs are text only")] = None
     prediction: Annotated[dict[str, Any], _INERT] | None = None  # at OpenAI, it only speeds up the answer
     verbosity: (
-        Annotated[Literal["low", "medium", "high"], why("a variable of the template; a warning if it reads none")]
+        Annotated[
+            Literal["low", "medium", "high"],
+            why("a variable for the chat template; ignored with a warning if the template does not read it"),
+        ]
         | None
     ) = None
-    web_search_options: Annotated[None, why("nothing is searched for")] = None
-    moderation: Annotated[None, why("texts are not moderated")] = None
+    web_search_options: Annotated[None, why("the server does not search the web")] = None
+    moderation: Annotated[None, why("the server does not moderate texts")] = None
     return_prompt_text: Annotated[Literal[False], why("use return_token_ids")] | None = None
 
     @staticmethod
@@ -377,13 +406,13 @@ class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=T
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    add_special_tokens: Annotated[bool, why("true for a text, false for a conversation, unless set")] | None = None
+    add_special_tokens: Annotated[bool, why("default: true for a text, false for a conversation")] | None = None
     return_token_strs: bool | None = None
-    chat_template: Annotated[str, why("the name of one of the model's templates")] | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], why("variables of the template")] | None = None
+    chat_template: Annotated[str, why("the name of one of the model's chat templates")] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], why("variables for the chat template")] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    tools: Annotated[list[dict[str, Any]], why("a variable of the template")] | None = None
+    tools: Annotated[list[dict[str, Any]], why("a variable for the chat template")] | None = None
     mm_processor_kwargs: Annotated[dict[str, Any], _INERT] | None = None
     media_io_kwargs: Annotated[dict[str, Any], _INERT] | None = None
 
@@ -397,18 +426,21 @@ class EmbeddingRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, 
     """Texts, lists of token ids, or a conversation to embed."""
 
     input: PromptField | None = None
-    messages: Annotated[Messages, why("a conversation, in place of input")] | None = None
-    chat_template: Annotated[str, why("the name of one of the model's templates")] | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], why("variables of the template")] | None = None
-    add_generation_prompt: Annotated[bool, why("false unless set")] | None = None
+    messages: Annotated[Messages, why("a conversation to embed instead of input")] | None = None
+    chat_template: Annotated[str, why("the name of one of the model's chat templates")] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], why("variables for the chat template")] | None = None
+    add_generation_prompt: Annotated[bool, why("default: false")] | None = None
     continue_final_message: bool | None = None
-    encoding_format: Annotated[Literal["float", "base64"], why("base64 takes a quarter of the bytes")] | None = None
-    dimensions: Annotated[int, Meta(ge=1), why("so many numbers of each, scaled to length 1 again")] | None = None
-    padding: Annotated[Literal["do_not_pad"], why("inputs are embedded as they are")] | None = None
-    embed_dtype: Annotated[Literal["float32"], why("numbers have 32 bits")] | None = None
-    endianness: Annotated[Literal["native", "little"], why("the lowest byte of a number is first")] | None = None
-    use_activation: Annotated[Literal[True], why("embeddings have length 1")] | None = None
-    normalize: Annotated[Literal[True], why("embeddings have length 1")] | None = None
+    encoding_format: Annotated[Literal["float", "base64"], why("base64 needs a quarter of the bytes")] | None = None
+    dimensions: (
+        Annotated[int, Meta(ge=1), why("return this many leading numbers of each embedding, scaled to unit length")]
+        | None
+    ) = None
+    padding: Annotated[Literal["do_not_pad"], why("inputs are not padded")] | None = None
+    embed_dtype: Annotated[Literal["float32"], why("embeddings consist of 32-bit floats")] | None = None
+    endianness: Annotated[Literal["native", "little"], why("embeddings are little-endian")] | None = None
+    use_activation: Annotated[Literal[True], why("embeddings always have unit length")] | None = None
+    normalize: Annotated[Literal[True], why("embeddings always have unit length")] | None = None
 
 
 class NamedRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
@@ -419,5 +451,8 @@ class NamedRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=True
 
 
 class DetachedQuery(NamedRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    stream: Annotated[bool, why("events with what is there, and what comes")] | None = None
-    from_token: Annotated[int, Meta(ge=0, le=UINT32.high), why("of each output, with stream alone")] | None = None
+    stream: Annotated[bool, why("send the existing and all further output as events")] | None = None
+    from_token: (
+        Annotated[int, Meta(ge=0, le=UINT32.high), why("requires stream: the first token to send of each output")]
+        | None
+    ) = None

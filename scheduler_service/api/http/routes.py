@@ -136,7 +136,7 @@ class Routes:
         availability = self.intake.engine.availability
         if availability.is_serving:
             return Response(status_code=200)
-        raise RefusedError(Reason.UNAVAILABLE, availability.refusal() or "no worker computes now")
+        raise RefusedError(Reason.UNAVAILABLE, availability.refusal() or "no worker is available; try again later")
 
     async def _tokenizer_info(self, request: Request) -> Response:
         self.admission.call(request.scope)
@@ -254,10 +254,8 @@ def _stored(request: ResponsesRequest | NamedResponse, call: Call, routes: Route
 
 
 POSTED = (
-    TypedRoute("/v1/completions", CompletionRequest, CompletionAnswer, _complete, "What comes after a text"),
-    TypedRoute(
-        "/v1/chat/completions", ChatCompletionRequest, ChatAnswer, _complete_chat, "The answer to a conversation"
-    ),
+    TypedRoute("/v1/completions", CompletionRequest, CompletionAnswer, _complete, "Complete a text prompt"),
+    TypedRoute("/v1/chat/completions", ChatCompletionRequest, ChatAnswer, _complete_chat, "Create a chat completion"),
     TypedRoute(
         "/v1/responses",
         ResponsesRequest,
@@ -265,7 +263,7 @@ POSTED = (
         lambda asked, call, stream, routes: answer_response(
             asked, call, routes.intake, _stored(asked, call, routes), routes.admission.model_name(), stream
         ),
-        "The answer to a conversation, as items",
+        "Create a response with OpenAI's Responses API",
     ),
     TypedRoute(
         "/v1/responses/input_tokens",
@@ -274,7 +272,7 @@ POSTED = (
         lambda asked, call, stream, routes: count_input_tokens(
             asked, call, routes.intake, _stored(asked, call, routes), stream
         ),
-        "How many tokens the conversation of a response has",
+        "Count the prompt tokens of a Responses request",
     ),
     TypedRoute(
         "/v1/responses/compact",
@@ -283,7 +281,7 @@ POSTED = (
         lambda asked, call, stream, routes: compact_conversation(
             asked, call, routes.intake, _stored(asked, call, routes), routes.admission.model_name(), stream
         ),
-        "A conversation's user messages and a summary of it",
+        "Replace a conversation by its user messages and a summary",
     ),
     TypedRoute(
         "/v1/messages",
@@ -292,49 +290,49 @@ POSTED = (
         lambda asked, call, stream, routes: answer_message(
             asked, call, routes.intake, routes.admission.model_name(), stream
         ),
-        "The answer to a conversation, in Anthropic's form",
+        "Create a message with Anthropic's Messages API",
     ),
     TypedRoute(
         "/v1/messages/count_tokens",
         CountTokensRequest,
         TokenCount,
         lambda asked, call, stream, routes: count_tokens(asked, call, routes.intake, stream),
-        "How many tokens a conversation has",
+        "Count the prompt tokens of a Messages request",
     ),
     TypedRoute(
         "/v1/embeddings",
         EmbeddingRequest,
         EmbeddingAnswer,
         lambda asked, call, _, routes: embed_inputs(asked, call, routes.intake, routes.admission.model_name()),
-        "Texts as numbers",
+        "Create embeddings",
     ),
     TypedRoute(
         "/v1/completions/render",
         CompletionRequest,
         list[RenderedPrompt],
         _render_prompts,
-        "The tokens of a completion's prompts",
+        "Return the prompt tokens of a completion request",
     ),
     TypedRoute(
         "/v1/chat/completions/render",
         ChatCompletionRequest,
         RenderedPrompt,
         _render_chat,
-        "The tokens of a conversation",
+        "Return the prompt tokens of a chat completion request",
     ),
     TypedRoute(
         "/tokenize",
         TokenizeRequest,
         Tokens,
         lambda asked, call, _, routes: tokenize(asked, call, routes.intake),
-        "The tokens of a text, or of a conversation",
+        "Tokenize a text or a conversation",
     ),
     TypedRoute(
         "/detokenize",
         DetokenizeRequest,
         DecodedPrompt,
         lambda asked, call, _, routes: detokenize(asked, call, routes.intake),
-        "The text of tokens",
+        "Convert token ids to text",
     ),
 )
 NAMED = (
@@ -343,7 +341,7 @@ NAMED = (
         DetachedQuery,
         DetachedAnswer,
         lambda query, call, stream, routes: read_detached(query, call, routes.intake, routes.forward, stream),
-        "What came of a detached request",
+        "Retrieve the state and output of a detached request",
         "GET",
     ),
     TypedRoute(
@@ -351,7 +349,7 @@ NAMED = (
         NamedRequest,
         dict[str, str],
         lambda named, call, _, routes: abort_request(named, call, routes.intake),
-        "Ends a request, detached or not",
+        "Abort a request, detached or not",
         "DELETE",
     ),
     # Ids may contain slashes, so the longest paths come first.
@@ -360,14 +358,14 @@ NAMED = (
         NamedResponse,
         ResponseAnswer,
         lambda named, call, _, routes: _stored(named, call, routes).cancel(named.response_id),
-        "Ends a response in background",
+        "Cancel a background response",
     ),
     TypedRoute(
         f"{_RESPONSE}/input_items",
         InputItemsQuery,
         InputItemList,
         lambda query, call, _, routes: _stored(query, call, routes).input_items(query),
-        "What a response answers",
+        "List the input items of a response",
         "GET",
     ),
     TypedRoute(
@@ -375,7 +373,7 @@ NAMED = (
         ResponseQuery,
         ResponseAnswer,
         lambda query, call, stream, routes: _stored(query, call, routes).show(query, stream),
-        "A response that is kept, or made in background",
+        "Retrieve a stored or background response",
         "GET",
     ),
     TypedRoute(
@@ -383,7 +381,7 @@ NAMED = (
         NamedResponse,
         DeletedResponse,
         lambda named, call, _, routes: _stored(named, call, routes).delete(named.response_id),
-        "Forgets a response, and ends it",
+        "Delete a response, and abort it if it is running",
         "DELETE",
     ),
 )

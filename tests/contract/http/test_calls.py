@@ -142,11 +142,11 @@ async def test_the_wrong_method(server: HttpServer) -> None:
 
 async def test_hints(server: HttpServer) -> None:
     error = await server.refusal(PATH, prompt="x", temprature=1)
-    assert error["message"] == "temprature is no field of this request; did you mean temperature?"
+    assert error["message"] == "temprature is not a field of this request; did you mean temperature?"
     error = await server.refusal(PATH, prompt="x", n=17)
-    assert error["message"] == "n is 17, which cannot be: expected `int` <= 16"
+    assert error["message"] == "n is 17, which is invalid: expected `int` <= 16"
     error = await server.refusal(PATH, prompt="x", suffix="y")
-    assert error["message"].endswith("is not served: nothing is filled in before a text")
+    assert error["message"].endswith("is not supported: text cannot be inserted before a suffix")
     with pytest.raises(openai.NotFoundError, match="is not served here"):
         await server.openai.completions.create(model="gpt", prompt="x")
 

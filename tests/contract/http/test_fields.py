@@ -485,7 +485,7 @@ async def _is_refused(door: Door, path: str, row: FieldRow, value: Any, *, by_op
     assert (seen.status, seen.request) == (400, None)
     error = seen.answer["error"]
     assert error["param"].partition("[")[0] == row.name
-    assert error["message"].endswith(f"is not served: {row.note}")
+    assert error["message"].endswith(f"is not supported: {row.note}")
 
 
 async def test_every_case_is_of_a_field() -> None:
@@ -495,9 +495,13 @@ async def test_every_case_is_of_a_field() -> None:
 
 async def test_fields_within_fields_are_refused_as_others_are(door: Door) -> None:
     for field_name, inner, message in (
-        ("stream_options", {"include_usages": True}, "no field of this request; did you mean include_usage?"),
-        ("structured_outputs", {"whitespace_pattern": " "}, "is not served: say it in the schema, by x-guidance"),
-        ("structured_outputs", {"choice": "A"}, "cannot be: expected `array | null`, got `str`"),
+        ("stream_options", {"include_usages": True}, "is not a field of this request; did you mean include_usage?"),
+        (
+            "structured_outputs",
+            {"whitespace_pattern": " "},
+            "is not supported: specify it in the schema, with x-guidance",
+        ),
+        ("structured_outputs", {"choice": "A"}, "is invalid: expected `array | null`, got `str`"),
     ):
         error = await door.server.refusal(COMPLETIONS, **PLAIN[COMPLETIONS] | {field_name: inner})
         assert error["param"] == f"{field_name}.{next(iter(inner))}"

@@ -253,7 +253,7 @@ async def test_media_are_refused_in_the_same_words(server: HttpServer) -> None:
         block = {"type": "document", "source": {"type": kind, "file_id": "x"}}
         error = await server.refusal(MESSAGES, **PLAIN[MESSAGES] | {"messages": [{"role": "user", "content": [block]}]})
         assert "this model does not read files" in error["message"]
-    assert "is no field" in (await server.refusal(RESPONSES, input="hi", image_url="x"))["message"]
+    assert "is not a field" in (await server.refusal(RESPONSES, input="hi", image_url="x"))["message"]
 
 
 FLAT = {"type": "function", **TOOL["function"]}  # type: ignore[dict-item]

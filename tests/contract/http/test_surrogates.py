@@ -53,7 +53,7 @@ async def test_a_text_of_a_body_has_whole_characters(server: HttpServer, field: 
     response = await server.client.post("/v1/completions", content=body.encode(), headers=headers)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, field)
-    assert "half a surrogate pair, which is no character; cut texts between characters" in error["message"]
+    assert "an unpaired surrogate, which is not a character; split texts only between characters" in error["message"]
 
 
 @pytest.mark.parametrize("kind", HALVES)

@@ -23,7 +23,7 @@ from scheduler_service.api.http.vendor_calls import vendor_text
 _INERT = Meta(description=INERT)
 # Fields that only answers have. A client may send an answer back as a message.
 _OF_ANSWERS = ("id", "type", "model", "stop_reason", "stop_sequence", "stop_details", "usage", "container")
-_NO_TOOLSETS = why("tools are named one by one")
+_NO_TOOLSETS = why("list each tool separately")
 
 
 class Block(Struct, tag_field="type", forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -33,12 +33,12 @@ class Block(Struct, tag_field="type", forbid_unknown_fields=True, frozen=True, k
 
 
 class CitationsConfig(Struct, forbid_unknown_fields=True, frozen=True):
-    enabled: Annotated[Literal[False], why("texts are not cited")] | None = None
+    enabled: Annotated[Literal[False], why("the model does not cite texts")] | None = None
 
 
 class TextBlock(Block, tag="text", forbid_unknown_fields=True, frozen=True):
     text: str
-    citations: Annotated[list[Any], why("no effect: those of earlier answers")] | None = None
+    citations: Annotated[list[Any], why("no effect: citations of earlier answers")] | None = None
     parsed_output: Annotated[Any, _INERT] = None  # the text as parsed by Anthropic's client
 
 
@@ -63,7 +63,7 @@ class ToolUseBlock(Block, tag="tool_use", forbid_unknown_fields=True, frozen=Tru
 
 class TextSource(Struct, tag_field="type", tag="text", forbid_unknown_fields=True, frozen=True):
     data: str
-    media_type: Annotated[Literal["text/plain"], why("documents are plain texts")] = "text/plain"
+    media_type: Annotated[Literal["text/plain"], why("documents must be plain text")] = "text/plain"
 
 
 class ContentSource(Struct, tag_field="type", tag="content", forbid_unknown_fields=True, frozen=True):
@@ -132,8 +132,8 @@ def _of_vendor(block: Any) -> Any:
 class InputMessage(Struct, forbid_unknown_fields=True, frozen=True):
     role: Literal["user", "assistant", "system"]
     content: str | list[ReadableBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock]
-    output_config: Annotated[EmptyObject, why("effort is set once, in the request")] | None = None
-    clear_at: Annotated[Literal["never"], why("messages are not cleared")] | None = None
+    output_config: Annotated[EmptyObject, why("set it once, in the request")] | None = None
+    clear_at: Annotated[Literal["never"], why("messages are never cleared")] | None = None
     cache_control: Annotated[dict[str, Any], _INERT] | None = None
 
     @staticmethod
@@ -159,15 +159,15 @@ class MessagesTool(Struct, forbid_unknown_fields=True, frozen=True):
     is ignored."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
-    input_schema: Annotated[dict[str, Any], why("a JSON Schema, which is always kept to")] | None = None
+    input_schema: Annotated[dict[str, Any], why("a JSON Schema, which is always enforced")] | None = None
     description: str | None = None
     type: Annotated[str, Meta(pattern=f"^(custom|{VENDOR_TYPE})$")] | None = None
     strict: Annotated[bool, STRICT] | None = None
     cache_control: Annotated[dict[str, Any], _INERT] | None = None
     eager_input_streaming: Annotated[bool, _INERT] | None = None
-    defer_loading: Annotated[bool, why("no effect: the prompt has all tools from the start")] | None = None
-    input_examples: Annotated[list[dict[str, Any]], why("added to the description")] | None = None
-    allowed_callers: Annotated[list[str], why("direct must be among them; no code is run")] | None = None
+    defer_loading: Annotated[bool, why("no effect: the prompt describes every tool from the start")] | None = None
+    input_examples: Annotated[list[dict[str, Any]], why("appended to the description")] | None = None
+    allowed_callers: Annotated[list[str], why("must include direct; the server runs no code")] | None = None
     # The following are options of tools that run at Anthropic.
     max_uses: Annotated[int, _OF_VENDOR] | None = None
     allowed_domains: Annotated[list[str], _OF_VENDOR] | None = None
@@ -209,7 +209,9 @@ class Thinking(Struct, forbid_unknown_fields=True, frozen=True):
     """Turns reasoning on or off, through the template variable `enable_thinking`."""
 
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: Annotated[int, Meta(ge=0, le=UINT32.high), why("reasoning ends behind so many")] | None = None
+    budget_tokens: Annotated[int, Meta(ge=0, le=UINT32.high), why("the maximum number of reasoning tokens")] | None = (
+        None
+    )
     display: Annotated[Literal["summarized", "omitted"], why("omitted: thinking blocks are empty")] | None = None
     block_binding: Annotated[dict[str, Any], _INERT] | None = None  # blocks of any conversation are accepted
 
@@ -220,8 +222,8 @@ class OutputFormat(Struct, tag_field="type", tag="json_schema", forbid_unknown_f
 
 class OutputConfig(Struct, forbid_unknown_fields=True, frozen=True):
     format: OutputFormat | None = None
-    effort: Annotated[str, why("the template's variable reasoning_effort")] | None = None
-    task_budget: Annotated[None, why("no budget is shown to the model; use max_tokens")] = None
+    effort: Annotated[str, why("sets the chat template's variable reasoning_effort")] | None = None
+    task_budget: Annotated[None, why("the model is shown no budget; use max_tokens")] = None
 
 
 class AllTurns(Struct, tag_field="type", tag="all", forbid_unknown_fields=True, frozen=True):
@@ -267,7 +269,7 @@ class ContextManagement(Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class Diagnostics(Struct, forbid_unknown_fields=True, frozen=True):
-    previous_message_id: Annotated[None, why("cache misses are not explained")] = None
+    previous_message_id: Annotated[None, why("cache misses are not diagnosed")] = None
 
 
 class CountTokensRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
@@ -277,28 +279,30 @@ class CountTokensRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True
     tool_choice: AutoChoice | AnyChoice | ToolChoice | NoChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: Annotated[OutputFormat, why("the older form of output_config.format")] | None = None
-    mcp_servers: Annotated[Empty, why("no other server is called")] | None = None
-    context_management: Annotated[ContextManagement, why("refused where an edit would clear something")] | None = None
+    output_format: Annotated[OutputFormat, why("alias of output_config.format")] | None = None
+    mcp_servers: Annotated[Empty, why("the server calls no other servers")] | None = None
+    context_management: Annotated[ContextManagement, why("refused if an edit would change the conversation")] | None = (
+        None
+    )
     cache_control: Annotated[dict[str, Any], _INERT] | None = None
     speed: Annotated[str, _INERT] | None = None
     user_profile_id: Annotated[str, _INERT] | None = None
     diagnostics: Diagnostics | None = None
     billing_policy: Annotated[dict[str, Any], _INERT] | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], why("variables of the template")] | None = None
-    compaction: Annotated[None, why("conversations are not compacted")] = None
-    fallbacks: Annotated[Empty, why("no other model answers")] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], why("variables for the chat template")] | None = None
+    compaction: Annotated[None, why("conversations are not compacted automatically")] = None
+    fallbacks: Annotated[Empty, why("there are no fallback models")] | None = None
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    max_tokens: Annotated[int, Meta(ge=1, le=UINT32.high), why("lowered to what fits")]
+    max_tokens: Annotated[int, Meta(ge=1, le=UINT32.high), why("lowered if the maximum sequence length requires it")]
     stream: bool | None = None
     stop_sequences: list[str] | None = None
     temperature: Annotated[float, within(RANGES["temperature"])] | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
     seed: Annotated[int, within(INT64)] | None = None
-    thread: Annotated[None, why("conversations are not kept; send the whole one")] = None
-    container: Annotated[None, why("no code is run")] = None
+    thread: Annotated[None, why("conversations are not stored; send the whole conversation")] = None
+    container: Annotated[None, why("the server runs no code")] = None
     inference_geo: Annotated[str, _INERT] | None = None
     fallback_credit_token: Annotated[str | dict[str, Any], _INERT] | None = None

@@ -21,7 +21,7 @@ from scheduler_service.api.http.requests import (
 
 _INERT = Meta(description=INERT)
 _FILE = {"type": "input_text", "text": FILE_LEFT_OUT}
-_LATER = why("results come with the next request")
+_LATER = why("tool results are sent with the next request")
 
 
 class InputText(Struct, tag_field="type", tag="input_text", forbid_unknown_fields=True, frozen=True):
@@ -185,7 +185,9 @@ class FunctionTool(
     """A function that the model may call."""
 
     output_schema: Annotated[dict[str, Any], _INERT] | None = None
-    allowed_callers: Annotated[list[Literal["direct"]], why("the model calls tools, and no program")] | None = None
+    allowed_callers: Annotated[list[Literal["direct"]], why("only the model can call tools, not a program")] | None = (
+        None
+    )
     is_asynchronous: Annotated[Literal[False], _LATER] | None = field(default=None, name="async")
 
     @staticmethod
@@ -208,7 +210,9 @@ class CustomTool(Struct, tag_field="type", tag="custom", forbid_unknown_fields=T
     description: str | None = None
     format: TextFormat | GrammarFormat | None = None
     defer_loading: Annotated[bool, LOADED] | None = None
-    allowed_callers: Annotated[list[Literal["direct"]], why("the model calls tools, and no program")] | None = None
+    allowed_callers: Annotated[list[Literal["direct"]], why("only the model can call tools, not a program")] | None = (
+        None
+    )
     is_asynchronous: Annotated[Literal[False], _LATER] | None = field(default=None, name="async")
 
 
@@ -342,16 +346,22 @@ class SchemaFormat(NamedSchema, tag_field="type", tag="json_schema", forbid_unkn
 class TextField(Struct, forbid_unknown_fields=True, frozen=True):
     format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
     verbosity: (
-        Annotated[Literal["low", "medium", "high"], why("the template's variable; a warning if it reads none")] | None
+        Annotated[
+            Literal["low", "medium", "high"],
+            why("a variable for the chat template; ignored with a warning if the template does not read it"),
+        ]
+        | None
     ) = None
 
 
 class ReasoningConfig(Struct, forbid_unknown_fields=True, frozen=True):
-    effort: Annotated[str, why("the template's variable reasoning_effort")] | None = None
-    summary: Annotated[str, why("no effect: reasoning is told as it is")] | None = None
+    effort: Annotated[str, why("sets the chat template's variable reasoning_effort")] | None = None
+    summary: Annotated[str, why("no effect: answers contain the full reasoning")] | None = None
     generate_summary: Annotated[str, _INERT] | None = None
-    context: Annotated[Literal["auto"], why("the template decides which reasoning it writes")] | None = None
-    mode: Annotated[Literal["standard"], why("there is one mode")] | None = None
+    context: Annotated[Literal["auto"], why("the chat template selects the earlier reasoning in the prompt")] | None = (
+        None
+    )
+    mode: Annotated[Literal["standard"], why("there is only the standard mode")] | None = None
 
 
 # Additional data in an answer. Only the log-probabilities are supported: the other values concern tools that do not run
@@ -370,59 +380,68 @@ Included = Literal[
 
 class ResponsesRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
     input: (
-        str | Annotated[list[dict[str, Any]], Meta(min_length=1), why("may be unset with previous_response_id")] | None
+        str | Annotated[list[dict[str, Any]], Meta(min_length=1), why("optional with previous_response_id")] | None
     ) = None
     instructions: str | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=UINT32.high)] | None = None
     stream: bool | None = None
     stream_options: Annotated[dict[str, Any], _INERT] | None = None
     structured_outputs: StructuredOutputsField | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], why("variables of the template")] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], why("variables for the chat template")] | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionTool | CustomTool | AllowedFunctions | None = None
-    parallel_tool_calls: Annotated[bool, why("false: at most one")] | None = None
+    parallel_tool_calls: Annotated[bool, why("false: at most one call")] | None = None
     text: TextField | None = None
     reasoning: ReasoningConfig | None = None
     metadata: (
         Annotated[
             dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
             Meta(max_length=16),
-            why("stands in the answer; at most 16 texts of 512 characters, with keys of 64"),
+            why("repeated in the answer; at most 16 texts of 512 characters, with keys of 64 characters"),
         ]
         | None
     ) = None
-    include: Annotated[list[Included], why("message.output_text.logprobs, without tools; others: no effect")] | None = (
-        None
-    )
+    include: (
+        Annotated[
+            list[Included],
+            why("message.output_text.logprobs adds logprobs, but not with tools; other values have no effect"),
+        ]
+        | None
+    ) = None
     truncation: (
         Annotated[
             Literal["disabled", "auto"],
-            why("no effect: a conversation that does not fit is refused; truncate_prompt_tokens cuts prompts"),
+            why("no effect: a conversation that does not fit is refused; use truncate_prompt_tokens instead"),
         ]
         | None
     ) = None
-    store: Annotated[bool, why("kept for a while, for GET and previous_response_id, unless false")] | None = None
-    background: Annotated[bool, why("the answer comes at once, for GET")] | None = None
-    previous_response_id: Annotated[str, why("its conversation comes before the input")] | None = None
-    conversation: Annotated[None, why("conversations are not stored; send it")] = None
-    prompt: Annotated[None, why("prompts are not stored; send it")] = None
-    max_tool_calls: (
-        Annotated[int, Meta(ge=0), why("the answer repeats it: it limits tools that run at OpenAI")] | None
+    store: (
+        Annotated[bool, why("default: true; store the response for some time, for GET and previous_response_id")] | None
     ) = None
-    prompt_cache_key: Annotated[str, why("the answer repeats it: prefixes are always cached")] | None = None
-    safety_identifier: Annotated[str, why("the answer repeats it")] | None = None
-    user: Annotated[str, why("the answer repeats it")] | None = None
+    background: (
+        Annotated[bool, why("return at once and compute in the background; read the response with GET")] | None
+    ) = None
+    previous_response_id: Annotated[str, why("the conversation of this response precedes the input")] | None = None
+    conversation: Annotated[None, why("conversations are not stored; send the items as input")] = None
+    prompt: Annotated[None, why("prompts are not stored; send the text as input")] = None
+    max_tool_calls: (
+        Annotated[int, Meta(ge=0), why("repeated in the answer; no effect: it limits only tools that run at OpenAI")]
+        | None
+    ) = None
+    prompt_cache_key: Annotated[str, why("repeated in the answer; no effect: prefixes are always cached")] | None = None
+    safety_identifier: Annotated[str, why("repeated in the answer")] | None = None
+    user: Annotated[str, why("repeated in the answer")] | None = None
     client_metadata: Annotated[dict[str, Any], _INERT] | None = None
-    context_management: Annotated[Empty, why("a conversation is taken as it is sent")] | None = None
+    context_management: Annotated[Empty, why("conversations are not edited")] | None = None
     background_options: Annotated[dict[str, Any], _INERT] | None = None  # the accepted delay of a background response
     image: Annotated[dict[str, Any], _INERT] | None = None
-    access_programs: Annotated[dict[str, Literal["standard"]], why("there are no programs")] | None = None
-    moderation: Annotated[None, why("texts are not moderated")] = None
-    personality: Annotated[None, why("ask for it in the instructions")] = None
-    enable_response_messages: Annotated[Literal[False], why("use return_token_ids of chats")] | None = None
-    previous_input_messages: Annotated[Empty, why("send them as input")] | None = None
+    access_programs: Annotated[dict[str, Literal["standard"]], why("there are no access programs")] | None = None
+    moderation: Annotated[None, why("the server does not moderate texts")] = None
+    personality: Annotated[None, why("describe it in the instructions")] = None
+    enable_response_messages: Annotated[Literal[False], why("use return_token_ids of chat completions")] | None = None
+    previous_input_messages: Annotated[Empty, why("send the messages as input")] | None = None
     previous_response: Annotated[None, why("send its output as input")] = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20), why("without tools")] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20), why("cannot be combined with tools")] | None = None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -438,14 +457,14 @@ class NamedResponse(Struct, kw_only=True, forbid_unknown_fields=True, frozen=Tru
 
 
 class ResponseQuery(NamedResponse, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    stream: Annotated[bool, why("events from its beginning, of one in background alone")] | None = None
-    starting_after: Annotated[None, why("events are cut anew each time; read them from the beginning")] = None
+    stream: Annotated[bool, why("send all events of a background response, from the beginning")] | None = None
+    starting_after: Annotated[None, why("event numbers differ from read to read; read from the beginning")] = None
     include: Annotated[str, _INERT] | None = field(default=None, name="include[]")
     include_obfuscation: Annotated[bool, _INERT] | None = None
 
 
 class InputItemsQuery(NamedResponse, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    order: Annotated[Literal["asc", "desc"], why("desc unless set: the last first")] | None = None
-    limit: Annotated[int, Meta(ge=1, le=100), why("20 unless set")] | None = None
-    after: Annotated[str, why("the id of the item that comes before")] | None = None
+    order: Annotated[Literal["asc", "desc"], why("default: desc, the last item first")] | None = None
+    limit: Annotated[int, Meta(ge=1, le=100), why("default: 20")] | None = None
+    after: Annotated[str, why("the id of the item that precedes the page")] | None = None
     include: Annotated[str, _INERT] | None = field(default=None, name="include[]")
