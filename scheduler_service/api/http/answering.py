@@ -117,7 +117,9 @@ async def answer_call(
     is refused, all requests of the call are cancelled. If `num_best` is set, a whole answer contains only that many
     samples of each prompt: the samples with the highest mean log-probability. Raises RefusedError."""
     if request.stream_options is not None and not request.stream:
-        raise invalid("stream_options", "stream_options is set, but stream is not true; set it, or leave both unset")
+        raise invalid(
+            "stream_options", "stream_options is set, but stream is not true; set stream, or leave both unset"
+        )
     async with begin_requests(asked, call, intake, is_streamed=bool(request.stream)) as begun:
         if not request.stream:
             return await _whole_answer(begun, writer, num_best)
@@ -173,9 +175,9 @@ def answer_size(asked: ReadCall, resolved: Sequence[Request]) -> int:
     if sizes.total() > MAX_ANSWER_BYTES:
         raise invalid(
             field,
-            f"the answer may take {sizes.total()} bytes, {size} of them for {field.removeprefix('sampling.')}, and "
-            f"{MAX_ANSWER_BYTES} are the most of a call; ask for fewer, or for shorter outputs, stream them, or "
-            "send the prompts by themselves",
+            f"the answer may need {sizes.total()} bytes, {size} of them for {field.removeprefix('sampling.')}; the "
+            f"limit of a call is {MAX_ANSWER_BYTES}; ask for fewer or shorter outputs, stream them, or send prompts "
+            "in separate calls",
         )
     return sizes.total()
 

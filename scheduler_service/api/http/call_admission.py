@@ -24,8 +24,8 @@ MAX_REQUESTS_BYTES = 1 << 30
 
 
 class CallAdmission:
-    """Admits or refuses calls. The decision depends on a call's headers and on the bytes that the calls of all tenants
-    hold."""
+    """The admission control of the HTTP API. The decision depends on a call's headers and on the bytes that the calls
+    of all tenants hold."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class CallAdmission:
         origin = headers.get(b"origin")
         is_open = scope["method"] in ("GET", "HEAD") or not {"*", origin}.isdisjoint(self.allowed_origins)
         if origin is not None and not is_open and origin.partition("://")[2] != headers.get(b"host", "localhost"):
-            raise HttpRefusal(403, f"the web page's origin {origin[:80]!r} may not call; name it in --allowed-origins")
+            raise HttpRefusal(403, f"web pages of the origin {origin[:80]!r} may not call; add it to --allowed-origins")
 
     def call(self, scope: Scope) -> Call:
         """Return the call with its caller. Raises RefusedError if the caller is unknown.
@@ -114,6 +114,6 @@ class CallAdmission:
             raise RefusedError(
                 Reason.NOT_FOUND,
                 f"the model {name[:80]!r} is not served here; send {served!r}, or leave model unset "
-                "(--any-model-name accepts any)",
+                "(--any-model-name accepts any name)",
                 "model",
             )

@@ -202,13 +202,13 @@ async def read_chat(
     template = chosen_template(intake.model, request.chat_template)
     output = intake.chats.format_of(template)
     if request.verbosity not in (None, "medium") and "verbosity" not in template:
-        stream.warn("verbosity is left out: the chat template of the model does not read it")
+        stream.warn("verbosity is ignored: the chat template of the model does not read it")
     # Check the schemas first: rendering is expensive.
     functions, left_out = await intake.turns.carry_out(tenant, call.size, functions_of, request, output)
     prompt = await render_messages(request, call, intake)
     asked, maker = await intake.turns.carry_out(tenant, call.size, _read, request, functions, prompt, call, intake)
     if left_out and asked.requests[0].request.grammar is not None:
-        stream.warn(f"of the schemas of tools these are not enforced: {', '.join(sorted(left_out))}")
+        stream.warn(f"keywords in tool schemas that are not enforced: {', '.join(sorted(left_out))}")
     return asked, maker
 
 
@@ -233,7 +233,7 @@ def _read(
         options.setdefault("skip_special_tokens", False)
     for field in ("top_logprobs", "logprob_token_ids"):
         if getattr(request, field) and not request.logprobs:
-            raise invalid(field, f"{field} is set, but logprobs is not true; set it, or leave both unset")
+            raise invalid(field, f"{field} is set, but logprobs is not true; set logprobs, or leave both unset")
     if request.logprobs:
         options["logprobs"] = request.top_logprobs or 0
         names["logprobs"] = "logprobs" if request.top_logprobs is None else "top_logprobs"

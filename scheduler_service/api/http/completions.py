@@ -127,11 +127,11 @@ def _read(request: CompletionRequest, call: Call, intake: Intake) -> ReadCall:
     options, names = sampling_options(request, intake.model, structured(request))
     called = RequestNames("prompt", **names)
     if request.max_tokens == 0 and not request.echo:
-        raise invalid("max_tokens", "max_tokens is 0, which nothing comes of without echo; send at least 1")
+        raise invalid("max_tokens", "max_tokens is 0, which requires echo; set echo, or send at least 1")
     if request.max_tokens not in (None, -1):
         options["max_tokens"] = request.max_tokens or 1
     if request.logprob_token_ids and (request.logprobs is None or request.max_tokens == 0):
-        told = "logprobs is not; set it too" if request.logprobs is None else "max_tokens is 0; send at least 1"
+        told = "logprobs is not; set logprobs too" if request.logprobs is None else "max_tokens is 0; send at least 1"
         raise invalid("logprob_token_ids", f"logprob_token_ids is set, but {told}")
     if request.logprobs is not None:
         options["logprobs"] = request.logprobs
@@ -170,8 +170,8 @@ def _check_grammars(request: ParsedRequest, num_prompts: int) -> None:
     if grammar is not None and size > _MAX_GRAMMARS_BYTES:
         raise invalid(
             f"sampling.{grammar.kind.name.lower()}",
-            f"what the outputs must match has {size} bytes for {num_prompts} prompts together, {_MAX_GRAMMARS_BYTES} "
-            "are the most; shorten it, or send fewer prompts",
+            f"the output constraint has {size} bytes for {num_prompts} prompts together; the limit is "
+            f"{_MAX_GRAMMARS_BYTES}; shorten it, or send fewer prompts",
         )
 
 
@@ -180,7 +180,7 @@ def _check_best_of(request: CompletionRequest, best_of: int) -> None:
     if best_of < (request.n or 1):
         raise invalid("best_of", f"best_of is {best_of}, but n is {request.n}; best_of must be at least n")
     if request.stream and best_of > (request.n or 1):
-        raise invalid("best_of", "which samples are best is known at the end alone; leave stream or best_of unset")
+        raise invalid("best_of", "the best samples are known only at the end; leave stream or best_of unset")
 
 
 async def _text_of(asked: ParsedRequest, intake: Intake) -> str:
@@ -190,7 +190,7 @@ async def _text_of(asked: ParsedRequest, intake: Intake) -> str:
     if isinstance(prompt, str):
         return prompt
     if intake.texts is None:
-        raise invalid("echo", "the served checkpoint has no tokenizer, and knows no text of a prompt; leave echo unset")
+        raise invalid("echo", "the served checkpoint has no tokenizer to decode the prompt for echo; leave echo unset")
     # Token ids outside the vocabulary are refused later.
     known = [token_id for token_id in prompt if token_id < intake.model.vocab_size]
     return await intake.texts.decode(known, asked.request.tenant, skip_special_tokens=False)

@@ -41,13 +41,16 @@ async def submit_detached(
     or sets a field that only an attached request supports."""
     for field in _OF_ANSWERS:
         if getattr(request, field, None):
-            raise invalid(field, f"{field} is of an answer, and a detached request has none; leave one of them unset")
+            raise invalid(field, f"{field} has no effect in a detached request; leave it or detached unset")
     if getattr(request, "include_reasoning", None) is False:
         raise invalid(
-            "include_reasoning", "include_reasoning is false, but a detached request shows all text; leave it unset"
+            "include_reasoning", "include_reasoning is false, but detached requests return all text; leave it unset"
         )
     if len(asked.requests) > 1:
-        raise invalid("prompt", f"a detached request has one prompt, not {len(asked.requests)}; send each by itself")
+        raise invalid(
+            "prompt",
+            f"a detached request must have one prompt, not {len(asked.requests)}; send each in its own request",
+        )
     [parsed] = asked.requests
     with asked.names.in_refusals():
         message = await encoded_request(parsed, intake)
@@ -61,7 +64,7 @@ async def read_detached(
     """Return the JSON of a request's state and outputs, or None if its outputs are streamed. Raises RefusedError."""
     named, texts = _named(query, call), TokenTexts(intake.tokenizer)
     if query.from_token is not None and not query.stream:
-        raise invalid("from_token", "from_token is set, but stream is not true; set it, or leave both unset")
+        raise invalid("from_token", "from_token is set, but stream is not true; set stream, or leave both unset")
     if not query.stream:
         result = await answer_of(forward("GetResult", scheduler_pb2.GetResultRequest(**named), call))
         if not result.outputs:  # only a record is stored: another endpoint answered the request

@@ -52,7 +52,7 @@ async def _input_of(request: EmbeddingRequest, call: Call, intake: Intake) -> Pr
     """Return the inputs of a request, or the rendered text of its conversation. Raises RefusedError unless exactly one
     of `input` and `messages` is set."""
     if (request.input is None) == (request.messages is None):
-        raise invalid("input", "send either an input or messages")
+        raise invalid("input", "set either input or messages")
     if request.input is not None:
         return request.input
     chat = structs.replace(request, add_generation_prompt=request.add_generation_prompt is True)
@@ -83,7 +83,9 @@ def _shortened(data: bytes, dimensions: int) -> bytes:
     numbers."""
     num = len(data) // _NUMBER_BYTES
     if dimensions > num:
-        raise invalid("dimensions", f"dimensions is {dimensions}, but the model's embeddings have {num}; lower it")
+        raise invalid(
+            "dimensions", f"dimensions is {dimensions}, but the model's embeddings have {num}; lower dimensions"
+        )
     numbers = struct.unpack(f"<{dimensions}f", data[: dimensions * _NUMBER_BYTES])
     length = math.hypot(*numbers) or 1.0
     return struct.pack(f"<{dimensions}f", *(number / length for number in numbers))

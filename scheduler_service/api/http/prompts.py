@@ -42,7 +42,7 @@ def separate_prompts(given: PromptField, field: str, most: int = MAX_PROMPTS) ->
     if len(given) > most:
         raise invalid(field, f"{field} has {len(given)} entries, at most {most} are allowed; send fewer")
     if int in kinds:
-        raise invalid(field, f"{field} has token ids beside texts or lists; send the ids in a list of their own")
+        raise invalid(field, f"{field} mixes token ids with texts or lists; send the ids in a list of their own")
     return [item if isinstance(item, str) else tuple(item) for item in cast(list[str | list[int]], given)]
 
 
@@ -108,7 +108,8 @@ def chosen_template(model: ModelInfo, name: str | None) -> str:
     such template."""
     if model.template_file is None:
         raise invalid(
-            "messages", "the served model has no chat template; send a prompt to /v1/completions, or serve one that has"
+            "messages",
+            "the served model has no chat template; send a prompt to /v1/completions, or serve another model",
         )
     if name is None:
         return model.template_file.text
@@ -116,6 +117,6 @@ def chosen_template(model: ModelInfo, name: str | None) -> str:
     if name not in named:
         known = ", ".join(sorted(named)) or "none"
         raise invalid(
-            "chat_template", f"chat_template is {name[:40]!r}, which names no template of the model; it has {known}"
+            "chat_template", f"chat_template is {name[:40]!r}, which is not a template of the model; known: {known}"
         )
     return named[name]

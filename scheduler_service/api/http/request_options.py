@@ -86,7 +86,7 @@ def sampling_options(
     found = [*grammars, *_ruled_out(request, model)]
     if len(found) > 1:
         (first, *_), (second, *_) = found[:2]
-        raise invalid(second, f"{first} and {second} both say what the output must match; send one of them")
+        raise invalid(second, f"{first} and {second} both constrain the output; send only one of them")
     names = {}
     for field, kind, value in found:
         options[kind], names[kind] = value, field
@@ -172,7 +172,7 @@ def _ruled_out(request: GenerationRequest, model: ModelInfo) -> Iterator[FoundGr
         yield "allowed_token_ids", "grammar", f"start: {' '.join(parts)}".replace(", ", ",")
     if request.bad_words:
         if "" in request.bad_words:
-            raise invalid(f"bad_words[{request.bad_words.index('')}]", "a bad word is empty; leave it out")
+            raise invalid(f"bad_words[{request.bad_words.index('')}]", "a bad word is empty; remove it")
         words = " | ".join(map(json.dumps, request.bad_words))
         yield "bad_words", "grammar", f"start: TEXT\nANY: /(?s:.*)/\nTEXT: ANY & ~(ANY ({words}) ANY)"
 
@@ -184,4 +184,4 @@ def _text(schema: Raw, field: str) -> str:
         text = bytes(schema).decode().strip()
         return msgspec.json.decode(text, type=str) if text.startswith('"') else text
     except UnicodeDecodeError:
-        raise invalid(field, f"{field} is not in UTF-8") from None
+        raise invalid(field, f"{field} is not valid UTF-8") from None

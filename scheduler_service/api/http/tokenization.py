@@ -22,7 +22,7 @@ async def tokenize(request: TokenizeRequest, call: Call, intake: Intake) -> byte
     """Return the JSON with the tokens of a text or a conversation. Raises RefusedError unless exactly one of `prompt`
     and `messages` is set."""
     if (request.prompt is None) == (request.messages is None):
-        raise invalid("prompt", "send either a prompt or messages")
+        raise invalid("prompt", "set either prompt or messages")
     if request.prompt is not None:
         text, special, field = request.prompt, request.add_special_tokens is not False, "prompt"
     else:
@@ -32,7 +32,7 @@ async def tokenize(request: TokenizeRequest, call: Call, intake: Intake) -> byte
             "messages",
         )
     tokenizer = _tokenizer(intake)
-    assert intake.texts is not None, "there is a tokenizer"
+    assert intake.texts is not None, "the checkpoint has a tokenizer"
     write = partial(_written, tokenizer if request.return_token_strs else None, longest_sequence(intake))
     return await intake.texts.encode_then(
         write, text, call.caller.tenant(""), ANY_NUMBER, field=field, add_special_tokens=special
@@ -47,7 +47,7 @@ def _written(naming: Tokenizer | None, max_model_len: int, token_ids: list[int])
 async def detokenize(request: DetokenizeRequest, call: Call, intake: Intake) -> bytes:
     """Return the JSON with the text of the tokens. Raises RefusedError if a token id is outside the vocabulary."""
     _tokenizer(intake)
-    assert intake.texts is not None, "there is a tokenizer"
+    assert intake.texts is not None, "the checkpoint has a tokenizer"
     vocab_size = intake.model.vocab_size
     highest = max(request.tokens, default=0)
     if highest >= vocab_size:

@@ -54,7 +54,7 @@ def functions_of(request: ChatCompletionRequest, output: ChatFormat) -> tuple[di
     for position, tool in enumerate(tools):
         name, schema = tool.function.name, tool.function.parameters
         if name in functions:
-            raise invalid(f"tools[{position}].function.name", f"another tool is called {name!r} too; rename one")
+            raise invalid(f"tools[{position}].function.name", f"two tools have the name {name!r}; rename one")
         try:
             given.take_tree(schema)
             kept = enforceable(schema, schema, keywords := set[str]())
@@ -71,13 +71,13 @@ def functions_of(request: ChatCompletionRequest, output: ChatFormat) -> tuple[di
     functions = {name: functions[name] for name in functions if name in names} if names else functions
     if not functions or not is_known:
         raise invalid(
-            "tool_choice", "tool_choice asks for a call of what is not among tools; add it, or choose another"
+            "tool_choice", "tool_choice requires a tool that is not in tools; add the tool, or choose another"
         )
     if output.calls is None:
         raise invalid(
             "tools",
-            "calls of tools are in no form that is known, by the model's chat template or --tool-call-parser; leave "
-            "tools unset",
+            "the model's format of tool calls is unknown: neither its chat template nor --tool-call-parser specifies "
+            "it; leave tools unset",
         )
     return functions, left_out
 
@@ -89,15 +89,15 @@ def _check_strict(field: str, name: str, keywords: set[str]) -> None:
         raise invalid(
             field,
             f"{field} is strict, but the schema of {name[:80]!r} has {asked}, which cannot be enforced; leave "
-            "strict unset, or write the schema without",
+            "strict unset, or remove them from the schema",
         )
 
 
 def _too_large(field: str, error: SchemaBudgetError) -> RefusedError:
     return invalid(
         field,
-        f"{field}: the JSON Schemas of the request have {error}, counting what each $ref and each property's copy of "
-        "$defs adds; send simpler schemas, or fewer tools",
+        f"{field}: the JSON Schemas of the request have {error}, including the expansion of each $ref and each "
+        "property's copy of $defs; send simpler schemas, or fewer tools",
     )
 
 
@@ -120,14 +120,13 @@ def chat_grammars(
 ) -> list[FoundGrammar]:
     """Return the constraints on an output, other than `allowed_token_ids` and `bad_words`. They cover the tool calls,
     the format of the text after the reasoning, and the limit of reasoning tokens. Raises RefusedError if a grammar
-    would have to begin after the reasoning. Also raises it if the request sets a reasoning budget and the model has no
-    reasoning."""
+    would have to begin after the reasoning, or if a reasoning budget is set for a model without reasoning."""
     budget = None if request.thinking_token_budget == -1 else request.thinking_token_budget
     if budget is not None and not output.has_reasoning:
         raise invalid(
             "thinking_token_budget",
-            "thinking_token_budget is set, but reasoning is in no form that is known, by the model's chat template or "
-            "--reasoning-parser; leave it unset",
+            "thinking_token_budget is set, but the model's format of reasoning is unknown: neither its chat template "
+            "nor --reasoning-parser specifies it; leave thinking_token_budget unset",
         )
     found = list(structured(request))
     is_required = bool(functions) and _choice_of(request)[0] == "required"
@@ -170,9 +169,11 @@ def _form_of(found: list[FoundGrammar], besides: str, output: ChatFormat) -> dic
         except ValueError:
             return None
     if besides:
-        raise invalid(field, f"{besides} and {field} both say what the output must match; send one of them")
+        raise invalid(field, f"{besides} and {field} both constrain the output; send only one of them")
     if not output.is_in_channels:
-        raise invalid(field, f"{field} cannot begin behind the reasoning that the chat template begins; turn that off")
+        raise invalid(
+            field, f"{field} cannot begin after the reasoning that the chat template begins; turn reasoning off"
+        )
     return None
 
 

@@ -290,7 +290,7 @@ async def test_verbosity_is_a_variable_of_the_template(tmp_path: Path, caplog: p
     If the template does not read the variable, the response and the log contain a warning.
     """
     model = make_chat_checkpoint(tmp_path / "model", wordy=CHAT_TEMPLATE + "<{{ verbosity }}>")
-    warning = "verbosity is left out: the chat template of the model does not read it"
+    warning = "verbosity is ignored: the chat template of the model does not read it"
     async with serve_http(model) as server:
         for asked, told in (("low", warning), ("high", warning), ("medium", None), (None, None)):
             caplog.clear()

@@ -268,7 +268,7 @@ async def test_a_response_that_cannot_be_kept_is_not_lost(
     assert (response.store, response.status, items(response)) == (False, "completed", items(kept))
     assert await unknown(server.openai, response.id)
     [logged] = [each for each in caplog.records if each.name == stored_responses.__name__]
-    assert "'other' is answered, but not kept: " in logged.getMessage()
+    assert "'other' was returned, but not stored: " in logged.getMessage()
 
 
 async def _last_of(creating: Awaitable[Any]) -> Response:
@@ -434,7 +434,7 @@ async def test_nothing_in_background_has_a_timeout(server: HttpServer) -> None:
         ("/v1/completions", {"prompt": "x", "detached": True}),
     ):
         error = await server.refusal(path, timeout=60, **asked)
-        assert (error["param"], "timeout is of an answer" in error["message"]) == ("timeout", True)
+        assert (error["param"], "timeout has no effect" in error["message"]) == ("timeout", True)
 
 
 async def test_what_an_output_must_match_holds_in_background(server: HttpServer, say: Say) -> None:

@@ -61,7 +61,7 @@ def within(inner: dict[str, Any]) -> dict[str, Any]:
 
 
 def warning(*left_out: str) -> str:
-    return f"of the schemas of tools these are not enforced: {', '.join(left_out)}"
+    return f"keywords in tool schemas that are not enforced: {', '.join(left_out)}"
 
 
 def asked(path: str, schema: dict[str, Any], *, required: bool = False, **tool: Any) -> dict[str, Any]:

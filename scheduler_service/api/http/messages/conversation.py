@@ -125,12 +125,12 @@ def _tool(index: int, tool: MessagesTool) -> ToolField:
     if name := next((name for name in _VENDOR_OPTIONS if getattr(tool, name) is not None), ""):
         field = f"tools[{index}].{name}"
         raise invalid(
-            field, f"{field} is an option of tools that run at Anthropic, but this is no such tool; leave it out"
+            field, f"{field} is an option of tools that run at Anthropic, but the client runs this tool; leave it unset"
         )
     callers = tool.allowed_callers
     if callers and "direct" not in callers:
         field = f"tools[{index}].allowed_callers"
-        raise invalid(field, f"{field} does not have 'direct', so that no one could call the tool; add it")
+        raise invalid(field, f"{field} does not include 'direct', so the model could not call the tool; add 'direct'")
     description = tool.description
     if tool.input_examples:
         examples = "\n".join(json.dumps(example, ensure_ascii=False) for example in tool.input_examples)
@@ -172,7 +172,9 @@ def _check_blocks(index: int, message: InputMessage) -> None:
         if not isinstance(block, str | _BLOCKS[message.role]):
             field = f"messages[{index}].content[{position}]"
             kind = str(block.__struct_config__.tag)
-            raise invalid(field, f"{field} is of type {kind!r}, which messages of role {message.role!r} do not have")
+            raise invalid(
+                field, f"{field} is of type {kind!r}, which messages of role {message.role!r} must not contain"
+            )
 
 
 def _question(message: InputMessage) -> Iterator[dict[str, Any]]:

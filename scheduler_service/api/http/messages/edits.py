@@ -31,8 +31,8 @@ def check_edits(request: CountTokensRequest, num_prompt_tokens: int) -> None:
             name = str(edit.__struct_config__.tag)
             raise invalid(
                 place,
-                f"{place} is {name}, which would change this conversation, but conversations are not edited here; "
-                "leave it out and send an edited conversation, or raise what it keeps or its trigger",
+                f"{place} is {name}, which would change this conversation, but this server edits no conversations; "
+                "send the edited conversation without this edit, or raise the edit's keep or trigger",
             )
 
 

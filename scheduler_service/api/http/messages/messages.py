@@ -60,7 +60,7 @@ _Result = TypeVar("_Result")
 
 
 class MessageTeller:
-    """A writer of a streamed message: it converts the deltas of an output into events."""
+    """An event writer that converts the deltas of one output into the events of a message."""
 
     def __init__(self, parser: OutputParser, head: MessageAnswer, *, shows_thinking: bool) -> None:
         """`head` is the message at its start, without content. `shows_thinking`: thinking blocks contain the text of

@@ -53,7 +53,7 @@ def tool_fields(tools: Iterable[Tool], found: Iterable[Tool]) -> list[ToolField]
     for place, tool, namespace, preface in _each(tools):
         name = function_name(tool.name, namespace)
         if name in fields:
-            raise invalid(f"{place}.name", f"{place}.name: another tool is called as {name!r} too; rename one")
+            raise invalid(f"{place}.name", f"{place}.name: two tools are called as {name!r}; rename one")
         fields[name] = _field(name, tool, preface)
     for _, tool, namespace, preface in _each(found):
         name = function_name(tool.name, namespace)

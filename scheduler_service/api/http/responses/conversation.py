@@ -127,7 +127,7 @@ def chat_meant(request: ResponsesRequest, conversation: Iterable[InputItem]) -> 
     text = request.text or TextField()
     if request.wants_logprobs and request.tools and request.tool_choice != "none":
         field = "top_logprobs" if request.top_logprobs else "include"
-        raise invalid(field, f"{field} asks for log-probabilities, but tools may be called; set tool_choice to none")
+        raise invalid(field, f"{field} requests log-probabilities, but tools may be called; set tool_choice to none")
     return ChatCompletionRequest(
         messages=list(_messages(request.instructions, conversation)),
         max_tokens=request.max_output_tokens,

@@ -40,7 +40,7 @@ _LAST_EVENTS = {"cancelled": "incomplete"}  # clients know no event "response.ca
 
 
 class ResponseTeller:
-    """A writer of a response: it converts the deltas of one output into events."""
+    """An event writer that converts the deltas of one output into the events of a response."""
 
     def __init__(
         self, parser: OutputParser, begun: ResponseAnswer, tools: Mapping[str, CalledTool], intake: Intake, tenant: str
@@ -64,7 +64,8 @@ class ResponseTeller:
         self._num_told_logprobs = 0
 
     def begin(self) -> Iterator[ResponseEvent]:
-        """Yield the events with which the response begins."""
+        """Yield the first events of the response: `response.created`, and `response.queued` for a background
+        response."""
         yield self._event("response.created", response=self._begun)
         if self._begun.status == "queued":
             yield self._event("response.queued", response=self._begun)

@@ -60,13 +60,15 @@ async def answer_response(
     """Return the JSON of the response, or None if it is streamed. Raises RefusedError."""
     is_stored = request.store is not False
     if request.background and not is_stored:
-        raise invalid("background", "background is true, but store is false: nothing could be read of it; set store")
+        raise invalid(
+            "background", "background is true, but store is false, so no client could read the response; set store"
+        )
     if request.background and request.timeout is not None:
-        raise invalid("timeout", "timeout is of an answer, and one in background is not waited for; leave it unset")
+        raise invalid("timeout", "timeout has no effect on a background response; leave timeout or background unset")
     with _NAMES.in_refusals():
         request, conversation, call, asked, make_parser = await _read(request, call, intake, stored, stream)
         prompt = asked.requests[0].prompt
-        assert isinstance(prompt, str), "chats are of texts"
+        assert isinstance(prompt, str), "the prompt of a chat is text"
         begun = _begun(request, asked.requests[0].request.sampling, model_name)
         record = ResponseRecord(conversation, begun, prompt_end=prompt[-PROMPT_END_CHARS:])
         if request.background:
@@ -99,7 +101,7 @@ async def answer_response(
 async def count_input_tokens(
     request: ResponsesRequest, call: Call, intake: Intake, stored: StoredResponses, stream: EventStream
 ) -> bytes:
-    """Return the JSON with the number of tokens of a request's prompt. Raises RefusedError."""
+    """Return the JSON with the number of tokens in a request's prompt. Raises RefusedError."""
     with _NAMES.in_refusals():
         _, _, _, asked, _ = await _read(request, call, intake, stored, stream)
         return encode(InputTokenCount(len(await intake.tokenize(asked.requests[0]))))
@@ -117,7 +119,7 @@ async def compact_conversation(
     user's messages and a summary that the model writes. Raises RefusedError."""
     if request.stream or request.background:
         field = "stream" if request.stream else "background"
-        raise invalid(field, f"{field} is true, but a compacted conversation comes whole; leave it unset")
+        raise invalid(field, f"{field} is true, but a compacted conversation is returned as a whole; leave it unset")
     if request.model is None:
         raise invalid("model", "model is not set; name the model that writes the summary")
     with _NAMES.in_refusals():
@@ -128,11 +130,11 @@ async def compact_conversation(
             teller = stored.teller(make_parser, ResponseRecord(conversation, begun), request)
             events = await told_output(progress, (), teller.tell, stream, is_streamed=False)
     response = events[-1].response
-    assert response is not None, "the last event has the response"
+    assert response is not None, "the last event contains the response"
     messages = [item for item in response.output if isinstance(item, MessageOutput)]
     summary = "".join(part.text for message in messages for part in message.content)
     if not summary:
-        raise RefusedError(Reason.INTERNAL, "the model has written no summary; raise max_output_tokens, or try again")
+        raise RefusedError(Reason.INTERNAL, "the model wrote no summary; raise max_output_tokens, or try again")
     kept = [item for item in conversation if isinstance(item, MessageItem) and item.role == "user"]
     compacted = CompactionItem(encrypted_content=summary, id=f"cmp_{request.request_id}")
     return encode(CompactedConversation(response.id, response.created_at, [*kept, compacted], response.usage))
@@ -177,7 +179,7 @@ async def _conversation(
         request = msgspec.structs.replace(request, input=items)
     conversation += await stored.in_turn(call.size, items_of, request, conversation)
     if not conversation:
-        raise invalid("input", "input is not set, and no response is named; send one of them")
+        raise invalid("input", "neither input nor previous_response_id is set; send one of them")
     for text in warnings_of(request, conversation):
         stream.warn(text)
     return conversation, call

@@ -58,14 +58,14 @@ class ResponseRecord(Struct, frozen=True):
             advice = "store: false" if self.request is None else "store: false without background"
             raise invalid(
                 "store",
-                f"the response and its conversation have {len(record)} bytes, {_RECORD_BYTES} can be kept; shorten it, "
-                f"or send {advice}",
+                f"the response and its conversation have {len(record)} bytes; at most {_RECORD_BYTES} can be stored; "
+                f"shorten it, or send {advice}",
             )
         if (number := count_values(record)) > MAX_VALUES:
             raise invalid(
                 "store",
-                f"the response and its conversation have {number} values, {MAX_VALUES} can be kept; shorten it, or "
-                "send store: false",
+                f"the response and its conversation have {number} values; at most {MAX_VALUES} can be stored; shorten "
+                "it, or send store: false",
             )
         return record
 
@@ -92,7 +92,7 @@ class StoredResponses:
             message = scheduler_pb2.KeepRecordRequest(record=encoded, **named)
             await answer_of(self._forward("KeepRecord", message, self._call))
         except RefusedError as refusal:
-            logger.warning("the response of request %r is answered, but not kept: %s", named["request_id"], refusal)
+            logger.warning("the response of request %r was returned, but not stored: %s", named["request_id"], refusal)
             return msgspec.structs.replace(record.response, store=False)
         return record.response
 
@@ -119,7 +119,7 @@ class StoredResponses:
         if response.status not in ("completed", "incomplete"):
             raise invalid(
                 "previous_response_id",
-                f"the response {response_id!r} is {response.status}; name one that is completed, or wait until it is",
+                f"the response {response_id!r} is {response.status}; wait until it is completed, or name another",
             )
         items = await self.in_turn(len(result.record), lambda: _decode_items(encode(response.output)))
         return [*record.input, *items], len(result.record)
@@ -150,7 +150,7 @@ class StoredResponses:
             return await self.read(query.response_id)
         record, _ = await self._find(query.response_id)
         if record.request is None:
-            raise invalid("stream", "the response was not made in background, and has no events; leave stream unset")
+            raise invalid("stream", "the response was not made in background, so it has no events; leave stream unset")
         await self._tell(record, stream)
         return None
 
@@ -183,7 +183,9 @@ class StoredResponses:
         ids = [item.id for item in items]
         if query.after is not None:
             if query.after not in ids:
-                raise invalid("after", f"after is {query.after[:80]!r}, which is the id of no item of this response")
+                raise invalid(
+                    "after", f"after is {query.after[:80]!r}, which is not the id of an item of this response"
+                )
             items = items[ids.index(query.after) + 1 :]
         page = items[: query.limit or _PAGE_ITEMS]
         first, last = (page[0].id, page[-1].id) if page else (None, None)
@@ -221,7 +223,7 @@ class StoredResponses:
         if result.state == scheduler_pb2.RESULT_STATE_FAILED:
             events += teller.fail(result.failure.message)
         response = events[-1].response
-        assert response is not None, "the last event has the response"
+        assert response is not None, "the last event contains the response"
         return response
 
     async def _tell(self, record: ResponseRecord, stream: EventStream) -> None:
@@ -249,7 +251,7 @@ class StoredResponses:
         return ResponseTeller(make_parser(), record.response, tools, self._intake, self.tenant)
 
     def _teller(self, record: ResponseRecord) -> ResponseTeller:
-        assert record.request is not None, "its output is told, so that it is made in background"
+        assert record.request is not None, "only background responses are converted again"
         chat = chat_meant(record.request, record.input)
         return self.teller(parser_maker(chat, record.prompt_end, self._intake), record, record.request)
 
@@ -262,6 +264,6 @@ class StoredResponses:
 def _unknown(response_id: str, field: str) -> RefusedError:
     return RefusedError(
         Reason.NOT_FOUND if field == "response_id" else Reason.FAILED_PRECONDITION,
-        f"no response {response_id!r} is known for this tenant; responses are kept for a while only",
+        f"no response {response_id!r} is known for this tenant; responses are stored only for a limited time",
         field,
     )

@@ -77,7 +77,7 @@ class Listener(socket.socket):
         regularly to let other tasks run."""
         self._num_tries = (self._num_tries + 1) % _ACCEPTED_IN_A_ROW
         if self._num_tries == 0:
-            raise BlockingIOError("others have their turn")
+            raise BlockingIOError("other tasks run first")
         accepted, address = super().accept()
         connection = _Accepted(accepted, self)
         if self.num_open > self._max_connections and not self._end_longest():
@@ -359,7 +359,7 @@ class HttpConnection(UvicornConnection):
         self._is_in_head = False
         method, version = self.parser.get_method(), self.parser.get_http_version()
         if method == b"CONNECT":
-            raise HttpRefusal(405, "CONNECT is not supported: this server is no proxy")
+            raise HttpRefusal(405, "CONNECT is not supported: this server is not a proxy")
         if self.parser.should_upgrade():
             return  # `_parse_piece` parses the head again
         self.url = _check_head(version, self.url, self.headers)
@@ -457,7 +457,7 @@ class HttpConnection(UvicornConnection):
             return
         self._timer.set(HEAD_TIMEOUT_S, self._end)
         if serving is None or serving.response_complete or not serving.response_started:
-            text = f"this is no HTTP request, or has more than {MAX_HEADERS} headers or {MAX_HEAD_BYTES} bytes of them"
+            text = f"invalid HTTP request, or more than {MAX_HEADERS} headers or {MAX_HEAD_BYTES} bytes of headers"
             refusal = cause if isinstance(cause, HttpRefusal) else HttpRefusal(400, text)
             body = msgspec.json.encode(error_answer(refusal, ""))
             head = f"content-type: application/json\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -499,10 +499,10 @@ def _check_head(version: str, url: bytes, headers: list[tuple[bytes, bytes]]) ->
     codings = [value.lower() for name, value in headers if name == b"transfer-encoding"]
     if codings and (version == "1.0" or codings != [b"chunked"]):
         is_unknown = version == "1.1" and codings[-1].endswith(b"chunked")
-        raise HttpRefusal(501 if is_unknown else 400, "the only transfer coding is chunked, and needs HTTP/1.1")
+        raise HttpRefusal(501 if is_unknown else 400, "the only supported transfer coding is chunked, with HTTP/1.1")
     hosts = [value for name, value in headers if name == b"host"]
     if len(hosts) > 1 or (version == "1.1" and not hosts) or not all(map(_HOST.fullmatch, hosts)):
-        raise HttpRefusal(400, "the request needs one header Host, which is HOST or HOST:PORT")
+        raise HttpRefusal(400, "the request must have one Host header, of the form HOST or HOST:PORT")
     if b"#" in url:
         raise HttpRefusal(400, "the request's target has a fragment; send it without #")
     if absolute := _ABSOLUTE.fullmatch(url):
@@ -511,5 +511,5 @@ def _check_head(version: str, url: bytes, headers: list[tuple[bytes, bytes]]) ->
         headers[:] = [header for header in headers if header[0] != b"host"] + [(b"host", absolute[1])]
         url = absolute[2] if absolute[2].startswith(b"/") else b"/" + absolute[2]
     elif not url.startswith((b"/", b"*")):
-        raise HttpRefusal(400, "the request's target is neither a path nor a URL of http")
+        raise HttpRefusal(400, "the request's target is neither a path nor an HTTP URL")
     return url

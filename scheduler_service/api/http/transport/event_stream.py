@@ -47,7 +47,7 @@ class EventStream:
     def warn(self, text: str) -> None:
         """Log a warning and add it to the headers of the answer, if the answer has not begun. `text` must be ASCII
         without quotes, and its length must not depend on the request."""
-        logger.warning("the request is answered with a warning: %s", text)
+        logger.warning("a request was answered with a warning: %s", text)
         self._warnings.append(f'299 - "{text}"')
 
     async def tell(self, message: bytes, name: str = "") -> None:
@@ -96,7 +96,7 @@ async def while_connected(scope: Scope, receive: Receive, *, is_streamed: bool) 
         if not watching.done():  # cancelled for another reason
             raise
         task.uncancel()
-        raise HttpRefusal(499, "the client has gone") from None
+        raise HttpRefusal(499, "the client has disconnected") from None
     finally:
         stream.is_kept_alive = False
         watching.cancel()

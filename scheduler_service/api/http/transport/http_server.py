@@ -70,7 +70,7 @@ class HttpServer:
             while True:
                 await asyncio.wait([serving], timeout=event_stream.SILENCE_S / 3)
                 if serving.done():
-                    raise RuntimeError("the HTTP server has ended")
+                    raise RuntimeError("the HTTP server has stopped unexpectedly")
                 for stream in filter(lambda stream: stream.is_kept_alive, self._streams):
                     comment = asyncio.create_task(stream.break_silence())  # a task, because sending may block
                     self._comments.add(comment)
@@ -108,8 +108,8 @@ class HttpServer:
         except RecursionError:
             await _refuse(invalid("", "the body is nested too deeply"), stream, scope, receive, send)
         except Exception:
-            logger.exception("%s %r has failed", scope["method"], scope["path"][:80])
-            failure = RefusedError(Reason.INTERNAL, "the call has failed; see the server's log")
+            logger.exception("%s %r failed", scope["method"], scope["path"][:80])
+            failure = RefusedError(Reason.INTERNAL, "the call failed; see the server's log")
             await _refuse(failure, stream, scope, receive, send)
         finally:
             self._streams.discard(stream)
@@ -146,8 +146,8 @@ async def _refuse(
 def _unrouted(status: int, scope: Scope) -> HttpRefusal:
     """Return the refusal of a call that matches no route."""
     if status == 405:
-        return HttpRefusal(405, f"{scope['path'][:80]} is not served by {scope['method']}")
-    return HttpRefusal(status, f"there is no {scope['path'][:80]} here; see /docs for what there is")
+        return HttpRefusal(405, f"{scope['path'][:80]} does not support the method {scope['method']}")
+    return HttpRefusal(status, f"the path {scope['path'][:80]} does not exist; /docs lists all paths")
 
 
 def _bound(host: str, port: int) -> socket.socket:
