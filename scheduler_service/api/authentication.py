@@ -1,4 +1,4 @@
-"""What a call of gRPC goes through: its caller is found out before it is served, and a refusal becomes its status."""
+"""Authentication of gRPC calls, and the translation of refusals to and from gRPC statuses."""
 
 import asyncio
 from collections.abc import Iterable, Iterator
@@ -15,39 +15,45 @@ from scheduler_service.serving.tenants.tenant_file import TenantFile
 
 try:
     from google.rpc import error_details_pb2, status_pb2
-except ImportError:  # a machine with a grpcio of its own may lack googleapis-common-protos: errors then have no details
+except ImportError:  # a separately installed grpcio may lack googleapis-common-protos; errors then carry no details
     error_details_pb2 = status_pb2 = None
 
-# These services tell nothing of requests, and probes ask them: they answer everyone.
+# These services reveal nothing about requests, and health probes use them, so they need no authentication.
 _OPEN_SERVICES = ("/grpc.health.v1.", "/grpc.reflection.")
 _SESSION_HEADER = "x-session-id"
 _TRACE_HEADERS = ("traceparent", "tracestate")
-# Of a call that a front end passes on, as `tenants_revision` of a submission.
+# Sent with the calls that a front end forwards; the same value as `tenants_revision` in a Submission.
 _REVISION_HEADER = "x-tenants-revision"
-# Of what a front end passes on: a tracestate need not be longer (W3C), and a session id of so many is refused.
+# The limit for a header that a front end forwards. W3C requires no longer tracestate, and a session id of this length
+# is refused.
 _MAX_HEADER_CHARS = 512
-DETAILS_KEY = "grpc-status-details-bin"  # of the trailing metadata, as grpcio-status has it
+DETAILS_KEY = "grpc-status-details-bin"  # the key in the trailing metadata, as in grpcio-status
 
 
 class Authenticator:
+    """Identifies the caller of each gRPC call, and ends the running calls of removed tenants."""
+
     def __init__(self, tenants: TenantFile | None) -> None:
         self._tenants = tenants
         self._calls: dict[asyncio.Task[object], tuple[Caller, grpc.aio.ServicerContext]] = {}
 
     async def enter(self, method: str, context: grpc.aio.ServicerContext) -> None:
-        """Admit a call, before it is served. Raises RefusedError for a stranger's."""
+        """Authenticate the caller before the call is handled. Raises RefusedError for an unknown caller.
+
+        Health checks and reflection are open to every caller.
+        """
         if method.startswith(_OPEN_SERVICES):
             return
         caller = self._caller(context)
         caller.check()
         task = asyncio.current_task()
-        if task is not None and self._tenants is not None:  # else no caller can become a stranger
+        if task is not None and self._tenants is not None:  # without tenants, no caller can become unknown
             self._calls[task] = caller, context
             task.add_done_callback(self._calls.pop)
 
     def call(self, context: grpc.aio.ServicerContext) -> Call:
-        """Return what is known of a call."""
-        # The first of a name counts.
+        """Return the caller, session id, trace headers and remaining time of a call."""
+        # If a header is repeated, its first value counts.
         metadata = reversed(tuple(context.invocation_metadata() or ()))
         headers = {name: value for name, value in metadata if isinstance(value, str)}
         return Call(
@@ -58,7 +64,7 @@ class Authenticator:
         )
 
     def end_strangers(self, removed: frozenset[str]) -> None:
-        """End the running calls of callers that are known no more, UNAUTHENTICATED."""
+        """End the running calls of callers that are no longer known with UNAUTHENTICATED."""
         for task, (caller, context) in list(self._calls.items()):
             try:
                 caller.check()
@@ -67,30 +73,36 @@ class Authenticator:
                 task.cancel()
 
     def _caller(self, context: grpc.aio.ServicerContext) -> Caller:
-        """Return who makes a call. Of a certificate DNS names count alone: an authority that lets a subject choose its
-        e-mail address did not mean a host by it."""
+        """Return the caller of a call, identified by its key, its certificate or a local socket.
+
+        Only the DNS names of a certificate count. A certificate authority may let its subjects choose their own e-mail
+        address, so an e-mail address does not prove a host name.
+        """
         metadata = dict(context.invocation_metadata() or ())
         key = metadata.get("authorization")
         shown = context.auth_context()
         names = tuple(name.decode(errors="replace") for name in shown.get("peer_dns", ()))
-        is_local = b"local" in shown.get("transport_security_type", ())  # by a socket that marks its calls
+        is_local = b"local" in shown.get("transport_security_type", ())  # the call came through a Unix socket
         key = key.decode(errors="replace") if isinstance(key, bytes) else key
         return Caller(self._tenants, key, names, is_local, metadata.get(_REVISION_HEADER))
 
 
 def passed_on(call: Call, tenants_revision: str) -> Iterable[tuple[str, str]]:
-    """Return what tells the scheduler of a call to a front end, beside whose call it is."""
+    """Return the metadata that a front end sends with a call that it forwards to the scheduler.
+
+    The metadata contain the session id, the trace headers and the revision of the tenants file, but no credentials.
+    """
     headers = {_REVISION_HEADER: tenants_revision, _SESSION_HEADER: call.session_id, **call.trace}
-    # What came over HTTP may be what gRPC does not take.
+    # gRPC metadata allow only printable ASCII; HTTP headers may contain other characters.
     sent = ((name, value[:_MAX_HEADER_CHARS]) for name, value in headers.items())
     return [(name, value) for name, value in sent if value.isascii() and value.isprintable()]
 
 
 def set_status(context: grpc.aio.ServicerContext, refusal: RefusedError) -> None:
-    """Choose the status with which the call ends when it ends.
+    """Set the status that the call has when it ends.
 
-    gRPC's own `abort` keeps its exception with the call, and so the call, its frames and its request refer to each
-    other until a garbage collection comes.
+    gRPC's own `abort` stores its exception in the call. The call, its frames and its request then form a reference
+    cycle that is freed only by a garbage collection.
     """
     context.set_trailing_metadata(_details(refusal))
     context.set_details(str(refusal))
@@ -98,7 +110,7 @@ def set_status(context: grpc.aio.ServicerContext, refusal: RefusedError) -> None
 
 
 def refusal_of(error: grpc.aio.AioRpcError) -> RefusedError:
-    """Return the refusal by which another server has ended a call."""
+    """Return the status with which another server ended a call, as a RefusedError."""
     field = ""
     packed = dict(error.trailing_metadata() or ()).get(DETAILS_KEY)
     if packed is not None and status_pb2 is not None:
@@ -111,8 +123,11 @@ def refusal_of(error: grpc.aio.AioRpcError) -> RefusedError:
 
 @contextmanager
 def ending(context: grpc.aio.ServicerContext) -> Iterator[None]:
-    """Serve a call inside the block, which may end it by RefusedError or Unreadable, or by cancelling it once its
-    status is set."""
+    """Run a call inside the block and translate its error into the call's status.
+
+    RefusedError and Unreadable end the call with their status. A cancellation is suppressed if the status has already
+    been set.
+    """
     try:
         yield
     except RefusedError as refusal:
@@ -125,7 +140,7 @@ def ending(context: grpc.aio.ServicerContext) -> Iterator[None]:
 
 
 def _details(refusal: RefusedError) -> tuple[tuple[str, bytes], ...]:
-    """Make the trailing metadata that names the field at fault and says when to try again."""
+    """Return the trailing metadata that name the invalid field and the delay before a retry."""
     if status_pb2 is None:
         return ()
     status = status_pb2.Status(code=refusal.reason.grpc_code, message=str(refusal))

@@ -1,4 +1,4 @@
-"""A GenerateRequest as plain values, of which `serving/parsed_request.py` makes a request."""
+"""Conversion of a GenerateRequest into plain values for `serving/parsed_request.py`."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ _EARLY_STOPPING = {
 def read_request(
     message: scheduler_pb2.GenerateRequest | scheduler_pb2.EmbedRequest, call: Call, model: ModelInfo
 ) -> ParsedRequest:
-    """Read all of a request that came with a call. Raises RefusedError."""
+    """Return the parsed request of a Generate, Submit or Embed call. Raises RefusedError."""
     fields = {field.name: value for field, value in message.ListFields()}
     is_embedding = fields.pop("embed", isinstance(message, scheduler_pb2.EmbedRequest))
     text, token_ids, sampling = (fields.pop(name, None) for name in ("text", "token_ids", "sampling"))
@@ -35,7 +35,7 @@ def read_request(
 
 
 def _options(sampling: scheduler_pb2.SamplingParams) -> dict[str, Any]:
-    """Return the options that are set, by their names."""
+    """Return the sampling options that are set, by field name."""
     options = {field.name: value for field, value in sampling.ListFields()}
     if "choice" in options:
         options["choice"] = list(sampling.choice.texts)
@@ -52,5 +52,5 @@ def _options(sampling: scheduler_pb2.SamplingParams) -> dict[str, Any]:
 
 
 def value_or(message: Message, field: str, default: Any) -> Any:
-    """Return what a field of a message is set to, or the default if it is not."""
+    """Return the value of a message's field, or `default` if the field is unset."""
     return getattr(message, field) if message.HasField(field) else default

@@ -1,4 +1,4 @@
-"""What a sample has got, piece by piece, as GenerateResponses."""
+"""Encoding of a sample's output, delta by delta, as GenerateResponses."""
 
 import asyncio
 import contextlib
@@ -14,10 +14,11 @@ from scheduler_service.core.request import EndReason, SequenceEnd, TokenLogprobs
 from scheduler_service.serving.active_request import ActiveRequest, News
 from scheduler_service.serving.output import Delta, OutputReader, SampleRecord
 
-# Proxies cut what is silent for a minute, or for less; pairs give requests back sooner (`--worker-grace`).
+# Proxies close a connection that is silent for a minute or less. With `--worker-grace`, requests of a scheduler without
+# a worker fail earlier.
 SILENCE_S = 15.0
-_MAX_TOP_MESSAGES = 256  # of the tokens beside one; more of them are sent as columns, which takes far less time
-_WHOLE_DELTA_TOKENS = 256  # less than a millisecond's work
+_MAX_TOP_MESSAGES = 256  # top tokens per position; a longer list is encoded as columns, which is much faster
+_WHOLE_DELTA_TOKENS = 256  # encoded in less than a millisecond
 FINISH_REASONS = {
     EndReason.STOP: scheduler_pb2.FINISH_REASON_STOP,
     EndReason.LENGTH: scheduler_pb2.FINISH_REASON_LENGTH,
@@ -27,6 +28,7 @@ _END_REASONS = {finish_reason: end_reason for end_reason, finish_reason in FINIS
 
 
 def encode_delta(request_id: str, delta: Delta) -> scheduler_pb2.GenerateResponse:
+    """Return a delta as a GenerateResponse. The last delta of a sample also has its end reason, usage and embedding."""
     response = scheduler_pb2.GenerateResponse(
         request_id=request_id,
         index=delta.sample_index,
@@ -50,13 +52,13 @@ def encode_delta(request_id: str, delta: Delta) -> scheduler_pb2.GenerateRespons
 
 
 def decode_delta(response: scheduler_pb2.GenerateResponse) -> Delta:
-    """The inverse of `encode_delta`, but for log-probabilities and what stopped the output."""
+    """Return the delta of a GenerateResponse, without its log-probabilities and stop reason."""
     end = decode_end(0, response) if response.HasField("usage") else None
     return Delta(response.index, response.first_token, list(response.token_ids), response.text, end=end)
 
 
 def decode_end(sequence_id: int, delta: scheduler_pb2.GenerateResponse) -> SequenceEnd:
-    """Return the end that a last delta tells."""
+    """Return the end of a sequence from the last GenerateResponse of its sample."""
     return SequenceEnd(
         sequence_id=sequence_id,
         reason=_END_REASONS[delta.finish_reason],
@@ -75,7 +77,10 @@ def decode_end(sequence_id: int, delta: scheduler_pb2.GenerateResponse) -> Seque
 async def write_deltas(
     active: ActiveRequest, context: grpc.aio.ServicerContext, first_tokens: Sequence[int] | None = None
 ) -> None:
-    """Write what comes of all samples (`ActiveRequest.deltas`). Raises RefusedError when the request fails."""
+    """Write all samples' deltas to the stream, from the tokens `first_tokens` on (see `ActiveRequest.deltas`).
+
+    Raises RefusedError if the request fails.
+    """
     request_id = active.request.request_id
     async with contextlib.aclosing(active.deltas(first_tokens)) as deltas:
         async for delta in deltas:
@@ -83,10 +88,11 @@ async def write_deltas(
 
 
 async def send_headers_if_silent(active: ActiveRequest, context: grpc.aio.ServicerContext) -> None:
-    """Return when there is something of a request, or send the headers alone once it has been silent for long.
+    """Wait for the first output of a request; send the response headers alone if none arrives within SILENCE_S.
 
-    They are a sign of life for proxies on the way, and routers begin to answer at them. What is to be tried at another
-    server (`--worker-grace`) fails before, since an answer that has begun is tried nowhere else.
+    The headers keep proxies from closing the connection, and routers start their own response when they receive them. A
+    request that another server should retry (`--worker-grace`) fails earlier, because a response that has started
+    cannot be retried elsewhere.
     """
     news = News()
     active.listeners[news.tell] = None
@@ -101,7 +107,7 @@ async def send_headers_if_silent(active: ActiveRequest, context: grpc.aio.Servic
 
 
 async def write_all(messages: AsyncGenerator[Any, None], context: grpc.aio.ServicerContext) -> None:
-    """Write messages as they come, and close their source when the call ends."""
+    """Write the messages of a generator to the stream, and close the generator when the call ends."""
     async with contextlib.aclosing(messages) as closing:
         async for message in closing:
             await context.write(message)
@@ -110,8 +116,10 @@ async def write_all(messages: AsyncGenerator[Any, None], context: grpc.aio.Servi
 async def whole_response(
     request_id: str, output: SampleRecord, max_delta_tokens: int = _WHOLE_DELTA_TOKENS
 ) -> scheduler_pb2.GenerateResponse:
-    """Put everything so far of an output that is kept into one message, in pieces of at most so many tokens, between
-    which others have their turn."""
+    """Return the whole output so far of a sample whose output is kept, as one message.
+
+    The message is built from deltas of at most `max_delta_tokens` tokens. Other tasks can run between two deltas.
+    """
     whole, texts = encode_delta(request_id, output.delta(0, 0)), []
     for delta in OutputReader(output, max_tokens=min(_WHOLE_DELTA_TOKENS, max_delta_tokens)).take():
         texts.append(delta.text)
@@ -134,13 +142,14 @@ def _encode_logprobs(entry: TokenLogprobs) -> scheduler_pb2.TokenLogprobs:
 
 
 def decode_logprobs(entry: scheduler_pb2.TokenLogprobs) -> TokenLogprobs:
-    """The inverse of `_encode_logprobs`."""
+    """Return the log-probabilities of one token from its message; the inverse of `_encode_logprobs`."""
     columns = zip(entry.top_token_ids[:], entry.top_logprobs[:], strict=False)
     top = ((each.token_id, each.logprob) for each in entry.top)
     return TokenLogprobs(entry.token_id, entry.logprob, entry.rank, (*top, *columns))
 
 
 def usage_of(end: SequenceEnd) -> scheduler_pb2.Usage:
+    """Return the token counts of a sequence that has ended, as a Usage message."""
     return scheduler_pb2.Usage(
         prompt_tokens=end.num_prompt_tokens,
         cached_tokens=end.num_cached_tokens,
@@ -149,10 +158,10 @@ def usage_of(end: SequenceEnd) -> scheduler_pb2.Usage:
 
 
 def decode_embedding(data: bytes) -> tuple[float, ...]:
-    """Return the numbers of an embedding as workers send it."""
+    """Return the embedding vector from a worker's bytes (little-endian float32)."""
     return struct.unpack(f"<{len(data) // 4}f", data)
 
 
 def encode_embedding(numbers: Sequence[float]) -> bytes:
-    """The inverse of `decode_embedding`."""
+    """Return an embedding vector as little-endian float32; the inverse of `decode_embedding`."""
     return struct.pack(f"<{len(numbers)}f", *numbers)

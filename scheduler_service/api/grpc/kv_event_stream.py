@@ -1,4 +1,4 @@
-"""One subscription to the events of the prefix cache."""
+"""A client's subscription to the events of the prefix cache, in SchedulerService."""
 
 from collections.abc import AsyncGenerator, Iterator
 
@@ -7,7 +7,7 @@ from scheduler_service.core.request import BlockRemoved, BlockStored, KvEvent, T
 from scheduler_service.serving.kv_events import KvEventBatch, KvEvents
 from scheduler_service.serving.refusal import Reason, RefusedError
 
-# Tokens and events of one message: keeps it far below a client's message limit of 4 MiB.
+# The maximum number of tokens and events in a message, which keeps it far below gRPC's default limit of 4 MiB.
 _MAX_MESSAGE_VALUES = 65_536
 
 _TIERS = {Tier.DEVICE: scheduler_pb2.KV_TIER_DEVICE, Tier.HOST: scheduler_pb2.KV_TIER_HOST}
@@ -16,8 +16,11 @@ _TIERS = {Tier.DEVICE: scheduler_pb2.KV_TIER_DEVICE, Tier.HOST: scheduler_pb2.KV
 async def kv_event_messages(
     request: scheduler_pb2.SubscribeKvEventsRequest, kv_events: KvEvents, instance_id: str
 ) -> AsyncGenerator[scheduler_pb2.SubscribeKvEventsResponse, None]:
-    """Yield messages as long as the server lives. Raises RefusedError when that ends, when the next batch is not held,
-    or if the start is another scheduler's."""
+    """Yield the events of the prefix cache until the server shuts down.
+
+    Raises RefusedError in three cases: the server shuts down, the log no longer contains the next batch, or the
+    request's start is a sequence number of another scheduler.
+    """
     if request.instance_id and request.instance_id != instance_id:
         raise RefusedError(
             Reason.OUT_OF_RANGE,
@@ -31,13 +34,16 @@ async def kv_event_messages(
         while True:
             for message in _messages(batch):
                 message.is_snapshot, message.instance_id = is_snapshot, told_id
-                told_id = ""  # in the first message alone
+                told_id = ""  # only the first message has the id
                 yield message
             is_snapshot, batch = False, await _after(batch.sequence_number, kv_events)
 
 
 async def _after(sequence_number: int, kv_events: KvEvents) -> KvEventBatch:
-    """Return the batch after this one, as soon as there is one. Raises RefusedError."""
+    """Wait for the batch after `sequence_number` and return it.
+
+    Raises RefusedError if the log no longer contains the batch, or if the server has shut down.
+    """
     try:
         batch = await kv_events.after(sequence_number)
     except LookupError:
@@ -54,7 +60,7 @@ async def _after(sequence_number: int, kv_events: KvEvents) -> KvEventBatch:
 
 
 def _messages(batch: KvEventBatch) -> Iterator[scheduler_pb2.SubscribeKvEventsResponse]:
-    """Make the messages of a batch, which are at least one."""
+    """Yield the messages of a batch. An empty batch has one message."""
     message = scheduler_pb2.SubscribeKvEventsResponse(sequence_number=batch.sequence_number)
     num_values = 0
     for event in batch.events:
@@ -68,7 +74,7 @@ def _messages(batch: KvEventBatch) -> Iterator[scheduler_pb2.SubscribeKvEventsRe
 
 
 def _encode(event: KvEvent, message: scheduler_pb2.KvEvent) -> int:
-    """Fill in the message of an event; about how many numbers it has."""
+    """Fill in the message of an event, and return its approximate number of values."""
     if isinstance(event, BlockStored):
         stored = message.stored
         stored.block_hash, stored.parent_hash = event.block_hash, event.parent_hash

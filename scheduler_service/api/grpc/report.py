@@ -1,4 +1,4 @@
-"""Reports of the scheduler about itself, as messages. Fields of the same name mean the same, and are not named here."""
+"""Encoding of the scheduler's state as messages. Fields with the same name in the record and the message are copied."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -13,7 +13,7 @@ from scheduler_service.core.request import RequestReport, SchedulerStats
 from scheduler_service.core.scheduler_options import SchedulerOptions
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
 
-# Of a scheduler's limits, those that its worker has too, under the same names: the lower ones hold.
+# The limits that the scheduler and its worker both have, under the same names. The lower value applies.
 WORKERS_LIMITS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
 
 
@@ -26,7 +26,7 @@ def encode_server(
     options: SchedulerOptions,
     has_tenants: bool,
 ) -> scheduler_pb2.GetServerInfoResponse:
-    """Encode what clients are told of the server that does not change while it runs."""
+    """Return the part of GetServerInfo's answer that does not change while the server runs."""
     return scheduler_pb2.GetServerInfoResponse(
         version=version,
         served_model_name=served_model_names[0],
@@ -47,24 +47,25 @@ def encode_server(
 
 
 def encode_worker(capacity: WorkerCapacity, epoch: int) -> scheduler_pb2.WorkerInfo:
-    """Encode what clients are told of the worker that is there."""
+    """Return the description of the connected worker for GetServerInfo."""
     return scheduler_pb2.WorkerInfo(**_common(capacity, scheduler_pb2.WorkerInfo), epoch=epoch)
 
 
 def encode_loads(stats: SchedulerStats) -> scheduler_pb2.GetLoadsResponse:
-    """Encode all that the core knows of the load."""
+    """Return the statistics of the scheduler core as GetLoads' answer."""
     return scheduler_pb2.GetLoadsResponse(**_common(stats, scheduler_pb2.GetLoadsResponse))
 
 
 def decode_stats(loads: scheduler_pb2.GetLoadsResponse) -> SchedulerStats:
-    """Return the core's statistics that `encode_loads` encoded."""
+    """Return the statistics from GetLoads' answer; the inverse of `encode_loads`."""
     values = {field.name: getattr(loads, field.name) for field in fields(SchedulerStats)}
     columns: dict[str, Any] = {name: tuple(value) for name, value in values.items() if not isinstance(value, int)}
     return SchedulerStats(**values | columns)
 
 
 def encode_report(report: RequestReport, now: float) -> scheduler_pb2.GetRequestResponse:
-    """Encode what one request is doing; `now` is of the clock that the report's times are of."""
+    """Return the state of one request as GetRequest's answer. `now` is in seconds of the clock of the report's
+    times."""
     same = _common(report, scheduler_pb2.GetRequestResponse)
     same["state"] = scheduler_pb2.RequestState.Value(f"REQUEST_STATE_{report.state.upper()}")
     same["holders"] = [{"request_id": holder.request_id, "num_blocks": holder.num_blocks} for holder in report.holders]
@@ -72,6 +73,6 @@ def encode_report(report: RequestReport, now: float) -> scheduler_pb2.GetRequest
 
 
 def _common(record: Any, message: type[Message]) -> dict[str, Any]:
-    """Return the values of a record whose names a kind of message has too."""
+    """Return the record's fields that also exist in the type of message, by name."""
     names = message.DESCRIPTOR.fields_by_name
     return {field.name: getattr(record, field.name) for field in fields(record) if field.name in names}

@@ -1,8 +1,10 @@
-"""The part of the public service that a scheduler and its front ends serve alike: requests, and the tokenizer; and
-the service of a front end, where all else is the scheduler's.
+"""The part of SchedulerService that a scheduler and a front end share, and the service of a front end.
 
-Checks come before the first message. A client that goes away takes its request with it, unless that is detached. A
-RefusedError ends its call (`api/authentication.py`).
+The shared part handles requests and the tokenizer. A front end forwards some of the other calls to the scheduler and
+refuses the rest.
+
+A request is checked before the first message is sent. If the client disconnects, its request is cancelled, unless the
+request is detached. A RefusedError ends its call (`api/authentication.py`).
 """
 
 import asyncio
@@ -36,15 +38,17 @@ from scheduler_service.serving.refusal import Reason, RefusedError, invalid
 from scheduler_service.serving.tenants.caller import Call
 
 SERVICE_NAME = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name
-_PIECE_TOKENS = 16_384  # that are put into a message before others have their turn
-_MAX_PENDING_CALLS = 4096  # of those of a front end whose text becomes tokens
-# By front ends, beside streams and what they may know themselves.
+_PIECE_TOKENS = 16_384  # added to a message before other tasks can run
+_MAX_PENDING_CALLS = 4096  # a front end's limit of calls whose text waits for tokenization
+# Unary calls that a front end forwards to the scheduler.
 _PASSED_ON = ("Submit", "GetResult", "KeepRecord", "DeleteResult", "GetRequest")
-# Passes a call of a method on to the scheduler, and yields what it answers, one message or several.
+# Forwards a call of a method to the scheduler, and yields the one or more messages of its answer.
 Forward = Callable[[str, Message, Call], AsyncGenerator[Any, None]]
 
 
 class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
+    """The calls of SchedulerService that a scheduler and a front end handle in the same way."""
+
     def __init__(
         self,
         intake: Intake,
@@ -52,8 +56,11 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         server_info: Callable[[], scheduler_pb2.GetServerInfoResponse],
         loads: Callable[[Call], scheduler_pb2.GetLoadsResponse] | None = None,
     ) -> None:
-        """`intake` is there for other services of the same server too: its limits hold for all of them together.
-        Without `loads` calls of GenerateMany are not told any."""
+        """`intake` is shared by all services of the server, so its limits apply to their total.
+
+        `server_info` returns the current answer of GetServerInfo. `loads` returns the load; without `loads`,
+        GenerateMany refuses `get_loads`.
+        """
         self.intake = intake
         self._authenticator = authenticator
         self._make_shared_call = lambda call: SharedCall(intake, call, server_info, loads)
@@ -62,19 +69,19 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     @property
     def num_unread_failures(self) -> int:
-        """Failed submissions that clients of GenerateMany have not been told of. May be asked from any thread."""
+        """The number of failed submissions that clients of GenerateMany have not read yet. Thread-safe."""
         return sum(call.num_unread_failures for call in tuple(self._shared_calls))
 
     def add_to(self, server: grpc.aio.Server) -> None:
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self, server)
 
     def announce(self) -> None:
-        """Tell calls of GenerateMany that the server's state has changed."""
+        """Send the changed state of the server in every GenerateMany call."""
         for call in self._shared_calls:
             call.announce()
 
     def close(self) -> None:
-        """Let calls of GenerateMany end with their last request."""
+        """End every GenerateMany call as soon as its last request has ended."""
         self._is_closed = True
         for call in self._shared_calls:
             call.close()
@@ -118,7 +125,7 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def Tokenize(
         self, request: scheduler_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.TokenizeResponse:
-        """Make tokens of texts."""
+        """Return the token ids of each text."""
         texts = self.intake.texts
         if texts is None:
             raise _no_tokenizer("texts")
@@ -138,7 +145,7 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def Detokenize(
         self, request: scheduler_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.DetokenizeResponse:
-        """Make texts of tokens."""
+        """Return the text of each list of token ids."""
         texts = self.intake.texts
         if texts is None:
             raise _no_tokenizer("prompts")
@@ -155,11 +162,13 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return response
 
     def _tenant(self, request: Any, context: grpc.aio.ServicerContext) -> str:
-        """Return the tenant of a request that has a field for one. Raises RefusedError."""
+        """Return the tenant of a request that has a `tenant` field. Raises RefusedError."""
         return self._authenticator.call(context).caller.tenant(request.tenant)
 
 
 class FrontEndServicer(RequestServicer):
+    """SchedulerService of a front end: requests are handled here, other calls are forwarded or refused."""
+
     def __init__(
         self,
         engine: RequestEngine,
@@ -173,8 +182,8 @@ class FrontEndServicer(RequestServicer):
         text_limits: TextLimits,
         chats: ChatRules,
     ) -> None:
-        """`server_info` has what the scheduler told of itself last. `forward` passes calls on to it, and `address` is
-        its own, for messages."""
+        """`server_info` returns the scheduler's latest report. `forward` forwards a call to the scheduler. `address` is
+        the scheduler's address, for error messages."""
         intake = Intake(
             engine,
             model,
@@ -189,14 +198,14 @@ class FrontEndServicer(RequestServicer):
         self._forward = forward
         self._address = address
         for method in scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].methods_by_name:
-            if method not in vars(FrontEndServicer) | vars(RequestServicer):  # the scheduler alone serves it
+            if method not in vars(FrontEndServicer) | vars(RequestServicer):  # only the scheduler implements it
                 serve = self._answer if method in _PASSED_ON else self._refuse
                 setattr(self, method, partial(serve, method))
 
     async def GetServerInfo(
         self, request: scheduler_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.GetServerInfoResponse:
-        """Return what the scheduler told of itself last."""
+        """Return the latest report of the scheduler. Raises RefusedError before the first report."""
         info = self._server_info()
         if not info.version:
             raise RefusedError(Reason.UNAVAILABLE, info.unavailable_reason)
@@ -212,7 +221,7 @@ class FrontEndServicer(RequestServicer):
         return await answer_of(self._passed_on(method, request, context))
 
     def _passed_on(self, method: str, request: Any, context: grpc.aio.ServicerContext) -> AsyncGenerator[Any, None]:
-        """Yield what the scheduler answers to a call about a request, which is of the caller's tenant."""
+        """Yield the scheduler's answer to a call about a request of the caller's tenant."""
         call = self._authenticator.call(context)
         named = submitted(request) if isinstance(request, scheduler_pb2.SubmitRequest) else request
         named.tenant = call.caller.tenant(named.tenant)
@@ -226,7 +235,7 @@ class FrontEndServicer(RequestServicer):
 
 
 async def answer_of(messages: AsyncGenerator[Any, None]) -> Any:
-    """Return the one message that a call which was passed on is answered by. Raises RefusedError."""
+    """Return the only message of a forwarded unary call. Raises RefusedError."""
     [answer] = [message async for message in messages]
     return answer
 

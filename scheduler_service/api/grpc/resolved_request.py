@@ -1,8 +1,7 @@
-"""A request as a front end has resolved it, to and from a ResolvedRequest: the core's own, without the fields that each
-scheduler sets itself.
+"""Conversion between a core Request and a ResolvedRequest, the form in which a front end sends a request.
 
-A scheduler trusts nothing in it: it checks the size before the values, and the values as the options that ask for the
-same.
+A ResolvedRequest lacks the fields that each scheduler sets itself. The scheduler trusts no value in a ResolvedRequest.
+It checks the size first. Then it checks the values as strictly as the options of a GenerateRequest.
 """
 
 from dataclasses import replace
@@ -33,9 +32,10 @@ from scheduler_service.serving.parsed_request import (
 from scheduler_service.serving.refusal import invalid
 from scheduler_service.serving.tenants.caller import Call
 
-# Rises with every change of ResolvedRequest. Front end and scheduler must speak the same one.
+# Increased with every change of ResolvedRequest. The front end and the scheduler must have the same version.
 FRONT_END_PROTOCOL = 1
-# What a request has beside its prompt and its grammar is small, so that it is read at once.
+# The limit for all fields except the prompt and the grammar, so that they can be decoded without blocking the event
+# loop for long.
 _OTHER_BYTES = 64 << 10
 _SCHEDULERS_OWN = ("deadline", "traceparent", "output_mode")
 _encode = encoder(Request, scheduler_pb2.ResolvedRequest, _SCHEDULERS_OWN)
@@ -43,7 +43,11 @@ _decode = decoder(Request, scheduler_pb2.ResolvedRequest, apart=_SCHEDULERS_OWN)
 
 
 def encode_resolved(request: Request, max_sequence_tokens: int) -> scheduler_pb2.ResolvedRequest:
-    """Encode a request. An output that may have as many tokens as fit stays so: the scheduler knows best how many."""
+    """Return a request as a ResolvedRequest.
+
+    If `max_tokens` is the most that fits into the context, the message leaves it unset, and the scheduler determines
+    the limit.
+    """
     message = _encode(request)
     if len(request.prompt_token_ids) + request.max_tokens == max_sequence_tokens:
         message.max_tokens = 0
@@ -53,14 +57,14 @@ def encode_resolved(request: Request, max_sequence_tokens: int) -> scheduler_pb2
 def submitted(
     message: scheduler_pb2.Submission | scheduler_pb2.SubmitRequest,
 ) -> scheduler_pb2.ResolvedRequest | scheduler_pb2.GenerateRequest:
-    """Return the request that a message submits, in the form that counts if it has both."""
+    """Return the request in a message. If the message has both forms, the resolved form counts."""
     return message.resolved if message.HasField("resolved") else message.request
 
 
 def read_submitted(
     message: scheduler_pb2.Submission | scheduler_pb2.SubmitRequest, call: Call, model: ModelInfo
 ) -> ParsedRequest:
-    """Read the request that a message submits, in either form. Raises RefusedError."""
+    """Return the parsed request of a Submission or SubmitRequest, in either form. Raises RefusedError."""
     if not message.HasField("resolved"):
         return read_request(message.request, call, model)
     if isinstance(message, scheduler_pb2.Submission):
@@ -75,8 +79,10 @@ def read_submitted(
 def decode_resolved(
     message: scheduler_pb2.ResolvedRequest, call: Call, model: ModelInfo, stop: tuple[str, ...] = ()
 ) -> ParsedRequest:
-    """Return the request, checked, with its prompt still in the message. `stop` are the texts that end its output.
-    Raises RefusedError."""
+    """Return the checked request of a ResolvedRequest. The prompt's tokens are checked later.
+
+    `stop` contains the texts that end the output. Raises RefusedError.
+    """
     rest = scheduler_pb2.ResolvedRequest()
     rest.CopyFrom(message)
     rest.ClearField("prompt_token_ids")
@@ -106,8 +112,10 @@ def decode_resolved(
 
 
 def _options(request: Request, model: ModelInfo) -> dict[str, Any]:
-    """Return the options that ask for a request, without those that the checkpoint adds. Raises ValueError for biases
-    and tokens of different numbers."""
+    """Return the options of a request by name, without the options that the checkpoint adds.
+
+    Raises ValueError if the number of logit biases differs from the number of their tokens.
+    """
     sampling = request.sampling
     if sampling.pooling is not Pooling.NONE:
         return {}
@@ -128,7 +136,8 @@ def _options(request: Request, model: ModelInfo) -> dict[str, Any]:
 
 
 def _agrees(request: Request, model: ModelInfo) -> bool:
-    """Say whether all that follows from the rest of a request, or from the model, is as it follows here."""
+    """Return whether the derived values of a request equal the values that this scheduler derives from the same
+    options."""
     sampling, grammar, listed = request.sampling, request.grammar, request.sampling.logprob_token_ids
     if sampling.pooling is not Pooling.NONE:
         pooled = SamplingParams(pooling=model.embedding.pooling)

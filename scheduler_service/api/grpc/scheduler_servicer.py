@@ -1,4 +1,4 @@
-"""The public service of a scheduler. Beyond requests it serves detached ones, and tells of itself."""
+"""SchedulerService of a scheduler. Beyond requests, it serves detached requests and reports about the scheduler."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,6 +29,8 @@ from scheduler_service.serving.tenants.quota import Quotas
 
 
 class SchedulerServicer(RequestServicer):
+    """SchedulerService with the calls that only a scheduler implements."""
+
     def __init__(
         self,
         step_loop: StepLoop,
@@ -45,9 +47,9 @@ class SchedulerServicer(RequestServicer):
         retention_limit: Callable[[str], int],
         quotas: Quotas | None = None,
     ) -> None:
-        """`info` has all that clients are told of the server which does not change while it runs.
-        `generation_throughput` is in output tokens per second, `retention_limit` a tenant's in seconds. Without
-        `quotas` no tenant is held to any."""
+        """`info` is the part of GetServerInfo's answer that does not change. `generation_throughput` returns output
+        tokens per second. `retention_limit` returns a tenant's limit in seconds. Without `quotas`, tenants have no
+        quotas."""
         intake = Intake(
             step_loop,
             model,
@@ -142,6 +144,7 @@ class SchedulerServicer(RequestServicer):
         return self._loads(self._authenticator.call(context))
 
     def server_info(self) -> scheduler_pb2.GetServerInfoResponse:
+        """Return the current answer to GetServerInfo."""
         availability = self._step_loop.availability
         capacity = availability.capacity
         response = scheduler_pb2.GetServerInfoResponse(
@@ -157,7 +160,7 @@ class SchedulerServicer(RequestServicer):
         return response
 
     def _loads(self, call: Call) -> scheduler_pb2.GetLoadsResponse:
-        """Return the load of now, which operators may see. Raises RefusedError."""
+        """Return the current load. Raises RefusedError if the caller is not an operator."""
         call.caller.check_operator("what the server is doing")
         response = report.encode_loads(explain.stats(self._step_loop.state))
         response.generation_throughput = self._generation_throughput()
@@ -167,8 +170,9 @@ class SchedulerServicer(RequestServicer):
 
 
 async def result_of(active: ActiveRequest) -> scheduler_pb2.GetResultResponse:
-    """Return everything that came of a request so far, and whether it has ended."""
-    # Before the outputs, which others may add to while they are put together: one that has ended has all.
+    """Return the output of a request so far, its state, and its failure if it has failed."""
+    # The state is read first. Tokens may be added to the outputs while the response is built, but a finished request
+    # has complete outputs.
     state = scheduler_pb2.RESULT_STATE_FINISHED if active.has_ended else scheduler_pb2.RESULT_STATE_RUNNING
     request_id = active.request.request_id
     outputs = [await whole_response(request_id, output, active.max_delta_tokens) for output in active.outputs]
@@ -180,7 +184,7 @@ async def result_of(active: ActiveRequest) -> scheduler_pb2.GetResultResponse:
 
 
 def first_tokens_of(message: scheduler_pb2.AttachRequest, active: ActiveRequest) -> list[int]:
-    """Return the token from which on each sample is to be told. Raises RefusedError for tokens that are not there."""
+    """Return the first token to send of each sample. Raises RefusedError for a position after a sample's last token."""
     num_samples = len(active.outputs)
     if len(message.from_tokens) > num_samples:
         raise invalid(

@@ -1,8 +1,9 @@
-"""One GenerateMany call: many requests, and one message for what all of them got.
+"""One GenerateMany call: many requests in one stream, with one message for the new output of all requests.
 
-Each request goes the way of Generate: `intake.py` in, the outputs of its `active_request.py` out. Only the tokens of
-token-only requests go a shorter way: they wait in a ready list and are put into columns, a few list operations each.
-Nothing is made before the client has read what came before, so a slow one gets fewer and longer messages.
+A request is handled as in Generate: it is checked by `intake.py`, and its output comes from `active_request.py`. Only
+the tokens of token-only requests have a faster path: they wait in a ready list and are encoded as columns, with a few
+list operations per token. A message is built only after gRPC has accepted the previous message. So a slow client gets
+fewer and longer messages.
 """
 
 import asyncio
@@ -27,23 +28,23 @@ from scheduler_service.serving.tenants.caller import Call
 
 logger = logging.getLogger(__name__)
 
-# Of one message, by weight: a token is 1. Keeps it far below a client's message limit of 4 MiB.
+# The maximum weight of a message; a token weighs 1. It keeps messages far below gRPC's default limit of 4 MiB.
 _MAX_MESSAGE_WEIGHT = 65_536
-# Failures that wait for a client that does not read. With so many, its next requests wait on the wire.
+# The maximum number of failures that a client has not read. At this limit the server stops reading its requests.
 _MAX_UNREAD_FAILURES = 1024
 _END_OF_STREAM_IDS = 2**64
 _LOGPROB_WEIGHT = 32  # so that a message takes a few milliseconds
 
 
 class _Submitted:
-    """A request of the call: on its way into the engine, or active, with the call's place in its outputs."""
+    """A request of the call, either waiting for admission or active, with the readers of its outputs."""
 
     def __init__(self, stream_id: int) -> None:
         self.stream_id = stream_id
-        self.active: ActiveRequest | None = None  # none before it is queued
-        self.readers: list[OutputReader] = []  # of the samples, whose streams count up from `stream_id`
-        self.num_kept: dict[int, int] = {}  # tokens of the samples that the client has told of
-        self.error: RefusedError | None = None  # that is not the active request's
+        self.active: ActiveRequest | None = None  # None until the request is queued
+        self.readers: list[OutputReader] = []  # one per sample; sample i has the stream id `stream_id + i`
+        self.num_kept: dict[int, int] = {}  # by sample, the number of tokens that the client has reported as kept
+        self.error: RefusedError | None = None  # an error other than the active request's
         self.task: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
 
@@ -53,12 +54,14 @@ class _Submitted:
 
     @property
     def has_ended(self) -> bool:
-        """Say whether all samples have ended well, and the client has been told everything."""
+        """Whether all samples have ended without failure and their output has been encoded completely."""
         is_well = self.active is not None and self.active.has_ended and self.active.error is None
         return is_well and all(reader.has_ended for reader in self.readers)
 
 
 class SharedCall:
+    """The server's side of one GenerateMany call."""
+
     def __init__(
         self,
         intake: Intake,
@@ -66,42 +69,44 @@ class SharedCall:
         server_info: Callable[[], scheduler_pb2.GetServerInfoResponse],
         loads: Callable[[Call], scheduler_pb2.GetLoadsResponse] | None,
     ) -> None:
-        """`server_info` says what the first message tells of the server, and another one whenever that has changed.
-        Without `loads` it is not known here what there is to do."""
+        """`server_info` returns the server's state. The first message contains the state, and a later one does whenever
+        it has changed. `loads` returns the load; without `loads`, the command `get_loads` is refused."""
         self._intake = intake
         self._call = call
         self._news = News()
         self._ready_list = ReadyList(self._news.tell)
         self._server_info = server_info
         self._loads = loads
-        self._announces = True  # the next message tells the server's state
-        self._tells_loads = False  # the next message does
-        self._requests: dict[int, _Submitted] = {}  # by first stream
-        self._streams: dict[int, _Submitted] = {}  # by each of their streams
-        self._ready: dict[_Submitted, None] = {}  # those with something new, in order
-        # Relayed streams that are over, of which the client has still to tell what it has kept.
+        self._announces = True  # the next message contains the server's state
+        self._tells_loads = False  # the next message contains the load
+        self._requests: dict[int, _Submitted] = {}  # by the first stream id
+        self._streams: dict[int, _Submitted] = {}  # by each stream id
+        self._ready: dict[_Submitted, None] = {}  # requests with new output, in order
+        # Ended streams of relayed requests. The client has not reported yet how many of their tokens it has kept.
         self._unsettled: dict[int, SampleRecord] = {}
         self._next_stream_id = 0
-        self.num_unread_failures = 0  # requests whose failure the client has not been told
-        self._room = asyncio.Event()  # for more of them
+        self.num_unread_failures = 0  # failed requests whose failure has not been sent yet
+        self._room = asyncio.Event()  # set while more failures are allowed
         self._room.set()
-        self._is_closing = False  # nothing more is submitted
+        self._is_closing = False  # new submissions are refused
 
     def announce(self) -> None:
-        """Tell the client in the next message that the server's state has changed."""
+        """Send the server's changed state in the next message."""
         self._announces = True
         self._news.tell()
 
     def close(self) -> None:
-        """Let the call end with its last request."""
+        """Refuse new requests, and end the call when its last request has ended."""
         self._is_closing = True
         self._news.tell()
 
     async def serve(
         self, requests: AsyncIterator[scheduler_pb2.GenerateManyRequest], context: grpc.aio.ServicerContext
     ) -> None:
-        """Serve the call until the client has half-closed, or `close`, and every request has ended. Raises
-        RefusedError."""
+        """Run the call until the client half-closes or `close` is called, and every request has ended.
+
+        Raises RefusedError for an invalid command.
+        """
         reading = asyncio.create_task(self._read(requests))
         reading.add_done_callback(lambda _: self.close())
         try:
@@ -120,10 +125,10 @@ class SharedCall:
             reading.cancel()
             for request in list(self._requests.values()):
                 self._cancel(request)
-            for output in self._unsettled.values():  # no reader will tell
+            for output in self._unsettled.values():  # the client can no longer report the number
                 self._intake.engine.settle(output, output.num_published)
 
-    # Up
+    # From the client
 
     async def _read(self, messages: AsyncIterator[scheduler_pb2.GenerateManyRequest]) -> None:
         async for message in messages:
@@ -184,7 +189,7 @@ class SharedCall:
             self._fail(request, RefusedError(Reason.INTERNAL, "the request failed; see the server's log"))
 
     async def _take_in(self, submission: scheduler_pb2.Submission, request: _Submitted) -> None:
-        """Check what comes with a request in this kind of call, and begin it. Raises RefusedError."""
+        """Check the fields that only a Submission has, and begin its request. Raises RefusedError."""
         message, token_only = submission.request, submission.token_only
         has_text = not (token_only or submission.HasField("resolved"))
         if submission.tenants_revision:
@@ -240,12 +245,12 @@ class SharedCall:
             self.num_unread_failures += 1
             if self.num_unread_failures >= _MAX_UNREAD_FAILURES:
                 self._room.clear()
-        # Without its traceback, whose frames refer to the request: a cycle that only a full collection would free.
+        # The traceback is dropped: its frames refer to the request, a cycle that only a full collection would free.
         request.error = request.failure or error.with_traceback(None)
         self._mark_ready(request)
 
     def _cancel(self, request: _Submitted) -> None:
-        """End a request that is over, and whatever is left of it."""
+        """Remove a request that is over from the call, and cancel its remaining tasks and samples."""
         del self._requests[request.stream_id]
         if request.error is not None:
             self.num_unread_failures -= 1
@@ -253,7 +258,7 @@ class SharedCall:
         self._ready.pop(request, None)
         if request.task is not None and request.task is not asyncio.current_task():
             request.task.cancel()
-            request.task = None  # its frames refer to the request: a cycle that only a full collection would free
+            request.task = None  # its frames refer to the request, a cycle that only a full collection would free
         if request.timer is not None:
             request.timer.cancel()
         for index in range(len(request.readers)):
@@ -264,8 +269,10 @@ class SharedCall:
             request.active.cancel()
 
     def _settle(self, request: _Submitted, active: ActiveRequest) -> None:
-        """Count what the client has kept of a relayed request, or wait until it tells. What is not over ends by itself,
-        and all of it counts as kept."""
+        """Count the tokens that the client has kept of a relayed request, or wait for the client's report.
+
+        A sample that is not over yet is counted when it ends, and all its tokens count as kept.
+        """
         active.is_relayed = False
         for index, output in enumerate(active.outputs):
             if output.is_over and (index in request.num_kept or request.failure is not None):
@@ -273,7 +280,7 @@ class SharedCall:
             elif output.is_over:
                 self._unsettled[request.stream_id + index] = output
 
-    # Down
+    # To the client
 
     def _mark_ready(self, request: _Submitted) -> None:
         if request.stream_id in self._requests:
@@ -281,7 +288,7 @@ class SharedCall:
             self._news.tell()
 
     def _take(self) -> scheduler_pb2.GenerateManyResponse:
-        """Make a message of what is new, as much of it as one holds."""
+        """Return a message with the new output, up to the maximum weight of a message."""
         message = scheduler_pb2.GenerateManyResponse()
         if self._announces:
             self._announces = False
@@ -308,7 +315,7 @@ class SharedCall:
                 counts.append(len(new))
                 token_ids += new
             elif (request := self._streams.get(output.label)) is not None and request.active is not None:
-                # Its end has come, which its reader tells.
+                # The sample has ended; its reader returns the end.
                 request.active.take_in(output)
         message.stream_ids.extend(stream_ids)
         message.token_ids.extend(token_ids)
@@ -318,7 +325,7 @@ class SharedCall:
     def _take_deltas(self, message: scheduler_pb2.GenerateManyResponse, room: int) -> None:
         while self._ready and room > 0:
             request = next(iter(self._ready))
-            # Those that are left are due the next time.
+            # The remaining deltas are sent in the next message.
             for delta in chain.from_iterable(map(OutputReader.take, request.readers)):
                 assert request.active is not None
                 response = encode_delta(request.active.request.request_id, delta)

@@ -1,9 +1,11 @@
-"""A VllmEngine GenerateRequest as plain values, of which `serving/parsed_request.py` makes a request. Ranges are
-checked there; here only what it has no word for.
+"""Conversion of VllmEngine's GenerateRequest into plain values for `serving/parsed_request.py`.
 
-proto3 cannot tell an unset number from 0, so 0 means what vLLM's servicer takes it for. The checkpoint's own sampling
-defaults are not filled in: a router reads them from GetModelInfo and sends them itself. What is never served is
-INVALID_ARGUMENT, which a router answers with 400: of UNIMPLEMENTED it makes 501, which HTTP clients try again.
+`parse_request` checks the ranges of values. This module checks only the fields that `parse_request` does not know.
+
+An unset number in proto3 cannot be distinguished from 0, so 0 has the meaning that vLLM's servicer gives it. The
+checkpoint's sampling defaults are not applied: a router reads them with GetModelInfo and sends them itself. An
+unsupported field is INVALID_ARGUMENT, which a router maps to status 400. It would map UNIMPLEMENTED to 501, which HTTP
+clients retry.
 """
 
 import json
@@ -28,8 +30,8 @@ _UNSUPPORTED_INPUTS = {
     "kv_transfer_params_json": "a KV cache of another engine",
 }
 _SAMPLING_FIELDS = vllm_engine_pb2.SamplingParams.DESCRIPTOR.fields
-# How the values of some fields are read; those of others mean what ours do. What is 0 where it is unset, though 0 is no
-# legal value, is 1 then: off.
+# Conversions of field values; the values of other fields have the same meaning as here. If 0 is not a legal value of a
+# number, an unset field becomes 1, which turns the option off.
 _READINGS: Mapping[str, Callable[[Any], Any]] = {
     **{
         field.name: lambda value: value or type(value)(1)
@@ -40,19 +42,20 @@ _READINGS: Mapping[str, Callable[[Any], Any]] = {
     "choice": lambda choice: list(choice.choices),
     "json_schema": lambda schema: close_calls(schema),
 }
-# Each field, with whether it may be unset.
+# For each field: its name, whether it can be unset, and its conversion.
 _OPTIONS = [
     (field.name, field.has_presence, _READINGS.get(field.name, lambda value: value)) for field in _SAMPLING_FIELDS
 ]
-# How a router's JSON Schema begins where `tool_choice` is "required": a list of calls, each an object with the name of
-# a tool and its parameters.
+# The beginning of the JSON Schema that a router sends for `tool_choice` "required": an array of tool calls, each an
+# object with the tool's name and parameters.
 _CALLS_BEGINNING = '{"type":"array","minItems":1,"items":{"type":"object","anyOf":[{"properties":{"name":'
-# As most models write JSON. Of space before a comma or a bracket the router makes text, and of the calls behind it.
+# The JSON formatting of most models. After a space before a comma or bracket, the router treats the rest of the output,
+# calls included, as text.
 _SPELLING_OF_CALLS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def read_generate_request(message: vllm_engine_pb2.GenerateRequest, call: Call, model: ModelInfo) -> ParsedRequest:
-    """Read all of a request that came with a call. Raises RefusedError, also for what this engine does not do."""
+    """Return the parsed request of a Generate call. Raises RefusedError, also for unsupported fields."""
     _check_supported(message)
     given = message.WhichOneof("input")
     if given is None:
@@ -78,9 +81,11 @@ def _check_supported(message: vllm_engine_pb2.GenerateRequest) -> None:
 
 
 def _options(sampling: vllm_engine_pb2.SamplingParams) -> dict[str, Any]:
-    """Return the options that are set, by their names, which are ours. A constraint begins at the first token, whatever
-    `grammar_from_first_token` says: the server parses no reasoning after which one could begin, and tells routers so
-    in GetServerInfo."""
+    """Return the sampling options that are set, by name. VllmEngine has the same names as this server.
+
+    A grammar applies from the first token, whatever `grammar_from_first_token` says. The server parses no reasoning, so
+    a grammar cannot start after it. GetServerInfo tells routers so (`constrained_decoding_start`).
+    """
     options: dict[str, Any] = {"temperature": 1.0}
     for name, may_be_unset, read in _OPTIONS:
         if not may_be_unset or sampling.HasField(name):
@@ -92,11 +97,10 @@ def _options(sampling: vllm_engine_pb2.SamplingParams) -> dict[str, Any]:
 
 
 def close_calls(schema: str) -> str:
-    """Return a list of calls with nothing in a call but its name and parameters, spelt in one way, and any other schema
-    as it is.
+    """Return a schema of tool calls with no other properties in a call and with fixed formatting.
 
-    The router reads such calls alone, though its schema leaves room for more: what else stood in one would make text
-    of all of them.
+    Any other schema is returned unchanged. The router's schema allows more properties in a call than its parser
+    accepts. With an extra property, the router would treat all calls as text.
     """
     if not schema.startswith(_CALLS_BEGINNING):
         return schema
@@ -109,4 +113,4 @@ def close_calls(schema: str) -> str:
             call["additionalProperties"] = False
         return json.dumps({**calls, "x-guidance": _SPELLING_OF_CALLS}, allow_nan=False)
     except (ValueError, LookupError, TypeError):
-        return schema  # is refused where schemas are read
+        return schema  # the schema is refused later, when the grammar is read

@@ -1,7 +1,8 @@
-"""Deltas of outputs as VllmEngine has them: tokens as chunks if they are wanted, and one `complete` for each sample.
+"""Translation of output deltas into VllmEngine's responses: chunks with tokens, and one `complete` per sample.
 
-A chunk is one token, even where several have waited: of each chunk the router reads one part of a call of a tool, and
-loses what else stands there, or makes text of it. Which streams may have calls it does not tell.
+Chunks are sent only if the client streams. A chunk has exactly one token, even if several tokens are ready. The router
+reads at most one part of a tool call per chunk and loses the rest or treats it as text. The server cannot know which
+streams may contain tool calls.
 """
 
 from array import array
@@ -14,11 +15,10 @@ from scheduler_service.serving.output import Delta
 
 
 class ResponseTranslator:
-    """The deltas of one call. Output tokens are kept until the end of their sample, since `complete` repeats
-    them."""
+    """The translator of one call. It keeps the output tokens of each sample, since `complete` repeats them."""
 
     def __init__(self, message: vllm_engine_pb2.GenerateRequest, request: Request) -> None:
-        """`request` is what was made of the call's `message`."""
+        """`request` is the request that was parsed from `message`."""
         self._sampling = sampling = message.sampling_params
         self._is_streaming = message.stream
         self._prompt_token_ids = request.prompt_token_ids
@@ -28,12 +28,12 @@ class ResponseTranslator:
         self._prompt_logprobs: vllm_engine_pb2.InputLogProbs | None = None
         if sampling.HasField("prompt_logprobs"):
             self._prompt_logprobs = vllm_engine_pb2.InputLogProbs(token_ids=request.prompt_token_ids[:1])
-            self._prompt_logprobs.token_logprobs.add()  # nothing comes before the first token
+            self._prompt_logprobs.token_logprobs.add()  # the first token has no log-probability
             if sampling.prompt_logprobs:
                 self._prompt_logprobs.top_logprobs.add()
 
     def translate(self, delta: Delta) -> Iterator[vllm_engine_pb2.GenerateResponse]:
-        """Yield what is to be sent for a delta."""
+        """Yield the responses for a delta."""
         self._take_prompt_logprobs(delta.prompt_logprobs)
         self._token_ids[delta.sample_index].extend(delta.token_ids)
         if self._is_streaming:
@@ -57,7 +57,7 @@ class ResponseTranslator:
             self._add_logprobs(delta.logprobs[position : position + 1], chunk.output_logprobs)
         if self._prompt_logprobs is not None:
             chunk.input_logprobs.CopyFrom(self._prompt_logprobs)
-            self._prompt_logprobs = None  # the first chunk alone has them
+            self._prompt_logprobs = None  # only the first chunk has them
         return chunk
 
     def _complete(self, index: int, end: SequenceEnd, stop_text: str | None) -> vllm_engine_pb2.GenerateComplete:

@@ -1,11 +1,12 @@
-"""One VllmEngine subscription to the prefix cache, with the scheduler's load.
+"""A VllmEngine subscription to the events of the prefix cache, with the scheduler's load.
 
-A subscriber's cursor outlives the server, so sequence numbers begin at the server's start time: no two servers' ranges
-meet. A subscriber with no cursor, another server's, or one that the log no longer reaches gets a snapshot. Content of
-other tenants and salts is left out: no request of this service can hit it.
+A subscriber's cursor can outlive the server. Sequence numbers therefore begin at the server's start time in
+microseconds, so that the ranges of two servers do not overlap. A subscriber gets a snapshot if it has no cursor, has a
+cursor of another server, or has one that the event log no longer covers. Content of other tenants and cache salts is
+omitted, because no request of this subscriber can hit it.
 
-Where callers are told apart, a tenant does not learn how much others do: it is told no load, and its batches are
-counted by themselves, from the time of its subscription on, so that each subscription begins with a snapshot.
+If the server has tenants, a tenant must not see how much the others do. Its batches contain no load. They have their
+own sequence numbers, which start at the time of the subscription, so each subscription begins with a snapshot.
 """
 
 import asyncio
@@ -18,17 +19,17 @@ from scheduler_service.api.vllm.report import Load, engine_load, engine_load_in_
 from scheduler_service.core.request import BlockRemoved, BlockStored, CacheCleared, KvEvent, Tier
 from scheduler_service.serving.kv_events import KvEventBatch, KvEvents
 
-# Seconds between two looks at the load, and between two records of a load that stays the same.
+# Seconds between two checks of the load, and between two reports of an unchanged load.
 _LOOK_INTERVAL = 0.25
 _HEARTBEAT_INTERVAL = 1.0
-_MAX_CHUNK_BLOCKS = 4096  # of a snapshot's message
+_MAX_CHUNK_BLOCKS = 4096  # in one message of a snapshot
 
 _TIERS = {Tier.DEVICE: common_pb2.KV_CACHE_TIER_DEVICE, Tier.HOST: common_pb2.KV_CACHE_TIER_HOST}
 _LEVELS = {Tier.DEVICE: 0, Tier.HOST: 1}
 
 
 class KvEventFeed:
-    """All that one subscriber is told."""
+    """The stream of batches for one subscription."""
 
     def __init__(
         self,
@@ -37,15 +38,17 @@ class KvEventFeed:
         read_load: Callable[[], Load] | None,
         root: bytes,
     ) -> None:
-        """`first_number` is the server's: the sequence number of what happened before its first event. Without
-        `read_load` the subscriber is told no load, nor how many batches there are of all tenants. `root` is that of
-        the content which the requests that it sends can hit."""
+        """`first_number` is the sequence number of the server's start, before its first event.
+
+        Without `read_load`, the batches contain neither the load nor the sequence numbers of all tenants' events.
+        `root` is the hash at the root of the content that the subscriber's requests can hit.
+        """
         self._kv_events = kv_events
         self._first_number = first_number
         self._read_load = read_load
         self._root = root
         self._sees_all = read_load is not None
-        self._number = time.time_ns() // 1000  # of the last batch that was told
+        self._number = time.time_ns() // 1000  # of the last batch
         self._num_records = 0
         self._num_events = 0
         self._last_load: Load | None = None
@@ -54,9 +57,9 @@ class KvEventFeed:
     async def batches(
         self, request: common_pb2.SubscribeKvEventsRequest
     ) -> AsyncGenerator[common_pb2.KvEventBatch, None]:
-        """Yield batches as long as the server lives."""
+        """Yield batches until the server shuts down."""
         with self._kv_events.following():
-            last = request.start_sequence_number - self._first_number  # as the log counts
+            last = request.start_sequence_number - self._first_number  # in the log's numbers
             first_start, last_start = self._kv_events.starts
             is_known = self._sees_all and first_start <= last <= last_start
             if is_known:
@@ -115,11 +118,11 @@ class KvEventFeed:
         return batch
 
     def _count(self, log_number: int, num_batches: int) -> None:
-        """Count so many batches, after which the subscriber knows the log up to a number."""
+        """Advance the sequence number by `num_batches`, after which the subscriber has the log up to `log_number`."""
         self._number = self._first_number + log_number if self._sees_all else self._number + num_batches
 
     def _batch(self, num_left: int = 0) -> common_pb2.KvEventBatch:
-        """Begin a batch that so many follow of those that are told together."""
+        """Return an empty batch that is followed by `num_left` batches with already counted sequence numbers."""
         return common_pb2.KvEventBatch(sequence_number=self._number - num_left, timestamp=time.time(), dp_rank=0)
 
     def _is_load_due(self) -> bool:
@@ -139,7 +142,7 @@ class KvEventFeed:
 
 
 def _encode(events: Sequence[KvEvent]) -> list[common_pb2.KvCacheEvent]:
-    """Make one message for each run of blocks that follow one another, and for each run of removals."""
+    """Return one message for each chain of consecutive stored blocks, and one for each run of removals."""
     messages: list[common_pb2.KvCacheEvent] = []
     previous: KvEvent | None = None
     for event in events:
@@ -180,5 +183,5 @@ def _begin(event: KvEvent) -> common_pb2.KvCacheEvent:
 
 
 def _signed(block_hash: int) -> int:
-    """Read the same 64 bits as a signed number."""
+    """Return the signed 64-bit integer with the same bits."""
     return block_hash - 2**64 if block_hash >= 2**63 else block_hash

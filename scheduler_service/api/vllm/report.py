@@ -1,6 +1,6 @@
-"""Reports of the server about itself, in VllmEngine's words: what is served, and how busy the scheduler is.
+"""Encoding of the served model, the server and the scheduler's load as VllmEngine's messages.
 
-This is pure translation. What can be evicted is not in use: a router sends nothing to a server that seems full.
+Evictable blocks do not count as used, because a router sends no requests to a server that seems full.
 """
 
 import json
@@ -17,14 +17,17 @@ from scheduler_service.serving.checkpoint.model_info import ModelInfo
 from scheduler_service.serving.checkpoint.sampling_defaults import API_DEFAULTS
 
 SERVER_TYPE = "vllm-grpc"
-_ARCHIVED = "to-be-asked-for"  # names no file
+_ARCHIVED = "to-be-asked-for"  # no such file exists, so the router calls GetTokenizer
 
 
 def model_info(
     model: ModelInfo, served_model_name: str, max_sequence_tokens: int
 ) -> vllm_engine_pb2.GetModelInfoResponse:
-    """Paths are this machine's: a router that does not find them asks for the files. Files in which it would find
-    another tokenizer or chat template it is not told of."""
+    """Return the answer to GetModelInfo.
+
+    Paths are paths on this machine. A router that does not find them calls GetTokenizer. If the router would read
+    another tokenizer or chat template from the files than this server, the tokenizer's path names no file.
+    """
     directory = str(model.directory)
     values = {name: getattr(model.sampling_defaults, name) for name in CHECKPOINTS_OPTIONS}
     chosen = {name: value for name, value in values.items() if value != getattr(API_DEFAULTS, name)}
@@ -46,7 +49,7 @@ def model_info(
 
 
 def server_info(worker: DescribedWorker | None, max_num_seqs: int) -> vllm_engine_pb2.GetServerInfoResponse:
-    """Return the answer to GetServerInfo, but for the counters."""
+    """Return the answer to GetServerInfo, without the counters."""
     info = vllm_engine_pb2.GetServerInfoResponse(
         server_type=SERVER_TYPE,
         data_parallel_size=1,
@@ -62,10 +65,10 @@ def server_info(worker: DescribedWorker | None, max_num_seqs: int) -> vllm_engin
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One look at the scheduler. `generation_throughput` is in output tokens per second."""
+    """A snapshot of the scheduler's load. `generation_throughput` is in output tokens per second."""
 
     stats: SchedulerStats
-    block_size: int  # of the worker that is there or was there last; 0: there was none
+    block_size: int  # of the current or last worker; 0 if no worker has connected yet
     max_num_seqs: int
     generation_throughput: float
 
@@ -92,7 +95,7 @@ def scheduler_load(load: Load) -> vllm_engine_pb2.SchedulerLoad:
 
 
 def engine_load(load: Load) -> common_pb2.EngineLoad:
-    """Encode what routing needs of the load."""
+    """Return the part of the load that routers use to balance requests."""
     usage = share(load.stats.num_held_blocks, load.stats.num_device_blocks)
     return common_pb2.EngineLoad(
         running_requests=load.stats.num_running,

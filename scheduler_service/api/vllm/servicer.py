@@ -1,8 +1,10 @@
-"""`vllm.grpc.engine.VllmEngine`, the protocol by which routers reach several schedulers: the same requests on the same
-way as `SchedulerService`, in other words. The protocol is the one that PyPI's smg-grpc-proto publishes.
+"""`vllm.grpc.engine.VllmEngine`, the protocol by which routers balance requests over several schedulers.
 
-Its requests belong to the caller's tenant, to none where callers are not told apart. Text is made of tokens only where
-a stop text is to be found: routers detokenise. A front end serves it too, but for what is the scheduler's alone.
+A request is handled as in SchedulerService, with other messages. The protocol is published on PyPI as smg-grpc-proto.
+
+A request belongs to the caller's tenant, or to no tenant if the server has none. Output tokens are detokenized only to
+find stop texts, because routers detokenize themselves. A front end also serves this protocol, except the calls for the
+prefix cache.
 """
 
 import asyncio
@@ -33,11 +35,12 @@ from scheduler_service.serving.refusal import Reason, RefusedError, invalid
 from scheduler_service.serving.step_loop import StepLoop
 
 SERVICE_NAME = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name
-_TENANT = ""  # that a request names: it has no field for one
+_TENANT = ""  # the messages have no field for a tenant
 _MAX_FLUSH_WAIT = 600.0  # seconds
-# Our fields' paths in VllmEngine's requests.
+# Paths of SchedulerService's fields in VllmEngine's requests.
 _FIELDS = {"sampling.": "sampling_params.", "token_ids.ids": "tokenized.input_ids"}
-# What the HTTP APIs of routers call a field whose name differs there: the reader of the message sent that.
+# The HTTP APIs of routers have other names for some fields. An error message that names such a field explains it, since
+# its reader sent an HTTP request.
 _HTTP_NAMES = {
     "sampling_params.max_tokens": "max_completion_tokens, max_output_tokens and max_new_tokens are max_tokens here",
     "sampling_params.min_tokens": "min_new_tokens is min_tokens here",
@@ -49,6 +52,8 @@ _HTTP_NAMES = {
 
 
 class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
+    """The VllmEngine service of a scheduler or a front end."""
+
     def __init__(
         self,
         intake: Intake,
@@ -57,8 +62,10 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         read_load: Callable[[], Awaitable[Load]],
         cache: tuple[StepLoop, Callable[[], Load]] | None,
     ) -> None:
-        """`intake` is that of all services of this server. `read_load` may raise RefusedError. A front end has no
-        `cache`; the load that comes with one is told with its events."""
+        """`intake` is shared by all services of this server. `read_load` may raise RefusedError.
+
+        `cache` is None in a front end. Its second value returns the load that is sent with cache events.
+        """
         self._intake = intake
         self._authenticator = authenticator
         self._availability = intake.engine.availability
@@ -85,7 +92,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def Abort(
         self, request: vllm_engine_pb2.AbortRequest, context: grpc.aio.ServicerContext
     ) -> vllm_engine_pb2.AbortResponse:
-        """Abort the requests that run. One that has ended or is out of reach is no error: the router cannot know."""
+        """Abort running requests. Unknown or ended requests are ignored, because the router cannot know their state."""
         call = self._authenticator.call(context)
         tenant = call.caller.tenant(_TENANT)
         for request_id in request.request_ids:
@@ -96,7 +103,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def Embed(
         self, request: vllm_engine_pb2.EmbedRequest, context: grpc.aio.ServicerContext
     ) -> vllm_engine_pb2.EmbedResponse:
-        """Pool a prompt of tokens, whatever text they were made of."""
+        """Return the embedding of a prompt's tokens. The prompt's text is ignored."""
         self._last_request_at = time.time()
         token_ids, request_id = tuple(request.tokenized.input_ids), request.request_id or None
         call = self._authenticator.call(context)
@@ -112,13 +119,15 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             embedding_dim=len(embedding),
         )
 
-    # What is served
+    # The server and its model
 
     async def HealthCheck(
         self, request: vllm_engine_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
     ) -> vllm_engine_pb2.HealthCheckResponse:
-        """Answer UNAVAILABLE until the first worker has joined: a router then comes back, and lists no model
-        before."""
+        """Return whether the server is healthy. Before the first worker has joined, the status is UNAVAILABLE.
+
+        After UNAVAILABLE, a router retries, and it lists no model until the check succeeds.
+        """
         if self._availability.is_serving:
             return vllm_engine_pb2.HealthCheckResponse(healthy=True, message="serving")
         reason = self._availability.refusal()
@@ -141,7 +150,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetServerInfo(
         self, request: vllm_engine_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> vllm_engine_pb2.GetServerInfoResponse:
-        """Describe the server; what all tenants are doing is told to operators alone."""
+        """Return a description of the server. Only operators see the number of active requests."""
         info = server_info(self._availability.capacity, self._info().max_num_seqs)
         if self._authenticator.call(context).caller.is_operator():
             load = await self._read_load()
@@ -177,7 +186,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         if self._cache is None:
             raise RefusedError(Reason.UNIMPLEMENTED, "a front end tells of no cache; subscribe at the scheduler itself")
         cache, load = self._cache
-        # The router takes the subscription for made when the headers come.
+        # The router considers the subscription established when the headers arrive.
         await context.send_initial_metadata(())
         caller = self._authenticator.call(context).caller
         read_load = load if caller.is_operator() else None
@@ -238,12 +247,12 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             active.cancel()
 
     async def _tokenizer_archive(self) -> bytes:
-        """Return the archive, which is made once, off the event loop. Raises RefusedError."""
+        """Return the archive of the tokenizer's files. It is built once, in a thread. Raises RefusedError."""
         if self._intake.model.tokenizer_path is None:
             raise RefusedError(Reason.FAILED_PRECONDITION, "the served checkpoint has no tokenizer.json")
         if self._archive is None:
             self._archive = asyncio.create_task(asyncio.to_thread(read_tokenizer_archive, self._intake.model.directory))
-            # Callers that have gone do not ask how it ended, which asyncio would complain of.
+            # If all callers are gone, the exception must still be retrieved, or asyncio logs an error.
             self._archive.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             return await asyncio.shield(self._archive)

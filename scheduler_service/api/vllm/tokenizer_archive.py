@@ -1,4 +1,4 @@
-"""The files from which a router builds the tokenizer, as a zip in chunks."""
+"""The tokenizer's files as a zip archive in chunks, for routers."""
 
 import hashlib
 import io
@@ -17,14 +17,16 @@ _CONFIG, _TOKENIZER, _TEMPLATE = "tokenizer_config.json", "tokenizer.json", "cha
 _SMALL = ("config.json", "generation_config.json")
 _PATTERNS = ("*.jinja", "*.model")
 _CHUNK_BYTES = 64 * 1024
-_EPOCH = (1980, 1, 1, 0, 0, 0)  # equal files make equal archives
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # a fixed date, so that equal files give equal archives
 
 
 def read_tokenizer_archive(model: Path) -> bytes:
-    """Make the zip of the files that a checkpoint directory has, or of what stands for them. Where several files speak
-    of the tokenizer, tokenizer.json and tokenizer_config.json say it all.
+    """Return a zip archive of the tokenizer's files in a checkpoint directory or GGUF file.
 
-    Raises OSError, or ValueError for files that cannot be read any more as they were when the service started.
+    If the checkpoint stores its tokenizer in other files, the archive contains an equivalent tokenizer.json and
+    tokenizer_config.json.
+
+    Raises OSError or ValueError if a file has become unreadable since the service started.
     """
     contents = dict(_gguf_files(model) if is_gguf(model) else _directory_files(model))
     template = read_model_info(str(model)).chat_template
@@ -58,8 +60,10 @@ def _tokenizer_files(tokenizer: TokenizerFiles) -> Iterator[tuple[str, bytes]]:
 
 
 def _one_template(template: str | None, contents: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return the files that must be other than they are, for a router to find the template: it knows of no lists of
-    templates, nor of files beside these."""
+    """Return replacements for files so that the router finds the served chat template.
+
+    The router supports neither lists of templates in tokenizer_config.json nor other template files.
+    """
     config = json.loads(contents.get(_CONFIG, b"{}"))
     in_config = config.get("chat_template")
     stated = contents[_TEMPLATE].decode() if _TEMPLATE in contents else in_config
@@ -72,7 +76,7 @@ def _one_template(template: str | None, contents: Mapping[str, bytes]) -> dict[s
 
 
 def archive_chunks(archive: bytes) -> Iterator[common_pb2.GetTokenizerChunk]:
-    """Cut the archive into chunks, of which the last carries the digest of the whole."""
+    """Yield the archive in chunks. The last chunk has the SHA-256 digest of the whole archive."""
     for start in range(0, len(archive), _CHUNK_BYTES):
         chunk = common_pb2.GetTokenizerChunk(data=archive[start : start + _CHUNK_BYTES])
         if start + _CHUNK_BYTES >= len(archive):
