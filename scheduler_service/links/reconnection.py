@@ -1,4 +1,4 @@
-"""Reconnecting a link: when it tries again, and what it logs until then, calmly where that is how a start looks."""
+"""Reconnection of a link: the delay before each attempt, and the log lines of an outage."""
 
 import asyncio
 import logging
@@ -15,46 +15,47 @@ from pagewire.common.wire.messages import WorkerStarting
 from pagewire.common.wire.transport.dialling import Dialler
 from pagewire.common.wire.transport.wrong_port import RightPort
 
-# Of the channel to the other side.
+# gRPC channel options of every link.
 LINK_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
-    # Who was replaced comes back at another address of the same name.
+    # A replaced process may return under the same host name at another address.
     ("grpc.dns_min_time_between_resolutions_ms", 1000),
-    # Who is gone without a word takes at most so long to notice; whether a worker lives is judged by heartbeats.
+    # Keepalive detects within 15 s that the other machine has vanished. A worker's liveness is judged by heartbeats.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.enable_retries", 0),
 )
-# Seconds between the end of a session and the next attempt, twice as long from one to the next.
+# Seconds between the end of a session and the next attempt; doubled after each failed attempt.
 _MIN_BACKOFF = 0.1
 _MAX_BACKOFF = 1.0
-_PATIENCE = 3.0  # seconds without a connection before that is told
+_PATIENCE = 3.0  # seconds without a connection before the reason is reported
 _LAST_ERROR = re.compile(r"^.*last error: (?:\w+: )?")
 
 
 class Outdated(Exception):
-    """The channel would go on with files that have been renewed."""
+    """The channel uses TLS files that have been renewed since it was opened."""
 
 
 class Ended(NamedTuple):
-    """The reason for which there is no session, or no more."""
+    """The reason why a session ended or could not be established."""
 
     reason: str
-    was_held: bool = False  # there was one
-    is_calm: bool = False  # it passes by itself
-    rank: int = 0  # whose session it was, of a worker that has several
+    was_held: bool = False  # the session had been established
+    is_calm: bool = False  # the reason is expected to disappear without intervention
+    rank: int = 0  # the rank whose stream ended, of a worker with several ranks
 
 
 class Backoff:
-    """The time between the end of a session and the next attempt."""
+    """The exponential backoff between the end of a session and the next attempt."""
 
     def __init__(self) -> None:
         self._seconds = _MIN_BACKOFF
 
     async def wait(self, ended: Ended) -> None:
-        """Wait before the next attempt, twice as long as before the last one unless that was held."""
+        """Sleep before the next attempt: twice as long as last time, or the minimum if a session had been
+        established."""
         if ended.was_held:
             self._seconds = _MIN_BACKOFF
         await asyncio.sleep(self._seconds)
@@ -62,8 +63,11 @@ class Backoff:
 
 
 class Outage:
-    """The time without a session: reports each reason, and logs a new one at once, and one that differs only in its
-    numbers or in gRPC's words for the same thing once a minute."""
+    """The time without a session. It reports every reason and logs without repetition.
+
+    A new reason is logged at once. A reason that differs from a logged one only in its numbers, or in gRPC's wording of
+    the same diagnosis, is logged again after a minute.
+    """
 
     def __init__(
         self,
@@ -74,8 +78,8 @@ class Outage:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`name` is what the other side is called, and `port` says where it is. `on_reason` hears every reason, logged
-        or not; `clock` is in seconds."""
+        """`name` is the name of the other side in log lines. `port` diagnoses connections to a wrong port. `on_reason`
+        receives every reason, logged or not. `clock` returns seconds."""
         self._name = name
         self._logger = logger
         self._port = port
@@ -83,14 +87,17 @@ class Outage:
         self._repetition = Repetition(clock)
 
     def tell(self, reason: str | WorkerStarting, *, is_calm: bool) -> None:
-        """Tell the reason, or what else is at a port of which gRPC says so; `is_calm` says that it passes by itself, as
-        when the other side is starting."""
+        """Report and log why there is no session, or the diagnosis if the address seems to be a wrong port.
+
+        `is_calm` means that the reason disappears without intervention, for example while the other side is starting.
+        Calm reasons are logged at level info.
+        """
         text = str(reason)
         reading = self._port.reading("its port", text) or self._port.reading(
             "its port", f"there is no session ({text})"
         )
         self._on_reason(reading or reason)
-        # A reading is the same whichever of the host's addresses gRPC's words are about.
+        # gRPC's text may name any of the host's addresses, so only the diagnosis is compared.
         if not self._repetition.is_news(reading.partition(" (")[0] if reading else text):
             return
         if is_calm and reading is None:
@@ -99,7 +106,7 @@ class Outage:
             self._logger.warning("no session with %s: %s", self._name, reading or text)
 
     def end(self) -> None:
-        """Take note that the other side has come. Should it go, everything is new again."""
+        """Record that a session has been established. In the next outage, all reasons are logged again."""
         self._repetition.forget()
 
     async def connect(
@@ -108,10 +115,10 @@ class Outage:
         dialler: Dialler,
         probe: Callable[[], grpc.aio.Call],
     ) -> None:
-        """Return when `connecting` is done, which waits for a connection without a word, and tell why there is none.
+        """Await `connecting`, which waits silently for a connection, and report meanwhile why there is no connection.
 
-        `probe` makes a call that fails where there is no connection, instead of waiting for one. Raises what
-        `connecting` does, and Outdated once `dialler` would give another channel.
+        `probe` starts a call that fails immediately if there is no connection. Raises the exceptions of `connecting`,
+        and Outdated if the TLS files of `dialler` have been renewed meanwhile.
         """
         task = asyncio.create_task(connecting)
         try:

@@ -1,4 +1,4 @@
-"""Calls to a front end that its scheduler answers, such as those about detached requests."""
+"""Forwarding of calls from a front end to its scheduler, for example calls about detached requests."""
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
@@ -11,12 +11,13 @@ from scheduler_service.links.scheduler.scheduler_availability import SchedulerAv
 from scheduler_service.serving.refusal import Reason, RefusedError
 from scheduler_service.serving.tenants.caller import Call
 
-# Open calls: of one connection a scheduler serves little more, the link's own call among them.
+# The limit of forwarded calls in progress. A scheduler's limit per connection is slightly higher and includes the
+# link's own call.
 _MAX_CALLS = 4_000
 
 
 class Forwarder:
-    """Forwards calls over the connection that the link has opened."""
+    """Forwards calls over the link's connection to the scheduler."""
 
     def __init__(
         self,
@@ -24,17 +25,19 @@ class Forwarder:
         read_metadata: Callable[[], Sequence[tuple[str, str]]],
         tenants_revision: Callable[[], str],
     ) -> None:
-        """See SchedulerLink for the callbacks."""
+        """The two callbacks are documented in `SchedulerLink`."""
         self._availability = availability
         self._read_metadata = read_metadata
         self._tenants_revision = tenants_revision
         self._num_calls = 0
-        self.stub: Any = None  # of the latest connection
+        self.stub: Any = None  # the gRPC stub of the latest connection
 
     async def forward(self, method: str, message: Message, call: Call) -> AsyncGenerator[Any, None]:
-        """Yield what the scheduler answers to a call here, whose tenant the message names: one message, or a stream,
-        which goes on as it is read. Leaving early ends the call there too. Raises RefusedError, as the scheduler says
-        it."""
+        """Yield the one or more messages of the scheduler's answer to a call.
+
+        `message` must name the caller's tenant. A stream is read only as fast as this generator. Closing the generator
+        early cancels the scheduler's call. Raises RefusedError with the scheduler's status.
+        """
         if reason := self._availability.unreachable_reason:
             raise RefusedError(Reason.UNAVAILABLE, reason)
         if self._num_calls >= _MAX_CALLS:

@@ -1,4 +1,4 @@
-"""Whether a front end accepts requests, and what fits, by the latest report of its scheduler."""
+"""The availability of a front end's scheduler, from the scheduler's latest report."""
 
 import asyncio
 
@@ -8,20 +8,20 @@ from scheduler_service.serving.refusal import Reason, RefusedError
 
 
 class SchedulerAvailability:
-    """The availability of a scheduler: its latest report while it is connected, else the reason why it is not.
+    """Whether a front end accepts requests, from its scheduler's latest report or the reason for the lost connection.
 
     The link reports every change.
     """
 
     def __init__(self, address: str) -> None:
-        """`address` is for messages."""
+        """`address` is the scheduler's address, for error messages."""
         self._address = address
         self._disconnect_reason: object = "it has not answered yet"  # None while connected
-        self._has_answered = asyncio.Event()  # once, or no caller waits for that any more
+        self._has_answered = asyncio.Event()  # set by the first report or by drain()
         self._is_draining = False
         self._server_info = scheduler_pb2.GetServerInfoResponse()  # the latest
-        self.changed = asyncio.Event()  # for one follower, who clears it
-        self.capacity: scheduler_pb2.WorkerInfo | None = None  # of the present or last worker
+        self.changed = asyncio.Event()  # has one consumer, which clears it
+        self.capacity: scheduler_pb2.WorkerInfo | None = None  # of the current or last worker
         self.missing_reason = f"the scheduler at {address} has no worker yet"
 
     # Questions
@@ -32,7 +32,7 @@ class SchedulerAvailability:
 
     @property
     def unreachable_reason(self) -> str:
-        """Why no call goes to the scheduler now, or nothing."""
+        """The reason why calls cannot be sent to the scheduler now, or an empty string."""
         if self._is_draining:
             return "the front end is shutting down; send the request to another one"
         if not self.is_connected:
@@ -40,8 +40,10 @@ class SchedulerAvailability:
         return ""
 
     def refusal(self, output_mode: OutputMode = OutputMode.STREAMED) -> str:
-        """Return why requests are refused now, here or by the scheduler, or nothing. Detached requests are forwarded
-        and do not ask."""
+        """Return why this front end or its scheduler refuses requests now, or an empty string.
+
+        `output_mode` is ignored: detached requests are forwarded without this check.
+        """
         return self.unreachable_reason or self._server_info.unavailable_reason
 
     @property
@@ -53,25 +55,31 @@ class SchedulerAvailability:
         return self._server_info.max_sequence_tokens
 
     def served_model_names(self) -> tuple[str, ...]:
-        """The names by which requests may ask for the model, first the one in answers; that one is empty before the
-        scheduler has answered."""
+        """Return the names of the model that requests may use. Responses contain the first name.
+
+        Before the scheduler's first report, the first name is empty.
+        """
         return (self._server_info.served_model_name, *self._server_info.served_model_aliases)
 
     def server_info(self) -> scheduler_pb2.GetServerInfoResponse:
-        """Return the latest report of the scheduler, empty before the first, with this front end's own
-        `unavailable_reason`."""
+        """Return the scheduler's latest report with this front end's own `unavailable_reason`.
+
+        The report is empty before the scheduler's first report.
+        """
         info = scheduler_pb2.GetServerInfoResponse()
         info.CopyFrom(self._server_info)
         info.unavailable_reason = self.refusal()
         return info
 
     async def wait_for_first_worker(self, output_mode: OutputMode) -> None:
-        """Return when the scheduler has answered, which waits for its worker itself: before, it is not known what
-        fits."""
+        """Wait for the scheduler's first report. The scheduler waits for its worker before it reports.
+
+        The maximum length of a request is unknown before this report.
+        """
         await self._has_answered.wait()
 
     def lost(self, reason: object) -> RefusedError:
-        """Return the error of a request or call that ended with the connection."""
+        """Return the error for a request or call that ended with the connection."""
         return RefusedError(
             Reason.UNAVAILABLE, f"the scheduler at {self._address} is gone ({reason}); send the request again"
         )
@@ -79,7 +87,7 @@ class SchedulerAvailability:
     # Events
 
     def reported(self, info: scheduler_pb2.GetServerInfoResponse) -> None:
-        """Record a report of the scheduler, which is connected then."""
+        """Record a report of the scheduler. A scheduler that reports is connected."""
         self._disconnect_reason = None
         self._server_info = info
         if info.HasField("worker"):
@@ -92,7 +100,7 @@ class SchedulerAvailability:
         self._disconnect_reason = reason
 
     def drain(self) -> None:
-        """Refuse requests from now on."""
+        """Refuse all requests from now on."""
         if not self._is_draining:
             self._is_draining = True
             self._has_answered.set()

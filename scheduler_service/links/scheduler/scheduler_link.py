@@ -1,7 +1,8 @@
-"""A front end's way to its scheduler: one GenerateMany call, and the next when that is lost.
+"""A front end's link to its scheduler: one GenerateMany call at a time, restarted when it is lost.
 
-It is the front end's engine, as the step loop is the scheduler's. Tokens come back in columns, and go to the outputs of
-their requests. A stream's id is the id of its sequence here.
+The link is the request engine of a front end, as the step loop is the engine of a scheduler. The scheduler sends tokens
+in columns, and the link distributes them to the outputs of the requests. A stream's id is also the sequence id in this
+process.
 """
 
 import asyncio
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 CHANNEL_OPTIONS = (
     *LINK_OPTIONS,
     ("grpc.max_receive_message_length", 64 << 20),
-    # What waits here of each stream whose client does not read.
+    # The maximum unread bytes of a stream whose client does not read.
     ("grpc.http2.lookahead_bytes", 256 << 10),
     ("grpc.http2.bdp_probe", 0),
 )
@@ -48,6 +49,8 @@ _PORT = RightPort.of_link(
 
 
 class SchedulerLink:
+    """The connection of a front end to its scheduler, and the engine that runs the front end's requests."""
+
     def __init__(
         self,
         dialler: Dialler,
@@ -58,33 +61,33 @@ class SchedulerLink:
         tenants_revision: Callable[[], str] = str,
         clock: Clock | None = None,
     ) -> None:
-        """`address` is for messages. `read_metadata` returns the metadata that identifies this front end.
-        `tenants_revision` returns the revision of the file of tenants, or nothing without one. Without a `clock` it is
-        the event loop's."""
+        """`address` is the scheduler's address, for messages. `read_metadata` returns the metadata that identifies this
+        front end. `tenants_revision` returns the revision of the tenants file, or an empty string without one. The
+        default `clock` is the event loop's clock."""
         self.clock = clock or Clock()
         self._dialler = dialler
         self._address = address
         self._model = model
         self._read_metadata = read_metadata
         self._tenants_revision = tenants_revision
-        self._client: GenerateManyClient | None = None  # None: not connected
+        self._client: GenerateManyClient | None = None  # None if not connected
         self.availability = SchedulerAvailability(address)
         self.forwarder = Forwarder(self.availability, read_metadata, tenants_revision)
         self._outage = Outage(f"the scheduler at {address}", logger, _PORT, self.availability.disconnected)
         self._idle = asyncio.Event()
         self._idle.set()
-        self._streams: dict[int, tuple[SampleRecord, ActiveRequest]] = {}  # those that have not ended
+        self._streams: dict[int, tuple[SampleRecord, ActiveRequest]] = {}  # streams that have not ended
         self._requests: dict[tuple[str, str], ActiveRequest] = {}  # by tenant and request id
-        self._first_stream_id = 0  # of the next call: none is used twice, whatever the call
-        self.counts = TokenCounts()  # of the clients here
+        self._first_stream_id = 0  # of the next call; an id is never used twice, not even by another call
+        self.counts = TokenCounts()  # of this front end's clients
         self.num_ended: Counter[EndReason] = Counter()  # samples
         self.num_failed = 0  # requests
-        self._loads: asyncio.Future[scheduler_pb2.GetLoadsResponse] | None = None  # asked for
+        self._loads: asyncio.Future[scheduler_pb2.GetLoadsResponse] | None = None  # the pending answer of get_loads
 
-    # What calls need
+    # Operations of requests
 
     async def loads(self) -> scheduler_pb2.GetLoadsResponse:
-        """Ask the scheduler what it has to do now. Raises RefusedError."""
+        """Return the scheduler's current load. Raises RefusedError."""
         if self._client is None:
             raise RefusedError(Reason.UNAVAILABLE, self.availability.unreachable_reason)
         if self._loads is None:
@@ -93,8 +96,11 @@ class SchedulerLink:
         return await asyncio.shield(self._loads)
 
     def submit(self, request: ActiveRequest, trace: Mapping[str, str]) -> None:
-        """Send a request on its way. It hears of the scheduler's refusals, and takes in all that comes one by one, with
-        a ready list too. Raises RefusedError."""
+        """Send a request to the scheduler. Raises RefusedError if it cannot be sent.
+
+        The request receives the scheduler's refusal as its error. It receives its output piece by piece, even if it has
+        a ready list.
+        """
         client, asked = self._client, request.request
         if client is None or self.availability.unreachable_reason:
             raise RefusedError(Reason.UNAVAILABLE, self.availability.unreachable_reason)
@@ -109,7 +115,7 @@ class SchedulerLink:
         )
         message = scheduler_pb2.GenerateManyRequest(submit=submission)
         message.submit.resolved.CopyFrom(encode_resolved(asked, self.availability.max_sequence_tokens))
-        if message.ByteSize() > MAX_MESSAGE_BYTES:  # the scheduler would end the call, with all that share it
+        if message.ByteSize() > MAX_MESSAGE_BYTES:  # too large a message would end the call, with all of its requests
             raise invalid("", too_large(message.ByteSize(), MAX_MESSAGE_BYTES))
         client.submit(message, asked.n)
         request.queued(asked, range(submission.stream_id, client.next_stream_id), self.clock.now())
@@ -118,22 +124,25 @@ class SchedulerLink:
         self._idle.clear()
 
     def abort(self, tenant: str, request_id: str) -> None:
-        """Let a request end with ABORT. Raises KeyError if there is none of that name here."""
+        """Abort a request, so that it ends with ABORT. Raises KeyError if the link has no request of that name."""
         self._abort(self._requests[tenant, request_id])
 
     def cancel(self, request: ActiveRequest) -> None:
-        """End what is left of a request. Its samples end when the scheduler says so, but its name is free at once."""
+        """Abort a request that no client reads any more.
+
+        Its samples end when the scheduler reports their end. Its name can be used again at once.
+        """
         if any(output.sequence_id in self._streams for output in request.outputs):
             self._free_name(request)
             self._abort(request)
 
     def stop(self, output: SampleRecord, num_tokens: int) -> None:
-        """Tell the scheduler that a stop text ended a sample after this many tokens."""
+        """Inform the scheduler that a stop text ended a sample after `num_tokens` tokens."""
         if output.sequence_id in self._streams:
             self._send_stop(output, num_tokens)
 
     def settle(self, output: SampleRecord, num_kept: int) -> None:
-        """Count what a client here got of a sample, and tell the scheduler."""
+        """Count the tokens of a sample that the client has kept, and report the number to the scheduler."""
         self.counts.settle(output, num_kept)
         self._send_stop(output, num_kept)
 
@@ -144,13 +153,13 @@ class SchedulerLink:
 
     @property
     def num_running(self) -> int:
-        """Samples that have not ended. May be asked from any thread."""
+        """The number of samples that have not ended. Thread-safe."""
         return len(self._streams)
 
     # Running
 
     async def run(self) -> None:
-        """Hold one call after the other, until cancelled."""
+        """Keep one GenerateMany call to the scheduler open, with reconnection, until cancelled."""
         backoff = Backoff()
         while True:
             ended = await self._hold()
@@ -170,12 +179,12 @@ class SchedulerLink:
             await backoff.wait(ended)
 
     async def drain(self) -> None:
-        """Take no more requests, and return when those that are there have ended."""
+        """Refuse new requests, and return when all current requests have ended."""
         self.availability.drain()
         await self._idle.wait()
 
     def end_all(self, message: str) -> None:
-        """End every request with UNAVAILABLE and this message."""
+        """Fail every request with UNAVAILABLE and this message."""
         self.availability.drain()
         for request in {request for _, request in self._streams.values()}:
             if self._client is not None:
@@ -183,7 +192,7 @@ class SchedulerLink:
         self._fail_all(message)
 
     async def _hold(self) -> Ended:
-        """Hold one call to its end, and say why it ended."""
+        """Run one call until it ends, and return why it ended."""
         stub = scheduler_pb2_grpc.SchedulerServiceStub(await self._dialler.channel())
         call = stub.GenerateMany(wait_for_ready=True, metadata=tuple(self._read_metadata()))
         client, is_held = GenerateManyClient(call, self._first_stream_id), False
@@ -212,7 +221,7 @@ class SchedulerLink:
             self._client, self._first_stream_id = None, client.next_stream_id
             client.end()
 
-    # Down
+    # Output from the scheduler
 
     def _take(self, message: scheduler_pb2.GenerateManyResponse) -> None:
         if message.HasField("loads") and self._loads is not None:
@@ -228,7 +237,7 @@ class SchedulerLink:
             if stream := self._streams.get(entry.stream_id):
                 self._take_delta(*stream, entry.delta)
         for failure in message.failures:
-            # Its first samples may have ended.
+            # The request's first samples may have ended already.
             samples = map(self._streams.get, range(failure.stream_id, failure.stream_id + MAX_SAMPLES))
             requests = (stream[1] for stream in samples if stream)
             if request := next((each for each in requests if each.outputs[0].sequence_id == failure.stream_id), None):
@@ -240,7 +249,7 @@ class SchedulerLink:
         end = cumulative_logprob = None
         if delta.HasField("usage"):
             end = decode_end(output.sequence_id, delta)
-            # That of a hypothesis; a sample's follows from its log-probabilities.
+            # The log-probability of a beam hypothesis. For a sample, it is the sum of its tokens' log-probabilities.
             cumulative_logprob = delta.cumulative_logprob if request.request.beam is not None else None
             self.num_ended[end.reason] += 1
             del self._streams[output.sequence_id]
@@ -255,7 +264,7 @@ class SchedulerLink:
         request.take_in(output, token_ids, *more)
 
     def _abort(self, request: ActiveRequest) -> None:
-        """Let the scheduler end a request. One that is unsent ends here."""
+        """Ask the scheduler to abort a request. If the request has not been sent yet, it ends here."""
         if self._client is None or self._client.abort(request.outputs[0].sequence_id):
             return
         usage = scheduler_pb2.Usage(prompt_tokens=len(request.request.prompt_token_ids))
@@ -278,7 +287,7 @@ class SchedulerLink:
     def _fail_all(self, message: str) -> None:
         if self._loads is not None:
             self._loads.set_exception(RefusedError(Reason.UNAVAILABLE, message))
-            self._loads.exception()  # the caller may have gone
+            self._loads.exception()  # retrieved here, because the caller may be gone
             self._loads = None
         while self._streams:
             _, request = next(iter(self._streams.values()))
@@ -288,7 +297,7 @@ class SchedulerLink:
 
 
 def _mismatch(info: scheduler_pb2.GetServerInfoResponse, model: ModelInfo, tenants_revision: str) -> str:
-    """Return why a front end with this model and these tenants cannot serve for that scheduler, or nothing."""
+    """Return why a front end with this model and tenants file cannot serve for the scheduler, or an empty string."""
     if info.front_end_protocol != FRONT_END_PROTOCOL:
         versions = f"version {info.front_end_protocol} of the protocol between them, this one {FRONT_END_PROTOCOL}"
         return f"it speaks {versions}; install the same release for both"
@@ -299,6 +308,6 @@ def _mismatch(info: scheduler_pb2.GetServerInfoResponse, model: ModelInfo, tenan
         tokens = f"{list(info.eos_token_ids)}, here {list(model.eos_token_ids)}"
         return f"its end tokens are {tokens}; start both with the same generation_config.json"
     if info.has_tenants and not tenants_revision:
-        # With the front end's own credentials any caller could name any tenant.
+        # The front end's own credentials would let any caller name any tenant.
         return "it knows tenants; start this front end with the same --tenants"
     return ""

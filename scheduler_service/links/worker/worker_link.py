@@ -1,6 +1,6 @@
-"""Dials the worker, each of its ranks, and holds one epoch after the other.
+"""A scheduler's link to its worker: it connects to each rank of the worker and runs one epoch after another.
 
-Anything unexpected ends the epoch, whatever it was: the step loop hears `worker_lost`, and the next epoch begins.
+Any unexpected event ends the epoch. The step loop is then informed through `worker_lost`, and the next epoch begins.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ CHANNEL_OPTIONS = (
     *LINK_OPTIONS,
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-    # Despite its name, the time that one attempt to connect may take.
+    # Despite its name, this option is the timeout of one connection attempt.
     ("grpc.min_reconnect_backoff_ms", 1000),
 )
 _PORT = RightPort.of_link(
@@ -55,33 +55,33 @@ _PORT = RightPort.of_link(
     give="give the port of a worker in --worker, which is 50061 unless its --port says otherwise",
     strangers="a scheduler's port, a front end's or another service's",
 )
-_READY_TIMEOUT = 120.0  # seconds: a worker says that it starts, answers, or gives up, after 30 s at the latest
+_READY_TIMEOUT = 120.0  # seconds; a worker reports its start, answers or gives up within 30 s
 _EPOCH_SHIFT = 20
 _MAX_EPOCH = 2**64 - 1
-_MAX_LEAD_S = 24 * 3600.0  # that another scheduler's clock may have
+_MAX_LEAD_S = 24 * 3600.0  # how far another scheduler's clock may be ahead
 
 
 class FencedError(Exception):
-    """Another scheduler has taken the worker that this one held."""
+    """Another scheduler has taken over this scheduler's worker with a higher epoch."""
 
 
 class EpochsExhausted(Exception):
-    """There is no number left for a higher epoch."""
+    """The epoch numbers are exhausted."""
 
 
 class Epochs:
-    """The numbers of this scheduler's epochs: milliseconds of Unix time, shifted by 20 bits.
+    """The epoch numbers of this scheduler: its start time in milliseconds of Unix time, shifted left by 20 bits.
 
-    So they rise from process to process by the time of its start, and within one by the low bits.
+    A later process therefore has higher epochs. Within a process, the low bits count the epochs.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """`clock` gives seconds of Unix time."""
+        """`clock` returns Unix time in seconds."""
         self._clock = clock
         self._last = int(clock() * 1000) << _EPOCH_SHIFT
 
     def next(self) -> int:
-        """Give an epoch above all that were given and heard of. Raises EpochsExhausted."""
+        """Return an epoch above all returned and observed epochs. Raises EpochsExhausted."""
         if self._last >= _MAX_EPOCH:
             raise EpochsExhausted(
                 f"there is no epoch above {self._last}, which is {self._last >> _EPOCH_SHIFT} ms of Unix time; set "
@@ -91,7 +91,10 @@ class Epochs:
         return self._last
 
     def hear_of(self, epoch: int) -> bool:
-        """Count on from an epoch of another scheduler. False if no clock leads to it: then it is left aside."""
+        """Continue from another scheduler's epoch, and return whether the epoch is plausible.
+
+        An epoch more than a day ahead of this clock is ignored.
+        """
         if epoch >> _EPOCH_SHIFT > int((self._clock() + _MAX_LEAD_S) * 1000):
             return False
         self._last = max(self._last, epoch)
@@ -99,6 +102,8 @@ class Epochs:
 
 
 class WorkerLink:
+    """The connection of a scheduler to all ranks of its worker."""
+
     def __init__(
         self,
         diallers: Sequence[Dialler],
@@ -113,18 +118,23 @@ class WorkerLink:
         limits: Mapping[str, int] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`diallers` lead to the ranks of the worker, in their order. `on_plan_sent` gets the size of every plan in
-        bytes. `restart_worker` ends the process of a rank, for the reason that it is given, and another one takes its
-        place: for one that hangs, and one that another scheduler has taken. None: another program runs the worker.
-        `secret` is shown to the ranks. `limits` are this scheduler's, of which a worker has its own under the same
-        names; the lower ones hold. `clock` gives seconds of Unix time, which epochs begin with."""
+        """`diallers` connect to the ranks of the worker, in rank order. `on_plan_sent` receives the size of every plan
+        in bytes.
+
+        `restart_worker` ends the process of a rank for the given reason, after which another process starts. It is
+        called if the rank hangs or another scheduler has connected to it. It is None if another program runs the
+        worker.
+
+        `secret` authenticates the scheduler to the ranks. `limits` are the scheduler's limits that a worker also has,
+        by name; the lower value applies. `clock` returns Unix time in seconds, the base of epochs.
+        """
         self._diallers = diallers
         self._exchange = exchange
         self._instance_id = instance_id
         self._model_digest = model_digest
         self._pipeline_depth = pipeline_depth
         self._limits = limits or {}
-        self._told_limits: dict[str, int] = {}  # that are the worker's own
+        self._told_limits: dict[str, int] = {}  # the worker's limits in the last warning
         self._on_plan_sent = on_plan_sent
         self._restart_worker = restart_worker
         self._secret = secret
@@ -142,7 +152,7 @@ class WorkerLink:
         self._certificates: dict[int, tuple[CertificateLife, ...]] = {}  # by rank
 
     async def run(self) -> None:
-        """Hold epochs until cancelled. Raises FencedError, EpochsExhausted."""
+        """Run epochs until cancelled. Raises FencedError or EpochsExhausted."""
         backoff = Backoff()
         while True:
             ended = await self._hold_epoch()
@@ -157,7 +167,8 @@ class WorkerLink:
             await backoff.wait(ended)
 
     async def _hold_epoch(self) -> Ended:
-        """Hold the streams of all ranks until one of them ends, which ends the others; return why it did."""
+        """Run the streams of all ranks until one of them ends, then end the others. Return the reason of the first
+        end."""
         session = Session(self._exchange, self._epochs.next(), self._on_plan_sent, len(self._diallers))
         holds = [asyncio.create_task(self._hold(rank)) for rank in session.ranks]
         try:
@@ -168,7 +179,7 @@ class WorkerLink:
             await cancel(holds)
 
     async def _hold(self, session: RankSession) -> Ended:
-        """Hold one rank's stream to its end, and return why it ended. Raises FencedError."""
+        """Run the stream of one rank until it ends, and return why it ended. Raises FencedError."""
         rank, epoch = session.rank, session.session.epoch
         stub = worker_pb2_grpc.WorkerServiceStub(await self._diallers[rank].channel())
         execute = partial(stub.Execute, metadata=self._secret.metadata() if self._secret else ())
@@ -176,7 +187,7 @@ class WorkerLink:
         try:
             hello = encode_request(Hello(PROTOCOL_VERSION, self._instance_id, epoch, self._pipeline_depth))
             await self._outages[rank].connect(write(call, hello), self._diallers[rank], execute)
-            # Not wait_for: Python 3.11's loses a cancellation that comes with the answer.
+            # wait_for of Python 3.11 loses a cancellation that arrives with the answer, so it is not used.
             async with asyncio.timeout(_READY_TIMEOUT) as patience:
                 while isinstance(answer := await read(call), WorkerStarting):
                     self._outages[rank].tell(answer, is_calm=True)
@@ -205,15 +216,19 @@ class WorkerLink:
             call.cancel()
 
     def certificate_lives(self) -> dict[str, Life]:
-        """Return when those of the worker are good, as it told last, by its rank and the flag of their file."""
+        """Return the validity periods of the worker's certificates from its latest heartbeats.
+
+        A key is "worker", the rank, and the flag that names the certificate's file.
+        """
         return {
             f"worker {rank} {life.flag}": Life(life.begin, life.end)
-            for rank, lives in self._certificates.copy().items()  # threads ask
+            for rank, lives in self._certificates.copy().items()  # a copy, because other threads call this method
             for life in lives
         }
 
     def _tell_lower_limits(self, capacity: WorkerCapacity) -> None:
-        """Warn of the worker's limits that are below this scheduler's, once until they change."""
+        """Log a warning about the worker's limits that are lower than this scheduler's, unless the last warning was
+        equal."""
         lower = {name: getattr(capacity, name) for name in self._limits if getattr(capacity, name) < self._limits[name]}
         if lower and lower != self._told_limits:
             logger.warning(
@@ -228,7 +243,10 @@ class WorkerLink:
         return Ended(reason)
 
     def _admit(self, rank: int, answer: Response) -> WorkerCapacity:
-        """Return the worker's capacity if it fits what this scheduler serves. Raises SessionEnded, FencedError."""
+        """Return the worker's capacity if the worker matches this scheduler's model and ranks.
+
+        Raises SessionEnded, FencedError, WorkerUnusable or WorkerProtocolError.
+        """
         if isinstance(answer, Refusal):
             self._take_refusal(answer)
             raise SessionEnded(f"refused: {answer.message}")
@@ -254,12 +272,16 @@ class WorkerLink:
         return answer
 
     def _take_refusal(self, refusal: Refusal) -> None:
-        """Give up a worker that another one holds, or count on from its epoch. Raises FencedError, WorkerUnusable."""
+        """Handle a worker's refusal of a stale epoch: use higher epochs from now on, or give up the worker.
+
+        Raises FencedError or WorkerUnusable if another scheduler has connected to the worker, and WorkerUnusable if the
+        refused epoch is too far ahead.
+        """
         if refusal.reason is not RefusalReason.STALE_EPOCH:
             return
         if self._first_capacities and refusal.instance_id != self._instance_id:
             reason = f"scheduler {refusal.instance_id} has taken the worker in epoch {refusal.epoch}"
-            # A process that is started for this scheduler alone knows of no other one.
+            # A worker process that this scheduler started belongs to it alone, so it is restarted.
             raise WorkerUnusable(reason) if self._restart_worker is not None else FencedError(reason)
         if not self._epochs.hear_of(refusal.epoch):
             raise WorkerUnusable(
@@ -269,11 +291,11 @@ class WorkerLink:
 
 
 def _describe(error: grpc.aio.AioRpcError, session: RankSession) -> Ended:
-    """Say why a stream broke. A worker that stops is UNAVAILABLE, and says so itself."""
+    """Return why a stream broke. A stopping worker ends it with UNAVAILABLE and its own reason."""
     if not session.is_ready and error.code() is grpc.StatusCode.UNAVAILABLE:
         return Ended(str(error.details()), is_calm=True)
     if not session.is_ready and error.code() is grpc.StatusCode.INTERNAL:
-        # What gRPC makes of any end that comes before Hello is out. The next attempt may learn why.
+        # gRPC reports INTERNAL for any end before Hello has been sent. The next attempt may report the reason.
         return Ended("the worker ended the stream before Hello", is_calm=True)
     if error.code() is grpc.StatusCode.UNAUTHENTICATED:
         return Ended(f"refused: {error.details()}")

@@ -1,5 +1,8 @@
-"""One epoch with a worker: plans down to each of its ranks, results and heartbeats up, and the judgement whether they
-live. Every rank of a worker gets every plan, and all must answer alike."""
+"""One epoch with a worker: it sends plans to every rank, receives results and heartbeats, and judges the ranks'
+liveness.
+
+Every rank of a worker gets every plan, and all ranks must return equal results.
+"""
 
 import asyncio
 import logging
@@ -30,7 +33,7 @@ from scheduler_service.serving.step_loop import PlanExchange
 logger = logging.getLogger(__name__)
 
 _JUDGE_INTERVAL = 0.1
-# What the ranks of a worker must have in common, and what all of them can do.
+# Capacity fields that must be equal in all ranks, and fields of which the lowest value applies.
 _EQUAL = ("vocab_size", "block_size", "dtype", "sliding_window", "tables_digest")
 _LEAST = (
     "max_model_len",
@@ -43,31 +46,33 @@ _LEAST = (
 
 
 class SessionEnded(Exception):
-    """The epoch is over; the text says why."""
+    """The epoch is over; the message is the reason."""
 
 
 class WorkerUnusable(SessionEnded):
-    """The worker hangs, or is another scheduler's, until its process ends."""
+    """The worker is unusable until its process ends, because it hangs or belongs to another scheduler."""
 
 
 class Session:
-    """The step loop's way to all ranks of the worker, which ends when any of the ranks' parts does.
+    """The step loop's connection to all ranks of the worker. It ends when the session of any rank ends.
 
-    A result counts when all ranks have given it, so that none has more plans than it takes; they compute in step, and
-    none waits for long. The tokens are rank 0's.
+    A step's result counts when all ranks have returned it, so no rank has more unfinished plans than its pipeline depth
+    allows. Ranks compute in lockstep, so a result does not wait long for the other ranks. The output tokens are rank
+    0's.
     """
 
     def __init__(self, exchange: PlanExchange, epoch: int, on_plan_sent: Callable[[int], None], num_ranks: int) -> None:
+        """`on_plan_sent` receives the size of every plan in bytes."""
         self.epoch = epoch
         self.ranks = [RankSession(self, rank) for rank in range(num_ranks)]
         self._exchange = exchange
         self._on_plan_sent = on_plan_sent
         self._capacities: dict[int, WorkerCapacity] = {}  # by rank
-        self._results: list[deque[StepResult]] = [deque() for _ in range(num_ranks)]  # that others have yet to give
+        self._results: list[deque[StepResult]] = [deque() for _ in range(num_ranks)]  # by rank; others' are missing
         self._moved_steps = [0] * num_ranks
         self._last_moved_step = 0
-        self._silent_ranks: dict[int, set[int]] = {}  # that have yet to tell of a grammar, by its id
-        self._failed_grammars: set[int] = set()  # of those; all but the first rank to say so are not listened to
+        self._silent_ranks: dict[int, set[int]] = {}  # by grammar id, ranks that have not reported the grammar yet
+        self._failed_grammars: set[int] = set()  # ids of failed grammars, whose later reports are ignored
 
     def send(self, plan: StepPlan) -> None:
         for grammar_id in plan.released_grammar_ids:
@@ -84,7 +89,7 @@ class Session:
         self.ranks[0].close(reason)
 
     def rank_ready(self, rank: int, capacity: WorkerCapacity) -> None:
-        """Raises SessionEnded if the ranks do not fit together."""
+        """Record that a rank is ready. Raises SessionEnded if the ranks' capacities do not match."""
         self._capacities[rank] = capacity
         if len(self._capacities) == len(self.ranks):
             self._exchange.worker_ready(self._capacity(), self.epoch, self)
@@ -98,10 +103,13 @@ class Session:
             self._exchange.moved(self._last_moved_step)
 
     def rank_grammar_ready(self, rank: int, grammar_id: int, error: str) -> None:
-        """A grammar is ready when all ranks have it, and fails with the first that has not. Raises WorkerProtocolError
-        for one that a rank tells of twice."""
+        """Record a rank's report about a grammar.
+
+        A grammar is ready when all ranks have compiled it, and fails with the first rank's error. Raises
+        WorkerProtocolError if a rank reports the same grammar twice.
+        """
         silent = self._silent_ranks.get(grammar_id)
-        if silent is None or len(self.ranks) == 1:  # released, never added, or told twice by one: the core knows
+        if silent is None or len(self.ranks) == 1:  # the core handles other ids
             self._exchange.grammar_ready(grammar_id, error)
             return
         if rank not in silent:
@@ -116,7 +124,7 @@ class Session:
             self._exchange.grammar_ready(grammar_id, "")
 
     def rank_result(self, rank: int, result: StepResult) -> None:
-        """Raises WorkerProtocolError if the ranks do not agree."""
+        """Record a rank's step result. Raises WorkerProtocolError if the results of the ranks differ."""
         self._results[rank].append(result)
         while all(self._results):
             first, *others = (results.popleft() for results in self._results)
@@ -143,7 +151,10 @@ class Session:
         )
 
     def _grammar_version(self) -> str:
-        """Empty, so that grammars alone are refused, where the ranks' differ."""
+        """Return the ranks' common grammar version, or an empty string if the versions differ.
+
+        With an empty version, only requests with grammars are refused.
+        """
         versions = [self._capacities[rank].grammar_version for rank in range(len(self.ranks))]
         if len(set(versions)) == 1:
             return versions[0]
@@ -153,7 +164,7 @@ class Session:
 
 
 class RankSession:
-    """The part of a session that one rank has: one stream."""
+    """The stream of one rank in a session."""
 
     def __init__(self, session: Session, rank: int) -> None:
         self.session = session
@@ -165,7 +176,7 @@ class RankSession:
         self._last_moved_step = 0
 
     def send(self, plan: StepPlan, message: worker_pb2.ExecuteRequest) -> None:
-        """Send a plan, which `message` is the encoding of."""
+        """Send a plan. `message` is its encoding."""
         has_moves = bool(plan.swap_out_device_blocks or plan.swap_in_host_blocks)
         self._liveness.sent(plan.step, sum(plan.work_num_tokens), time.monotonic(), has_moves=has_moves)
         self._outbox.put_nowait(message)
@@ -180,8 +191,10 @@ class RankSession:
         capacity: WorkerCapacity,
         on_certificates: Callable[[tuple[CertificateLife, ...]], object],
     ) -> NoReturn:
-        """Serve the stream to its end, and raise the reason for that. `on_certificates` hears of those that the worker
-        uses."""
+        """Run the stream to its end, and raise the reason of the end.
+
+        `on_certificates` receives the validity periods of the worker's certificates.
+        """
         self._on_certificates = on_certificates
         self._liveness = Liveness(time.monotonic())
         self.session.rank_ready(self.rank, capacity)
@@ -233,7 +246,7 @@ class RankSession:
 
 
 async def read(call: grpc.aio.StreamStreamCall) -> Response:
-    """Read the next message. Raises SessionEnded, WorkerProtocolError, AioRpcError."""
+    """Return the next message of the worker. Raises SessionEnded, WorkerProtocolError or AioRpcError."""
     message = await call.read()
     if message is grpc.aio.EOF:
         raise await _ended(call)
@@ -241,10 +254,10 @@ async def read(call: grpc.aio.StreamStreamCall) -> Response:
 
 
 async def write(call: grpc.aio.StreamStreamCall, message: worker_pb2.ExecuteRequest) -> None:
-    """Write a message. Raises SessionEnded, AioRpcError."""
+    """Send a message to the worker. Raises SessionEnded or AioRpcError."""
     try:
         await call.write(message)
-    except asyncio.InvalidStateError:  # it had ended before, which the reader has not seen yet
+    except asyncio.InvalidStateError:  # the stream has ended, but the reader has not noticed yet
         raise await _ended(call) from None
 
 
@@ -253,7 +266,10 @@ async def _ended(call: grpc.aio.StreamStreamCall) -> SessionEnded:
 
 
 def _check_equal(first: StepResult, rank: int, other: StepResult) -> None:
-    """Tokens that differ would be followed by different keys and values: nothing of the epoch can be trusted."""
+    """Raise WorkerProtocolError if two ranks returned different steps or tokens.
+
+    Different tokens would be followed by different keys and values, so nothing of the epoch could be trusted.
+    """
     if other.step != first.step:
         raise WorkerProtocolError(f"rank {rank} answered step {other.step} where rank 0 answered step {first.step}")
     chosen = [
