@@ -20,7 +20,7 @@ TESTS = DEPLOY / "rules_test.yaml"
 
 
 def query() -> str:
-    """Return the query that KEDA sends to Prometheus."""
+    """Return the Prometheus query in KEDA's scaled object."""
     scheduler, _ = yaml.safe_load_all(SCALED.read_text())
     (trigger,) = scheduler["spec"]["triggers"]
     return trigger["metadata"]["query"]

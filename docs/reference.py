@@ -1,7 +1,7 @@
-"""Writes the pages, or parts of pages, that say what the code says: metrics, the APIs, weights, other engines' options;
-and code that repeats other code for type checkers.
+"""Writes the generated pages and parts of pages: metrics, APIs, weight formats, other engines' options.
 
-`make docs`, or `python -m docs.reference`. A test sees that the pages are up to date.
+It also writes code that repeats other code for type checkers. Run `make docs` or `python -m docs.reference`. A test
+checks that the pages are up to date.
 """
 
 import ast
@@ -62,7 +62,7 @@ SAMPLING = "pagewire/client/sampling_params.py"
 FIELDS = '    """The fields of `SamplingParams` as keyword arguments. Made by `make docs`; do not edit."""\n'
 MADE = "<!-- Made by `make docs`; do not edit. -->"
 
-# Of the fields of requests.
+# The types of structured fields in HTTP requests.
 HTTP_TYPES = (
     StreamOptions,
     TextFormat,
@@ -112,7 +112,7 @@ Internal: no client needs it, and it may change with every release. Made from th
 [worker.proto](../protos/pagewire/worker/v1/worker.proto). Which versions go together is said in
 [upgrading.md](upgrading.md)."""
 
-# Numbers of the fields in google/protobuf/descriptor.proto, of which the paths of comments are made.
+# Field numbers in google/protobuf/descriptor.proto. A comment's path consists of such numbers and indices.
 FILE_PACKAGE, FILE_MESSAGE, FILE_ENUM, FILE_SERVICE = 2, 4, 5, 6
 MESSAGE_FIELD, MESSAGE_NESTED, MESSAGE_ENUM = 2, 3, 4
 ENUM_VALUE = SERVICE_METHOD = 2
@@ -131,7 +131,7 @@ def metrics_page() -> str:
 
 
 def _series(families: Iterable[Metric]) -> Iterator[str]:
-    """Yields a row for each family of series."""
+    """Yield a table row for each family of time series."""
     for family in families:
         name = f"{family.name}_total" if family.type == "counter" else family.name
         labels = {label for sample in family.samples for label in sample.labels} - {"model_name", "engine", "le"}
@@ -153,7 +153,7 @@ def _exported() -> MetricsCollector:
 
 
 def _lives(other: str) -> dict[str, Life]:
-    """Returns one for every certificate that a service has which dials the one of this name."""
+    """Return one dummy validity period per certificate of a service that connects to the service `other`."""
     flags = "--tls-cert", "--tls-client-ca", f"--{other}-tls-cert", f"--{other}-tls-ca"
     return dict.fromkeys(flags, Life(0.0, 1.0))
 
@@ -167,7 +167,7 @@ def worker_page() -> str:
 
 
 def _described(source: str) -> FileDescriptorProto:
-    """Returns the description of a .proto file, with its comments."""
+    """Return the descriptor of a .proto file, with its comments."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "descriptors"
         command = [sys.executable, "-m", "grpc_tools.protoc", "-Iprotos", "--include_source_info"]
@@ -193,7 +193,7 @@ def architecture_page() -> str:
 
 
 def sampling_module() -> str:
-    """Return the text of a module, with `SamplingFields` made from the fields of `SamplingParams`."""
+    """Return the source of the module with `SamplingFields` generated from the fields of `SamplingParams`."""
     text = (ROOT / SAMPLING).read_text(encoding="utf-8")
     (declared,) = (node for node in ast.parse(text).body if getattr(node, "name", "") == "SamplingParams")
     assert isinstance(declared, ast.ClassDef)
@@ -218,7 +218,7 @@ def http_page() -> str:
 
 
 def _http_fields(kind: type[Struct]) -> Iterator[str]:
-    """Yields a table of what is served, what has no effect, and a table of what is not served."""
+    """Yield a table of supported fields, a line of fields without effect, and a table of unsupported fields."""
     rows = list(field_rows(kind))
     table = ["| Field | Takes | Notes |", "|---|---|---|"]
     for row in rows:
@@ -233,7 +233,10 @@ def _http_fields(kind: type[Struct]) -> Iterator[str]:
 
 
 def _states_of_a_group() -> str:
-    """Returns a line for each state and what it may become, those together whose groups have met with the same."""
+    """Return a code block with one line for each state of a group and each reason to enter the state.
+
+    A line lists all states from which the group enters the state for this reason.
+    """
     befores: dict[tuple[str, str], list[str]] = {}
     for (before, after), reason in TRANSITIONS.items():
         befores.setdefault((after.value, reason), []).append(before.value)
@@ -245,7 +248,10 @@ def _states_of_a_group() -> str:
 
 
 def with_part(text: str, name: str, part: str) -> str:
-    """Returns a page written by hand whose part between `<!-- NAME -->` and `<!-- end of NAME -->` is replaced."""
+    """Return a page with the text between `<!-- NAME -->` and `<!-- end of NAME -->` replaced by `part`.
+
+    Raises ValueError unless the page has exactly one such place.
+    """
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
     before, _, rest = text.partition(begin)
     _, found, after = rest.partition(end)
@@ -255,13 +261,13 @@ def with_part(text: str, name: str, part: str) -> str:
 
 
 def by_hand(text: str) -> str:
-    """Returns what of a page's text is written by hand."""
+    """Return the parts of a page that are not generated."""
     return "" if MADE in text else re.sub(r"<!-- (.+) -->\n.*?<!-- end of \1 -->", "", text, flags=re.DOTALL)
 
 
 def _options() -> str:
     mapped = ["| theirs | ours |", "|---|---|"]
-    # What 1 asks for: every option is mapped to the same ones, whatever its value.
+    # Every option is converted with the value 1, since the resulting options do not depend on the value.
     mapped += [f"| `{name}` | {', '.join(f'`{ours}`' for ours in convert(1))} |" for name, convert in MAPPED.items()]
     short = ["| option | flag |", "|---|---|", *(f"| `{name}` | `{flag}` |" for flag, name in SYNONYMS.items())]
     parts = ["### Mapped to options of ours", "\n".join(mapped)]
@@ -273,7 +279,10 @@ def _options() -> str:
 
 
 def _formats_table() -> str:
-    """Of the code's own lists. Whether weights stay as they are is a matter of the operations of a device."""
+    """Return the table of weight formats, from the code's own lists.
+
+    The operations of a device determine whether weights stay packed on the device.
+    """
     keeps = [operations.can_hold is not Operations.can_hold for operations in (CpuProducts, TritonOperations)]
     kept = " | ".join("as they are" if keep else "widened" for keep in keeps)
     floats = [element_type.name for element_type in SERVED_TYPES.values() if not element_type.is_quantized]
@@ -311,7 +320,7 @@ def _foreign_table(options: Mapping[str, Foreign]) -> str:
 
 
 class ProtoPage:
-    """One .proto file as Markdown: its services, then its messages and enums in the order of the file."""
+    """A .proto file as Markdown: its services, then its messages and enums in file order."""
 
     def __init__(self, file: FileDescriptorProto) -> None:
         self._file = file
@@ -378,7 +387,7 @@ class ProtoPage:
         return name
 
     def _map(self, message: DescriptorProto, type_name: str) -> str:
-        """Returns the types of a map's keys and values, or nothing for any other type."""
+        """Return the key and value types of a map field, or an empty string for another field."""
         for nested in message.nested_type:
             if nested.options.map_entry and type_name.endswith(f".{message.name}.{nested.name}"):
                 key, value = (self._type(nested, field) for field in nested.field)
