@@ -1,8 +1,9 @@
-"""Computes what a HorizontalPodAutoscaler makes of a ScaledObject, as Kubernetes documents it for autoscaling/v2.
+"""A simulation of the HorizontalPodAutoscaler that a ScaledObject creates, following Kubernetes' autoscaling/v2
+documentation.
 
-An external metric with an average value: the total over the target is how many there should be; within a tolerance of a
-tenth of what there are, nothing changes. A stabilization window takes the least of its recommendations upwards and the
-highest downwards; policies bound how much changes in a period.
+The metric is external with an average value, so the wanted number of replicas is total / target. Within a tolerance of
+a tenth of the current number, nothing changes. A stabilization window uses its lowest recommendation for scaling up and
+its highest for scaling down. Policies bound the change per period.
 """
 
 import math
@@ -11,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 TOLERANCE = 0.1
-SYNC_PERIOD = 15  # seconds between two looks
-_LONGEST_WINDOW = 3600  # what Kubernetes allows
-# What a direction does that says nothing.
+SYNC_PERIOD = 15  # seconds between two evaluations
+_LONGEST_WINDOW = 3600  # seconds; the maximum that Kubernetes allows
+# Kubernetes' defaults for scaling up and down.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "scaleUp": {
         "stabilizationWindowSeconds": 0,
@@ -31,7 +32,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Autoscaler:
-    """`target` is what one replica should have of the metric. Times are in seconds and rise."""
+    """A HorizontalPodAutoscaler. `target` is the metric's value per replica. Times are in seconds and must increase."""
 
     target: float
     least: int
@@ -50,7 +51,7 @@ class Autoscaler:
         return cls(target, spec["minReplicaCount"], spec["maxReplicaCount"], behavior, replicas)
 
     def look(self, now: float, total: float) -> int:
-        """The replicas after a look at the metric's total."""
+        """Evaluate the metric's total at time `now`, and return the new number of replicas."""
         ratio = total / (self.target * self.replicas)
         wanted = self.replicas if abs(ratio - 1) <= TOLERANCE else math.ceil(total / self.target)
         self.recommendations = [(at, before) for at, before in self.recommendations if at > now - _LONGEST_WINDOW]
@@ -72,12 +73,12 @@ class Autoscaler:
         return self.behavior.get(direction, {}).get(name, _DEFAULTS[direction][name])
 
     def _recommended(self, direction: str, now: float) -> list[int]:
-        """Returns the recommendation of the window, which always has that of `now`."""
+        """Return the recommendations within the window, always including the one of `now`."""
         window = self._setting(direction, "stabilizationWindowSeconds")
         return [wanted for at, wanted in self.recommendations if at > now - window or at == now]
 
     def _bounds(self, direction: str, now: float, sign: int) -> Iterable[int]:
-        """Yields how far each policy lets the replicas go now."""
+        """Yield the limit that each policy sets for the number of replicas now."""
         for policy in self._setting(direction, "policies"):
             recent = sum(change for at, change in self.changes if at > now - policy["periodSeconds"])
             before = self.replicas - (recent if recent * sign > 0 else 0)
@@ -86,7 +87,10 @@ class Autoscaler:
 
 
 def num_turns(changes: Iterable[tuple[float, int]], since: float, until: float) -> int:
-    """Counts how often the direction changed from `since` to `until`, the change before included."""
+    """Return how often the direction of change reversed from `since` to `until`.
+
+    The last change before `since` counts as the first direction.
+    """
     turns, last = 0, 0
     for at, change in changes:
         if change * last < 0 and since <= at < until:

@@ -1,6 +1,6 @@
-"""Counts what the product consists of: statements, modules, names, Protocols. `python -m tests.project.counts` prints.
+"""Counts of the product's statements, modules, names and Protocols. `python -m tests.project.counts` prints them.
 
-Given the root of another checkout, it counts that. `test_counts.py` holds the bounds below.
+With the root of another checkout as argument, it counts that checkout. `test_counts.py` checks the bounds below.
 """
 
 import ast
@@ -13,12 +13,12 @@ from pathlib import Path
 
 from testing.sources import PACKAGES, ROOT, module_name, parse, sources, walk
 
-# Of the product, by ast; docstrings, comments and formatting do not count. An issue raises it by what it says it costs.
-# Last: what clients of other servers send and read (650), log-probabilities of all and of listed tokens (110), and what
-# hostile clients send (110), less the gateway (140); prompts that begin alike in slowed steps (10); what a scheduler
-# checks of the requests that front ends have resolved (40).
+# The product's statements, counted with ast; docstrings, comments and formatting do not count. An issue may raise the
+# bound by its stated cost. Last raised for: compatibility with clients of other servers (650), log-probabilities of all
+# and of listed tokens (110), hostile clients (110), the removed gateway (-140), prompts with equal beginnings in slowed
+# steps (10), a scheduler's checks of requests resolved by front ends (40).
 MAX_STATEMENTS = 35_500
-# A class with more has two things in it, but for these, each of which is one thing for its callers.
+# A larger class should be split, except these, which have one purpose for their callers.
 MAX_METHODS = 20
 LARGE_CLASSES = {
     "AsyncClient": "the client's calls",
@@ -26,8 +26,8 @@ LARGE_CLASSES = {
     "Lifecycle": "what may happen to a group",
 }
 MAX_FUNCTION_LINES = 60
-MAX_NETWORK_LINES = 40  # of a function in `pagewire/network`: what a model is reads from top to bottom
-MAX_MODULES = 20  # of a folder
+MAX_NETWORK_LINES = 40  # of a function in `pagewire/network`, where a model is described from top to bottom
+MAX_MODULES = 20  # in one folder
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -51,7 +51,7 @@ def statements_by_package(root: Path = ROOT) -> dict[str, int]:
 
 
 def classes(root: Path = ROOT, folders: tuple[str, ...] = PACKAGES) -> Iterator[tuple[str, ast.ClassDef]]:
-    """Yields every class with the name of its module, also classes inside functions and other classes."""
+    """Yield every class with the name of its module, including nested classes."""
     for path in sources(*folders, root=root):
         for node in walk(parse(path, root)):
             if isinstance(node, ast.ClassDef):
@@ -59,9 +59,7 @@ def classes(root: Path = ROOT, folders: tuple[str, ...] = PACKAGES) -> Iterator[
 
 
 def type_names(tree: ast.Module) -> Iterator[str]:
-    """Yields the names of classes, and of what a module gives a name of its own to by an assignment: aliases, named
-    tuples, new types.
-    """
+    """Yield the names of a module's classes, aliases, named tuples and new types."""
     yield from (node.name for node in walk(tree) if isinstance(node, ast.ClassDef))
     for node in tree.body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and "TypeVar" not in ast.unparse(node):
@@ -71,7 +69,7 @@ def type_names(tree: ast.Module) -> Iterator[str]:
 
 
 def type_names_twice(root: Path = ROOT) -> dict[str, list[str]]:
-    """Returns the names of types that several modules define, or one of them twice, each with these modules."""
+    """Return the type names that are defined more than once, each with its modules."""
     modules = defaultdict(list)
     for path in sources(*PACKAGES, root=root):
         for name in type_names(parse(path, root)):
@@ -80,13 +78,13 @@ def type_names_twice(root: Path = ROOT) -> dict[str, list[str]]:
 
 
 def protocols(root: Path = ROOT) -> dict[str, ast.ClassDef]:
-    """Returns the Protocols by module and name, such as `scheduler_service.serving.engine.RequestEngine`."""
+    """Return the Protocols by qualified name, for example `scheduler_service.serving.engine.RequestEngine`."""
     found = ((f"{module}.{node.name}", node) for module, node in classes(root))
     return {name: node for name, node in found if _is_protocol(node)}
 
 
 def implementations() -> dict[str, list[str]]:
-    """Returns, by Protocol, the classes that have or inherit all of its members, fakes of tests included."""
+    """Return, for each Protocol, the classes that have or inherit all of its members, including fakes of tests."""
     found = list(classes(folders=(*PACKAGES, "bench", "testing", "tests")))
     own: dict[str, set[str]] = defaultdict(set)
     for _, node in found:
@@ -105,13 +103,13 @@ def _is_protocol(node: ast.ClassDef) -> bool:
 
 
 def _inherited(node: ast.ClassDef, own: Mapping[str, set[str]]) -> set[str]:
-    """Returns the members of a class's base classes, which are known by their names."""
+    """Return the members of a class's base classes. Base classes are identified by name."""
     bases = {ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases}
     return set().union(*(own[base] for base in bases if base in own))
 
 
 def members(node: ast.ClassDef) -> set[str]:
-    """Returns the names that a class gives its instances: methods, attributes of the class, and `self.NAME = ...`."""
+    """Return the names of a class's members: methods, class attributes, and attributes set by `self.NAME = ...`."""
     found = {child.name for child in node.body if isinstance(child, Function)}
     for child in ast.walk(node):
         if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Store):
@@ -124,9 +122,7 @@ def members(node: ast.ClassDef) -> set[str]:
 
 
 def long_functions() -> list[str]:
-    """Returns the functions with more lines than are allowed. A kernel's parameters have a line each, and do not
-    count.
-    """
+    """Return the functions that exceed the maximum number of lines. The parameter lines of a kernel do not count."""
     found = []
     for path in sources(*PACKAGES, "bench", "models", "testing"):
         for node in walk(parse(path)):
@@ -139,7 +135,7 @@ def long_functions() -> list[str]:
 
 
 def is_kernel(node: Function) -> bool:
-    """Returns whether Triton compiles the function."""
+    """Return whether Triton compiles the function."""
     return any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 

@@ -8,13 +8,13 @@ from pagewire.common.wire.transport.tls import Life
 from scheduler_service.core.request import SchedulerStats
 from scheduler_service.metrics import FrontEndCollector, FrontEndStats, Metrics, MetricsCollector, ServiceStats
 
-# Prometheus adds these to whatever it scrapes from a pod.
+# Prometheus adds these labels to every series that it scrapes from a pod.
 TARGET_LABELS = {"namespace", "pod"}
 NAME = re.compile(r"\b(?:vllm|pagewire):[a-z0-9_:]+")
 
 
 def exported() -> dict[str, set[str]]:
-    """Returns every series that the scheduler and front ends export, and its labels."""
+    """Return all series that the scheduler and front ends export, each with its labels."""
     capacity = WorkerCapacity("w", b"", 300, 256, 16, 64, 1, 8, 64, "cpu", "float32", "torch")
     numbers = {field.name: 0 for field in fields(SchedulerStats) if field.default is MISSING}
     lives = {"--tls-cert": Life(0.0, 1.0)}

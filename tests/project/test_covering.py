@@ -1,4 +1,4 @@
-"""Which cases of a test `make test` runs, where the marker `one_of_each` chooses them."""
+"""Tests of the marker `one_of_each`, which selects the cases that `make test` runs."""
 
 import itertools
 import os

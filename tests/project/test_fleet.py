@@ -1,4 +1,4 @@
-"""Pairs of schedulers and workers: who dials whom, what an eviction leaves, and how many there are under a load."""
+"""Tests of pairs of schedulers and workers: their addresses, evictions, and their number under load."""
 
 import math
 import random
@@ -26,7 +26,7 @@ def objects_of(overlay: str) -> list[Manifest]:
 
 
 def worker_addresses(objects: list[Manifest]) -> list[str]:
-    """Returns the addresses that a scheduler of this number dials."""
+    """Return the worker addresses of the scheduler with this number."""
     pod = find(objects, "StatefulSet", "scheduler")["spec"]["template"]["spec"]
     assert ORDINAL in container_of(pod)["env"]
     return flags_of(pod)["worker"].split(",")
@@ -48,7 +48,7 @@ def test_scheduler_n_dials_worker_n(overlay: str) -> None:
 
 @pytest.mark.parametrize("overlay", ["pairs", "tensor-parallel", "multi-node", "keda"])
 def test_evicting_a_scheduler_or_a_worker_leaves_the_other(overlay: str) -> None:
-    """Each kind has a controller of its own, and a budget of its own: no pod owns another one's."""
+    """Each kind of pod has its own controller and disruption budget, and no pod owns another pod."""
     objects = objects_of(overlay)
     owners = {
         name: [item["kind"] for item in objects if [name] == [component for component, _ in pod_templates([item])]]
@@ -63,7 +63,7 @@ def test_evicting_a_scheduler_or_a_worker_leaves_the_other(overlay: str) -> None
 
 @overlays
 def test_where_there_are_other_pairs_nothing_that_could_begin_there_waits_for_a_worker(overlay: Path) -> None:
-    """Alone, a scheduler has its clients wait: no other would serve them."""
+    """A single scheduler lets requests wait for its worker, because no other scheduler could serve them."""
     for component, template in pod_templates(rendered(overlay)):
         if component == "scheduler":
             flags = flags_of(template["spec"])
@@ -98,7 +98,7 @@ def test_ranks_on_several_nodes_are_a_group_whose_first_pod_is_rank_0() -> None:
     pod = spec["workerTemplate"]["spec"]
     flags = flags_of(pod)
     assert int(flags["tensor-parallel-size"]) == spec["size"]
-    # The controller sets both in each container.
+    # The controller sets both variables in each container.
     assert flags["tensor-parallel-rank"] == "$(LWS_WORKER_INDEX)"
     ports = {port["name"]: port["containerPort"] for port in container_of(pod)["ports"]}
     assert flags["tensor-parallel-address"] == f"$(LWS_LEADER_ADDRESS):{ports['store']}"
@@ -116,7 +116,7 @@ def scaled(component: str) -> Manifest:
 
 
 def test_apply_does_not_reset_what_is_scaled() -> None:
-    """`apply` changes no field that a manifest has never named."""
+    """`apply` does not change a field that no manifest names."""
     objects = objects_of("keda")
     for component in ("scheduler", "worker"):
         target = scaled(component)["spec"]["scaleTargetRef"]
@@ -148,7 +148,7 @@ def test_the_query_is_of_this_namespace_and_model() -> None:
 
 
 def test_what_runs_asks_for_pairs_as_what_waits_does() -> None:
-    """200 running and none waiting once asked for one pair."""
+    """Running requests count, too. Before, 200 running and no waiting requests led to one pair."""
     autoscaler = Autoscaler.of(scaled("scheduler"))
     for look in range(20):
         replicas = autoscaler.look(look * SYNC_PERIOD, 200)
@@ -156,9 +156,12 @@ def test_what_runs_asks_for_pairs_as_what_waits_does() -> None:
 
 
 def loads(rng: random.Random, mean: float, hours: float, duration: float = 30.0) -> list[float]:
-    """Returns the requests in the system at each look. They come by chance and stay `duration` seconds in the mean."""
+    """Return the number of requests in the system at each evaluation.
+
+    Requests arrive at random and stay for `duration` seconds on average.
+    """
     keep = math.exp(-SYNC_PERIOD / duration)
-    spread = math.sqrt(mean)  # of a Poisson number
+    spread = math.sqrt(mean)  # standard deviation of a Poisson distribution
     deviation, found = 0.0, []
     for _ in range(int(hours * HOUR / SYNC_PERIOD)):
         deviation = keep * deviation + math.sqrt(1 - keep * keep) * rng.gauss(0, spread)
@@ -180,7 +183,7 @@ def test_a_steady_load_changes_direction_at_most_once_an_hour(pairs_worth: float
 
 
 def test_without_windows_a_steady_load_would_flap() -> None:
-    """Shows that the test above would see a load without windows flap."""
+    """Shows that the previous test would detect flapping."""
     scaled_object = scaled("scheduler")
     behavior = {name: {"stabilizationWindowSeconds": 0} for name in ("scaleUp", "scaleDown")}
     autoscaler = Autoscaler(179, 1, 8, behavior, 1)
@@ -191,7 +194,7 @@ def test_without_windows_a_steady_load_would_flap() -> None:
 
 
 def test_a_day_of_load_gets_its_pairs_and_gives_them_back() -> None:
-    """A quiet night, a busy day, and a rush that triples the load within two minutes."""
+    """The load has a quiet night, a busy day, and a rush that triples the load within two minutes."""
     seed = 3
     rng = seeded(seed)
     schedulers, workers = Autoscaler.of(scaled("scheduler")), Autoscaler.of(scaled("worker"))
@@ -209,12 +212,12 @@ def test_a_day_of_load_gets_its_pairs_and_gives_them_back() -> None:
         longest = max(longest, now - short_since)
     assert most >= 1300 / 1.1 / schedulers.target, "what the rush takes, but for the tolerance"
     assert (schedulers.replicas, workers.replicas) == (1, 1)
-    # While the rush grows, and then for the minute that is waited and two looks.
+    # During the growth of the rush, the following stabilization window of a minute, and two evaluations.
     assert longest <= 120 + 60 + 2 * SYNC_PERIOD
 
 
 def test_workers_follow_schedulers_exactly() -> None:
-    """The tolerance does not swallow a pair, whatever the number was before."""
+    """The autoscaler's tolerance hides no missing pair, whatever the previous number was."""
     (trigger,) = scaled("worker")["spec"]["triggers"]
     assert (trigger["type"], trigger["metadata"]["value"]) == ("kubernetes-workload", "1")
     selected = dict(pair.split("=") for pair in trigger["metadata"]["podSelector"].split(","))

@@ -1,5 +1,5 @@
-"""The images hold the right files: those that a build sees, the packages of the base install, no torch in the
-scheduler's."""
+"""Tests of the images' content: the files of the build, the packages of the base install, and no torch for
+schedulers."""
 
 import contextlib
 import http.client
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.thorough
 
 MODEL = ROOT / "models" / "storyteller"
 IMAGES = ("scheduler", "worker")
-PROBED = ("/version", "/health")  # whether a front end is alive, and ready: test_schemas.py asks that probes do
+PROBED = ("/version", "/health")  # liveness and readiness of a front end; test_schemas.py checks that probes use them
 
 
 def instructions_of(image: str) -> list[tuple[str, str]]:
@@ -65,7 +65,8 @@ def test_hadolint_finds_nothing(image: str) -> None:
 
 @pytest.mark.parametrize("image", IMAGES)
 def test_an_edit_of_a_source_installs_no_package_again(image: str) -> None:
-    """Steps are done again from the first whose files changed: the sources come last, into a layer of their own."""
+    """The build repeats all steps from the first changed file on, so the sources are copied last, in a separate
+    layer."""
     instructions = instructions_of(image)
     (installs,) = [
         index for index, (name, argument) in enumerate(instructions) if name == "RUN" and "--require-hashes" in argument
@@ -92,7 +93,7 @@ def test_the_base_image_is_an_argument_and_no_processor_is_named(image: str) -> 
 
 
 def locked(name: str) -> dict[str, str]:
-    """Returns the packages of a lock file and their versions. Every one has a hash."""
+    """Return the packages of a lock file with their versions. Asserts that every package has a hash."""
     text = (DEPLOY / "requirements" / f"{name}.lock").read_text()
     versions = {}
     for entry in re.split(r"\n(?=[a-z])", re.sub(r"^ *#.*\n", "", text, flags=re.MULTILINE)):
@@ -100,7 +101,7 @@ def locked(name: str) -> dict[str, str]:
         assert re.search(r"--hash=sha256:[0-9a-f]{64}", entry), requirement.name
         (specifier,) = requirement.specifier
         assert specifier.operator == "=="
-        # Some packages have a version for each Python: the one of the images counts.
+        # Some packages have different versions for each Python; the images' Python counts.
         if requirement.marker is None or requirement.marker.evaluate(PYTHON_OF_IMAGES):
             versions[canonicalize_name(requirement.name)] = specifier.version
     return versions
@@ -112,7 +113,7 @@ LOCKED = (*LOCKS, "worker-cpu")
 
 @pytest.mark.parametrize("lock", LOCKED)
 def test_lock_pins_what_the_project_names(lock: str) -> None:
-    """After a change of pyproject.toml: make lock."""
+    """If this test fails after a change of pyproject.toml, run `make lock`."""
     versions = locked(lock)
     for requirement in requirements_of(*LOCKS[lock.removesuffix("-cpu")]):
         name = canonicalize_name(requirement.name)
@@ -122,7 +123,7 @@ def test_lock_pins_what_the_project_names(lock: str) -> None:
 
 @pytest.mark.parametrize("lock", [*LOCKED, "build"])
 def test_images_have_the_versions_that_are_tested(lock: str) -> None:
-    # triton is torch's choice, and no constraint.
+    # torch determines the version of triton, so it is no constraint.
     assert locked(lock).items() - {("triton", locked("worker")["triton"])} <= constraints().items()
 
 
@@ -145,12 +146,12 @@ def test_lock_of_the_cpu_image_is_the_workers_without_cuda() -> None:
     assert pinned == worker["torch"]
 
 
-# Bytes on a disk. What python:3.11-slim holds, and gcc with libc6-dev on Debian 12, both rounded up.
+# Bytes on disk of python:3.11-slim, and of gcc with libc6-dev on Debian 12, rounded up.
 PYTHON_IMAGE_BYTES, COMPILER_BYTES = 150e6, 200e6
 
 
 def test_cpu_image_is_below_1500_megabytes() -> None:
-    """By the sizes of what is installed here, where torch is a build for CPUs."""
+    """The size is estimated from the packages installed here, which have a CPU build of torch."""
     if "+cpu" not in metadata.version("torch"):
         pytest.skip("torch is here with CUDA, the CPU image has it without")
     installed = closure_of(requirements_of(*LOCKS["worker"]))
@@ -162,7 +163,7 @@ def test_cpu_image_is_below_1500_megabytes() -> None:
 
 
 def test_triton_needs_the_compiler_when_it_runs() -> None:
-    """The reason that Dockerfile.worker gives for a compiler in the image with CUDA."""
+    """This is the reason in Dockerfile.worker for a compiler in the CUDA image."""
     driver = Path(str(metadata.distribution("triton").locate_file("triton/backends/nvidia"))) / "driver.py"
     source = driver.read_text()
     assert "driver.c" in source
@@ -192,10 +193,10 @@ def test_images_see_everything_that_the_package_needs() -> None:
 
 @pytest.fixture(scope="module")
 def image_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment with what the scheduler's image holds, and nothing else.
+    """The interpreter of an environment with exactly the packages of the scheduler's image.
 
-    The package is built and installed from the files of the image's build. The packages it needs are those of this
-    environment, so that no index is asked.
+    Pagewire is built and installed from the files of the image's build. Its dependencies are this environment's
+    packages, so that no package index is needed.
     """
     folder = tmp_path_factory.mktemp("image")
     for path in files_of_the_build():
@@ -232,7 +233,7 @@ def status_of(port: int, path: str) -> int:
 
 @pytest.mark.parametrize(("verb", "peer"), [("scheduler", "--worker"), ("frontend", "--scheduler")])
 def test_a_service_starts_in_the_image_without_torch(image_python: Path, tmp_path: Path, verb: str, peer: str) -> None:
-    """And is alive, but not ready, without the one that it dials."""
+    """Without the service to which it connects, it is alive but not ready."""
     port, http_port = free_port("127.0.0.1"), free_port("127.0.0.1")
     program = (
         "import sys, importlib.util; from pagewire.cli.command import main\n"
@@ -263,5 +264,5 @@ def test_images_of_the_manifests_have_dockerfiles() -> None:
     for overlay in DEPLOY.glob("overlays/*"):
         for _, template in pod_templates(rendered(overlay)):
             named |= {container["image"].rpartition(":")[0] for container in containers_of(template["spec"])}
-    # What copies from buckets is not ours, nor is the router.
+    # The image that copies from buckets and the router's image are other projects'.
     assert named == {f"pagewire-{image}" for image in IMAGES} | {"rclone/rclone", "lightseekorg/smg"}

@@ -1,5 +1,5 @@
-"""An installed Pagewire owns the right names, stands beside another package `kernels`, and says in a line what is
-lacking."""
+"""Tests of an installed Pagewire: its top-level names, coexistence with a package `kernels`, and errors about missing
+packages."""
 
 import os
 import platform
@@ -27,11 +27,11 @@ pytestmark = pytest.mark.thorough
 ROOT = Path(__file__).parents[2]
 OPTIONAL = project()["project"]["optional-dependencies"]
 OFFLINE = ["--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "-q"]
-# A module of the kernels that needs no torch, which takes a second to be imported.
+# A module of the kernels that does not import torch, whose import takes a second.
 KERNELS = "pagewire.kernels.cpu.compiler"
 OURS = f"import {KERNELS}, pagewire.protos.gen.pagewire.worker.v1.worker_pb2, scheduler_service.server"
 THEIRS = "import kernels; assert kernels.__version__ == '0.17.2'; import kernels.layer"
-# A folder of that name on the path, as the repository has one, is a package without a file.
+# A folder `kernels` on the path, such as the repository's, is a namespace package without a file.
 ABSENT = "import importlib.util; assert getattr(importlib.util.find_spec('kernels'), 'origin', None) is None"
 
 
@@ -42,7 +42,7 @@ def pip(*arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the files that a build reads, so that nothing is written to the repository."""
+    """A copy of the files that a build reads, so that the build does not write to the repository."""
     folder = tmp_path_factory.mktemp("source")
     for path in files_of_the_build():
         target = folder / path
@@ -61,7 +61,7 @@ def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def other_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A package with the name and the top level of PyPI's `kernels`, which itself asks for a dozen more."""
+    """A wheel with the name and top-level package of PyPI's `kernels`, without its many dependencies."""
     folder = tmp_path_factory.mktemp("other")
     (folder / "kernels" / "layer").mkdir(parents=True)
     (folder / "kernels" / "__init__.py").write_text("__version__ = '0.17.2'\n")
@@ -76,13 +76,15 @@ def other_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Environment:
-    """A virtual environment that has this one's packages, but no Pagewire, installed as editable or not."""
+    """A virtual environment with this environment's packages except Pagewire, which a test installs, editable or
+    not."""
 
     def __init__(self, folder: Path) -> None:
         venv.create(folder, with_pip=False)
         self.python = folder / "bin" / "python"
         (site_packages,) = folder.glob("lib/python*/site-packages")
-        # Of a folder named in a .pth file, .pth files are not read: the editable install of the repository is unseen.
+        # Python does not read .pth files in a folder that is itself named in a .pth file. So the repository's editable
+        # install is invisible.
         shared = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
         (site_packages / "shared.pth").write_text("\n".join(shared) + "\n")
 
@@ -90,7 +92,7 @@ class Environment:
         pip("--python", str(self.python), *arguments)
 
     def install(self, *arguments: str) -> None:
-        """Modules are compiled when they are imported, as few are."""
+        """Install a package. Its modules are compiled only when they are imported, because few are."""
         self.pip("install", "--no-compile", *OFFLINE, *arguments)
 
     def run(self, program: str, path: str = "", folder: Path = Path("/")) -> None:
@@ -199,12 +201,12 @@ def test_least_versions_are_those_of_the_stubs() -> None:
 
 
 def third_party(path: Path) -> set[str]:
-    """Returns the packages of others that a module of the product imports."""
+    """Return the third-party packages that a module of the product imports."""
     names = {name.split(".")[0] for name in imports(parse(path))}
     return names - sys.stdlib_module_names - {"pagewire", "scheduler_service", "worker_service"}
 
 
-# Modules that are not named as their packages are.
+# Modules whose names differ from their packages' names.
 MODULES = {
     "flash-attn": "flash_attn",
     "googleapis-common-protos": "google",
@@ -233,7 +235,7 @@ def brought_by(*extras: str) -> set[str]:
 )
 def test_what_a_part_imports_comes_with_its_extras(packages: tuple[str, ...], extras: tuple[str, ...]) -> None:
     imported = set(chain.from_iterable(map(third_party, sources(*packages))))
-    # torch brings Triton.
+    # torch requires Triton.
     assert imported - {"triton"} <= brought_by(*extras)
 
 
@@ -254,7 +256,7 @@ def test_an_extra_brings_what_errors_name_by_it() -> None:
 def test_files_that_are_gone_are_told_with_what_brings_them_back(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """pip takes a package for installed whose record is there, and would not install it again."""
+    """pip considers a package installed if its RECORD exists, and would not reinstall it."""
     monkeypatch.setattr(installation, "_is_there", lambda name: name != "torch")
     monkeypatch.setattr(installation, "_version", lambda name: "2.99.0+cpu" if name == "torch" else "99")
     command = f"{sys.executable} -m pip install --force-reinstall --no-deps torch==2.99.0{installation.FOR_CPUS}"
@@ -270,7 +272,7 @@ def test_what_an_extra_brings_is_named_with_it(extra: str, monkeypatch: pytest.M
     assert line.startswith(f"{package.name} is not installed")
     assert line.partition(" --extra")[0].endswith(f": {sys.executable} -m pip install 'pagewire[{extra}]'")
     assert installation.advice(ModuleNotFoundError("no", name=f"{package.module}.part"), extra) == line
-    # pip knows nothing of a source tree on the path. It must not choose which torch.
+    # pip does not know about a source tree on the path. The command must not choose a build of torch.
     monkeypatch.setattr(installation, "_version", lambda name: None)
     wanted = f"-e '{ROOT}[{extra}]'" if package.name == "torch" else f"'{package}'"
     assert f"-m pip install {wanted}" in str(installation.shortage(extra))
@@ -300,14 +302,14 @@ def test_a_tokenizer_needs_transformers(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_packages_of_a_bare_machine_may_be_no_newer_than_the_ranges() -> None:
-    """A package that is looked for is of pyproject.toml, whose lower end is not below the least."""
+    """The checked minimum of each package is not above the lower end of its range in pyproject.toml."""
     specifiers = {requirement.name: requirement.specifier for requirement in requirements_of("dev", "flash")}
     for package in {package for packages in installation.NEEDED.values() for package in packages}:
         (least,) = (part.version for part in specifiers[package.name] if part.operator in (">=", "=="))
         assert installation._numbers(least) >= installation._numbers(package.least), package
 
 
-# Python imports a module of this name by itself: packages look older than they are, or absent.
+# Python imports a module of this name automatically. It makes packages look older or absent.
 SITECUSTOMIZE = """
 import sys
 from importlib import metadata
@@ -336,7 +338,7 @@ if "protobuf" in {versions}:
 def test_what_is_lacking_is_one_line(
     versions: dict[str, str], absent: list[str], expected: str, tmp_path: Path
 ) -> None:
-    """Of a command, and of a program that imports the client if that is what lacks it."""
+    """The line is printed by a command, and by a program that imports the client if the client lacks the package."""
     forgotten = forgetting(*(name.replace("_", "-") for name in absent))
     (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE.format(versions=versions, absent=absent) + forgotten)
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
@@ -350,7 +352,7 @@ def test_what_is_lacking_is_one_line(
     program = [sys.executable, "-c", "from pagewire import Client"]
     ended = subprocess.run(program, env=environ, capture_output=True, text=True, timeout=60, check=False)
     lines = ended.stderr.splitlines()
-    # The client needs neither package that may be absent. Python's traceback of our own error is the only one.
+    # The client needs neither of the absent packages. The traceback of Pagewire's own error is the only traceback.
     assert [line for line in lines if line.startswith(f"ImportError: {expected}")] == (lines[-1:] if not absent else [])
     assert ended.stderr.count("Traceback") == len(lines[-1:])
 

@@ -1,6 +1,7 @@
-"""The boundaries of the code: what never happens. Who may import whom stands in pyproject.toml, for import-linter.
+"""Tests of the boundaries in ARCHITECTURE.md, for example forbidden imports and calls.
 
-The rules are those of ARCHITECTURE.md. They are checked on the source, so that an import inside a function counts too.
+The rules are checked on the source, so an import inside a function counts too. pyproject.toml has the contracts about
+imports between packages, for import-linter.
 """
 
 import ast
@@ -23,11 +24,11 @@ from worker_service.models import layouts
 from worker_service.models.layouts.gguf import BLOCKS
 
 EVERY_SOURCE = (*PACKAGES, "bench", "models")
-MAX_PARAMETERS = 12  # of a function of the worker, and of a kernel
+MAX_PARAMETERS = 12  # of a function in the worker or the kernels
 
-# Packages of pagewire that the client library does without.
+# Packages of pagewire that the client library does not import.
 BESIDE_THE_CLIENT = ("bench", "cli", "common.gguf", "hosting", "kernels", "llm", "network")
-# Packages whose `__init__` names all that others may use, and modules beside it that load what is not always there.
+# Packages whose public names are all in `__init__`, and further public modules with optional dependencies.
 DOORS = (
     *(f"worker_service.{name}" for name in ("attention", "cache", "device", "engine", "host", "rows", "runner")),
     *(f"scheduler_service.core.{name}" for name in ("cache", "plans")),
@@ -52,12 +53,12 @@ def is_under(name: str, prefix: str) -> bool:
 
 
 def offenders(folders: Sequence[str], rule: Callable[[Path], Iterable[str]]) -> list[str]:
-    """Returns a line for each breach of a rule in the modules of some folders."""
+    """Return a line for each breach of a rule in the modules of some folders."""
     return [f"{path}: {breach}" for path in sources(*folders) for breach in rule(path)]
 
 
 def test_no_files_of_the_scheduler_import_each_other_in_a_circle() -> None:
-    """For type checkers alone neither."""
+    """Imports for type checkers count too."""
     modules = {module_name(path): path for path in sources("scheduler_service")}
     graph = {
         module: {name if name in modules else name.rpartition(".")[0] for name in imports(parse(path))} & set(modules)
@@ -68,7 +69,7 @@ def test_no_files_of_the_scheduler_import_each_other_in_a_circle() -> None:
 
 
 def test_imports_keep_to_the_contracts() -> None:
-    """They stand in pyproject.toml: layers, what the core and the rest do without, and that services are strangers."""
+    """The contracts are in pyproject.toml: layers, forbidden imports, and the independence of the services."""
     command = [str(Path(sys.executable).with_name("lint-imports")), "--config", "pyproject.toml"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
@@ -90,7 +91,7 @@ def is_of_a_test_module(name: str) -> bool:
 
 
 def test_random_inputs_come_from_seeds() -> None:
-    """A test may draw its seed, which it prints. Torch is given one before each test."""
+    """A test may draw its seed if it prints it. Torch is seeded before each test."""
     unseeded = re.compile(r"((np|numpy)\.)?random\.(?!(Random|default_rng)\([^)])\w+\(")
 
     def draws(path: Path) -> list[str]:
@@ -102,14 +103,14 @@ def test_random_inputs_come_from_seeds() -> None:
 
 
 def imports_also_in_texts(path: Path) -> list[str]:
-    """Return the names that a module imports, those in programs that are texts in it included."""
+    """Return the names that a module imports, including imports in programs in its strings."""
     tree = parse(path)
     texts = [node.value for node in walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     return [*imports(tree), *(".".join(names) for text in texts for names in IMPORT_IN_TEXT.findall(text))]
 
 
 def test_nothing_imports_a_test_module() -> None:
-    """What several tests need has a module of its own. Programs in strings count too."""
+    """Helpers of several tests are in separate modules. Programs in strings count too."""
 
     def of_a_test_module(path: Path) -> list[str]:
         return [name for name in imports_also_in_texts(path) if is_of_a_test_module(name)]
@@ -119,7 +120,7 @@ def test_nothing_imports_a_test_module() -> None:
 
 
 def test_folders_of_tests_import_each_other_in_no_circle() -> None:
-    """Helpers of several folders are in `testing/`. `tests.gpu` has commands, which other tests run."""
+    """Helpers of several folders are in `testing/`. `tests.gpu` has commands that other tests run."""
     graph: dict[str, set[str]] = {module_name(path.parent): set() for path in sources("tests")}
     for path in sources("tests"):
         names = [name for name in imports_also_in_texts(path) if is_under(name, "tests")]
@@ -131,7 +132,7 @@ def test_folders_of_tests_import_each_other_in_no_circle() -> None:
 
 
 def around_doors(module: str, imported: list[str]) -> list[str]:
-    """Returns the names that are imported from inside a package, though the package has a door."""
+    """Return the names imported from the inside of a package whose public names are in its `__init__`."""
     allowed = tuple(door for door in DOORS if is_under(module, door)) + SIDE_DOORS
     return [
         name
@@ -156,7 +157,7 @@ def test_every_attention_backend_has_a_name_and_a_module() -> None:
 
 
 def test_a_layout_of_weights_is_named_where_it_is_read_and_told() -> None:
-    """Nothing else compares names of layouts: what it asks a layout for is a field of `Layout`."""
+    """Other modules use the fields of `Layout` instead of comparing the names of layouts."""
     read, told = Path("pagewire/network/quantization.py"), Path("worker_service/models/layouts")
 
     def named(path: Path) -> set[str]:
@@ -168,7 +169,7 @@ def test_a_layout_of_weights_is_named_where_it_is_read_and_told() -> None:
 
 
 def rooms(service: str) -> dict[str, set[str]]:
-    """Returns the packages and modules right under a package, and which of the others each imports."""
+    """Return the modules and subpackages of a package, and for each the siblings that it imports."""
     found: dict[str, set[str]] = {}
     for path in sources(service):
         module = module_name(path)
@@ -181,7 +182,7 @@ def rooms(service: str) -> dict[str, set[str]]:
 
 @pytest.mark.parametrize(("package", "most_rooms", "most_levels"), [("worker_service", 15, 6), ("pagewire", 13, 5)])
 def test_rooms_stand_on_one_another(package: str, most_rooms: int, most_levels: int) -> None:
-    """No two rooms need each other, and the whole can be read from below."""
+    """No two subpackages import each other, so the package can be read from the lowest layer upwards."""
     left = rooms(package)
     assert len(left) <= most_rooms
     levels = 0
@@ -194,7 +195,7 @@ def test_rooms_stand_on_one_another(package: str, most_rooms: int, most_levels: 
 
 
 def test_the_packages_are_imported_by_the_names_that_are_installed() -> None:
-    """PyPI has a package `kernels`, which transformers uses."""
+    """PyPI has another package `kernels`, which transformers uses."""
 
     def by_their_own_names(path: Path) -> list[str]:
         return [name for name in imports(parse(path)) if name.split(".")[0] in {"kernels", "protos"}]
@@ -203,7 +204,7 @@ def test_the_packages_are_imported_by_the_names_that_are_installed() -> None:
 
 
 def test_the_scheduler_names_no_family() -> None:
-    """Each says by itself what its files leave out, and what they call things."""
+    """Each model family defines its own missing files and names."""
     words = {re.split(r"\d|For|LM", architecture)[0] for architecture in BY_ARCHITECTURE}
     keys = {family.length_key for family in BY_ARCHITECTURE.values()}
     names = re.compile(rf"({'|'.join(sorted(words))})\w*|{'|'.join(sorted(keys))}|text_config", re.IGNORECASE)
@@ -217,7 +218,7 @@ def test_the_scheduler_names_no_family() -> None:
 
 
 def test_core_needs_one_package() -> None:
-    """Of the floor it needs the messages and what an option is, which need nothing."""
+    """Of the common modules, it needs only the messages and the option limits, which have no dependencies."""
     floor = ("pagewire.common.wire.messages", "pagewire.common.option_limits")
 
     def outside(path: Path) -> set[str]:
@@ -233,7 +234,7 @@ def functions(path: Path) -> list[ast.FunctionDef]:
 
 
 def test_every_port_is_bounded() -> None:
-    """A gRPC server is made in one place alone, which bounds its connections and its calls."""
+    """Only one module creates gRPC servers, and it bounds their connections and calls."""
 
     def made(path: Path) -> list[str]:
         calls = [ast.unparse(node.func) for node in walk(parse(path)) if isinstance(node, ast.Call)]
@@ -244,7 +245,7 @@ def test_every_port_is_bounded() -> None:
 
 
 def test_every_channel_is_made_in_one_place() -> None:
-    """It says of each whether an HTTP proxy may be on its way."""
+    """That module decides for each channel whether to use an HTTP proxy."""
 
     def makes_channels(path: Path) -> list[str]:
         names = [node.attr for node in walk(parse(path)) if isinstance(node, ast.Attribute)]
@@ -255,12 +256,12 @@ def test_every_channel_is_made_in_one_place() -> None:
 
 
 def test_what_users_give_enters_a_message_in_one_place() -> None:
-    """`wire.put` names the field, the value and the limit; protobuf would name none of them."""
+    """Errors of `wire.put` name the field, the value and the limit; protobuf's errors do not."""
 
     def set_directly(path: Path) -> set[str]:
         calls = [node for node in walk(parse(path)) if isinstance(node, ast.Call)]
         made = [call for call in calls if ast.unparse(call.func).startswith("pb.")]
-        # These are messages that are made already, and the numbers of the client's own streams.
+        # These are nested messages, and the client's own stream ids.
         return {word.arg or "**" for call in made for word in call.keywords} - {
             "request",
             "submit",
@@ -274,7 +275,7 @@ def test_what_users_give_enters_a_message_in_one_place() -> None:
 
 
 def test_questions_go_from_the_servicer_to_the_core_at_once() -> None:
-    """Nothing on the way repeats them, so a new one is written down in few places."""
+    """No class in between repeats the methods, so that a new query is defined in few places."""
     questions = {node.name for node in functions(ROOT / "scheduler_service/core/explain.py") if node.name[0] != "_"}
     assert {"report", "block_map", "stats"} <= questions
     for name in ("core/scheduler", "serving/step_loop", "serving/availability"):
@@ -282,7 +283,7 @@ def test_questions_go_from_the_servicer_to_the_core_at_once() -> None:
 
 
 def test_the_step_loop_has_one_kind_of_hook() -> None:
-    """What wants to hear of its work is an observer, not a callback more."""
+    """Observers receive the step loop's events; it accepts no callbacks."""
     exchange, loop = [
         [*node.args.args, *node.args.kwonlyargs]
         for node in functions(ROOT / "scheduler_service/serving/step_loop.py")
@@ -290,17 +291,17 @@ def test_the_step_loop_has_one_kind_of_hook() -> None:
     ]
     annotations = [ast.unparse(each.annotation) for each in (*exchange, *loop) if each.annotation]
     assert not [annotation for annotation in annotations if "Callable" in annotation]
-    assert len(loop) <= 7  # with itself, and with the clock that a simulation passes
+    assert len(loop) <= 7  # including `self`, and the clock for simulations
 
 
 def parameters(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> list[str]:
-    """All of them, defaults and constexprs included, but for the object that a method is called on."""
+    """Return the names of all parameters except `self` and `cls`, including defaults and constexprs."""
     found = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
     return [name for name in found if name not in {"self", "cls"}]
 
 
 def test_functions_take_few_parameters() -> None:
-    """What belongs together goes together, down to the kernels: a tuple counts once, whatever it holds."""
+    """Related values are passed together, even to kernels. A tuple counts as one parameter."""
 
     def with_too_many(path: Path) -> list[int]:
         kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -317,7 +318,7 @@ def test_parameters_of_every_kind_are_counted() -> None:
 
 
 def test_kernels_do_not_read_the_environment() -> None:
-    """Their callers say what they need to know."""
+    """Their callers pass the settings as arguments."""
 
     def read(path: Path) -> set[str]:
         tree = parse(path)
@@ -328,7 +329,7 @@ def test_kernels_do_not_read_the_environment() -> None:
 
 
 def test_functions_around_kernels_are_typed() -> None:
-    """mypy cannot ask for it there, since kernels have no types."""
+    """mypy cannot check this, because kernels have no types."""
 
     def untyped(path: Path) -> list[str]:
         return [
@@ -370,7 +371,8 @@ def test_nothing_runs_what_it_reads() -> None:
 
 
 def test_one_place_makes_the_command_of_a_child() -> None:
-    """It runs no files of the working directory, see `pagewire.common.process.child_process.python_command`."""
+    """A child process must not import modules from the working directory; see
+    `process.child_process.python_command`."""
 
     def commands(path: Path) -> list[str]:
         sequences = [node for node in walk(parse(path)) if isinstance(node, ast.List | ast.Tuple)]
@@ -382,7 +384,7 @@ def test_one_place_makes_the_command_of_a_child() -> None:
 
 
 def loaded_after(code: str) -> set[str]:
-    """Returns the modules that a fresh interpreter has loaded after running `code`."""
+    """Return the modules that a fresh interpreter has loaded after it ran `code`."""
     program = f"import sys\n{code}\nprint(*sys.modules, file=sys.stderr)"
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

@@ -1,5 +1,8 @@
-"""`make` gives one line, and not a resolver's error, where Python is missing, too old, or newer than those
-that Pagewire is tried on; and `make test` says what is to come, and nothing of what another part of it runs."""
+"""Tests of the Makefile: errors about Python are one line, and `make test` announces its parts.
+
+Without a suitable Python, `make` prints one line instead of a resolver's error. A part of `make test` does not report
+the tests of another part.
+"""
 
 import itertools
 import os
@@ -14,7 +17,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# The check runs in an interpreter that says it is of another version. What makes the environment only says that it ran.
+# The check runs in an interpreter that pretends to have another version. The script that creates the environment only
+# reports that it ran.
 FAKE_PYTHON = """#!/bin/sh
 if [ "$1" = -c ]; then
   exec {python} -c 'import sys; sys.version_info = ({version}, 0, "final", 0); sys.argv = sys.argv[1:]
@@ -26,7 +30,7 @@ exit 3
 
 
 def make(folder: Path, version: str, place: str) -> tuple[list[str], str]:
-    """Runs `make setup`. Returns the lines on standard error that are not make's own, and standard output."""
+    """Run `make setup`. Return the lines on standard error that are not make's own, and standard output."""
     python = folder / place
     python.parent.mkdir(parents=True, exist_ok=True)
     python.write_text(FAKE_PYTHON.format(python=sys.executable, version=version.replace(".", ",")))
@@ -55,7 +59,7 @@ def test_another_python_gets_one_line(version: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", ["3.11", "3.14", "3.15", "4.0"])
 def test_a_python_that_it_runs_on_makes_the_environment(version: str, tmp_path: Path) -> None:
-    """One that it was not tried on gets a line."""
+    """A newer version of Python than the tested ones causes a line on standard error."""
     lines, output = make(tmp_path, version, "python")
     assert len(lines) == (version > "3.14")
     assert all(line.startswith("Pagewire is tried on Python 3.11 to 3.14, and ") for line in lines)
@@ -76,7 +80,7 @@ def test_no_python_at_all_gets_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [None, "18.20.1"])
 def test_clients_without_node_get_one_line(version: str | None, tmp_path: Path) -> None:
-    """They are not left out."""
+    """The tests are not skipped."""
     make = shutil.which("make")
     assert make
     for name, status in (("npm", 0), ("node", 1)) if version else ():
@@ -109,7 +113,7 @@ def test_everything_says_the_same_of_versions() -> None:
 
 
 def parts_of(*arguments: str) -> list[str]:
-    """What a run with these arguments would say at the beginning of each of its parts, and what it would run."""
+    """Return the title and the command of each part that `make` would run with these arguments."""
     command = ["make", "--dry-run", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return re.findall(r"\brun ('part .*?);", done.stdout, re.DOTALL)
@@ -124,7 +128,7 @@ def test_parts_of_a_whole_run_say_how_long_they_take() -> None:
 
 def test_each_folder_of_tests_is_run() -> None:
     paths = [path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")]
-    folders = {f"tests/{path.parts[1]}" for path in paths} - {"tests/clients"}  # which has a target of its own
+    folders = {f"tests/{path.parts[1]}" for path in paths} - {"tests/clients"}  # has a separate target
     chosen = [re.findall(r"tests/\w+", part) for part in parts_of("test")]
     assert sorted(itertools.chain.from_iterable(chosen)) == sorted(folders)
     whole, alone = parts_of("test-all")
@@ -137,7 +141,7 @@ def test_each_folder_of_tests_is_run() -> None:
 
 @pytest.mark.parametrize(("chosen", "summary"), [([], "2 passed"), (["-k", "one"], "1 passed, 2 deselected")])
 def test_what_another_part_runs_is_not_told(chosen: list[str], summary: str, tmp_path: Path) -> None:
-    """What `-k` leaves out is."""
+    """The summary counts tests that `-k` deselects, but not the tests of another part."""
     (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_collection_finish\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = alone\n")
     tests = "def test_one(): pass\ndef test_two(): pass\n@pytest.mark.alone\ndef test_other(): pass\n"

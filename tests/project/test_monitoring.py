@@ -1,4 +1,4 @@
-"""Dashboard and rules ask for metrics that the scheduler exports, with labels that they bear."""
+"""Tests that the dashboard and rules use only metrics and labels that the scheduler exports."""
 
 import json
 import re
@@ -29,7 +29,7 @@ def rules() -> list[dict]:
 
 
 def expressions() -> Iterator[tuple[str, str]]:
-    """Yields the place of each expression, and the expression."""
+    """Yield the location of each PromQL expression, and the expression."""
     for panel in dashboard()["panels"]:
         yield from ((panel["title"], target["expr"]) for target in panel["targets"])
     for rule in rules():
@@ -58,7 +58,7 @@ def test_an_unknown_metric_would_be_noticed() -> None:
 
 
 def test_values_are_read_as_what_they_are() -> None:
-    """A counter is asked for its rate, or compared with another one; a histogram for its buckets."""
+    """A counter is used in a rate or a comparison with another counter, and a histogram through its buckets."""
     for place, expression in expressions():
         for name in NAME.findall(expression):
             if name.endswith("_bucket"):
@@ -94,7 +94,7 @@ def test_panels_do_not_overlap() -> None:
 
 
 def test_every_alert_and_record_has_a_unit_test() -> None:
-    """deploy/check_rules.py runs them; promtool is no Python package."""
+    """deploy/check_rules.py runs the unit tests; promtool is not available on PyPI."""
     (cases,) = documents(DEPLOY / "rules_test.yaml")
     fired = {
         test["alertname"] for case in cases["tests"] for test in case.get("alert_rule_test", []) if test["exp_alerts"]

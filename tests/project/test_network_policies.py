@@ -1,4 +1,4 @@
-"""Who reaches whom: the network policies name both."""
+"""Tests of the allowed connections: the network policies name both sides."""
 
 import ipaddress
 from pathlib import Path
@@ -31,14 +31,12 @@ def policy_of(objects: list[Manifest], component: str) -> Manifest:
 
 
 def ports(rule: Manifest) -> list[int]:
-    """Returns the ports of a rule, which has one range of ports or single ones."""
+    """Return the ports of a rule, which has either one range of ports or single ports."""
     return [number for port in rule["ports"] for number in range(port["port"], port.get("endPort", port["port"]) + 1)]
 
 
 def peers(rule: Manifest, direction: str) -> list[str]:
-    """Returns who a rule is about: components, addresses, and labels of pods and namespaces. Both kinds count
-    together.
-    """
+    """Return the peers of a rule: components, addresses, and labels of pods and namespaces."""
     found = []
     for peer in rule[direction]:
         if "ipBlock" in peer:
@@ -72,7 +70,7 @@ def test_a_model_is_fetched_from_public_addresses_over_tls_and_from_nowhere_in_t
     blocks = [peer["ipBlock"] for peer in rule["to"]]
     assert [block["cidr"] for block in blocks] == ["0.0.0.0/0", "::/0"]
     private = [ipaddress.ip_network(network) for block in blocks for network in block["except"]]
-    # The cluster's own, and where clouds tell machines their credentials.
+    # Addresses of the cluster itself, and of the metadata service from which cloud machines get credentials.
     for address in (
         "10.1.2.3",
         "172.20.0.1",
@@ -97,7 +95,7 @@ def test_only_the_scheduler_and_other_ranks_reach_the_worker(overlay: Path) -> N
     if overlay.name == "multi-node":
         (from_rank,), (to_rank,) = from_ranks, worker["egress"]
         assert peers(from_rank, "from") == peers(to_rank, "to") == ["worker"]
-        # gloo and NCCL choose ports as they like, but none that needs a capability.
+        # gloo and NCCL choose any ports except privileged ones.
         assert from_rank["ports"] == to_rank["ports"] == [{"port": 1024, "endPort": 65535, "protocol": "TCP"}]
     else:
         assert (from_ranks, worker["egress"]) == ([], [])
@@ -125,7 +123,8 @@ def test_clients_and_prometheus_reach_a_front_end() -> None:
 
 
 def test_clients_reach_the_front_ends_beside_schedulers() -> None:
-    """By a Service and a policy of their own, where KEDA scales pairs."""
+    """With front ends as sidecars, a separate Service and policy lets clients connect, also when KEDA scales the
+    pairs."""
     objects = rendered(DEPLOY / "overlays" / "keda")
     _, beside = find(objects, "StatefulSet", "scheduler")["spec"]["template"]["spec"]["containers"]
     (clients,) = policy_of(objects, "http")["ingress"]
@@ -143,7 +142,7 @@ def test_names_are_resolved_by_the_clusters_dns_by_openshifts_and_by_the_nodes_c
         "namespaceSelector:kubernetes.io/metadata.name=openshift-dns "
         "podSelector:dns.operator.openshift.io/daemonset-dns=default"
     ]
-    # What NodeLocal DNSCache binds, and the Service of kubeadm's clusters, in whose place it answers.
+    # The address of NodeLocal DNSCache, and the address of kube-dns in kubeadm's clusters, where it also answers.
     assert peers(node, "to") == ["169.254.20.10/32", "10.96.0.10/32", "fd00::/8"]
     for rule, port in ((cluster, 53), (openshift, 5353), (node, 53)):
         assert rule["ports"] == [{"port": port, "protocol": "UDP"}, {"port": port, "protocol": "TCP"}]

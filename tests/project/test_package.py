@@ -1,4 +1,4 @@
-"""`import pagewire` gives its names, its version, and types for programs that check theirs."""
+"""Tests of `import pagewire`: its names, its version, and its types for programs that check theirs."""
 
 import subprocess
 import sys

@@ -1,4 +1,5 @@
-"""The committed stubs and the descriptor image say what the protos say, and a broken promise would be noticed."""
+"""Tests that the committed stubs and descriptor image match the protos, and that a breaking change would be
+detected."""
 
 import ast
 import importlib
@@ -21,7 +22,7 @@ sources = pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with stubs and descriptors made from the protos now, laid out as the repository is."""
+    """A folder with newly generated stubs and descriptors, laid out like the repository."""
     folder = tmp_path_factory.mktemp("fresh")
     outputs = [f"--{kind}_out={folder}" for kind in ("python", "pyi", "grpc_python")]
     outputs.append(f"--descriptor_set_out={folder / 'descriptors'}")
@@ -32,12 +33,12 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def stub(source: Path, suffix: str) -> Path:
-    """Returns where the stub of `protos/pagewire/...` lies, relative to the root and as it is imported."""
+    """Return the path of the stub of `protos/pagewire/...`, relative to the root, and its module name."""
     return Path("pagewire/protos/gen", *source.parts[1:]).with_name(source.stem + suffix)
 
 
 def without_json_names(file: FileDescriptorProto) -> FileDescriptorProto:
-    """Returns a description without `json_name`, in which generators differ; it follows from the name."""
+    """Return a descriptor without `json_name`. The names follow from the field names, and generators differ in them."""
 
     def clear(message: DescriptorProto) -> None:
         for field in message.field:
@@ -62,7 +63,7 @@ def test_committed_messages_are_fresh(source: Path, fresh: Path) -> None:
 @sources
 def test_committed_services_are_fresh(source: Path, fresh: Path) -> None:
     def methods(path: Path) -> str:
-        # What remains when the generator's version and its style of declaring a class are gone.
+        # The text without the generator's version and its style of class declarations.
         text = re.sub(r"^GRPC_GENERATED_VERSION = .*$", "", path.read_text(), flags=re.MULTILINE)
         return text.replace("(object):", ":")
 
@@ -113,7 +114,7 @@ def test_descriptor_image_is_kept() -> None:
 
 
 def test_descriptor_image_covers_every_field() -> None:
-    """An image from before a field was added would let that field go unnoticed."""
+    """With an outdated image, the removal of a newer field would not be detected."""
     image = FileDescriptorSet.FromString((PROTOS / "descriptors.binpb").read_bytes())
     committed = {file.name: without_json_names(file) for file in image.file}
     for source in SOURCES:

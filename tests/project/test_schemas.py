@@ -1,4 +1,5 @@
-"""Kinds of other projects, and the Compose file, against deploy/schemas; examples against the program."""
+"""Tests of other projects' resource kinds and the Compose file against deploy/schemas, and of examples against the
+program."""
 
 import functools
 import itertools
@@ -70,7 +71,7 @@ def test_schema_is_one_says_its_source_and_is_used(path: Path) -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_every_manifest_is_valid(example: Path) -> None:
-    """Kinds that kubernetes-validate does not know have a schema here."""
+    """Resource kinds unknown to kubernetes-validate have a schema here."""
     for item in manifests(example):
         if has_schema(item):
             jsonschema.validate(item, schema(item["kind"]))
@@ -126,7 +127,7 @@ def test_the_front_end_beside_a_scheduler_is_one_of_those_in_front() -> None:
 
 
 def assert_probes(container: Manifest, port: str | int) -> None:
-    """Asserts that HTTP asks what is served, and that being alive depends on no worker."""
+    """Assert that HTTP probes use existing paths, and that liveness depends on no worker."""
     probes = {name: container[f"{name}Probe"]["httpGet"] for name in ("startup", "liveness", "readiness")}
     assert {probe["port"] for probe in probes.values()} == {port}
     assert probes["readiness"]["path"] == "/health"
@@ -159,7 +160,7 @@ def test_the_serving_runtime_is_a_pod_that_kubernetes_takes_and_a_command_that_w
     assert (flags["http-host"], flags["metrics-host"]) == ("::", "::")
 
 
-# One machine.
+# One machine
 
 
 def compose() -> Manifest:
@@ -202,7 +203,7 @@ def test_composed_services_know_their_flags() -> None:
         assert {flag.replace("-", "_") for flag in parse_flags(arguments)} <= set(options.options_of(config))
 
 
-# The model.
+# The model
 
 MODEL_OVERLAYS = ("model-claim", "model-hub", "model-bucket")
 STORYTELLER = ROOT / "models" / "storyteller"
@@ -214,7 +215,7 @@ def pods_of(overlay: str) -> dict[str, Manifest]:
 
 
 def verified(component: str, model: Path, sums: Path) -> bool:
-    """Returns what the pod's own command says of a model's directory."""
+    """Return the result of the pod's own check of a model directory."""
     (verify,) = [item for item in pods_of("model-claim")[component]["initContainers"] if item["name"] == "verify"]
     shell, flag, script = verify["command"]
     script = script.replace("/etc/model/", f"{sums}/").replace("/model", str(model))
@@ -275,7 +276,7 @@ def test_the_scheduler_fetches_no_weights(overlay: str) -> None:
 
 
 def test_the_hubs_client_knows_the_arguments(tmp_path: Path) -> None:
-    """Offline it says that it cannot fetch; of arguments that it does not know it would speak first."""
+    """Offline, the client reports that it cannot download. It would report unknown arguments first."""
     fetch = pods_of("model-hub")["scheduler"]["initContainers"][0]
     values = {"$(MODEL_ID)": "a/b", "$(MODEL_REVISION)": "0" * 40, "/model": str(tmp_path / "model")}
     arguments = [values.get(argument, argument) for argument in fetch["args"]]

@@ -1,4 +1,7 @@
-"""Types as users see them: beside an installed pagewire, documents' examples pass `mypy --strict`, mistakes do not."""
+"""Tests of the types as users see them, with mypy and an installed pagewire.
+
+Examples in the documents pass `mypy --strict`, and mistakes do not.
+"""
 
 import ast
 import re
@@ -12,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# By what a user writes: what mypy says of it.
+# A user's line of code, and mypy's message about it.
 USES = {
     "client.complete('a').outputs[0].text": "str",
     "client.complete(prompt_token_ids=[1, 2], max_tokens=4).usage.prompt_tokens": "int",
@@ -74,7 +77,7 @@ params = SamplingParams(max_tokens=4)
 
 @pytest.fixture(scope="module")
 def user(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder with an environment that holds pagewire alone."""
+    """Return a folder with an environment in which only pagewire is installed."""
     folder = tmp_path_factory.mktemp("user")
     venv.create(folder / "venv", with_pip=False, symlinks=True)
     (site_packages,) = (folder / "venv").glob("lib/python*/site-packages")
@@ -83,7 +86,7 @@ def user(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check(user: Path, programs: dict[str, str]) -> str:
-    """Returns mypy's lines about some programs, which are given by the names of their files."""
+    """Return mypy's lines about the given programs, a mapping from file name to source."""
     for name, program in programs.items():
         (user / f"{name}.py").write_text(program)
     command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--cache-dir", str(user / "cache")]
@@ -92,8 +95,8 @@ def check(user: Path, programs: dict[str, str]) -> str:
 
 
 def examples() -> dict[str, str]:
-    """Returns the Python examples of all documents. One that awaits outside of a function is checked as a function's
-    body."""
+    """Return the Python examples of all documents. An example with a top-level `await` is wrapped in an async
+    function."""
     found = {}
     for document in DOCUMENTS:
         for number, block in enumerate(
@@ -105,7 +108,7 @@ def examples() -> dict[str, str]:
                 compile(block, name, "exec")
             except SyntaxError:
                 block = f"async def example() -> None:\n{textwrap.indent(block, '    ')}"
-                # What a reader of such an example has at hand already.
+                # Names that the examples assume to be defined.
                 if "import" not in block:
                     block = f"from pagewire import AsyncClient, Client, SamplingParams\n\n{block}"
             found[name] = block
