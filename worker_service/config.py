@@ -166,7 +166,10 @@ class WorkerConfig:
         return self.block_size or _BLOCK_SIZES.get(self.attention_backend, _BLOCK_SIZE)
 
     def validate(self) -> None:
-        """Raise ValueError that names the flag, its value and the permitted values."""
+        """Check the values of all flags.
+
+        Raises ValueError that names the invalid flag, its value and the permitted values.
+        """
         if not self.model:
             raise ValueError("--model is empty; give a checkpoint directory or a GGUF file")
         check_options(self, _MUST_BE)

@@ -255,9 +255,9 @@ def _check_product(x: Tensor, weights: Tensor, assignment: Assignment, biases: T
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _choose_kernel(logits, correction, ids, weights, num_tokens, factor, SHAPE: tl.constexpr):
-    """Choose the experts of a few tokens per program.
+    """Choose the experts of SHAPE.tile_tokens tokens per program.
 
-    The experts are in order, with padding after the experts of each group and after the last group.
+    A token's experts are arranged in order, with padding after the experts of each group and after the last group.
     """
     TILE_TOKENS: tl.constexpr = SHAPE.tile_tokens
     PADDED_SIZE: tl.constexpr = SHAPE.padded_size

@@ -253,7 +253,7 @@ def _rms_norm_kernel(
 
 @triton.jit
 def _silu_mul_kernel(gate_up, output, stride, size, TILE: tl.constexpr):
-    """Compute TILE elements of a row per program."""
+    """Compute TILE elements of silu(gate) * up for one row per program."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = columns < size

@@ -370,7 +370,7 @@ def _launch(
 
 
 def launch_sizes(packed: PackedWeight) -> tuple[int, int]:
-    """Return the numbers of units and of groups of a row."""
+    """Return the number of units and the number of quantization groups in a row of the weight."""
     return packed.codes.shape[-1] // packed.depth, packed.num_groups
 
 

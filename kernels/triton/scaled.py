@@ -140,7 +140,7 @@ def _scales_of_blocks(scales: Tensor, group_size: int, out_size: int, in_size: i
 
 
 def round_rows(x: Tensor, dtype: torch.dtype, group_size: int) -> RoundedRows:
-    """Round rows to 8 bits, as specified.
+    """Return rows rounded to 8 bits, as specified in `pagewire.kernels.scaled.round_rows`.
 
     Args:
         x: [T, in_size], float16, bfloat16 or float32; any row stride.

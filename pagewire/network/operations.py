@@ -102,7 +102,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows of the weight and of the bias of a module in the checkpoint."""
+    """A range of rows of a checkpoint module's weight and bias."""
 
     name: str
     rows: Share

@@ -158,9 +158,9 @@ class DeviceComputation:
         return launch
 
     def _plan_work(self, work: "_Work") -> Callable[[], None]:
-        """Add the inputs of the work, which must have rows, to its upload.
+        """Add the inputs of `work` to its upload, and return a function that enqueues the computation after the upload.
 
-        Return a function that puts the work on the compute stream after the upload.
+        `work` must have at least one row.
         """
         rows = work.rows
         is_decode = bool(rows.samples.all()) and bool((rows.num_new_tokens == 1).all())

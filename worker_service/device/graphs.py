@@ -112,7 +112,10 @@ class DecodeGraphs:
         return self._rows[: 2 * aligned(size)]
 
     def forward(self, size: int) -> None:
-        """Put the forward pass on the compute stream. It reads the rows and writes `DecodeBuffers.logits`."""
+        """Enqueue the forward pass of the graph for `size` rows on the compute stream.
+
+        It reads the rows and writes `DecodeBuffers.logits`.
+        """
         self.captured[size][0]()
 
     def forward_and_sample(self, size: int) -> None:

@@ -79,7 +79,8 @@ class MixedGraphs:
         self._packed[: len(packed)].copy_(packed)
 
     def forward(self, size: int) -> None:
-        """Put the forward pass on the compute stream. It reads the rows and writes `hidden`."""
+        """Enqueue the forward pass of a graph of `size` tokens on the compute stream. It reads the rows and writes
+        `hidden`."""
         self.captured[size]()
 
     def hidden(self, num_tokens: int) -> Tensor:

@@ -151,7 +151,8 @@ class Engine:
         self._loaded = None  # closes connections to other ranks before the interpreter exits
 
     def _next_command(self) -> Callable[[], None] | None:
-        """Wait for the next command. Meanwhile, report moves that are done."""
+        """Wait for the next command and return it, or None if the worker is to end. While waiting, report finished
+        block moves."""
         while self._moving is not None and not self._moving.has_ended:
             try:
                 return self._commands.get(timeout=_MOVE_POLL_INTERVAL_S)

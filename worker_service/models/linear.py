@@ -88,8 +88,7 @@ class Linear(nn.Module):
 
 
 class ExpertLinear(nn.ModuleList):
-    """The `Linear` layers of all experts, of one size, through which routed slots are multiplied; see
-    `ExpertProduct`."""
+    """The `Linear` layers of all experts, which have equal sizes. See `ExpertProduct` for the multiplication."""
 
     def __init__(self, linears: Sequence[Linear], operations: Operations) -> None:
         super().__init__(linears)

@@ -51,7 +51,7 @@ class Product(ABC):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DenseProduct(Product):
-    """A product whose weight stays in torch's dense layout."""
+    """A matrix multiplication with a weight in torch's dense layout."""
 
     weight: Tensor
     bias: Tensor | None
@@ -69,7 +69,7 @@ class DenseProduct(Product):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OnednnProduct(Product):
-    """A product whose weight is in oneDNN's packed layout."""
+    """A matrix multiplication with a weight in oneDNN's packed layout."""
 
     packed: Tensor
     bias: Tensor | None

@@ -142,8 +142,7 @@ def working_bytes(checkpoint: Tensors, targets: Targets) -> int:
 
 
 def targets_of(model: Decoder, place: Place) -> Iterator[tuple[str, list[Piece]]]:
-    """Yield, for each parameter of a place, the name of a tensor in the checkpoint and the pieces of it that this rank
-    reads."""
+    """Yield the names of the checkpoint tensors of a place in the model, each with the pieces that this rank reads."""
     weight, holder = place.weight, place.holder
     if type(weight) is Vector:
         yield weight.name, [_piece(model.get_parameter(place.name).data, weight.values)]

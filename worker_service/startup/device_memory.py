@@ -76,7 +76,7 @@ def size_pool(
 ) -> int:
     """Return the number of usable blocks for `utilization`, at most `max_num_blocks`.
 
-    Raises ValueError if it is below 1.
+    Raises ValueError if no block fits.
     """
     num_blocks = min(memory.left(utilization) // block_bytes - 1, max_num_blocks)
     if num_blocks >= 1:

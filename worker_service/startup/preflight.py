@@ -22,10 +22,10 @@ _16_BITS = ("bfloat16", "float16", "half", "BF16", "F16")
 
 
 def check_worker(config: WorkerConfig, num_local_ranks: int = 1) -> bytes:
-    """Check the configuration and return the model's digest, which takes a while to compute.
+    """Check the configuration and return the model's digest. Computing the digest takes a while.
 
-    `num_local_ranks` is the number of ranks that start on this machine. Raises ValueError with a one-line text if a
-    start cannot succeed however often it is tried.
+    `num_local_ranks` is the number of ranks that start on this machine. Raises ValueError with a one-line message for
+    an error that every start would repeat.
     """
     config.validate()
     path = Path(config.model)

@@ -59,8 +59,8 @@ class _Lane:
 class MaskQueue:
     """A pool of two threads that compute masks. The threads start with the first job.
 
-    The jobs of a row must be put one after the other. The threads run at normal priority: consuming tokens needs the
-    GIL, and the thread that holds the GIL must not be kept off the processors.
+    The jobs of a row must be submitted one after another. The threads run at normal priority: consuming tokens needs
+    the GIL, and the thread that holds the GIL must not be kept off the processors.
     """
 
     def __init__(self, *, has_threads: bool = True) -> None:

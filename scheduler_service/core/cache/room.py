@@ -64,7 +64,7 @@ class Holding:
 
     @property
     def blocks(self) -> set[int]:
-        """Return the device blocks that the sequence holds."""
+        """Return the ids of the device blocks in the sequence's block table."""
         return set(self.block_table) - {0}
 
     @property

@@ -216,7 +216,7 @@ _Part = _FirstChunk | _LaterChunk | _DecodeGroup
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A batch as the layers of one window see it, with the layout of the cache."""
+    """The batch of a step and the cache's layout, for the layers with one window size."""
 
     num_queries: list[int]  # [S]
     query_start_loc: list[int]  # [S + 1]

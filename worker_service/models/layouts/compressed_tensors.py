@@ -32,7 +32,10 @@ def _stored_bytes(kept: WeightFormat, out_size: int, in_size: int) -> dict[str, 
 
 
 def _stored_words(kept: WeightFormat, out_size: int, in_size: int) -> dict[str, StoredTensor]:
-    """Return the tensors of a packed weight. Zero points may also be packed, along the outputs."""
+    """Return the tensors of a weight in this layout, whose codes are packed into int32 words along the inputs.
+
+    The zero points may also be packed, along the outputs.
+    """
     packed = {"I32": ((_num_words(kept, num_blocks(out_size, kept.rows)), num_blocks(in_size, kept.columns)),)}
     return {
         "weight_packed": StoredTensor.of(("I32",), (out_size, _num_words(kept, in_size))),
