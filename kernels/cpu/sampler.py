@@ -306,7 +306,7 @@ class CpuSampler:
         max_logprobs: int | None = None,
         highest: Tensor | None = None,
     ) -> SampledTokens:
-        """See `TorchSampler.sample`."""
+        """Choose a token for each row. See `TorchSampler.sample`."""
         num_tokens, num_rows = columns.num_tokens.long(), len(logits)
         step = _step(columns, history, num_tokens)
         lists = {name: getattr(columns, name) for name in _EDITS}

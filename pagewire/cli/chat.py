@@ -73,7 +73,10 @@ class Conversation:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Chat with the model of a server. If the first argument is a model, serve the model like `pagewire run`."""
+    """Chat with the model of a server, and return the exit code.
+
+    If the first argument is a model, serve the model like `pagewire run`.
+    """
     if arguments and not arguments[0].startswith(("-", DESCRIBE)):
         return run(arguments, "chat")
     explained = {"--model": "`pagewire run MODEL` serves one and chats with it"}
@@ -93,7 +96,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(arguments: Sequence[str], verb: str = "run") -> int:
-    """Serve a model on loopback, chat with it or print the answer to one prompt, then stop the server."""
+    """Serve a model on loopback, chat with it or print the answer to one prompt, then stop the server. Return the exit
+    code."""
     from pagewire.cli import services  # lazy: loads the services' options, which `pagewire chat` does not need
 
     known, groups = services.serve_options(), services.OWN_GROUPS

@@ -99,14 +99,14 @@ def _lose(stream: TextIO) -> None:
 
 
 def bench(arguments: Sequence[str]) -> int:
-    """Run the benchmark that the first argument names."""
+    """Run the benchmark that the first argument names, and return its exit code."""
     return dispatch("pagewire bench", BENCHES, arguments, lambda verb, rest: load(verb)(rest))
 
 
 def dispatch(
     program: str, verbs: Mapping[str, Verb], arguments: Sequence[str], perform: Callable[[Verb, Sequence[str]], int]
 ) -> int:
-    """Perform the verb that the first argument names, or print the list of verbs."""
+    """Run the verb that the first argument names, or print the list of verbs. Return the exit code."""
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:], "--help"]
     if not arguments or arguments[0] in ("-h", "--help"):

@@ -21,7 +21,7 @@ from pagewire.options import Parser
 
 
 def complete(arguments: Sequence[str]) -> int:
-    """Print one completion as it is generated, and its statistics on standard error."""
+    """Print one completion as it is generated, and its statistics on standard error. Return the exit code."""
     parser = Parser(
         prog="pagewire complete",
         usage="pagewire complete TEXT [flags]",
@@ -197,7 +197,7 @@ def _describe_output(output: CompletionOutput) -> dict[str, Any]:
 
 
 def submit(arguments: Sequence[str]) -> int:
-    """Queue a detached request and print its id."""
+    """Queue a detached request and print its id. Return the exit code."""
     parser = Parser(
         prog="pagewire submit",
         usage="pagewire submit TEXT [flags]",
@@ -212,7 +212,7 @@ def submit(arguments: Sequence[str]) -> int:
 
 
 def attach(arguments: Sequence[str]) -> int:
-    """Stream the output of a detached request."""
+    """Stream the output of a detached request to standard output. Return the exit code."""
     parser = _submitted_parser(
         "attach",
         "Stream the output of a submitted request. Ctrl-C leaves it running. A broken connection is retried.",
@@ -237,7 +237,7 @@ def attach(arguments: Sequence[str]) -> int:
 
 
 def result(arguments: Sequence[str]) -> int:
-    """Print the state of a detached request and its output so far."""
+    """Print the state of a detached request and its output so far. Return the exit code."""
     parser = _submitted_parser("result", "Show the state of a submitted request and its output so far.")
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of the text")
     parsed = parser.parse_args(arguments)

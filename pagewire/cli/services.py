@@ -177,7 +177,7 @@ GATEWAY_FLAGS = ("--gateway", "--gateway-host", "--gateway-port", "--gateway-met
 
 
 def serve(arguments: Sequence[str]) -> int:
-    """Run a scheduler in this process, and each rank of its worker as a child process."""
+    """Run a scheduler in this process, and each rank of its worker as a child process. Return the exit code."""
     exit_with_parent()
     from scheduler_service.config import FrontEndConfig, SchedulerConfig
     from worker_service.config import WorkerConfig
@@ -268,7 +268,7 @@ def _ranks(resolved: options.Resolved, directory: Path) -> list[dict[str, Any]]:
 
 
 def scheduler(arguments: Sequence[str]) -> int:
-    """Run a scheduler that connects to a worker elsewhere."""
+    """Run a scheduler that connects to a worker elsewhere. Return the exit code."""
     from scheduler_service.config import SchedulerConfig
 
     config = _service_config(
@@ -280,7 +280,10 @@ def scheduler(arguments: Sequence[str]) -> int:
 
 
 def frontend(arguments: Sequence[str]) -> int:
-    """Run a front end for a scheduler elsewhere, or as a child process of `pagewire serve`, with which it ends."""
+    """Run a front end and return the exit code.
+
+    The front end belongs to a scheduler elsewhere. As a child process of `pagewire serve`, it ends with that process.
+    """
     exit_with_parent()
     from scheduler_service.config import FrontEndConfig
 
@@ -298,7 +301,7 @@ def frontend(arguments: Sequence[str]) -> int:
 
 
 async def _serve(run: Callable[..., Coroutine[Any, Any, int]], config: Any) -> int:
-    """Run a service until the first signal, then drain. A second signal ends it immediately."""
+    """Run a service until the first signal, then drain. A second signal ends it immediately. Return the exit code."""
     _spare_memory()
     stop, stop_now = stops()
     return await run(
@@ -307,7 +310,7 @@ async def _serve(run: Callable[..., Coroutine[Any, Any, int]], config: Any) -> i
 
 
 def worker(arguments: Sequence[str]) -> int:
-    """Run a worker to which a scheduler connects."""
+    """Run a worker to which a scheduler connects. Return the exit code."""
     from worker_service.config import WorkerConfig
 
     description = "Run a worker: it has the weights and the KV cache, and computes the plans of a connected scheduler."
@@ -466,7 +469,8 @@ def _start_logging(known: Mapping[str, options.Option], resolved: options.Resolv
 
 
 async def _run(config: Any, children: Sequence[Supervisor], directory: RuntimeDirectory) -> int:
-    """Run all services until the first signal, then drain. A second signal ends them immediately.
+    """Run all services until the first signal, then drain, and return the exit code. A second signal ends them
+    immediately.
 
     `directory` exists as long as the services run.
     """
@@ -484,7 +488,7 @@ async def _run(config: Any, children: Sequence[Supervisor], directory: RuntimeDi
 async def _run_services(
     config: Any, children: Sequence[Supervisor], stop: asyncio.Event, stop_now: asyncio.Event
 ) -> int:
-    """Run all services until `stop`, then drain, but at most until `stop_now`.
+    """Run all services until `stop`, then drain, but at most until `stop_now`. Return the exit code.
 
     The front end ends after the scheduler, and the workers end last.
     """

@@ -37,7 +37,7 @@ class Share:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this is the whole dimension."""
+        """Whether the share covers the whole dimension."""
         return self.size == self.whole
 
     @property

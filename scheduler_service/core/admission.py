@@ -160,7 +160,8 @@ def _lacks_blocks(cache: CacheManager, request: Request) -> tuple[str, str]:
 
 
 def _describe_pool(cache: CacheManager) -> str:
-    """Describe the size of the block pool, and the number of blocks for one sliding window if the pool is smaller."""
+    """Return a description of the block pool's size, and of the blocks for one sliding window if the pool is
+    smaller."""
     text = f"the worker has {cache.pool.num_blocks} blocks of {cache.block_size} tokens"
     if not cache.window or cache.room.num_chunk_blocks(1) <= cache.pool.num_blocks:
         return text

@@ -154,7 +154,7 @@ class BeamSearch:
         return self._score(best_running, length) <= self._finished[-1].score
 
     def _score(self, cumulative_logprob: float, num_tokens: int) -> float:
-        """Divide by num_tokens ** length_penalty, for any finite penalty.
+        """Return the cumulative log-probability divided by num_tokens ** length_penalty, for any finite penalty.
 
         The power itself may overflow, so the exponent is limited.
         """

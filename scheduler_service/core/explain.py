@@ -48,7 +48,7 @@ def stats(state: Lifecycle) -> SchedulerStats:
 
 
 def report(state: Lifecycle, tenant: str, request_id: str) -> RequestReport:
-    """Report the state of one request and the reason why it waits. Raises KeyError if the request does not exist."""
+    """Return the state of one request and the reason why it waits. Raises KeyError if the request does not exist."""
     group, worker = state.groups[tenant, request_id], state.worker
     has_place = group.state in QUEUED and group not in state.waiting.held
     position = state.waiting.position(group) if has_place else None
@@ -140,10 +140,7 @@ def _reason(group: SequenceGroup, worker: WorkerState, position: int | None, num
 
 
 def _cost(group: SequenceGroup) -> str:
-    """Describe the reason for the position of a waiting group in the queue.
-
-    Empty unless the policy depends on the cache.
-    """
+    """Return the reason for a waiting group's position in the queue. Empty unless the policy depends on the cache."""
     if group.is_overdue:
         return "; it has waited longer than the limit, so only earlier requests that have too are served first"
     if group.cursor is None:
@@ -152,7 +149,7 @@ def _cost(group: SequenceGroup) -> str:
 
 
 def _holders(group: SequenceGroup, others: list[SequenceGroup]) -> tuple[BlockHolder, ...]:
-    """List the requests that hold device blocks, largest first.
+    """Return the requests that hold device blocks, largest first.
 
     All requests of other tenants are one entry without a name.
     """

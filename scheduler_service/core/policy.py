@@ -120,8 +120,8 @@ class FairPolicy(Policy):
         self._num_absent_kept = 0
 
     def key(self, request: Request, arrival: int, standing: Standing) -> tuple[Any, ...]:
-        """Order a tenant's requests by priority and arrival or, if keys move, by priority and the uncached part of
-        their prompts.
+        """Return a key that orders a tenant's requests by priority and arrival or, if keys move, also by uncached
+        prompt length.
 
         If keys move, a request that computes half as much is treated as if it had arrived two thirds of `max_wait_s`
         earlier. Within a priority, requests with precedence go first.

@@ -94,7 +94,8 @@ class Scheduler:
         return self._state.add(request, now)
 
     def abort(self, tenant: str, request_id: str, now: float) -> TokenOutputs:
-        """End every unfinished sequence of a request. Raises KeyError if the request does not exist."""
+        """End every unfinished sequence of a request, and return the ends. Raises KeyError if the request does not
+        exist."""
         self._state.now = now
         outputs = TokenOutputs()
         self._state.end_group(self._state.groups[tenant, request_id], EndReason.ABORT, outputs)
@@ -103,7 +104,7 @@ class Scheduler:
     def stop(self, sequence_id: int, num_output_tokens: int, now: float) -> TokenOutputs:
         """End a sequence at a stop text, and drop its tokens after the first `num_output_tokens` output tokens.
 
-        Does nothing if the sequence has ended.
+        Return its end, or empty outputs if the sequence has already ended.
         """
         self._state.now = now
         outputs = TokenOutputs()
@@ -191,10 +192,10 @@ class Scheduler:
             self._state.moved(step)
 
     def grammar_ready(self, grammar_id: int, error: str, now: float) -> TokenOutputs:
-        """Record that the worker has prepared a grammar, or has failed with `error`.
+        """Record that the worker has prepared a grammar, or that the preparation failed with `error`.
 
-        If it has failed, the requests that need the grammar end. Raises WorkerProtocolError if the epoch has no such
-        grammar.
+        If it failed, the requests that need the grammar end. Return their ends. Raises WorkerProtocolError if no plan
+        of the epoch added a grammar with this id.
         """
         self._state.now = now
         outputs, worker = TokenOutputs(), self._state.worker
@@ -271,8 +272,8 @@ class Scheduler:
     def worker_joined(self, capacity: WorkerCapacity, epoch: int, now: float) -> TokenOutputs:
         """Begin an epoch with a worker whose cache is empty.
 
-        Requests that cannot fit on this worker end. Raises RuntimeError if a worker is connected already. Raises
-        WorkerProtocolError unless the epoch is above all earlier epochs.
+        Return the ends of requests that cannot fit on this worker. Raises RuntimeError if a worker is connected
+        already. Raises WorkerProtocolError unless the epoch is above all earlier epochs.
         """
         self._state.now = now
         if self._state.worker.has_worker:
@@ -299,10 +300,10 @@ class Scheduler:
         return outputs
 
     def worker_lost(self, now: float) -> TokenOutputs:
-        """End the epoch.
+        """End the epoch, and return the ends of requests that crashed a worker twice while computed alone.
 
-        The cache and the plans are lost, and all groups wait again in order of arrival. Does nothing if no worker is
-        connected.
+        The cache and the plans are lost, and all other groups wait again in order of arrival. Does nothing if no worker
+        is connected.
         """
         self._state.now = now
         outputs, worker = TokenOutputs(), self._state.worker
@@ -319,11 +320,17 @@ class Scheduler:
         return outputs
 
     def worker_grace_ended(self, now: float) -> TokenOutputs:
-        """End the requests that another server could start equally well, after a grace period without a worker."""
+        """End the requests that another server could start equally well, and return their ends.
+
+        The caller has waited for a grace period without a worker. Does nothing if a worker is connected.
+        """
         return self._end_without_worker(lambda group: not group.is_bound, now)
 
     def worker_timed_out(self, now: float) -> TokenOutputs:
-        """End every request, after the timeout for a missing worker."""
+        """End every request after the timeout for a missing worker, and return the ends.
+
+        Does nothing if a worker is connected.
+        """
         return self._end_without_worker(lambda group: True, now)
 
     def _end_without_worker(self, ends: Callable[[SequenceGroup], bool], now: float) -> TokenOutputs:

@@ -54,7 +54,7 @@ from worker_service.streams import Device
 
 
 class DeviceComputation:
-    """See `Computation`."""
+    """A computation of rows on an accelerator. See `Computation`."""
 
     def __init__(
         self,
@@ -93,18 +93,18 @@ class DeviceComputation:
         device.synchronize()  # tensors that were created on another stream are then visible to all streams
 
     def capture_graphs(self, sum_of_ranks: Callable[[Tensor], Tensor] | None = None) -> None:
-        """See `Computation.capture_graphs`."""
+        """Capture the graphs that fit the memory and log a warning for the others. See `Computation.capture_graphs`."""
         agree = None if sum_of_ranks is None else partial(self._agree, sum_of_ranks)
         self._mixed_graphs.capture(self._forward, agree)
         self._graphs.capture(self._decode, self._sample_decoded, agree)
 
     def drop_graphs(self) -> None:
-        """See `Computation.drop_graphs`."""
+        """Forget all graphs. See `Computation.drop_graphs`."""
         self._mixed_graphs.captured.drop()
         self._graphs.captured.drop()
 
     def rehearse_graphs(self) -> None:
-        """See `Computation.rehearse_graphs`."""
+        """Run the operations of the largest graphs without capturing them. See `Computation.rehearse_graphs`."""
         self._mixed_graphs.rehearse(self._forward)
         self._graphs.rehearse(self._decode, self._sample_decoded)
 
@@ -115,11 +115,11 @@ class DeviceComputation:
         return self._send(step, work, edits)
 
     def launch(self, step: BegunStep, rows: WorkingRows) -> LaunchedStep:
-        """See `Computation.launch`."""
+        """Launch a part of a step that has been prepared. See `Computation.launch`."""
         return self._send(step, self._work(rows), [])()
 
     def synchronize(self) -> None:
-        """See `Computation.synchronize`."""
+        """Wait until all launched work is done. See `Computation.synchronize`."""
         self._device.synchronize()
 
     def _agree(self, sum_of_ranks: Callable[[Tensor], Tensor], flags: Sequence[bool]) -> list[bool]:

@@ -18,7 +18,7 @@ _TEXTS = ("DefaultCPUAllocator: can't allocate memory", "CUBLAS_STATUS_ALLOC_FAI
 
 
 class CudaStream:
-    """See `Stream`."""
+    """A queue of operations on a CUDA device, which run in order. See `Stream`."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
@@ -38,7 +38,7 @@ class CudaStream:
 
 
 class CudaDevice:
-    """See `Device`. All graphs share one memory pool, because only one graph runs at a time."""
+    """A CUDA device. All graphs share one memory pool, because only one graph runs at a time. See `Device`."""
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device

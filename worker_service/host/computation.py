@@ -33,7 +33,7 @@ from worker_service.step import FinishedStep
 
 
 class HostComputation:
-    """See `Computation`. A CPU has no graphs."""
+    """A computation of rows on the CPU, without CUDA graphs. See `Computation`."""
 
     num_graphs = 0
 
@@ -63,28 +63,28 @@ class HostComputation:
             self._table_sampler = self._sampler.of_table(table.sampling.all_columns(), self._history)
 
     def capture_graphs(self, sum_of_ranks: Callable[[Tensor], Tensor] | None = None) -> None:
-        """See `Computation.capture_graphs`."""
+        """Do nothing, because a CPU has no graphs. See `Computation.capture_graphs`."""
 
     def drop_graphs(self) -> None:
-        """See `Computation.drop_graphs`."""
+        """Do nothing, because a CPU has no graphs. See `Computation.drop_graphs`."""
 
     def rehearse_graphs(self) -> None:
-        """See `Computation.rehearse_graphs`."""
+        """Do nothing, because a CPU has no graphs. See `Computation.rehearse_graphs`."""
 
     def prepare(self, step: BegunStep, rows: WorkingRows) -> Callable[[], FinishedStep]:
-        """See `Computation.prepare`.
+        """Return a function that launches `rows`, which may be empty. See `Computation.prepare`.
 
-        The computation reads the host's table directly, so no changes have to be applied.
+        The computation reads the host's table directly, so the plan's changes need not be applied to a copy.
         """
         return partial(self.launch, step, rows)
 
     def launch(self, step: BegunStep, rows: WorkingRows) -> FinishedStep:
-        """See `Computation.launch`."""
+        """Launch a part of a step that has been prepared. See `Computation.launch`."""
         samples, prompt_logprobs = self._compute(rows, step.watch) if len(rows.slots) else (Samples(()), ())
         return FinishedStep(step.result(samples, prompt_logprobs, *step.watch.take()))
 
     def synchronize(self) -> None:
-        """See `Computation.synchronize`."""
+        """Wait until all launched work is done. See `Computation.synchronize`."""
 
     @torch.inference_mode()
     def _compute(self, rows: WorkingRows, watch: StepWatch) -> tuple[Samples, tuple[PromptLogprobs, ...]]:

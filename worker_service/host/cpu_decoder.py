@@ -44,7 +44,8 @@ class CpuDecoder:
         self._kernel = DecoderKernel(kernels, list(_Binding(model, kernels).operations()), all_reduce)
 
     def forward_logits(self, token_ids: Tensor, positions: Tensor, attend: Attend, logit_rows: Tensor) -> Outputs:
-        """See `Decoder.forward_logits`. `CpuAttention` must have prepared `attend`."""
+        """Compute a step and return the logits of the selected tokens. See `Decoder.forward_logits`. `CpuAttention`
+        must have prepared `attend`."""
         assert isinstance(attend, CpuAttend)
         step = (attend.rows, attend.scorings, attend.kv_cache)
         outputs = Outputs(*self._kernel.forward(token_ids, positions, logit_rows, *step), self._kernel.times())

@@ -111,17 +111,18 @@ class Checkpoint(Tensors):
         return None if name in self._headers else find_part(self._stacks, name)
 
     def format(self, name: str, in_size: int) -> HeldFormat | None:
-        """See `Tensors.format`."""
+        """Return the format in which a weight with `in_size` inputs can be kept in memory. See `Tensors.format`."""
         return FLOATS.get(self.header(name).dtype) if name in self.names else None
 
     def working_bytes(self, name: str, num_elements: int) -> int:
-        """See `Tensors.working_bytes`. Files are read directly into their targets, except for interleaved
-        projections."""
+        """Return the most memory in bytes, besides the target, needed to read a weight with `num_elements` elements.
+        See `Tensors.working_bytes`. Files are read directly into their targets, except for interleaved projections."""
         part = self._part(name)
         return 0 if part is None else part.num_turns * num_elements * torch.float32.itemsize
 
     def check(self, name: str, piece: Piece) -> None:
-        """See `Tensors.check`."""
+        """Raise CheckpointError if no stored weight fits the piece, and ValueError if the weight cannot be cut as
+        requested. See `Tensors.check`."""
         expected = list(piece.shape or piece.target.shape)
         described = self.described(name)
         if name not in self.names:

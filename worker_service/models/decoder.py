@@ -137,8 +137,11 @@ class Decoder(nn.Module):
         return step.buffers[self._head.input]
 
     def forward_logits(self, token_ids: Tensor, positions: Tensor, attend: Attend, logit_rows: Tensor) -> Outputs:
-        """Compute a step. `token_ids` and `positions` are [T] int64. `logit_rows` [R] int64 selects the tokens for
-        which logits are computed."""
+        """Compute a step and return the hidden states and logits.
+
+        `token_ids` and `positions` are [T] int64. `logit_rows` [R] int64 selects the tokens for which logits are
+        computed.
+        """
         hidden = self.forward(token_ids, positions, attend)
         began_ns = time.perf_counter_ns()
         if len(logit_rows):

@@ -87,14 +87,14 @@ class GgufCheckpoint(Tensors):
         self._turned_rows = config_json(self._file)["head_dim"] if architecture == "llama" else 0
 
     def format(self, name: str, in_size: int) -> HeldFormat | None:
-        """See `Tensors.format`."""
+        """Return the format in which a weight with `in_size` inputs can be kept in memory. See `Tensors.format`."""
         layout = BLOCKS.get(self._type_name(name))
         if layout is None:
             return FLOATS.get(self._type_name(name))
         return layout.format if in_size % layout.format.group_size == 0 else None
 
     def quantized(self, name: str, piece: Piece) -> HeldWeight:
-        """See `Tensors.quantized`."""
+        """Return the part of a quantised weight that a piece describes. See `Tensors.quantized`."""
         row_index, columns = piece.rows_and_columns()
         return HeldWeight.join([rows.cut(columns) for _, rows in self._rows(name, row_index)])
 
@@ -103,7 +103,8 @@ class GgufCheckpoint(Tensors):
         return _WORKING_BYTES * min(num_elements, _MAX_CHUNK)
 
     def check(self, name: str, piece: Piece) -> None:
-        """See `Tensors.check`."""
+        """Raise CheckpointError if no stored weight fits the piece, and ValueError if the weight cannot be cut as
+        requested. See `Tensors.check`."""
         expected = list(piece.shape or piece.target.shape)
         if name not in self._sources:
             raise CheckpointError(

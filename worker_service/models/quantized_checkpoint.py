@@ -80,7 +80,7 @@ class QuantizedCheckpoint(Tensors):
         self.names = frozenset(name for name in checkpoint.names if name not in unneeded or checkpoint.read(name).any())
 
     def format(self, name: str, in_size: int) -> HeldFormat | None:
-        """See `Tensors.format`."""
+        """Return the format in which a weight with `in_size` inputs can be kept in memory. See `Tensors.format`."""
         weight, stored = self._weights.get(name), self.stored_names(name) & self._checkpoint.names
         if weight is None:
             return self._checkpoint.format(name, in_size)
@@ -88,19 +88,22 @@ class QuantizedCheckpoint(Tensors):
         return weight.layout.held_format(weight.format, in_size, has_wide_scales)
 
     def stored_names(self, name: str) -> frozenset[str]:
-        """See `Tensors.stored_names`."""
+        """Return the names of the tensors that store a weight, whether or not they exist. See
+        `Tensors.stored_names`."""
         weight = self._weights.get(name)
         return self._checkpoint.stored_names(name) if weight is None else frozenset(self._names(weight).values())
 
     def working_bytes(self, name: str, num_elements: int) -> int:
-        """See `Tensors.working_bytes`."""
+        """Return the most memory in bytes, besides the target, needed to read a weight with `num_elements` elements.
+        See `Tensors.working_bytes`."""
         weight = self._weights.get(name)
         if weight is None:
             return self._checkpoint.working_bytes(name, num_elements)
         return weight.layout.working_bytes(weight.format, num_elements)
 
     def check(self, name: str, piece: Piece) -> None:
-        """See `Tensors.check`. Raises ValueError if a rank's part of the weight would cut a group."""
+        """Raise CheckpointError if no stored weight fits the piece, and ValueError if the weight cannot be cut as
+        requested. See `Tensors.check`. Raises ValueError if a rank's part of the weight would cut a group."""
         weight = self._weights.get(name)
         if weight is None:
             self._checkpoint.check(name, piece)
@@ -115,14 +118,16 @@ class QuantizedCheckpoint(Tensors):
             )
 
     def copy(self, name: str, piece: Piece) -> None:
-        """See `Tensors.copy`. A quantised weight is dequantised to the target's dtype."""
+        """Fill the target of a piece that has passed `check`. See `Tensors.copy`. A quantised weight is dequantised to
+        the target's dtype."""
         if name in self._weights:
             copy_floats(piece.target, self.quantized(name, piece))
         else:
             self._checkpoint.copy(name, piece)
 
     def quantized(self, name: str, piece: Piece) -> HeldWeight:
-        """See `Tensors.quantized`. Raises CheckpointError if a tensor cannot be read or has invalid content."""
+        """Return the part of a quantised weight that a piece describes. See `Tensors.quantized`. Raises CheckpointError
+        if a tensor cannot be read or has invalid content."""
         weight, (rows, columns) = self._weights[name], piece.rows_and_columns()
         names = self._names(weight)
         tensors = {kind: self._checkpoint.read(each) for kind, each in names.items() if each in self._checkpoint.names}

@@ -43,17 +43,20 @@ class QuantizingTensors(Tensors):
         self._head_dim = head_dim
 
     def stored_names(self, name: str) -> frozenset[str]:
-        """See `Tensors.stored_names`."""
+        """Return the names of the tensors that store a weight, whether or not they exist. See
+        `Tensors.stored_names`."""
         return self._source.stored_names(name)
 
     def working_bytes(self, name: str, num_elements: int) -> int:
-        """See `Tensors.working_bytes`. Only a few rows of one weight, in units of whole heads, are in floats at a
-        time."""
+        """Return the most memory in bytes, besides the target, needed to read a weight with `num_elements` elements.
+        See `Tensors.working_bytes`. Only a few rows of one weight, in units of whole heads, are in floats at a time."""
         own = self._source.working_bytes(name, num_elements)
         return own + _WORKING_BYTES * min(num_elements, 2 * _CHUNK_ELEMENTS) if name in self._bits else own
 
     def check(self, name: str, piece: Piece) -> None:
-        """See `Tensors.check`. Raises CheckpointError if the group size does not divide the number of inputs."""
+        """Raise CheckpointError if no stored weight fits the piece, and ValueError if the weight cannot be cut as
+        requested. See `Tensors.check`. Raises CheckpointError if the group size does not divide the number of
+        inputs."""
         if name not in self._bits:
             self._source.check(name, piece)
             return
@@ -66,15 +69,17 @@ class QuantizingTensors(Tensors):
             )
 
     def copy(self, name: str, piece: Piece) -> None:
-        """See `Tensors.copy`. The floats are copied without quantisation."""
+        """Fill the target of a piece that has passed `check`. See `Tensors.copy`. The floats are copied without
+        quantisation."""
         self._source.copy(name, piece.transposed() if name in self._transposed else piece)
 
     def format(self, name: str, in_size: int) -> HeldFormat | None:
-        """See `Tensors.format`."""
+        """Return the format in which a weight with `in_size` inputs can be kept in memory. See `Tensors.format`."""
         return quantized_format(self._bits[name]) if name in self._bits else self._source.format(name, in_size)
 
     def quantized(self, name: str, piece: Piece) -> HeldWeight:
-        """See `Tensors.quantized`. Raises CheckpointError if the weight contains values that cannot be quantised."""
+        """Return the part of a quantised weight that a piece describes. See `Tensors.quantized`. Raises CheckpointError
+        if the weight contains values that cannot be quantised."""
         out_size, in_size = piece.target.shape
         first = (piece.index[0].start or 0) if piece.index else 0
         codes = torch.empty(out_size, in_size, dtype=torch.int8)

@@ -100,7 +100,7 @@ class ModelRunner:
         self._is_out_of_memory = is_out_of_memory if splits_steps else lambda error: False
 
     def reset(self, epoch: int, report_grammar: Callable[[GrammarReport], None] = lambda report: None) -> None:
-        """See `Runner.reset`."""
+        """Begin an epoch: wait until all started work has finished, then forget every row. See `Runner.reset`."""
         if self._communicator.size > 1:  # the graphs contain the previous epoch's connections, which end now
             self.computation.drop_graphs()
             self._must_capture = True
@@ -111,7 +111,8 @@ class ModelRunner:
         self._grammars.begin(epoch, report_grammar)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """See `Runner.launch`. Raises WorkerProtocolError for an invalid plan, before any block is changed."""
+        """Start one plan, after the plans launched earlier. See `Runner.launch`. Raises WorkerProtocolError for an
+        invalid plan, before any block is changed."""
         # by the first plan of an epoch, all ranks have joined the epoch, so they can communicate
         if self._must_capture:
             self.computation.capture_graphs(self._communicator.all_reduce)

@@ -80,7 +80,8 @@ def load_worker(
 def _load_worker(
     config: WorkerConfig, whole: Network, worker_id: str, report: LoadProgress, start: GrammarStart, digest: bytes
 ) -> LoadedWorker:
-    """See `load_worker`. `whole` is the model of all ranks. `start` prepares grammars concurrently."""
+    """Load the worker on the calling thread and return it. See `load_worker`. `whole` is the model of all ranks.
+    `start` prepares grammars concurrently."""
     device = choose_device(config.device, config.tensor_parallel_rank)
     report.tell("preparing to load")
     communicator = _communicator(config, device)

@@ -92,7 +92,10 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def Abort(
         self, request: vllm_engine_pb2.AbortRequest, context: grpc.aio.ServicerContext
     ) -> vllm_engine_pb2.AbortResponse:
-        """Abort running requests. Unknown or ended requests are ignored, because the router cannot know their state."""
+        """Abort running requests, and return an empty response.
+
+        Unknown or ended requests are ignored, because the router cannot know their state.
+        """
         call = self._authenticator.call(context)
         tenant = call.caller.tenant(_TENANT)
         for request_id in request.request_ids:

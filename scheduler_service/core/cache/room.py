@@ -21,7 +21,7 @@ from scheduler_service.core.request import Request
 
 @dataclass(slots=True)
 class StepCount:
-    """The number of plans that an epoch has had. Incrementing it advances all decoding rows at once."""
+    """The number of plans in the current epoch. Incrementing it advances all decoding rows at once."""
 
     num_steps: int = 0
 

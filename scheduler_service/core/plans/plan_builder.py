@@ -110,14 +110,14 @@ class WorkerRows:
         self.drops = DropCount()
 
     def take_slot(self, sequence: Sequence) -> Row:
-        """Give a sequence a row, in a slot reserved for its group if there is a reserved slot."""
+        """Create and return a row for a sequence, in a slot reserved for its group if there is a reserved slot."""
         request, reserved = sequence.group.request, sequence.group.reserved_slots
         slot = reserved.pop(0) if reserved else self.slots.take()
         gates = request.grammar is not None and self._gates_grammars
         return sequence.take_slot(slot, self.drops, is_gated=gates or not sequence.group.chooses_tokens)
 
     def open(self, sequence: Sequence) -> Row:
-        """Give a sequence a row that is planned individually."""
+        """Create and return a row for a sequence. The row is planned individually."""
         row = self.take_slot(sequence)
         self.active[row] = None
         self.num_open += 1

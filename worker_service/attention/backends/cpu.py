@@ -45,7 +45,7 @@ class CpuAttend:
     kv_cache: Sequence[LayerCache]
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """See `Attend`."""
+        """Compute the attention of one layer. See `Attend`."""
         scoring = replace(self.scorings[layer], sinks=sinks)
         return self.kernels.attend(self.rows, scoring, query, key, value, *self.kv_cache[layer])
 
@@ -64,7 +64,7 @@ class CpuAttention:
         self._scorings = [shape.scoring(window, cpu) for window in shape.windows]  # one per layer
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> CpuAttend:
-        """See `AttentionBackend.prepare`."""
+        """Prepare a step over `kv_cache`, which has one entry per layer. See `AttentionBackend.prepare`."""
         rows = PagedRows.of(batch.query_start_loc, batch.seq_lens, batch.block_tables, batch.slot_mapping)
         return self.prepare_rows(rows, kv_cache)
 

@@ -56,7 +56,7 @@ class CachedAttend:
     attend_cached: Callable[[int, Tensor, Tensor | None], Tensor]
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """See `Attend`."""
+        """Compute the attention of one layer. See `Attend`."""
         reshape_and_cache(key, value, *self.kv_cache[layer], self.caching.slot_mapping)
         return self.attend_cached(layer, query, sinks)
 
