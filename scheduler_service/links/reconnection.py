@@ -127,7 +127,7 @@ class Outage:
                 if done:
                     return task.result()
                 if dialler.is_outdated:
-                    raise Outdated("there are renewed files to connect with")
+                    raise Outdated("the TLS files were renewed; reconnecting with them")
                 await self._explain(probe())
         finally:
             await cancel([task])

@@ -191,7 +191,7 @@ async def test_a_rank_that_tells_twice_of_a_grammar_ends_the_epoch() -> None:
     async with linked(RepeatingWorker(b"digest", tensor_parallel_size=2), rank(1)) as ranks:
         _, link = await joined(ranks)
         link.send(adding(link.epoch, 1))
-        assert "rank 0 told twice of grammar 1" in await lost(ranks)
+        assert "rank 0 reported grammar 1 twice" in await lost(ranks)
 
 
 @pytest.mark.parametrize(("versions", "version"), [(("1.9", "1.9"), "1.9"), (("1.9", "1.8"), ""), (("", "1.9"), "")])
@@ -204,7 +204,7 @@ async def test_grammars_need_the_same_library_in_all_ranks(
         capacity, _ = await joined(ranks)
         assert (capacity.grammar_version, capacity.gates_grammars) == (version, True)
         assert capacity.weight_bytes == 7, "of all ranks"
-        assert ("ranks read grammars by different versions" in caplog.text) == (not version)
+        assert ("the ranks have different versions of llguidance" in caplog.text) == (not version)
 
 
 async def test_a_silent_rank_is_the_one_that_hangs() -> None:

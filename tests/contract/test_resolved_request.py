@@ -137,7 +137,7 @@ async def test_each_sample_has_a_stream_of_its_own(model: ModelInfo) -> None:
         for stream_id in (0, 3):
             await call.write(pb.GenerateManyRequest(submit={"stream_id": stream_id, "resolved": sent}))
         async with asyncio.timeout(DEADLINE):
-            with pytest.raises(grpc.aio.AioRpcError, match="stream_id is 3, but this call has used those below 4"):
+            with pytest.raises(grpc.aio.AioRpcError, match="stream_id is 3, but this call has used ids below 4"):
                 await read_to_end(call)
 
 
@@ -416,7 +416,7 @@ def test_a_request_of_too_many_bytes_is_not_read(model: ModelInfo, monkeypatch: 
     message = encode_resolved(resolved(GOOD["sampled"], model), LIMIT)
     message.prompt_token_ids[:] = [1] * 3_000_000  # up to 5 bytes each: the prompt alone may fill the limit
     message.MergeFromString(b"\x98\x06\x01" * 4_000_000)
-    with pytest.raises(RefusedError, match=r"has 12000\d\d\d bytes beside its prompt, at most 65536 are allowed"):
+    with pytest.raises(RefusedError, match=r"has 12000\d\d\d bytes besides its prompt, the limit is 65536"):
         read(message, model)
 
 
@@ -543,7 +543,9 @@ async def test_a_scheduler_of_another_protocol_is_sent_nothing(checkpoint: Path,
     pb_grpc.add_SchedulerServiceServicer_to_server(scheduler, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    told = f"it speaks version {version} of the protocol between them, this one {FRONT_END_PROTOCOL}; install the same"
+    told = (
+        f"it speaks version {version} of the front-end protocol, this front end {FRONT_END_PROTOCOL}; install the same"
+    )
     async with serve_front_end(checkpoint, f"127.0.0.1:{port}", waits=False) as front, asyncio.timeout(DEADLINE):
         while True:  # until the front end has received the scheduler's server info
             with pytest.raises(grpc.aio.AioRpcError) as refused:

@@ -239,7 +239,7 @@ async def test_server_info_knows_the_worker_only_while_it_is_there(checkpoint: P
 
 async def test_limits_that_the_worker_lowers_are_told_once(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     worker = await FakeWorker.started(checkpoint, max_num_seqs=3, max_model_len=256)
-    told = "the worker has lower limits, which hold: --max-num-seqs 3, here 8; --max-num-batched-tokens 64, here 100; "
+    told = "the worker has lower limits, which apply: --max-num-seqs 3, here 8; --max-num-batched-tokens 64, here 100; "
     async with serve(checkpoint, worker=worker, max_num_seqs=8, max_num_batched_tokens=100) as stack:
         for name, value in (("max_num_seqs", 3), ("max_num_seqs", 3), ("max_num_batched_tokens", 100)):
             await worker.kill()
@@ -251,8 +251,8 @@ async def test_limits_that_the_worker_lowers_are_told_once(checkpoint: Path, cap
         assert (info.max_num_seqs, info.max_num_batched_tokens, info.max_model_len) == (3, 100, 256)
     lines = [record.getMessage() for record in caplog.records if "lower limits" in record.getMessage()]
     assert lines == [
-        f"{told}start both with the same",
-        "the worker has lower limits, which hold: --max-num-seqs 3, here 8; start both with the same",
+        f"{told}start both with the same limits",
+        "the worker has lower limits, which apply: --max-num-seqs 3, here 8; start both with the same limits",
     ]
 
 

@@ -80,8 +80,7 @@ def load_worker(
 def _load_worker(
     config: WorkerConfig, whole: Network, worker_id: str, report: LoadProgress, start: GrammarStart, digest: bytes
 ) -> LoadedWorker:
-    """Load the worker on the calling thread and return it. See `load_worker`. `whole` is the model of all ranks.
-    `start` prepares grammars concurrently."""
+    """Load a worker as `load_worker` does. `whole` is the model of all ranks. `start` prepares grammars."""
     device = choose_device(config.device, config.tensor_parallel_rank)
     report.tell("preparing to load")
     communicator = _communicator(config, device)

@@ -26,7 +26,7 @@ def read_request(
     is_embedding = fields.pop("embed", isinstance(message, scheduler_pb2.EmbedRequest))
     text, token_ids, sampling = (fields.pop(name, None) for name in ("text", "token_ids", "sampling"))
     if is_embedding and sampling is not None:
-        raise invalid("sampling", "an embedding chooses no tokens; leave sampling unset")
+        raise invalid("sampling", "an embedding request has no sampling options; leave sampling unset")
     if text is None and token_ids is None:
         raise invalid("prompt", "the request has no prompt; set text or token_ids")
     prompt = token_ids.ids if text is None else text
@@ -45,7 +45,8 @@ def _options(sampling: scheduler_pb2.SamplingParams) -> dict[str, Any]:
     if "early_stopping" in options:
         if sampling.early_stopping not in _EARLY_STOPPING:
             raise invalid(
-                "sampling.early_stopping", f"early_stopping is {sampling.early_stopping}, which is none of its values"
+                "sampling.early_stopping",
+                f"early_stopping is {sampling.early_stopping}, which is not an EarlyStopping value",
             )
         options["early_stopping"] = _EARLY_STOPPING[sampling.early_stopping]
     return options

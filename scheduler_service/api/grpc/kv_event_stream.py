@@ -24,7 +24,7 @@ async def kv_event_messages(
     if request.instance_id and request.instance_id != instance_id:
         raise RefusedError(
             Reason.OUT_OF_RANGE,
-            f"sequence numbers of scheduler {request.instance_id!r} mean nothing here, this is {instance_id!r}; "
+            f"the sequence numbers are those of scheduler {request.instance_id!r}, but this is {instance_id!r}; "
             "subscribe without start_sequence_number for a snapshot",
             "instance_id",
         )
@@ -50,12 +50,12 @@ async def _after(sequence_number: int, kv_events: KvEvents) -> KvEventBatch:
         first_start, last_start = kv_events.starts
         raise RefusedError(
             Reason.OUT_OF_RANGE,
-            f"the events after sequence number {sequence_number} are not held, but those after {first_start} to "
-            f"{last_start} are; subscribe without start_sequence_number for a snapshot",
+            f"the events after sequence number {sequence_number} are not available; start after {first_start} to "
+            f"{last_start}, or subscribe without start_sequence_number for a snapshot",
             "start_sequence_number",
         ) from None
     if batch is None:
-        raise RefusedError(Reason.UNAVAILABLE, "the server has shut down; subscribe at its successor")
+        raise RefusedError(Reason.UNAVAILABLE, "the server has shut down; subscribe again at its successor")
     return batch
 
 

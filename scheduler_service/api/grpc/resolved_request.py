@@ -87,7 +87,7 @@ def decode_resolved(
     rest.CopyFrom(message)
     rest.ClearField("prompt_token_ids")
     if (size := rest.ByteSize()) > (limit := min(rest.grammar.ByteSize(), MAX_GRAMMAR_BYTES) + _OTHER_BYTES):
-        raise invalid("resolved", f"the request has {size} bytes beside its prompt, at most {limit} are allowed")
+        raise invalid("resolved", f"the request has {size} bytes besides its prompt, the limit is {limit}")
     if reason := unknown_field(rest):
         raise invalid("resolved", f"{reason}; install the same release for front end and scheduler")
     rest.tenant = call.caller.tenant(rest.tenant)
@@ -105,7 +105,7 @@ def decode_resolved(
     if not _agrees(request, model):
         raise invalid(
             "resolved",
-            "a front end has resolved the request in another way than this server; install the same release for both, "
+            "the front end resolved the request differently from this server; install the same release for both, "
             "and start them with the same --model",
         )
     return ParsedRequest(request, message.prompt_token_ids, max_tokens=request.max_tokens or None, stop=stop)

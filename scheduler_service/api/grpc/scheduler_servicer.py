@@ -130,7 +130,7 @@ class SchedulerServicer(RequestServicer):
     async def SubscribeKvEvents(
         self, request: scheduler_pb2.SubscribeKvEventsRequest, context: grpc.aio.ServicerContext
     ) -> None:
-        self._authenticator.call(context).caller.check_operator("what is in the prefix cache")
+        self._authenticator.call(context).caller.check_operator("the content of the prefix cache")
         await write_all(kv_event_messages(request, self._step_loop.kv_events, self._info.instance_id), context)
 
     async def GetServerInfo(
@@ -161,7 +161,7 @@ class SchedulerServicer(RequestServicer):
 
     def _loads(self, call: Call) -> scheduler_pb2.GetLoadsResponse:
         """Return the current load. Raises RefusedError if the caller is not an operator."""
-        call.caller.check_operator("what the server is doing")
+        call.caller.check_operator("the load of the server")
         response = report.encode_loads(explain.stats(self._step_loop.state))
         response.generation_throughput = self._generation_throughput()
         response.worker_connected = self._step_loop.exchange.is_connected

@@ -142,7 +142,7 @@ class SharedCall:
                 self._stop(message.stop.stream_id, message.stop.num_tokens)
             elif command == "get_loads":
                 if self._loads is None:
-                    raise invalid("get_loads", "a front end does not tell loads; call the scheduler itself")
+                    raise invalid("get_loads", "a front end does not report loads; call the scheduler itself")
                 self._tells_loads = True
                 self._news.tell()
             else:
@@ -156,7 +156,7 @@ class SharedCall:
         if stream_id < self._next_stream_id or stream_id in self._requests:
             raise invalid(
                 "submit.stream_id",
-                f"stream_id is {stream_id}, but this call has used those below {self._next_stream_id}; count upwards",
+                f"stream_id is {stream_id}, but this call has used ids below {self._next_stream_id}; use higher ids",
             )
         num_samples = submission.resolved.n if submission.HasField("resolved") else submission.request.sampling.n
         end = stream_id + (num_samples if 1 <= num_samples <= MAX_SAMPLES else 1)
@@ -166,7 +166,7 @@ class SharedCall:
             error = invalid(
                 "submit.stream_id",
                 f"stream_id is {stream_id} and n is {num_samples}, but stream ids end at {_END_OF_STREAM_IDS - 1}, and "
-                "every sample has one; begin with a smaller one",
+                "every sample needs one; use a smaller stream_id",
             )
             self._fail(request, error)
             return
@@ -185,7 +185,7 @@ class SharedCall:
         except RefusedError as error:
             self._fail(request, error)
         except Exception:
-            logger.exception("a request of a shared call cannot be taken in")
+            logger.exception("a request of a GenerateMany call could not be started")
             self._fail(request, RefusedError(Reason.INTERNAL, "the request failed; see the server's log"))
 
     async def _take_in(self, submission: scheduler_pb2.Submission, request: _Submitted) -> None:
@@ -197,7 +197,9 @@ class SharedCall:
         if token_only and message.WhichOneof("prompt") == "text":
             raise invalid("text", "a token-only request has no text; send the prompt as token_ids")
         if token_only and message.sampling.stop:
-            raise invalid("sampling.stop", "a token-only request has no stop texts; send stop for those you find")
+            raise invalid(
+                "sampling.stop", "a token-only request has no stop texts; find them in the output and send stop"
+            )
         call = replace(
             self._call,
             trace={"traceparent": submission.traceparent} if submission.traceparent else self._call.trace,

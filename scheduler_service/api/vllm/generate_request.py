@@ -67,7 +67,7 @@ def read_generate_request(message: vllm_engine_pb2.GenerateRequest, call: Call, 
 def _check_supported(message: vllm_engine_pb2.GenerateRequest) -> None:
     for field, what in _UNSUPPORTED_INPUTS.items():
         if field in {name.name for name, _ in message.ListFields()}:
-            raise invalid(field, f"this server does not take {what}; leave {field} unset")
+            raise invalid(field, f"this server does not support {what}; leave {field} unset")
     if message.data_parallel_rank != 0:
         raise invalid(
             "data_parallel_rank", f"data_parallel_rank is {message.data_parallel_rank}, but there is only rank 0 here"

@@ -142,7 +142,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             raise RefusedError(Reason.UNAVAILABLE, f"{reason} ({loading})" if reason else loading)
         return vllm_engine_pb2.HealthCheckResponse(
             healthy=False,
-            message=reason or "the worker is lost again and again before it has made a token; see the server's log",
+            message=reason or "the worker fails repeatedly before its first token; see the server's log",
         )
 
     async def GetModelInfo(
@@ -187,7 +187,9 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self, request: common_pb2.SubscribeKvEventsRequest, context: grpc.aio.ServicerContext
     ) -> None:
         if self._cache is None:
-            raise RefusedError(Reason.UNIMPLEMENTED, "a front end tells of no cache; subscribe at the scheduler itself")
+            raise RefusedError(
+                Reason.UNIMPLEMENTED, "a front end has no cache events; subscribe at the scheduler itself"
+            )
         cache, load = self._cache
         # The router considers the subscription established when the headers arrive.
         await context.send_initial_metadata(())

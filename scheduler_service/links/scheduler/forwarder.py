@@ -41,7 +41,7 @@ class Forwarder:
         if reason := self._availability.unreachable_reason:
             raise RefusedError(Reason.UNAVAILABLE, reason)
         if self._num_calls >= _MAX_CALLS:
-            text = f"{self._num_calls} calls for the scheduler are open here, which is the limit; try again later"
+            text = f"{self._num_calls} calls are forwarded to the scheduler now, which is the limit; try again later"
             raise RefusedError(Reason.RESOURCE_EXHAUSTED, text)
         metadata = (*self._read_metadata(), *passed_on(call, self._tenants_revision()))
         forwarded = getattr(self.stub, method)(message, timeout=call.time_remaining, metadata=metadata)

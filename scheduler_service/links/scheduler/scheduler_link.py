@@ -299,7 +299,7 @@ class SchedulerLink:
 def _mismatch(info: scheduler_pb2.GetServerInfoResponse, model: ModelInfo, tenants_revision: str) -> str:
     """Return why a front end with this model and tenants file cannot serve for the scheduler, or an empty string."""
     if info.front_end_protocol != FRONT_END_PROTOCOL:
-        versions = f"version {info.front_end_protocol} of the protocol between them, this one {FRONT_END_PROTOCOL}"
+        versions = f"version {info.front_end_protocol} of the front-end protocol, this front end {FRONT_END_PROTOCOL}"
         return f"it speaks {versions}; install the same release for both"
     if info.model_digest != model.digest:
         digests = f"digest {info.model_digest.hex()[:16]}, here {model.digest.hex()[:16]}"
@@ -309,5 +309,5 @@ def _mismatch(info: scheduler_pb2.GetServerInfoResponse, model: ModelInfo, tenan
         return f"its end tokens are {tokens}; start both with the same generation_config.json"
     if info.has_tenants and not tenants_revision:
         # The front end's own credentials would let any caller name any tenant.
-        return "it knows tenants; start this front end with the same --tenants"
+        return "it has tenants; start this front end with the same --tenants"
     return ""

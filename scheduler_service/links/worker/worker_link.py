@@ -232,7 +232,7 @@ class WorkerLink:
         lower = {name: getattr(capacity, name) for name in self._limits if getattr(capacity, name) < self._limits[name]}
         if lower and lower != self._told_limits:
             logger.warning(
-                "the worker has lower limits, which hold: %s; start both with the same",
+                "the worker has lower limits, which apply: %s; start both with the same limits",
                 "; ".join(f"--{name.replace('_', '-')} {lower[name]}, here {self._limits[name]}" for name in lower),
             )
         self._told_limits = lower
@@ -267,7 +267,7 @@ class WorkerLink:
             if getattr(answer, name) != getattr(first, name):
                 now, before = (getattr(capacity, name) or "none" for capacity in (answer, first))
                 raise SessionEnded(
-                    f"the worker came back with {name} {now}, it was {before}; restart the scheduler too"
+                    f"the worker restarted with {name} {now} instead of {before}; restart the scheduler too"
                 )
         return answer
 

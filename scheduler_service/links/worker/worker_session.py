@@ -113,7 +113,7 @@ class Session:
             self._exchange.grammar_ready(grammar_id, error)
             return
         if rank not in silent:
-            raise WorkerProtocolError(f"rank {rank} told twice of grammar {grammar_id}")
+            raise WorkerProtocolError(f"rank {rank} reported grammar {grammar_id} twice")
         silent.remove(rank)
         if grammar_id in self._failed_grammars:
             return
@@ -159,7 +159,7 @@ class Session:
         if len(set(versions)) == 1:
             return versions[0]
         found = ", ".join(f"rank {rank} has {version or 'none'}" for rank, version in enumerate(versions))
-        logger.warning("ranks read grammars by different versions of llguidance, so none are taken: %s", found)
+        logger.warning("the ranks have different versions of llguidance, so grammars are refused: %s", found)
         return ""
 
 
