@@ -76,41 +76,54 @@ HTTP_TYPES = (
 )
 HTTP_TITLE = """# The HTTP API
 
-Every field of the requests that `pagewire serve` and `pagewire frontend` take. Any other
-field is refused with the name of the nearest (`--lenient`: ignored); null counts as unset, also of other fields. A
-whole float such as 100.0 is an integer. `/docs` of a running server shows the same, and `/openapi.json` as OpenAPI.
-`/v1/models`, `/tokenizer_info`, `/health`, `/ping`, `/version` and `/metrics` are there too."""
+The fields of all requests to `pagewire serve` and `pagewire frontend`. An unknown field is refused, and the error names
+the most similar field; with `--lenient` it is ignored. null means unset, also for an unknown field. A whole float
+such as 100.0 is accepted as an integer.
+
+A running server shows the same at `/docs`, and as OpenAPI at `/openapi.json`. It also serves `/v1/models`,
+`/tokenizer_info`, `/health`, `/ping`, `/version` and `/metrics`."""
 METRICS_TITLE = """# Metrics
 
-The scheduler and each front end serve metrics in Prometheus' text format over HTTP: `curl -s 127.0.0.1:9090/metrics`.
-`--metrics-host` and `--metrics-port` choose the address; port 0 turns them off. Names and buckets that begin with
-`vllm:` are those of vLLM, so dashboards and routers made for it work here too. Names of our own begin with
+The scheduler and each front end serve metrics in Prometheus' text format over HTTP:
+
+```
+curl -s 127.0.0.1:9090/metrics
+```
+
+`--metrics-host` and `--metrics-port` set the address; port 0 turns metrics off. Metrics whose names begin with `vllm:`
+have the names and buckets of vLLM, so dashboards and routers for vLLM work unchanged. The other names begin with
 `pagewire:`.
 
 Every series has the labels `model_name` and `engine` (always "0"). A histogram has the series `_bucket`, `_sum` and
 `_count`. A dashboard and alerts are in [deploy/components/monitoring](../deploy/components/monitoring).
 
-`pagewire:waiting_text_bytes`, `pagewire:detached_bytes`, `pagewire:kv_event_bytes`, `pagewire:waiting_grammar_bytes`
-and `pagewire:unread_failures` tell what clients make the scheduler hold now. The first three are bounded by
-`--max-waiting-text-bytes`, `--max-detached-bytes` and `--max-kv-event-bytes`, the next by 64 MiB, the last by 1,024 for
-each call of `GenerateMany`.
+These gauges report data that the scheduler currently stores for clients:
 
-`vllm:generation_tokens_total` counts what clients got, whichever way they came, and `pagewire:discarded_tokens_total`
-what was computed beyond. Both together are what was computed, once nothing runs. What a client does not read before it
-leaves counts as what it got."""
+| gauge | limit |
+|---|---|
+| `pagewire:waiting_text_bytes` | `--max-waiting-text-bytes` |
+| `pagewire:detached_bytes` | `--max-detached-bytes` |
+| `pagewire:kv_event_bytes` | `--max-kv-event-bytes` |
+| `pagewire:waiting_grammar_bytes` | 64 MiB |
+| `pagewire:unread_failures` | 1,024 per `GenerateMany` call |
+
+`vllm:generation_tokens_total` counts output tokens that clients received over any API, including tokens that a client
+did not read before it disconnected. `pagewire:discarded_tokens_total` counts computed tokens beyond these. When no
+request is running, the sum is the number of computed output tokens."""
 FRONT_END_METRICS = """## Front ends
 
-A front end's own port tells of its clients. Their requests are in the scheduler's figures too, under other names."""
+A front end's metrics port reports its own clients. The scheduler's metrics include their requests, too, under other
+names."""
 API_TITLE = """# API reference
 
-What the public port serves, made from the comments of
+The gRPC API of the public port, generated from the comments of
 [scheduler.proto](../protos/pagewire/scheduler/v1/scheduler.proto). The same port also serves gRPC health, reflection,
 and `vllm.grpc.engine.VllmEngine` for routers (see [openai.md](openai.md))."""
 WORKER_TITLE = """# The protocol between scheduler and worker
 
-Internal: no client needs it, and it may change with every release. Made from the comments of
-[worker.proto](../protos/pagewire/worker/v1/worker.proto). Which versions go together is said in
-[upgrading.md](upgrading.md)."""
+This protocol is internal. Clients do not need it, and it may change with every release. The page is generated from the
+comments of [worker.proto](../protos/pagewire/worker/v1/worker.proto). [upgrading.md](upgrading.md) lists the versions
+that work together."""
 
 # Field numbers in google/protobuf/descriptor.proto. A comment's path consists of such numbers and indices.
 FILE_PACKAGE, FILE_MESSAGE, FILE_ENUM, FILE_SERVICE = 2, 4, 5, 6
@@ -123,7 +136,7 @@ FieldPath = tuple[int, ...]
 
 
 def metrics_page() -> str:
-    rows = ["| series | type | labels of its own | what it says |", "|---|---|---|---|"]
+    rows = ["| series | type | additional labels | meaning |", "|---|---|---|---|"]
     rows += _series(_exported().collect())
     front_end = FrontEndCollector(lambda: FrontEndStats(certificate_lives=_lives("scheduler"))).collect()
     own = [FRONT_END_METRICS, "", rows[0], rows[1], *_series(front_end)]
@@ -266,15 +279,15 @@ def by_hand(text: str) -> str:
 
 
 def _options() -> str:
-    mapped = ["| theirs | ours |", "|---|---|"]
+    mapped = ["| option | Pagewire's options |", "|---|---|"]
     # Every option is converted with the value 1, since the resulting options do not depend on the value.
     mapped += [f"| `{name}` | {', '.join(f'`{ours}`' for ours in convert(1))} |" for name, convert in MAPPED.items()]
     short = ["| option | flag |", "|---|---|", *(f"| `{name}` | `{flag}` |" for flag, name in SYNONYMS.items())]
-    parts = ["### Mapped to options of ours", "\n".join(mapped)]
+    parts = ["### Options with an equivalent", "\n".join(mapped)]
     parts += ["### Other names of flags", "\n".join(short)]
     parts += ["### Other options", _foreign_table(FOREIGN)]
-    parts += ["### Fields of `SamplingParams` that are not ours", _foreign_table(SAMPLING_FIELDS)]
-    parts += ["### Fields of `StructuredOutputs` that are not ours", _foreign_table(STRUCTURED_OUTPUTS_FIELDS)]
+    parts += ["### Other fields of `SamplingParams`", _foreign_table(SAMPLING_FIELDS)]
+    parts += ["### Other fields of `StructuredOutputs`", _foreign_table(STRUCTURED_OUTPUTS_FIELDS)]
     return "\n\n".join(parts)
 
 
@@ -284,7 +297,7 @@ def _formats_table() -> str:
     The operations of a device determine whether weights stay packed on the device.
     """
     keeps = [operations.can_hold is not Operations.can_hold for operations in (CpuProducts, TritonOperations)]
-    kept = " | ".join("as they are" if keep else "widened" for keep in keeps)
+    kept = " | ".join("unchanged" if keep else "widened" for keep in keeps)
     floats = [element_type.name for element_type in SERVED_TYPES.values() if not element_type.is_quantized]
     codes = [element_type.name for element_type in SERVED_TYPES.values() if element_type.is_quantized]
     quantizing = " | ".join("yes" if keep else "refused" for keep in keeps)
@@ -292,9 +305,9 @@ def _formats_table() -> str:
         [
             "| weights | CPU | GPU |",
             "|---|---|---|",
-            f"| safetensors: {', '.join(DTYPES)} | as they are | as they are |",
+            f"| safetensors: {', '.join(DTYPES)} | unchanged | unchanged |",
             f"| safetensors: {', '.join(METHODS)} | {kept} |",
-            f"| GGUF: {', '.join(floats)} | as they are | as they are |",
+            f"| GGUF: {', '.join(floats)} | unchanged | unchanged |",
             f"| GGUF: {', '.join(codes)} | {kept} |",
             f"| `--quantization {'`, `'.join(BITS)}` | {quantizing} |",
         ]
@@ -303,7 +316,7 @@ def _formats_table() -> str:
 
 def _foreign_table(options: Mapping[str, Foreign]) -> str:
     rows = [
-        "| option | values that change nothing | any other value | why, or what to do instead |",
+        "| option | values without effect | other values | reason or alternative |",
         "|---|---|---|---|",
     ]
     for _, group in groupby(options.items(), lambda each: id(each[1])):

@@ -56,7 +56,7 @@ BODY_MIB, BODIES_MIB, SMALL_KIB = (
 UNREAD_MIB, UNREAD_PIECE_KIB = connection.MAX_UNREAD_BYTES // MIB, connection._PIECE_BYTES >> 10
 KEEP_ALIVE_S, UNREAD_S = f"{connection.KEEP_ALIVE_S:g} s", f"{connection.UNREAD_TIMEOUT_S:g} s"
 MAX_NAMES = parsed_request._MAX_NAME_CHARS
-# What a page says, with the code's own values.
+# Sentences of pages, with the code's values.
 FACTS = [
     ("docs/upgrading.md", f"the same protocol version (now {PROTOCOL_VERSION})"),
     ("docs/upgrading.md", f"this worker speaks protocol version {PROTOCOL_VERSION - 1}, not {PROTOCOL_VERSION}"),
@@ -91,8 +91,8 @@ FACTS = [
     ("docs/structured_output.md", f"of CPU time and {trial.MAX_BYTES // MIB} MiB of memory"),
     ("docs/structured_output.md", f"new grammars: {grammar_checks.MAX_TENANT_WAITING} different ones of one tenant"),
     ("docs/structured_output.md", f"{grammar_checks.MAX_WAITING_BYTES // MIB} MiB of all"),
-    ("docs/metrics.md", f"the next by {grammar_checks.MAX_WAITING_BYTES // MIB} MiB, the last by"),
-    ("docs/metrics.md", f"the last by {shared_call._MAX_UNREAD_FAILURES:,} for"),
+    ("docs/metrics.md", f"`pagewire:waiting_grammar_bytes` | {grammar_checks.MAX_WAITING_BYTES // MIB} MiB |"),
+    ("docs/metrics.md", f"`pagewire:unread_failures` | {shared_call._MAX_UNREAD_FAILURES:,} per"),
     ("docs/performance.md", f"limit of open files, up to {listening._MAX_CONNECTIONS:,};"),
     ("docs/performance.md", f"one gRPC connection: {listening._MAX_CALLS_OF_CONNECTION:,} calls in progress"),
     ("docs/performance.md", f"all gRPC connections: {listening._MAX_PENDING_CALLS:,} calls that wait"),
@@ -196,7 +196,7 @@ def test_formats_are_all_named(page: str) -> None:
 
 
 DEFAULT = re.compile(r"`--([a-z-]+)`([^`()|\n]{0,30})\(([^()`]*?)([\d][\d,.]*)( MiB| s| seconds)?\)")
-# What stands behind these is no default.
+# A number after one of these words is no default.
 VALUES = re.compile(r" (down|up|lowered|raised) ")
 
 
@@ -212,7 +212,7 @@ def told_defaults() -> Iterator[tuple[str, str, float]]:
 def test_a_default_that_is_told_is_the_codes(page: str, flag: str, value: float) -> None:
     known = options.options_of(SchedulerConfig, WorkerConfig, FrontEndConfig, LogConfig)
     option = known[flag.replace("-", "_")]
-    # Where a worker works its default out, the help says which it is.
+    # If a worker computes the default, the help text states it.
     assert value == option.default or (option.default is None and f"default: {value:g}" in option.help)
 
 
