@@ -368,7 +368,7 @@ def _multiply_kernel(
     x, weights, biases, output, table, slots_of_row, in_size, out_size,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK_N outputs of a tile of slots of one expert per program."""
+    """Compute BLOCK_N outputs for a tile of slots with the same expert per program."""
     tile = tl.program_id(0)
     expert = tl.load(table.tile_experts + tile).to(tl.int64)
     if expert < 0:

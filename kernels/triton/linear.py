@@ -479,7 +479,8 @@ def _multiply_kernel(
     x, weight, biases, output, table, num_slots, slots_of_row, in_size, out_size,
     num_units, num_groups, SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK_N outputs of a tile of rows per program; with a table, of a tile of slots of one expert.
+    """Compute BLOCK_N outputs for a tile of rows per program or, with a table, for a tile of slots with the same
+    expert.
 
     Tiles have the dimensions (outputs, rows). With several lanes they are (lanes, outputs, rows).
     """

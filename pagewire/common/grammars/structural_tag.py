@@ -184,9 +184,9 @@ class _Rules:
         return name
 
     def up_to(self, ends: Sequence[str], form: Any) -> str:
-        """Return the expression of a format's text up to and including the first of some ends.
+        """Return the grammar expression for a format's text up to and including the first of the texts `ends`.
 
-        Tokens may stand for their names in the end. Once the text has its maximal number of tokens, the end must
+        In an end, a special token may take the place of its name. After `max_tokens` tokens of text, an end must
         follow.
         """
         text, most = self.text(form), form.get("max_tokens")
@@ -203,9 +203,10 @@ class _Rules:
         return self.either([*found, self.sequence([limited, forced])])
 
     def up_to_token(self, end: str, text: str) -> list[str]:
-        """Return the expressions of a text up to and including an end in which a token stands for its name.
+        """Return the expressions for a text up to and including an end that contains a special token in place of its
+        name.
 
-        The list is empty if no token's name is in the end.
+        The list is empty if the end contains no token's name.
         """
         before, name, behind = self._cut(end)
         if not name:

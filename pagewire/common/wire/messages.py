@@ -328,8 +328,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class CertificateLife:
-    """The validity period of a certificate of the worker, in seconds of Unix time, and the flag of the certificate's
-    file."""
+    """The validity period of a worker's certificate, in seconds of Unix time, and the flag that names its file."""
 
     flag: str
     begin: int

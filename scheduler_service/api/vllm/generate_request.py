@@ -84,7 +84,7 @@ def _options(sampling: vllm_engine_pb2.SamplingParams) -> dict[str, Any]:
     """Return the sampling options that are set, by name. VllmEngine has the same names as this server.
 
     A grammar applies from the first token, whatever `grammar_from_first_token` says. The server parses no reasoning, so
-    a grammar cannot start after it. GetServerInfo tells routers so (`constrained_decoding_start`).
+    a grammar cannot start after it. GetServerInfo reports this to routers (`constrained_decoding_start`).
     """
     options: dict[str, Any] = {"temperature": 1.0}
     for name, may_be_unset, read in _OPTIONS:
