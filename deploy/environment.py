@@ -115,7 +115,7 @@ def why_not(code: int, said: str) -> str:
     missing = NOT_FOUND.search(said)
     if missing is not None:
         return (
-            f"no package index was reached that has {missing[1]}; behind a proxy set HTTPS_PROXY, with an index of "
+            f"no package index was reached that has {missing[1]}; with a proxy, set HTTPS_PROXY, with an index of "
             "your own PIP_INDEX_URL"
         )
     if "ensurepip" in said:

@@ -233,16 +233,16 @@ def http_page() -> str:
 def _http_fields(kind: type[Struct]) -> Iterator[str]:
     """Yield a table of supported fields, a line of fields without effect, and a table of unsupported fields."""
     rows = list(field_rows(kind))
-    table = ["| Field | Takes | Notes |", "|---|---|---|"]
+    table = ["| Field | Type | Notes |", "|---|---|---|"]
     for row in rows:
         if row.takes and row.note != INERT:
             note = f"required{'; ' if row.note else ''}{row.note}" if row.is_required else row.note
             table.append(f"| `{row.name}` | {row.takes} | {note} |")
     yield "\n".join(table)
     if inert := ", ".join(f"`{row.name}`" for row in rows if row.note == INERT):
-        yield f"Without an effect on the output: {inert}."
+        yield f"No effect on the output: {inert}."
     if refused := "\n".join(f"| `{row.name}` | {row.note} |" for row in rows if not row.takes):
-        yield f"| Not served | Why |\n|---|---|\n{refused}"
+        yield f"| Not supported | Reason |\n|---|---|\n{refused}"
 
 
 def _states_of_a_group() -> str:

@@ -131,8 +131,11 @@ _TOKEN_COUNTERS = {
 # Counters: help text, and attribute of Metrics.
 _METRICS_COUNTERS = {
     "pagewire:invariant_failures": ("Invariants of the scheduler found broken.", "num_invariant_failures"),
-    "pagewire:mask_seconds": ("Time that the worker took to tell what grammars allow.", "mask_seconds"),
-    "pagewire:late_rows": ("Rows that missed a step, since what they may take was not told in time.", "num_late_rows"),
+    "pagewire:mask_seconds": ("Time that the worker took to compute grammar masks.", "mask_seconds"),
+    "pagewire:late_rows": (
+        "Rows that missed a step because their grammar mask was not ready in time.",
+        "num_late_rows",
+    ),
 }
 # Gauges: help text, and attribute of ServiceStats.
 _SERVICE_GAUGES = {
@@ -148,7 +151,7 @@ _SERVICE_GAUGES = {
     ),
     "pagewire:waiting_grammar_bytes": ("Bytes of grammars that wait to be checked.", "waiting_grammar_bytes"),
     "pagewire:grammar_verdicts": (
-        "Grammars that are known to be usable or not.",
+        "Cached verdicts on grammars.",
         "num_grammar_verdicts",
     ),
 }

@@ -257,7 +257,7 @@ def run_part(part: str, command: Sequence[str], report: Report, deadline: float,
             report.pause(part)
             return
         if time.monotonic() >= deadline:
-            report.add(part, {"name": started or part, "error": "out of time, with all behind it"})
+            report.add(part, {"name": started or part, "error": "out of time, with all later checks"})
             return
         if started is None and report.names(part) == known:
             report.add(part, {"name": part, "error": f"its process ended with status {status}"})
