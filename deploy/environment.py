@@ -40,7 +40,7 @@ def main() -> int:
             pass  # the file system has no locks, so that runs do not wait for each other
         if installed_at(folder) != found:
             return 0  # the run that this one waited for has finished the installation
-        remove_halves(folder)
+        remove_partial_installs(folder)
         if not has_pip(folder):
             print(f"making {folder} with Python {sys.version.split()[0]}", flush=True)
             with contextlib.suppress(OSError):  # if the folder cannot be created, `venv` reports the reason
@@ -80,7 +80,7 @@ def has_pip(folder: Path) -> bool:
     return version is not None and any(folder.glob(f"lib/python{version[1]}/site-packages/pip-*.dist-info/RECORD"))
 
 
-def remove_halves(folder: Path) -> None:
+def remove_partial_installs(folder: Path) -> None:
     """Remove partly installed packages and dangling links to Python.
 
     pip considers a package complete if its dist-info folder exists, but writes the RECORD file last. Packages are

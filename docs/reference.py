@@ -26,7 +26,7 @@ from msgspec import Struct
 from prometheus_client.metrics_core import Metric
 
 from bench.gpu.results_page import tables
-from pagewire.common.gguf import SERVED_TYPES
+from pagewire.common.gguf import SUPPORTED_TYPES
 from pagewire.common.wire.messages import WorkerCapacity
 from pagewire.common.wire.transport.tls import Life
 from pagewire.compatibility import FOREIGN, MAPPED, SAMPLING_FIELDS, STRUCTURED_OUTPUTS_FIELDS, SYNONYMS, Foreign
@@ -138,7 +138,7 @@ FieldPath = tuple[int, ...]
 def metrics_page() -> str:
     rows = ["| series | type | additional labels | meaning |", "|---|---|---|---|"]
     rows += _series(_exported().collect())
-    front_end = FrontEndCollector(lambda: FrontEndStats(certificate_lives=_lives("scheduler"))).collect()
+    front_end = FrontEndCollector(lambda: FrontEndStats(certificate_validity=_lives("scheduler"))).collect()
     own = [FRONT_END_METRICS, "", rows[0], rows[1], *_series(front_end)]
     return "\n".join([METRICS_TITLE, "", MADE, "", *rows, "", *own, ""])
 
@@ -161,7 +161,7 @@ def _exported() -> MetricsCollector:
     capacity = WorkerCapacity("w", b"", 300, 256, 16, 64, 1, 8, 64, "cpu", "float32", "torch")
     stats = SchedulerStats(**{field.name: 0 for field in fields(SchedulerStats) if field.default is MISSING})
     worker = {f"worker 0 {flag}": Life(0.0, 1.0) for flag in ("--tls-cert", "--tls-client-ca")}
-    service = ServiceStats(capacity, certificate_lives=worker | _lives("worker"))
+    service = ServiceStats(capacity, certificate_validity=worker | _lives("worker"))
     return MetricsCollector(Metrics(), lambda: stats, "model", lambda: service)
 
 
@@ -296,10 +296,10 @@ def _formats_table() -> str:
 
     The operations of a device determine whether weights stay packed on the device.
     """
-    keeps = [operations.can_hold is not Operations.can_hold for operations in (CpuProducts, TritonOperations)]
+    keeps = [operations.can_store is not Operations.can_store for operations in (CpuProducts, TritonOperations)]
     kept = " | ".join("unchanged" if keep else "widened" for keep in keeps)
-    floats = [element_type.name for element_type in SERVED_TYPES.values() if not element_type.is_quantized]
-    codes = [element_type.name for element_type in SERVED_TYPES.values() if element_type.is_quantized]
+    floats = [element_type.name for element_type in SUPPORTED_TYPES.values() if not element_type.is_quantized]
+    codes = [element_type.name for element_type in SUPPORTED_TYPES.values() if element_type.is_quantized]
     quantizing = " | ".join("yes" if keep else "refused" for keep in keeps)
     return "\n".join(
         [

@@ -52,7 +52,7 @@ class Selection(NamedTuple):
     num_blocks: Tensor
 
 
-class HeadPreparation(NamedTuple):
+class NormRopeParams(NamedTuple):
     """The norms and rotations that `norm_rope` applies to the query and key heads of a step of T tokens."""
 
     num_heads: int  # query heads, which come first

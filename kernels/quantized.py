@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from pagewire.kernels.weight import HeldFormat, HeldWeight
+from pagewire.kernels.weight import StoredFormat, StoredWeight
 
 GROUP_SIZE = 32  # inputs per scale, in MXFP4 and in rounded floats
 BITS = {"int8": 8, "int4": 4}  # bits of a code, by the names of --quantization
@@ -25,15 +25,15 @@ _PAIRS = torch.stack((_DOUBLED.repeat(16), _DOUBLED.repeat_interleave(16)), dim=
 _HALVED = torch.tensor([*(math.ldexp(1.0, exponent - 128) for exponent in range(255)), math.nan])
 
 
-MXFP4 = HeldFormat(torch.int8, GROUP_SIZE, 4, has_half_scales=True, has_power_scales=True)
+MXFP4 = StoredFormat(torch.int8, GROUP_SIZE, 4, has_half_scales=True, has_power_scales=True)
 
 
-def quantized_format(bits: int) -> HeldFormat:
+def quantized_format(bits: int) -> StoredFormat:
     """Return the format of weights with 8-bit or 4-bit codes."""
-    return HeldFormat(torch.int8, GROUP_SIZE, bits, has_half_scales=True)
+    return StoredFormat(torch.int8, GROUP_SIZE, bits, has_half_scales=True)
 
 
-def quantize(values: Tensor, bits: int) -> HeldWeight:
+def quantize(values: Tensor, bits: int) -> StoredWeight:
     """Quantise float32 values [rows, columns] to 8 or 4 bits; the number of columns is a multiple of GROUP_SIZE.
 
     Raises ValueError if a value is not finite, or if a scale is too large for float16.
@@ -46,7 +46,7 @@ def quantize(values: Tensor, bits: int) -> HeldWeight:
     # The inverse is not finite if all values of a group are 0, or so small that its scale is 0.
     scaled = groups * inverse.where(inverse.isfinite(), 0.0)[..., None]
     codes = _rounded_away(scaled) if bits == 8 else scaled.add_(8.5).trunc_().clamp_(0, 15).sub_(8)
-    return HeldWeight(codes.to(torch.int8).flatten(1), scale, GROUP_SIZE)
+    return StoredWeight(codes.to(torch.int8).flatten(1), scale, GROUP_SIZE)
 
 
 def round_scale(exact: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ Paged attention follows Kwon et al., "Efficient Memory Management for Large Lang
 import torch
 from torch import Tensor
 
-from pagewire.kernels.arguments import HeadPreparation, Scoring, Selection
+from pagewire.kernels.arguments import NormRopeParams, Scoring, Selection
 from pagewire.kernels.cache_rows import read_rows, write_rows
 
 
@@ -160,7 +160,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return (gate.float() / (1 + (-gate.float()).exp())).to(gate.dtype) * up
 
 
-def norm_rope(heads: Tensor, preparation: HeadPreparation) -> tuple[Tensor, Tensor, Tensor]:
+def norm_rope(heads: Tensor, preparation: NormRopeParams) -> tuple[Tensor, Tensor, Tensor]:
     """Normalize each query and key head that has a norm weight, then rotate it by its position, in place.
 
     The rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864) rotates pairs (i, i + head_dim /

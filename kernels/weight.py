@@ -29,7 +29,7 @@ def unit_size(element: torch.dtype, group_size: int, in_size: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldFormat:
+class StoredFormat:
     """The format of a weight, known before the weight is read. The weight may turn out to use less memory."""
 
     element: torch.dtype  # float32, bfloat16, float16 (values), or int8 (codes), float8_e4m3fn
@@ -60,10 +60,10 @@ class HeldFormat:
         return out_size * (codes + groups * (num_scales * scale_bytes + self.has_zeros) + factors)
 
     @staticmethod
-    def join(formats: Sequence["HeldFormat"]) -> "HeldFormat":
+    def join(formats: Sequence["StoredFormat"]) -> "StoredFormat":
         """Return the format of several weights concatenated along the outputs. All must have the same element."""
         (element,) = {each.element for each in formats}
-        return HeldFormat(
+        return StoredFormat(
             element,
             math.gcd(*(each.group_size for each in formats)),
             max(each.bits for each in formats),
@@ -77,7 +77,7 @@ class HeldFormat:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HeldWeight:
+class StoredWeight:
     """A weight [out_size, in_size] of floats, or of values in groups of inputs that share a scale.
 
     With scales, the weight is `scale * (values - zero) - minimum`, in float32. A group is a number of consecutive
@@ -131,17 +131,17 @@ class HeldWeight:
         names = ("values", "scale", "minimum", "zero", "scale_factor", "minimum_factor")
         return {name: part for name in names if (part := getattr(self, name)) is not None}
 
-    def with_each(self, change: Callable[[Tensor], Tensor]) -> "HeldWeight":
+    def with_each(self, change: Callable[[Tensor], Tensor]) -> "StoredWeight":
         """Return a weight whose parts are the results of `change` on each part. `change` may alter the outputs, not the
         inputs."""
         changed = {name: change(part) for name, part in self.parts().items()}
         return replace(self, **changed)  # type: ignore[arg-type]
 
-    def __getitem__(self, rows: Tensor | slice) -> "HeldWeight":
+    def __getitem__(self, rows: Tensor | slice) -> "StoredWeight":
         """Return the weight with these outputs, in this order."""
         return self.with_each(lambda part: part[rows])
 
-    def cut(self, columns: slice) -> "HeldWeight":
+    def cut(self, columns: slice) -> "StoredWeight":
         """Return the weight with the inputs of the slice `columns`, which must start and end at the bounds of
         groups."""
         if columns == slice(None):
@@ -157,7 +157,7 @@ class HeldWeight:
         values = self.values[:, columns].contiguous()
         return replace(whole, values=values, group_size=min(size, stop - first), **groups)
 
-    def without_factors(self) -> "HeldWeight":
+    def without_factors(self) -> "StoredWeight":
         """Return the same weight with the factors multiplied into the scales and minima."""
         if self.scale is None or self.scale_factor is None:
             return self
@@ -187,7 +187,7 @@ class HeldWeight:
         """Return the weight in a float dtype, which may be the dtype of its values."""
         return (self.values if self.scale is None else self.dequantized()).to(dtype)
 
-    def in_groups_of(self, size: int) -> "HeldWeight":
+    def in_groups_of(self, size: int) -> "StoredWeight":
         """Return the same weight in smaller groups. `size` must divide the current group size."""
         num_groups = -(-self.values.shape[1] // size) if size else 0
         finer = {
@@ -198,7 +198,7 @@ class HeldWeight:
         return replace(self, group_size=size, **finer)
 
     @staticmethod
-    def join(weights: Sequence["HeldWeight"]) -> "HeldWeight":
+    def join(weights: Sequence["StoredWeight"]) -> "StoredWeight":
         """Return the concatenation of several weights along the outputs.
 
         All weights must have the same number of inputs. If their elements differ, the result is float32.
@@ -206,7 +206,7 @@ class HeldWeight:
         if len(weights) == 1:
             return weights[0]
         if len({weight.element for weight in weights}) > 1:
-            return HeldWeight(torch.cat([weight.dequantized() for weight in weights]))
+            return StoredWeight(torch.cat([weight.dequantized() for weight in weights]))
         if any(weight.scale_factor is None for weight in weights):
             weights = [weight.without_factors() for weight in weights]
         group_size = math.gcd(*(weight.group_size for weight in weights))
@@ -216,7 +216,7 @@ class HeldWeight:
             name: torch.cat([parts[name] if name in parts else _nothing(name, parts) for parts in found])
             for name in {name for parts in found for name in parts}
         }
-        return HeldWeight(**joined, group_size=group_size)
+        return StoredWeight(**joined, group_size=group_size)
 
     def _of_inputs(self, part: Tensor) -> Tensor:
         """Expand a part from groups to inputs, [out_size, in_size]; or [out_size, 1] if there is only one group."""

@@ -75,7 +75,7 @@ async def run(
             chats=config.http.chats,
         )
         service.listen(servicer, partial(_make_vllm, link, servicer, service.authenticator))
-        read_stats = partial(_stats, link, servicer, service.certificate_lives, num_log_lines_dropped)
+        read_stats = partial(_stats, link, servicer, service.certificate_validity, num_log_lines_dropped)
         collector = FrontEndCollector(read_stats)
         http_server = _make_http(config, link, servicer, service, collector) if config.http.http_port else None
         metrics = serve_metrics(collector, config)
@@ -95,7 +95,7 @@ async def run(
 def _stats(
     link: SchedulerLink,
     servicer: FrontEndServicer,
-    certificate_lives: Callable[[], dict[str, Life]],
+    certificate_validity: Callable[[], dict[str, Life]],
     num_log_lines_dropped: Callable[[], int],
 ) -> FrontEndStats:
     return FrontEndStats(
@@ -108,7 +108,7 @@ def _stats(
         waiting_text_bytes=servicer.intake.turns.waiting.num_bytes,
         num_unread_failures=servicer.num_unread_failures,
         num_log_lines_dropped=num_log_lines_dropped(),
-        certificate_lives=certificate_lives(),
+        certificate_validity=certificate_validity(),
     )
 
 
@@ -144,7 +144,7 @@ def _make_http(
         service.tenants,
         intake,
         link.availability.served_model_names,
-        takes_any_model_name=http.any_model_name,
+        accepts_any_model_name=http.any_model_name,
     )
     routes = Routes(intake, link.forwarder.forward, admission, partial(exposition, collector), is_lenient=http.lenient)
     return HttpServer(http.http_host, http.http_port or 0, service.tls, admission, routes)

@@ -35,7 +35,7 @@ from scheduler_service.core.request import (
     SequenceEnd,
 )
 from scheduler_service.serving.activity import share
-from scheduler_service.serving.observer import ENDED_WELL, Observer
+from scheduler_service.serving.observer import NON_FAILURES, Observer
 from scheduler_service.serving.output import TokenCounts
 
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)  # fmt: skip  # noqa: E501
@@ -199,7 +199,7 @@ class ServiceStats:
     waiting_grammar_bytes: int = 0
     num_grammar_verdicts: int = 0
     tokens: TokenCounts = field(default_factory=TokenCounts)
-    certificate_lives: Mapping[str, Life] = field(default_factory=dict)  # by the flag that names the file
+    certificate_validity: Mapping[str, Life] = field(default_factory=dict)  # by the flag that names the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ class FrontEndStats:
     waiting_text_bytes: int = 0
     num_unread_failures: int = 0
     num_log_lines_dropped: int = 0
-    certificate_lives: Mapping[str, Life] = field(default_factory=dict)  # by the flag that names the file
+    certificate_validity: Mapping[str, Life] = field(default_factory=dict)  # by the flag that names the file
 
 
 class Histogram:
@@ -296,7 +296,7 @@ class Metrics(Observer):
 
     def sequence_ended(self, request: Request, end: SequenceEnd, now: float) -> None:
         self.num_ended[end.reason] += 1
-        if end.reason not in ENDED_WELL:
+        if end.reason not in NON_FAILURES:
             return
         self._observe("vllm:e2e_request_latency_seconds", now - end.arrived_at)
         self._observe("vllm:request_prompt_tokens", end.num_prompt_tokens)
@@ -374,10 +374,10 @@ class FrontEndCollector(Labelled, Collector):
         self._labels["model_name"] = stats.model_name  # known once the front end is connected to its scheduler
         yield from self._told(GaugeMetricFamily, _FRONT_END_GAUGES, stats)
         yield from self._told(CounterMetricFamily, _FRONT_END_COUNTERS, stats)
-        ended = {reason.value: stats.num_ended.get(reason, 0) for reason in ENDED_WELL}
+        ended = {reason.value: stats.num_ended.get(reason, 0) for reason in NON_FAILURES}
         text = "Samples of the front end's clients that ended, by reason."
         yield self._series(CounterMetricFamily, "pagewire:frontend_ended_samples", text, "finished_reason", ended)
-        yield from self._certificates(stats.certificate_lives)
+        yield from self._certificates(stats.certificate_validity)
 
 
 class MetricsCollector(Labelled, Collector):
@@ -406,7 +406,7 @@ class MetricsCollector(Labelled, Collector):
             yield self._series(CounterMetricFamily, name, *_LABELLED_COUNTERS[name], values)
         yield from self._told(CounterMetricFamily, _METRICS_COUNTERS, metrics)
         yield from self._told(CounterMetricFamily, _SERVICE_COUNTERS, service)
-        yield from self._certificates(service.certificate_lives)
+        yield from self._certificates(service.certificate_validity)
         for name, histogram in metrics.histograms.items():
             family = HistogramMetricFamily(name, _HISTOGRAMS[name][0], labels=list(self._labels))
             family.add_metric(list(self._labels.values()), histogram.buckets(), histogram.sum)
@@ -435,7 +435,7 @@ class MetricsCollector(Labelled, Collector):
         metrics = self._metrics
         num_from_device = stats.num_cached_prompt_tokens - stats.num_host_cached_prompt_tokens
         num_recomputed = stats.num_preemptions - stats.num_swap_preemptions
-        num_ended = {reason.value: metrics.num_ended[reason] for reason in ENDED_WELL}
+        num_ended = {reason.value: metrics.num_ended[reason] for reason in NON_FAILURES}
         num_failed = sum(metrics.num_ended.values()) - sum(num_ended.values())
         return {
             "pagewire:cached_prompt_tokens": {"device": num_from_device, "host": stats.num_host_cached_prompt_tokens},

@@ -13,9 +13,9 @@ from pagewire.common.wire.transport.addresses import join
 from pagewire.common.wire.transport.health import Health
 from pagewire.common.wire.transport.listening import (
     create_server,
-    give_way,
     listen,
     listen_on_socket,
+    lower_grpc_pool_priority,
     max_open_connections,
 )
 from pagewire.common.wire.transport.tls import Life, TlsFiles, server_files
@@ -104,7 +104,7 @@ class RequestService:
         config = self._config
         self._servicer = servicer
         if self.tenants is not None:
-            self.tenants.listeners += [self.authenticator.end_strangers, servicer.intake.revoke]
+            self.tenants.listeners += [self.authenticator.end_unknown_callers, servicer.intake.revoke]
             self.watched.append(self.tenants.file)
         servicer.add_to(self._server)
         service_names = [SERVICE_NAME]
@@ -119,7 +119,7 @@ class RequestService:
         self._url = f"grpc://{join(config.host, port)}"
         self._health.listen(config.health_host, config.health_port)
 
-    def certificate_lives(self) -> dict[str, Life]:
+    def certificate_validity(self) -> dict[str, Life]:
         """Return the validity periods of the certificates in use, by the flag that names the file."""
         return {flag: life for files in self._tls_files for flag, life in files.credentials.lives.items()}
 
@@ -141,7 +141,7 @@ class RequestService:
         availability: Availability = engine.availability
         await self._health.begin()
         await self._server.start()
-        give_way()
+        lower_grpc_pool_priority()
         following = self._health.follow(
             availability.changed, lambda: availability.is_serving, self._servicer.announce, lambda: ready(self._url)
         )

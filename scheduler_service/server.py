@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # The number of Python objects for a cached block and for a waiting request, somewhat above the measured numbers.
-_PIECES_A_BLOCK, _PIECES_A_REQUEST = 12, 100
+_OBJECTS_PER_BLOCK, _PIECES_A_REQUEST = 12, 100
 
 EXIT_FENCED = 3
 
@@ -110,7 +110,7 @@ class _Scheduler:
             worker_grace=config.worker_grace,
             kv_event_log=self._kv_event_log,
         )
-        garbage_collection.discount(self._count_remembered)
+        garbage_collection.discount(self._count_retained_objects)
         self._activity = Activity(self._stats, time.monotonic, garbage_collection.collect_hidden)
         self._worker_link = self._make_worker_link(link_tls, restart_worker)
         self._detached = DetachedRequests(retention=config.detached_retention, max_bytes=config.max_detached_bytes)
@@ -174,11 +174,11 @@ class _Scheduler:
     def _stats(self) -> SchedulerStats:
         return explain.stats(self._step_loop.state)
 
-    def _count_remembered(self) -> int:
+    def _count_retained_objects(self) -> int:
         """Return the approximate number of Python objects of the prefix cache and of waiting requests."""
         state = self._step_loop.state
         num_blocks = state.worker.cache.index.num_cached_blocks + state.worker.cache.index.num_cached_host_blocks
-        return _PIECES_A_BLOCK * num_blocks + _PIECES_A_REQUEST * state.waiting.num_sequences
+        return _OBJECTS_PER_BLOCK * num_blocks + _PIECES_A_REQUEST * state.waiting.num_sequences
 
     def _service_stats(self) -> ServiceStats:
         step_loop = self._step_loop
@@ -195,7 +195,7 @@ class _Scheduler:
             waiting_grammar_bytes=self._grammars.num_waiting_bytes,
             num_grammar_verdicts=self._grammars.num_verdicts,
             tokens=step_loop.token_counts(),
-            certificate_lives=self._service.certificate_lives() | self._worker_link.certificate_lives(),
+            certificate_validity=self._service.certificate_validity() | self._worker_link.certificate_validity(),
         )
 
     def _make_vllm(self, vllm: ModuleType) -> "VllmServicer":

@@ -21,7 +21,7 @@ from pagewire.common.wire.messages import Pooling
 from pagewire.common.wire.sampling_rules import COMMON_FILTERS, FILTERS_OFF
 from pagewire.common.wire.transport.otlp import tracer_provider
 from scheduler_service.core.request import Request, SequenceEnd
-from scheduler_service.serving.observer import ENDED_WELL, Observer
+from scheduler_service.serving.observer import NON_FAILURES, Observer
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class Tracing(Observer):
         self._add_phases(opened, end, now)
         opened.finish_reasons[end.sequence_id] = end.reason.value
         opened.num_output_tokens += end.num_output_tokens
-        if end.reason not in ENDED_WELL:
+        if end.reason not in NON_FAILURES:
             opened.span.set_attribute("error.type", end.reason.value)
             opened.span.set_status(trace.StatusCode.ERROR, end.message)
         opened.num_open -= 1

@@ -93,17 +93,17 @@ def _perturbed(logits: torch.Tensor, temperature: float, seed: int, sample_index
     return logits / temperature + gumbel_noise(keys, len(logits))[0]
 
 
-def best_behind(model: transformers.PreTrainedModel, prompt: list[int], tokens: list[int]) -> list[int]:
+def best_after(model: transformers.PreTrainedModel, prompt: list[int], tokens: list[int]) -> list[int]:
     """Return the best next token after the prompt and after each prefix of `tokens`.
 
     If the result equals `tokens`, then `tokens` is also the result of `greedy`, at a fraction of the time.
     """
-    return _logits_behind(model, prompt, tokens).argmax(-1).tolist()
+    return _logits_after(model, prompt, tokens).argmax(-1).tolist()
 
 
 def shortfalls(model: transformers.PreTrainedModel, prompt: list[int], tokens: list[int]) -> torch.Tensor:
     """Return by how much the logit of each token after the prompt falls below the best logit: [len(tokens)]."""
-    logits = _logits_behind(model, prompt, tokens)
+    logits = _logits_after(model, prompt, tokens)
     return logits.max(-1).values - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
@@ -114,12 +114,12 @@ def shortfalls_of_rounding(
 
     Both logits are the exact model's, at the positions of `tokens`.
     """
-    logits = _logits_behind(exact, prompt, tokens)
-    chosen = _logits_behind(rounded, prompt, tokens).argmax(-1, keepdim=True)
+    logits = _logits_after(exact, prompt, tokens)
+    chosen = _logits_after(rounded, prompt, tokens).argmax(-1, keepdim=True)
     return logits.max(-1).values - logits.gather(1, chosen)[:, 0]
 
 
-def _logits_behind(model: transformers.PreTrainedModel, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+def _logits_after(model: transformers.PreTrainedModel, prompt: list[int], tokens: list[int]) -> torch.Tensor:
     """Return the teacher-forced logits of `tokens` after the prompt: [len(tokens), vocab_size]."""
     with torch.inference_mode():
         return model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
@@ -130,7 +130,7 @@ def load_rounded(checkpoint: Path) -> transformers.PreTrainedModel:
     return _load(checkpoint, torch.bfloat16)
 
 
-def load_unsteady(checkpoint: Path, seed: int) -> transformers.PreTrainedModel:
+def load_with_noise(checkpoint: Path, seed: int) -> transformers.PreTrainedModel:
     """Load the model in bfloat16 and add random noise to the output of each leaf module.
 
     The noise is at most half a unit in the last place. Each call draws new noise, so that many calls sample the effect

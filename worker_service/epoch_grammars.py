@@ -74,7 +74,7 @@ class EpochGrammars:
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
         self._epoch = 0
-        self._report: Report = _tell_none
+        self._report: Report = _ignore_report
         self._grammars: dict[int, _Grammar] = {}  # by id; from addition to release
         self._last_id = 0  # of this epoch
 
@@ -201,5 +201,5 @@ def _check(added: AddedGrammar, vocab_size: int) -> None:
         raise WorkerProtocolError(f"grammar {added.grammar_id} has end tokens {ends}; ids must be below {vocab_size}")
 
 
-def _tell_none(report: GrammarReport) -> None:
+def _ignore_report(report: GrammarReport) -> None:
     """Ignore a report: no epoch has begun."""

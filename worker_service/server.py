@@ -21,8 +21,8 @@ import grpc.aio
 from pagewire.common import __version__
 from pagewire.common.process.child_process import announce_ready, exit_with_parent
 from pagewire.common.process.limits import describe_address_space
-from pagewire.common.process.shutdown import cancel, run_out, stop_at_signals
-from pagewire.common.wire.messages import CertificateLife
+from pagewire.common.process.shutdown import cancel, run_to_completion, stop_at_signals
+from pagewire.common.wire.messages import CertificateValidity
 from pagewire.common.wire.transport.addresses import join
 from pagewire.common.wire.transport.health import Health
 from pagewire.common.wire.transport.link_secret import LinkSecret
@@ -56,7 +56,7 @@ def serve(config: WorkerConfig, refuse: Callable[[str], int]) -> int:
         server = _WorkerProcess(config, refuse, check_worker(config))
     except ValueError as error:
         return refuse(str(error))
-    status = asyncio.run(run_out(server.run()))
+    status = asyncio.run(run_to_completion(server.run()))
     if server.engine.is_running:
         # A signal stopped the worker during loading. The loading thread would crash while the interpreter exits.
         end_at_once(status)
@@ -135,9 +135,9 @@ class _WorkerProcess:
                 await asyncio.to_thread(self._tracing.close)
         return 0
 
-    def _certificates(self) -> tuple[CertificateLife, ...]:
+    def _certificates(self) -> tuple[CertificateValidity, ...]:
         lives = self._tls.credentials.lives if self._tls is not None else {}
-        return tuple(CertificateLife(flag, int(life.begin), int(life.end)) for flag, life in lives.items())
+        return tuple(CertificateValidity(flag, int(life.begin), int(life.end)) for flag, life in lives.items())
 
     def _load(self) -> LoadedWorker:
         """Load the worker. Runs on the compute thread, the only thread that imports torch and calls it."""

@@ -63,14 +63,14 @@ def _worker_start() -> Callable[[], bytes]:
 
     from pagewire.network.rope import RopeConfig
     from worker_service.models.rope import RotaryEmbedding
-    from worker_service.startup.warm_up import begin_vector_math
+    from worker_service.startup.warm_up import initialize_vector_math
 
     torch.set_num_threads(1)
     values = torch.linspace(0.001, 0.999, _NUM_POSITIONS * _HEAD_DIM).view(_NUM_POSITIONS, _HEAD_DIM)
     rope = RotaryEmbedding(RopeConfig(theta=500_000.0), _HEAD_DIM, _NUM_POSITIONS)
 
     def start() -> bytes:
-        begin_vector_math()
+        initialize_vector_math()
         torch.set_num_threads(_NUM_THREADS)
         rope.finish_loading()
         digest = hashlib.sha256(rope.digest)

@@ -121,7 +121,7 @@ class Pipeline:
             complete += seconds
         return Steps(schedule, complete, num_steps * self._num_rows)
 
-    def run_out(self) -> None:
+    def run_to_completion(self) -> None:
         """Plan steps until every request has ended."""
         while self.scheduler.has_requests or self._in_flight:
             self.plan()
@@ -246,7 +246,7 @@ def one_life(pipeline: Pipeline, batch: list[tuple[int, ...]], name: str) -> dic
     assert len(outputs.ended) == len(batch)
     release, plan = pipeline.plan()
     assert plan is None or not plan.openings
-    pipeline.run_out()
+    pipeline.run_to_completion()
     return {"add": add, "admit": admit, "finish": finish - min(completes[1:]) + release}
 
 
@@ -262,7 +262,7 @@ def one_abort(pipeline: Pipeline, batch: list[tuple[int, ...]]) -> float:
     seconds = time.perf_counter() - start
     pipeline.take()
     pipeline.take()
-    pipeline.run_out()
+    pipeline.run_to_completion()
     return seconds
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from triton.runtime import driver
 
-from pagewire.kernels.arguments import HeadPreparation
+from pagewire.kernels.arguments import NormRopeParams
 from pagewire.kernels.triton import fused
 from testing.kernels.triton_driver import Driver
 from worker_service.attention import AttentionBatch, AttentionShape, DeviceRows
@@ -66,7 +66,7 @@ def measure_heads(num_tokens: int, num_steps: int) -> float:
     """Return the median time, in microseconds, of rotating a layer's heads and storing keys and values in the cache."""
     caches, angles = make_caches(), torch.zeros(num_tokens, HEAD_DIM, dtype=DTYPE)
     weight = torch.ones(HEAD_DIM, dtype=DTYPE)
-    preparation = HeadPreparation(NUM_HEADS, weight, weight, 1e-6, angles, angles.clone())
+    preparation = NormRopeParams(NUM_HEADS, weight, weight, 1e-6, angles, angles.clone())
     heads = torch.zeros(num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM, dtype=DTYPE)
 
     def step() -> None:

@@ -56,7 +56,7 @@ class NoMemoryError(BuildError):
     """The kernels cannot be compiled because memory ran out."""
 
 
-class PassingError(BuildError):
+class TransientError(BuildError):
     """The compiler failed for a temporary reason, so that a later attempt may succeed."""
 
 
@@ -93,7 +93,7 @@ class Compiler:
         full."""
         run([*self.command, "-shared", "-o", str(target), *map(str, objects), *self.link_flags], pipe, target.parent)
 
-    def try_out(self, flags: Sequence[str], folder: Path, pipe: int) -> None:
+    def test_build(self, flags: Sequence[str], folder: Path, pipe: int) -> None:
         """Build a trivial library with these flags in `folder`, to test the compiler. Raises BuildError and OSError."""
         source, compiled = folder / "trial.c", folder / "trial.o"
         source.write_text(_TRIAL)
@@ -174,7 +174,7 @@ def run(command: Sequence[str], pipe: int, folder: Path | None = None) -> str:
             start_new_session=True,
         )
     except OSError as error:
-        raise PassingError(f"does not run: {error}") from error
+        raise TransientError(f"does not run: {error}") from error
     with process:
         try:
             said = process.communicate(timeout=_TIMEOUT_S)[0].decode(errors="replace")
@@ -200,4 +200,4 @@ def _error(status: int, said: str) -> Exception:
     if _NO_SPACE.search(said):
         return OSError(errno.ENOSPC, reason)
     is_passing = number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM) or _INTERRUPTED.search(said)
-    return (PassingError if is_passing else BuildError)(reason[:_MAX_REASON])
+    return (TransientError if is_passing else BuildError)(reason[:_MAX_REASON])

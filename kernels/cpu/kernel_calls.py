@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagewire.kernels.arguments import HeadPreparation, Scoring
+from pagewire.kernels.arguments import NormRopeParams, Scoring
 from pagewire.kernels.cpu.abi import Structure, address_of, check, constants, element_of, ffi
 from pagewire.kernels.cpu.library import Library
 from pagewire.kernels.cpu.linear import PackedExperts, PackedLinear, PanelFormat
 from pagewire.kernels.cpu.paged import PagedRows, paged_step
 from pagewire.kernels.quantized import BITS, GROUP_SIZE, round_scale
-from pagewire.kernels.weight import FLOAT8, HeldWeight, unit_size
+from pagewire.kernels.weight import FLOAT8, StoredWeight, unit_size
 
 # The dtypes to which the input of a matmul can be rounded, by the element type of the weight.
 _OVER = {
@@ -97,7 +97,7 @@ class CpuKernels:
     # Matrix multiplication
 
     def pack_linear(
-        self, weight: HeldWeight, bias: Tensor | None = None, activation: torch.dtype = torch.float32
+        self, weight: StoredWeight, bias: Tensor | None = None, activation: torch.dtype = torch.float32
     ) -> PackedLinear:
         """Pack a weight into panels for `linear`, without changing its values.
 
@@ -131,7 +131,7 @@ class CpuKernels:
         self._call("pack_linear", empty.layer, source.at, panels, torch.get_num_threads())
         return replace(empty, panels=panels)
 
-    def _format_of(self, weight: HeldWeight) -> PanelFormat:
+    def _format_of(self, weight: StoredWeight) -> PanelFormat:
         """Return the panel format that represents a weight exactly in the fewest bits."""
         element, values = weight.element, weight.values
         if weight.scale is None:
@@ -160,7 +160,7 @@ class CpuKernels:
         second."""
         return bool(self.library.is_gateable(packed.layer))
 
-    def quantize(self, values: Tensor, bits: int) -> HeldWeight:
+    def quantize(self, values: Tensor, bits: int) -> StoredWeight:
         """Quantise float32 values [rows, columns] to codes of 8 or 4 bits: see `pagewire.kernels.quantized`.
 
         Raises:
@@ -173,7 +173,7 @@ class CpuKernels:
         codes = torch.empty(num_rows, num_columns, dtype=torch.int8)
         scale = torch.empty(num_rows, num_columns // GROUP_SIZE)
         self._call("quantize", values, scale.numel(), bits, codes, scale, torch.get_num_threads())
-        return HeldWeight(codes, round_scale(scale), GROUP_SIZE)
+        return StoredWeight(codes, round_scale(scale), GROUP_SIZE)
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         """Compute x W^T + b in float32: [T, in_size] to [T, out_size]. The output of a row does not depend on other
@@ -225,14 +225,14 @@ class CpuKernels:
         )
         return output
 
-    def take_rows(self, packed: PackedLinear, indexes: Tensor) -> Tensor:
+    def lookup_rows(self, packed: PackedLinear, indexes: Tensor) -> Tensor:
         """Return rows of a packed weight in float32, as an embedding looks them up: [T] int64 to [T, in_size].
 
         The indexes are trusted. Raises ValueError if they are not int64 or not contiguous.
         """
         check("indexes", indexes, torch.int64, (len(indexes),))
         output = torch.empty(len(indexes), packed.in_size)
-        self._call("take_rows", packed.layer, indexes, output, len(indexes))
+        self._call("lookup_rows", packed.layer, indexes, output, len(indexes))
         return output
 
     # Between matmuls
@@ -269,7 +269,7 @@ class CpuKernels:
         self._call("silu_mul", gate_up.dtype, gate_up, output, num_tokens, size, torch.get_num_threads())
         return output
 
-    def norm_rope(self, heads: Tensor, preparation: HeadPreparation) -> tuple[Tensor, Tensor, Tensor]:
+    def norm_rope(self, heads: Tensor, preparation: NormRopeParams) -> tuple[Tensor, Tensor, Tensor]:
         """Normalize the heads of queries and keys, then rotate them by their positions, in place.
 
         Queries or keys without a norm weight are only rotated.
@@ -334,7 +334,7 @@ def _passed(argument: Any) -> Any:
     return address_of(argument) if argument is None or isinstance(argument, Tensor) else argument
 
 
-def _is_narrow(weight: HeldWeight) -> bool:
+def _is_narrow(weight: StoredWeight) -> bool:
     """Return whether panels can store this weight's scales and minima as int8, and their factors as float16."""
     floats = {name: part for name, part in weight.parts().items() if name not in ("values", "zero")}
     dtypes = {name: torch.float16 if name.endswith("factor") else torch.int8 for name in floats}

@@ -41,7 +41,7 @@ from pagewire.kernels.cpu.compiler import (
     BuildError,
     Compiler,
     NoMemoryError,
-    PassingError,
+    TransientError,
     describe_refusals,
     find_compilers,
     open_pipe,
@@ -275,7 +275,7 @@ def _compile(
     # The writer is closed first, which kills running compilers. Only then does the pool wait for its threads.
     with open_pipe() as (pipe, writer), ThreadPoolExecutor(build.num_jobs) as pool, writer:
         try:
-            compiler.try_out(flags, folder, pipe)
+            compiler.test_build(flags, folder, pipe)
         except BuildError as error:
             refusals[compiler.name] = str(error)
             return False
@@ -305,7 +305,7 @@ def _compile(
             reason = f"{compiler.name} {error}"
             # With one job at a time, less memory is needed. The next start uses one job if memory is still short, so
             # lack of memory is not recorded for several jobs.
-            if not isinstance(error, PassingError if build.num_jobs == 1 else (PassingError, NoMemoryError)):
+            if not isinstance(error, TransientError if build.num_jobs == 1 else (TransientError, NoMemoryError)):
                 with suppress(OSError):  # the compiler's error matters more
                     path.with_suffix(".failed").write_text(reason)
             raise BuildError(reason) from error

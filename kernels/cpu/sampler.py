@@ -336,7 +336,7 @@ class TableSampler:
         self._step.put(entries=slots)
         self._token_ids, self._statuses = _outputs(self._step, len(columns.seeds))
 
-    def take_tokens(
+    def sample_tokens(
         self,
         logits: Tensor,
         slots: Indexes,

@@ -23,7 +23,7 @@ LOWEST = tl.constexpr(-3.0e38)
 
 # A `Scoring` in units of log 2: the factor of the dot products (see `score_factor`), and the softcap or None. The
 # slopes and sinks, [num_heads] float32 or None, are in units of 1.
-Weighing = namedtuple("Weighing", "factor cap slopes sinks")
+ScoreArguments = namedtuple("ScoreArguments", "factor cap slopes sinks")
 # The compile-time constants of a kernel: query heads per KV head; head_dim and the next power of two; positions per
 # block; the rows of queries and the positions of keys in a tile; and the type of the operands of dot products.
 AttentionConstants = namedtuple(
@@ -42,7 +42,7 @@ class LayerTensors(NamedTuple):
     output: Strided
     query: Strided
     caches: PagedCaches
-    weighing: Weighing
+    weighing: ScoreArguments
     kind: Hashable
 
 
@@ -65,7 +65,7 @@ class LayerGroup:
     cache_shape: tuple[int, ...]
     cache_dtype: torch.dtype
     scoring: Scoring
-    weighing: Weighing
+    weighing: ScoreArguments
 
     @staticmethod
     def of(
@@ -79,7 +79,7 @@ class LayerGroup:
         _check_queries(query_shape, query_dtype, cache)
         check_scoring(scoring, query_shape[1])
         cap = scoring.softcap * LOG2_E if scoring.softcap else None
-        weighing = Weighing(score_factor(scoring), cap, scoring.alibi_slopes, scoring.sinks)
+        weighing = ScoreArguments(score_factor(scoring), cap, scoring.alibi_slopes, scoring.sinks)
         return LayerGroup(tuple(query_shape), query_dtype, tuple(cache.shape), cache.dtype, scoring, weighing)
 
     def launch(self, kernel: Any, name: str, grid: Callable[[AttentionConstants], tuple[int, int]]) -> RepeatedLaunch:

@@ -77,7 +77,7 @@ class SplitPlan:
         sums: [max_splits, num_heads, head_dim] float32, the weighted sums of values.
         highest: [max_splits, num_heads] float32, the highest score, in units of log 2.
         totals: [max_splits, num_heads] float32, the sum of the weights, relative to the highest score.
-        num_shares: number of splits that all rows together would have if every split had the full length.
+        num_full_splits: number of splits that all rows together would have if every split had the full length.
         min_chunk: positions of the shortest split, except the last split of a row. If splits are shorter than four
             times this, there are about as many programs as processors.
     """
@@ -87,7 +87,7 @@ class SplitPlan:
     sums: Tensor
     highest: Tensor
     totals: Tensor
-    num_shares: int
+    num_full_splits: int
     min_chunk: int
 
     @staticmethod
@@ -118,15 +118,15 @@ class SplitPlan:
             raise ValueError(f"num_programs is {num_programs} on the device {device}; make it at least 1")
         if min_chunk < 16 or min_chunk % 16:
             raise ValueError(f"min_chunk is {min_chunk}; make it a multiple of 16, at least 16")
-        num_shares = max(1, num_programs // num_kv_heads)
-        max_splits = num_rows + num_shares  # the last split of each row may be a short one
+        num_full_splits = max(1, num_programs // num_kv_heads)
+        max_splits = num_rows + num_full_splits  # the last split of each row may be a short one
         return SplitPlan(
             torch.zeros(num_rows + 1, dtype=torch.int32, device=device),
             torch.full((max_splits,), -1, dtype=torch.int32, device=device),
             torch.empty((max_splits, num_heads, head_dim), dtype=torch.float32, device=device),
             torch.empty((max_splits, num_heads), dtype=torch.float32, device=device),
             torch.empty((max_splits, num_heads), dtype=torch.float32, device=device),
-            num_shares,
+            num_full_splits,
             min_chunk,
         )
 
@@ -146,7 +146,7 @@ class SplitPlan:
             self.sums[:past_split],
             self.highest[:past_split],
             self.totals[:past_split],
-            self.num_shares,
+            self.num_full_splits,
             self.min_chunk,
         )
 
@@ -170,7 +170,7 @@ class SplitPlan:
             self.split_rows,
             self.num_rows,
             max_splits,
-            self.num_shares,
+            self.num_full_splits,
             max_positions,
             MIN_CHUNK=self.min_chunk,
             FULL_CHUNK=CHUNKS_OF_FULL * self.min_chunk,
@@ -507,11 +507,11 @@ def _store_means(output, row, head, sums, totals, SHAPE: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "max_splits", "num_shares", "max_positions"],
+    do_not_specialize=["num_rows", "max_splits", "num_full_splits", "max_positions"],
     do_not_specialize_on_alignment=["seq_lens"],
 )
 def _plan_kernel(
-    seq_lens, split_starts, split_rows, num_rows, max_splits, num_shares, max_positions,
+    seq_lens, split_starts, split_rows, num_rows, max_splits, num_full_splits, max_positions,
     MIN_CHUNK: tl.constexpr, FULL_CHUNK: tl.constexpr, SHARES_PER_PROCESSOR: tl.constexpr, ALIGNMENT: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
@@ -524,10 +524,12 @@ def _plan_kernel(
     for start in tl.range(0, num_rows, TILE):
         lens = tl.load(seq_lens + start + columns, mask=start + columns < num_rows, other=0)
         num_positions += tl.sum(tl.minimum(lens, max_positions).to(tl.int64), axis=0)
-    chunk = tl.maximum(tl.cdiv(num_positions, num_shares), MIN_CHUNK)
+    chunk = tl.maximum(tl.cdiv(num_positions, num_full_splits), MIN_CHUNK)
     chunk = tl.cdiv(chunk, ALIGNMENT) * ALIGNMENT
     # Rounded down: a few programs more than processors are better than half as many.
-    of_processor = tl.cdiv(num_positions, tl.maximum(num_shares // SHARES_PER_PROCESSOR, 1)) // ALIGNMENT * ALIGNMENT
+    of_processor = (
+        tl.cdiv(num_positions, tl.maximum(num_full_splits // SHARES_PER_PROCESSOR, 1)) // ALIGNMENT * ALIGNMENT
+    )
     chunk = tl.maximum(chunk, tl.minimum(of_processor, FULL_CHUNK)).to(tl.int32)
 
     splits = tl.program_id(0) * TILE + columns

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
-from pagewire.kernels.arguments import HeadPreparation
+from pagewire.kernels.arguments import NormRopeParams
 from pagewire.kernels.triton.cache import HEAD_DIMS, cached, check_caches
 from pagewire.kernels.triton.launching import ALIGNMENT, FLOATS, INTEGERS, RepeatedLaunch, Strided, check_tensor
 
@@ -97,7 +97,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return output
 
 
-def norm_rope(heads: Tensor, preparation: HeadPreparation) -> tuple[Tensor, Tensor, Tensor]:
+def norm_rope(heads: Tensor, preparation: NormRopeParams) -> tuple[Tensor, Tensor, Tensor]:
     """Normalize each query and key head that has a norm weight, then rotate it by its position, in place.
 
     The rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864) rotates pairs (i, i + head_dim /
@@ -140,7 +140,7 @@ class HeadCaching:
     slot_mapping: Tensor
     _launches: dict[Hashable, RepeatedLaunch] = field(default_factory=dict)  # by layout
 
-    def turn(self, heads: Tensor, preparation: HeadPreparation, key_cache: Tensor, value_cache: Tensor) -> Tensor:
+    def turn(self, heads: Tensor, preparation: NormRopeParams, key_cache: Tensor, value_cache: Tensor) -> Tensor:
         """Rotate queries in place, and write rotated keys and values only to the cache: in `heads` they are not
         changed.
 
@@ -203,7 +203,7 @@ def _norm_rope_launch(heads: Tensor, num_heads: int, cache: Tensor | None) -> Re
     return RepeatedLaunch(_norm_rope_kernel, grid, constants, {"num_warps": _NUM_WARPS, "enable_fp_fusion": False})
 
 
-def _check_heads(heads: Tensor, preparation: HeadPreparation) -> None:
+def _check_heads(heads: Tensor, preparation: NormRopeParams) -> None:
     num_heads, query_weight, key_weight, _, cos, sin = preparation
     check_tensor("heads", heads, ("T", "heads", "head_dim"), *FLOATS, is_strided=True)
     num_tokens, total_heads, head_dim = heads.shape

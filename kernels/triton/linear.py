@@ -5,7 +5,7 @@ of the group multiplies this sum, not the weights. A program computes its result
 are rows of the first operand, which processors read from registers (as Marlin does: Frantar et al., 2024,
 https://arxiv.org/abs/2408.11743).
 
-Specification: `dequantized()` of `pagewire.kernels.weight.HeldWeight`.
+Specification: `dequantized()` of `pagewire.kernels.weight.StoredWeight`.
 """
 
 import math
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from pagewire.kernels.triton.experts import Assignment
 from pagewire.kernels.triton.launching import FLOATS, INTERPRETED, Strided, check_tensor, operand
-from pagewire.kernels.weight import FLOAT8, GROUP_UNIT, HeldFormat, HeldWeight
+from pagewire.kernels.weight import FLOAT8, GROUP_UNIT, StoredFormat, StoredWeight
 
 _MAX_DEPTH = 64  # largest number of inputs of one dot product
 _NUM_PROGRAMS = 2 * 132  # enough to keep the processors of an H200 busy
@@ -118,7 +118,7 @@ def can_pack(group_size: int, in_size: int) -> bool:
     return group_size >= in_size or not group_size % GROUP_UNIT
 
 
-def num_bytes(format: HeldFormat, out_size: int, in_size: int) -> int:
+def num_bytes(format: StoredFormat, out_size: int, in_size: int) -> int:
     """Return an upper bound on the bytes of a packed weight of this format.
 
     The actual scales decide whether float16 represents them. Codes of 4 bits are assumed to need 4 bits in all rows.
@@ -132,7 +132,7 @@ def num_bytes(format: HeldFormat, out_size: int, in_size: int) -> int:
     return out_size * (of_codes + 4 * num_groups * (1 + format.has_minima) + of_zeros)
 
 
-def pack(weight: HeldWeight, device: torch.device) -> PackedWeight:
+def pack(weight: StoredWeight, device: torch.device) -> PackedWeight:
     """Convert a weight to the kernel's layout on the device.
 
     Codes are stored in 4 bits in two cases: all codes differ by less than 16, or all codes are twice E2M1 numbers and
@@ -246,7 +246,7 @@ def join(packed: Sequence[PackedWeight]) -> PackedWeight:
     return _encode(replace(joined, offset=0, is_e2m1=False), codes)
 
 
-def take_rows(packed: PackedWeight, indexes: Tensor, dtype: torch.dtype) -> Tensor:
+def lookup_rows(packed: PackedWeight, indexes: Tensor, dtype: torch.dtype) -> Tensor:
     """Return rows of the dequantised weight, computed in float32 and rounded once. The host does not wait for the
     device.
 

@@ -240,7 +240,7 @@ def _attend(
     block. If IS_MASKED is false, the whole span is read, and every query sees all of it.
     """
     BLOCK_SIZE: tl.constexpr = SHAPE.block_size
-    IS_BENT: tl.constexpr = (weighing.cap is not None) or (weighing.slopes is not None)
+    IS_ADJUSTED: tl.constexpr = (weighing.cap is not None) or (weighing.slopes is not None)
     sums, totals, highest = state
     queries, factors, slopes, positions = of_tile
     begin, end, _, _ = span
@@ -258,14 +258,14 @@ def _attend(
         key_tile = tl.load(key_at, mask=mask, other=0.0).to(SHAPE.operand)
         scores = tl.dot(queries, tl.trans(key_tile), input_precision="ieee")
 
-        if IS_BENT:
+        if IS_ADJUSTED:
             scores = bend(scores * factors[:, None], positions[:, None] - position[None, :], slopes, weighing)
         if IS_MASKED:
             is_seen = is_read[None, :] & (position[None, :] <= positions[:, None])
             if window is not None:
                 is_seen = is_seen & (position[None, :] > positions[:, None] - window)
             scores = tl.where(is_seen, scores, float("-inf"))
-        if IS_BENT:
+        if IS_ADJUSTED:
             new_highest = tl.maximum(highest, tl.max(scores, axis=1))
             weights = tl.exp2(scores - new_highest[:, None])
         else:  # the factors are positive, so the maximum may be computed before the multiplication

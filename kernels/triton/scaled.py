@@ -21,7 +21,7 @@ import triton.language as tl
 from pagewire.kernels.scaled import BLOCK, LARGEST, MAX_INPUTS, MIN_SCALE, RoundedRows
 from pagewire.kernels.triton.experts import ProductTile
 from pagewire.kernels.triton.launching import FLOATS, INTERPRETED, Strided, check_tensor
-from pagewire.kernels.weight import FLOAT8, HeldWeight
+from pagewire.kernels.weight import FLOAT8, StoredWeight
 
 _BLOCK = tl.constexpr(BLOCK)
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
@@ -80,7 +80,7 @@ def is_supported(device: torch.device, dtype: torch.dtype) -> bool:
     return torch.cuda.get_device_capability(device) >= _MIN_CAPABILITY[dtype]
 
 
-def pack(weight: HeldWeight, device: torch.device) -> ScaledWeight | None:
+def pack(weight: StoredWeight, device: torch.device) -> ScaledWeight | None:
     """Return the same weight on the device, or None if this module cannot represent the weight exactly.
 
     Not supported are: weights with zeros or minima; int8 weights with several scales in a row; and FP8 weights whose

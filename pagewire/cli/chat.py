@@ -293,9 +293,9 @@ class Chat:
         self._conversation.turns.append((message, completion.outputs[0].text))
         if self._with_statistics:
             tell(request.statistics(completion))
-        self._tell_if_full(completion)
+        self._warn_if_full(completion)
 
-    def _tell_if_full(self, completion: Completion) -> None:
+    def _warn_if_full(self, completion: Completion) -> None:
         usage = completion.usage
         num_tokens = usage.prompt_tokens + usage.completion_tokens
         if completion.outputs[0].finish_reason == "length" and num_tokens >= self._info.max_sequence_tokens > 0:

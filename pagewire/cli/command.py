@@ -169,8 +169,8 @@ def _run(verb: Verb, arguments: Sequence[str]) -> int:
 
     try:
         function = load(verb)
-        is_told_only = verb.function == "completion" or not {"-h", "--help"}.isdisjoint(arguments)
-        if not is_told_only and (reason := obstacle(loads_libraries=verb.module == _SERVICES)):
+        is_help_only = verb.function == "completion" or not {"-h", "--help"}.isdisjoint(arguments)
+        if not is_help_only and (reason := obstacle(loads_libraries=verb.module == _SERVICES)):
             raise CommandError(reason)
         with _interrupts(verb):
             return function(arguments)

@@ -25,7 +25,7 @@ from pagewire.common.process.child_process import (
     python_command,
 )
 from pagewire.common.process.event_loop import few_events_loop
-from pagewire.common.process.shutdown import run_out, stops
+from pagewire.common.process.shutdown import run_to_completion, stops
 from pagewire.common.wire.transport.addresses import UNIX_SCHEME, join
 from pagewire.common.wire.transport.listening import check_port
 from pagewire.hosting import freed_memory, logs
@@ -222,7 +222,7 @@ def serve(arguments: Sequence[str]) -> int:
         children.append(Supervisor(_command("worker", config, log_config), environ, name=name))
     if http.http_port:
         children.append(_front_end(_at(front_config, found), log_config, environ))
-    return asyncio.run(run_out(_run(scheduler_config, children, directory)))
+    return asyncio.run(run_to_completion(_run(scheduler_config, children, directory)))
 
 
 def _front_end(config: Any, log_config: logs.LogConfig, environ: Mapping[str, str]) -> Supervisor:
@@ -276,7 +276,7 @@ def scheduler(arguments: Sequence[str]) -> int:
     )
     from scheduler_service import server
 
-    return asyncio.run(run_out(_serve(server.run, config)))
+    return asyncio.run(run_to_completion(_serve(server.run, config)))
 
 
 def frontend(arguments: Sequence[str]) -> int:
@@ -297,12 +297,12 @@ def frontend(arguments: Sequence[str]) -> int:
 
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with asyncio.Runner(loop_factory=few_events_loop) as runner:
-        return runner.run(run_out(_serve(front_end.run, config)))
+        return runner.run(run_to_completion(_serve(front_end.run, config)))
 
 
 async def _serve(run: Callable[..., Coroutine[Any, Any, int]], config: Any) -> int:
     """Run a service until the first signal, then drain. A second signal ends it immediately. Return the exit code."""
-    _spare_memory()
+    _configure_memory()
     stop, stop_now = stops()
     return await run(
         config, stop=stop, stop_now=stop_now, ready=announce_ready, num_log_lines_dropped=logs.num_dropped_lines
@@ -328,7 +328,7 @@ def worker(arguments: Sequence[str]) -> int:
         return server.serve(config, _refuse)
 
 
-def _spare_memory() -> None:
+def _configure_memory() -> None:
     """Configure how this process, which stores texts and tokens, frees memory."""
     freed_memory.give_back_large()
     freed_memory.share_small()
@@ -474,7 +474,7 @@ async def _run(config: Any, children: Sequence[Supervisor], directory: RuntimeDi
 
     `directory` exists as long as the services run.
     """
-    _spare_memory()
+    _configure_memory()
     stop, stop_now = stops()
     with contextlib.ExitStack() as stack:
         try:

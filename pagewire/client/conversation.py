@@ -74,7 +74,7 @@ def prompts_of(
     from pagewire.common.chat import chat_template  # lazy: loads Jinja2, which no other call needs
 
     if continue_final_message and add_generation_prompt:
-        raise _invalid(chat_template.GOES_TWO_WAYS)
+        raise _invalid(chat_template.CONFLICTING_OPTIONS)
     template = template_of(info, template)
     if template is None:
         raise _invalid(f"{info.served_model_name} has no chat template: give chat_template, or a prompt to complete")
@@ -93,7 +93,7 @@ def prompts_of(
         ]
         if continue_final_message:
             pairs = zip(prompts, conversations, strict=True)
-            prompts = [chat_template.up_to_last(prompt, messages[-1]) for prompt, messages in pairs]
+            prompts = [chat_template.without_suffix(prompt, messages[-1]) for prompt, messages in pairs]
     except chat_template.ChatTemplateError as error:
         raise _invalid(str(error)) from None
     for index, prompt in enumerate(prompts):

@@ -26,14 +26,14 @@ _TOO_DEEP = f"its lists and objects are nested more than {MAX_DEPTH} levels deep
 class StrictEncoder(json.JSONEncoder):
     """A JSON encoder that writes a substitute for infinite numbers and NaN."""
 
-    def __init__(self, stand_in: Callable[[float], Any] = lambda number: None, **options: Any) -> None:
+    def __init__(self, substitute: Callable[[float], Any] = lambda number: None, **options: Any) -> None:
         """Create an encoder.
 
-        `stand_in` returns the substitute for an infinite number or NaN, by default null. `options` are those that
+        `substitute` returns the substitute for an infinite number or NaN, by default null. `options` are those that
         `json.JSONEncoder` accepts.
         """
         super().__init__(allow_nan=False, **options)
-        self._stand_in = stand_in
+        self._stand_in = substitute
 
     def encode(self, o: Any) -> str:
         """Return the JSON of a value."""

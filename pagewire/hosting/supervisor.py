@@ -221,8 +221,8 @@ class Supervisor:
         if announced.startswith(MEMORY_PREFIX):
             self._memory = announced.removeprefix(MEMORY_PREFIX)
         # Ready lines are reported by the listener. The memory report matters only if the child is killed.
-        is_told_elsewhere = announced.startswith((READY_PREFIX, MEMORY_PREFIX))
-        log.log(logging.DEBUG if is_told_elsewhere else logging.INFO, "%s: %s", self._name, announced or text)
+        is_reported_elsewhere = announced.startswith((READY_PREFIX, MEMORY_PREFIX))
+        log.log(logging.DEBUG if is_reported_elsewhere else logging.INFO, "%s: %s", self._name, announced or text)
         if announced.startswith(READY_PREFIX):
             ready.set()
             self._on_ready(announced.removeprefix(READY_PREFIX))

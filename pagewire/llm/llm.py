@@ -177,7 +177,7 @@ class LLM:
         require("continue_final_message", continue_final_message, isinstance(continue_final_message, bool), "a bool")
         given = None if tools is None else as_list("tools", tools, _TOOLS)
         require("tools", tools, all(isinstance(tool, Mapping) for tool in given or ()), _TOOLS)
-        with self._telling_of_the_end():
+        with self._reporting_exit():
             info = self.client.info()
         variables = {"tools": given, **(chat_template_kwargs or {})}
         texts = conversation.prompts_of(
@@ -211,7 +211,7 @@ class LLM:
         given = _split(prompts)
         results = self._run(given, [params.sampling] * len(given), use_tqdm, priority)
         found = [[*ids, *output.token_ids] for ids, completion in results for output in completion.outputs]
-        with self._telling_of_the_end():
+        with self._reporting_exit():
             texts: Iterator[str | None] = itertools.repeat(None)
             if self.client.info().has_tokenizer:
                 texts = iter(self.client.detokenize(found, skip_special_tokens=params.skip_special_tokens))
@@ -262,13 +262,13 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """Return vLLM's default parameters, overridden by the checkpoint's generation_config.json."""
         self.client  # noqa: B018  # raises StartError once the services have ended
-        with self._telling_of_the_end():
+        with self._reporting_exit():
             return SamplingParams(**background_loop.run(lambda: _chosen_sampling(self._channels)))
 
     def get_metrics(self) -> list[Metric]:
         """Return the current values of vLLM's gauges and counters, each with a `name`, `labels` and a `value`."""
         client = self.client
-        with self._telling_of_the_end():
+        with self._reporting_exit():
             return metrics_of(client.loads(), client.info().served_model_name)
 
     def get_tokenizer(self) -> Any:
@@ -295,7 +295,7 @@ class LLM:
         samplings = [DEFAULT_SAMPLING if sampling is None else sampling for sampling in given]
         arrival_time = time.time()
         results = self._run(prompts, samplings, use_tqdm, priority, add_special_tokens=add_special_tokens)
-        with self._telling_of_the_end():
+        with self._reporting_exit():
             names = self._names([completion for _, completion in results])
         return [
             request_output(completion, text, token_ids, names, arrival_time, is_ranked=not sampling.logprob_token_ids)
@@ -324,7 +324,7 @@ class LLM:
         client = self.client
         if not prompts:
             return []
-        with self._telling_of_the_end():
+        with self._reporting_exit():
             token_ids = _tokens_of(client, prompts, add_special_tokens)
             max_tokens = client.info().max_sequence_tokens
             requests = []
@@ -338,7 +338,7 @@ class LLM:
         return [(list(map(int, ids)), completion) for ids, completion in zip(token_ids, completions, strict=True)]
 
     @contextmanager
-    def _telling_of_the_end(self) -> Iterator[None]:
+    def _reporting_exit(self) -> Iterator[None]:
         """Raise StartError instead of Unavailable or Cancelled if the services have ended."""
         try:
             yield

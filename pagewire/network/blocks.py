@@ -35,7 +35,7 @@ from pagewire.network.operations import (
     Table,
     Vector,
 )
-from pagewire.network.rope import QueryGrowth, RopeConfig
+from pagewire.network.rope import QueryScaling, RopeConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Attention:
     norm_adds_one: bool = False
     # Bound on the absolute values of queries, keys and values, applied after norms of projections; 0: no bound.
     limit: float = 0.0
-    growth: QueryGrowth | None = None
+    growth: QueryScaling | None = None
     has_sinks: bool = False
 
     def __call__(

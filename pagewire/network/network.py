@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pagewire.network.operations import (
     AttendPaged,
     AttentionHeads,
-    Listing,
+    OperationList,
     QkNormRopeStore,
     head_of,
 )
@@ -19,7 +19,7 @@ class Network:
     """The operations of a model and its global properties."""
 
     architecture: str
-    operations: Listing
+    operations: OperationList
     max_position_embeddings: int  # the number of positions that the model distinguishes, including rope scaling
     tie_word_embeddings: bool  # the head uses the embedding's weight, unless the checkpoint has a head
     dtype: str  # the checkpoint's dtype; float32 if it names none

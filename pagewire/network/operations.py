@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
 from pagewire.network.expert_routing import ExpertRouting
-from pagewire.network.rope import QueryGrowth, RopeConfig
+from pagewire.network.rope import QueryScaling, RopeConfig
 
 # A key of `_ACTIVATIONS` in `worker_service/models/functions.py`, and a FUNCTION_ constant in C.
 Activation: TypeAlias = str
@@ -122,7 +122,7 @@ class Projection:
     num_experts: int = 0  # 0: the projection belongs to no expert
     is_float32: bool = False  # in any case, independent of the model's dtype, and never quantised
     gives_float32: bool = False
-    gives_rows: bool = False  # single rows of the weight can be read by index, too
+    has_row_lookup: bool = False  # single rows of the weight can be read by index, too
     # The head layout of query, key and value rows; None: rows are in the checkpoint's order.
     heads: "HeadRows | None" = None
 
@@ -355,7 +355,7 @@ class QkNormRopeStore:
     key_norm: Vector | None = None
     eps: float = 0.0
     rope: RopeConfig | None = None
-    growth: QueryGrowth | None = None
+    growth: QueryScaling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,22 +407,22 @@ Operation: TypeAlias = (
     | AllReduce
 )
 _READ = ("input", "update", "gate", "routes")
-Listing: TypeAlias = tuple[Operation, ...]
+OperationList: TypeAlias = tuple[Operation, ...]
 
 
-def weights_of(operations: Listing) -> tuple[Weight, ...]:
+def weights_of(operations: OperationList) -> tuple[Weight, ...]:
     """Return all weights in the order of their first use."""
     values = (getattr(operation, field.name) for operation in operations for field in fields(operation))
     return tuple(dict.fromkeys(value for value in values if type(value) in (Vector, Table, Projection)))
 
 
-def head_of(operations: Listing) -> Projection:
+def head_of(operations: OperationList) -> Projection:
     """Return the projection that computes logits from hidden states."""
     (head,) = [operation.head for operation in operations if type(operation) is LmHead]
     return head
 
 
-def embedding_of(operations: Listing) -> Table | Projection:
+def embedding_of(operations: OperationList) -> Table | Projection:
     """Return the weight that maps tokens to hidden states."""
     (table,) = [operation.table for operation in operations if type(operation) is Embed]
     return table
@@ -447,7 +447,7 @@ def output_of(operation: Operation) -> str | None:
     return operation.input if type(operation) is Add else getattr(operation, "output", None)
 
 
-def last_uses(operations: Listing) -> list[tuple[str, ...]]:
+def last_uses(operations: OperationList) -> list[tuple[str, ...]]:
     """Return, for each operation, the buffers that it reads last: no later operation reads them before they are written
     again."""
     needed: set[str] = set()
@@ -459,7 +459,7 @@ def last_uses(operations: Listing) -> list[tuple[str, ...]]:
     return released[::-1]
 
 
-def num_elements(operations: Listing) -> int:
+def num_elements(operations: OperationList) -> int:
     """Return the number of values that a model stores: its weights, and cosines and sines of all positions. If the
     whole embedding is also the head, it counts once."""
     weights = {(weight.name, weight.num_elements) for weight in weights_of(operations)}

@@ -41,7 +41,7 @@ class WeightFormat:
     rows: int
     columns: int
     is_symmetric: bool = True  # there are no zero points, or all are in the middle of the range
-    has_ordered_columns: bool = False  # the group of each column is stored (act-order)
+    has_act_order: bool = False  # the group of each column is stored (act-order)
     rounds_inputs: bool = False  # the weight was made for inputs rounded to 8 bits of the same type
 
     def describe(self) -> str:
@@ -225,7 +225,7 @@ def _gptq_format(base: WeightFormat, section: Mapping[str, Any]) -> WeightFormat
         bits=_choice(section, "bits", base.bits, (4, 8), " with gptq"),
         columns=_group_size(section, base.columns),
         is_symmetric=_flag(section, "sym", base.is_symmetric),
-        has_ordered_columns=_flag(section, "desc_act", base.has_ordered_columns),
+        has_act_order=_flag(section, "desc_act", base.has_act_order),
     )
 
 

@@ -13,11 +13,11 @@ from pagewire.network.operations import (
     CombineExperts,
     Embed,
     Gate,
-    Listing,
     Multiply,
     MultiplyRouted,
     Normalize,
     Operation,
+    OperationList,
     Projection,
     Table,
     Vector,
@@ -33,17 +33,17 @@ from pagewire.network.rope import RopeConfig
 Renaming = tuple[tuple[str, str], ...]
 
 
-def rewrite(operations: Listing, change: Mapping[type, Callable[[Any], Any]]) -> Listing:
+def rewrite(operations: OperationList, change: Mapping[type, Callable[[Any], Any]]) -> OperationList:
     """Return the operations with all operands changed by the functions that `change` has for their types."""
     return tuple(replaced(operation, change) for operation in operations)
 
 
-def with_ropes(operations: Listing, change: Callable[[RopeConfig], RopeConfig]) -> Listing:
+def with_ropes(operations: OperationList, change: Callable[[RopeConfig], RopeConfig]) -> OperationList:
     """Return the operations with every rope configuration changed."""
     return rewrite(operations, {RopeConfig: change})
 
 
-def renamed(operations: Listing, renaming: Renaming) -> Listing:
+def renamed(operations: OperationList, renaming: Renaming) -> OperationList:
     """Return the operations with the weights renamed for another checkpoint."""
 
     def name_of(name: str) -> str:
@@ -60,21 +60,21 @@ def renamed(operations: Listing, renaming: Renaming) -> Listing:
     return rewrite(operations, {Vector: rename, Table: rename, Projection: project}) if renaming else operations
 
 
-def tied(operations: Listing) -> Listing:
+def tied(operations: OperationList) -> OperationList:
     """Return the operations with the embedding's weight as the weight of the head."""
     head, name = head_of(operations), embedding_of(operations).name
     own = replace(head, parts=(replace(head.parts[0], name=name),))
     return rewrite(operations, {Projection: lambda each: own if each == head else each})
 
 
-def with_rows_of(operations: Listing, projection: Projection) -> Listing:
+def with_rows_of(operations: OperationList, projection: Projection) -> OperationList:
     """Return the operations with the embedding's rows read from a projection, which may be the head."""
-    both = replace(projection, gives_rows=True)
+    both = replace(projection, has_row_lookup=True)
     changed = rewrite(operations, {Projection: lambda each: both if each == projection else each})
     return tuple(replace(each, table=both) if type(each) is Embed else each for each in changed)
 
 
-def cut(operations: Listing, rank: int, num_ranks: int) -> Listing:
+def cut(operations: OperationList, rank: int, num_ranks: int) -> OperationList:
     """Return the operations of one rank, split as in Megatron-LM (Shoeybi et al., 2019,
     https://arxiv.org/abs/1909.08053). A rank has some outputs or some inputs of each projection. Partial results are
     summed over the ranks before they are used. Embeddings, norms and routers are not split.
@@ -99,7 +99,7 @@ def cut(operations: Listing, rank: int, num_ranks: int) -> Listing:
     return tuple(_summed(own))
 
 
-def _summed(operations: Listing) -> Iterator[Operation]:
+def _summed(operations: OperationList) -> Iterator[Operation]:
     """Insert an AllReduce for each partial result before the first operation that needs the complete sum. Operations in
     `_SUMS` also work on partial results."""
     partial: set[str | None] = set()
@@ -123,7 +123,7 @@ def _has_some_inputs(operation: Any) -> bool:
     return type(operation) in (Multiply, MultiplyRouted) and not operation.projection.columns.is_whole
 
 
-def fuse_updates(operations: Listing) -> Iterator[Operation]:
+def fuse_updates(operations: OperationList) -> Iterator[Operation]:
     """Fuse each `Add` with a norm of the same buffer directly after it: the norm adds the update itself."""
     before: Operation | None = None
     for operation in operations:

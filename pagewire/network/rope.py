@@ -54,7 +54,7 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class QueryGrowth:
+class QueryScaling:
     """The growth of queries with their position: by 1 + beta * log(1 + floor(position / num_positions)). This is the
     attention temperature of Llama 4 (https://arxiv.org/abs/2501.19399)."""
 

@@ -63,7 +63,7 @@ class Authenticator:
             context.time_remaining(),
         )
 
-    def end_strangers(self, removed: frozenset[str]) -> None:
+    def end_unknown_callers(self, removed: frozenset[str]) -> None:
         """End the running calls of callers that are no longer known with UNAUTHENTICATED."""
         for task, (caller, context) in list(self._calls.items()):
             try:
@@ -87,7 +87,7 @@ class Authenticator:
         return Caller(self._tenants, key, names, is_local, metadata.get(_REVISION_HEADER))
 
 
-def passed_on(call: Call, tenants_revision: str) -> Iterable[tuple[str, str]]:
+def forwarded_metadata(call: Call, tenants_revision: str) -> Iterable[tuple[str, str]]:
     """Return the metadata that a front end sends with a call that it forwards to the scheduler.
 
     The metadata contain the session id, the trace headers and the revision of the tenants file, but no credentials.

@@ -83,7 +83,7 @@ class Admission:
             raise AdmissionError(
                 AdmissionReason.DUPLICATE, "request_id", f"request {request.request_id!r} is running already"
             )
-        field, message = self.misfit(request)
+        field, message = self.rejection(request)
         if message:
             raise AdmissionError(AdmissionReason.INVALID, field, message)
         waiting, options = self._state.waiting, self._options
@@ -118,7 +118,7 @@ class Admission:
             f"{ours or 'none'}, the worker has {theirs or 'none'}"
         )
 
-    def misfit(self, request: Request) -> tuple[str, str]:
+    def rejection(self, request: Request) -> tuple[str, str]:
         """Return the invalid field and an error message for a request that can never run.
 
         Both are empty strings if the request can run.

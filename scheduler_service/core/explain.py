@@ -62,11 +62,11 @@ def report(state: Lifecycle, tenant: str, request_id: str) -> RequestReport:
         queue_position=position,
         num_prompt_tokens=len(group.request.prompt_token_ids),
         num_output_tokens=sum(sequence.num_output_tokens for sequence in sequences),
-        num_computed_tokens=sum(sequence.holding.num_computed_tokens for sequence in sequences),
+        num_computed_tokens=sum(sequence.allocation.num_computed_tokens for sequence in sequences),
         num_sequences=group.num_unfinished,
         num_running_sequences=len(group.open_rows) if group.state is GroupState.RUNNING else 0,
-        num_held_blocks=len({block for sequence in sequences for block in sequence.holding.blocks}),
-        num_held_host_blocks=len({block for sequence in sequences for block in sequence.holding.host_blocks}),
+        num_held_blocks=len({block for sequence in sequences for block in sequence.allocation.blocks}),
+        num_held_host_blocks=len({block for sequence in sequences for block in sequence.allocation.host_blocks}),
         num_wanted_blocks=num_wanted,
         num_free_blocks=worker.cache.pool.num_free,
         num_preemptions=group.num_preemptions,
@@ -88,8 +88,8 @@ def block_map(state: Lifecycle) -> BlockMap:
     for group in state.groups.values():
         use = BlockUse.HELD + len(owners)
         held = [
-            *((device, sequence.holding.blocks) for sequence in group.sequences),
-            *((host, sequence.holding.host_blocks) for sequence in group.sequences),
+            *((device, sequence.allocation.blocks) for sequence in group.sequences),
+            *((host, sequence.allocation.host_blocks) for sequence in group.sequences),
         ]
         for uses, blocks in held:
             for block in blocks:
@@ -107,10 +107,10 @@ def _num_wanted_blocks(group: SequenceGroup, worker: WorkerState) -> int:
         lacking = [row for row in group.open_rows if row in worker.rows.active]
         return max(0, num_missing_blocks(cache, [(row, min(1, row.num_uncomputed_tokens)) for row in lacking]))
     if group.state in SWAPPED:
-        return cache.room.num_swapped_blocks(group.swapped_holdings)
-    if group.state is GroupState.WAITING and group.unopened_sequences:
-        first: Sequence = group.unopened_sequences[0]
-        return cache.room.num_opening_blocks(first.holding, worker.find(first).without_host())
+        return cache.room.num_swapped_blocks(group.swapped_allocations)
+    if group.state is GroupState.WAITING and group.rowless_sequences:
+        first: Sequence = group.rowless_sequences[0]
+        return cache.room.num_opening_blocks(first.allocation, worker.find(first).without_host())
     return 0
 
 
@@ -155,6 +155,6 @@ def _holders(group: SequenceGroup, others: list[SequenceGroup]) -> tuple[BlockHo
     """
     counts: Counter[str | None] = Counter()
     for other in others:
-        blocks = {block for sequence in other.sequences for block in sequence.holding.blocks}
+        blocks = {block for sequence in other.sequences for block in sequence.allocation.blocks}
         counts[other.request.request_id if other.request.tenant == group.request.tenant else None] += len(blocks)
     return tuple(BlockHolder(name, num_blocks) for name, num_blocks in counts.most_common() if num_blocks)

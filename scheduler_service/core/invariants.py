@@ -8,7 +8,7 @@ from array import array
 from collections import Counter
 from itertools import pairwise
 
-from scheduler_service.core.cache import BlockPool, CacheManager, Holding, Node
+from scheduler_service.core.cache import Allocation, BlockPool, CacheManager, Node
 from scheduler_service.core.lifecycle import QUEUED, SWAPPED, Lifecycle
 from scheduler_service.core.sequence import GroupState, Row, Sequence, SequenceGroup
 from scheduler_service.core.worker_state import WorkerState
@@ -29,8 +29,8 @@ def check(state: Lifecycle, pipeline_depth: int, num_step_tokens: int) -> None:
     _check_content(worker.cache)
     _check_cursors(state, worker.cache)
     for sequence in _running(groups):
-        if sequence.holding.num_published_blocks:
-            _check_published(worker.cache.block_size, sequence.holding)
+        if sequence.allocation.num_published_blocks:
+            _check_published(worker.cache.block_size, sequence.allocation)
 
 
 def check_sample(state: Lifecycle, pipeline_depth: int, num_step_tokens: int) -> None:
@@ -44,8 +44,8 @@ def check_sample(state: Lifecycle, pipeline_depth: int, num_step_tokens: int) ->
         assert dispatch.num_tokens <= num_step_tokens, f"S11: step {dispatch.step}"
     for row in worker.rows.active:
         assert row.num_in_flight >= 0, f"S5: {row}"
-        num_positions = row.holding.num_granted_blocks * worker.cache.block_size
-        assert row.holding.num_computed_tokens <= num_positions, f"S5: {row}"
+        num_positions = row.allocation.num_granted_blocks * worker.cache.block_size
+        assert row.allocation.num_computed_tokens <= num_positions, f"S5: {row}"
 
 
 def _running(groups: LiveGroups) -> list[Sequence]:
@@ -98,15 +98,17 @@ def _check_group(group: SequenceGroup, worker: WorkerState) -> None:
     state = group.state
     for sequence in group.sequences:
         if state is GroupState.RUNNING:
-            assert sequence.open_row or not sequence.holding.num_granted_blocks, (
+            assert sequence.open_row or not sequence.allocation.num_granted_blocks, (
                 "S8: a sequence without a row holds blocks"
             )
         else:
             assert sequence.open_row is None, f"S8: a sequence of a request that is {state.value} has a row"
-            if sequence.holding.num_granted_blocks:
-                assert state is GroupState.SWAPPING_IN, f"S8: a request that is {state.value} holds {sequence.holding}"
-        if sequence.holding.host_blocks:
-            assert state in SWAPPED, f"S8: a request that is {state.value} holds {sequence.holding}"
+            if sequence.allocation.num_granted_blocks:
+                assert state is GroupState.SWAPPING_IN, (
+                    f"S8: a request that is {state.value} holds {sequence.allocation}"
+                )
+        if sequence.allocation.host_blocks:
+            assert state in SWAPPED, f"S8: a request that is {state.value} holds {sequence.allocation}"
     if group.reserved_slots:
         assert state in (GroupState.RUNNING, GroupState.SWAPPING_IN)
     if state is GroupState.SWAPPED:
@@ -119,14 +121,14 @@ def _check_rows(worker: WorkerState, groups: LiveGroups, in_flight: dict[Row, in
     num_rows = 0
     for group, live in groups:
         slots += group.reserved_slots
-        assert all(sequence.holding.num_computed_tokens >= 0 for sequence in live), f"S5: {group}"
+        assert all(sequence.allocation.num_computed_tokens >= 0 for sequence in live), f"S5: {group}"
         for row in [sequence.row for sequence in live if sequence.row is not None]:
-            sequence, num_in_flight, num_computed = row.sequence, row.num_in_flight, row.holding.num_computed_tokens
+            sequence, num_in_flight, num_computed = row.sequence, row.num_in_flight, row.allocation.num_computed_tokens
             assert num_in_flight == in_flight.get(row, 0), f"S5: {row}"
             if row.slot < 0:
                 continue
             num_expected = len(sequence.token_ids) + num_in_flight
-            assert num_computed <= row.holding.num_granted_blocks * block_size, f"S5: {row}"
+            assert num_computed <= row.allocation.num_granted_blocks * block_size, f"S5: {row}"
             max_expected = max(sequence.max_num_tokens, sequence.num_prompt_tokens + 1)  # an embedding counts too
             assert num_computed <= num_expected <= max_expected, f"S5, planned too far: {row}"
             assert (row in worker.rows.active) == (not row.is_decoding and row.num_uncomputed_tokens > 0)
@@ -137,7 +139,7 @@ def _check_rows(worker: WorkerState, groups: LiveGroups, in_flight: dict[Row, in
         if group.state is GroupState.RUNNING:
             opened = [row.slot for row in group.open_rows]
             slots += opened
-            num_rows += len(opened) - (0 if group.beam is None else len(group.beam.unborn_slots))
+            num_rows += len(opened) - (0 if group.beam is None else len(group.beam.new_slots))
     assert num_rows == worker.rows.num_open
     slots.sort()
     assert slots == list(range(worker.rows.slots.num_slots)), "a slot is lost, or has two owners"
@@ -165,10 +167,10 @@ def _check_dispatches(worker: WorkerState, pipeline_depth: int, num_step_tokens:
 def _check_blocks(worker: WorkerState, groups: LiveGroups) -> None:
     cache = worker.cache
     holders, host_holders = [0] * (cache.pool.num_blocks + 1), [0] * (cache.host_pool.num_blocks + 1)
-    for holding in [sequence.holding for group, _ in groups for sequence in group.sequences]:
-        for block in holding.blocks:
+    for allocation in [sequence.allocation for group, _ in groups for sequence in group.sequences]:
+        for block in allocation.blocks:
             holders[block] += 1
-        for block in holding.host_blocks:
+        for block in allocation.host_blocks:
             host_holders[block] += 1
     for row in [row for group, _ in groups for row in group.open_rows]:
         _check_writable(cache, row, holders)
@@ -188,7 +190,7 @@ def _check_blocks(worker: WorkerState, groups: LiveGroups) -> None:
 def _check_writable(cache: CacheManager, row: Row, holders: list[int]) -> None:
     """Assert S12. A beam's tail may be shared until the plan that writes it."""
     is_beam = row.sequence.group.beam is not None
-    for block in row.holding.block_table[row.next_position // cache.block_size :]:
+    for block in row.allocation.block_table[row.next_position // cache.block_size :]:
         assert is_beam or holders[block] == 1, f"S12: block {block} will be written and is shared"
         assert cache.index.contents[block] is None, f"S12: block {block} will be written and is published"
 
@@ -244,7 +246,7 @@ def _check_cursors(state: Lifecycle, cache: CacheManager) -> None:
     for cursor, group in followed.items():
         sequence = group.sequences[0]
         assert group.state in QUEUED, "S8: a request that does not wait has a cursor"
-        chain = cache.index.match(sequence.holding.root, sequence.token_ids, cursor.max_blocks)
+        chain = cache.index.match(sequence.allocation.root, sequence.token_ids, cursor.max_blocks)
         assert cursor.chain() == chain, "S8: a cursor is not where its prompt's cached blocks end"
         assert group.waiting_order == state.standings.order(group), "S8: a request waits in another place than its own"
 
@@ -255,18 +257,18 @@ def _check_idle(pool: BlockPool, nodes: list[Node | None]) -> None:
     assert len(idle) == pool.num_idle_cached, "S1: a block is taken for idle and cached, and is not"
 
 
-def _check_published(block_size: int, holding: Holding) -> None:
+def _check_published(block_size: int, allocation: Allocation) -> None:
     """Assert S7: the content that a row has published or matched is the content of its tokens."""
-    node, num_published = holding.last_node, holding.num_published_blocks
+    node, num_published = allocation.last_node, allocation.num_published_blocks
     token_bytes = []
     for i in range(num_published - 1, -1, -1):
         assert node is not None
         token_bytes.append(node.token_bytes)
-        assert i < holding.num_freed_blocks or holding.block_table[i] in node.blocks, "S7: not that content"
+        assert i < allocation.num_freed_blocks or allocation.block_table[i] in node.blocks, "S7: not that content"
         node = node.parent
     assert node is not None
     assert node.parent is None
-    assert node.root == holding.root, "S7: another tenant's, salt's or model's block"
+    assert node.root == allocation.root, "S7: another tenant's, salt's or model's block"
     token_bytes.reverse()
-    tokens = array("I", holding.token_ids[: num_published * block_size]).tobytes()
+    tokens = array("I", allocation.token_ids[: num_published * block_size]).tobytes()
     assert b"".join(token_bytes) == tokens, "S7: the block's tokens are others"

@@ -15,7 +15,7 @@ from itertools import count, groupby
 from operator import attrgetter
 
 from scheduler_service.core.beam import BeamSearch
-from scheduler_service.core.cache import Holding, content_root
+from scheduler_service.core.cache import Allocation, content_root
 from scheduler_service.core.plans import PlanBuilder
 from scheduler_service.core.policy import Policy
 from scheduler_service.core.quarantine import Quarantine
@@ -29,9 +29,9 @@ from scheduler_service.core.request import (
     SequenceEnd,
     TokenOutputs,
 )
-from scheduler_service.core.retention import Expectation
+from scheduler_service.core.retention import ReturnEstimate
 from scheduler_service.core.sequence import TRANSITIONS, BeamGroup, GroupState, Row, Sequence, SequenceGroup
-from scheduler_service.core.waiting_queue import Standings, WaitingQueue
+from scheduler_service.core.waiting_queue import WaitingOrder, WaitingQueue
 from scheduler_service.core.worker_state import WorkerState
 
 # States of the groups in the waiting queue. SWAPPED: the states of groups that have blocks on the host, or moving
@@ -92,7 +92,7 @@ class Counters:
 class Lifecycle:
     """All groups, the queues and sets that contain them, and the current epoch."""
 
-    def __init__(self, policy: Policy, new_expectation: Callable[[], Expectation]) -> None:
+    def __init__(self, policy: Policy, new_expectation: Callable[[], ReturnEstimate]) -> None:
         self._policy = policy
         self.now = 0.0  # time of the current event, in seconds of the caller's clock
         # Every sequence has a root and a stop set. Most are equal, so equal ones share one object.
@@ -105,9 +105,9 @@ class Lifecycle:
         self.num_tenant_requests: Counter[str] = Counter()
         self.worker = WorkerState.without_worker()
         self.waiting = WaitingQueue(policy)
-        self.standings = Standings(policy, self.waiting, new_expectation)
+        self.standings = WaitingOrder(policy, self.waiting, new_expectation)
         self.running: list[SequenceGroup] = []  # in scheduling order
-        self.unopened: dict[SequenceGroup, None] = {}  # running groups that have sequences without a row
+        self.rowless: dict[SequenceGroup, None] = {}  # running groups that have sequences without a row
         self.swapped: dict[SequenceGroup, None] = {}  # swapped out, or being swapped out; also in `waiting`
         self.loading: dict[SequenceGroup, None] = {}  # groups whose blocks are being loaded
         self.quarantine = Quarantine()
@@ -124,7 +124,7 @@ class Lifecycle:
             index = bisect_left(self.running, group.order, key=_order)
             assert self.running[index] is group
             del self.running[index]
-            self.unopened.pop(group, None)
+            self.rowless.pop(group, None)
         elif before is GroupState.SWAPPING_IN:
             del self.loading[group]
         elif before is GroupState.PREPARING and state in QUEUED:
@@ -172,10 +172,10 @@ class Lifecycle:
         self._ask_for_grammar(group)
         return output_ids
 
-    def _new_holding(self, request: Request, token_ids: list[int]) -> Holding:
+    def _new_allocation(self, request: Request, token_ids: list[int]) -> Allocation:
         """Return an empty allocation on the connected worker."""
         root = self._shared_root(request.tenant, request.cache_salt, self.worker.capacity.model_digest)
-        return Holding(request, root, token_ids)
+        return Allocation(request, root, token_ids)
 
     def _new_sequence(self, group: SequenceGroup, sample_index: int) -> Sequence:
         request, token_ids = group.request, list(group.request.prompt_token_ids)
@@ -186,7 +186,7 @@ class Lifecycle:
             token_ids=token_ids,
             num_prompt_tokens=len(request.prompt_token_ids),
             max_num_tokens=len(request.prompt_token_ids) + request.max_tokens,
-            holding=self._new_holding(request, token_ids),
+            allocation=self._new_allocation(request, token_ids),
             stop_token_ids=self._stop_set(tuple(sorted({*request.sampling.stop_token_ids, *group.end_token_ids}))),
             num_prompt_logprobs=request.sampling.num_prompt_logprobs if sample_index == 0 else None,
             num_charged_tokens=len(request.prompt_token_ids),
@@ -229,7 +229,7 @@ class Lifecycle:
         if sequence.first_scheduled_at is not None:
             return
         sequence.first_scheduled_at = now
-        sequence.num_cached_tokens = min(sequence.holding.num_computed_tokens, sequence.num_prompt_tokens)
+        sequence.num_cached_tokens = min(sequence.allocation.num_computed_tokens, sequence.num_prompt_tokens)
         self.counters.num_prompt_tokens += sequence.num_prompt_tokens
         self.counters.num_cached_prompt_tokens += sequence.num_cached_tokens
         self.counters.num_host_cached_prompt_tokens += num_host_tokens
@@ -250,12 +250,12 @@ class Lifecycle:
             worker.open_row(sequence, builder)
         if group.beam is None:
             worker.rows.slots.give_back_reserved(group)
-        if group.unopened_sequences:
-            self.unopened[group] = None
+        if group.rowless_sequences:
+            self.rowless[group] = None
 
     def opened(self, group: SequenceGroup) -> None:
         """Record that every sequence of a running group has a row."""
-        del self.unopened[group]
+        del self.rowless[group]
 
     def moved(self, step: int) -> None:
         """Mark the groups whose swap-out has finished. The moves of all plans up to `step` are done."""
@@ -266,25 +266,25 @@ class Lifecycle:
     def preempt(self, group: SequenceGroup, worker: WorkerState, builder: PlanBuilder) -> None:
         """Preempt a running group: swap it out, or discard it for recomputation, whichever is cheaper."""
         builder.has_preempted = True
-        worker.slide_wholly(group)
-        holdings = [row.holding for row in group.open_rows]
-        num_blocks, num_host_blocks = worker.cache.tiers.num_swap_blocks(holdings)
+        worker.free_unread(group)
+        allocations = [row.allocation for row in group.open_rows]
+        num_blocks, num_host_blocks = worker.cache.tiers.num_swap_blocks(allocations)
         swaps = (
             num_blocks > 0
-            and not group.begins_anew
+            and not group.must_compute_all
             and num_host_blocks <= worker.cache.host_pool.num_free
-            and worker.cost.prefers_swap(num_blocks, worker.cache.tiers.num_lost_tokens(holdings))
+            and worker.cost.prefers_swap(num_blocks, worker.cache.tiers.num_lost_tokens(allocations))
         )
         if not swaps:
             self.discard(group, worker, builder.now)
             return
         self.counters.num_swap_preemptions += 1
         self._interrupt(group, builder.now)
-        is_moving = worker.cache.tiers.swap_out(holdings, builder.step)
+        is_moving = worker.cache.tiers.swap_out(allocations, builder.step)
         worker.rows.vacate_group(group)
-        for holding in holdings:
-            if not holding.host_blocks:  # the window has passed all its blocks: it is recomputed
-                worker.cache.release(holding)
+        for allocation in allocations:
+            if not allocation.host_blocks:  # the window has passed all its blocks: it is recomputed
+                worker.cache.release(allocation)
         group.moved_step = builder.step if is_moving else 0
         self._enter(group, GroupState.SWAPPING_OUT if is_moving else GroupState.SWAPPED)
 
@@ -325,7 +325,7 @@ class Lifecycle:
         self.worker = worker
         for group in self.groups.values():
             for sequence in group.sequences:
-                sequence.begin_epoch(self._new_holding(group.request, sequence.token_ids))
+                sequence.begin_epoch(self._new_allocation(group.request, sequence.token_ids))
             self._ask_for_grammar(group)
 
     def lose_worker(self, now: float) -> list[SequenceGroup]:
@@ -370,10 +370,10 @@ class Lifecycle:
         row = sequence.open_row
         if row is not None:
             if reason in _COMPLETE:
-                worker.cache.publish(row.holding, row.num_settled_tokens)
+                worker.cache.publish(row.allocation, row.num_settled_tokens)
             worker.rows.vacate(row)
         sequence.finish()
-        worker.cache.release(sequence.holding)
+        worker.cache.release(sequence.allocation)
         if num_output_tokens is not None:
             del sequence.token_ids[sequence.num_prompt_tokens + num_output_tokens :]
         self.charge((sequence,))

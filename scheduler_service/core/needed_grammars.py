@@ -30,7 +30,7 @@ class NeededGrammars:
         self._prepares = prepares
         self._needs: dict[Grammar, _Need] = {}
         self.released: list[int] = []  # which no plan has said
-        self.num_untold = 0  # that are needed, and named by no plan
+        self.num_unreported = 0  # that are needed, and named by no plan
         self.last_id = 0
 
     def need(self, grammar: Grammar) -> bool:
@@ -38,7 +38,7 @@ class NeededGrammars:
         need = self._needs.get(grammar)
         if need is None:
             need = self._needs[grammar] = _Need(is_ready=not self._prepares)
-            self.num_untold += 1
+            self.num_unreported += 1
         need.num_requests += 1
         return need.is_ready
 
@@ -51,7 +51,7 @@ class NeededGrammars:
             if need.grammar_id:
                 self.released.append(need.grammar_id)
             else:
-                self.num_untold -= 1
+                self.num_unreported -= 1
 
     def id_of(self, grammar: Grammar) -> int:
         """Return the id of a grammar that is needed; 0 if no plan has contained it."""
@@ -92,5 +92,5 @@ class NeededGrammars:
             self.last_id += 1
             need.grammar_id = self.last_id
             added.append(AddedGrammar(self.last_id, grammar.kind, grammar.text, grammar.end_token_ids))
-        self.num_untold -= len(added)
+        self.num_unreported -= len(added)
         return added

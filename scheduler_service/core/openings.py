@@ -13,7 +13,7 @@ from scheduler_service.core.worker_state import WorkerState
 _MAX_SLOWED_PROMPTS = 8  # started prompts that do not decode yet, in slowed steps
 
 
-class Openings:
+class RowAllocator:
     """The allocation of rows during one epoch."""
 
     def __init__(self, state: Lifecycle, worker: WorkerState) -> None:
@@ -23,30 +23,30 @@ class Openings:
         # until more blocks are free.
         self._lacking: tuple[SequenceGroup | None, int] = (None, 0)
 
-    def open_loaded(self, builder: PlanBuilder) -> None:
+    def start_loaded(self, builder: PlanBuilder) -> None:
         """Allocate rows for the groups whose blocks have arrived on the device."""
         worker = self._worker
         loaded = [group for group in self._state.loading if group.moved_step <= worker.last_moved_step]
         for group in sorted(loaded, key=lambda group: group.order):
-            rows = [sequence for sequence in group.live_sequences if sequence.holding.num_granted_blocks]
+            rows = [sequence for sequence in group.live_sequences if sequence.allocation.num_granted_blocks]
             self._state.run(group, rows, worker, builder)
 
     # Further samples of running groups
 
-    def open_siblings(self, builder: PlanBuilder) -> bool:
+    def allocate_samples(self, builder: PlanBuilder) -> bool:
         """Allocate rows for the other sequences of groups whose prompt is computed.
 
         Returns False if a sequence had no room. No waiting group may then be admitted before it.
         """
         state, worker = self._state, self._worker
-        for group in sorted(state.unopened, key=lambda group: group.order):
-            if group not in state.unopened:  # it has just been preempted
+        for group in sorted(state.rowless, key=lambda group: group.order):
+            if group not in state.rowless:  # it has just been preempted
                 continue
-            for sequence in group.unopened_sequences:
-                relatives = [row for row in group.open_rows if row.holding.forkable_from]
-                if group.open_rows and not any(row.holding.forkable_from <= builder.step for row in relatives):
+            for sequence in group.rowless_sequences:
+                relatives = [row for row in group.open_rows if row.allocation.forkable_from]
+                if group.open_rows and not any(row.allocation.forkable_from <= builder.step for row in relatives):
                     break
-                while not self._open_sibling(sequence, relatives, builder):
+                while not self._allocate_sample(sequence, relatives, builder):
                     # Groups that wait for rows keep their blocks. If the worker is idle and the plan is empty, the last
                     # group is preempted.
                     if not (builder.is_empty and worker.is_idle) or state.running[-1] is group:
@@ -56,7 +56,7 @@ class Openings:
                 state.opened(group)
         return True
 
-    def _open_sibling(self, sequence: Sequence, relatives: list[Row], builder: PlanBuilder) -> bool:
+    def _allocate_sample(self, sequence: Sequence, relatives: list[Row], builder: PlanBuilder) -> bool:
         """Allocate a row for a further sample, or return False if there is no room.
 
         The sample starts from a relative's computed prompt or from a prefix cache hit, whichever has more tokens.
@@ -66,20 +66,20 @@ class Openings:
         if not has_slot or not self._may_open(builder) or not builder.can_open(sequence):
             return False
         match = worker.find(sequence).without_host()
-        relative = next((row for row in relatives if row.holding.forkable_from <= builder.step), None)
+        relative = next((row for row in relatives if row.allocation.forkable_from <= builder.step), None)
         num_forked = 0 if relative is None else worker.num_forked_tokens(sequence, relative)
         if relative is None or num_forked <= len(match.device) * cache.block_size:
-            relative, num_blocks = None, cache.room.num_opening_blocks(sequence.holding, match)
+            relative, num_blocks = None, cache.room.num_opening_blocks(sequence.allocation, match)
         else:
-            num_blocks = cache.room.num_fork_blocks(sequence.holding, relative.holding, num_forked)
+            num_blocks = cache.room.num_fork_blocks(sequence.allocation, relative.allocation, num_forked)
         is_alone = worker.rows.num_open == len(group.open_rows) and not self._state.loading
         is_alone = is_alone or (builder.is_empty and worker.is_idle)
         if not cache.room.can_allocate(num_blocks, alone=is_alone):
             return False
         if relative is not None:
-            builder.copies.extend(cache.fork(sequence.holding, relative.holding, num_forked))
+            builder.copies.extend(cache.fork(sequence.allocation, relative.allocation, num_forked))
         else:
-            cache.open(sequence.holding, match, builder.step)
+            cache.open(sequence.allocation, match, builder.step)
         self._state.first_scheduled(sequence, 0, builder.now)
         worker.open_row(sequence, builder)
         return True
@@ -94,7 +94,7 @@ class Openings:
         # If the step has no tokens left, the blocks of one group may be loaded ahead of its turn.
         if not self._may_open(builder) and (state.loading or not state.standings.awaits_load(group)):
             return False
-        if group.state is GroupState.SWAPPED and group.swapped_holdings:
+        if group.state is GroupState.SWAPPED and group.swapped_allocations:
             return self._swap_in(group, builder)
         if group.state is GroupState.SWAPPED:
             state.lost_its_swap(group)
@@ -128,9 +128,9 @@ class Openings:
         The matched prefix of a row is fixed when the row is allocated. After that the group would compute the block
         itself.
         """
-        sequence, cache = group.unopened_sequences[0], self._worker.cache
-        own, may_match = sequence.holding, cache.enable_prefix_caching and sequence.may_match
-        others = [row.holding for row in self._worker.rows.active if row.holding.root == own.root]
+        sequence, cache = group.rowless_sequences[0], self._worker.cache
+        own, may_match = sequence.allocation, cache.enable_prefix_caching and sequence.may_match
+        others = [row.allocation for row in self._worker.rows.active if row.allocation.root == own.root]
         if not others or not may_match or group.state is not GroupState.WAITING:
             return False
         match = self._worker.find(sequence)
@@ -160,11 +160,11 @@ class Openings:
 
         Returns False if the group cannot start now.
         """
-        state, worker, cache, sequence = self._state, self._worker, self._worker.cache, group.unopened_sequences[0]
+        state, worker, cache, sequence = self._state, self._worker, self._worker.cache, group.rowless_sequences[0]
         match = self._startable(group, builder)
         if match is None:
             return False
-        cache.open(sequence.holding, match, builder.step)
+        cache.open(sequence.allocation, match, builder.step)
         worker.rows.slots.reserve(group, group.num_first_slots)
         state.first_scheduled(sequence, len(match.host) * cache.block_size, builder.now)
         if match.host:
@@ -175,7 +175,7 @@ class Openings:
 
     def _startable(self, group: SequenceGroup, builder: PlanBuilder) -> Match | None:
         """Return the cached content that a group's first sequence would start from, or None if it cannot start now."""
-        state, worker, cache, sequence = self._state, self._worker, self._worker.cache, group.unopened_sequences[0]
+        state, worker, cache, sequence = self._state, self._worker, self._worker.cache, group.rowless_sequences[0]
         if worker.rows.slots.num_free < group.num_first_slots or not builder.can_open(sequence):
             return None
         is_alone = not state.running and not state.loading
@@ -184,7 +184,7 @@ class Openings:
         match = worker.match(sequence)
         if match is None:
             return None
-        num_blocks = cache.room.num_opening_blocks(sequence.holding, match)
+        num_blocks = cache.room.num_opening_blocks(sequence.allocation, match)
         if not cache.room.can_allocate(num_blocks, alone=is_alone):
             self._lacking = (group, cache.pool.num_free)
             return None
@@ -196,13 +196,13 @@ class Openings:
         Returns False if there is no room for the group to continue.
         """
         state, worker, cache = self._state, self._worker, self._worker.cache
-        num_slots = max(len(group.swapped_holdings), group.num_first_slots)
+        num_slots = max(len(group.swapped_allocations), group.num_first_slots)
         if worker.rows.slots.num_free < num_slots:
             return False
         is_alone = not state.running and not state.loading
-        if not cache.room.can_allocate(cache.room.num_swap_in_blocks(group.swapped_holdings), alone=is_alone):
+        if not cache.room.can_allocate(cache.room.num_swap_in_blocks(group.swapped_allocations), alone=is_alone):
             return False
-        cache.tiers.swap_in(group.swapped_holdings, builder.step)
+        cache.tiers.swap_in(group.swapped_allocations, builder.step)
         worker.rows.slots.reserve(group, num_slots)
         state.load(group, builder.step)
         return True

@@ -18,7 +18,7 @@ _HALVING_SHARE = 2 / 3  # the head start for a prompt that is half cached, as a 
 _NUM_ABSENT = 64  # counters of absent tenants that a fair policy adds before it drops unneeded ones
 
 
-class Standing(NamedTuple):
+class WaitingState(NamedTuple):
     """The state of a waiting request that its policy may use. The state changes while the request waits."""
 
     arrived_at: float  # seconds of the caller's clock
@@ -51,7 +51,7 @@ class Policy:
         self.name = name
         self.running_key = running_key
 
-    def key(self, request: Request, arrival: int, standing: Standing) -> tuple[Any, ...]:
+    def key(self, request: Request, arrival: int, standing: WaitingState) -> tuple[Any, ...]:
         """Return the key that orders a request among its tenant's waiting requests: the lowest is next.
 
         `arrival` is the sequence number of the request's arrival.
@@ -119,7 +119,7 @@ class FairPolicy(Policy):
         self._floor = 0  # the least counter of a tenant that begins to wait; never falls while a tenant is present
         self._num_absent_kept = 0
 
-    def key(self, request: Request, arrival: int, standing: Standing) -> tuple[Any, ...]:
+    def key(self, request: Request, arrival: int, standing: WaitingState) -> tuple[Any, ...]:
         """Return a key that orders a tenant's requests by priority and arrival or, if keys move, also by uncached
         prompt length.
 

@@ -100,10 +100,10 @@ class Results:
             for bad in written:
                 # Other sequences may write the same content before its next result.
                 bad.has_failed = ends or bad.is_finished
-                worker.cache.unpublish(bad.holding)
+                worker.cache.unpublish(bad.allocation)
             for other in list(self._state.groups.values()):
                 if (other is not group or not ends) and any(
-                    one.holding.depends_on(bad.holding, worker.cache.block_size)
+                    one.allocation.depends_on(bad.allocation, worker.cache.block_size)
                     for one in other.sequences
                     for bad in written
                 ):
@@ -136,7 +136,7 @@ class Results:
         elif sequence.num_tokens >= sequence.max_num_tokens:
             self._state.end(sequence, EndReason.LENGTH, outputs)
         elif row.slot >= 0:
-            worker.cache.publish(row.holding, row.num_settled_tokens)
+            worker.cache.publish(row.allocation, row.num_settled_tokens)
             if row.is_gated:
                 worker.rows.active[row] = None
 

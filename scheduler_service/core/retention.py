@@ -27,7 +27,7 @@ _NUM_GAPS = 10  # number of recent gaps in the mean of one session, and of all s
 _NUM_ALL_GAPS = 1000
 
 
-class Expectation:
+class ReturnEstimate:
     """An estimate of when absent sessions return.
 
     This one expects the most recently used session first. So the least recently used session loses its blocks first.
@@ -46,7 +46,7 @@ class Expectation:
         return session.last_used_at
 
 
-class ReturnTimes(Expectation):
+class LearnedReturnEstimate(ReturnEstimate):
     """An estimate that learns how long sessions stay away.
 
     The session most likely to return now is expected first. Gaps between requests have long tails. Assume that they are
@@ -75,13 +75,13 @@ class ReturnTimes(Expectation):
 
 
 # The first is the default.
-EXPECTATIONS = {"lru": Expectation, "learned": ReturnTimes}
+EXPECTATIONS = {"lru": ReturnEstimate, "learned": LearnedReturnEstimate}
 
 
 class Retention:
     """The sessions of one worker's cache, and the priorities of their blocks."""
 
-    def __init__(self, cache: CacheManager, expectation: Expectation) -> None:
+    def __init__(self, cache: CacheManager, expectation: ReturnEstimate) -> None:
         self.cache = cache
         self._expectation = expectation
         self._sessions: dict[int, Session] = {}  # by free list
@@ -112,7 +112,7 @@ class Retention:
         session.num_groups += 1
         group.session = session
         for sequence in group.sequences:
-            sequence.holding.free_list = session.free_list
+            sequence.allocation.free_list = session.free_list
 
     def waits(self, group: SequenceGroup) -> None:
         """Update the session of a group that waits, or whose cached prefix has changed."""

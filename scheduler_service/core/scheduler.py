@@ -26,7 +26,7 @@ from scheduler_service.core.admission import Admission
 from scheduler_service.core.cache import CacheManager
 from scheduler_service.core.cost import CostModel, PreemptionMode
 from scheduler_service.core.lifecycle import Lifecycle
-from scheduler_service.core.openings import Openings
+from scheduler_service.core.openings import RowAllocator
 from scheduler_service.core.plans import PlanBuilder, Work, num_missing_blocks, read_result
 from scheduler_service.core.policy import Policy, create_policy
 from scheduler_service.core.request import (
@@ -40,7 +40,7 @@ from scheduler_service.core.request import (
     TokenOutputs,
 )
 from scheduler_service.core.results import Results
-from scheduler_service.core.retention import EXPECTATIONS, Expectation
+from scheduler_service.core.retention import EXPECTATIONS, ReturnEstimate
 from scheduler_service.core.scheduler_options import SchedulerOptions
 from scheduler_service.core.sequence import GroupState, SequenceGroup
 from scheduler_service.core.worker_state import WorkerState
@@ -63,7 +63,7 @@ class Scheduler:
         options: SchedulerOptions,
         *,
         policy: Policy | None = None,
-        new_expectation: Callable[[], Expectation] | None = None,
+        new_expectation: Callable[[], ReturnEstimate] | None = None,
     ) -> None:
         """Create a scheduler without a worker.
 
@@ -78,7 +78,7 @@ class Scheduler:
         self._state = Lifecycle(self._policy, new_expectation or EXPECTATIONS[options.retention])
         self._admission = Admission(self._state, options)
         self._results = Results(self._state)
-        self._openings: Openings | None = None  # of the current epoch; None: no worker is connected
+        self._openings: RowAllocator | None = None  # of the current epoch; None: no worker is connected
         self._last_epoch = 0
         self._events: list[KvEvent] = []  # from earlier epochs
 
@@ -124,7 +124,7 @@ class Scheduler:
         if state.quarantine.suspects and not self._isolate_trial(worker, now):
             return None
         builder = PlanBuilder(worker.steps.num_steps + 1, self._token_budget(worker), worker.rows, worker.cache, now)
-        if worker.grammars.num_untold:
+        if worker.grammars.num_unreported:
             builder.added_grammars.extend(worker.grammars.take_added(self._may_prepare))
         max_wait_s, num_step_tokens = self._policy.max_wait_s, self._admission.limits.num_step_tokens
         builder.is_slowed = self._policy.moves_keys and builder.max_tokens < num_step_tokens
@@ -138,11 +138,11 @@ class Scheduler:
             if not self._make_room(worker, builder, group, work):
                 continue
             if group.beam is not None:
-                builder.tell_branches(group.beam)
+                builder.add_beam_changes(group.beam)
             builder.compute(work)
-        openings.open_loaded(builder)  # only now: a plan never preempts a group that it has started
+        openings.start_loaded(builder)  # only now: a plan never preempts a group that it has started
         # Blocks of preempted groups are for running groups. Admit no other group, unless the plan is empty.
-        if (builder.is_empty or not builder.has_preempted) and openings.open_siblings(builder):
+        if (builder.is_empty or not builder.has_preempted) and openings.allocate_samples(builder):
             while openings.admit(builder):
                 pass
         worker.cache.tiers.promote(builder.step)
@@ -172,7 +172,7 @@ class Scheduler:
         outputs = self._results.take(worker, dispatch, resolved, now)
         began_block = [row for row in dispatch.began_block if row.slot >= 0]
         for row in began_block:
-            worker.cache.publish(row.holding, row.num_settled_tokens)
+            worker.cache.publish(row.allocation, row.num_settled_tokens)
         state.charge(row.sequence for row in began_block)
         state.charge_masks(resolved.mask_times, worker.cost.prefill_rate)
         return outputs
@@ -234,13 +234,13 @@ class Scheduler:
         state, pool, moves = self._state, worker.cache.pool, worker.cache.moves
         num_missing = num_missing_blocks(worker.cache, work)
         if num_missing > pool.num_free:
-            worker.slide_wholly(group)
+            worker.free_unread(group)
         while num_missing > pool.num_free and group.state is GroupState.RUNNING:
             if num_missing <= pool.num_free + moves.num_returning:
                 break
             if worker.cache.window and state.loading and state.running[-1] is group:
                 break  # the loading group will run, and is preempted if it is later in order
-            if not worker.slide_wholly(state.running[-1]):
+            if not worker.free_unread(state.running[-1]):
                 state.preempt(state.running[-1], worker, builder)
         if num_missing <= pool.num_free and group.state is GroupState.RUNNING:
             return True
@@ -291,10 +291,10 @@ class Scheduler:
         joined = WorkerState(epoch, capacity, cache, self._admission.num_slots(capacity), cost)
         self._admission.join(joined)
         self._state.join_worker(joined)
-        self._openings = Openings(self._state, joined)
+        self._openings = RowAllocator(self._state, joined)
         outputs = TokenOutputs()
         for group in [*self._state.waiting, *self._state.waiting.held]:
-            _, message = self._admission.misfit(group.request)
+            _, message = self._admission.rejection(group.request)
             if message:
                 self._state.end_group(group, EndReason.NO_LONGER_FITS, outputs, message=message)
         return outputs

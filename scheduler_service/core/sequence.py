@@ -12,7 +12,7 @@ from typing import Any
 
 from pagewire.common.wire.messages import Pooling
 from scheduler_service.core.beam import BeamSearch, BeamState, BeamStep
-from scheduler_service.core.cache import Cursor, Holding, StepCount
+from scheduler_service.core.cache import Allocation, Cursor, StepCount
 from scheduler_service.core.request import OutputMode, Request
 
 
@@ -124,7 +124,7 @@ class SequenceGroup:
         return self.is_overdue or bool(self.pauses)
 
     @property
-    def begins_anew(self) -> bool:
+    def must_compute_all(self) -> bool:
         """Whether one row must compute all positions of the request, from the first on.
 
         This holds for mean pooling. A mean is lost with its row, and no cached block contains a part of the mean.
@@ -172,14 +172,14 @@ class SequenceGroup:
         return max((row.planned_step for row in self.rows), default=0)
 
     @property
-    def unopened_sequences(self) -> list[Sequence]:
+    def rowless_sequences(self) -> list[Sequence]:
         """The unfinished sequences of the group that have no slot yet."""
         return [sequence for sequence in self.live_sequences if sequence.open_row is None]
 
     @property
-    def swapped_holdings(self) -> list[Holding]:
+    def swapped_allocations(self) -> list[Allocation]:
         """The block allocations of the group's sequences that have blocks on the host."""
-        return [sequence.holding for sequence in self.live_sequences if sequence.holding.host_blocks]
+        return [sequence.allocation for sequence in self.live_sequences if sequence.allocation.host_blocks]
 
     @property
     def is_bound(self) -> bool:
@@ -225,7 +225,7 @@ class Sequence:
     token_ids: list[int]
     num_prompt_tokens: int
     max_num_tokens: int  # prompt and output
-    holding: Holding  # its allocation on the connected worker
+    allocation: Allocation  # its allocation on the connected worker
     stop_token_ids: frozenset[int]
     num_prompt_logprobs: int | None
     is_finished: bool = False  # set by `finish`, and never reset
@@ -249,7 +249,7 @@ class Sequence:
     @property
     def may_match(self) -> bool:
         """Whether the sequence may start from cached content."""
-        return not self.wants_prompt_logprobs and not self.group.begins_anew
+        return not self.wants_prompt_logprobs and not self.group.must_compute_all
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -266,7 +266,7 @@ class Sequence:
 
     def take_slot(self, slot: int, drops: DropCount, *, is_gated: bool) -> Row:
         """Create a row in a slot, and return it. No result of an earlier row may be in flight."""
-        self.row = Row(self, self.holding, slot, drops, is_gated, len(self.token_ids))
+        self.row = Row(self, self.allocation, slot, drops, is_gated, len(self.token_ids))
         return self.row
 
     def finish(self) -> None:
@@ -276,9 +276,9 @@ class Sequence:
             self.row.drop()
         self.row = None
 
-    def begin_epoch(self, holding: Holding) -> None:
+    def begin_epoch(self, allocation: Allocation) -> None:
         """Forget the state on the lost worker. `holding` is the empty allocation on the new worker."""
-        self.holding, self.row = holding, None
+        self.allocation, self.row = allocation, None
 
 
 @dataclass(slots=True, eq=False)
@@ -289,7 +289,7 @@ class Row:
     """
 
     sequence: Sequence
-    holding: Holding  # the sequence's own
+    allocation: Allocation  # the sequence's own
     slot: int  # -1: the row was vacated
     drops: DropCount  # of all rows
     is_gated: bool  # after a sample it rests until the scheduler has chosen its next token
@@ -308,7 +308,7 @@ class Row:
             "dropped": self.is_dropped,
         }
         return (
-            f"slot {self.slot} of sequence {self.sequence.sequence_id}: {self.holding.num_computed_tokens} of "
+            f"slot {self.slot} of sequence {self.sequence.sequence_id}: {self.allocation.num_computed_tokens} of "
             f"{self.num_expected_tokens} tokens computed, {' '.join(filter(marks.get, marks))}"
         )
 
@@ -322,12 +322,12 @@ class Row:
 
     @property
     def num_expected_tokens(self) -> int:
-        return self.holding.num_computed_tokens + 1 if self.due_step else self._num_expected
+        return self.allocation.num_computed_tokens + 1 if self.due_step else self._num_expected
 
     @property
     def num_in_flight(self) -> int:
         """The number of planned samples whose tokens have not arrived yet and will count."""
-        return 0 if self.is_dropped else self.num_expected_tokens - len(self.holding.token_ids)
+        return 0 if self.is_dropped else self.num_expected_tokens - len(self.allocation.token_ids)
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -336,9 +336,9 @@ class Row:
         It is 0 if the tokens in flight reach the length limit, because the sequence then ends.
         """
         if self.is_gated:
-            return len(self.holding.token_ids) - self.holding.num_computed_tokens
+            return len(self.allocation.token_ids) - self.allocation.num_computed_tokens
         num_expected = self.num_expected_tokens
-        return num_expected - self.holding.num_computed_tokens if num_expected < self.sequence.max_num_tokens else 0
+        return num_expected - self.allocation.num_computed_tokens if num_expected < self.sequence.max_num_tokens else 0
 
     @property
     def num_settled_tokens(self) -> int:
@@ -346,7 +346,7 @@ class Row:
 
         Only these positions may be published. The block of a position that may be computed again must not be shared.
         """
-        return min(self.holding.num_computed_tokens, len(self.holding.token_ids) - self.may_repeat)
+        return min(self.allocation.num_computed_tokens, len(self.allocation.token_ids) - self.may_repeat)
 
     @property
     def may_repeat(self) -> bool:
@@ -360,24 +360,24 @@ class Row:
     @property
     def next_position(self) -> int:
         """The first position that the row may compute from now on."""
-        num_computed = self.holding.num_computed_tokens
-        return min(num_computed, len(self.holding.token_ids) - 1) if self.may_repeat else num_computed
+        num_computed = self.allocation.num_computed_tokens
+        return min(num_computed, len(self.allocation.token_ids) - 1) if self.may_repeat else num_computed
 
     def plan(self, step: int, num_tokens: int, *, samples: bool) -> None:
         """Count the work that the plan of `step` gives to the row: `num_tokens` more positions, and a sample if
         `samples` is true."""
         self.planned_step = step
-        self.holding.compute(num_tokens)
+        self.allocation.compute(num_tokens)
         self._num_expected += samples
 
     def reported(self) -> None:
         """Record that the candidates of a beam have arrived. No sample is in flight."""
-        self._num_expected = len(self.holding.token_ids)
+        self._num_expected = len(self.allocation.token_ids)
 
-    def go_on_with(self, token_id: int) -> None:
+    def append_token(self, token_id: int) -> None:
         """Append the next token to a gated row, which waits for the scheduler's choice after each sample."""
-        self.holding.token_ids.append(token_id)
-        self._num_expected = len(self.holding.token_ids)
+        self.allocation.token_ids.append(token_id)
+        self._num_expected = len(self.allocation.token_ids)
 
     def repeat(self) -> None:
         """Record that the row's next sample in flight will not arrive.
@@ -385,12 +385,12 @@ class Row:
         The position before the sample is computed again, if it has been computed.
         """
         self._num_expected -= 1
-        self.holding.compute_again(self._num_expected - 1)
+        self.allocation.compute_again(self._num_expected - 1)
 
     def rewind(self) -> None:
         """Drop the row's results in flight. The sequence's next row computes the last token again."""
         self.drop()
-        self.holding.compute_again(len(self.holding.token_ids) - 1)
+        self.allocation.compute_again(len(self.allocation.token_ids) - 1)
 
     def drop(self) -> None:
         """Drop the row's samples in flight. They will not count."""
@@ -404,7 +404,7 @@ class Row:
     def join_decoding(self, steps: StepCount) -> None:
         """Count one token and one sample for every plan from the next plan on."""
         self.last_step = steps.num_steps + self.sequence.max_num_tokens - self._num_expected
-        self.holding.join_decoding(steps)
+        self.allocation.join_decoding(steps)
 
     def due_by(self, block_step: int) -> int:
         """Set the plan that must next examine this decoding row, and return it.
@@ -417,7 +417,7 @@ class Row:
     def leave_decoding(self, steps: StepCount) -> None:
         """Stop counting a token for every plan. `plan` counts tokens again."""
         self.planned_step, self._num_expected, self.due_step = steps.num_steps, self.num_expected_tokens, 0
-        self.holding.leave_decoding()
+        self.allocation.leave_decoding()
 
 
 @dataclass(slots=True, eq=False)
@@ -432,7 +432,7 @@ class BeamGroup:
     # Changes of the last selection that no plan contains yet.
     forks: list[tuple[int, int]] = field(default_factory=list)  # source slot, target slot
     appended: list[tuple[int, int]] = field(default_factory=list)  # slot, token id
-    unborn_slots: set[int] = field(default_factory=set)  # targets of these forks that have no row on the worker yet
+    new_slots: set[int] = field(default_factory=set)  # targets of these forks that have no row on the worker yet
     num_tokens: int = 0  # tokens with which its beams have continued, in total
 
     def report(self, beam: Sequence, candidates: list[tuple[int, float]]) -> bool:
@@ -456,4 +456,4 @@ class BeamGroup:
         """Discard the changes of the last selection."""
         self.forks.clear()
         self.appended.clear()
-        self.unborn_slots.clear()
+        self.new_slots.clear()

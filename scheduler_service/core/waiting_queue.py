@@ -7,13 +7,15 @@ from operator import attrgetter
 from typing import Any
 
 from scheduler_service.core.cache import CacheManager, Cursor
-from scheduler_service.core.policy import Policy, Standing
-from scheduler_service.core.retention import Expectation, Retention
+from scheduler_service.core.policy import Policy, WaitingState
+from scheduler_service.core.retention import Retention, ReturnEstimate
 from scheduler_service.core.sequence import SequenceGroup
 
 _order = attrgetter("waiting_order")
 _BLOCK_SIZE = 16  # until a worker's block size is known
-_UNKNOWN = Standing(arrived_at=0.0, has_precedence=False, num_blocks=0, num_uncached_blocks=0)  # if keys do not move
+_UNKNOWN = WaitingState(
+    arrived_at=0.0, has_precedence=False, num_blocks=0, num_uncached_blocks=0
+)  # if keys do not move
 
 
 class WaitingQueue:
@@ -144,7 +146,7 @@ def num_uncached_tokens(group: SequenceGroup) -> int:
     return len(group.request.prompt_token_ids) - (0 if cursor is None else cursor.num_blocks * cursor.block_size)
 
 
-class Standings:
+class WaitingOrder:
     """The orders of the queued groups, kept up to date with the policy.
 
     A group that has not run yet has a cursor in the worker's prefix index. Only changes of its own prefix move the
@@ -152,7 +154,7 @@ class Standings:
     keys do not move.
     """
 
-    def __init__(self, policy: Policy, waiting: WaitingQueue, new_expectation: Callable[[], Expectation]) -> None:
+    def __init__(self, policy: Policy, waiting: WaitingQueue, new_expectation: Callable[[], ReturnEstimate]) -> None:
         self._policy = policy
         self._waiting = waiting
         self._new_expectation = new_expectation
@@ -239,7 +241,7 @@ class Standings:
         block_size = _BLOCK_SIZE if self._retention is None else self._retention.cache.block_size
         num_blocks = -(-len(group.request.prompt_token_ids) // block_size)
         num_uncached_blocks = -(-num_uncached_tokens(group) // block_size)
-        standing = Standing(group.arrived_at, group.has_precedence, num_blocks, num_uncached_blocks)
+        standing = WaitingState(group.arrived_at, group.has_precedence, num_blocks, num_uncached_blocks)
         return self._policy.key(group.request, group.arrival, standing)
 
     def _arrive(self, group: SequenceGroup, retention: Retention, now: float) -> None:
@@ -247,7 +249,7 @@ class Standings:
         sequence, cache = group.sequences[0], retention.cache
         if not group.has_precedence and cache.enable_prefix_caching and sequence.may_match:
             max_blocks = (sequence.num_tokens - 1) // cache.block_size
-            group.cursor = cache.index.follow(sequence.holding.root, sequence.token_ids, max_blocks)
+            group.cursor = cache.index.follow(sequence.allocation.root, sequence.token_ids, max_blocks)
             self._followed[group.cursor] = group
         retention.arrived(group, now)
         retention.waits(group)

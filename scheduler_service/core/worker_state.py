@@ -63,8 +63,8 @@ class WorkerState:
     def open_row(self, sequence: Sequence, builder: PlanBuilder) -> None:
         """Add a row opening for a sequence that has its blocks, and plan as many of its tokens as the budget allows."""
         row = self.rows.open(sequence)
-        if row.holding.num_computed_tokens >= sequence.num_prompt_tokens:
-            row.holding.may_be_forked(builder.step + 1)  # it may have matched blocks that this plan computes
+        if row.allocation.num_computed_tokens >= sequence.num_prompt_tokens:
+            row.allocation.may_be_forked(builder.step + 1)  # it may have matched blocks that this plan computes
         builder.open(self._opening(row))
         work = builder.share_tokens([row])
         if num_missing_blocks(self.cache, work) <= self.cache.pool.num_free:
@@ -80,8 +80,8 @@ class WorkerState:
             sequence_id=sequence.sequence_id,
             token_ids=tuple(sequence.token_ids),
             num_prompt_tokens=sequence.num_prompt_tokens,
-            num_computed_tokens=row.holding.num_computed_tokens,
-            block_ids=tuple(row.holding.block_table),
+            num_computed_tokens=row.allocation.num_computed_tokens,
+            block_ids=tuple(row.allocation.block_table),
             sampling=sampling,
             seed=request.seed,
             sample_index=sequence.sample_index,
@@ -93,7 +93,7 @@ class WorkerState:
         """Release everything that the group has on the worker: its rows, and its blocks in both tiers."""
         self.rows.vacate_group(group)
         for sequence in group.sequences:
-            self.cache.release(sequence.holding)
+            self.cache.release(sequence.allocation)
 
     # Beams
 
@@ -106,33 +106,33 @@ class WorkerState:
         used = {parents[child.parent] for child in children}
         spare = [sequence for sequence in group.sequences if sequence not in used]
         for sequence in spare:
-            self.cache.release(sequence.holding)
+            self.cache.release(sequence.allocation)
         beam_group.beams = []
         for child in children:
             parent = beam = parents[child.parent]
             if parent in beam_group.beams:
                 beam = spare.pop(0)
                 beam.token_ids[:] = parent.token_ids
-                self.cache.branch(beam.holding, parent.holding)
+                self.cache.branch(beam.allocation, parent.allocation)
                 if beam not in rows:
                     rows[beam] = self.rows.take_slot(beam)
-                    beam_group.unborn_slots.add(rows[beam].slot)
+                    beam_group.new_slots.add(rows[beam].slot)
                 beam_group.forks.append((rows[parent].slot, rows[beam].slot))
             beam_group.beams.append(beam)
         for beam, child in zip(beam_group.beams, children, strict=True):
             row = rows[beam]
-            row.go_on_with(child.token_id)
+            row.append_token(child.token_id)
             beam.cumulative_logprob = child.cumulative_logprob
             beam_group.appended.append((row.slot, child.token_id))
             self.rows.active[row] = None
-            self.cache.publish(row.holding, row.num_settled_tokens)
+            self.cache.publish(row.allocation, row.num_settled_tokens)
 
     # Blocks
 
     def find(self, sequence: Sequence) -> Match:
         """Return the cached prefix of a sequence. It is empty if the sequence may not match cached content."""
         is_sought = self.cache.enable_prefix_caching and sequence.may_match
-        return self.cache.match(sequence.holding, sequence.group.cursor) if is_sought else Match()
+        return self.cache.match(sequence.allocation, sequence.group.cursor) if is_sought else Match()
 
     def match(self, sequence: Sequence) -> Match | None:
         """Return the cached content that the sequence should start from.
@@ -155,14 +155,16 @@ class WorkerState:
         blocks that the fork would read.
         """
         num_tokens = min(sequence.num_prompt_tokens, sequence.num_tokens - 1, relative.next_position)
-        return num_tokens if relative.holding.num_freed_blocks <= self.cache.room.first_needed_block(num_tokens) else 0
+        return (
+            num_tokens if relative.allocation.num_freed_blocks <= self.cache.room.first_needed_block(num_tokens) else 0
+        )
 
-    def slide_wholly(self, group: SequenceGroup) -> bool:
+    def free_unread(self, group: SequenceGroup) -> bool:
         """Free the blocks that the group's rows no longer read. Returns whether this freed any block."""
         num_free = self.cache.pool.num_free
         if self.cache.window:
             for row in group.open_rows:
-                self.cache.slide_wholly(row.holding, row.next_position)
+                self.cache.free_unread(row.allocation, row.next_position)
         return self.cache.pool.num_free > num_free
 
     # Plans

@@ -30,7 +30,7 @@ LINK_OPTIONS: tuple[tuple[str, int | str], ...] = (
 # Seconds between the end of a session and the next attempt; doubled after each failed attempt.
 _MIN_BACKOFF = 0.1
 _MAX_BACKOFF = 1.0
-_PATIENCE = 3.0  # seconds without a connection before the reason is reported
+_MASK_WAIT_SHARE = 3.0  # seconds without a connection before the reason is reported
 _LAST_ERROR = re.compile(r"^.*last error: (?:\w+: )?")
 
 
@@ -98,7 +98,7 @@ class Outage:
         )
         self._on_reason(reading or reason)
         # gRPC's text may name any of the host's addresses, so only the diagnosis is compared.
-        if not self._repetition.is_news(reading.partition(" (")[0] if reading else text):
+        if not self._repetition.should_log(reading.partition(" (")[0] if reading else text):
             return
         if is_calm and reading is None:
             self._logger.info("waiting for %s: %s", self._name, text)
@@ -123,7 +123,7 @@ class Outage:
         task = asyncio.create_task(connecting)
         try:
             while True:
-                done, _ = await asyncio.wait({task}, timeout=_PATIENCE)
+                done, _ = await asyncio.wait({task}, timeout=_MASK_WAIT_SHARE)
                 if done:
                     return task.result()
                 if dialler.is_outdated:

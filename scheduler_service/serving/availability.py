@@ -158,11 +158,11 @@ class WorkerAvailability:
         if the worker has only one rank."""
         self._missing[rank] = reason
 
-    def worker_lost(self, reason: str, *, is_fruitless: bool) -> None:
-        """Record that the worker has failed. `is_fruitless`: the epoch had a plan, but its first token was not
+    def worker_lost(self, reason: str, *, has_no_token: bool) -> None:
+        """Record that the worker has failed. `has_no_token`: the epoch had a plan, but its first token was not
         computed. A call of `worker_left` must follow."""
         self.num_worker_losses += 1
-        if is_fruitless:
+        if has_no_token:
             self._num_fruitless_epochs += 1
             if self._num_fruitless_epochs == _MAX_FRUITLESS_EPOCHS:
                 logger.error("not serving: %d consecutive epochs without a token; %s", _MAX_FRUITLESS_EPOCHS, reason)
@@ -172,7 +172,7 @@ class WorkerAvailability:
         self.start_timers()
         self._tell()
 
-    def epoch_bore_fruit(self) -> None:
+    def has_computed_token(self) -> None:
         """Record that the worker has computed the first token of its epoch."""
         if self._num_fruitless_epochs:
             self._num_fruitless_epochs = 0

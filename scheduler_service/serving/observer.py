@@ -11,7 +11,7 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 # Reasons of ends that are not failures. ABORT is not a failure: the client disconnected, or an operator aborted.
-ENDED_WELL = (EndReason.STOP, EndReason.LENGTH, EndReason.ABORT)
+NON_FAILURES = (EndReason.STOP, EndReason.LENGTH, EndReason.ABORT)
 
 
 class Observer:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol, overload
 
 from scheduler_service.core.request import EndReason, SequenceEnd, TokenLogprobs
-from scheduler_service.serving.observer import ENDED_WELL
+from scheduler_service.serving.observer import NON_FAILURES
 
 # The maximum number of tokens, or of prompt log-probabilities, in one delta. It keeps the delta's message far below a
 # client's limit of 4 MiB.
@@ -247,7 +247,7 @@ class SampleRecord:
 
     # Processing
 
-    def take_tokens(self) -> list[int] | None:
+    def sample_tokens(self) -> list[int] | None:
         """Return the new tokens if nothing else is new, otherwise None. The caller passes the tokens on directly, so
         the readers of this record do not receive them."""
         if self.published_end is not None or self.new_logprobs or self.new_prompt_logprobs:
@@ -338,7 +338,7 @@ class SampleRecord:
             if self._with_logprobs:
                 self._add_logprobs(logprobs[:num_kept])
         if end is not None:
-            if self.stop_text is None and end.reason not in ENDED_WELL:
+            if self.stop_text is None and end.reason not in NON_FAILURES:
                 self.failure = end
             else:
                 self.end = end

@@ -8,7 +8,7 @@ import logging
 from typing import Any
 
 from scheduler_service.core.request import EndReason, Request, SequenceEnd
-from scheduler_service.serving.observer import ENDED_WELL, Observer
+from scheduler_service.serving.observer import NON_FAILURES, Observer
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ class RequestLog(Observer):
         self._failed: dict[tuple[EndReason, str], list[dict[str, Any]]] = {}
 
     def sequence_ended(self, request: Request, end: SequenceEnd, now: float) -> None:
-        ended_well = end.reason in ENDED_WELL
+        ended_well = end.reason in NON_FAILURES
         if ended_well and not self._logs_all:
             return
         fields = {

@@ -119,7 +119,7 @@ class PlanExchange:
         self._publisher.publish(outputs)
         if self._is_fruitless and (outputs.token_ids or result.candidates.token_ids or result.embeddings):
             self._is_fruitless = False
-            self.availability.epoch_bore_fruit()
+            self.availability.has_computed_token()
         for tell in self._observers.step_finished:
             tell(result, self._counters.num_prompt_tokens - self._counters.num_cached_prompt_tokens)
         self._num_unchecked_steps += 1
@@ -160,7 +160,7 @@ class PlanExchange:
 
     def _end_epoch(self, reason: str) -> None:
         logger.warning("lost the worker in epoch %d: %s", self.epoch, reason)
-        self.availability.worker_lost(reason, is_fruitless=self._is_fruitless)
+        self.availability.worker_lost(reason, has_no_token=self._is_fruitless)
         for tell in self._observers.worker_changed:
             tell(None)
         self._leave_epoch()

@@ -140,7 +140,7 @@ class Turns:
             async with self.turn(tenant, is_long=False):
                 return await on_thread(self._short_threads, partial(work, *args, **named))
 
-    async def carry_out(
+    async def run_operation(
         self, tenant: str, size: int, work: Callable[_Given, _Result], *args: _Given.args, **named: _Given.kwargs
     ) -> _Result:
         """Call `work` on the event loop if `size` is at most PIECE_SIZE, otherwise on a thread as `run` does. Return

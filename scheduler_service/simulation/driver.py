@@ -20,7 +20,7 @@ from scheduler_service.core.request import (
     SchedulerStats,
     SequenceEnd,
 )
-from scheduler_service.core.retention import EXPECTATIONS, Expectation
+from scheduler_service.core.retention import EXPECTATIONS, ReturnEstimate
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.core.scheduler_options import SchedulerOptions
 from scheduler_service.core.sequence import Session
@@ -127,7 +127,7 @@ class SimulatedRun:
         return max((request.ended_at for request in self.requests), default=0.0)
 
 
-class Belady(Expectation):
+class Belady(ReturnEstimate):
     """An estimate that knows the trace: the session whose next request comes last loses its blocks first.
 
     After Belady, "A Study of Replacement Algorithms for a Virtual-Storage Computer", 1966. Sessions have the same names

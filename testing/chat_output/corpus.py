@@ -14,7 +14,7 @@ from typing import Any
 
 from pagewire.common.chat.chat_output import Arguments, CallStart, ChatFormat, Content, OutputPart, Reasoning, format_of
 from pagewire.common.chat.chat_template import ChatTemplateError, render
-from pagewire.common.chat.template_forms import as_taken
+from pagewire.common.chat.template_forms import to_template_form
 from testing.chat_output.splitting import Functions, in_two, parts_of
 
 _CITY = {
@@ -74,7 +74,7 @@ def _results(template: str, chat_format: ChatFormat) -> Iterator[tuple[str, bool
         answer = {"role": "assistant", "content": content, "reasoning_content": reasoning or None}
         answer["tool_calls"] = [_call(*call) for call in calls] or None  # type: ignore[assignment]
         asked = template, tuple(sorted(SPECIAL_TOKENS.items()))
-        if len(as_taken([QUESTION, answer], asked)) > 2:  # in several messages, which are several outputs
+        if len(to_template_form([QUESTION, answer], asked)) > 2:  # in several messages, which are several outputs
             continue
         try:
             history = render(

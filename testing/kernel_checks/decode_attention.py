@@ -12,7 +12,7 @@ from torch import Tensor
 from pagewire.kernels import reference
 from pagewire.kernels.arguments import Scoring, Selection
 from pagewire.kernels.triton import decode_attention, launching, tiles
-from pagewire.kernels.triton.attention_arguments import AttentionConstants, Weighing
+from pagewire.kernels.triton.attention_arguments import AttentionConstants, ScoreArguments
 from pagewire.kernels.triton.launching import Strided
 from testing.kernel_checks.case import BenchCase, CompileCase, DeviceCase, Goal
 
@@ -461,7 +461,7 @@ def compile_cases() -> Iterator[CompileCase]:
     ):
         yield _compile_case(version, **changes)
     pointers = dict.fromkeys(("split_starts", "seq_lens", "split_rows"), "*i32")
-    numbers = dict.fromkeys(("num_rows", "max_splits", "num_shares", "max_positions"), "i32")
+    numbers = dict.fromkeys(("num_rows", "max_splits", "num_full_splits", "max_positions"), "i32")
     constants = {"MIN_CHUNK": 64, "FULL_CHUNK": 256, "SHARES_PER_PROCESSOR": 4, "ALIGNMENT": 64, "TILE": 128}
     yield CompileCase("split plan", decode_attention._plan_kernel, pointers | numbers, constants)
     arguments = {"splits": _SPLITS, "output": strided("bf16", 3)}
@@ -477,7 +477,7 @@ def strided(element: str, num_dims: int, integer: str = "i32") -> Strided:
     return Strided(f"*{element}", (integer,) * (num_dims - 1))
 
 
-def attention_types(element: str, stored: str, weighing: Weighing, *, window: str | None, selected: bool) -> dict:
+def attention_types(element: str, stored: str, weighing: ScoreArguments, *, window: str | None, selected: bool) -> dict:
     """Return the types of the arguments that all attention kernels share."""
     return {
         "output": strided(element, 3),
@@ -503,7 +503,9 @@ def _compile_case(
 ) -> CompileCase:
     given = {name: value for name, value in locals().items() if name != "version"}
     tile = tiles.lookup(f"paged_attention_{version}", head_dim=head_dim, num_groups=num_groups, dtype=_DTYPES[stored])
-    weighing = Weighing("fp32", "fp32" if softcap else None, "*fp32" if alibi else None, "*fp32" if sinks else None)
+    weighing = ScoreArguments(
+        "fp32", "fp32" if softcap else None, "*fp32" if alibi else None, "*fp32" if sinks else None
+    )
     arguments = attention_types(element, stored, weighing, window="i32", selected=sparse)
     operand = launching.operand(_DTYPES[element], _DTYPES[stored])
     padded_dim = 1 << (head_dim - 1).bit_length()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels import reference
-from pagewire.kernels.arguments import HeadPreparation
+from pagewire.kernels.arguments import NormRopeParams
 from pagewire.kernels.triton import fused
 from testing.kernel_checks.case import BenchCase, CompileCase, DeviceCase
 from testing.kernel_checks.decode_attention import strided
@@ -97,7 +97,7 @@ def check_norm_rope(
     heads, weights, cos, sin = make_heads(device, dtype, num_tokens, num_heads + 2 * num_kv_heads, head_dim)
     chosen = [weight if name in normalized else None for name, weight in zip("qk", weights, strict=True)]
     ours, theirs = heads.clone(), heads.clone()
-    preparation = HeadPreparation(num_heads, *chosen, EPS, cos, sin)
+    preparation = NormRopeParams(num_heads, *chosen, EPS, cos, sin)
     parts = fused.norm_rope(ours, preparation)
     reference.norm_rope(theirs, preparation)
     assert torch.equal(ours[:, -num_kv_heads:], heads[:, -num_kv_heads:]), f"{case}: the values changed"
@@ -133,7 +133,7 @@ def check_norm_rope_and_cache(
     ours, theirs = blocks.to(cache_dtype), blocks.to(cache_dtype)  # [block, layer, K or V, ...]
     slots = torch.randperm(num_blocks * block_size, device=device)[:num_tokens]
     slots[1::5] = -1
-    preparation = HeadPreparation(num_heads, *chosen, EPS, cos, sin)
+    preparation = NormRopeParams(num_heads, *chosen, EPS, cos, sin)
 
     turned = heads.clone()
     queries, keys, values = reference.norm_rope(turned, preparation)
@@ -211,7 +211,7 @@ def _norm_rope_and_cache_call(device: torch.device, num_tokens: int) -> Callable
     slots = torch.randperm(num_tokens // 16, device=device).repeat_interleave(16) * 16
     slots += torch.arange(16, device=device).repeat(num_tokens // 16)
     keys, values = cache.unbind(1)
-    preparation = HeadPreparation(32, *weights, EPS, cos, sin)
+    preparation = NormRopeParams(32, *weights, EPS, cos, sin)
     return lambda: fused.HeadCaching(slots).turn(heads, preparation, keys, values)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pagewire.kernels import experts as specification
 from pagewire.kernels.triton import experts, linear
-from pagewire.kernels.weight import BLOCK, FLOAT8, HeldWeight
+from pagewire.kernels.weight import BLOCK, FLOAT8, StoredWeight
 from pagewire.network.expert_routing import ExpertRouting
 from testing.kernel_checks.case import BenchCase, CompileCase, DeviceCase
 from testing.kernel_checks.decode_attention import strided
@@ -51,7 +51,7 @@ def held_bytes(packed: linear.PackedWeight) -> int:
     return sum(tensor.nbytes for tensor in there if tensor is not None)
 
 
-def make_weight(layer: Layer, generator: torch.Generator) -> HeldWeight:
+def make_weight(layer: Layer, generator: torch.Generator) -> StoredWeight:
     device, size = generator.device, layer.group_size or layer.in_size
     shape, groups = (layer.out_size, layer.in_size), (layer.out_size, -(-layer.in_size // size))
     integers = partial(torch.randint, generator=generator, device=device)
@@ -67,7 +67,7 @@ def make_weight(layer: Layer, generator: torch.Generator) -> HeldWeight:
         values = (
             integers(-8, 9, shape).float() if layer.is_exact else torch.randn(shape, generator=generator, device=device)
         )
-        return HeldWeight(values.to(FLOAT8), scale, size)
+        return StoredWeight(values.to(FLOAT8), scale, size)
     if layer.codes == "e2m1":
         codes = _E2M1.to(device)[integers(0, 16, shape)]
     else:
@@ -79,7 +79,7 @@ def make_weight(layer: Layer, generator: torch.Generator) -> HeldWeight:
     if layer.has_factors:
         blocks = (layer.out_size, layer.in_size // BLOCK)
         factors = [numbers(blocks), numbers(blocks) if layer.has_minima else None]
-    return HeldWeight(codes, scale, size, minimum, zero, *factors)
+    return StoredWeight(codes, scale, size, minimum, zero, *factors)
 
 
 def make_rows(layer: Layer, num_rows: int, generator: torch.Generator) -> Tensor:
@@ -124,7 +124,7 @@ def check_packed(packed: linear.PackedWeight, layer: Layer, case: str) -> None:
 
 
 def check_product(
-    actual: Tensor, x: Tensor, weight: HeldWeight, bias: Tensor | None, is_exact: bool, case: str
+    actual: Tensor, x: Tensor, weight: StoredWeight, bias: Tensor | None, is_exact: bool, case: str
 ) -> None:
     """Check a matrix multiplication against float64.
 
@@ -143,7 +143,7 @@ def check_product(
     assert bool((error <= limit).all()), f"{case}: off by {float(error.max())}"
 
 
-def magnitudes(weight: HeldWeight) -> Tensor:
+def magnitudes(weight: StoredWeight) -> Tensor:
     """Return the sum of the absolute values of the terms of each element of a weight, in float64."""
     whole = weight.without_factors()
     terms = replace(whole, minimum=None).dequantized().double().abs()
@@ -200,7 +200,7 @@ def check_replay(device: torch.device, layer: Layer, seed: int) -> None:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        products, rows = linear.multiply(x, packed), linear.take_rows(packed, torch.arange(5, device=device), x.dtype)
+        products, rows = linear.multiply(x, packed), linear.lookup_rows(packed, torch.arange(5, device=device), x.dtype)
     for _ in range(3):
         x.copy_(make_rows(layer, layer.num_rows, generator))
         graph.replay()

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from pagewire.kernels import reference
 from pagewire.kernels.arguments import Scoring, Selection
 from pagewire.kernels.triton import launching, prefill_attention, tiles
-from pagewire.kernels.triton.attention_arguments import AttentionConstants, LayerGroup, Weighing, paged_caches
+from pagewire.kernels.triton.attention_arguments import AttentionConstants, LayerGroup, ScoreArguments, paged_caches
 from pagewire.kernels.triton.decode_attention import ANY_LEN, SplitPlan
 from pagewire.kernels.triton.paged_attention import PagedAttention
 from pagewire.kernels.triton.tiles import Tile
@@ -427,7 +427,9 @@ def _compile_case(
     selected: bool = False,
 ) -> CompileCase:
     tile = tiles.lookup("paged_prefill", head_dim=head_dim, num_groups=num_groups, dtype=_DTYPES[stored])
-    weighing = Weighing("fp32", "fp32" if softcap else None, "*fp32" if alibi else None, "*fp32" if sinks else None)
+    weighing = ScoreArguments(
+        "fp32", "fp32" if softcap else None, "*fp32" if alibi else None, "*fp32" if sinks else None
+    )
     arguments = attention_types(element, stored, weighing, window="i32" if window else None, selected=selected)
     operand = launching.operand(_DTYPES[element], _DTYPES[stored])
     padded_dim = 1 << (head_dim - 1).bit_length()

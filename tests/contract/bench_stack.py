@@ -11,7 +11,7 @@ from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import Stack, serve
 
 
-class SoundWorker(FakeWorker):
+class GoodLogitsWorker(FakeWorker):
     """A fake worker whose logits are never bad, because the prompts of the benchmark are random."""
 
     def _simulated_worker(self) -> SimulatedWorker:
@@ -22,7 +22,7 @@ class SoundWorker(FakeWorker):
 
 @contextlib.asynccontextmanager
 async def stack_of(checkpoint: Path, step_seconds: float = 0.0, **options: object) -> AsyncIterator[Stack]:
-    worker = await SoundWorker.started(checkpoint)
+    worker = await GoodLogitsWorker.started(checkpoint)
     async with serve(checkpoint, worker=worker, **options) as stack:
         stack.worker.step_seconds = step_seconds
         yield stack

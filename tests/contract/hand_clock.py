@@ -5,7 +5,7 @@ from collections.abc import Callable
 from scheduler_service.serving.clock import Clock
 
 
-class HandClock(Clock):
+class ManualClock(Clock):
     """A clock whose timers never fire by themselves. `end_last` fires the last one. No event loop is needed."""
 
     def __init__(self) -> None:

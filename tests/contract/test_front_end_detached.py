@@ -294,8 +294,8 @@ async def test_only_operators_pass_calls_on(checkpoint: Path, tenants: Path, tmp
         for call in CALLS.values():
             for tenant in ("acme", "globex"):
                 assert await code_of(call(front, "name", credentials(tenant))) is grpc.StatusCode.PERMISSION_DENIED
-            passed_on = (*credentials("acme"), ("x-tenants-revision", "any"))
-            assert await code_of(call(stack, "name", passed_on)) is grpc.StatusCode.PERMISSION_DENIED
+            forwarded_metadata = (*credentials("acme"), ("x-tenants-revision", "any"))
+            assert await code_of(call(stack, "name", forwarded_metadata)) is grpc.StatusCode.PERMISSION_DENIED
 
 
 async def test_a_front_end_without_tenants_cannot_use_a_scheduler_with_tenants(

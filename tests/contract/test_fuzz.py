@@ -20,7 +20,7 @@ from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.scheduler_stack import Stack, expected_tokens, make_checkpoint, request, serve
 from testing.seeds import seeded
 from testing.serving.front_end import FrontEnd, serve_front_end
-from tests.contract.bench_stack import SoundWorker
+from tests.contract.bench_stack import GoodLogitsWorker
 
 pytestmark = pytest.mark.thorough
 
@@ -313,7 +313,7 @@ async def send_shared(stack: Stack | FrontEnd, data: bytes) -> grpc.StatusCode:
 @pytest.mark.parametrize("seed", [1])
 async def test_mutated_requests_are_served_or_refused_as_what_they_are(checkpoint: Path, seed: int) -> None:
     rng = seeded(seed)
-    worker = SoundWorker(read_model_info(str(checkpoint)).digest, max_model_len=MAX_MODEL_LEN)
+    worker = GoodLogitsWorker(read_model_info(str(checkpoint)).digest, max_model_len=MAX_MODEL_LEN)
     await worker.start()
     codes: Counter[tuple[str, grpc.StatusCode]] = Counter()
     async with serve(checkpoint, worker=worker, max_detached_bytes=1000, max_waiting_requests=64) as stack:
@@ -343,7 +343,7 @@ async def test_mutated_requests_are_served_or_refused_as_what_they_are(checkpoin
 
 @asynccontextmanager
 async def scheduler_or_front_end(checkpoint: Path, *, is_front_end: bool) -> AsyncIterator[Stack | FrontEnd]:
-    worker = SoundWorker(read_model_info(str(checkpoint)).digest, max_model_len=MAX_MODEL_LEN)
+    worker = GoodLogitsWorker(read_model_info(str(checkpoint)).digest, max_model_len=MAX_MODEL_LEN)
     await worker.start()
     async with serve(checkpoint, worker=worker, max_detached_bytes=1000) as stack:
         if not is_front_end:

@@ -22,7 +22,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagewire.common.wire.transport import health
 from pagewire.common.wire.transport.addresses import join
-from pagewire.common.wire.transport.listening import check_port, create_server, give_way, listen, refusal
+from pagewire.common.wire.transport.listening import (
+    check_port,
+    create_server,
+    listen,
+    lower_grpc_pool_priority,
+    refusal,
+)
 from pagewire.common.wire.transport.tls import TlsFiles
 from pagewire.hosting.supervisor import free_port
 from testing.serving.certificates import Authority
@@ -138,7 +144,7 @@ async def test_grpc_pool_threads_have_lower_priority() -> None:
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         await channel.channel_ready()  # so that the pool has run
-        give_way()
+        lower_grpc_pool_priority()
         nices = nices_of_pool()
     await server.stop(0)
     assert max(nices) >= 10

@@ -21,7 +21,7 @@ from tests.contract.worker_listener import SWAP_OUT, WORK, Listener, opening
 PROMPT = [5, 6, 7, 8, 9]
 
 
-class LyingWorker(FakeWorker):
+class WrongTokensWorker(FakeWorker):
     """A fake rank that returns other tokens."""
 
     async def _send(self, response: worker_pb2.ExecuteResponse, context: grpc.aio.ServicerContext) -> None:
@@ -218,7 +218,7 @@ async def test_a_silent_rank_is_the_one_that_hangs() -> None:
 
 
 async def test_tokens_that_differ_end_the_epoch_before_they_count() -> None:
-    liar = LyingWorker(b"digest", tensor_parallel_rank=1, tensor_parallel_size=2)
+    liar = WrongTokensWorker(b"digest", tensor_parallel_rank=1, tensor_parallel_size=2)
     async with linked(rank(0), liar) as ranks:
         _, link = await joined(ranks)
         link.send(StepPlan(link.epoch, 1, openings=(opening(),), work_slots=(0,), work_num_tokens=(9,)))

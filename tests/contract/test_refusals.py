@@ -8,7 +8,7 @@ import grpc
 
 from scheduler_service.api.authentication import set_status
 from scheduler_service.core.request import AdmissionReason, EndReason
-from scheduler_service.serving.observer import ENDED_WELL
+from scheduler_service.serving.observer import NON_FAILURES
 from scheduler_service.serving.refusal import MAX_MESSAGE_BYTES, OF_ADMISSION, OF_END, Reason, RefusedError
 
 CLIENT_CLOSED_REQUEST = 499  # used by nginx, in no standard
@@ -43,7 +43,7 @@ def test_each_reason_has_the_http_status_of_an_error() -> None:
 
 def test_each_fault_has_a_reason() -> None:
     assert OF_ADMISSION.keys() == set(AdmissionReason)
-    assert OF_END.keys() == set(EndReason) - set(ENDED_WELL)
+    assert OF_END.keys() == set(EndReason) - set(NON_FAILURES)
 
 
 def test_a_long_message_is_cut_to_whole_characters() -> None:

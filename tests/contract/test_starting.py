@@ -14,13 +14,13 @@ from scheduler_service.serving.availability import WorkerAvailability
 from scheduler_service.serving.step_loop import StepLoop
 from testing.fake_worker import FakeWorker
 from testing.starting_worker import StartingWorker
-from tests.contract.hand_clock import HandClock
+from tests.contract.hand_clock import ManualClock
 
 
 class Scheduling:
     """A scheduler's worker link and step loop, with timers that the test fires."""
 
-    def __init__(self, clock: HandClock) -> None:
+    def __init__(self, clock: ManualClock) -> None:
         self.clock = clock
         core = Scheduler(SchedulerOptions(max_num_seqs=64, max_num_batched_tokens=64, max_model_len=256))
         self.step_loop = StepLoop(core, [Metrics()], worker_timeout=60.0, clock=clock)
@@ -46,7 +46,7 @@ class Scheduling:
 @asynccontextmanager
 async def scheduling(*workers: StartingWorker) -> AsyncIterator[Scheduling]:
     """Run a scheduler whose worker has the given ranks."""
-    scheduling = Scheduling(HandClock())
+    scheduling = Scheduling(ManualClock())
     async with AsyncExitStack() as stack:
         for worker in workers:
             await worker.start()

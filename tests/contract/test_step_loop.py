@@ -22,7 +22,7 @@ from scheduler_service.serving.observer import Observers
 from scheduler_service.serving.output import OutputReader, SampleRecord
 from scheduler_service.serving.step_loop import StepLoop
 from testing.core.simulated_worker import SimulatedWorker, reference
-from tests.contract.hand_clock import HandClock
+from tests.contract.hand_clock import ManualClock
 
 VOCAB_SIZE = 100
 CAPACITY = WorkerCapacity(
@@ -203,7 +203,7 @@ def _one_step() -> StepPlan:
 )
 def test_the_first_worker_is_waited_for_while_it_comes_further(last: str | WorkerStarting) -> None:
     """The scheduler does not wait for a worker that connects and disconnects, is gone, hangs, or makes no progress."""
-    clock, reasons = HandClock(), []
+    clock, reasons = ManualClock(), []
     options = {"worker_timeout": 60.0, "worker_grace": None, "on_grace_ended": reasons.append}
     availability = WorkerAvailability(100, clock, on_timed_out=reasons.append, **options)
     availability.start_timers()
@@ -224,7 +224,7 @@ def test_the_first_worker_is_waited_for_while_it_comes_further(last: str | Worke
 
 def test_the_missing_reason_lists_each_rank() -> None:
     """The scheduler waits while any rank makes progress, whether other ranks are connected or not."""
-    clock, reasons = HandClock(), []
+    clock, reasons = ManualClock(), []
     options = {"worker_timeout": 60.0, "worker_grace": None, "on_grace_ended": reasons.append}
     availability = WorkerAvailability(100, clock, on_timed_out=reasons.append, **options)
     availability.start_timers()

@@ -44,7 +44,7 @@ async def test_only_a_service_that_has_time_promises_some(
 # The handler ends in the same step of the event loop as the loop itself, long after its server.
 _LAST_CALL = """
 import asyncio, grpc.aio
-from pagewire.common.process.shutdown import run_out
+from pagewire.common.process.shutdown import run_to_completion
 
 class Handler(grpc.GenericRpcHandler):
     def service(self, details):
@@ -69,7 +69,7 @@ async def serve():
     return 7
 
 may_end = asyncio.Event()
-print(asyncio.run(run_out(serve())))
+print(asyncio.run(run_to_completion(serve())))
 """
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pagewire.common.chat.chat_template import ChatTemplateError, render, up_to_last
+from pagewire.common.chat.chat_template import ChatTemplateError, render, without_suffix
 from tests.growth import check_costs, check_growth
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -90,7 +90,7 @@ def test_a_last_message_is_found_at_once(content: Callable[[int], str]) -> None:
 
         def search() -> None:
             with pytest.raises(ChatTemplateError, match="the prompt does not contain the last message"):
-                up_to_last(prompt, message)
+                without_suffix(prompt, message)
 
         return search
 
@@ -104,4 +104,4 @@ def test_the_last_place_of_a_message_counts() -> None:
         (" x x ", " x ", " x x "),
         ("aaa", "aa", "aaa"),
     ):
-        assert up_to_last(prompt, {"content": content}) == kept
+        assert without_suffix(prompt, {"content": content}) == kept

@@ -113,13 +113,13 @@ def draw_conversation(rng: random.Random, takes: str) -> tuple[list[dict[str, An
         is_list = is_thought or rng.random() < 0.5
         content = parts if is_list else "".join(texts)
         whole = "".join(texts)
-        as_taken = {"both": content, "parts": parts if is_list else [{"type": "text", "text": whole}]}
-        as_taken |= {"text": whole, "part": [{"type": "text", "text": whole}]}
+        to_template_form = {"both": content, "parts": parts if is_list else [{"type": "text", "text": whole}]}
+        to_template_form |= {"text": whole, "part": [{"type": "text", "text": whole}]}
         more: dict[str, Any] = {}
         if role == "assistant":
             more = {"tool_calls": rng.choice([None, [CALL]]), rng.choice(["reasoning", "thinking"]): "so"}
         given.append({"role": role, "content": content, **more})
-        taken.append({"role": role, "content": as_taken[form], **more})
+        taken.append({"role": role, "content": to_template_form[form], **more})
     return given, taken
 
 

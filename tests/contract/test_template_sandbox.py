@@ -11,7 +11,7 @@ import pytest
 from jinja2.filters import FILTERS
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from pagewire.common.chat.template_sandbox import MAX_STEPS, Overspent, Template, TemplateFailure, _Budget
+from pagewire.common.chat.template_sandbox import MAX_STEPS, BudgetExceeded, Template, TemplateFailure, _Budget
 from testing.seeds import seeded
 from tests.thorough import thorough
 
@@ -265,7 +265,7 @@ def test_what_templates_do_with_long_messages_is_affordable() -> None:
 
 @pytest.mark.parametrize("template", ENDLESS)
 def test_what_would_not_end_or_grow_without_bounds_is_cut_off(template: str) -> None:
-    with pytest.raises(Overspent, match=f"line 1: it does not end within {MAX_STEPS} steps"):
+    with pytest.raises(BudgetExceeded, match=f"line 1: it does not end within {MAX_STEPS} steps"):
         Template(template).render(VARIABLES)
 
 
@@ -311,7 +311,7 @@ def test_iterators_are_joined_by_short_separators_only() -> None:
 def test_a_budget_is_spent_to_its_last_step() -> None:
     budget = _Budget()
     budget.take(MAX_STEPS)
-    with pytest.raises(Overspent):
+    with pytest.raises(BudgetExceeded):
         budget.take()
 
 
@@ -319,7 +319,7 @@ def test_a_failure_leaves_nothing_behind() -> None:
     template = Template("{% for i in range(n) %}{% for j in range(n) %}{% endfor %}{% endfor %}{{ n }}")
     for _ in range(2):
         assert template.render({"n": 100}) == "100"
-        with pytest.raises(Overspent):
+        with pytest.raises(BudgetExceeded):
             template.render({"n": 9999})
 
 
@@ -389,5 +389,5 @@ def test_a_template_is_rendered_on_several_threads_at_once() -> None:
         assert other.result(20) == "x"
         may_go_on.set()
         assert slow.result(20) == "True"
-    with pytest.raises(Overspent):
+    with pytest.raises(BudgetExceeded):
         template.render({"number": MAX_STEPS // 1000, "value": "x"})

@@ -13,7 +13,7 @@ from pagewire.cli.request import SamplePrinter
 from pagewire.client.wire import decode_output
 from pagewire.common.chat.chat_output import Arguments, CallStart, format_of
 from pagewire.common.chat.chat_output.literals import json_of
-from pagewire.common.chat.chat_template import ChatTemplateError, up_to_last
+from pagewire.common.chat.chat_template import ChatTemplateError, without_suffix
 from pagewire.common.chat.template_forms import compiled
 from pagewire.common.chat.template_sandbox import TemplateFailure
 from pagewire.common.grammars.literals import literals_of
@@ -60,7 +60,7 @@ def _literals(text: str) -> None:
 def _rest(text: str) -> None:
     """Render a message that is continued and that the template has not written at its beginning."""
     with pytest.raises(ChatTemplateError):
-        up_to_last(text * 4, {"content": f"{text}\0{text}"})
+        without_suffix(text * 4, {"content": f"{text}\0{text}"})
 
 
 def _formatted(text: str) -> None:

@@ -183,7 +183,7 @@ class Watched:
         for more in seconds:
             self.now(more)
             self.look()
-            self.files.tell_days_left()
+            self.files.warn_of_expiry()
         return [(record.levelno, record.getMessage()) for record in self.caplog.records]
 
     def look(self) -> None:

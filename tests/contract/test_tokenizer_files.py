@@ -132,7 +132,7 @@ def test_a_token_defined_in_one_file_is_known_everywhere(tmp_path: Path, place: 
     assert token_id not in load_tokenizer(folder / "tokenizer.json").encode(TEXTS[0]).ids
     before = read_model_info(str(folder)), model_digest(folder)
     assert before[0].digest == before[1]
-    assert before[0].is_as_routers_read
+    assert before[0].has_standard_tokenizer_files
 
     write(folder, with_ids(PLACES[place], token_id))
     info, ours = read_model_info(str(folder)), load_tokenizer(folder / "tokenizer.json")
@@ -143,7 +143,7 @@ def test_a_token_defined_in_one_file_is_known_everywhere(tmp_path: Path, place: 
     # A worker with other files has another model digest.
     assert model_digest(folder) == info.digest != before[1]
     # Routers read fewer files than these, so they get two files that define every token.
-    assert not info.is_as_routers_read
+    assert not info.has_standard_tokenizer_files
     with zipfile.ZipFile(io.BytesIO(read_tokenizer_archive(folder))) as archive:
         archive.extractall(tmp_path / "given")
     given = Tokenizer.from_file(str(tmp_path / "given" / "tokenizer.json"))
@@ -196,7 +196,7 @@ def test_the_classes_are_those_of_transformers() -> None:
         for name, kind in found.items()
         if not issubclass(kind, transformers.TokenizersBackend) or "__init__" in vars(kind)
     }
-    unserved = {f"{name}Tokenizer" for name in classes._UNSERVED.split()}
+    unserved = {f"{name}Tokenizer" for name in classes._UNSUPPORTED.split()}
     assert with_pipeline == unserved | {kind.name for kind in classes._CLASSES}
     for model_type in (*FAMILIES, "mistral3", "gemma3"):
         name = own.get(model_type, "").replace("TokenizersBackend", classes.PLAIN.name)

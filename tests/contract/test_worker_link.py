@@ -315,7 +315,7 @@ async def test_a_worker_that_joins_as_the_scheduler_stops_does_not_keep_it(monke
     assert running.cancelled()
 
 
-class MistakenWorker(FakeWorker):
+class WrongEpochWorker(FakeWorker):
     """A fake worker that reports grammars of another epoch."""
 
     async def _report(self, epoch: int, grammar: AddedGrammar, context: grpc.aio.ServicerContext) -> None:
@@ -326,7 +326,7 @@ class MistakenWorker(FakeWorker):
     ("worker", "expected"),
     [
         (FakeWorker(b"digest"), ("grammar", (1, ""))),
-        (MistakenWorker(b"digest"), ("lost", "a GrammarReport of epoch {later} in epoch {epoch}")),
+        (WrongEpochWorker(b"digest"), ("lost", "a GrammarReport of epoch {later} in epoch {epoch}")),
     ],
 )
 async def test_what_is_told_of_grammars_is_passed_on_if_it_is_of_the_epoch(

@@ -64,7 +64,7 @@ def test_a_block_whose_content_is_forgotten_is_taken_first():
     blocks = [pool.allocate() for _ in range(3)]
     for block in blocks:
         pool.free(block, cached=True)
-    pool.expose(blocks[2])
+    pool.uncache(blocks[2])
     assert next(pool.free_blocks()) == blocks[2]
 
 
@@ -81,7 +81,7 @@ def test_backed_up_blocks_precede_cached_ones_in_order_of_arrival():
     pool.share(blocks[4])
     assert [block for _, block in pool.idle_blocks()] == blocks[:2]
     assert [pool.allocate() for _ in range(3)] == [blocks[5], blocks[2], blocks[3]]
-    assert (pool.num_spare, pool.num_idle_cached, pool.num_free) == (0, 2, 2)
+    assert (pool.num_backed_up, pool.num_idle_cached, pool.num_free) == (0, 2, 2)
     assert [block for _, block in pool.idle_blocks()] == blocks[:2]
 
 

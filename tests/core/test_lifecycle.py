@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from pagewire.common.wire.messages import SamplingParams
-from scheduler_service.core.cache import Holding
+from scheduler_service.core.cache import Allocation
 from scheduler_service.core.lifecycle import Lifecycle
 from scheduler_service.core.policy import create_policy
 from scheduler_service.core.request import Request
-from scheduler_service.core.retention import Expectation
+from scheduler_service.core.retention import ReturnEstimate
 from scheduler_service.core.sequence import TRANSITIONS, GroupState, Row, Sequence, SequenceGroup
 from tests.core.system import System
 
@@ -43,7 +43,7 @@ def test_a_groups_state_is_changed_in_one_function():
     assert "begin_epoch" in writes("row", "Sequence")["sequence.py"], "an assignment of several is not seen"
 
 
-@pytest.mark.parametrize("record", [SequenceGroup, Sequence, Holding, Row])
+@pytest.mark.parametrize("record", [SequenceGroup, Sequence, Allocation, Row])
 def test_no_field_is_written_by_two_modules(record):
     written = {field.name: writes(field.name, record.__name__) for field in fields(record)}
     assert sum(map(bool, written.values())) > 4
@@ -88,14 +88,14 @@ def test_a_lost_worker_leaves_no_row_to_a_request():
     system.join()
     system.plan()
     sequence = system.scheduler.state.samples[sequence_id]
-    lost = sequence.holding
+    lost = sequence.allocation
     system.lose()
     assert lost.block_table
-    assert (sequence.row, sequence.holding.block_table, sequence.holding.num_computed_tokens) == (None, [], 0)
+    assert (sequence.row, sequence.allocation.block_table, sequence.allocation.num_computed_tokens) == (None, [], 0)
 
 
 def test_groups_change_state_only_as_the_table_permits():
-    lifecycle = Lifecycle(create_policy("priority"), Expectation)
+    lifecycle = Lifecycle(create_policy("priority"), ReturnEstimate)
     lifecycle.add(Request("a", "", (1, 2, 3), SamplingParams(), 4), 0.0)
     [group] = lifecycle.groups.values()
     with pytest.raises(AssertionError, match="a request that was waiting is swapped"):

@@ -3,11 +3,11 @@
 import pytest
 
 from pagewire.common.wire.messages import SamplingParams
-from scheduler_service.core.policy import POLICIES, FairPolicy, Standing, create_policy
+from scheduler_service.core.policy import POLICIES, FairPolicy, WaitingState, create_policy
 from scheduler_service.core.request import Request
 from testing.seeds import seeded
 
-FRESH = Standing(arrived_at=0.0, has_precedence=False, num_blocks=0, num_uncached_blocks=0)
+FRESH = WaitingState(arrived_at=0.0, has_precedence=False, num_blocks=0, num_uncached_blocks=0)
 
 
 def request(tenant: str = "", priority: int = 0, deadline: float | None = None) -> Request:
@@ -33,7 +33,7 @@ def test_the_share_of_a_prompt_that_is_cached_is_worth_as_much_as_waiting() -> N
     policy = create_policy("agent", 600.0)
 
     def turn(arrived_at: float, num_blocks: int, num_uncached_blocks: int) -> float:
-        standing = Standing(arrived_at, False, num_blocks, num_uncached_blocks)
+        standing = WaitingState(arrived_at, False, num_blocks, num_uncached_blocks)
         return policy.key(request(), 0, standing)[2]
 
     # With 16 added to both numbers, 1,008 blocks and 496 uncached blocks are 1,024 and 512: one halving.

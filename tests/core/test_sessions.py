@@ -7,7 +7,7 @@ import pytest
 from scheduler_service.core import explain, retention
 from scheduler_service.core.cache import content_root
 from scheduler_service.core.request import EndReason
-from scheduler_service.core.retention import Expectation, ReturnTimes
+from scheduler_service.core.retention import LearnedReturnEstimate, ReturnEstimate
 from scheduler_service.core.sequence import SequenceGroup, Session
 from testing.seeds import seeded
 from tests.core.system import System, prompt_of
@@ -184,7 +184,7 @@ def test_a_long_prompt_gives_way_to_one_that_is_done_at_once(policy, order):
     system.join()
     system.add(prompt_of(200), 3, request_id="long")
     system.plan()
-    table = list(system.scheduler.state.groups["", "long"].sequences[0].holding.block_table)
+    table = list(system.scheduler.state.groups["", "long"].sequences[0].allocation.block_table)
     system.complete()
     system.add(prompt_of(12, 1), 3, request_id="short")
     assert first_tokens(system, order) == order
@@ -225,7 +225,7 @@ def test_prompt_that_fits_the_step_goes_first_under_slowdown_limit():
     while not system.tokens[short]:
         assert not system.tokens[long]
         system.timed_step(0.01)
-    assert system.scheduler.state.groups["", "long"].sequences[0].holding.num_computed_tokens == 16
+    assert system.scheduler.state.groups["", "long"].sequences[0].allocation.num_computed_tokens == 16
     system.run()
     system.assert_exact()
 
@@ -426,7 +426,7 @@ def test_a_free_list_used_again_leads_to_no_other_session(monkeypatch):
         system.plan()
         system.complete()
     system.add(prompt_of(8, 8), 2, request_id="thief", tenant="b")
-    block = state.groups["a", "holds"].sequences[0].holding.block_table[0]
+    block = state.groups["a", "holds"].sequences[0].allocation.block_table[0]
     free_list = state.worker.cache.pool.free_list_of(block)
     assert free_list == state.groups["b", "thief"].session.free_list
     system.add([*history[:40], 2], 2, request_id="back", tenant="a")
@@ -470,11 +470,11 @@ def session(last_used_at: float) -> Session:
 
 
 def test_recency_orders_by_last_use():
-    assert Expectation().last_needed_at(session(7.0)) == 7.0
+    assert ReturnEstimate().last_needed_at(session(7.0)) == 7.0
 
 
 def test_return_time_estimate_shrinks_towards_the_mean():
-    times = ReturnTimes()
+    times = LearnedReturnEstimate()
     slow, quick, new = session(1000.0), session(1000.0), session(1000.0)
     assert times.last_needed_at(new) == 1000.0
     for _ in range(50):

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from pagewire.common.wire.messages import SamplingParams
-from scheduler_service.core.policy import POLICIES, Policy, Standing, create_policy
+from scheduler_service.core.policy import POLICIES, Policy, WaitingState, create_policy
 from scheduler_service.core.request import BeamParams, Request
 from scheduler_service.core.sequence import SequenceGroup
 from scheduler_service.core.waiting_queue import WaitingQueue
@@ -14,7 +14,7 @@ from testing.seeds import seeded
 
 def item(policy: Policy, arrival: int, tenant: str = "", n: int = 1, **fields: Any) -> SequenceGroup:
     request = Request(str(arrival), tenant, (1, 2, 3), SamplingParams(), 1, n=n, **fields)
-    standing = Standing(arrived_at=0.0, has_precedence=False, num_blocks=0, num_uncached_blocks=0)
+    standing = WaitingState(arrived_at=0.0, has_precedence=False, num_blocks=0, num_uncached_blocks=0)
     order, waiting_order = policy.running_key(request, arrival), policy.key(request, arrival, standing)
     return SequenceGroup(request, arrival, order, arrived_at=0.0, waiting_order=waiting_order, num_unfinished=n)
 
@@ -118,7 +118,7 @@ def test_it_agrees_with_a_sorted_list(name: str, seed: int) -> None:
         elif waiting and rng.random() < 0.2:
             group = rng.choice(waiting)
             num_uncached_blocks = rng.choice([0, 1, rng.randrange(1000)])
-            standing = Standing(0.0, rng.random() < 0.2, 1000, num_uncached_blocks)
+            standing = WaitingState(0.0, rng.random() < 0.2, 1000, num_uncached_blocks)
             queue.reorder(group, policy.key(group.request, group.arrival, standing))
         elif rng.random() < 0.55 or not waiting:
             group = item(

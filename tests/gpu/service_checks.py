@@ -256,7 +256,7 @@ def check_margin(
     mean = margin
     if max(shortfalls) > margin and not flags:
         texts = list(zip(prompts, served, strict=True))
-        rounded, unsteady = oracle.load_rounded(meant or model), oracle.load_unsteady(meant or model, seed=24)
+        rounded, unsteady = oracle.load_rounded(meant or model), oracle.load_with_noise(meant or model, seed=24)
         theirs = [fall for text in texts for fall in oracle.shortfalls_of_rounding(rounded, exact, *text).tolist()]
         drawn = [oracle.shortfalls_of_rounding(unsteady, exact, *text) for text in texts * NUM_ROUNDINGS]
         margin, mean = max(margin, *(falls.max().item() for falls in drawn)), 2 * fmean(theirs)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from pagewire.kernels.weight import HeldWeight
+from pagewire.kernels.weight import StoredWeight
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Dtypes of weights, and of the activations that they are multiplied with.
@@ -65,7 +65,7 @@ def random_quantized(seed, rng=None):
         return values.half().float() if kind == "float16" else values
 
     codes = table[torch.randint(0, len(table), (out_size, in_size), generator=generator)]
-    return HeldWeight(codes, floats(), group_size, floats() if has_minima else None)
+    return StoredWeight(codes, floats(), group_size, floats() if has_minima else None)
 
 
 def random_activations(seed, num_rows, in_size):
@@ -97,7 +97,7 @@ def compact(seed, bits, group_size, has_minima, has_factors):
     codes = torch.randint(0, 1 << bits, (70, 9 * 256), generator=generator) - (0 if bits == 4 else 128)
     shape = (70, 9 * 256 // group_size)
     scale = torch.randn(shape, generator=generator).half().float()
-    weight = HeldWeight(codes.to(torch.int8), scale, group_size, scale.flip(0) if has_minima else None)
+    weight = StoredWeight(codes.to(torch.int8), scale, group_size, scale.flip(0) if has_minima else None)
     if has_factors:
         return with_factors(weight, seed)
     zero = torch.randint(0, 1 << bits, shape, generator=generator) - (0 if bits == 4 else 128)

@@ -15,7 +15,7 @@ from pagewire.kernels.arguments import Scoring
 from pagewire.kernels.cache_rows import write_rows
 from pagewire.kernels.cpu import BuildError, CpuKernels
 from pagewire.kernels.cpu.library import VARIANTS, choose_variant, load_library
-from pagewire.kernels.weight import HeldWeight
+from pagewire.kernels.weight import StoredWeight
 from testing.checkpoints.families import make_checkpoint
 from testing.kernels.compiler import skip_without_compiler
 from testing.kernels.emulated import aarch64
@@ -73,7 +73,7 @@ def test_every_architecture_has_its_variants():
 @pytest.mark.parametrize("seed", range(3))
 def test_products_are_those_of_avx2_bit_for_bit(emulated, ours, seed, dtype, activation):
     weight, bias, x = random_product(seed, dtype)
-    packed = [each.pack_linear(HeldWeight(weight), bias, activation) for each in (emulated, ours)]
+    packed = [each.pack_linear(StoredWeight(weight), bias, activation) for each in (emulated, ours)]
     check_same_products(emulated, packed[0], ours, packed[1], x[: max(NUM_ROWS)])
 
 

@@ -5,7 +5,7 @@ import torch
 
 from pagewire.kernels.arguments import Scoring
 from pagewire.kernels.cpu import DecoderKernel, PagedRows
-from pagewire.kernels.weight import HeldWeight
+from pagewire.kernels.weight import StoredWeight
 from pagewire.network.operations import (
     Activate,
     AttendPaged,
@@ -23,7 +23,7 @@ HIDDEN, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, VOCAB = 32, 4, 2, 8, 50
 
 def layer(cpu_kernels, number, *, head_dim=HEAD_DIM, norm_dim=HEAD_DIM, angles=None, sinks=None):
     def packed(out_size, in_size):
-        return cpu_kernels.pack_linear(HeldWeight(torch.randn(out_size, in_size)))
+        return cpu_kernels.pack_linear(StoredWeight(torch.randn(out_size, in_size)))
 
     angles = torch.ones(16, head_dim) if angles is None else angles
     update, heads = "update" if number else None, AttentionHeads(NUM_HEADS, NUM_KV_HEADS, head_dim, 1.0)
@@ -52,7 +52,7 @@ def layer(cpu_kernels, number, *, head_dim=HEAD_DIM, norm_dim=HEAD_DIM, angles=N
 
 def decoder(cpu_kernels, *, embedding=None, norm=None, head=None, is_tied=False, **changed):
     """Return a decoder of two layers, with a float16 embedding table and a float32 head."""
-    head = head or cpu_kernels.pack_linear(HeldWeight(torch.randn(VOCAB, HIDDEN)))
+    head = head or cpu_kernels.pack_linear(StoredWeight(torch.randn(VOCAB, HIDDEN)))
     table = torch.randn(VOCAB, HIDDEN).half() if embedding is None else embedding
     operations = [
         Embed("x", head if is_tied else table),
@@ -113,7 +113,7 @@ def test_weights_that_do_not_fit_are_refused(cpu_kernels, changed, message):
 
 
 def test_more_buffers_than_there_is_room_for_are_refused(cpu_kernels):
-    head = cpu_kernels.pack_linear(HeldWeight(torch.eye(4)))
+    head = cpu_kernels.pack_linear(StoredWeight(torch.eye(4)))
 
     def clips(num_buffers):
         chain = [Clip(f"x{number}", f"x{number + 1}", 1.0) for number in range(num_buffers - 1)]
@@ -149,7 +149,7 @@ def test_negligible_and_dominant_sinks(cpu_kernels):
 
 def test_projections_are_clipped(cpu_kernels):
     table = torch.tensor([[-3.0, 0.5, torch.nan, 2.0], [torch.inf, -torch.inf, 1.0, -1.0]])
-    head = cpu_kernels.pack_linear(HeldWeight(torch.eye(4)))
+    head = cpu_kernels.pack_linear(StoredWeight(torch.eye(4)))
     kernel = DecoderKernel(cpu_kernels, [Embed("x", table), Clip("x", "clipped", 1.0), LmHead("clipped", head)])
     rows = PagedRows.of([0, 2], [2], torch.tensor([[1]]), torch.arange(2))
     caches = [(torch.zeros(2, 16, 1, 4),) * 2]
@@ -170,7 +170,7 @@ def test_gates_are_clamped(cpu_kernels, num_parts):
     operations = [
         Embed("x", table.flatten(1)),
         Activate("x", "activated", "clamped_swiglu", is_gated=True, num_parts=num_parts, alpha=alpha, limit=limit),
-        LmHead("activated", cpu_kernels.pack_linear(HeldWeight(torch.eye(num_parts * size)))),
+        LmHead("activated", cpu_kernels.pack_linear(StoredWeight(torch.eye(num_parts * size)))),
     ]
     rows = PagedRows.of([0, 2], [2], torch.tensor([[1]]), torch.arange(2))
     caches = [(torch.zeros(2, 16, 1, 4),) * 2]
@@ -188,7 +188,7 @@ def test_what_fits_is_computed(cpu_kernels, is_tied, num_tokens):
     """
     torch.manual_seed(2)
     weight = torch.randn(VOCAB, HIDDEN)
-    kernel = decoder(cpu_kernels, head=cpu_kernels.pack_linear(HeldWeight(weight)), is_tied=is_tied)
+    kernel = decoder(cpu_kernels, head=cpu_kernels.pack_linear(StoredWeight(weight)), is_tied=is_tied)
     for logit_rows in ((), (2,), (2, 0), tuple(range(num_tokens))):
         hidden, logits, highest = forward(kernel, num_slots=num_tokens, num_tokens=num_tokens, logit_rows=logit_rows)
         # The norm after the layers has unit weights.
@@ -209,11 +209,11 @@ def test_the_highest_logit_is_found(cpu_kernels, vocab):
         for value, expected in [(20.0, place), (torch.inf, place), (-torch.inf, None), (torch.nan, -1)]:
             bias = torch.randn(vocab).clamp(max=3)
             bias[place] = value
-            head = cpu_kernels.pack_linear(HeldWeight(torch.zeros(vocab, HIDDEN)), bias)
+            head = cpu_kernels.pack_linear(StoredWeight(torch.zeros(vocab, HIDDEN)), bias)
             _, logits, highest = forward(decoder(cpu_kernels, head=head), logit_rows=(1,))
             assert torch.equal(logits[0].nan_to_num(), bias.nan_to_num())
             assert highest.item() == (bias.argmax().item() if expected is None else expected)
         equal = torch.zeros(vocab)
         equal[place:] = 1.0
-        head = cpu_kernels.pack_linear(HeldWeight(torch.zeros(vocab, HIDDEN)), equal)
+        head = cpu_kernels.pack_linear(StoredWeight(torch.zeros(vocab, HIDDEN)), equal)
         assert forward(decoder(cpu_kernels, head=head), logit_rows=(1,))[2].item() == place

@@ -12,7 +12,7 @@ from pagewire.kernels.arguments import Scoring
 from pagewire.kernels.cpu import CpuKernels, DecoderKernel, PackedExperts, PackedLinear, PagedRows
 from pagewire.kernels.cpu.library import VARIANTS
 from pagewire.kernels.experts import ExpertRouting, multiply_routed, route_tokens, sum_slots
-from pagewire.kernels.weight import HeldWeight
+from pagewire.kernels.weight import StoredWeight
 from pagewire.network.operations import (
     Activate,
     CombineExperts,
@@ -49,7 +49,7 @@ def variant(request) -> CpuKernels:
 
 def run(kernels: CpuKernels, operations: list[Any], table: Tensor, token_ids: Tensor, read: str, width: int) -> Tensor:
     """Return the final content of a buffer, [T, width]. The buffer x begins with rows of the table."""
-    head = kernels.pack_linear(HeldWeight(torch.zeros(1, width)))
+    head = kernels.pack_linear(StoredWeight(torch.zeros(1, width)))
     kernel = DecoderKernel(kernels, [Embed("x", table), *operations, LmHead(read, head)])
     num_tokens = len(token_ids)
     cache = (torch.zeros(num_tokens, 1, 1, 1),) * 2
@@ -128,17 +128,17 @@ def packed_weight(kernels: CpuKernels, kind: str, out_size: int, in_size: int, s
     bias = torch.randn(out_size, generator=generator) if seed % 2 else None
     match kind:
         case "float32":
-            return kernels.pack_linear(HeldWeight(values), bias)
+            return kernels.pack_linear(StoredWeight(values), bias)
         case "bfloat16 held" | "bfloat16":
             activation = torch.bfloat16 if kind == "bfloat16" else torch.float32
-            return kernels.pack_linear(HeldWeight(values.bfloat16()), bias, activation)
+            return kernels.pack_linear(StoredWeight(values.bfloat16()), bias, activation)
         case "int8" | "int4":
             return kernels.pack_linear(kernels.quantize(values, 8 if kind == "int8" else 4), bias)
         case "K-quant":
             weight = compact(seed, 4, 32, has_minima=True, has_factors=True)
             return kernels.pack_linear(weight[:out_size], bias)
         case _:
-            return kernels.pack_linear(HeldWeight(values.to(torch.float8_e4m3fn), torch.rand(out_size, 1), in_size))
+            return kernels.pack_linear(StoredWeight(values.to(torch.float8_e4m3fn), torch.rand(out_size, 1), in_size))
 
 
 KINDS = ("float32", "bfloat16 held", "bfloat16", "int8", "int4", "K-quant", "float8")
@@ -179,7 +179,7 @@ def test_slots_are_those_of_the_specification(variant):
     generator = torch.Generator().manual_seed(5)
     weights, biases = torch.randn(6, 40, 64, generator=generator), torch.randn(6, 40, generator=generator)
     experts = PackedExperts(
-        [variant.pack_linear(HeldWeight(weight), bias) for weight, bias in zip(weights, biases, strict=True)]
+        [variant.pack_linear(StoredWeight(weight), bias) for weight, bias in zip(weights, biases, strict=True)]
     )
     ids = random_ids(20, 6, 3, generator)
     for num_rows in (20, 60):
@@ -189,14 +189,14 @@ def test_slots_are_those_of_the_specification(variant):
 
 
 def test_no_token_has_no_slot(cpu_kernels):
-    experts = PackedExperts([cpu_kernels.pack_linear(HeldWeight(torch.ones(4, 8)))])
+    experts = PackedExperts([cpu_kernels.pack_linear(StoredWeight(torch.ones(4, 8)))])
     assert cpu_kernels.multiply_routed(torch.ones(0, 8), experts, torch.zeros(0, 1, dtype=torch.int64)).shape == (0, 4)
 
 
 def test_arguments_that_do_not_fit_are_refused(cpu_kernels):
     linears = [
-        cpu_kernels.pack_linear(HeldWeight(torch.ones(4, 8))),
-        cpu_kernels.pack_linear(HeldWeight(torch.ones(5, 8))),
+        cpu_kernels.pack_linear(StoredWeight(torch.ones(4, 8))),
+        cpu_kernels.pack_linear(StoredWeight(torch.ones(5, 8))),
     ]
     with pytest.raises(ValueError, match=r"weights \[4, 8\] over torch.float32 and \[5, 8\] over torch.float32"):
         PackedExperts(linears)
@@ -228,7 +228,7 @@ class Layer:
         self.ups = [packed_weight(kernels, kind, 2 * INNER, HIDDEN, number) for number in numbers]
         self.downs = [packed_weight(kernels, kind, HIDDEN, INNER, 100 + number) for number in numbers]
         self.operations: list[Any] = [
-            Multiply("x", "logits", kernels.pack_linear(HeldWeight(self.router))),
+            Multiply("x", "logits", kernels.pack_linear(StoredWeight(self.router))),
             RouteTopK("logits", "routes", routing),
         ]
         if is_fused:
@@ -286,7 +286,7 @@ def test_a_token_depends_on_no_other_and_on_no_thread(variant, kind):
 def test_a_shared_expert_is_gated(variant):
     generator = torch.Generator().manual_seed(9)
     table, weight = torch.randn(20, 40, generator=generator), torch.randn(1, 40, generator=generator)
-    operations = [Multiply("x", "gate", variant.pack_linear(HeldWeight(weight))), Gate("x", "gate", "gated")]
+    operations = [Multiply("x", "gate", variant.pack_linear(StoredWeight(weight))), Gate("x", "gate", "gated")]
     for num_tokens in (3, 20):
         token_ids = torch.randperm(20, generator=generator)[:num_tokens]
         x = table[token_ids]
@@ -298,7 +298,7 @@ def refused_operations(kernels: CpuKernels) -> dict[str, list[Any]]:
     """Return refused operations, by a part of the error message."""
 
     def linears(number: int, out_size: int = 4, in_size: int = 8) -> list[PackedLinear]:
-        return [kernels.pack_linear(HeldWeight(torch.ones(out_size, in_size)))] * number
+        return [kernels.pack_linear(StoredWeight(torch.ones(out_size, in_size)))] * number
 
     route = RouteTopK("x", "routes", ExpertRouting(2))
     return {

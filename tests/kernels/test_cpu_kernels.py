@@ -16,7 +16,7 @@ import torch
 import pagewire.kernels.cpu
 from deploy.platform_wheel import variants_of
 from pagewire.kernels import reference
-from pagewire.kernels.arguments import HeadPreparation, Scoring
+from pagewire.kernels.arguments import NormRopeParams, Scoring
 from pagewire.kernels.cache_rows import EIGHT_BITS, read_rows, row_size, write_rows
 from pagewire.kernels.cpu import PagedRows, library
 from pagewire.kernels.cpu.library import (
@@ -27,7 +27,7 @@ from pagewire.kernels.cpu.library import (
     flags_of,
     sources,
 )
-from pagewire.kernels.weight import HeldWeight
+from pagewire.kernels.weight import StoredWeight
 from testing.kernels.compiler import build_variants, first_compiler, skip_without_compiler
 from testing.kernels.variants import load_variant
 from tests.kernels.paged import paged_attention, store_kv
@@ -357,7 +357,7 @@ def test_norm_rope(cpu_kernels, dtype, is_normalized, head_dim):
     sin = torch.cat([-angles.sin(), angles.sin()], 1).to(dtype)
     weights = (1 + 0.1 * torch.randn(2, head_dim)).to(dtype) if is_normalized else (None, None)
     ours, theirs = heads.clone(), heads.clone()
-    preparation = HeadPreparation(num_heads, *weights, 1e-6, cos, sin)
+    preparation = NormRopeParams(num_heads, *weights, 1e-6, cos, sin)
     cpu_kernels.norm_rope(ours, preparation)
     reference.norm_rope(theirs, preparation)
     assert torch.equal(ours[:, -num_kv_heads:], heads[:, -num_kv_heads:])
@@ -414,7 +414,7 @@ def test_portable_conversions_are_those_of_torch(cpu_kernels, value):
     for each in (cpu_kernels, load_variant("portable")):
         for dtype in (torch.bfloat16, torch.float16):
             halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).view(1, 256, 256)
-            values = each.take_rows(each.pack_linear(HeldWeight(halves[0])), torch.arange(256))
+            values = each.lookup_rows(each.pack_linear(StoredWeight(halves[0])), torch.arange(256))
             assert torch.equal(values.nan_to_num(7e8), halves[0].float().nan_to_num(7e8))
             caches = torch.zeros(2, 1, 1, 1, 1, dtype=dtype)
             store_kv(each, *torch.full((2, 1, 1, 1), value), *caches, torch.tensor([0]))

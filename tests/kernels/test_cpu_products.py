@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pagewire.kernels.cpu.library import VARIANTS
-from pagewire.kernels.weight import FLOAT8, HeldFormat, HeldWeight, unit_size
+from pagewire.kernels.weight import FLOAT8, StoredFormat, StoredWeight, unit_size
 from testing.kernels.variants import load_variant
 from tests.kernels.random_products import (
     DTYPES,
@@ -47,7 +47,7 @@ def error_bound(x, weight):
 @pytest.mark.parametrize("seed", range(8))
 def test_linear(variant, seed, dtype, activation, num_threads):
     weight, bias, x = random_product(seed, dtype)
-    packed = variant.pack_linear(HeldWeight(weight), bias, activation)
+    packed = variant.pack_linear(StoredWeight(weight), bias, activation)
     rounded = x.to(activation)
     expected = torch.nn.functional.linear(rounded.double(), weight.double(), None if bias is None else bias.double())
     with threads(num_threads):
@@ -78,7 +78,7 @@ def sums_of_pairs(x, weight):
 def test_bfloat16_is_the_same_on_every_processor(variant, seed):
     weight, bias, x = random_product(seed, torch.bfloat16)
     expected = sums_of_pairs(x.bfloat16(), weight)
-    actual = variant.linear(x, variant.pack_linear(HeldWeight(weight), bias, torch.bfloat16))
+    actual = variant.linear(x, variant.pack_linear(StoredWeight(weight), bias, torch.bfloat16))
     assert torch.equal(actual, expected if bias is None else expected + bias)
 
 
@@ -98,7 +98,7 @@ def check_rows(variant, x, packed):
 def test_a_row_depends_on_no_other_row(variant, seed, dtype, activation):
     """The output of a request does not depend on the other requests in its step."""
     weight, bias, x = random_product(seed, dtype)
-    check_rows(variant, x, variant.pack_linear(HeldWeight(weight), bias, activation))
+    check_rows(variant, x, variant.pack_linear(StoredWeight(weight), bias, activation))
 
 
 def test_very_many_rows(variant):
@@ -106,7 +106,7 @@ def test_very_many_rows(variant):
     weight = torch.randn(70, 300, generator=torch.Generator().manual_seed(1)).bfloat16()
     x = torch.randn(230, 300, generator=torch.Generator().manual_seed(2))
     for activation in (torch.float32, torch.bfloat16):
-        packed = variant.pack_linear(HeldWeight(weight), None, activation)
+        packed = variant.pack_linear(StoredWeight(weight), None, activation)
         alone = torch.cat([variant.linear(row[None], packed) for row in x])
         assert torch.equal(variant.linear(x, packed), alone)
 
@@ -117,7 +117,7 @@ def test_nan_and_infinity_come_through(variant, dtype, activation):
     weight = torch.randn(20, 20).to(dtype)
     x[1, 7] = torch.nan
     weight[4, 3] = torch.inf
-    actual = variant.linear(x, variant.pack_linear(HeldWeight(weight), None, activation))
+    actual = variant.linear(x, variant.pack_linear(StoredWeight(weight), None, activation))
     assert actual[1].isnan().all()
     others = torch.cat([actual[:1], actual[2:]])
     assert others[:, 4].isinf().all()
@@ -128,9 +128,9 @@ def test_activations_of_bfloat16_need_weights_of_it(cpu_kernels):
     with pytest.raises(
         ValueError, match=r"activations of torch.bfloat16 are not supported with a weight of torch.float16"
     ):
-        cpu_kernels.pack_linear(HeldWeight(torch.ones(4, 8).half()), None, torch.bfloat16)
+        cpu_kernels.pack_linear(StoredWeight(torch.ones(4, 8).half()), None, torch.bfloat16)
     with pytest.raises(ValueError, match=r"activations of torch.float16 are not supported"):
-        cpu_kernels.pack_linear(HeldWeight(torch.ones(4, 8).half()), None, torch.float16)
+        cpu_kernels.pack_linear(StoredWeight(torch.ones(4, 8).half()), None, torch.float16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -138,22 +138,22 @@ def test_activations_of_bfloat16_need_weights_of_it(cpu_kernels):
 def test_rows_of_packed_weights(variant, seed, dtype):
     weight, bias, _ = random_product(seed, dtype)
     indexes = torch.randint(0, len(weight), (30,), generator=torch.Generator().manual_seed(seed))
-    actual = variant.take_rows(variant.pack_linear(HeldWeight(weight), bias), indexes)
+    actual = variant.lookup_rows(variant.pack_linear(StoredWeight(weight), bias), indexes)
     assert torch.equal(actual, weight[indexes].float())
 
 
 def test_bad_arguments_are_refused(cpu_kernels):
-    packed = cpu_kernels.pack_linear(HeldWeight(torch.ones(4, 8)))
+    packed = cpu_kernels.pack_linear(StoredWeight(torch.ones(4, 8)))
     with pytest.raises(ValueError, match=r"x is torch.float32 \(2, 7\)"):
         cpu_kernels.linear(torch.ones(2, 7), packed)
     with pytest.raises(ValueError, match=r"x is torch.bfloat16"):
         cpu_kernels.linear(torch.ones(2, 8).bfloat16(), packed)
     with pytest.raises(ValueError, match=r"bias is .*must be torch.float32 \(4,\)"):
-        cpu_kernels.pack_linear(HeldWeight(torch.ones(4, 8)), torch.ones(3))
+        cpu_kernels.pack_linear(StoredWeight(torch.ones(4, 8)), torch.ones(3))
     with pytest.raises(ValueError, match=r"no kernel supports weights of torch.float64"):
-        cpu_kernels.pack_linear(HeldWeight(torch.ones(4, 8).double()))
+        cpu_kernels.pack_linear(StoredWeight(torch.ones(4, 8).double()))
     with pytest.raises(ValueError, match=r"indexes is torch.int32"):
-        cpu_kernels.take_rows(packed, torch.zeros(2, dtype=torch.int32))
+        cpu_kernels.lookup_rows(packed, torch.zeros(2, dtype=torch.int32))
 
 
 # Quantised weights
@@ -254,7 +254,7 @@ def test_a_row_that_is_not_finite_spoils_no_other(variant, value):
 def test_packed_codes_are_the_weight(variant, seed):
     weight = random_quantized(seed)
     indexes = torch.randint(0, len(weight.values), (30,), generator=torch.Generator().manual_seed(seed))
-    assert torch.equal(variant.take_rows(variant.pack_linear(weight), indexes), weight.dequantized()[indexes])
+    assert torch.equal(variant.lookup_rows(variant.pack_linear(weight), indexes), weight.dequantized()[indexes])
 
 
 COMPACT = [
@@ -274,7 +274,7 @@ def test_compact_weights_bit_for_bit(variant, bits, group_size, has_minima, has_
     """Rows equal the formula, and the outputs equal the same integers with plain scales, in every order of rows."""
     weight = compact(7, bits, group_size, has_minima, has_factors)
     packed = variant.pack_linear(weight)
-    assert torch.equal(variant.take_rows(packed, torch.arange(70)), weight.dequantized())
+    assert torch.equal(variant.lookup_rows(packed, torch.arange(70)), weight.dequantized())
     x = random_activations(7, 13, weight.values.shape[1])
     zero = 0 if weight.zero is None else weight.zero.int().repeat_interleave(group_size, 1)
     plain = weight.without_factors()
@@ -301,7 +301,7 @@ def test_compact_weights_take_few_bits(cpu_kernels):
 
 def test_packed_panels_use_the_smallest_sufficient_format(cpu_kernels):
     codes = torch.randint(-8, 8, (64, 256), generator=torch.Generator().manual_seed(1), dtype=torch.int8)
-    weight = HeldWeight(codes, torch.full((64, 8), 0.75), 32)
+    weight = StoredWeight(codes, torch.full((64, 8), 0.75), 32)
     sizes = {}
     for name, changed in {
         "4 bits": weight,
@@ -310,12 +310,12 @@ def test_packed_panels_use_the_smallest_sufficient_format(cpu_kernels):
         "below all normal powers": replace(weight, scale=torch.full((64, 8), 2.0**-127)),
         "minima": replace(weight, minimum=torch.ones(64, 8)),
         "float32": replace(weight, scale=torch.full((64, 8), 0.1)),
-        "groups of 16": HeldWeight(codes, torch.full((64, 16), 0.75), 16),
-        "groups of 128": HeldWeight(codes, torch.full((64, 2), 0.75), 128),
+        "groups of 16": StoredWeight(codes, torch.full((64, 16), 0.75), 16),
+        "groups of 128": StoredWeight(codes, torch.full((64, 2), 0.75), 128),
         "8 bits": replace(weight, values=codes + torch.arange(64, dtype=torch.int8)[:, None]),
     }.items():
         packed = cpu_kernels.pack_linear(changed)
-        assert torch.equal(cpu_kernels.take_rows(packed, torch.arange(64)), changed.dequantized())
+        assert torch.equal(cpu_kernels.lookup_rows(packed, torch.arange(64)), changed.dequantized())
         sizes[name] = packed.panels.numel() * 8 / codes.numel()
     assert sizes == {
         "4 bits": 4.5,
@@ -340,12 +340,12 @@ def test_quantised_weights_that_do_not_fit_are_refused(cpu_kernels):
         r"minimum is torch.float32 \(4, 4\); it must be torch.float32 \(4, 2\)": (codes, scale, 32, torch.ones(4, 4)),
     }.items():
         with pytest.raises(ValueError, match=match):
-            cpu_kernels.pack_linear(HeldWeight(*arguments))
-    weight = HeldWeight(codes, scale, 32)
+            cpu_kernels.pack_linear(StoredWeight(*arguments))
+    weight = StoredWeight(codes, scale, 32)
     with pytest.raises(ValueError, match="bias is"):
         cpu_kernels.pack_linear(weight, torch.ones(3))
     with pytest.raises(ValueError, match=r"values is .* contiguous"):
-        cpu_kernels.pack_linear(HeldWeight(codes.repeat(1, 2)[:, ::2], scale, 32))
+        cpu_kernels.pack_linear(StoredWeight(codes.repeat(1, 2)[:, ::2], scale, 32))
 
 
 # 8-bit floats
@@ -364,7 +364,7 @@ def random_float8(seed):
     codes = torch.randint(0, 254, (out_size, in_size), generator=generator, dtype=torch.uint8)
     codes += (codes >= 127).byte()  # skips 127 and 255, which are NaN
     scale = 0.01 + torch.rand(out_size, -(-in_size // group_size), generator=generator)
-    return HeldWeight(codes.view(torch.float8_e4m3fn), scale, group_size)
+    return StoredWeight(codes.view(torch.float8_e4m3fn), scale, group_size)
 
 
 def scale_of_inputs(weight):
@@ -414,7 +414,7 @@ def test_a_row_depends_on_no_other_row_over_float8(variant, seed):
 @pytest.mark.parametrize("seed", range(440, 448))
 def test_packed_float8_is_the_weight(variant, seed):
     weight = random_float8(seed)
-    actual = variant.take_rows(variant.pack_linear(weight), torch.arange(len(weight.values)))
+    actual = variant.lookup_rows(variant.pack_linear(weight), torch.arange(len(weight.values)))
     assert torch.equal(actual, weight.values.float() * scale_of_inputs(weight))
     assert torch.equal(actual, weight.dequantized())
 
@@ -424,7 +424,7 @@ def test_every_float8_is_widened_exactly(variant):
     codes = torch.arange(256, dtype=torch.uint8)[torch.arange(256) % 128 != 127]
     values = torch.zeros(len(codes), 32, dtype=torch.uint8)
     values[torch.arange(len(codes)), torch.arange(len(codes)) % 32] = codes
-    weight = HeldWeight(values.view(torch.float8_e4m3fn), torch.ones(len(codes), 1), 32)
+    weight = StoredWeight(values.view(torch.float8_e4m3fn), torch.ones(len(codes), 1), 32)
     actual = variant.linear(torch.ones(1, 32), variant.pack_linear(weight))
     assert torch.equal(actual[0], codes.view(torch.float8_e4m3fn).float())
 
@@ -443,17 +443,17 @@ def test_nan_and_infinity_come_through_float8(variant):
 
 @pytest.mark.parametrize(("group_size", "expected"), [(128, 8.25), (1024, 8.25), (64, 8.5), (256, 8.25)])
 def test_float8_takes_a_byte_and_its_scales(cpu_kernels, group_size, expected):
-    weight = HeldWeight(torch.zeros(64, 1024).to(torch.float8_e4m3fn), torch.ones(64, 1024 // group_size), group_size)
+    weight = StoredWeight(torch.zeros(64, 1024).to(torch.float8_e4m3fn), torch.ones(64, 1024 // group_size), group_size)
     packed = cpu_kernels.pack_linear(weight)
     assert packed.panels.numel() * 8 / weight.values.numel() == expected
-    assert HeldFormat(FLOAT8, group_size).num_bytes(64, 1024) == packed.panels.numel()
+    assert StoredFormat(FLOAT8, group_size).num_bytes(64, 1024) == packed.panels.numel()
 
 
 def test_float8_weights_of_several_blocks_are_joined():
     weights = [random_float8(seed) for seed in range(40)]
     weights = [weight for weight in weights if weight.values.shape[1] == 320]
     assert len({weight.group_size for weight in weights}) > 1
-    assert torch.equal(HeldWeight.join(weights).dequantized(), torch.cat([each.dequantized() for each in weights]))
+    assert torch.equal(StoredWeight.join(weights).dequantized(), torch.cat([each.dequantized() for each in weights]))
 
 
 def test_float8_that_does_not_fit_is_refused(cpu_kernels):
@@ -464,6 +464,6 @@ def test_float8_that_does_not_fit_is_refused(cpu_kernels):
         "the group size 40 is not supported for 64 inputs": (values, torch.ones(4, 2), 40),
     }.items():
         with pytest.raises(ValueError, match=match):
-            cpu_kernels.pack_linear(HeldWeight(*arguments))
+            cpu_kernels.pack_linear(StoredWeight(*arguments))
     with pytest.raises(ValueError, match="bias is"):
-        cpu_kernels.pack_linear(HeldWeight(values, torch.ones(4, 1), 64), torch.ones(3))
+        cpu_kernels.pack_linear(StoredWeight(values, torch.ones(4, 1), 64), torch.ones(3))

@@ -6,7 +6,7 @@ import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from pagewire.kernels.quantized import MXFP4, mxfp4_codes, mxfp4_scales
-from pagewire.kernels.weight import HeldWeight
+from pagewire.kernels.weight import StoredWeight
 
 NUM_EXPONENTS = 255  # without the exponent that is not a number
 BLOCKS = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).repeat(NUM_EXPONENTS, 1, 1)
@@ -17,7 +17,7 @@ def every_weight():
     """Return a weight in which each row has one exponent, and all bytes."""
     codes = mxfp4_codes(BLOCKS).view(NUM_EXPONENTS, 512)
     scale = mxfp4_scales(EXPONENTS, codes.unflatten(1, (-1, MXFP4.group_size)))
-    return HeldWeight(codes, scale, MXFP4.group_size)
+    return StoredWeight(codes, scale, MXFP4.group_size)
 
 
 def test_every_number_is_that_of_transformers():
@@ -41,7 +41,7 @@ def test_panels_hold_every_number(cpu_kernels):
         part = weight[torch.arange(NUM_EXPONENTS)[rows]]
         packed = cpu_kernels.pack_linear(part)
         assert (packed.format.bits, packed.format.scale_dtype) == (4, scale_dtype)
-        assert torch.equal(cpu_kernels.take_rows(packed, torch.arange(len(part.values))), part.dequantized())
+        assert torch.equal(cpu_kernels.lookup_rows(packed, torch.arange(len(part.values))), part.dequantized())
 
 
 def test_groups_of_zeros_need_no_wide_scales(cpu_kernels):
@@ -50,7 +50,7 @@ def test_groups_of_zeros_need_no_wide_scales(cpu_kernels):
     codes = mxfp4_codes(blocks).view(2, 512)
     scale = mxfp4_scales(exponents, codes.unflatten(1, (-1, MXFP4.group_size)))
     assert (scale[:, 3] == 0).all()
-    packed = cpu_kernels.pack_linear(HeldWeight(codes, scale, MXFP4.group_size))
+    packed = cpu_kernels.pack_linear(StoredWeight(codes, scale, MXFP4.group_size))
     assert packed.format.scale_dtype == torch.float8_e8m0fnu
 
 

@@ -3,20 +3,20 @@
 import pytest
 import torch
 
-from pagewire.kernels.weight import FLOAT8, HeldFormat, HeldWeight
+from pagewire.kernels.weight import FLOAT8, StoredFormat, StoredWeight
 from tests.kernels.random_products import compact
 
 OUT_SIZE, IN_SIZE = 70, 9 * 256
 
 
 def floats(dtype):
-    return HeldWeight(torch.randn(OUT_SIZE, IN_SIZE, generator=torch.Generator().manual_seed(1)).to(dtype))
+    return StoredWeight(torch.randn(OUT_SIZE, IN_SIZE, generator=torch.Generator().manual_seed(1)).to(dtype))
 
 
 def float8(group_size):
     generator = torch.Generator().manual_seed(2)
     values = torch.randn(OUT_SIZE, IN_SIZE, generator=generator).to(FLOAT8)
-    return HeldWeight(values, torch.rand(OUT_SIZE, -(-IN_SIZE // group_size), generator=generator), group_size)
+    return StoredWeight(values, torch.rand(OUT_SIZE, -(-IN_SIZE // group_size), generator=generator), group_size)
 
 
 WEIGHTS = {
@@ -76,15 +76,15 @@ def test_parts_mean_what_they_meant_in_the_whole(name):
 @pytest.mark.parametrize("other", WEIGHTS)
 def test_weights_one_below_the_other(name, other):
     weights = [WEIGHTS[name], WEIGHTS[other], WEIGHTS[name]]
-    joined = HeldWeight.join(weights)
+    joined = StoredWeight.join(weights)
     assert torch.equal(joined.dequantized(), torch.cat([weight.dequantized() for weight in weights]))
     elements = {weight.element for weight in weights}
     assert joined.element == (elements.pop() if len(elements) == 1 else torch.float32)
 
 
 def test_a_format_holds_all_of_which_it_is_joined():
-    codes = HeldFormat(torch.int8, 32, 4, has_half_scales=True, rounds_inputs=True)
-    joined = HeldFormat.join([codes, HeldFormat(torch.int8, 48, 6, has_minima=True, rounds_inputs=True)])
-    assert joined == HeldFormat(torch.int8, 16, 6, has_minima=True, rounds_inputs=True)
+    codes = StoredFormat(torch.int8, 32, 4, has_half_scales=True, rounds_inputs=True)
+    joined = StoredFormat.join([codes, StoredFormat(torch.int8, 48, 6, has_minima=True, rounds_inputs=True)])
+    assert joined == StoredFormat(torch.int8, 16, 6, has_minima=True, rounds_inputs=True)
     assert (codes.describe(), joined.describe()) == ("codes of 4 bits", "codes of 6 bits")
-    assert HeldFormat(FLOAT8, 128).describe() == "float8"
+    assert StoredFormat(FLOAT8, 128).describe() == "float8"

@@ -18,9 +18,9 @@ def exported() -> dict[str, set[str]]:
     capacity = WorkerCapacity("w", b"", 300, 256, 16, 64, 1, 8, 64, "cpu", "float32", "torch")
     numbers = {field.name: 0 for field in fields(SchedulerStats) if field.default is MISSING}
     lives = {"--tls-cert": Life(0.0, 1.0)}
-    service = ServiceStats(capacity, certificate_lives=lives)
+    service = ServiceStats(capacity, certificate_validity=lives)
     collector = MetricsCollector(Metrics(), lambda: SchedulerStats(**numbers), "model", lambda: service)
-    front_end = FrontEndCollector(lambda: FrontEndStats(certificate_lives=lives))
+    front_end = FrontEndCollector(lambda: FrontEndStats(certificate_validity=lives))
     return {
         sample.name: set(sample.labels) | TARGET_LABELS
         for family in (*collector.collect(), *front_end.collect())

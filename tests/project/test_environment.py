@@ -88,10 +88,10 @@ def test_packages_that_an_interrupt_halved_are_not_taken_for_whole(tmp_path: Pat
             (packages / name / file).touch()
     (tmp_path / "elsewhere").mkdir()
     (packages / "linked-1.dist-info").symlink_to(tmp_path / "elsewhere")
-    environment.remove_halves(tmp_path)
+    environment.remove_partial_installs(tmp_path)
     assert (packages / "half-1.dist-info").exists()
     environment.log_of(tmp_path).touch()
-    environment.remove_halves(tmp_path)
+    environment.remove_partial_installs(tmp_path)
     assert sorted(folder.name for folder in packages.iterdir()) == ["linked-1.dist-info", "whole-1.dist-info"]
 
 

@@ -12,7 +12,7 @@ from pagewire import installation, options
 from pagewire.common import strict_json
 from pagewire.common.chat import template_sandbox
 from pagewire.common.chat.schema_budget import MAX_CHARS, MAX_VALUES
-from pagewire.common.gguf import ARCHITECTURES, SERVED_TYPES, model_file
+from pagewire.common.gguf import ARCHITECTURES, SUPPORTED_TYPES, model_file
 from pagewire.common.gguf.tokenizer_files import classes
 from pagewire.common.grammars import trial
 from pagewire.common.process import queued_writer
@@ -157,7 +157,7 @@ def test_lists_of_models_are_the_codes() -> None:
     assert sorted(named) == sorted(BY_ARCHITECTURE)
     assert set(re.findall(r"`([\w-]+)`", row("docs/models.md", "architectures"))) == set(ARCHITECTURES)
     types = row("docs/models.md", "types").partition(":")[0].split(", ")
-    assert set(types) == {element_type.name for element_type in SERVED_TYPES.values()}
+    assert set(types) == {element_type.name for element_type in SUPPORTED_TYPES.values()}
     methods = page[page.index("| `quant_method` |") : page.index("For every architecture above")]
     assert set(re.findall(r"^\| `([\w-]+)` \|", methods, re.MULTILINE)) - {"quant_method"} == set(METHODS)
 

@@ -29,12 +29,12 @@ MAX_PARAMETERS = 12  # of a function in the worker or the kernels
 # Packages of pagewire that the client library does not import.
 BESIDE_THE_CLIENT = ("bench", "cli", "common.gguf", "hosting", "kernels", "llm", "network")
 # Packages whose public names are all in `__init__`, and further public modules with optional dependencies.
-DOORS = (
+PACKAGE_INTERFACES = (
     *(f"worker_service.{name}" for name in ("attention", "cache", "device", "engine", "host", "rows", "runner")),
     *(f"scheduler_service.core.{name}" for name in ("cache", "plans")),
     "pagewire.cli",
 )
-SIDE_DOORS = (
+OPTIONAL_INTERFACES = (
     "worker_service.attention.backends.triton",
     "worker_service.engine.tracing",
     "worker_service.runner.profile",
@@ -131,24 +131,24 @@ def test_folders_of_tests_import_each_other_in_no_circle() -> None:
     assert {name for room, name in pairs if room != name.split(".")[1:2]} == {"tests.gpu"}
 
 
-def around_doors(module: str, imported: list[str]) -> list[str]:
+def bypassing_imports(module: str, imported: list[str]) -> list[str]:
     """Return the names imported from the inside of a package whose public names are in its `__init__`."""
-    allowed = tuple(door for door in DOORS if is_under(module, door)) + SIDE_DOORS
+    allowed = tuple(door for door in PACKAGE_INTERFACES if is_under(module, door)) + OPTIONAL_INTERFACES
     return [
         name
         for name in imported
-        if any(is_under(name, door) and name.count(".") > door.count(".") + 1 for door in DOORS)
+        if any(is_under(name, door) and name.count(".") > door.count(".") + 1 for door in PACKAGE_INTERFACES)
         and not any(is_under(name, prefix) for prefix in allowed)
     ]
 
 
 def test_packages_are_entered_by_their_doors() -> None:
     def around(path: Path) -> list[str]:
-        return around_doors(module_name(path), list(imports(parse(path))))
+        return bypassing_imports(module_name(path), list(imports(parse(path))))
 
     assert offenders((*PACKAGES, "bench"), around) == []
-    assert around_doors("worker_service.runner.model_runner", ["worker_service.rows.table.SequenceTable"])
-    assert not around_doors("worker_service.runner.model_runner", ["worker_service.rows.SequenceTable"])
+    assert bypassing_imports("worker_service.runner.model_runner", ["worker_service.rows.table.SequenceTable"])
+    assert not bypassing_imports("worker_service.runner.model_runner", ["worker_service.rows.SequenceTable"])
 
 
 def test_every_attention_backend_has_a_name_and_a_module() -> None:

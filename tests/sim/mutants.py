@@ -18,16 +18,16 @@ _NO_NEWS_WITHOUT_LINK = Patch(
 
 MUTANTS = (
     # Blocks
-    mutant("an aborted request keeps its blocks", "forget", "self.cache.release(sequence.holding)", ""),
+    mutant("an aborted request keeps its blocks", "forget", "self.cache.release(sequence.allocation)", ""),
     mutant(
         "a swapped request's device blocks are freed twice",
         "swap_out",
-        "holding.block_table",
-        "holding.block_table.copy()",
+        "allocation.block_table",
+        "allocation.block_table.copy()",
     ),
     mutant("a fork takes no reference", "_share_table", "self.pool.share(block)", ""),
     mutant("a sample writes to the tail it shares", "fork", "num_tokens % self.block_size == 0", "True"),
-    mutant("a mean begins with what is cached", "may_match", "not self.group.begins_anew", "True"),
+    mutant("a mean begins with what is cached", "may_match", "not self.group.must_compute_all", "True"),
     mutant(
         "the first beam writes to a tail that others hold",
         "_tails_to_copy",
@@ -56,7 +56,7 @@ MUTANTS = (
     ),
     mutant(
         "a request that is too long is admitted",
-        "misfit",
+        "rejection",
         "num_tokens > limits.max_sequence_tokens",
         "num_tokens > limits.max_sequence_tokens + 1",
     ),
@@ -69,7 +69,7 @@ MUTANTS = (
     mutant(
         "a fork takes blocks that fell out of the window",
         "num_forked_tokens",
-        "relative.holding.num_freed_blocks <= self.cache.room.first_needed_block(num_tokens)",
+        "relative.allocation.num_freed_blocks <= self.cache.room.first_needed_block(num_tokens)",
         "True",
     ),
     mutant(
@@ -80,8 +80,8 @@ MUTANTS = (
     ),
     mutant(
         "a row that publishes nothing any more goes on publishing",
-        "slide_wholly",
-        "holding.num_freed_blocks and holding.num_freed_blocks >= holding.num_published_blocks",
+        "free_unread",
+        "allocation.num_freed_blocks and allocation.num_freed_blocks >= allocation.num_published_blocks",
         "False",
     ),
     mutant(
@@ -97,13 +97,13 @@ MUTANTS = (
         "start + block_size",
         "start + max(1, block_size - 1)",
     ),
-    mutant("the last token is matched too", "match", "len(holding.token_ids) - 1", "len(holding.token_ids)"),
-    mutant("salts share content", "_new_holding", "request.cache_salt", '""'),
+    mutant("the last token is matched too", "match", "len(allocation.token_ids) - 1", "len(allocation.token_ids)"),
+    mutant("salts share content", "_new_allocation", "request.cache_salt", '""'),
     mutant(
         "a block is published before its tokens are known",
         "num_settled_tokens",
-        "len(self.holding.token_ids) - self.may_repeat",
-        "len(self.holding.token_ids) + self.num_in_flight - self.may_repeat",
+        "len(self.allocation.token_ids) - self.may_repeat",
+        "len(self.allocation.token_ids) + self.num_in_flight - self.may_repeat",
     ),
     mutant("a reused block is still found by its old content", "Tiers.__init__", "index.forget", "lambda block: None"),
     mutant(
@@ -112,14 +112,14 @@ MUTANTS = (
         "index.forget_host",
         "lambda block: None",
     ),
-    mutant("bad blocks stay published", "_take_failures", "worker.cache.unpublish(bad.holding)", ""),
+    mutant("bad blocks stay published", "_take_failures", "worker.cache.unpublish(bad.allocation)", ""),
     mutant("what was computed on bad blocks is kept", "_take_failures", "self._state.redo(other, worker, now)", ""),
     mutant("copies of bad blocks on the host stay published", "forget_subtree", "self.forget_host(host_block)", ""),
     mutant(
         "a sample publishes on top of a block that is not held",
         "_share_table",
-        "holding.num_freed_blocks >= num_published",
-        "holding.num_freed_blocks > num_published",
+        "allocation.num_freed_blocks >= num_published",
+        "allocation.num_freed_blocks > num_published",
     ),
     mutant(
         "a preempted beam's bad blocks stay published",
@@ -173,12 +173,12 @@ MUTANTS = (
     mutant(
         "a group is swapped in before it was swapped out",
         "admit",
-        "group.state is GroupState.SWAPPED and group.swapped_holdings",
-        "group.state in (GroupState.SWAPPED, GroupState.SWAPPING_OUT) and group.swapped_holdings",
+        "group.state is GroupState.SWAPPED and group.swapped_allocations",
+        "group.state in (GroupState.SWAPPED, GroupState.SWAPPING_OUT) and group.swapped_allocations",
     ),
     mutant(
         "a group is opened before its blocks are there",
-        "open_loaded",
+        "start_loaded",
         "worker.last_moved_step",
         "worker.last_acknowledged_step",
     ),
@@ -249,7 +249,7 @@ MUTANTS = (
     mutant(
         "a swapped beam is opened with nothing to compute",
         "rewind",
-        "self.holding.compute_again(len(self.holding.token_ids) - 1)",
+        "self.allocation.compute_again(len(self.allocation.token_ids) - 1)",
         "",
     ),
     mutant(
@@ -266,17 +266,17 @@ MUTANTS = (
     mutant(
         "samples of a row are taken for those of the row before",
         "Sequence.take_slot",
-        "self.row = Row(self, self.holding, slot, drops, is_gated, len(self.token_ids))",
+        "self.row = Row(self, self.allocation, slot, drops, is_gated, len(self.token_ids))",
         "is_dropped = self.row is not None and self.row.is_dropped\n"
-        "self.row = Row(self, self.holding, slot, drops, is_gated, len(self.token_ids), is_dropped)",
+        "self.row = Row(self, self.allocation, slot, drops, is_gated, len(self.token_ids), is_dropped)",
     ),
     mutant(
         "what a row matched in the last epoch is taken for bad with what is bad in this one",
         "_begin",
-        "sequence.begin_epoch(self._new_holding(group.request, sequence.token_ids))",
-        "num_matched_blocks = sequence.holding.num_matched_blocks\n"
-        "sequence.begin_epoch(self._new_holding(group.request, sequence.token_ids))\n"
-        "sequence.holding.num_matched_blocks = num_matched_blocks",
+        "sequence.begin_epoch(self._new_allocation(group.request, sequence.token_ids))",
+        "num_matched_blocks = sequence.allocation.num_matched_blocks\n"
+        "sequence.begin_epoch(self._new_allocation(group.request, sequence.token_ids))\n"
+        "sequence.allocation.num_matched_blocks = num_matched_blocks",
     ),
     mutant(
         "a stop text drops no tokens",
@@ -299,8 +299,8 @@ MUTANTS = (
     mutant(
         "what was in flight is still awaited in the next epoch",
         "begin_epoch",
-        "self.holding, self.row = holding, None",
-        "self.holding = holding",
+        "self.allocation, self.row = allocation, None",
+        "self.allocation = allocation",
     ),
     mutant(
         "a beam's score forgets the length penalty",
@@ -332,14 +332,16 @@ MUTANTS = (
     Mutant(
         "groups that lack room for their samples wait for each other",
         (
-            Patch("open_siblings", "not (builder.is_empty and worker.is_idle) or state.running[-1] is group", "True"),
-            Patch("_open_sibling", "is_alone or (builder.is_empty and worker.is_idle)", "is_alone"),
+            Patch(
+                "allocate_samples", "not (builder.is_empty and worker.is_idle) or state.running[-1] is group", "True"
+            ),
+            Patch("_allocate_sample", "is_alone or (builder.is_empty and worker.is_idle)", "is_alone"),
         ),
     ),
     mutant(
         "a group of which nothing is swapped any more is swapped in",
         "admit",
-        "group.swapped_holdings",
+        "group.swapped_allocations",
         "True",
     ),
     mutant("a plan that only opens a row is dropped", "is_empty", "self.openings", "False"),
@@ -425,7 +427,7 @@ MUTANTS = (
     mutant(
         "a late row counts as computed",
         "repeat",
-        "self.holding.compute_again(self._num_expected - 1)",
+        "self.allocation.compute_again(self._num_expected - 1)",
         "",
     ),
     mutant(
@@ -437,8 +439,8 @@ MUTANTS = (
     mutant(
         "a late row that was dropped is awaited",
         "num_in_flight",
-        "0 if self.is_dropped else self.num_expected_tokens - len(self.holding.token_ids)",
-        "self.num_expected_tokens - len(self.holding.token_ids)",
+        "0 if self.is_dropped else self.num_expected_tokens - len(self.allocation.token_ids)",
+        "self.num_expected_tokens - len(self.allocation.token_ids)",
     ),
     mutant(
         "a sample shares what its late relative writes again",
@@ -508,7 +510,7 @@ MUTANTS = (
     ),
     mutant("a stream that waits already waits twice", "enqueue", "if output.is_queued:\n    return", ""),
     mutant("tokens behind a stop text are delivered", "SampleRecord.finish", "del self._new_token_ids[num_kept:]", ""),
-    mutant("an end is lost behind tokens that are taken", "take_tokens", "self.published_end is not None", "False"),
+    mutant("an end is lost behind tokens that are taken", "sample_tokens", "self.published_end is not None", "False"),
     mutant(
         "the patience with a lost worker goes on when the next one is there",
         "WorkerAvailability.worker_joined",

@@ -151,7 +151,7 @@ class Reach:
 
     def _loads(self, group: SequenceGroup) -> bool:
         """Return whether the group waits for matched content to be loaded, rather than for its own swapped blocks."""
-        blocks = {block for sequence in group.sequences for block in sequence.holding.block_table}
+        blocks = {block for sequence in group.sequences for block in sequence.allocation.block_table}
         return any(move.node and not move.is_out and move.device_block in blocks for move in self._epoch.cache.moves)
 
     def before_stop(self, client: Client, sequence_id: int) -> None:
@@ -174,7 +174,7 @@ class Reach:
             count["a sample copies the tail of its prompt"] += len(plan.copy_source_blocks) - num_of_beams
         if len(epoch.cache.moves):
             self._see_moves(epoch, plan)
-        if self._simulation.scheduler.state.unopened:
+        if self._simulation.scheduler.state.rowless:
             count["a sample waits for room"] += 1
         if epoch.cache.window:
             self._see_windows(epoch, plan)
@@ -214,11 +214,11 @@ class Reach:
                 count["a request waits for another one's load"] += epoch.find(group.sequences[0]).is_loading
 
     def _see_windows(self, epoch: WorkerState, plan: StepPlan) -> None:
-        held = [s.holding for group in self._simulation.scheduler.state.running for s in group.sequences]
-        self._count["a block falls out of the window"] += any(holding.num_freed_blocks for holding in held)
+        held = [s.allocation for group in self._simulation.scheduler.state.running for s in group.sequences]
+        self._count["a block falls out of the window"] += any(allocation.num_freed_blocks for allocation in held)
         self._count["a window's hole is opened or forked"] += any(0 in opening.block_ids for opening in plan.openings)
         self._count["a request is longer than the pool"] += any(
-            len(holding.block_table) > epoch.cache.pool.num_blocks for holding in held
+            len(allocation.block_table) > epoch.cache.pool.num_blocks for allocation in held
         )
 
     def _see_preemption(self, epoch: WorkerState, plan: StepPlan, group: SequenceGroup) -> None:
@@ -241,13 +241,13 @@ class Reach:
         count["swapped because it is cheaper"] += is_choice
         count["beams are swapped"] += is_beam
         count["an embedding is swapped"] += is_pooled
-        host_blocks = [block for sequence in group.sequences for block in sequence.holding.host_table if block]
+        host_blocks = [block for sequence in group.sequences for block in sequence.allocation.host_table if block]
         if len(set(host_blocks)) < len(host_blocks):
             count["a group with shared blocks is swapped"] += 1
         if not set(host_blocks) <= set(plan.swap_out_host_blocks):
             count["a swap finds a block on the host already"] += 1
         first = group.sequences[0]
-        if first.holding.num_computed_tokens < first.num_prompt_tokens:
+        if first.allocation.num_computed_tokens < first.num_prompt_tokens:
             count["preempted in the middle of its prompt"] += 1
 
     def before_result(self, result: StepResult) -> None:

@@ -32,7 +32,7 @@ async def test_greedy_float32_is_what_transformers_generates(name, tmp_path):
         served = await serve_twice(system.url, prompts, case.num_output_tokens)
     tokens = tokens_of(served.first)
     assert {len(each) for each in tokens} == {case.num_output_tokens}
-    best = [oracle.best_behind(model, prompt, each) for prompt, each in zip(prompts, tokens, strict=True)]
+    best = [oracle.best_after(model, prompt, each) for prompt, each in zip(prompts, tokens, strict=True)]
     assert tokens == tokens_of(served.again) == best
     assert_the_cache_was_used(case, served)
     assert_logprobs(model, prompts, served.first)

@@ -301,14 +301,14 @@ def test_avx2_run_skips_peers_that_cannot_be_built_for_it(
 ) -> None:
     told: list[str | None] = []
 
-    class Told(Recorded):
+    class MessageParts(Recorded):
         def measure(self, model: Model, loads: Loads, seed: int) -> dict[str, float]:
             told.append(os.environ["PAGEWIRE_CPU_VARIANT"])
             return super().measure(model, loads, seed)
 
     for name in peers.AVX2_ENVIRON:
         monkeypatch.setenv(name, os.environ.get(name, ""))  # restored after the test
-    arms = [Told("Pagewire", []), Recorded("llama.cpp", []), Recorded("vLLM", [], ("bf16",))]
+    arms = [MessageParts("Pagewire", []), Recorded("llama.cpp", []), Recorded("vLLM", [], ("bf16",))]
     monkeypatch.setattr(peers, "random_checkpoint", lambda name: tmp_path)
     monkeypatch.setattr(peers, "arms", lambda num_threads, environments, dtype: arms)
     monkeypatch.setattr(peers, "load_cpu_kernels", lambda: SimpleNamespace(variant=os.environ["PAGEWIRE_CPU_VARIANT"]))

@@ -14,11 +14,11 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
     The copies that the interpreter makes itself are not recorded.
     """
-    carry_out = GridExecutor.__call__
+    run_operation = GridExecutor.__call__
 
     def launch(executor, *args, **kwargs):
         def kernel(*args):
-            carry_out(executor, *args, **kwargs)
+            run_operation(executor, *args, **kwargs)
 
         kernel.__name__ = executor.fn.__name__
         as_kernel(kernel)(*args)

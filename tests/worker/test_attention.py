@@ -25,7 +25,7 @@ def kernels_switch(request, monkeypatch):
     """Run every test with the C kernels, if they can be built, and with plain torch, with and without masks."""
     monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "auto" if request.param == "cpu" else "off")
     if request.param == "torch on a GPU":
-        monkeypatch.setattr(torch_backend, "_takes_masks", lambda device: False)
+        monkeypatch.setattr(torch_backend, "_supports_masks", lambda device: False)
 
 
 def create_backend(name, device, shape):
@@ -145,7 +145,7 @@ def test_torch_is_given_no_mask_on_a_gpu(monkeypatch):
 
     monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "off")
     monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
-    monkeypatch.setattr(torch_backend, "_takes_masks", lambda device: False)
+    monkeypatch.setattr(torch_backend, "_supports_masks", lambda device: False)
     lengths = [(37, 600), (500, 257), (5, 3), (301, 1), (300, 1), (0, 30)]
     check(Rows(random.Random(1), lengths, block_size=16, num_heads=4, num_kv_heads=2, head_dim=32), windows=(0, 50))
     assert masks, "it computes a prompt's first chunk"
@@ -161,7 +161,7 @@ def test_scores_without_a_mask_are_bounded(monkeypatch):
         return scored(queries, keys, *arguments)
 
     monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "off")
-    monkeypatch.setattr(torch_backend, "_takes_masks", lambda device: False)
+    monkeypatch.setattr(torch_backend, "_supports_masks", lambda device: False)
     monkeypatch.setattr(torch_backend, "MAX_SCORES", 10_000)
     monkeypatch.setattr(torch_backend, "_attend_scored", watched)
     check(Rows(random.Random(1), [(500, 257), (5, 3)], block_size=16, num_heads=4, num_kv_heads=2, head_dim=32))

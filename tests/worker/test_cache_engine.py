@@ -86,7 +86,7 @@ def host_contents(cache: CacheEngine) -> list[int]:
     return contents(torch.stack([host_block(cache, block) for block in range(1, cache.num_host_blocks + 1)]))
 
 
-def carry_out(cache: CacheEngine, **columns: Any) -> None:
+def run_operation(cache: CacheEngine, **columns: Any) -> None:
     plan = StepPlan(1, 7, **columns)
     cache.check(plan)
     cache.move(plan)
@@ -97,7 +97,7 @@ def carry_out(cache: CacheEngine, **columns: Any) -> None:
 
 def test_moves_go_both_ways() -> None:
     cache = numbered_cache()
-    carry_out(
+    run_operation(
         cache,
         swap_out_device_blocks=(3, 4, 9),
         swap_out_host_blocks=(1, 2, 6),
@@ -110,14 +110,14 @@ def test_moves_go_both_ways() -> None:
 
 def test_all_reads_of_copies_come_before_the_writes() -> None:
     cache = numbered_cache()
-    carry_out(cache, copy_source_blocks=(1, 2, 3, 3, 9), copy_target_blocks=(2, 3, 1, 8, 10))
+    run_operation(cache, copy_source_blocks=(1, 2, 3, 3, 9), copy_target_blocks=(2, 3, 1, 8, 10))
     assert contents(cache.storage) == [0, 3, 1, 2, 4, 5, 6, 7, 3, 9, 9, 11, 12]
 
 
 def test_copies_read_what_moves_brought() -> None:
     cache = numbered_cache()
     columns = {"swap_in_host_blocks": (4,), "swap_in_device_blocks": (6,)}
-    carry_out(cache, copy_source_blocks=(6,), copy_target_blocks=(7,), **columns)
+    run_operation(cache, copy_source_blocks=(6,), copy_target_blocks=(7,), **columns)
     assert contents(cache.storage)[5:8] == [5, 104, 104]
 
 
@@ -135,7 +135,7 @@ def test_random_moves_and_copies(seed: int) -> None:
         in_sources = rng.choices(sorted(set(range(1, 21)).difference(out_targets)), k=num_in)
         in_targets = rng.sample(sorted(set(range(1, 31)).difference(out_sources)), num_in)
         copy_sources, copy_targets = rng.choices(range(1, 31), k=num_copies), rng.sample(range(1, 31), num_copies)
-        carry_out(
+        run_operation(
             cache,
             swap_out_device_blocks=tuple(out_sources),
             swap_out_host_blocks=tuple(out_targets),
@@ -202,8 +202,8 @@ def test_a_cache_of_fp8_is_half_as_large_and_moves_like_any() -> None:
     assert 2 * shape.block_bytes == SHAPE.block_bytes
     cache = CacheEngine(shape, 4, torch.device("cpu"), 2)
     cache.storage[1:] = torch.arange(1, 5)[:, None, None, None, None, None].to(shape.dtype)
-    carry_out(cache, swap_out_device_blocks=(2, 3), swap_out_host_blocks=(2, 1))
-    carry_out(
+    run_operation(cache, swap_out_device_blocks=(2, 3), swap_out_host_blocks=(2, 1))
+    run_operation(
         cache, swap_in_host_blocks=(2,), swap_in_device_blocks=(4,), copy_source_blocks=(3,), copy_target_blocks=(1,)
     )
     assert contents(cache.storage.float()) == [0, 3, 2, 3, 2]
@@ -219,13 +219,13 @@ def test_a_cache_of_int8_has_its_scales_in_the_blocks() -> None:
     keys, later_values = cache.layers[-1]
     later_values[3] = write_rows(written, shape.dtype)
     expected = read_rows(later_values[3].clone(), torch.float32)
-    carry_out(
+    run_operation(
         cache, swap_out_device_blocks=(3,), swap_out_host_blocks=(1,), copy_source_blocks=(3,), copy_target_blocks=(2,)
     )
-    carry_out(cache, swap_in_host_blocks=(1,), swap_in_device_blocks=(4,))
+    run_operation(cache, swap_in_host_blocks=(1,), swap_in_device_blocks=(4,))
     for block in (2, 4):
         assert torch.equal(read_rows(later_values[block], torch.float32), expected)
-    cache.spoil([4, 3], 0, 1)
+    cache.fill_with_nan([4, 3], 0, 1)
     spoilt = read_rows(later_values, torch.float32)[4].isnan()
     assert spoilt[0].all()
     assert not spoilt[1:].any()
@@ -237,7 +237,7 @@ def test_a_cache_of_int8_has_its_scales_in_the_blocks() -> None:
 def test_positions_are_spoilt_and_no_others(dtype: torch.dtype, is_head_major: bool) -> None:
     cache = CacheEngine(replace(SHAPE, dtype=dtype, is_head_major=is_head_major), 5, torch.device("cpu"))
     cache.storage.view(torch.uint8).zero_()
-    cache.spoil([4, 2, 5], 3, 9)  # the last position of block 4, all of 2, the first of 5
+    cache.fill_with_nan([4, 2, 5], 3, 9)  # the last position of block 4, all of 2, the first of 5
     for keys, values in cache.layers:
         for view in (keys, values):
             spoilt = view.float().isnan()

@@ -145,7 +145,7 @@ def test_rows_of_a_table_draw_what_the_same_rows_draw_by_themselves(kernels: Cpu
         masks = columns.masks.numpy(), columns.mask_lines.numpy()
     expected = TorchSampler().sample(logits.clone(), columns, history)
     sampler = CpuSampler(kernels.library).of_table(table.all_columns(), history)
-    token_ids, is_nan = sampler.take_tokens(logits, slots, num_tokens, masks=masks)
+    token_ids, is_nan = sampler.sample_tokens(logits, slots, num_tokens, masks=masks)
     assert token_ids.tolist() == expected.token_ids.tolist()
     assert is_nan.tolist() == expected.is_nan.tolist()
 

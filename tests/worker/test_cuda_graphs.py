@@ -37,8 +37,8 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         "graph": graph,
         "graph_pool_handle": lambda: next(handles),
     }
-    for name, stand_in in stand_ins.items():
-        monkeypatch.setattr(torch.cuda, name, stand_in)
+    for name, substitute in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, substitute)
     return given
 
 

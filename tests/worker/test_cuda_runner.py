@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from pagewire.common.grammars import GrammarCompiler
-from pagewire.common.grammars.matcher import MaskPace
+from pagewire.common.grammars.matcher import MaskCost
 from pagewire.common.wire.messages import (
     Candidates,
     GrammarKind,
@@ -408,7 +408,7 @@ def test_masks_belong_to_the_tokens_before_them(
     """Gated rows with grammars, some late, run beside rows without: samples and beams, some of them preempted."""
     seed = depth + 10 * bool(late_rate)
     print("seed", seed)
-    monkeypatch.setattr(MaskPace, "observe", lambda self, seconds: None)  # rows are late in both runners alike
+    monkeypatch.setattr(MaskCost, "observe", lambda self, seconds: None)  # rows are late in both runners alike
     rng = random.Random(seed)
     compiler = GrammarCompiler(letters_tokenizer(), VOCAB_SIZE)
     grammars = [
@@ -837,7 +837,7 @@ def test_rows_of_padding_touch_nothing(checkpoints: dict[str, Path]) -> None:
     start = opening(2, random_tokens(1, 7), (3, 4, 5))
     assert_all_equal(pair, [StepPlan(1, 1, openings=(start,), work_slots=(2,), work_num_tokens=(7,))])
     before, tokens = pair.cache.storage.clone(), pair.runner.computation._device_table.token_ids[:-1].clone()
-    pair.runner.computation.rehearse_graphs()
+    pair.runner.computation.run_graphs_uncaptured()
     assert_all_equal(pair, [StepPlan(1, 2)])
     assert pair.device.graphs[-1].num_replays == 1
     graphs, no_rows = pair.runner.computation._graphs, np.empty(0, np.int64)

@@ -437,10 +437,10 @@ def test_the_kernels_multiply_with_what_a_file_means(
                 # After the last token of the vocabulary, the head's rows are padding.
                 num_rows = ours.shape[0]
                 rows = torch.arange(151 - rank * num_rows if ours is model.head else num_rows)[:num_rows]
-                rows_of = theirs.take_rows if isinstance(theirs, Embedding) else theirs.product.take_rows
-                assert torch.equal(ours.product.take_rows(rows), rows_of(rows)), name
+                rows_of = theirs.lookup_rows if isinstance(theirs, Embedding) else theirs.product.lookup_rows
+                assert torch.equal(ours.product.lookup_rows(rows), rows_of(rows)), name
             elif isinstance(ours, Embedding):
-                assert torch.equal(ours.take_rows(torch.arange(151)), theirs.take_rows(torch.arange(151)))
+                assert torch.equal(ours.lookup_rows(torch.arange(151)), theirs.lookup_rows(torch.arange(151)))
         held += sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
         assert footprint.held == pytest.approx(held, rel=0.1)
 
@@ -473,4 +473,4 @@ def test_a_weight_whose_groups_shares_would_cut_is_widened(tmp_path: Path, monke
         name = f"model.layers.{layer}.mlp.down_proj"
         ours, theirs = model.get_submodule(name).product, expected.get_submodule(name).product
         assert ours.packed.format.element == torch.float32
-        assert torch.equal(ours.take_rows(rows), theirs.take_rows(rows))
+        assert torch.equal(ours.lookup_rows(rows), theirs.lookup_rows(rows))

@@ -6,10 +6,10 @@ import pytest
 import torch
 from gguf.constants import GGMLQuantizationType
 
-from pagewire.common.gguf import SERVED_TYPES
+from pagewire.common.gguf import SUPPORTED_TYPES
 from worker_service.models.layouts.gguf import decode_rows, is_finite
 
-QUANTIZED = {served.name: served for served in SERVED_TYPES.values() if served.is_quantized}
+QUANTIZED = {served.name: served for served in SUPPORTED_TYPES.values() if served.is_quantized}
 # The offsets of the float16 numbers in a block.
 HALVES = {
     "Q8_0": (0,),

@@ -70,7 +70,7 @@ class FakeRunner:
         self._memory.num_tokens.append(sum(plan.work_num_tokens))
         return StepResult(plan.epoch, plan.step)
 
-    def rehearse_graphs(self) -> None:
+    def run_graphs_uncaptured(self) -> None:
         self.execute(StepPlan(0, 0, work_num_tokens=(1,) * 8))
 
 

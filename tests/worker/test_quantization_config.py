@@ -50,12 +50,12 @@ def test_a_config_without_one_is_not_quantised():
          WeightFormat("awq", 4, 1, 0, is_symmetric=False)),
         (GPTQ, WeightFormat("gptq", 4, 1, 128)),
         ({**GPTQ, "bits": 8, "group_size": -1, "sym": False, "desc_act": True, "checkpoint_format": "gptq_v2"},
-         WeightFormat("gptq_v2", 8, 1, 0, is_symmetric=False, has_ordered_columns=True)),
+         WeightFormat("gptq_v2", 8, 1, 0, is_symmetric=False, has_act_order=True)),
         (FP8, WeightFormat("fp8", 8, 128, 128, rounds_inputs=True)),
         ({**FP8, "weight_block_size": None}, WeightFormat("fp8", 8, 0, 0, rounds_inputs=True)),
         (compressed(group(INT4)), WeightFormat("pack-quantized", 4, 1, 128)),
         (compressed(group({**INT4, "actorder": "group"})),
-         WeightFormat("pack-quantized", 4, 1, 128, has_ordered_columns=True)),
+         WeightFormat("pack-quantized", 4, 1, 128, has_act_order=True)),
         (compressed(group({**INT4, "actorder": "weight"})), WeightFormat("pack-quantized", 4, 1, 128)),
         (compressed(group(INT8), layout="int-quantized"), WeightFormat("int-quantized", 8, 1, 0)),
         (compressed(group(INT8), layout="naive-quantized"), WeightFormat("int-quantized", 8, 1, 0)),
@@ -111,7 +111,7 @@ def test_overrides_of_gptq_change_what_they_name():
     queries, down, head = formats({**GPTQ, "dynamic": override}, QUERIES, DOWN, HEAD)
     assert queries == WeightFormat("gptq", 4, 1, 128)
     assert down == WeightFormat("gptq", 8, 1, 32, is_symmetric=False)
-    assert head == WeightFormat("gptq", 4, 1, 128, has_ordered_columns=True)
+    assert head == WeightFormat("gptq", 4, 1, 128, has_act_order=True)
     assert formats({**GPTQ, "lm_head": True}, HEAD) == [queries]
 
 

@@ -128,7 +128,7 @@ def test_a_model_is_quantised_while_it_loads(tmp_path: Path, quantization: str) 
             assert type(layer.product) is PackedProduct
             check_product(layer, plain[name], generator)
     indexes = torch.tensor([150, 0, 3, 3], device=DEVICE)
-    assert torch.equal(model.embedding.take_rows(indexes), plain["head"].weight[indexes])
+    assert torch.equal(model.embedding.lookup_rows(indexes), plain["head"].weight[indexes])
 
 
 @pytest.mark.parametrize("name", ["W4A16 asymmetric", "W8A16", "FP8 by channel", "MXFP4"])

@@ -111,7 +111,7 @@ def test_the_kernels_multiply_with_what_the_weights_mean(tmp_path, monkeypatch, 
     assert quantized.keys() == plain.keys()
     for name in quantized:
         rows = torch.arange(quantized[name].out_size)
-        took = [operations.kernels.take_rows(packed[name], rows) for packed in (quantized, plain)]
+        took = [operations.kernels.lookup_rows(packed[name], rows) for packed in (quantized, plain)]
         assert torch.equal(*took)
     stays = [packed for packed in quantized.values() if packed.format.group_size]
     keeps_codes = "in act-order" not in case.name and case.name != "FP8 block, odd"
@@ -159,7 +159,7 @@ def test_ranks_keep_their_parts_of_the_codes(tmp_path, monkeypatch, case):
         for ours, meant, one in zip(*products, whole, strict=True):
             assert ours.packed.format.element == one.packed.format.element
             rows = torch.arange(ours.packed.out_size)
-            assert torch.equal(ours.take_rows(rows), meant.take_rows(rows))
+            assert torch.equal(ours.lookup_rows(rows), meant.lookup_rows(rows))
 
 
 def test_weights_are_loaded_in_the_dtype_that_is_computed_in(tmp_path):

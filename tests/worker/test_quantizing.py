@@ -136,9 +136,9 @@ def test_gpt2s_weights_are_turned_first(tmp_path: Path, quantization: str, is_ti
         expected["transformer.wte"] = meant("wte", "Q8_0")
     assert products(model).keys() == expected.keys()
     for name, product in products(model).items():
-        assert torch.equal(product.take_rows(torch.arange(len(expected[name]))), expected[name]), name
+        assert torch.equal(product.lookup_rows(torch.arange(len(expected[name]))), expected[name]), name
     rows = torch.arange(151)
-    assert torch.equal(model.embedding.take_rows(rows), meant("wte", "Q8_0"))
+    assert torch.equal(model.embedding.lookup_rows(rows), meant("wte", "Q8_0"))
     assert torch.equal(logits_of(model), logits_of(load(source, quantization)))
 
 
@@ -150,8 +150,8 @@ def test_families_without_gguf_files_are_quantised(tmp_path: Path, family: str) 
     assert all(product.packed.format.bits == 8 for product in products(quantised).values())
     for name, product in products(exact).items():
         rows = torch.arange(product.packed.out_size)
-        meant = load_cpu_kernels().quantize(product.take_rows(rows).float(), 8).dequantized()
-        assert torch.equal(products(quantised)[name].take_rows(rows), meant), name
+        meant = load_cpu_kernels().quantize(product.lookup_rows(rows).float(), 8).dequantized()
+        assert torch.equal(products(quantised)[name].lookup_rows(rows), meant), name
     assert torch.nn.functional.cosine_similarity(logits_of(quantised), logits_of(exact)).median() > 0.999
 
 
@@ -164,13 +164,13 @@ def test_experts_are_quantised_and_routers_are_not(tmp_path: Path, quantization:
         name = f"model.layers.1.{router}"
         packed = found[name].packed
         assert (packed.format.group_size, packed.activation) == (0, torch.float32)
-        rows = found[name].take_rows(torch.arange(packed.out_size))
+        rows = found[name].lookup_rows(torch.arange(packed.out_size))
         assert torch.equal(rows, stored[f"{name}.weight"].float())
     for expert in range(8):
         down = stored[f"model.layers.1.mlp.experts.{expert}.down_proj.weight"].float()
         product = found[f"model.layers.1.mlp.experts.{{expert}}.down_proj.{expert}"]
         meant = load_cpu_kernels().quantize(down, bits).dequantized()
-        assert torch.equal(product.take_rows(torch.arange(len(down))), meant)
+        assert torch.equal(product.lookup_rows(torch.arange(len(down))), meant)
     exact = logits_of(load(source))
     similarity = torch.nn.functional.cosine_similarity(logits_of(model), exact)
     assert similarity.median() > (0.999 if bits == 8 else 0.9)

@@ -85,7 +85,7 @@ def test_a_rank_that_leaves_frees_the_one_that_waits_for_it(address: str) -> Non
 def test_a_rank_that_does_not_come_is_not_awaited_for_ever(
     address: str, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker_service.models.communicator._MEETING_TIMEOUT", timedelta(seconds=0.5))
+    monkeypatch.setattr("worker_service.models.communicator._RENDEZVOUS_TIMEOUT", timedelta(seconds=0.5))
     alone = group(rank, address)
     alone.begin(1)
     with pytest.raises(RuntimeError, match="tim"):

@@ -141,7 +141,7 @@ def test_functions_of_torch_are_first_called_by_one_thread(monkeypatch: pytest.M
     def begin() -> None:
         raise Begun
 
-    monkeypatch.setattr(loader, "begin_vector_math", begin)
+    monkeypatch.setattr(loader, "initialize_vector_math", begin)
     with pytest.raises(Begun):
         load_worker(WorkerConfig("absent"), "worker")
 
@@ -149,7 +149,7 @@ def test_functions_of_torch_are_first_called_by_one_thread(monkeypatch: pytest.M
 def test_functions_of_torch_are_called_in_each_dtype_with_one_element(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[tuple[int, torch.dtype]] = []
     monkeypatch.setattr(warm_up, "_FUNCTIONS", (lambda x: called.append((x.numel(), x.dtype)),))
-    warm_up.begin_vector_math()
+    warm_up.initialize_vector_math()
     assert called == [(1, torch.float32), (1, torch.float64)]
 
 

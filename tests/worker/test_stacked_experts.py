@@ -30,7 +30,7 @@ def packed_experts(model):
 
 
 def rows_of(packed):
-    return load_cpu_kernels().take_rows(packed, torch.arange(packed.out_size))
+    return load_cpu_kernels().lookup_rows(packed, torch.arange(packed.out_size))
 
 
 def test_a_model_computes_as_if_its_experts_were_floats(tmp_path, monkeypatch):

@@ -19,14 +19,14 @@ from tests.worker.triton_tokens import SHAPES, check_tokens, make_runner  # noqa
 from worker_service.attention.backends.triton import TritonAttention  # noqa: E402
 from worker_service.device.cuda import CudaDevice  # noqa: E402
 from worker_service.device.triton_operations import TritonOperations  # noqa: E402
-from worker_service.models.torch_operations import HeadPreparation, Operations  # noqa: E402
+from worker_service.models.torch_operations import NormRopeParams, Operations  # noqa: E402
 
 pytestmark = pytest.mark.thorough
 
 
 def attend_heads(operations, attend, layer, heads, preparation):
     turned = operations.turn(attend, layer, heads, preparation)
-    return operations.attend_turned(attend, layer, turned, None)
+    return operations.attend_rotated(attend, layer, turned, None)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_operations_round_where_those_of_torch_do(dtype):
     triton, plain = TritonOperations(DEVICE), Operations()
     x, update, weight, gate_up, heads = normal(5, 96), normal(5, 96), normal(96), normal(5, 192), normal(5, 8, 32)
     query_weight, key_weight, cos, sin = normal(32), normal(32), normal(5, 32).cos(), normal(5, 32).sin()
-    preparation = HeadPreparation(4, query_weight, key_weight, 1e-6, cos, sin)
+    preparation = NormRopeParams(4, query_weight, key_weight, 1e-6, cos, sin)
     sums = x.clone(), x.clone()
     pairs = [
         (triton.rms_norm(x, weight, 1e-6), plain.rms_norm(x, weight, 1e-6)),
@@ -119,7 +119,7 @@ def test_one_launch_turns_heads_and_keeps_them_as_two_do(cache_dtype):
     attend, attend_apart = (backend.prepare(rows.batch, kv_cache) for kv_cache in (rows.kv_cache, apart))
     heads = torch.cat(rows.random_qkv(rows.batch.query_start_loc[-1]), dim=1)
     weight, angles = torch.ones(32, device=DEVICE, dtype=dtype) * 1.5, rows.random_qkv(len(heads))[0][:, 0]
-    preparation = HeadPreparation(4, weight, None, 1e-6, angles.cos(), angles.sin())
+    preparation = NormRopeParams(4, weight, None, 1e-6, angles.cos(), angles.sin())
     actual = attend_heads(operations, attend, 1, heads.clone(), preparation)
     expected = attend_heads(operations, lambda *arguments: attend_apart(*arguments), 1, heads.clone(), preparation)
     assert torch.equal(actual, expected)

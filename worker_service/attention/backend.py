@@ -131,7 +131,7 @@ class Capability:
     head_dims: range = ANY
     max_groups: int = ANY.stop  # query heads that share a KV head
     block_sizes: range = ANY
-    takes_sinks: bool = True
+    supports_sinks: bool = True
 
     def check(self, shape: AttentionShape, device: torch.device) -> None:
         """Raise UnavailableError for the first value of `shape` or `device` that the backend does not support."""
@@ -163,7 +163,7 @@ class Capability:
                 f"reads blocks of {_describe(self.block_sizes)} positions, and --block-size is {shape.block_size}",
                 f"use --block-size {self.block_sizes.start}",
             )
-        if shape.has_sinks and not self.takes_sinks:
+        if shape.has_sinks and not self.supports_sinks:
             raise self._error("does not support attention sinks, which the model uses")
         if device.type == "cuda":
             self._check_gpu(shape, device)

@@ -129,7 +129,7 @@ class CacheEngine:
         if plan.copy_source_blocks:
             self._moves.copy(plan.copy_source_blocks, plan.copy_target_blocks)
 
-    def spoil(self, block_ids: Sequence[int], start: int, end: int) -> None:
+    def fill_with_nan(self, block_ids: Sequence[int], start: int, end: int) -> None:
         """Fill positions [start, end) of a row's block table with NaN.
 
         A row that reads these positions then yields no token.

@@ -145,7 +145,7 @@ class StreamMoves:
         """Put the plan's moves on the move stream. No block may be named by moves of both directions."""
         stream = self._device.moves
         stream.wait_for(self._device.compute.record())
-        out_places = self._deal_out(plan.swap_out_host_blocks)
+        out_places = self._reassign_places(plan.swap_out_host_blocks)
         in_order = sorted(
             (self._place(host), device)
             for host, device in zip(plan.swap_in_host_blocks, plan.swap_in_device_blocks, strict=True)
@@ -204,7 +204,7 @@ class StreamMoves:
     def _place(self, host_block: int) -> int:
         return self._places.setdefault(host_block, len(self._places))
 
-    def _deal_out(self, host_blocks: Sequence[int]) -> list[int]:
+    def _reassign_places(self, host_blocks: Sequence[int]) -> list[int]:
         """Sort the pool places of these host blocks and reassign them to the blocks in that order.
 
         Return the sorted places. Place i belongs to host_blocks[i].

@@ -103,10 +103,10 @@ class DeviceComputation:
         self._mixed_graphs.captured.drop()
         self._graphs.captured.drop()
 
-    def rehearse_graphs(self) -> None:
-        """Run the operations of the largest graphs without capturing them. See `Computation.rehearse_graphs`."""
-        self._mixed_graphs.rehearse(self._forward)
-        self._graphs.rehearse(self._decode, self._sample_decoded)
+    def run_graphs_uncaptured(self) -> None:
+        """Run the operations of the largest graphs without capturing them. See `Computation.run_graphs_uncaptured`."""
+        self._mixed_graphs.run_uncaptured(self._forward)
+        self._graphs.run_uncaptured(self._decode, self._sample_decoded)
 
     def prepare(self, step: BegunStep, rows: WorkingRows) -> Callable[[], LaunchedStep]:
         """Plan the table edits and the work of a step, and send both in one upload. See `Computation.prepare`."""
@@ -226,7 +226,7 @@ class DeviceComputation:
             self._device.results.wait_for(computed)
             self._device.results.run(lambda: target.copy_(work.results.tensor, non_blocking=True))
             computed = self._device.results.record()
-        return _StepUnderWay(step, work, buffer, computed, self._result_buffers, self._clock)
+        return _StepInProgress(step, work, buffer, computed, self._result_buffers, self._clock)
 
     # Operations of the compute stream
 
@@ -337,7 +337,7 @@ class _Work:
 
 
 @dataclass(frozen=True, slots=True)
-class _StepUnderWay:
+class _StepInProgress:
     """A step in progress: see `LaunchedStep`. It keeps the tensors that the copy to the host reads and writes alive."""
 
     step: BegunStep

@@ -83,7 +83,7 @@ class DecodeGraphs:
 
         self.captured.capture(capture_size, agree)
 
-    def rehearse(self, forward: Callable[[DecodeBuffers], None], sample: Callable[[DecodeBuffers], None]) -> None:
+    def run_uncaptured(self, forward: Callable[[DecodeBuffers], None], sample: Callable[[DecodeBuffers], None]) -> None:
         """Run both operations for the largest size without capturing them. There must be at least one size."""
         buffers = self._padding(self.captured.sizes[-1])
         self._device.compute.run(partial(forward, buffers))

@@ -13,7 +13,7 @@ from torch import Tensor
 from pagewire.kernels import gathering, sampling
 from pagewire.kernels.gathering import GatheredTokens, RowTables
 from pagewire.kernels.sampling import SampledTokens, SamplingColumns, TokenTarget
-from pagewire.network.operations import Listing
+from pagewire.network.operations import OperationList
 from worker_service.models.torch_operations import Operations
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def create_sampler(vocab_size: int) -> Sampler:
     return Sampler(sampler.sample, sampler.count_tokens, gather_tokens, gather_columns, is_capturable=True)
 
 
-def create_device_operations(listed: Listing, device: torch.device) -> Operations:
+def create_device_operations(listed: OperationList, device: torch.device) -> Operations:
     """Return Triton operations if Triton is installed and they support the model, else plain torch.
 
     A fallback is logged as a warning with its reason.

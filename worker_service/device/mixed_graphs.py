@@ -56,7 +56,7 @@ class MixedGraphs:
         """Capture `forward`, which returns hidden states, over padding rows. See `SizedGraphs.capture`."""
         self.captured.capture(lambda size: self._device.capture(self._padding(size, forward)), agree)
 
-    def rehearse(self, forward: Callable[[StepInputs], Tensor]) -> None:
+    def run_uncaptured(self, forward: Callable[[StepInputs], Tensor]) -> None:
         """Run the forward pass for the largest size, if there is one, without capturing it."""
         if self.sizes:
             self._device.compute.run(self._padding(self.sizes[-1], forward))

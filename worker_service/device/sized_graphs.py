@@ -62,7 +62,7 @@ class SizedGraphs(Generic[G]):
             if size not in self._graphs:
                 torch.cuda.empty_cache()
         logger.info("captured graphs for %d sizes in %.1f s", len(self._graphs), time.perf_counter() - started)
-        self._tell_missing()
+        self._log_missing()
 
     def drop(self) -> None:
         """Forget the captured graphs. No size can be replayed before the next `capture`."""
@@ -75,7 +75,7 @@ class SizedGraphs(Generic[G]):
     def __getitem__(self, size: int) -> G:
         return self._graphs[size]
 
-    def _tell_missing(self) -> None:
+    def _log_missing(self) -> None:
         missing = sorted(self._unfit)
         if missing != self._missing:
             self._missing = missing

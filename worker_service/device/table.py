@@ -185,8 +185,8 @@ class PackedSampling:
             sampling=sampling,
             slots=upload.add(sampling.slots),
             num_tokens=upload.add(sampling.num_tokens),
-            write_slots=upload.add(np.where(sampling.keeps_no_token, scratch_slot, sampling.slots)),
-            uncounted=upload.add(2 * (sampling.keeps_no_token & sampling.is_penalized)),
+            write_slots=upload.add(np.where(sampling.discards_token, scratch_slot, sampling.slots)),
+            uncounted=upload.add(2 * (sampling.discards_token & sampling.is_penalized)),
             edits={name: upload.add(column) for name, column in sampling.edits.items()},
         )
 

@@ -11,11 +11,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pagewire.kernels.arguments import HeadPreparation
+from pagewire.kernels.arguments import NormRopeParams
 from pagewire.kernels.triton import experts, fused, linear, scaled
 from pagewire.kernels.triton.cache import HEAD_DIMS
-from pagewire.kernels.weight import FLOAT8, HeldFormat, HeldWeight
-from pagewire.network.operations import Listing, Normalize, QkNormRopeStore
+from pagewire.kernels.weight import FLOAT8, StoredFormat, StoredWeight
+from pagewire.network.operations import Normalize, OperationList, QkNormRopeStore
 from worker_service.attention.backends.triton import CachedAttend
 from worker_service.models.linear import stack
 from worker_service.models.torch_operations import Attend, DenseProduct, ExpertProduct, Operations, Product
@@ -39,7 +39,7 @@ class TritonOperations(Operations):
         self._assigned: tuple[Tensor, experts.Assignment] | None = None  # the last expert ids and their assignment
 
     @staticmethod
-    def refusal(listed: Listing) -> str | None:
+    def refusal(listed: OperationList) -> str | None:
         """Return the reason why the kernels cannot compute a model, as a clause that follows "the Triton kernels".
 
         Return None if they can, or if the model uses only matrix multiplications.
@@ -56,7 +56,7 @@ class TritonOperations(Operations):
         return None
 
     def prepare_product(
-        self, weight: HeldWeight, bias: Tensor | None, computed: torch.dtype, *, rounds_inputs: bool = False
+        self, weight: StoredWeight, bias: Tensor | None, computed: torch.dtype, *, rounds_inputs: bool = False
     ) -> Product:
         """Return the multiplication with a weight.
 
@@ -70,7 +70,7 @@ class TritonOperations(Operations):
                 return RoundedProduct(packed, bias)
         return PackedProduct(linear.pack(weight, self._device), bias, computed)
 
-    def can_hold(self, held: torch.dtype, computed: torch.dtype) -> bool:
+    def can_store(self, held: torch.dtype, computed: torch.dtype) -> bool:
         """Return whether a weight of dtype `held` can be kept in memory for computing in `computed`.
 
         8-bit floats need a GPU that converts them. Triton's interpreter also converts them.
@@ -79,7 +79,7 @@ class TritonOperations(Operations):
             return held == computed or held in _MIN_CAPABILITY
         return torch.cuda.get_device_capability(self._device) >= _MIN_CAPABILITY[held]
 
-    def quantized_bytes(self, stored: HeldFormat, out_size: int, in_size: int) -> int:
+    def quantized_bytes(self, stored: StoredFormat, out_size: int, in_size: int) -> int:
         return linear.num_bytes(stored, out_size, in_size)
 
     def packs(self, computed: torch.dtype, device: torch.device) -> bool:
@@ -113,16 +113,16 @@ class TritonOperations(Operations):
             self._assigned = ids, experts.assign(ids, num_experts, dtype)
         return self._assigned[1]
 
-    def turn(self, attend: Attend, layer: int, heads: Tensor, preparation: HeadPreparation) -> tuple[Tensor, ...]:
+    def turn(self, attend: Attend, layer: int, heads: Tensor, preparation: NormRopeParams) -> tuple[Tensor, ...]:
         """Rotate the heads, and write keys and values to the cache in the same launch if `attend` supports that."""
         if not isinstance(attend, CachedAttend):
             return super().turn(attend, layer, heads, preparation)
         return (attend.caching.turn(heads, preparation, *attend.kv_cache[layer]),)
 
-    def attend_turned(self, attend: Attend, layer: int, turned: tuple[Tensor, ...], sinks: Tensor | None) -> Tensor:
+    def attend_rotated(self, attend: Attend, layer: int, turned: tuple[Tensor, ...], sinks: Tensor | None) -> Tensor:
         if isinstance(attend, CachedAttend) and len(turned) == 1:
             return attend.attend_cached(layer, *turned, sinks)
-        return super().attend_turned(attend, layer, turned, sinks)
+        return super().attend_rotated(attend, layer, turned, sinks)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,7 +132,7 @@ class PackedProduct(Product):
     packed: linear.PackedWeight
     bias: Tensor | None
     computed: torch.dtype  # dtype in which the model computes
-    gives_rows = True
+    has_row_lookup = True
 
     def __call__(self, x: Tensor) -> Tensor:
         return linear.multiply(x, self.packed, self.bias)
@@ -142,8 +142,8 @@ class PackedProduct(Product):
             out = x.new_empty(len(x), self.packed.out_size, dtype=torch.float32)
         return linear.multiply(x, self.packed, self.bias, out)
 
-    def take_rows(self, indexes: Tensor) -> Tensor:
-        return linear.take_rows(self.packed, indexes, self.computed)
+    def lookup_rows(self, indexes: Tensor) -> Tensor:
+        return linear.lookup_rows(self.packed, indexes, self.computed)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

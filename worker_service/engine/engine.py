@@ -157,10 +157,10 @@ class Engine:
             try:
                 return self._commands.get(timeout=_MOVE_POLL_INTERVAL_S)
             except Empty:
-                self._look_after_moves(self._moving)
+                self._poll_moves(self._moving)
         return self._commands.get()
 
-    def _look_after_moves(self, session: EngineSession) -> None:
+    def _poll_moves(self, session: EngineSession) -> None:
         assert self._loaded is not None
         try:
             last_moved_step = self._loaded.runner.last_moved_step()
@@ -175,7 +175,7 @@ class Engine:
 
     def _begin(self, session: EngineSession, epoch: int, on_begun: Callable[[], object]) -> None:
         assert self._loaded is not None
-        self._settle()
+        self._wait_for_launched()
         if session.has_ended:
             return
         try:
@@ -196,7 +196,7 @@ class Engine:
             with self._loaded.around_launch(plan):
                 launched = runner.launch(plan)
         except Exception as error:
-            self._settle()  # delivers the results of earlier steps before the error
+            self._wait_for_launched()  # delivers the results of earlier steps before the error
             self._fail(session, error, step.name)
             return
         session.last_moved_step = max(session.last_moved_step, runner.last_moved_step())
@@ -224,7 +224,7 @@ class Engine:
         session.deliver(result)
         self._on_step_done(step.plan, step.started_ns)
 
-    def _settle(self) -> None:
+    def _wait_for_launched(self) -> None:
         """Wait until every launched step has been delivered."""
         if self._resolver is not None:
             self._resolver.settle()

@@ -68,8 +68,8 @@ class HostComputation:
     def drop_graphs(self) -> None:
         """Do nothing, because a CPU has no graphs. See `Computation.drop_graphs`."""
 
-    def rehearse_graphs(self) -> None:
-        """Do nothing, because a CPU has no graphs. See `Computation.rehearse_graphs`."""
+    def run_graphs_uncaptured(self) -> None:
+        """Do nothing, because a CPU has no graphs. See `Computation.run_graphs_uncaptured`."""
 
     def prepare(self, step: BegunStep, rows: WorkingRows) -> Callable[[], FinishedStep]:
         """Return a function that launches `rows`, which may be empty. See `Computation.prepare`.
@@ -131,8 +131,8 @@ class HostComputation:
         slots, ends = rows.slots[rows.samples], rows.ends[rows.samples]
         masks = self.table.masks.of_step(slots)
         if masks is None:
-            return self._put(rows, *sampler.take_tokens(logits, slots, ends, highest))
-        token_ids, is_nan = sampler.take_tokens(logits, slots, ends, highest, (masks.masks, masks.lines))
+            return self._put(rows, *sampler.sample_tokens(logits, slots, ends, highest))
+        token_ids, is_nan = sampler.sample_tokens(logits, slots, ends, highest, (masks.masks, masks.lines))
         masks.take(token_ids, ~is_nan)
         failures = masks.failures()
         is_nan[list(failures)] = True

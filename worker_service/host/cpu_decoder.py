@@ -9,7 +9,7 @@ from torch import Tensor
 from pagewire.kernels.cpu import CpuKernels, DecoderKernel, PackedLinear
 from pagewire.network.operations import NormalizeProjections, Projection, Table, Vector, replaced
 from pagewire.network.rewrites import gate_projections
-from pagewire.network.rope import QueryGrowth, RopeConfig
+from pagewire.network.rope import QueryScaling, RopeConfig
 from worker_service.attention import AttentionBackend, CpuAttend, CpuAttention
 from worker_service.host.cpu_operations import CpuProduct
 from worker_service.models.decoder import Decoder, Outputs
@@ -62,13 +62,13 @@ class _Binding:
         self._model = model
         self._kernels = kernels
         positions = torch.arange(model.network.max_position_embeddings)
-        grown = {growth: table(positions) for growth, table in model.tables.items() if type(growth) is QueryGrowth}
+        grown = {growth: table(positions) for growth, table in model.tables.items() if type(growth) is QueryScaling}
         self._bind: dict[type, Callable[[Any], Any]] = {
             Vector: lambda vector: model.holders[vector].float(),
             Table: lambda table: model.holders[table].weight.data,
             Projection: self._projection,
             RopeConfig: lambda rope: (model.tables[rope].cos.float(), model.tables[rope].sin.float()),
-            QueryGrowth: lambda growth: grown[growth],
+            QueryScaling: lambda growth: grown[growth],
         }
 
     def operations(self) -> Iterator[Any]:

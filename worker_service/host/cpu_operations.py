@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pagewire.kernels.arguments import HeadPreparation
+from pagewire.kernels.arguments import NormRopeParams
 from pagewire.kernels.cpu import CpuKernels, PackedExperts, PackedLinear
-from pagewire.kernels.weight import FLOAT8, HeldWeight
+from pagewire.kernels.weight import FLOAT8, StoredWeight
 from worker_service.models.torch_operations import ExpertProduct, Operations, Product
 
 
@@ -30,7 +30,7 @@ class CpuOperations(Operations):
     def __init__(self, kernels: CpuKernels) -> None:
         self.kernels = kernels
 
-    def quantize(self, values: Tensor, bits: int) -> HeldWeight:
+    def quantize(self, values: Tensor, bits: int) -> StoredWeight:
         return self.kernels.quantize(values, bits)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class CpuOperations(Operations):
         add_rms_norm = self.kernels.add_rms_norm if weight.dtype == x.dtype else super().add_rms_norm
         return add_rms_norm(x, update, weight, eps)
 
-    def norm_rope(self, heads: Tensor, preparation: HeadPreparation) -> tuple[Tensor, Tensor, Tensor]:
+    def norm_rope(self, heads: Tensor, preparation: NormRopeParams) -> tuple[Tensor, Tensor, Tensor]:
         weights = (preparation.query_weight, preparation.key_weight)
         are_equal = all(weight is None or weight.dtype == heads.dtype for weight in weights)
         return (self.kernels.norm_rope if are_equal else super().norm_rope)(heads, preparation)
@@ -56,7 +56,7 @@ class CpuProducts(CpuOperations):
     and accept bfloat16 weights.
     """
 
-    def can_hold(self, held: torch.dtype, computed: torch.dtype) -> bool:
+    def can_store(self, held: torch.dtype, computed: torch.dtype) -> bool:
         """Return whether a weight of dtype `held` can be kept in memory for computing in `computed`.
 
         Every bfloat16 and float16 value is a float32 value. So for float32 a 16-bit weight loses nothing, and half as
@@ -66,20 +66,20 @@ class CpuProducts(CpuOperations):
         return held == computed or is_narrow or held in (torch.int8, FLOAT8)
 
     def prepare_product(
-        self, weight: HeldWeight, bias: Tensor | None, computed: torch.dtype, *, rounds_inputs: bool = False
+        self, weight: StoredWeight, bias: Tensor | None, computed: torch.dtype, *, rounds_inputs: bool = False
     ) -> Product:
         """Return the packed multiplication with a weight.
 
         `rounds_inputs` is ignored: inputs are rounded as little as the kernels round any input.
         """
-        if not self.can_hold(weight.element, computed):
-            weight = HeldWeight(weight.to_floats(computed))
+        if not self.can_store(weight.element, computed):
+            weight = StoredWeight(weight.to_floats(computed))
         packed = self.kernels.pack_linear(weight.with_each(Tensor.contiguous), floats(bias), computed)
         return CpuProduct(self.kernels, packed, computed)
 
     def prepare_experts(self, weights: Tensor, biases: Tensor | None, computed: torch.dtype) -> ExpertProduct:
         of_each = [None] * len(weights) if biases is None else list(biases)
-        each = zip(map(HeldWeight, weights), of_each, strict=True)
+        each = zip(map(StoredWeight, weights), of_each, strict=True)
         return self.join_experts([self.prepare_product(weight, bias, computed) for weight, bias in each])
 
     def join_experts(self, products: Sequence[Product]) -> ExpertProduct:
@@ -90,14 +90,14 @@ class CpuProducts(CpuOperations):
     def packs(self, computed: torch.dtype, device: torch.device) -> bool:
         return True
 
-    def takes_rows(self) -> bool:
+    def supports_row_lookup(self) -> bool:
         return True
 
 
 class CpuProduct(Product):
     """A weight in the packed panels that the C kernels read, in its own dtype or quantised."""
 
-    gives_rows = True
+    has_row_lookup = True
 
     def __init__(self, kernels: CpuKernels, packed: PackedLinear, computed: torch.dtype) -> None:
         self.kernels = kernels
@@ -107,8 +107,8 @@ class CpuProduct(Product):
     def __call__(self, x: Tensor) -> Tensor:
         return self.kernels.linear(x.float().contiguous(), self.packed).to(x.dtype)
 
-    def take_rows(self, indexes: Tensor) -> Tensor:
-        return self.kernels.take_rows(self.packed, indexes).to(self._computed)
+    def lookup_rows(self, indexes: Tensor) -> Tensor:
+        return self.kernels.lookup_rows(self.packed, indexes).to(self._computed)
 
 
 class CpuExpertProduct:

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pagewire.kernels.weight import HeldFormat, HeldWeight
+from pagewire.kernels.weight import StoredFormat, StoredWeight
 from pagewire.network.checkpoint_files import (
     CONFIG_FILE,
     FLOAT_BYTES,
@@ -20,7 +20,7 @@ from pagewire.network.checkpoint_files import (
 )
 from pagewire.network.stacks import StackedPart, Stacks, find_part, unstacked_names
 
-FLOATS = {"F32": HeldFormat(torch.float32), "F16": HeldFormat(torch.float16), "BF16": HeldFormat(torch.bfloat16)}
+FLOATS = {"F32": StoredFormat(torch.float32), "F16": StoredFormat(torch.float16), "BF16": StoredFormat(torch.bfloat16)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Tensors(ABC):
         """Return the names of the tensors that store a weight, whether or not they exist."""
         return frozenset((name,))
 
-    def format(self, name: str, in_size: int) -> HeldFormat | None:
+    def format(self, name: str, in_size: int) -> StoredFormat | None:
         """Return the format in which a weight with `in_size` inputs can be kept in memory. Return None if the weight is
         missing, or if its format cannot be kept, for example because `in_size` would cut a group."""
         return None
@@ -72,7 +72,7 @@ class Tensors(ABC):
     def copy(self, name: str, piece: Piece) -> None:
         """Fill the target of a piece that has passed `check`. Raises CheckpointError if a file cannot be read."""
 
-    def quantized(self, name: str, piece: Piece) -> HeldWeight:
+    def quantized(self, name: str, piece: Piece) -> StoredWeight:
         """Return the part of a quantised weight that a piece describes. The piece must have passed `check`; its target
         is not written. If groups of codes cannot represent the weight, the result is in float32, even though `format`
         reports another format."""
@@ -110,7 +110,7 @@ class Checkpoint(Tensors):
     def _part(self, name: str) -> StackedPart | None:
         return None if name in self._headers else find_part(self._stacks, name)
 
-    def format(self, name: str, in_size: int) -> HeldFormat | None:
+    def format(self, name: str, in_size: int) -> StoredFormat | None:
         """Return the format in which a weight with `in_size` inputs can be kept in memory. See `Tensors.format`."""
         return FLOATS.get(self.header(name).dtype) if name in self.names else None
 

@@ -25,7 +25,7 @@ from torch import Tensor
 dist: Any = torch.distributed
 
 # All ranks are idle when they form a group, and run in step afterwards. A rank that exceeds these timeouts is lost.
-_MEETING_TIMEOUT = timedelta(seconds=10)
+_RENDEZVOUS_TIMEOUT = timedelta(seconds=10)
 _COLLECTIVE_TIMEOUT = timedelta(seconds=30)
 
 _FILE_SCHEME = "file:"
@@ -106,11 +106,11 @@ class RankGroup:
         if self._epoch is None:
             return x
         if self._device.type == "cuda":
-            self._meet().allreduce([x]).wait()
+            self._init_process_group().allreduce([x]).wait()
             return x
         # Add in the order of ranks, so that a row's sums have the same bits for any number of rows.
         gathered = x.new_empty(self.size * x.numel())
-        self._meet()._allgather_base(gathered, x.contiguous().flatten()).wait()
+        self._init_process_group()._allgather_base(gathered, x.contiguous().flatten()).wait()
         parts = gathered.view(self.size, *x.shape)
         x.copy_(parts[0])
         for part in parts[1:]:
@@ -121,15 +121,15 @@ class RankGroup:
         if self._epoch is None:
             return x.repeat(1, self.size)
         gathered = x.new_empty(self.size * len(x), x.shape[1])
-        self._meet()._allgather_base(gathered, x.contiguous()).wait()
+        self._init_process_group()._allgather_base(gathered, x.contiguous()).wait()
         return gathered.unflatten(0, (self.size, len(x))).transpose(0, 1).flatten(1)
 
-    def _meet(self) -> Any:
+    def _init_process_group(self) -> Any:
         assert self._epoch is not None
         if self._group is None:
             store = self._store.of_epoch(self._epoch)
             store.set(f"rank {self.rank}", "here")
-            store.wait([f"rank {rank}" for rank in range(self.size)], _MEETING_TIMEOUT)
+            store.wait([f"rank {rank}" for rank in range(self.size)], _RENDEZVOUS_TIMEOUT)
             if self._device.type == "cuda":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = _COLLECTIVE_TIMEOUT
@@ -168,7 +168,7 @@ class FileRankStore:
                 with suppress(FileNotFoundError):
                     path.unlink()
         store = dist.FileStore(str(self._directory / f"{_EPOCH_FILE}{epoch}"), -1)
-        store.set_timeout(_MEETING_TIMEOUT)
+        store.set_timeout(_RENDEZVOUS_TIMEOUT)
         return store
 
     def own_address(self) -> str:
@@ -189,7 +189,7 @@ class TcpRankStore:
     def of_epoch(self, epoch: int) -> Any:
         # Rank 0 may be a different process than in the previous epoch.
         store = self._served or dist.TCPStore(
-            self._host, self._port, is_master=False, timeout=_MEETING_TIMEOUT, wait_for_workers=False
+            self._host, self._port, is_master=False, timeout=_RENDEZVOUS_TIMEOUT, wait_for_workers=False
         )
         return dist.PrefixStore(f"epoch {epoch}", store)
 
@@ -218,7 +218,7 @@ def _serve(host: str, port: int) -> Any:
         _LOOPBACK.get(host, host),
         port,
         is_master=True,
-        timeout=_MEETING_TIMEOUT,
+        timeout=_RENDEZVOUS_TIMEOUT,
         wait_for_workers=False,
         master_listen_fd=listening.detach(),
     )

@@ -24,7 +24,7 @@ from pagewire.network.operations import (
     replaced,
     weights_of,
 )
-from pagewire.network.rope import QueryGrowth, RopeConfig
+from pagewire.network.rope import QueryScaling, RopeConfig
 from worker_service.models.communicator import Communicator
 from worker_service.models.functions import Step
 from worker_service.models.linear import Embedding, ExpertLinear, Linear
@@ -80,7 +80,7 @@ class Decoder(nn.Module):
         self.ropes = [RotaryEmbedding(rope, *sizes) for rope, sizes in ropes.items()]
         self._ropes = nn.ModuleList(self.ropes)
         # The lookup tables by position, keyed by the configuration that they are computed from.
-        self.tables: dict[RopeConfig | QueryGrowth, Any] = {
+        self.tables: dict[RopeConfig | QueryScaling, Any] = {
             **dict(zip(ropes, self.ropes, strict=True)),
             **{turn.growth: partial(query_scales, turn.growth) for turn in turns if turn.growth is not None},
         }
@@ -117,7 +117,7 @@ class Decoder(nn.Module):
             if type(weight) is Vector:
                 self.holders[weight] = self._values(weight)
         bound: dict[type, Callable[[Any], Any]] = dict.fromkeys((Vector, Table, Projection), self.holders.__getitem__)
-        bound |= dict.fromkeys((RopeConfig, QueryGrowth), self.tables.__getitem__)
+        bound |= dict.fromkeys((RopeConfig, QueryScaling), self.tables.__getitem__)
         self._steps = [(replaced(operation, bound), released) for operation, released in self._before]
 
     def _values(self, vector: Vector) -> Tensor:
@@ -131,7 +131,7 @@ class Decoder(nn.Module):
         int64."""
         step = Step(self, token_ids, positions, attend)
         for operation, released in self._steps:
-            step.carry_out(operation)
+            step.run_operation(operation)
             for buffer in released:
                 del step.buffers[buffer]
         return step.buffers[self._head.input]

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagewire.kernels.arguments import HeadPreparation
+from pagewire.kernels.arguments import NormRopeParams
 from pagewire.network.operations import (
     Activate,
     Add,
@@ -51,7 +51,7 @@ class Step:
     buffers: dict[str, Any] = field(default_factory=dict)
     _looked_up: dict[object, Any] = field(default_factory=dict)
 
-    def carry_out(self, operation: Any) -> None:
+    def run_operation(self, operation: Any) -> None:
         """Run an operation and store its result in its output buffer. The result of an `Add` replaces its input."""
         name = operation.input if type(operation) is Add else operation.output
         self.buffers[name] = _FUNCTIONS[type(operation)](operation, self)
@@ -65,10 +65,10 @@ class Step:
 
 
 def _embed(operation: Any, step: Step) -> Tensor:
-    x = operation.table.take_rows(step.token_ids)
+    x = operation.table.lookup_rows(step.token_ids)
     if operation.factor != 1:
         x = x * operation.factor
-    return x if operation.positions is None else x + operation.positions.take_rows(step.positions)
+    return x if operation.positions is None else x + operation.positions.lookup_rows(step.positions)
 
 
 def _add(operation: Any, step: Step) -> Tensor:
@@ -175,13 +175,13 @@ def _turn(operation: Any, step: Step) -> tuple[Tensor, ...]:
     else:
         ones = heads.new_ones(len(heads), operation.heads.head_dim)
         angles = ones, torch.zeros_like(ones)
-    preparation = HeadPreparation(num_heads, query_weight, key_weight, operation.eps, *angles)
+    preparation = NormRopeParams(num_heads, query_weight, key_weight, operation.eps, *angles)
     return step.model.operations.turn(step.attend, operation.layer, heads, preparation)
 
 
 def _attend(operation: Any, step: Step) -> Tensor:
     turned, sinks = step.buffers[operation.input], operation.sinks
-    return step.model.operations.attend_turned(step.attend, operation.layer, turned, sinks).flatten(1)
+    return step.model.operations.attend_rotated(step.attend, operation.layer, turned, sinks).flatten(1)
 
 
 def _all_reduce(operation: Any, step: Step) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pagewire.common.gguf import ARCHITECTURES, ROPE_FACTORS, ElementType, GgufError, config_json
-from pagewire.kernels.weight import HeldFormat, HeldWeight
+from pagewire.kernels.weight import StoredFormat, StoredWeight
 from pagewire.network.checkpoint_files import CheckpointError
 from pagewire.network.gguf_files import open_gguf
 from worker_service.models.checkpoint import FLOATS, Piece, Tensors
@@ -75,8 +75,8 @@ class GgufCheckpoint(Tensors):
         """Read the header of the file `path`. Raises CheckpointError if the file is not supported."""
         self._file = open_gguf(path)
         architecture = self._file.metadata.get("general.architecture", "")
-        self._own_names = _own_names(architecture)
-        self._our_names = {own: ours for ours, own in self._own_names.items()}
+        self._gguf_names = _gguf_names(architecture)
+        self._checkpoint_names = {own: ours for ours, own in self._gguf_names.items()}
         names = self._file.tensors.keys() - _IN_CONFIG
         self._sources = {ours: source for name in sorted(names) for ours, source in self._found_in(name)}
         self.names = frozenset(self._sources)
@@ -86,17 +86,17 @@ class GgufCheckpoint(Tensors):
         # head.
         self._turned_rows = config_json(self._file)["head_dim"] if architecture == "llama" else 0
 
-    def format(self, name: str, in_size: int) -> HeldFormat | None:
+    def format(self, name: str, in_size: int) -> StoredFormat | None:
         """Return the format in which a weight with `in_size` inputs can be kept in memory. See `Tensors.format`."""
         layout = BLOCKS.get(self._type_name(name))
         if layout is None:
             return FLOATS.get(self._type_name(name))
         return layout.format if in_size % layout.format.group_size == 0 else None
 
-    def quantized(self, name: str, piece: Piece) -> HeldWeight:
+    def quantized(self, name: str, piece: Piece) -> StoredWeight:
         """Return the part of a quantised weight that a piece describes. See `Tensors.quantized`."""
         row_index, columns = piece.rows_and_columns()
-        return HeldWeight.join([rows.cut(columns) for _, rows in self._rows(name, row_index)])
+        return StoredWeight.join([rows.cut(columns) for _, rows in self._rows(name, row_index)])
 
     def working_bytes(self, name: str, num_elements: int) -> int:
         """Return the most memory in bytes, besides the target, needed to read a weight with `num_elements` elements."""
@@ -135,7 +135,7 @@ class GgufCheckpoint(Tensors):
         for place, rows in self._rows(name, row_index):
             piece.target[place].copy_(rows.dequantized()[(slice(None), *columns)])
 
-    def _rows(self, name: str, index: slice) -> Iterator[tuple[slice, HeldWeight]]:
+    def _rows(self, name: str, index: slice) -> Iterator[tuple[slice, StoredWeight]]:
         """Yield the rows `index` of a tensor in chunks, as stored, each with its position relative to the start of
         `index`.
 
@@ -164,13 +164,13 @@ class GgufCheckpoint(Tensors):
 
     def _decode(
         self, own_name: str, element_type: ElementType, buffer: bytearray, shape: tuple[int, ...], head_dim: int
-    ) -> HeldWeight:
+    ) -> StoredWeight:
         """Decode whole rows. If `head_dim` is not 1, convert the heads from interleaved pairs to pairs of two
         halves."""
         if not element_type.is_quantized:
             rows = _halved(torch.frombuffer(buffer, dtype=FLOATS[element_type.name].element).view(shape), head_dim)
             # The file stores 1 + w; adding 1 again later restores the stored value bit for bit.
-            return HeldWeight(rows.float() - 1 if self._adds_one and own_name.endswith("_norm.weight") else rows)
+            return StoredWeight(rows.float() - 1 if self._adds_one and own_name.endswith("_norm.weight") else rows)
         weight = decode_rows(element_type, torch.frombuffer(buffer, dtype=torch.uint8).view(shape[0], -1))
         if not is_finite(weight):
             raise CheckpointError(f"tensor {own_name} in {self._file.path} has a scale that is not finite")
@@ -197,7 +197,7 @@ class GgufCheckpoint(Tensors):
         if match is None:
             return f"{_MODULES[module]}.{kind}" if module in _MODULES else own_name
         layer, part = match.groups()
-        return f"model.layers.{layer}.{self._our_names[part]}" if part in self._our_names else own_name
+        return f"model.layers.{layer}.{self._checkpoint_names[part]}" if part in self._checkpoint_names else own_name
 
     def _own_name(self, name: str) -> str:
         """Return the GGUF name of a tensor of a checkpoint directory."""
@@ -207,10 +207,10 @@ class GgufCheckpoint(Tensors):
             return f"{_OWN_MODULES[module]}.{kind}"
         layer, part = match.groups()
         part = re.sub(r"\.experts\.\d+\.", ".experts.{expert}.", part)
-        return f"blk.{layer}.{self._own_names[part]}"
+        return f"blk.{layer}.{self._gguf_names[part]}"
 
 
-def _own_names(architecture: str) -> dict[str, str]:
+def _gguf_names(architecture: str) -> dict[str, str]:
     """Return the GGUF names of a layer's tensors for an architecture, keyed by their names in checkpoint
     directories."""
     modules = {**_LAYER_MODULES, **_OTHER_LAYER_MODULES.get(architecture, {})}

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pagewire.kernels.weight import HeldFormat, HeldWeight
+from pagewire.kernels.weight import StoredFormat, StoredWeight
 from pagewire.network.operations import Projection
 from worker_service.models.torch_operations import ExpertProduct, Operations, Product
 
@@ -30,8 +30,8 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(num_rows), requires_grad=False) if projection.has_bias else None
         self.product: Product | None = None
         self._dtype = torch.float32
-        self.format = HeldFormat(self.weight.dtype)  # the format in which the weight is kept
-        self._parts: list[HeldWeight] = []
+        self.format = StoredFormat(self.weight.dtype)  # the format in which the weight is kept
+        self._parts: list[StoredWeight] = []
         self._operations = operations
 
     def finish_loading(self, dtype: torch.dtype, kept: KeptProduct | None = None) -> None:
@@ -44,16 +44,16 @@ class Linear(nn.Module):
         if kept is None:
             rounds_inputs = self.format.rounds_inputs
             self.product = self._operations.prepare_product(
-                self.take_weight(), bias, dtype, rounds_inputs=rounds_inputs
+                self.release_weight(), bias, dtype, rounds_inputs=rounds_inputs
             )
         else:
             self.product = kept(bias)
-        self.weight = weight if self.projection.gives_rows and not self.product.gives_rows else None
+        self.weight = weight if self.projection.has_row_lookup and not self.product.has_row_lookup else None
 
-    def take_weight(self) -> HeldWeight:
+    def release_weight(self) -> StoredWeight:
         """Return the weight with its rows in the order of the outputs, and release it from this layer."""
         assert self.weight is not None
-        weight = HeldWeight.join(self._parts or [HeldWeight(self.weight.data)])
+        weight = StoredWeight.join(self._parts or [StoredWeight(self.weight.data)])
         self.weight, self._parts = None, []
         order = self.projection.row_order
         return weight[torch.tensor(order)] if order else weight
@@ -65,16 +65,16 @@ class Linear(nn.Module):
         order = self.projection.row_order
         return self.bias.data[torch.tensor(order)] if order else self.bias.data
 
-    def add_part(self, weight: HeldWeight) -> None:
+    def add_part(self, weight: StoredWeight) -> None:
         """Append the quantised weight of the next part, which replaces the corresponding rows of `weight`."""
         self._parts.append(weight)
 
-    def take_rows(self, indexes: Tensor) -> Tensor:
+    def lookup_rows(self, indexes: Tensor) -> Tensor:
         """Return rows of the weight by index, in the model's dtype: [T] int64 -> [T, in_size]."""
         if self.weight is not None:
             return _rows(self.weight, self._dtype, indexes)
         assert self.product is not None
-        return self.product.take_rows(indexes)
+        return self.product.lookup_rows(indexes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W^T + b: [T, in_size] -> [T, sum(out_sizes)]."""
@@ -125,7 +125,7 @@ class ExpertLinear(nn.ModuleList):
             return
         biases = [linear.added_bias() for linear in self.linears]
         added = [bias for bias in biases if bias is not None]
-        weights = stack([linear.take_weight().values for linear in self.linears])
+        weights = stack([linear.release_weight().values for linear in self.linears])
         self.product = self._operations.prepare_experts(weights, stack(added) if added else None, dtype)
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
@@ -155,14 +155,14 @@ class Embedding(nn.Module):
     def __init__(self, num_embeddings: int, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_embeddings, size), requires_grad=False)
-        self.format = HeldFormat(self.weight.dtype)  # the format in which the weight is kept
+        self.format = StoredFormat(self.weight.dtype)  # the format in which the weight is kept
         self._dtype = torch.float32
 
     def finish_loading(self, dtype: torch.dtype) -> None:
-        """Set the dtype of the rows that `take_rows` returns."""
+        """Set the dtype of the rows that `lookup_rows` returns."""
         self._dtype = dtype
 
-    def take_rows(self, indexes: Tensor) -> Tensor:
+    def lookup_rows(self, indexes: Tensor) -> Tensor:
         """Return rows by index, in the model's dtype: [T] int64 -> [T, size]."""
         return _rows(self.weight, self._dtype, indexes)
 

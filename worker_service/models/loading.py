@@ -14,7 +14,7 @@ from pagewire.network.checkpoint_files import CONFIG_FILE, CheckpointError
 from pagewire.network.families import BY_ARCHITECTURE
 from pagewire.network.families.family import Family
 from pagewire.network.operations import (
-    Listing,
+    OperationList,
     Part,
     Projection,
     Share,
@@ -56,7 +56,7 @@ def prepare_model(
     communicator: Communicator | None = None,
     quantization: str | None = None,
     max_model_len: int | None = None,
-    held_dtype: torch.dtype | None = None,
+    storage_dtype: torch.dtype | None = None,
 ) -> "UnloadedModel":
     """Return a model, or one rank's part of it, checked against the headers of the files and ready to be loaded.
 
@@ -71,7 +71,7 @@ def prepare_model(
         quantization: "int8" or "int4" quantises float weights while they load. Supported on one rank, if `operations`
             can multiply with codes.
         max_model_len: the length of the longest sequence in tokens; the model's number of positions by default.
-        held_dtype: the dtype to which float32 weights are rounded, if `operations` can multiply in it; None keeps
+        storage_dtype: the dtype to which float32 weights are rounded, if `operations` can multiply in it; None keeps
             float32.
 
     Raises:
@@ -97,7 +97,7 @@ def prepare_model(
     with torch.device("meta"):
         model = Decoder(replace(network, operations=listed), operations, communicator).to(dtype)
     _keep_float32(model, device)
-    choose_formats(model, checkpoint, dtype, held_dtype, lambda element: operations.can_hold(element, dtype))
+    choose_formats(model, checkpoint, dtype, storage_dtype, lambda element: operations.can_store(element, dtype))
     targets = [target for place in model.places for target in targets_of(model, place)]
     check_weights(model, checkpoint, targets, "|".join(filter(None, (family.ignored, network.ignored))))
     num_bytes = working_bytes(checkpoint, targets)
@@ -106,19 +106,19 @@ def prepare_model(
     )
 
 
-def _named(listed: Listing, family: Family, checkpoint: Tensors) -> Listing:
+def _named(listed: OperationList, family: Family, checkpoint: Tensors) -> OperationList:
     """Return the operations with the weight names of this checkpoint: the renaming of `family` that matches most
     tensors."""
     named = (renamed(listed, renaming) for renaming in family.renamings)
     return max(named, key=lambda each: _num_stored(each, checkpoint))
 
 
-def _num_stored(listed: Listing, checkpoint: Tensors) -> int:
+def _num_stored(listed: OperationList, checkpoint: Tensors) -> int:
     names = (f"{module}.weight" for module in _modules(listed))
     return sum(not checkpoint.names.isdisjoint(checkpoint.stored_names(name)) for name in names)
 
 
-def _lacks_head(checkpoint: Tensors, listed: Listing, path: Path, *, is_tied: bool) -> bool:
+def _lacks_head(checkpoint: Tensors, listed: OperationList, path: Path, *, is_tied: bool) -> bool:
     """Return whether the head has no weight of its own and shares the embedding's. As in transformers, a head in the
     checkpoint is used even if config.json ties it to the embedding. Raises CheckpointError if the head is missing and
     not tied."""
@@ -133,13 +133,13 @@ def _lacks_head(checkpoint: Tensors, listed: Listing, path: Path, *, is_tied: bo
     return True
 
 
-def _modules(listed: Listing) -> list[str]:
+def _modules(listed: OperationList) -> list[str]:
     """Return the checkpoint's names of the modules that may be quantised."""
     projections = [weight for weight in weights_of(listed) if type(weight) is Projection]
     return [module for projection in projections for module in projection.modules]
 
 
-def _with_rows(listed: Listing, checkpoint: Tensors, operations: Operations) -> Listing:
+def _with_rows(listed: OperationList, checkpoint: Tensors, operations: Operations) -> OperationList:
     """Let the embedding read its rows from a projection. If the weights are tied, the projection is the head. If the
     checkpoint's embedding is quantised in a format that can be kept, the embedding becomes a projection itself.
     Otherwise nothing changes."""
@@ -148,15 +148,15 @@ def _with_rows(listed: Listing, checkpoint: Tensors, operations: Operations) -> 
         return with_rows_of(listed, head)
     assert type(embedding) is Table
     stored = checkpoint.format(f"{embedding.name}.weight", embedding.width)
-    if stored is None or not stored.group_size or not operations.can_hold(stored.element, torch.float32):
+    if stored is None or not stored.group_size or not operations.can_store(stored.element, torch.float32):
         return listed
     rows = Part(embedding.name, Share.of(embedding.num_rows))
     return with_rows_of(listed, Projection((rows,), Share.of(embedding.width)))
 
 
 def _quantizing(
-    listed: Listing, checkpoint: Tensors, bits: int, operations: Operations, head_dim: int
-) -> tuple[QuantizingTensors, Listing]:
+    listed: OperationList, checkpoint: Tensors, bits: int, operations: Operations, head_dim: int
+) -> tuple[QuantizingTensors, OperationList]:
     """Return a checkpoint that quantises its weights, and the operations adapted to it. The head and the embedding get
     8 bits, and no matrix is transposed."""
     found = [weight for weight in weights_of(listed) if type(weight) is Projection and not weight.is_float32]
@@ -205,8 +205,10 @@ class UnloadedModel:
         floats = [(linear, size) for linear, size in floats if not linear.format.group_size]
         weights = sum(tensor.nbytes for tensor in [*self._parameters(), *self.model.buffers()])
         weights += sum(map(self._packed_bytes, scaled))
-        packs, has_rows = operations.packs(self.dtype, self.device), operations.takes_rows()
-        held = weights + sum(size for linear, size in floats if packs and not has_rows and linear.projection.gives_rows)
+        packs, has_rows = operations.packs(self.dtype, self.device), operations.supports_row_lookup()
+        held = weights + sum(
+            size for linear, size in floats if packs and not has_rows and linear.projection.has_row_lookup
+        )
         copies = [self.reading_bytes, *map(self._unpacked_bytes, scaled)]
         if packs:  # The weights of a layer's experts share one allocation, which is released after the last expert.
             copies += [*(size for _, size in floats), *(each.num_bytes() for each in experts)]

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, NoReturn
 
-from pagewire.kernels.weight import HeldFormat, HeldWeight
+from pagewire.kernels.weight import StoredFormat, StoredWeight
 from pagewire.network.checkpoint_files import CONFIG_FILE, FLOAT_BYTES, CheckpointError
 from pagewire.network.quantization import SECTION, Quantization, QuantizationRule, WeightFormat, unserved
 from worker_service.models.checkpoint import Checkpoint, Piece, Tensors
@@ -76,16 +76,16 @@ class QuantizedCheckpoint(Tensors):
         weights = [_Weight(module, kept, layout_of(module, kept)) for module, kept in formats.items()]
         self._weights = {f"{weight.module}{_SUFFIX}": weight for weight in weights if self._is_stored(weight)}
         self.formats = tuple(sorted({weight.format.describe() for weight in self._weights.values()}))
-        unneeded = {f"{weight.module}.bias" for weight in self._weights.values() if weight.layout.has_spare_biases}
+        unneeded = {f"{weight.module}.bias" for weight in self._weights.values() if weight.layout.may_have_zero_biases}
         self.names = frozenset(name for name in checkpoint.names if name not in unneeded or checkpoint.read(name).any())
 
-    def format(self, name: str, in_size: int) -> HeldFormat | None:
+    def format(self, name: str, in_size: int) -> StoredFormat | None:
         """Return the format in which a weight with `in_size` inputs can be kept in memory. See `Tensors.format`."""
         weight, stored = self._weights.get(name), self.stored_names(name) & self._checkpoint.names
         if weight is None:
             return self._checkpoint.format(name, in_size)
         has_wide_scales = any(self._checkpoint.header(tensor).dtype == "F32" for tensor in stored)
-        return weight.layout.held_format(weight.format, in_size, has_wide_scales)
+        return weight.layout.stored_format(weight.format, in_size, has_wide_scales)
 
     def stored_names(self, name: str) -> frozenset[str]:
         """Return the names of the tensors that store a weight, whether or not they exist. See
@@ -125,7 +125,7 @@ class QuantizedCheckpoint(Tensors):
         else:
             self._checkpoint.copy(name, piece)
 
-    def quantized(self, name: str, piece: Piece) -> HeldWeight:
+    def quantized(self, name: str, piece: Piece) -> StoredWeight:
         """Return the part of a quantised weight that a piece describes. See `Tensors.quantized`. Raises CheckpointError
         if a tensor cannot be read or has invalid content."""
         weight, (rows, columns) = self._weights[name], piece.rows_and_columns()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.quantized import GROUP_SIZE, quantized_format
-from pagewire.kernels.weight import HeldFormat, HeldWeight
+from pagewire.kernels.weight import StoredFormat, StoredWeight
 from pagewire.network.checkpoint_files import CheckpointError
 from worker_service.models.checkpoint import Piece, Tensors
 
@@ -21,7 +21,7 @@ class QuantizingTensors(Tensors):
     def __init__(
         self,
         source: Tensors,
-        quantize: Callable[[Tensor, int], HeldWeight],
+        quantize: Callable[[Tensor, int], StoredWeight],
         bits: Mapping[str, int],
         transposed: frozenset[str],
         head_dim: int,
@@ -73,17 +73,17 @@ class QuantizingTensors(Tensors):
         quantisation."""
         self._source.copy(name, piece.transposed() if name in self._transposed else piece)
 
-    def format(self, name: str, in_size: int) -> HeldFormat | None:
+    def format(self, name: str, in_size: int) -> StoredFormat | None:
         """Return the format in which a weight with `in_size` inputs can be kept in memory. See `Tensors.format`."""
         return quantized_format(self._bits[name]) if name in self._bits else self._source.format(name, in_size)
 
-    def quantized(self, name: str, piece: Piece) -> HeldWeight:
+    def quantized(self, name: str, piece: Piece) -> StoredWeight:
         """Return the part of a quantised weight that a piece describes. See `Tensors.quantized`. Raises CheckpointError
         if the weight contains values that cannot be quantised."""
         out_size, in_size = piece.target.shape
         first = (piece.index[0].start or 0) if piece.index else 0
         codes = torch.empty(out_size, in_size, dtype=torch.int8)
-        whole = HeldWeight(codes, torch.empty(out_size, in_size // GROUP_SIZE), GROUP_SIZE)
+        whole = StoredWeight(codes, torch.empty(out_size, in_size // GROUP_SIZE), GROUP_SIZE)
         num_rows = max(1, _CHUNK_ELEMENTS // in_size // self._head_dim) * self._head_dim
         for start in range(0, out_size, num_rows):
             rows = slice(start, min(start + num_rows, out_size))

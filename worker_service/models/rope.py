@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pagewire.network.rope import QueryGrowth, RopeConfig
+from pagewire.network.rope import QueryScaling, RopeConfig
 
 _NUM_CHUNK_POSITIONS = 1024  # number of positions for which tables are filled at a time
 
@@ -78,7 +78,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
-def query_scales(growth: QueryGrowth, positions: Tensor) -> Tensor:
+def query_scales(growth: QueryScaling, positions: Tensor) -> Tensor:
     """Return the factors by which queries at these positions are multiplied: [T] float32."""
     return 1 + growth.beta * torch.log1p((positions // growth.num_positions).float())
 

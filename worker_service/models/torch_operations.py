@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagewire.kernels.arguments import HeadPreparation
+from pagewire.kernels.arguments import NormRopeParams
 from pagewire.kernels.experts import multiply_routed, route_tokens, sum_slots
 from pagewire.kernels.quantized import quantize
-from pagewire.kernels.weight import HeldFormat, HeldWeight
+from pagewire.kernels.weight import StoredFormat, StoredWeight
 from worker_service.models.rope import rotate
 
 # oneDNN chooses a weight's layout for a number of rows. The layout matters for small batches.
@@ -32,7 +32,7 @@ ExpertProduct = Callable[[Tensor, Tensor], Tensor]
 class Product(ABC):
     """A weight [out_size, in_size] and its bias, prepared for matrix multiplication."""
 
-    gives_rows = False  # whether `take_rows` is implemented
+    has_row_lookup = False  # whether `lookup_rows` is implemented
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class Product(ABC):
         values = self(x)
         return values.float() if out is None else out.copy_(values)
 
-    def take_rows(self, indexes: Tensor) -> Tensor:
+    def lookup_rows(self, indexes: Tensor) -> Tensor:
         """Return rows of the weight by index, in the model's dtype: [T] int64 -> [T, in_size]."""
         raise NotImplementedError("this weight layout does not support reading rows")
 
@@ -88,12 +88,12 @@ class Operations:
     route_tokens = staticmethod(route_tokens)
     sum_slots = staticmethod(sum_slots)
 
-    def can_hold(self, held: torch.dtype, computed: torch.dtype) -> bool:
+    def can_store(self, held: torch.dtype, computed: torch.dtype) -> bool:
         """Return whether a weight may stay in the checkpoint's dtype `held` when the model computes in `computed`."""
         return held == computed
 
     def prepare_product(
-        self, weight: HeldWeight, bias: Tensor | None, computed: torch.dtype, *, rounds_inputs: bool = False
+        self, weight: StoredWeight, bias: Tensor | None, computed: torch.dtype, *, rounds_inputs: bool = False
     ) -> Product:
         """Prepare a weight for multiplication with activations in the dtype `computed`; outputs have that dtype too. A
         weight in a format that cannot be kept is widened to `computed`. `rounds_inputs` says that the weight was made
@@ -103,11 +103,11 @@ class Operations:
             return DenseProduct(floats, bias)
         return OnednnProduct(torch.ops.mkldnn._reorder_linear_weight(floats, PACKED_NUM_ROWS), bias)
 
-    def quantized_bytes(self, stored: HeldFormat, out_size: int, in_size: int) -> int:
+    def quantized_bytes(self, stored: StoredFormat, out_size: int, in_size: int) -> int:
         """Estimate the bytes that a prepared weight of these sizes needs in the format `stored`."""
         return stored.num_bytes(out_size, in_size)
 
-    def quantize(self, values: Tensor, bits: int) -> HeldWeight:
+    def quantize(self, values: Tensor, bits: int) -> StoredWeight:
         """Quantise float32 [rows, columns] to codes of 8 or 4 bits: see `pagewire.kernels.quantized`."""
         return quantize(values, bits)
 
@@ -129,7 +129,7 @@ class Operations:
         is_native_bfloat16 = computed == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
         return computed == torch.float32 or is_native_bfloat16
 
-    def takes_rows(self) -> bool:
+    def supports_row_lookup(self) -> bool:
         """Return whether rows can be read from a packed weight."""
         return False
 
@@ -151,24 +151,24 @@ class Operations:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    def turn(self, attend: Attend, layer: int, heads: Tensor, preparation: HeadPreparation) -> tuple[Tensor, ...]:
+    def turn(self, attend: Attend, layer: int, heads: Tensor, preparation: NormRopeParams) -> tuple[Tensor, ...]:
         """Normalize the query and key heads that have a norm weight, and rotate them by their positions.
 
         `attend` is the attention of the step and `layer` the index of the layer. `heads` [T, num_heads + 2 *
         num_kv_heads, head_dim] contains queries, keys and values, and may be overwritten.
 
-        Returns the input of `attend_turned`: queries [T, num_heads, head_dim], and keys and values unless they are
+        Returns the input of `attend_rotated`: queries [T, num_heads, head_dim], and keys and values unless they are
         already stored in the KV cache.
         """
         return self.norm_rope(heads, preparation)
 
-    def attend_turned(self, attend: Attend, layer: int, turned: tuple[Tensor, ...], sinks: Tensor | None) -> Tensor:
+    def attend_rotated(self, attend: Attend, layer: int, turned: tuple[Tensor, ...], sinks: Tensor | None) -> Tensor:
         """Return the result of `attend`, [T, num_heads, head_dim]. `sinks` are the sinks of the layer's heads; see
         `Scoring.sinks`."""
         query, key, value = turned
         return attend(layer, query, key, value, sinks)
 
-    def norm_rope(self, heads: Tensor, preparation: HeadPreparation) -> tuple[Tensor, Tensor, Tensor]:
+    def norm_rope(self, heads: Tensor, preparation: NormRopeParams) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [T, num_heads, head_dim], and keys and values [T, num_kv_heads, head_dim], ready for
         attention."""
         num_heads, query_weight, key_weight, eps, cos, sin = preparation

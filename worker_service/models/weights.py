@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pagewire.kernels.weight import HeldFormat, HeldWeight
+from pagewire.kernels.weight import StoredFormat, StoredWeight
 from pagewire.network.checkpoint_files import CheckpointError
 from pagewire.network.operations import Part, Projection, Share, Table, Vector
 from worker_service.models.checkpoint import Piece, Tensors
@@ -68,7 +68,7 @@ def _add_codes(product: Linear, checkpoint: Tensors, name: str, piece: Piece) ->
     num_missing = sum(product.projection.out_sizes) - num_rows if len(product.projection.out_sizes) == 1 else 0
     if num_missing:
         codes = torch.zeros(num_missing, in_size, dtype=torch.int8)
-        product.add_part(HeldWeight(codes, torch.zeros(num_missing, 1), in_size))
+        product.add_part(StoredWeight(codes, torch.zeros(num_missing, 1), in_size))
 
 
 def check_weights(model: nn.Module, checkpoint: Tensors, targets: Targets, ignored: str) -> None:
@@ -94,7 +94,7 @@ def choose_formats(
     checkpoint: Tensors,
     computed: torch.dtype,
     narrowed: torch.dtype | None,
-    can_hold: Callable[[torch.dtype], bool],
+    can_store: Callable[[torch.dtype], bool],
 ) -> None:
     """Choose the format of the weight of every projection and embedding. The format in the checkpoint is kept if it can
     be held, else the weight is widened to `computed`. For float32 weights, the format to keep is `narrowed` unless it
@@ -114,10 +114,10 @@ def choose_formats(
         (element, *others) = elements[place.experts or place.holder]
         if element == torch.float32 and narrowed is not None:
             element = narrowed
-        if element is None or others or not can_hold(element):
-            chosen = HeldFormat(computed)
+        if element is None or others or not can_store(element):
+            chosen = StoredFormat(computed)
         else:
-            joined = HeldFormat.join([each for each in formats if each is not None])
+            joined = StoredFormat.join([each for each in formats if each is not None])
             # Routed slots are multiplied without rounding.
             chosen = replace(joined, element=element, rounds_inputs=joined.rounds_inputs and place.experts is None)
         place.holder.format = chosen
@@ -125,7 +125,7 @@ def choose_formats(
             place.holder.weight = nn.Parameter(place.holder.weight.to(chosen.element), requires_grad=False)
 
 
-def _stored_formats(checkpoint: Tensors, weight: Any) -> Iterator[HeldFormat | None]:
+def _stored_formats(checkpoint: Tensors, weight: Any) -> Iterator[StoredFormat | None]:
     """Yield the stored formats of a weight's parts. None: the part cannot be kept as stored, such as a quantised table
     or a transposed quantised weight."""
     is_table = type(weight) is Table

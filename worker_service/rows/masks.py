@@ -14,9 +14,9 @@ from pagewire.common.wire.messages import RowStatus, WorkerProtocolError
 IntArray = NDArray[np.int64]
 
 
-# A step waits for masks for this share of its elapsed time, and at least for `_MIN_PATIENCE_S`.
-_PATIENCE = 0.25
-_MIN_PATIENCE_S = 0.001
+# A step waits for masks for this share of its elapsed time, and at least for `_MIN_MASK_WAIT_S`.
+_MASK_WAIT_SHARE = 0.25
+_MIN_MASK_WAIT_S = 0.001
 
 
 class ConstrainedRow:
@@ -196,7 +196,7 @@ class RowMasks:
         for at least one mask.
         """
         now = time.perf_counter()
-        patience = max(_MIN_PATIENCE_S, _PATIENCE * (now - self._began_at))
+        patience = max(_MIN_MASK_WAIT_S, _MASK_WAIT_SHARE * (now - self._began_at))
         self.queue.finish(jobs, None if self.waits_for_all else now + patience)
         if are_all and not any(job.is_done for job in jobs):
             self.queue.finish([min(jobs, key=lambda job: job.matcher.pace.seconds)], None)

@@ -202,7 +202,7 @@ class StepSampling:
         return len(self.slots)
 
     @property
-    def keeps_no_token(self) -> NDArray[np.bool_]:
+    def discards_token(self) -> NDArray[np.bool_]:
         """[R], whether the sampled token is not the row's next token."""
         return self.reports_candidates if self.masks is None else self.reports_candidates | self.masks.is_late
 

@@ -14,7 +14,7 @@ import grpc.aio
 from pagewire.common.process.log_repetition import Repetition
 from pagewire.common.process.shutdown import cancel
 from pagewire.common.wire.messages import (
-    CertificateLife,
+    CertificateValidity,
     GrammarReport,
     Heartbeat,
     Hello,
@@ -24,7 +24,7 @@ from pagewire.common.wire.messages import (
     WorkerProtocolError,
     WorkerStarting,
 )
-from pagewire.common.wire.transport.link_secret import LinkSecret, shows_one
+from pagewire.common.wire.transport.link_secret import LinkSecret, has_secret
 from pagewire.common.wire.worker_wire import Response, decode_request, encode_response
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2 as pb
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
@@ -62,7 +62,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         on_stuck: Callable[[str], NoReturn] = exit_process,
         client_names: frozenset[str] | None = None,
         link_secret: LinkSecret | None = None,
-        certificates: Callable[[], tuple[CertificateLife, ...]] = tuple,
+        certificates: Callable[[], tuple[CertificateValidity, ...]] = tuple,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Create the service.
@@ -170,9 +170,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         metadata = context.invocation_metadata() or ()
         if self._link_secret is None:
             reason = (
-                "the scheduler sent a secret, but this worker has no --link-secret-file" if shows_one(metadata) else ""
+                "the scheduler sent a secret, but this worker has no --link-secret-file" if has_secret(metadata) else ""
             )
-        elif not shows_one(metadata):
+        elif not has_secret(metadata):
             reason = "the scheduler sent no secret, but this worker has a --link-secret-file"
         elif not self._link_secret.is_in(metadata):
             reason = "the scheduler's --link-secret-file and this worker's contain different secrets"
@@ -207,7 +207,7 @@ class _Stream:
         context: grpc.aio.ServicerContext,
         session: Session,
         engine: Engine,
-        certificates: Callable[[], tuple[CertificateLife, ...]],
+        certificates: Callable[[], tuple[CertificateValidity, ...]],
     ) -> None:
         self._requests = requests
         self.context = context

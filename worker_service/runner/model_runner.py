@@ -54,7 +54,7 @@ class Computation(Protocol):
     def drop_graphs(self) -> None:
         """Forget all graphs. No graph is replayed before the next `capture_graphs`."""
 
-    def rehearse_graphs(self) -> None:
+    def run_graphs_uncaptured(self) -> None:
         """Run the operations of the largest graphs without capturing them. Call this instead of `capture_graphs`.
 
         There must be at least one graph.
@@ -171,7 +171,7 @@ class ModelRunner:
         )
         if parts and parts[0].rows is rows:
             return parts[0].result
-        return _PartsUnderWay(step, StepOutline.of(self.table, rows), parts)
+        return _SplitStep(step, StepOutline.of(self.table, rows), parts)
 
     def _without_failed(self, rows: WorkingRows) -> WorkingRows:
         """Return the rows that have not failed. Rows that failed in an earlier step fail in each later step too."""
@@ -187,12 +187,12 @@ class ModelRunner:
         Failed rows are not computed in this step or in any later step.
         """
         for slot, start, end in zip(rows.slots, rows.starts, rows.ends, strict=True):
-            self._cache.spoil(self.table.block_tables[slot], int(start), int(end))
+            self._cache.fill_with_nan(self.table.block_tables[slot], int(start), int(end))
         self.table.has_failed[rows.slots] = True
 
 
 @dataclass(frozen=True, slots=True)
-class _PartsUnderWay:
+class _SplitStep:
     """A launched step that was split into parts. See `LaunchedStep`."""
 
     step: BegunStep

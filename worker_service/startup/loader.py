@@ -47,7 +47,7 @@ from worker_service.startup.pool_size import PoolSize, default_swap_bytes
 from worker_service.startup.preflight import choose_max_model_len
 from worker_service.startup.progress import LoadProgress
 from worker_service.startup.resources import available_bytes, num_usable_cpus
-from worker_service.startup.warm_up import begin_vector_math, warm_up
+from worker_service.startup.warm_up import initialize_vector_math, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def load_worker(
     CheckpointError with a text for people.
     """
     config.validate()
-    begin_vector_math()
+    initialize_vector_math()
     torch.set_num_threads(config.num_threads or min(torch.get_num_threads(), num_usable_cpus()))
     path = Path(config.model)
     whole = load_config(path)
@@ -104,7 +104,7 @@ def _load_worker(
         communicator=communicator,
         quantization=config.quantization,
         max_model_len=max_model_len,
-        held_dtype=_DTYPES.get(config.dtype),
+        storage_dtype=_DTYPES.get(config.dtype),
     )
     shape = CacheShape(
         num_layers=len(network.layers),
@@ -201,7 +201,7 @@ def choose_device(name: str, rank: int = 0) -> torch.device:
 
 def check_products(quantization: str | None, operations: Operations, device: torch.device) -> None:
     """Raise ValueError if no kernel can multiply with the quantised weights that `quantization` requests."""
-    if quantization is None or operations.can_hold(quantized_format(BITS[quantization]).element, torch.float32):
+    if quantization is None or operations.can_store(quantized_format(BITS[quantization]).element, torch.float32):
         return
     if device.type == "cpu":
         needed, reason = "the C kernels of a CPU", "PAGEWIRE_CPU_KERNELS is off, or they cannot be built"

@@ -70,7 +70,7 @@ def measure_memory(
         largest = 0
         if num_graphs:
             kept = meter.allocated()
-            largest = meter.peak_of(lambda: made[0].computation.rehearse_graphs()) - kept
+            largest = meter.peak_of(lambda: made[0].computation.run_graphs_uncaptured()) - kept
     except Exception as error:
         if not is_out_of_memory(error):
             raise

@@ -169,7 +169,7 @@ def _fits(rows: tuple[TrialRow, ...], limits: TableLimits) -> bool:
     )
 
 
-def begin_vector_math() -> None:
+def initialize_vector_math() -> None:
     """Initialize torch's vector math libraries before several threads call them.
 
     This calls each function once, with one element, which uses one thread, and one matrix multiplication. MKL detects

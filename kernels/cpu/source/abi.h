@@ -51,7 +51,7 @@ typedef struct {
   int8_t table[16];  // values of the 4-bit codes; a matmul is fastest if they count upwards from -8 or 0
 } linear_layer;
 
-// A weight as a loader provides it: `HeldWeight` of weight.py. A weight of 16-bit or 32-bit floats has `values` only.
+// A weight as a loader provides it: `StoredWeight` of weight.py. A weight of 16-bit or 32-bit floats has `values` only.
 typedef struct {
   const void* values;           // [out_size, in_size]
   const float* scale;           // [out_size, ceil(in_size / group_size)], or NULL
@@ -232,7 +232,7 @@ int64_t find_codes(const int8_t* codes, int64_t num, int8_t table[16], int64_t n
 int64_t quantize(const float* values, int64_t num_groups, int64_t bits, int8_t* codes, float* scale,
                  int64_t num_threads);
 // output: [num_indexes, in_size]
-int64_t take_rows(const linear_layer* layer, const int64_t* indexes, float* output, int64_t num_indexes);
+int64_t lookup_rows(const linear_layer* layer, const int64_t* indexes, float* output, int64_t num_indexes);
 // x: [num_rows, in_size], y: [num_rows, out_size].
 int64_t linear(const linear_layer* layer, const float* x, float* y, int64_t num_rows, int64_t num_threads);
 // x: [num_tokens * rows_of_token, in_size], a row per token (rows_of_token is 1) or per slot. ids: [num_tokens,

@@ -456,7 +456,7 @@ static float* place_output(walk* w, int64_t op) {
   return w->places[buffer] = place;
 }
 
-static void carry_out(walk* w, int64_t op) {
+static void run_operation(walk* w, int64_t op) {
   const decoding* d = w->d;
   const operation* o = &d->model->operations[op];
   const decoder_step* tokens = d->tokens;
@@ -512,7 +512,7 @@ static void decode_tokens(decoding* d) {
 #pragma omp master
   d->last = nanoseconds();
   for (int64_t op = 0; op < d->model->num_operations; op++) {
-    carry_out(&w, op);
+    run_operation(&w, op);
     if (atomic_load(&d->lost_at) == op) break;
 #pragma omp master
     {

@@ -17,7 +17,7 @@ static void NAME(pack_linear)(const ELEMENT* weight, ELEMENT* panels, int64_t in
 }
 
 // Reads rows of packed weights, for embeddings: output[i] = weight[indexes[i]], in float32.
-static void NAME(take_rows)(const ELEMENT* panels, const int64_t* indexes, float* output, int64_t num_indexes,
+static void NAME(lookup_rows)(const ELEMENT* panels, const int64_t* indexes, float* output, int64_t num_indexes,
                             int64_t in_size) {
   for (int64_t n = 0; n < num_indexes; n++) {
     const ELEMENT* panel = panels + indexes[n] / PANEL * PANEL * NAME(padded_size)(in_size);

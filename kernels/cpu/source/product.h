@@ -151,7 +151,7 @@ static void take_row(const linear_layer* layer, int64_t index, float* row) {
   }
 }
 
-int64_t take_rows(const linear_layer* layer, const int64_t* indexes, float* output, int64_t num_indexes) {
+int64_t lookup_rows(const linear_layer* layer, const int64_t* indexes, float* output, int64_t num_indexes) {
   for (int64_t n = 0; n < num_indexes; n++) take_row(layer, indexes[n], output + n * layer->in_size);
   return DONE;
 }

@@ -11,16 +11,16 @@ from pagewire.common.chat.template_forms import (
     TOOLS,
     UNSET,
     Message,
-    as_taken,
     compiled,
     conversation_with_call,
-    tools_as_taken,
+    to_template_form,
+    tools_in_template_form,
 )
 from pagewire.common.chat.template_forms import ChatTemplateError as ChatTemplateError
-from pagewire.common.chat.template_sandbox import Overspent, TemplateFailure
+from pagewire.common.chat.template_sandbox import BudgetExceeded, TemplateFailure
 
 # The error message for a request that sets both options.
-GOES_TWO_WAYS = (
+CONFLICTING_OPTIONS = (
     "continue_final_message continues the last message, but add_generation_prompt begins a new one; set only one"
 )
 
@@ -68,7 +68,7 @@ def text_of(message: Message) -> str:
     return texts[-1] if texts else ""
 
 
-def up_to_last(prompt: str, message: Message) -> str:
+def without_suffix(prompt: str, message: Message) -> str:
     """Return the prompt without the text that the template writes after the content of the last message.
 
     transformers does the same for `continue_final_message`. Raises ChatTemplateError if the prompt does not contain the
@@ -90,8 +90,8 @@ def up_to_last(prompt: str, message: Message) -> str:
 def refusals(template: str, special_tokens: Mapping[str, str]) -> dict[str, str]:
     """Return the kinds of conversation that a template cannot render, with the reason for each.
 
-    Kinds that fail for the same reason share one entry. Raises Overspent for a template that does not end, because it
-    would keep any renderer (such as a router) busy forever.
+    Kinds that fail for the same reason share one entry. Raises BudgetExceeded for a template that does not end,
+    because it would keep any renderer (such as a router) busy forever.
     """
     kinds: dict[str, list[str]] = {}
     for kind, conversations, tools in _KINDS:
@@ -106,10 +106,10 @@ def refusals(template: str, special_tokens: Mapping[str, str]) -> dict[str, str]
 def _failure(
     template: str, messages: Sequence[Message], special_tokens: Mapping[str, str], tools: Sequence[Any] | None
 ) -> str:
-    """Return the reason why a template cannot render a conversation, or an empty text. Raises Overspent."""
+    """Return the reason why a template cannot render a conversation, or an empty text. Raises BudgetExceeded."""
     try:
         _rendered(template, messages, special_tokens, {"add_generation_prompt": True, "tools": tools})
-    except Overspent:
+    except BudgetExceeded:
         raise
     except TemplateFailure as error:
         return str(error)
@@ -121,7 +121,7 @@ def _rendered(
 ) -> str:
     """Return the rendered prompt. Raises ChatTemplateError for invalid messages, and TemplateFailure."""
     asked = template, tuple(sorted(special_tokens.items()))
-    taken = as_taken(messages, asked)
+    taken = to_template_form(messages, asked)
     given = {**special_tokens, **UNSET, **variables}
-    given["tools"] = tools_as_taken(given["tools"], asked)
+    given["tools"] = tools_in_template_form(given["tools"], asked)
     return compiled(template).render({**given, "messages": taken})

@@ -90,7 +90,7 @@ class ChatTemplateError(ValueError):
         self.place = place
 
 
-def as_taken(messages: Sequence[Message], asked: AskedTemplate) -> list[dict[str, Any]]:
+def to_template_form(messages: Sequence[Message], asked: AskedTemplate) -> list[dict[str, Any]]:
     """Return messages in the form that a template supports. Raises ChatTemplateError for invalid messages."""
     for index, message in enumerate(messages):
         _check(message, f"[{index}]")
@@ -131,7 +131,7 @@ def conversation_with_call(
     return [QUESTION, answer, *results]
 
 
-def tools_as_taken(tools: Any, asked: AskedTemplate) -> Any:
+def tools_in_template_form(tools: Any, asked: AskedTemplate) -> Any:
     """Return tools in the form that a template supports.
 
     If the template cannot render tools without a description, parameters or properties, the missing fields are added as

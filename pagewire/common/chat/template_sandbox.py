@@ -61,7 +61,7 @@ class TemplateFailure(ValueError):
     the line."""
 
 
-class Overspent(TemplateFailure):
+class BudgetExceeded(TemplateFailure):
     """The template did not end within its budget."""
 
 
@@ -79,7 +79,7 @@ class Template:
             raise _failure(error) from None
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """Return the rendered text. Raises TemplateFailure for any error in the template, and Overspent."""
+        """Return the rendered text. Raises TemplateFailure for any error in the template, and BudgetExceeded."""
         self._environment.renew_budget()
         try:
             return self._template.render(variables)
@@ -99,7 +99,7 @@ def _failure(error: Exception) -> TemplateFailure:
     else:
         frames = traceback.extract_tb(error.__traceback__)
         line = next((frame.lineno for frame in reversed(frames) if frame.filename == _FILE_NAME), None)
-    kind = Overspent if isinstance(error, Overspent) else TemplateFailure
+    kind = BudgetExceeded if isinstance(error, BudgetExceeded) else TemplateFailure
     return kind(reason if line is None else f"line {line}: {reason}")
 
 
@@ -112,7 +112,7 @@ class _Budget:
     def take(self, num_steps: int = 1) -> None:
         self._num_left -= num_steps
         if self._num_left < 0:
-            raise Overspent(f"it does not end within {MAX_STEPS} steps")
+            raise BudgetExceeded(f"it does not end within {MAX_STEPS} steps")
 
     def take_text(self, num_chars: int) -> None:
         self.take(1 + num_chars // _CHARS_PER_STEP)

@@ -6,7 +6,7 @@ length of the file before they are used. The format: https://github.com/ggml-org
 
 from pagewire.common.gguf.architectures import ARCHITECTURES, ROPE_FACTORS, architecture_of
 from pagewire.common.gguf.checkpoint_files import config_json, generation_config_json, tokenizer_config_json
-from pagewire.common.gguf.file import SERVED_TYPES, ElementType, GgufError, GgufFile, TensorInfo, is_gguf
+from pagewire.common.gguf.file import SUPPORTED_TYPES, ElementType, GgufError, GgufFile, TensorInfo, is_gguf
 from pagewire.common.gguf.model_file import (
     MAX_LISTING_BYTES,
     MAX_SETTINGS_BYTES,
@@ -28,7 +28,7 @@ __all__ = [
     "MAX_LISTING_BYTES",
     "MAX_SETTINGS_BYTES",
     "ROPE_FACTORS",
-    "SERVED_TYPES",
+    "SUPPORTED_TYPES",
     "ElementType",
     "GgufError",
     "GgufFile",

@@ -44,7 +44,7 @@ class ElementType:
         return self.block_size > 1
 
 
-SERVED_TYPES = {
+SUPPORTED_TYPES = {
     0: ElementType("F32", 1, 4),
     1: ElementType("F16", 1, 2),
     2: ElementType("Q4_0", 32, 18),
@@ -94,7 +94,7 @@ class TensorInfo:
     @property
     def type_name(self) -> str:
         """The name of the element type, or its number if the type has no known name."""
-        served = SERVED_TYPES.get(self.type_number)
+        served = SUPPORTED_TYPES.get(self.type_number)
         return served.name if served is not None else _OTHER_NAMES.get(self.type_number, f"number {self.type_number}")
 
 
@@ -134,12 +134,12 @@ class GgufFile:
     def element_type(self, name: str) -> ElementType:
         """Return the element type of a tensor. Raises GgufError if the type is not supported."""
         info = self.tensors[name]
-        if info.type_number not in SERVED_TYPES:
-            served = ", ".join(element_type.name for element_type in SERVED_TYPES.values())
+        if info.type_number not in SUPPORTED_TYPES:
+            served = ", ".join(element_type.name for element_type in SUPPORTED_TYPES.values())
             raise GgufError(
                 f"{self.path}: tensor {name} is of type {info.type_name}, which is not supported; supported: {served}"
             )
-        return SERVED_TYPES[info.type_number]
+        return SUPPORTED_TYPES[info.type_number]
 
     def row_bytes(self, name: str) -> int:
         """Return the number of bytes in a row of a tensor. Raises GgufError if the type is not supported, or if the

@@ -75,7 +75,7 @@ def _caught() -> Iterator[None]:
         raise GrammarError(f"the grammar cannot be read: {error}") from None
 
 
-class MaskPace:
+class MaskCost:
     """The expected time of a grammar's masks in seconds: the time of the slowest mask, which decays with each further
     mask."""
 
@@ -106,7 +106,7 @@ class _MaskSizes:
 class Matcher:
     """The state of a grammar after the tokens of one output."""
 
-    def __init__(self, state: LLMatcher, end_token_ids: frozenset[int], pace: MaskPace, sizes: _MaskSizes) -> None:
+    def __init__(self, state: LLMatcher, end_token_ids: frozenset[int], pace: MaskCost, sizes: _MaskSizes) -> None:
         self._state = state
         self._end_token_ids = end_token_ids
         self._sizes = sizes
@@ -208,7 +208,7 @@ class GrammarCompiler:
             grammar = f"{_to_lark(kind, text, names, alone)}\n{_ANY_TOKENS}"
             limits = _OWN_GRAMMAR_LIMITS if kind == "grammar" else _LIMITS
             state = LLMatcher(tokenizer, grammar, limits=limits, log_level=0)
-        matcher = Matcher(state, frozenset(end_token_ids), MaskPace(), self._sizes)
+        matcher = Matcher(state, frozenset(end_token_ids), MaskCost(), self._sizes)
         if error := matcher.error():
             raise error
         tokens = names if kind == "structural_tag" else ()

@@ -18,7 +18,7 @@ class Repetition:
         self._clock = clock
         self._told: dict[str, float] = {}  # the time of each text, keyed by the text without its digits
 
-    def is_news(self, text: str) -> bool:
+    def should_log(self, text: str) -> bool:
         """Return whether to log a text now, and record it as logged if so.
 
         The result is false if an equal text was logged recently (digits do not count), or if too many different texts
@@ -33,7 +33,7 @@ class Repetition:
 
     def tell(self, logger: logging.Logger, level: int, text: str) -> None:
         """Log a text unless it was logged recently."""
-        if self.is_news(text):
+        if self.should_log(text):
             logger.log(level, "%s", text)
 
     def forget(self) -> None:

@@ -51,7 +51,7 @@ class QueuedWriter:
         self._changed = threading.Condition()
         self._lines: list[bytes] = []
         self._num_bytes = 0
-        self._num_untold = 0  # lines that were dropped after the queued lines, not yet reported
+        self._num_unsent = 0  # lines that were dropped after the queued lines, not yet reported
         self._is_writing = False
         self._is_closed = False
         self._has_failed = False
@@ -65,7 +65,7 @@ class QueuedWriter:
             is_lost = self._ends_at_loss and self.num_dropped > 0
             if is_lost or (self._num_bytes + len(lines) > self._max_waiting_bytes and self._lines):
                 self.num_dropped += _count(lines)
-                self._num_untold += 0 if self._has_failed else _count(lines)
+                self._num_unsent += 0 if self._has_failed else _count(lines)
             else:
                 self._lines.append(lines)
                 self._num_bytes += len(lines)
@@ -79,7 +79,7 @@ class QueuedWriter:
         with self._changed:
             is_late = self._has_ended and bool(self._lines)
             return not is_late and self._changed.wait_for(
-                lambda: not (self._lines or self._num_untold or self._is_writing), timeout
+                lambda: not (self._lines or self._num_unsent or self._is_writing), timeout
             )
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ class QueuedWriter:
             self.num_dropped += _count(error.rest)
             if self._ends_at_loss:
                 self.num_dropped += sum(map(_count, self._lines))
-                self._lines, self._num_untold, self._is_writing, self._has_failed = [], 0, False, True
+                self._lines, self._num_unsent, self._is_writing, self._has_failed = [], 0, False, True
                 self._changed.notify_all()
 
     def _take(self) -> bytes | None:
@@ -114,14 +114,14 @@ class QueuedWriter:
         with self._changed:
             self._is_writing = False
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._lines or self._num_untold or self._is_closed)
-            lines, num_untold = self._lines, self._num_untold
-            if not lines and not num_untold:
+            self._changed.wait_for(lambda: self._lines or self._num_unsent or self._is_closed)
+            lines, num_unreported = self._lines, self._num_unsent
+            if not lines and not num_unreported:
                 self._has_ended = True
                 return None
-            self._lines, self._num_bytes, self._num_untold, self._is_writing = [], 0, 0, True
-        if num_untold:
-            lines.append(self._dropped_notice(num_untold))
+            self._lines, self._num_bytes, self._num_unsent, self._is_writing = [], 0, 0, True
+        if num_unreported:
+            lines.append(self._dropped_notice(num_unreported))
         return b"".join(lines)
 
 

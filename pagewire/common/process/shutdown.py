@@ -8,7 +8,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE = 0.2  # seconds of draining before a log line reports it
+_MASK_WAIT_SHARE = 0.2  # seconds of draining before a log line reports it
 
 
 def stop_at_signals(again: Callable[[int], None]) -> asyncio.Event:
@@ -40,14 +40,14 @@ async def drain(drained: Coroutine[Any, Any, None], stop_now: asyncio.Event, lim
     """
     logger.info("stopping")
     text = "requests are still running: waiting up to %g s for them; a second signal ends them at once"
-    promise = asyncio.get_running_loop().call_later(_PATIENCE, logger.info, text, limit)
+    promise = asyncio.get_running_loop().call_later(_MASK_WAIT_SHARE, logger.info, text, limit)
     ends: list[asyncio.Task[Any]] = [asyncio.create_task(end) for end in (drained, stop_now.wait())]
     await asyncio.wait(ends, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
     promise.cancel()
     await cancel(ends)
 
 
-async def run_out(serving: Coroutine[Any, Any, int]) -> int:
+async def run_to_completion(serving: Coroutine[Any, Any, int]) -> int:
     """Run a service to its end, and wait for the tasks of its RPCs, which end shortly after the server.
 
     If a task ended together with the event loop, gRPC would treat its RPC as failed and log a traceback.

@@ -105,7 +105,7 @@ class WatchedFiles(Generic[T]):
                 logger.info("%s: the files match what is in use again%s", self._flags(), self._describe(self.current))
             self._trouble = self._told = None
         except (OSError, ValueError) as error:
-            self._note_trouble(str(error))
+            self._report_problem(str(error))
 
     def take(self, value: T) -> None:
         """Start to use a new value."""
@@ -127,7 +127,7 @@ class WatchedFiles(Generic[T]):
             self._refused = contents, str(error)
             raise
 
-    def _note_trouble(self, reason: str) -> None:
+    def _report_problem(self, reason: str) -> None:
         """Log a problem with the files once it has lasted for `settling` seconds. A shorter one may be a change in
         progress."""
         now = self._clock()

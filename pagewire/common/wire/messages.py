@@ -327,7 +327,7 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
-class CertificateLife:
+class CertificateValidity:
     """The validity period of a worker's certificate, in seconds of Unix time, and the flag that names its file."""
 
     flag: str
@@ -343,4 +343,4 @@ class Heartbeat:
     last_started_step: int
     last_finished_step: int
     last_moved_step: int = 0
-    certificates: tuple[CertificateLife, ...] = ()
+    certificates: tuple[CertificateValidity, ...] = ()

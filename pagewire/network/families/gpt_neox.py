@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from pagewire.network.blocks import activation, embed, layer, lm_head
 from pagewire.network.families.family import Family, TextConfig, head_dim_of, norms_of
-from pagewire.network.families.positions import read_rope, read_share, rope_settings
+from pagewire.network.families.positions import read_partial_rotary_factor, read_rope, rope_settings
 from pagewire.network.families.reading import JsonObject, attention_biases, flag, unserved
 from pagewire.network.network import Network
 from pagewire.network.operations import Add, Operation
@@ -17,7 +17,7 @@ from pagewire.network.operations import Add, Operation
 def _read(config: JsonObject, architecture: str) -> Network:
     default_theta = config.get("rotary_emb_base") or 10_000.0
     settings = rope_settings(config, default_theta, config.get("rotary_pct", 0.25))
-    share = read_share(config, settings, "rotary_pct", 0.25)
+    share = read_partial_rotary_factor(config, settings, "rotary_pct", 0.25)
     plain = {**config, "num_key_value_heads": None, "head_dim": None}  # settings that the model does not have
     if config.get("head_dim") not in (None, head_dim_of(plain)):
         raise unserved("head_dim", config["head_dim"], f"unset for {architecture}, or {head_dim_of(plain)}")

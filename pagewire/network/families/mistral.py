@@ -12,7 +12,7 @@ from pagewire.network.families.positions import read_equal_windows, read_rope, r
 from pagewire.network.families.reading import JsonObject, number, positive
 from pagewire.network.network import Network
 from pagewire.network.operations import Operation
-from pagewire.network.rope import QueryGrowth
+from pagewire.network.rope import QueryScaling
 
 
 def _read(config: JsonObject, architecture: str) -> Network:
@@ -28,7 +28,7 @@ def _read_ministral3(config: JsonObject, architecture: str) -> Network:
     settings, growth = rope_settings(config), None
     if settings.get("llama_4_scaling_beta") is not None:
         original = positive(settings, "original_max_position_embeddings")
-        growth = QueryGrowth(number(settings, "llama_4_scaling_beta"), original)
+        growth = QueryScaling(number(settings, "llama_4_scaling_beta"), original)
     windows = read_equal_windows(config, default_window=None)
     return TextConfig.read(config, architecture, windows=windows, default_eps=1e-5).llama(growth=growth)
 

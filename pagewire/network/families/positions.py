@@ -190,7 +190,7 @@ def read_longrope(config: JsonObject, rope: JsonObject, head_dim: int) -> Ropes:
     positions. LongRoPE has one list of factors for sequences up to the original length, and another for longer
     sequences (`RopeConfig.serving`). Both use the attention factor of the full extension."""
     num_positions = positive(config, "max_position_embeddings")
-    share = read_share(config, rope, "partial_rotary_factor", 1.0)
+    share = read_partial_rotary_factor(config, rope, "partial_rotary_factor", 1.0)
     short = _read_factors(rope, "short_factor", int(head_dim * share) // 2)
     original = positive(config, ORIGINAL, _LONGROPE_ORIGINAL)
     if rope.get(ORIGINAL) not in (None, original):
@@ -216,7 +216,7 @@ def _read_factors(rope: JsonObject, key: str, num_pairs: int) -> tuple[float, ..
     return tuple(checked_number(key, value) for value in factors)
 
 
-def read_share(config: JsonObject, rope: JsonObject, key: str, default: float) -> float:
+def read_partial_rotary_factor(config: JsonObject, rope: JsonObject, key: str, default: float) -> float:
     """Return the share of a head's values that is rotated, from 0 to 1. Raises CheckpointError for a larger number."""
     key = "partial_rotary_factor" if rope.get("partial_rotary_factor") is not None else key
     value = rope.get(key, config.get(key))
@@ -228,7 +228,7 @@ def read_share(config: JsonObject, rope: JsonObject, key: str, default: float) -
 
 def _read_share(config: JsonObject, rope: JsonObject, default: float | None) -> float:
     if default is not None:
-        return read_share(config, rope, "partial_rotary_factor", default)
+        return read_partial_rotary_factor(config, rope, "partial_rotary_factor", default)
     value = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if value not in (None, 1, 1.0):
         raise unserved("partial_rotary_factor", value, "1")

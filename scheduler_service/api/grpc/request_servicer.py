@@ -41,7 +41,7 @@ SERVICE_NAME = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].ful
 _PIECE_TOKENS = 16_384  # added to a message before other tasks can run
 _MAX_PENDING_CALLS = 4096  # a front end's limit of calls whose text waits for tokenization
 # Unary calls that a front end forwards to the scheduler.
-_PASSED_ON = ("Submit", "GetResult", "KeepRecord", "DeleteResult", "GetRequest")
+_FORWARDED = ("Submit", "GetResult", "KeepRecord", "DeleteResult", "GetRequest")
 # Forwards a call of a method to the scheduler, and yields the one or more messages of its answer.
 Forward = Callable[[str, Message, Call], AsyncGenerator[Any, None]]
 
@@ -199,7 +199,7 @@ class FrontEndServicer(RequestServicer):
         self._address = address
         for method in scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].methods_by_name:
             if method not in vars(FrontEndServicer) | vars(RequestServicer):  # only the scheduler implements it
-                serve = self._answer if method in _PASSED_ON else self._refuse
+                serve = self._answer if method in _FORWARDED else self._refuse
                 setattr(self, method, partial(serve, method))
 
     async def GetServerInfo(
@@ -212,15 +212,15 @@ class FrontEndServicer(RequestServicer):
         return info
 
     async def Attach(self, request: scheduler_pb2.AttachRequest, context: grpc.aio.ServicerContext) -> None:
-        await write_all(self._passed_on("Attach", request, context), context)
+        await write_all(self._forward_call("Attach", request, context), context)
 
     async def _abort_elsewhere(self, tenant: str, request_id: str, call: Call) -> None:
         await answer_of(self._forward("Abort", scheduler_pb2.AbortRequest(request_id=request_id, tenant=tenant), call))
 
     async def _answer(self, method: str, request: Message, context: grpc.aio.ServicerContext) -> Any:
-        return await answer_of(self._passed_on(method, request, context))
+        return await answer_of(self._forward_call(method, request, context))
 
-    def _passed_on(self, method: str, request: Any, context: grpc.aio.ServicerContext) -> AsyncGenerator[Any, None]:
+    def _forward_call(self, method: str, request: Any, context: grpc.aio.ServicerContext) -> AsyncGenerator[Any, None]:
         """Yield the scheduler's answer to a call about a request of the caller's tenant."""
         call = self._authenticator.call(context)
         named = submitted(request) if isinstance(request, scheduler_pb2.SubmitRequest) else request

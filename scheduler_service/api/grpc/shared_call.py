@@ -78,7 +78,7 @@ class SharedCall:
         self._server_info = server_info
         self._loads = loads
         self._announces = True  # the next message contains the server's state
-        self._tells_loads = False  # the next message contains the load
+        self._sends_loads = False  # the next message contains the load
         self._requests: dict[int, _Submitted] = {}  # by the first stream id
         self._streams: dict[int, _Submitted] = {}  # by each stream id
         self._ready: dict[_Submitted, None] = {}  # requests with new output, in order
@@ -113,7 +113,7 @@ class SharedCall:
             while True:
                 if reading.done():
                     reading.result()
-                if self._ready_list.outputs or self._ready or self._announces or self._tells_loads:
+                if self._ready_list.outputs or self._ready or self._announces or self._sends_loads:
                     message = self._take()
                     if message.ByteSize():
                         await context.write(message)
@@ -143,7 +143,7 @@ class SharedCall:
             elif command == "get_loads":
                 if self._loads is None:
                     raise invalid("get_loads", "a front end does not report loads; call the scheduler itself")
-                self._tells_loads = True
+                self._sends_loads = True
                 self._news.tell()
             else:
                 raise invalid(
@@ -267,10 +267,10 @@ class SharedCall:
             self._streams.pop(request.stream_id + index, None)
         if request.active is not None:
             if request.active.is_relayed:
-                self._settle(request, request.active)
+                self._wait_for_launched(request, request.active)
             request.active.cancel()
 
-    def _settle(self, request: _Submitted, active: ActiveRequest) -> None:
+    def _wait_for_launched(self, request: _Submitted, active: ActiveRequest) -> None:
         """Count the tokens that the client has kept of a relayed request, or wait for the client's report.
 
         A sample that is not over yet is counted when it ends, and all its tokens count as kept.
@@ -295,8 +295,8 @@ class SharedCall:
         if self._announces:
             self._announces = False
             message.server_info.CopyFrom(self._server_info())
-        if self._tells_loads and self._loads is not None:
-            self._tells_loads = False
+        if self._sends_loads and self._loads is not None:
+            self._sends_loads = False
             message.loads.CopyFrom(self._loads(self._call))
         self._take_tokens(message)
         self._take_deltas(message, _MAX_MESSAGE_WEIGHT - len(message.token_ids))
@@ -311,7 +311,7 @@ class SharedCall:
             if len(token_ids) >= _MAX_MESSAGE_WEIGHT:
                 self._ready_list.put_back(outputs[position:])
                 break
-            new = output.take_tokens()
+            new = output.sample_tokens()
             if new is not None:
                 stream_ids.append(output.label)
                 counts.append(len(new))

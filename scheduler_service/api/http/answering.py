@@ -13,7 +13,7 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 
 from pagewire.common import __version__
 from scheduler_service.api.http.answers import OutputTokensDetails, PromptTokensDetails, UsageCounts, encode
-from scheduler_service.api.http.request_options import ReadCall
+from scheduler_service.api.http.request_options import DecodedCall
 from scheduler_service.api.http.requests import GenerationRequest, StreamOptions
 from scheduler_service.api.http.transport.event_stream import EventStream
 from scheduler_service.core.request import EndReason, OutputMode, Request, SequenceEnd
@@ -106,7 +106,7 @@ class AnswerWriter(Protocol):
 
 async def answer_call(
     request: GenerationRequest,
-    asked: ReadCall,
+    asked: DecodedCall,
     call: Call,
     intake: Intake,
     writer: AnswerWriter,
@@ -122,14 +122,14 @@ async def answer_call(
         )
     async with begin_requests(asked, call, intake, is_streamed=bool(request.stream)) as begun:
         if not request.stream:
-            return await _whole_answer(begun, writer, num_best)
+            return await _full_answer(begun, writer, num_best)
         await _stream_answer(begun, writer, stream, request.stream_options or StreamOptions())
         return None
 
 
 @contextlib.asynccontextmanager
 async def begin_requests(
-    asked: ReadCall, call: Call, intake: Intake, *, is_streamed: bool
+    asked: DecodedCall, call: Call, intake: Intake, *, is_streamed: bool
 ) -> AsyncIterator[list[PromptProgress]]:
     """Queue all requests of a call. Yield the state of each prompt, and cancel the requests when the block ends. If any
     request is refused, all requests of the call are cancelled. Raises RefusedError. Refusals inside the block use the
@@ -152,7 +152,7 @@ async def begin_requests(
                     progress.active.cancel()
 
 
-def answer_size(asked: ReadCall, resolved: Sequence[Request]) -> int:
+def answer_size(asked: DecodedCall, resolved: Sequence[Request]) -> int:
     """Return an estimate of the memory that an answer may need, in bytes, without the texts of its outputs. Raises
     RefusedError if the estimate exceeds MAX_ANSWER_BYTES; the refusal names the field that needs the most."""
     sizes: Counter[str] = Counter()  # by the request field that causes the bytes
@@ -190,7 +190,7 @@ async def deltas_of(progress: PromptProgress) -> AsyncIterator[Delta]:
             yield delta
 
 
-async def told_output(
+async def output_events(
     progress: PromptProgress,
     first: Iterable[_Event],
     tell: Callable[[Delta], Awaitable[Iterable[_Event]]],
@@ -206,25 +206,25 @@ async def told_output(
     async for delta in deltas_of(progress):
         events += await tell(delta)
         if is_streamed:
-            await tell_events(events, stream)
+            await send_events(events, stream)
             events.clear()
     if is_streamed:
         await stream.end()
     return events
 
 
-async def tell_events(events: Iterable[Struct], stream: EventStream) -> None:
+async def send_events(events: Iterable[Struct], stream: EventStream) -> None:
     """Send events under their names. The name of an event is its field `type`, or else the tag of its struct."""
     stream.is_named = True
     for event in events:
         await stream.tell(encode(event), str(getattr(event, "type", event.__struct_config__.tag)))
 
 
-async def _whole_answer(begun: Sequence[PromptProgress], writer: AnswerWriter, num_best: int | None) -> bytes:
+async def _full_answer(begun: Sequence[PromptProgress], writer: AnswerWriter, num_best: int | None) -> bytes:
     choices = []
     for progress in begun:
         await progress.active.wait_for_end()
-        wholes = await _wholes(progress)
+        wholes = await _full_outputs(progress)
         if num_best is not None and num_best < len(wholes):
             best = sorted(wholes, key=_mean_logprob, reverse=True)[:num_best]
             wholes = [delta._replace(sample_index=index) for index, delta in enumerate(best)]
@@ -244,7 +244,7 @@ def _encoded_answer(writer: AnswerWriter, choices: list[Any], usage: UsageCounts
     return encode(writer.answer(choices, usage, only, is_whole=True))
 
 
-async def _wholes(progress: PromptProgress) -> list[Delta]:
+async def _full_outputs(progress: PromptProgress) -> list[Delta]:
     """Return one delta for each sample, with the sample's complete output."""
     parts: list[list[Delta]] = [[] for _ in progress.num_tokens]
     logprobs = [LogprobColumns() for _ in parts]

@@ -36,7 +36,7 @@ _NO_TAG = "Invalid value '"
 _INDEX = re.compile(r"\[(\d+)\]")
 _IN_BRACKETS = re.compile(r"\[[^][]*\]")
 # Fields of other servers and of proxies that have no effect on an answer.
-_OF_OTHERS = frozenset(
+_IGNORED_FIELDS = frozenset(
     {
         *("anthropic_beta", "anthropic_version", "api_key", "betas", "cache_prompt", "drop_params", "id_slot"),
         *("num_retries", "slot_id", "snippy", "tool_stream"),
@@ -91,7 +91,7 @@ async def decode_in_turn(body: bytes, kind: type[_Request], tenant: str, turns: 
     the body has at most PIECE_SIZE bytes and more values than bytes. A large body is decoded on a thread in the
     tenant's turn. Raises RefusedError."""
     size = len(body) if len(body) > PIECE_SIZE else max(len(body), count_values(body))
-    return await turns.carry_out(tenant, size, decode_body, body, kind), size
+    return await turns.run_operation(tenant, size, decode_body, body, kind), size
 
 
 def decode_body(body: bytes, kind: type[_Request]) -> _Request:
@@ -108,7 +108,7 @@ def decode_body(body: bytes, kind: type[_Request]) -> _Request:
         try:
             decoded = _decoder(kind).decode(body)
         except msgspec.ValidationError:
-            decoded = _decoder(kind).decode(_as_meant(body, kind))
+            decoded = _decoder(kind).decode(_normalized(body, kind))
         # Do not keep the unread fields of a large request in memory.
         return structs.replace(decoded, **_unset_inert(kind)) if len(body) > PIECE_SIZE else decoded
     except msgspec.ValidationError as error:
@@ -121,16 +121,18 @@ def decode_body(body: bytes, kind: type[_Request]) -> _Request:
         raise invalid("", "the body is nested too deeply") from None
 
 
-def _as_meant(body: bytes, kind: type[Struct]) -> bytes:
-    """Return the JSON of a body in the form that `kind` accepts, as `_meant` converts it. Return the body unchanged if
-    it cannot be parsed."""
+def _normalized(body: bytes, kind: type[Struct]) -> bytes:
+    """Return the JSON of a body in the form that `kind` accepts, as `_normalized_value` converts it.
+
+    Return the body unchanged if it cannot be parsed.
+    """
     try:
-        return msgspec.json.encode(_meant(msgspec.json.decode(body), kind))
+        return msgspec.json.encode(_normalized_value(msgspec.json.decode(body), kind))
     except (msgspec.MsgspecError, ValueError):
         return body
 
 
-def _meant(value: Any, hint: Any) -> Any:
+def _normalized_value(value: Any, hint: Any) -> Any:
     """Return a JSON value converted to the form that its type `hint` accepts.
 
     An unknown field is removed if its value has no effect on an answer. A field that accepts no boolean becomes null if
@@ -145,7 +147,7 @@ def _meant(value: Any, hint: Any) -> Any:
     ):
         return None
     if isinstance(value, list):
-        return [_meant(each, hint) for each in value]
+        return [_normalized_value(each, hint) for each in value]
     if isinstance(value, dict) and (kinds := list(_structs(hint))):
         tagged = [kind for kind in kinds if (config := kind.__struct_config__).tag == value.get(config.tag_field)]
         tagged = tagged or kinds
@@ -153,17 +155,17 @@ def _meant(value: Any, hint: Any) -> Any:
             value = getattr(tagged[0], "as_meant", dict)(value)
         known = {name: inner for kind in tagged for name, inner in _fields_of(kind).items()}
         return {
-            name: _meant(inner, known.get(name))
+            name: _normalized_value(inner, known.get(name))
             for name, inner in value.items()
-            if name in known or not _asks_nothing(name, inner)
+            if name in known or not _has_no_effect(name, inner)
         }
     is_whole = isinstance(value, float) and value.is_integer() and int in parts and float not in parts
     return int(value) if is_whole else value
 
 
-def _asks_nothing(name: str, value: Any) -> bool:
+def _has_no_effect(name: str, value: Any) -> bool:
     """Return whether an unknown field with this value has no effect on an answer."""
-    return value is None or name in _OF_OTHERS or value == _NEUTRAL.get(name)
+    return value is None or name in _IGNORED_FIELDS or value == _NEUTRAL.get(name)
 
 
 @functools.cache

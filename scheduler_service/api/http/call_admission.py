@@ -35,16 +35,16 @@ class CallAdmission:
         intake: Intake,
         model_names: Callable[[], Sequence[str]],
         *,
-        takes_any_model_name: bool,
+        accepts_any_model_name: bool,
     ) -> None:
         """`host` is the address that the server listens on. Web pages from `allowed_origins` may call the API. `intake`
         reports whether a worker is available. `model_names` returns the names that requests may use for the model;
-        answers contain the first one. If `takes_any_model_name`, requests may use any name."""
+        answers contain the first one. If `accepts_any_model_name`, requests may use any name."""
         self.allowed_origins = allowed_origins
         self.model_names = model_names
         self._tenants = tenants
         self._intake = intake
-        self._takes_any_model_name = takes_any_model_name
+        self._takes_any_model_name = accepts_any_model_name
         self.hosts = HostNames(host)  # allowed values of the Host header
         self._bodies = TenantBytes("bodies", MAX_BODIES_BYTES, max(MAX_BODY_BYTES, MAX_BODIES_BYTES // 4))
         self._requests = TenantBytes("requests", MAX_REQUESTS_BYTES, MAX_REQUESTS_BYTES // 4)

@@ -32,13 +32,13 @@ from scheduler_service.api.http.prompts import (
     chosen_template,
     render_messages,
 )
-from scheduler_service.api.http.request_options import ReadCall, RequestNames, parsed, sampling_options
+from scheduler_service.api.http.request_options import DecodedCall, RequestNames, parsed, sampling_options
 from scheduler_service.api.http.requests import ChatCompletionRequest
 from scheduler_service.api.http.token_texts import ReasoningTokens, TokenTexts
 from scheduler_service.api.http.tool_calls import (
+    MessageParts,
     ParserMaker,
     SampleReader,
-    Told,
     chat_grammars,
     functions_of,
     without_indexes,
@@ -109,7 +109,7 @@ class ChatWriter:
             list(delta.token_ids) if request.return_token_ids else None if is_whole else UNSET,
         )
 
-    def _whole(self, told: Told) -> ChatMessage:
+    def _whole(self, told: MessageParts) -> ChatMessage:
         content = self._echoed + told.content
         reasoning = told.reasoning or None
         calls = without_indexes(told.tool_calls) or UNSET
@@ -145,7 +145,7 @@ class ChatWriter:
         )
 
 
-def _added(told: Told, *, is_last: bool) -> ChatMessage:
+def _added(told: MessageParts, *, is_last: bool) -> ChatMessage:
     reasoning = told.reasoning or UNSET
     is_empty = not any(told) and not is_last
     return ChatMessage(
@@ -162,7 +162,7 @@ async def without_media(
     """Return the chat with a placeholder text for each image and file in the results of tools. Add a warning to the
     answer if anything was replaced."""
     warnings: set[str] = set()
-    messages = await intake.turns.carry_out(
+    messages = await intake.turns.run_operation(
         call.caller.tenant(request.tenant or ""),
         call.size,
         lambda: [_without_media(message, warnings) for message in request.messages],
@@ -194,7 +194,7 @@ async def complete_chat(
 
 async def read_chat(
     request: ChatCompletionRequest, call: Call, intake: Intake, stream: EventStream
-) -> tuple[ReadCall, ParserMaker]:
+) -> tuple[DecodedCall, ParserMaker]:
     """Return the requests of a chat and a function that makes parsers for their outputs. Add a warning to the answer
     for keywords in tool schemas that are not enforced, and for a verbosity that the chat template does not read. Raises
     RefusedError."""
@@ -204,9 +204,9 @@ async def read_chat(
     if request.verbosity not in (None, "medium") and "verbosity" not in template:
         stream.warn("verbosity is ignored: the chat template of the model does not read it")
     # Check the schemas first: rendering is expensive.
-    functions, left_out = await intake.turns.carry_out(tenant, call.size, functions_of, request, output)
+    functions, left_out = await intake.turns.run_operation(tenant, call.size, functions_of, request, output)
     prompt = await render_messages(request, call, intake)
-    asked, maker = await intake.turns.carry_out(tenant, call.size, _read, request, functions, prompt, call, intake)
+    asked, maker = await intake.turns.run_operation(tenant, call.size, _read, request, functions, prompt, call, intake)
     if left_out and asked.requests[0].request.grammar is not None:
         stream.warn(f"keywords in tool schemas that are not enforced: {', '.join(sorted(left_out))}")
     return asked, maker
@@ -221,7 +221,7 @@ def parser_maker(request: ChatCompletionRequest, prompt_end: str, intake: Intake
 
 def _read(
     request: ChatCompletionRequest, functions: dict[str, Parameters], prompt: str, call: Call, intake: Intake
-) -> tuple[ReadCall, ParserMaker]:
+) -> tuple[DecodedCall, ParserMaker]:
     output = intake.chats.format_of(chosen_template(intake.model, request.chat_template))
     options, names = sampling_options(
         request, intake.model, chat_grammars(request, output, functions, prompt, intake.chats)
@@ -258,4 +258,4 @@ def _read(
             default_max_tokens=None if most == -1 else most,
         )
     answer_id = drawn if request.request_id is None else f"chatcmpl-{request.request_id}"
-    return ReadCall([read], answer_id, called, bool(request.echo), bool(request.return_token_ids)), make_parser
+    return DecodedCall([read], answer_id, called, bool(request.echo), bool(request.return_token_ids)), make_parser

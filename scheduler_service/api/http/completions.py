@@ -17,7 +17,7 @@ from scheduler_service.api.http.answering import (
 )
 from scheduler_service.api.http.answers import CompletionAnswer, CompletionChoice, CompletionLogprobs, UsageCounts
 from scheduler_service.api.http.prompts import reading_size, separate_prompts
-from scheduler_service.api.http.request_options import ReadCall, RequestNames, parsed, sampling_options, structured
+from scheduler_service.api.http.request_options import DecodedCall, RequestNames, parsed, sampling_options, structured
 from scheduler_service.api.http.requests import CompletionRequest
 from scheduler_service.api.http.token_texts import CompletionTokens, TokenTexts
 from scheduler_service.api.http.transport.event_stream import EventStream
@@ -117,13 +117,13 @@ async def complete_prompts(
     return await answer_call(request, asked, call, intake, writer, stream, num_best)
 
 
-async def read_completion(request: CompletionRequest, call: Call, intake: Intake) -> ReadCall:
+async def read_completion(request: CompletionRequest, call: Call, intake: Intake) -> DecodedCall:
     """Return the requests of a call, one for each prompt. Raises RefusedError if a field is invalid."""
     tenant, size = call.caller.tenant(request.tenant or ""), reading_size(request.prompt, call)
-    return await intake.turns.carry_out(tenant, size, _read, request, call, intake)
+    return await intake.turns.run_operation(tenant, size, _read, request, call, intake)
 
 
-def _read(request: CompletionRequest, call: Call, intake: Intake) -> ReadCall:
+def _read(request: CompletionRequest, call: Call, intake: Intake) -> DecodedCall:
     options, names = sampling_options(request, intake.model, structured(request))
     called = RequestNames("prompt", **names)
     if request.max_tokens == 0 and not request.echo:
@@ -159,7 +159,7 @@ def _read(request: CompletionRequest, call: Call, intake: Intake) -> ReadCall:
         for prompt, name in zip(prompts[1:], names_behind, strict=True):
             requests.append(first.with_prompt(prompt, name, options.get("seed"), intake.model))
     answer_id = drawn if request.request_id is None else f"cmpl-{request.request_id}"
-    return ReadCall(requests, answer_id, called, bool(request.echo), bool(request.return_token_ids))
+    return DecodedCall(requests, answer_id, called, bool(request.echo), bool(request.return_token_ids))
 
 
 def _check_grammars(request: ParsedRequest, num_prompts: int) -> None:

@@ -16,7 +16,7 @@ from scheduler_service.api.grpc.request_servicer import Forward, answer_of
 from scheduler_service.api.grpc.resolved_request import encode_resolved
 from scheduler_service.api.http.answering import counts
 from scheduler_service.api.http.answers import DetachedAnswer, DetachedOutput, PromptTokensDetails, encode
-from scheduler_service.api.http.request_options import ReadCall
+from scheduler_service.api.http.request_options import DecodedCall
 from scheduler_service.api.http.requests import DetachedQuery, GenerationRequest, NamedRequest
 from scheduler_service.api.http.token_texts import TokenTexts
 from scheduler_service.api.http.transport.event_stream import EventStream
@@ -35,7 +35,7 @@ _BYTE_VALUES = 4  # cost of converting one byte of a message, in JSON values
 
 
 async def submit_detached(
-    request: GenerationRequest, asked: ReadCall, call: Call, intake: Intake, forward: Forward
+    request: GenerationRequest, asked: DecodedCall, call: Call, intake: Intake, forward: Forward
 ) -> bytes:
     """Submit a detached request and return the JSON with its id. Raises RefusedError if the call has several prompts,
     or sets a field that only an attached request supports."""
@@ -72,7 +72,9 @@ async def read_detached(
         outputs: list[Any] = []
         for output in result.outputs:
             size = _BYTE_VALUES * output.ByteSize()
-            outputs.append(Raw(await intake.turns.carry_out(named["tenant"], size, _encoded, output, texts, intake)))
+            outputs.append(
+                Raw(await intake.turns.run_operation(named["tenant"], size, _encoded, output, texts, intake))
+            )
             await asyncio.sleep(0)  # let other tasks run
         failure = result.failure.message if result.HasField("failure") else UNSET
         return encode(DetachedAnswer(result.request_id, _STATES[result.state], outputs, failure))

@@ -13,7 +13,7 @@ from msgspec import Raw, structs
 from scheduler_service.api.http.answering import begin_requests, now, numbered
 from scheduler_service.api.http.answers import EmbeddingAnswer, EmbeddingItem, UsageCounts, encode
 from scheduler_service.api.http.prompts import reading_size, render_messages, separate_prompts
-from scheduler_service.api.http.request_options import ReadCall, RequestNames, parsed
+from scheduler_service.api.http.request_options import DecodedCall, RequestNames, parsed
 from scheduler_service.api.http.requests import MAX_INPUTS, EmbeddingRequest, PromptField
 from scheduler_service.core.request import SequenceEnd
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
@@ -33,10 +33,10 @@ async def embed_inputs(request: EmbeddingRequest, call: Call, intake: Intake, mo
     tenant, size = call.caller.tenant(request.tenant or ""), reading_size(given, call)
     names = RequestNames("messages" if request.input is None else "input", embed="model")
     with names.in_refusals():
-        requests = await intake.turns.carry_out(tenant, size, _read, request, given, drawn, call, intake.model)
+        requests = await intake.turns.run_operation(tenant, size, _read, request, given, drawn, call, intake.model)
     num_numbers = min(request.dimensions or intake.model.hidden_size, intake.model.hidden_size)
     size = num_numbers * _SHOWN_BYTES[request.encoding_format or "float"]
-    asked = ReadCall(requests, drawn, names, embedding_bytes=size)
+    asked = DecodedCall(requests, drawn, names, embedding_bytes=size)
     async with begin_requests(asked, call, intake, is_streamed=False) as begun:
         ends = [await embedding_end(progress.active) for progress in begun]
     num_tokens = sum(end.num_prompt_tokens for end in ends)

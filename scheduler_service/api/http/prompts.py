@@ -2,7 +2,7 @@
 
 from typing import Any, cast
 
-from pagewire.common.chat.chat_template import GOES_TWO_WAYS, ChatTemplateError, render, up_to_last
+from pagewire.common.chat.chat_template import CONFLICTING_OPTIONS, ChatTemplateError, render, without_suffix
 from pagewire.common.grammars.json_schema import without_unset
 from scheduler_service.api.http.requests import (
     MAX_INPUTS,
@@ -57,7 +57,7 @@ async def render_messages(request: _Conversation, call: Call, intake: Intake) ->
     Raises RefusedError."""
     template = chosen_template(intake.model, request.chat_template)
     if request.continue_final_message and request.add_generation_prompt:
-        raise invalid("continue_final_message", GOES_TWO_WAYS)
+        raise invalid("continue_final_message", CONFLICTING_OPTIONS)
     tenant = call.caller.tenant(getattr(request, "tenant", None) or "")
     return await intake.turns.run(tenant, call.size, _rendered, template, request, intake.model)
 
@@ -76,7 +76,7 @@ def _rendered(template: str, request: _Conversation, model: ModelInfo) -> str:
     except ChatTemplateError as error:
         raise invalid(f"messages{error.place}", str(error)) from None
     try:
-        return up_to_last(text, messages[-1]) if request.continue_final_message else text
+        return without_suffix(text, messages[-1]) if request.continue_final_message else text
     except ChatTemplateError as error:
         raise invalid("continue_final_message", str(error)) from None
 

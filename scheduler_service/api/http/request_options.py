@@ -33,7 +33,7 @@ _MAX_BAD_WORDS = 1024
 _PARENT = "sampling."  # prefix of field paths; the HTTP requests have these fields at the top level
 _LISTS_OF_TOKENS = "token_ids.ids"
 # A constraint on an output: the name of the request's field, the kind of constraint, and its value.
-FoundGrammar = tuple[str, str, Any]
+OutputConstraint = tuple[str, str, Any]
 
 
 class RequestNames:
@@ -58,7 +58,7 @@ class RequestNames:
             raise refusal.again(self._options.get(name, name) + bracket + place) from None
 
 
-class ReadCall(NamedTuple):
+class DecodedCall(NamedTuple):
     """The decoded requests of one call, with the id of its answer and the names of its fields."""
 
     requests: list[ParsedRequest]
@@ -70,7 +70,7 @@ class ReadCall(NamedTuple):
 
 
 def sampling_options(
-    request: GenerationRequest, model: ModelInfo, grammars: Iterable[FoundGrammar]
+    request: GenerationRequest, model: ModelInfo, grammars: Iterable[OutputConstraint]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the options that the request sets, and a map from option names to field names where these differ.
     `grammars` are the constraints on the output besides `allowed_token_ids` and `bad_words`. Raises RefusedError if
@@ -83,7 +83,7 @@ def sampling_options(
         options.setdefault("beam_width", request.n or 1)
     elif "beam_width" not in options and request.length_penalty == 1:
         del options["length_penalty"]
-    found = [*grammars, *_ruled_out(request, model)]
+    found = [*grammars, *_exclusions(request, model)]
     if len(found) > 1:
         (first, *_), (second, *_) = found[:2]
         raise invalid(second, f"{first} and {second} both constrain the output; send only one of them")
@@ -127,7 +127,7 @@ def parsed(
     )
 
 
-def structured(request: GenerationRequest) -> Iterator[FoundGrammar]:
+def structured(request: GenerationRequest) -> Iterator[OutputConstraint]:
     """Yield the constraints on the output that the request sets, other than `allowed_token_ids` and `bad_words`. Raises
     RefusedError if a schema is not UTF-8."""
     match request.response_format:
@@ -156,7 +156,7 @@ def structured(request: GenerationRequest) -> Iterator[FoundGrammar]:
                 yield field, kind, value
 
 
-def _ruled_out(request: GenerationRequest, model: ModelInfo) -> Iterator[FoundGrammar]:
+def _exclusions(request: GenerationRequest, model: ModelInfo) -> Iterator[OutputConstraint]:
     """Yield `allowed_token_ids` and `bad_words` as Lark grammars. Raises RefusedError."""
     for field, limit in (("allowed_token_ids", model.vocab_size), ("bad_words", _MAX_BAD_WORDS)):
         if (count := len(getattr(request, field) or ())) > limit:

@@ -9,7 +9,7 @@ from msgspec import Raw
 from scheduler_service.api.http.answering import longest_sequence
 from scheduler_service.api.http.answers import DecodedPrompt, RenderedPrompt, Tokens, encode, encode_list
 from scheduler_service.api.http.prompts import render_messages
-from scheduler_service.api.http.request_options import ReadCall
+from scheduler_service.api.http.request_options import DecodedCall
 from scheduler_service.api.http.requests import DetokenizeRequest, TokenizeRequest
 from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
 from scheduler_service.serving.intake import Intake
@@ -77,7 +77,7 @@ def described_tokenizer(intake: Intake) -> bytes:
     )
 
 
-async def render(read: ReadCall, intake: Intake, model_name: str) -> list[Raw]:
+async def render(read: DecodedCall, intake: Intake, model_name: str) -> list[Raw]:
     """Return the JSON of each prompt's token ids, as the engine would queue them. Raises RefusedError."""
     rendered = []
     with read.names.in_refusals():

@@ -26,7 +26,7 @@ from pagewire.common.grammars.json_schema import enforceable
 from pagewire.common.grammars.structural_tag import format_in
 from pagewire.common.strict_json import from_json
 from scheduler_service.api.http.answers import CalledFunction, ToolCall
-from scheduler_service.api.http.request_options import FoundGrammar, structured
+from scheduler_service.api.http.request_options import OutputConstraint, structured
 from scheduler_service.api.http.requests import (
     AllowedToolsChoice,
     AutoMode,
@@ -117,7 +117,7 @@ def _choice_of(request: ChatCompletionRequest) -> tuple[str, set[str]]:
 
 def chat_grammars(
     request: ChatCompletionRequest, output: ChatFormat, functions: dict[str, Parameters], prompt: str, rules: ChatRules
-) -> list[FoundGrammar]:
+) -> list[OutputConstraint]:
     """Return the constraints on an output, other than `allowed_token_ids` and `bad_words`. They cover the tool calls,
     the format of the text after the reasoning, and the limit of reasoning tokens. Raises RefusedError if a grammar
     would have to begin after the reasoning, or if a reasoning budget is set for a model without reasoning."""
@@ -152,7 +152,7 @@ def chat_grammars(
     return [(found[0][0] if found else besides, "structural_tag", json.dumps(tag))]
 
 
-def _form_of(found: list[FoundGrammar], besides: str, output: ChatFormat) -> dict[str, Any] | None:
+def _form_of(found: list[OutputConstraint], besides: str, output: ChatFormat) -> dict[str, Any] | None:
     """Return the constraint on the text as a format for a structural tag. Return None if there is no constraint, or if
     it is invalid; the grammar compiler refuses an invalid constraint later. Raises RefusedError for a kind of
     constraint that a structural tag cannot contain."""
@@ -186,7 +186,7 @@ _FORMS: dict[str, Callable[[Any], dict[str, Any]]] = {
 }
 
 
-class Told(NamedTuple):
+class MessageParts(NamedTuple):
     """The parts that a piece of an output adds to its message."""
 
     content: str
@@ -204,7 +204,7 @@ class SampleReader:
         self._last: type[OutputPart] | None = None  # the last part added to the content, if reasoning is joined
         self.num_calls = 0
 
-    def read(self, text: str, *, is_last: bool) -> Told:
+    def read(self, text: str, *, is_last: bool) -> MessageParts:
         """Parse the next piece of the output and return the parts that it adds. `is_last` marks the last piece."""
         content, reasoning = [], []
         calls: list[tuple[ToolCall, list[str]]] = []  # each call, with the pieces of its arguments
@@ -224,7 +224,7 @@ class SampleReader:
                     if not calls:
                         calls.append((ToolCall(CalledFunction(""), self.num_calls - 1), []))
                     calls[-1][1].append(part.text)
-        return Told("".join(content), "".join(reasoning), tuple(starmap(_with_arguments, calls)))
+        return MessageParts("".join(content), "".join(reasoning), tuple(starmap(_with_arguments, calls)))
 
 
 def _begun(index: int, name: str) -> ToolCall:

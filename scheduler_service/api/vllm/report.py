@@ -33,7 +33,7 @@ def model_info(
     chosen = {name: value for name, value in values.items() if value != getattr(API_DEFAULTS, name)}
     return vllm_engine_pb2.GetModelInfoResponse(
         model_path=directory,
-        tokenizer_path=directory if model.is_as_routers_read else f"{directory}/{_ARCHIVED}",
+        tokenizer_path=directory if model.has_standard_tokenizer_files else f"{directory}/{_ARCHIVED}",
         served_model_name=served_model_name,
         is_generation=True,
         max_context_length=max_sequence_tokens,

@@ -87,7 +87,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         try:
             await self._generate(request, context)
         except RefusedError as error:
-            raise _in_their_words(error) from None
+            raise _with_vllm_fields(error) from None
 
     async def Abort(
         self, request: vllm_engine_pb2.AbortRequest, context: grpc.aio.ServicerContext
@@ -114,7 +114,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             parsed = parse_request(token_ids, None, call, self._intake.model, request_id=request_id)
             _, end = await self._intake.embed(parsed, call)
         except RefusedError as error:
-            raise _in_their_words(error) from None
+            raise _with_vllm_fields(error) from None
         embedding = decode_embedding(end.embedding)
         return vllm_engine_pb2.EmbedResponse(
             embedding=embedding,
@@ -266,7 +266,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             raise RefusedError(Reason.UNAVAILABLE, f"the tokenizer's files cannot be read: {error}") from error
 
 
-def _in_their_words(error: RefusedError) -> RefusedError:
+def _with_vllm_fields(error: RefusedError) -> RefusedError:
     for ours, theirs in _FIELDS.items():
         if error.field.startswith(ours):
             field = theirs + error.field.removeprefix(ours)

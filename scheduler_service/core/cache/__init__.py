@@ -2,16 +2,16 @@
 
 from scheduler_service.core.cache.block_pool import BlockPool, EvictionOrder, RetentionPriority
 from scheduler_service.core.cache.prefix_index import Cursor, Node, PrefixIndex, content_root
-from scheduler_service.core.cache.room import Holding, Match, StepCount
+from scheduler_service.core.cache.room import Allocation, Match, StepCount
 from scheduler_service.core.cache.tables import CacheManager
 from scheduler_service.core.cache.tiers import MoveLedger
 
 __all__ = [
+    "Allocation",
     "BlockPool",
     "CacheManager",
     "Cursor",
     "EvictionOrder",
-    "Holding",
     "Match",
     "MoveLedger",
     "Node",

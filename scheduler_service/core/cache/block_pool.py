@@ -174,12 +174,12 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_free = num_blocks
         self.num_idle_cached = 0  # free blocks whose content can still be matched
-        self.num_spare = 0  # of these, backed-up blocks: the content is cached elsewhere too
+        self.num_backed_up = 0  # of these, backed-up blocks: the content is cached elsewhere too
         self.order = order or EvictionOrder()
         # Arrays rather than lists: the garbage collector would visit every integer of a list.
         self._ref_counts = array("q", bytes(8 * (num_blocks + 1)))
         self._is_idle_cached = bytearray(num_blocks + 1)
-        self._is_spare = bytearray(num_blocks + 1)
+        self._is_backed_up = bytearray(num_blocks + 1)
         self._free_list_of = array("q", bytes(8 * (num_blocks + 1)))  # the list that last contained each block
         # The entries after the blocks' entries are the sentinels of the further free lists.
         self._next = array("q", [*range(1, num_blocks + 1), 0])
@@ -236,7 +236,7 @@ class BlockPool:
         self._unlink(block)
         self._link_spare(block)
 
-    def expose(self, block: int) -> None:
+    def uncache(self, block: int) -> None:
         """Mark a block's content as no longer cached. An idle block moves to the head of the first free list."""
         if self._ref_counts[block] == 0:
             self._unlink(block)
@@ -298,16 +298,16 @@ class BlockPool:
             return
         self._is_idle_cached[block] = False
         self.num_idle_cached -= 1
-        if self._is_spare[block]:
-            self._is_spare[block] = False
-            self.num_spare -= 1
+        if self._is_backed_up[block]:
+            self._is_backed_up[block] = False
+            self.num_backed_up -= 1
         else:
             self.order.taken(self._free_list_of[block], is_last=before == after)
 
     def _link_spare(self, block: int) -> None:
         self._link(block, before=0, cached=True)
-        self._is_spare[block] = True
-        self.num_spare += 1
+        self._is_backed_up[block] = True
+        self.num_backed_up += 1
 
     def _link(self, block: int, *, before: int, cached: bool) -> None:
         previous = self._previous[before]

@@ -27,7 +27,7 @@ class StepCount:
 
 
 @dataclass(slots=True, eq=False)
-class Holding:
+class Allocation:
     """The KV cache blocks allocated to one sequence on a worker, and the state of their positions.
 
     An allocation survives swaps between the device and the host. It ends when the blocks are released.
@@ -89,7 +89,7 @@ class Holding:
         """Return the blocks with computed positions; 0 for a freed block."""
         return self.block_table[: -(-self.num_computed_tokens // block_size)]
 
-    def depends_on(self, other: "Holding", block_size: int) -> bool:
+    def depends_on(self, other: "Allocation", block_size: int) -> bool:
         """Return whether this sequence matched or published the first block that `other` wrote."""
         num_tokens = (other.num_matched_blocks + 1) * block_size
         return (
@@ -220,26 +220,26 @@ class Room:
         """
         return num_blocks + (0 if alone else self._num_watermark_blocks) <= self.pool.num_free
 
-    def num_opening_entries(self, holding: Holding, num_passed: int) -> int:
+    def num_opening_entries(self, allocation: Allocation, num_passed: int) -> int:
         """Return the number of block table entries with which a row starts: the blocks for all tokens of the sequence.
 
         The sliding window may pass some of these blocks before the last token is computed. The table then starts with
         the blocks for a chunk as long as the window, after `num_passed` blocks that the window has passed already.
         """
-        num_blocks = self.num_blocks_for(len(holding.token_ids))
+        num_blocks = self.num_blocks_for(len(allocation.token_ids))
         if not self.window:
             return num_blocks
-        num_chunk_blocks = min(self.num_chunk_blocks(self.window), self.max_row_blocks(holding.request))
+        num_chunk_blocks = min(self.num_chunk_blocks(self.window), self.max_row_blocks(allocation.request))
         return min(num_blocks, num_passed + num_chunk_blocks)
 
-    def num_opening_blocks(self, holding: Holding, match: Match) -> int:
+    def num_opening_blocks(self, allocation: Allocation, match: Match) -> int:
         """Return the number of blocks that a new row takes from the free list.
 
         Idle blocks that the row matches are included, because they stop being free.
         """
         num_passed = self.num_passed_blocks(match)
         num_idle = sum(self.pool.ref_count(node.blocks[0]) == 0 for node in match.device[num_passed:])
-        return self.num_opening_entries(holding, num_passed) - max(len(match.device), num_passed) + num_idle
+        return self.num_opening_entries(allocation, num_passed) - max(len(match.device), num_passed) + num_idle
 
     def num_passed_blocks(self, match: Match) -> int:
         """Return the number of matched blocks that the sequence need not hold, because the window has passed them.
@@ -249,20 +249,20 @@ class Room:
         num_blocks = len(match.device) + len(match.host)
         return max(0, min(self.first_needed_block(num_blocks * self.block_size), num_blocks - 1))
 
-    def num_fork_blocks(self, holding: Holding, relative: Holding, num_tokens: int) -> int:
+    def num_fork_blocks(self, allocation: Allocation, relative: Allocation, num_tokens: int) -> int:
         """Return the number of free blocks needed to fork `num_tokens` positions from another sequence of the group."""
         num_full = num_tokens // self.block_size
-        return max(1, self.num_opening_entries(holding, min(relative.num_freed_blocks, num_full)) - num_full)
+        return max(1, self.num_opening_entries(allocation, min(relative.num_freed_blocks, num_full)) - num_full)
 
-    def num_missing_blocks(self, holding: Holding, num_tokens: int) -> int:
+    def num_missing_blocks(self, allocation: Allocation, num_tokens: int) -> int:
         """Return the number of blocks that a row must get before it can compute `num_tokens` more positions."""
-        return self.num_blocks_for(holding.num_computed_tokens + num_tokens) - holding.num_granted_blocks
+        return self.num_blocks_for(allocation.num_computed_tokens + num_tokens) - allocation.num_granted_blocks
 
     def first_needed_block(self, position: int) -> int:
         """Return the index of the first block that a row reads when it computes from `position` on."""
         return max(0, position - self.window + 1) // self.block_size if self.window else 0
 
-    def num_computable_tokens(self, holding: Holding, num_tokens: int) -> int:
+    def num_computable_tokens(self, allocation: Allocation, num_tokens: int) -> int:
         """Return how many of the next `num_tokens` tokens a row may compute with the blocks that it has or may get.
 
         The result is at least 1 if `num_tokens` is. With a sliding window, chunks also leave the watermark free. The
@@ -270,24 +270,24 @@ class Room:
         """
         if not self.window or num_tokens <= 1:
             return num_tokens
-        table = holding.block_table
-        num_allowed = self.max_row_blocks(holding.request) + holding.num_freed_blocks - len(table)
+        table = allocation.block_table
+        num_allowed = self.max_row_blocks(allocation.request) + allocation.num_freed_blocks - len(table)
         num_blocks = max(0, min(num_allowed, self.pool.num_free - self._num_watermark_blocks))
-        num_positions = (len(table) + num_blocks) * self.block_size - holding.num_computed_tokens
+        num_positions = (len(table) + num_blocks) * self.block_size - allocation.num_computed_tokens
         return min(num_tokens, max(1, num_positions))
 
-    def num_swapped_blocks(self, holdings: Iterable[Holding]) -> int:
+    def num_swapped_blocks(self, allocations: Iterable[Allocation]) -> int:
         """Return the number of device blocks that swapped rows need to get their content back."""
-        return len({block for holding in holdings for block in holding.host_blocks})
+        return len({block for allocation in allocations for block in allocation.host_blocks})
 
-    def num_swap_in_blocks(self, holdings: list[Holding]) -> int:
+    def num_swap_in_blocks(self, allocations: list[Allocation]) -> int:
         """Return the number of device blocks that swapped rows need to continue.
 
         These are their former blocks, and the further blocks that a new row would get.
         """
-        return self.num_swapped_blocks(holdings) + sum(
-            max(0, self.num_opening_entries(holding, holding.num_freed_blocks) - len(holding.host_table))
-            for holding in holdings
+        return self.num_swapped_blocks(allocations) + sum(
+            max(0, self.num_opening_entries(allocation, allocation.num_freed_blocks) - len(allocation.host_table))
+            for allocation in allocations
         )
 
 

@@ -17,7 +17,7 @@ from scheduler_service.core.cache.block_pool import (
     no_owner,
 )
 from scheduler_service.core.cache.prefix_index import Node, PrefixIndex
-from scheduler_service.core.cache.room import Holding
+from scheduler_service.core.cache.room import Allocation
 
 # Demotion keeps 1/_DEMOTION_SHARE of the device blocks free without loss: they have no cached content, or the host has
 # a copy too. An admission allocates many blocks at once, and cached content without a copy is then lost.
@@ -180,7 +180,7 @@ class Tiers:
         blocks, host_blocks = self.index.forget_subtree(node)
         for pool, exposed in ((self.pool, blocks), (self.host_pool, host_blocks)):
             for block in exposed:
-                pool.expose(block)
+                pool.uncache(block)
 
     def flush(self) -> None:
         """Forget all cached content."""
@@ -189,22 +189,22 @@ class Tiers:
 
     # Swaps: all rows of a request at once
 
-    def num_swap_blocks(self, holdings: list[Holding]) -> tuple[int, int]:
+    def num_swap_blocks(self, allocations: list[Allocation]) -> tuple[int, int]:
         """Return the number of device blocks that must be saved to swap the rows out, and the number of free host
         blocks needed.
 
         The second number includes existing host copies that are idle, because they stop being free.
         """
-        copies = [self._host_copy(block) for block in self._computed_blocks(holdings)]
+        copies = [self._host_copy(block) for block in self._computed_blocks(allocations)]
         return len(copies), sum(copy == 0 or self.host_pool.ref_count(copy) == 0 for copy in copies)
 
-    def swap_out(self, holdings: list[Holding], step: int) -> bool:
+    def swap_out(self, allocations: list[Allocation], step: int) -> bool:
         """Make the plan of `step` copy the rows' computed blocks to the host.
 
         A shared block is copied once. Returns False if no block must be moved, because the host has copies of all of
         them.
         """
-        blocks = self._computed_blocks(holdings)
+        blocks = self._computed_blocks(allocations)
         host_blocks = {block: self._host_copy(block) for block in blocks if self._host_copy(block)}
         for host_block in host_blocks.values():  # before an allocation can evict an idle copy
             self.host_pool.share(host_block)
@@ -212,42 +212,47 @@ class Tiers:
         for block in missing:
             host_blocks[block] = self.host.allocate()
             self.moves.add(Move(step, block, host_blocks[block], True, None))
-        for holding in holdings:
-            for block in holding.computed_blocks(self._block_size):
-                holding.host_table.append(host_blocks[block] if block else 0)
+        for allocation in allocations:
+            for block in allocation.computed_blocks(self._block_size):
+                allocation.host_table.append(host_blocks[block] if block else 0)
                 if block:
                     self.host_pool.share(host_blocks[block])
-            self.device.free_table(holding.block_table, holding.free_list)
-            holding.published(None, 0)
+            self.device.free_table(allocation.block_table, allocation.free_list)
+            allocation.published(None, 0)
         for host_block in host_blocks.values():  # the host tables hold references now
-            self.host.free(host_block, free_list=holdings[0].free_list)
+            self.host.free(host_block, free_list=allocations[0].free_list)
         return bool(missing)
 
-    def swap_in(self, holdings: list[Holding], step: int) -> None:
+    def swap_in(self, allocations: list[Allocation], step: int) -> None:
         """Allocate device blocks for swapped rows again. The plan of `step` loads their content."""
         blocks: dict[int, int] = {}
-        for holding in holdings:
-            for host_block in holding.host_table:
+        for allocation in allocations:
+            for host_block in allocation.host_table:
                 if host_block and host_block not in blocks:
                     blocks[host_block] = self.device.allocate()
                     self.moves.add(Move(step, blocks[host_block], host_block, False, None))
                 elif host_block:
                     self.pool.share(blocks[host_block])
-                holding.block_table.append(blocks[host_block] if host_block else 0)
-            self.host.free_table(holding.host_table, holding.free_list)
+                allocation.block_table.append(blocks[host_block] if host_block else 0)
+            self.host.free_table(allocation.host_table, allocation.free_list)
 
-    def num_lost_tokens(self, holdings: list[Holding]) -> int:
+    def num_lost_tokens(self, allocations: list[Allocation]) -> int:
         """Return the number of tokens to recompute if the rows' blocks are lost.
 
         The count includes the blocks that the window has passed.
         """
-        most_freed = max((holding.num_freed_blocks for holding in holdings), default=0)
-        return (len(self._computed_blocks(holdings)) + most_freed) * self._block_size
+        most_freed = max((allocation.num_freed_blocks for allocation in allocations), default=0)
+        return (len(self._computed_blocks(allocations)) + most_freed) * self._block_size
 
-    def _computed_blocks(self, holdings: list[Holding]) -> list[int]:
+    def _computed_blocks(self, allocations: list[Allocation]) -> list[int]:
         """Return the rows' blocks with computed positions, each once."""
         return list(
-            {block: None for holding in holdings for block in holding.computed_blocks(self._block_size) if block}
+            {
+                block: None
+                for allocation in allocations
+                for block in allocation.computed_blocks(self._block_size)
+                if block
+            }
         )
 
     def _host_copy(self, block: int) -> int:
@@ -263,7 +268,7 @@ class Tiers:
         than they compute keep up with any load.
         """
         pool = self.pool
-        num_lossless = pool.num_free - pool.num_idle_cached + pool.num_spare + len(self.moves)
+        num_lossless = pool.num_free - pool.num_idle_cached + pool.num_backed_up + len(self.moves)
         num_wanted = max(_MIN_DEMOTION_RESERVE, pool.num_blocks // _DEMOTION_SHARE) - num_lossless
         max_chosen = min(num_wanted, _MAX_DEMOTIONS + 2 * -(-num_tokens // self._block_size), self.host_pool.num_free)
         if max_chosen <= 0 or not pool.num_idle_cached:

@@ -56,7 +56,7 @@ class DecodeBatch:
 
     def join(self, row: Row) -> None:
         """Add a row that samples in the last plan. The row then decodes one token in every plan."""
-        num_in_table = row.holding.num_granted_blocks * self._block_size - row.holding.num_computed_tokens
+        num_in_table = row.allocation.num_granted_blocks * self._block_size - row.allocation.num_computed_tokens
         row.join_decoding(self._steps)
         self._rows[row.slot] = row
         self._columns = None

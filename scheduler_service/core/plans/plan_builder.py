@@ -135,7 +135,7 @@ class WorkerRows:
             self.decoding.leave(row)
         self.active.pop(row, None)
         beam = row.sequence.group.beam
-        if beam is None or row.slot not in beam.unborn_slots:
+        if beam is None or row.slot not in beam.new_slots:
             self.slots.end_row(row.slot)
             self.num_open -= 1
         self.slots.give_back(row.slot)
@@ -233,7 +233,7 @@ class PlanBuilder:
         if self._has_ample_blocks(len(due)):
             for row in due:
                 self._slide(row)
-                self.appended_blocks.append((row.slot, self.cache.append_next(row.holding)))
+                self.appended_blocks.append((row.slot, self.cache.append_next(row.allocation)))
                 self.worker_rows.decoding.got_block(row, self.step)
             self.began_block.extend(due)
             due.clear()
@@ -247,7 +247,7 @@ class PlanBuilder:
         The order of allocation and of preemption then does not matter.
         """
         num_missing = (
-            self.cache.room.num_missing_blocks(row.holding, min(row.num_uncomputed_tokens, self.max_tokens))
+            self.cache.room.num_missing_blocks(row.allocation, min(row.num_uncomputed_tokens, self.max_tokens))
             for row in self.worker_rows.active
         )
         num_blocks = num_due + sum(max(0, num) + 1 for num in num_missing)  # 1: copy-on-write by a beam
@@ -279,7 +279,7 @@ class PlanBuilder:
             self._slide(row)
             num_tokens = 1
             if not row.is_decoding:
-                num_tokens = self.cache.room.num_computable_tokens(row.holding, row.num_uncomputed_tokens)
+                num_tokens = self.cache.room.num_computable_tokens(row.allocation, row.num_uncomputed_tokens)
                 num_tokens = min(num_tokens, num_free)
                 if self.shares is not None:
                     num_tokens = min(num_tokens, self.shares.get(row, num_tokens))
@@ -290,11 +290,13 @@ class PlanBuilder:
     def compute(self, work: Work) -> None:
         """Allocate the missing blocks of the rows, and add their computation to the plan. Rows with 0 tokens rest."""
         for row in _tails_to_copy(self.cache, work):
-            index, source, target = self.cache.replace_tail(row.holding)
+            index, source, target = self.cache.replace_tail(row.allocation)
             self.copies.append((source, target))
             self.set_blocks.append((row.slot, index, target))
         for row, num_tokens in work:
-            for block in self.cache.append(row.holding, self.cache.room.num_missing_blocks(row.holding, num_tokens)):
+            for block in self.cache.append(
+                row.allocation, self.cache.room.num_missing_blocks(row.allocation, num_tokens)
+            ):
                 self.appended_blocks.append((row.slot, block))
         for row, num_tokens in work:
             if row.is_decoding:
@@ -305,7 +307,7 @@ class PlanBuilder:
 
     def _plan_row(self, row: Row, num_tokens: int) -> None:
         """Plan `num_tokens` positions of a row. The row has the blocks for them."""
-        sequence, start = row.sequence, row.holding.num_computed_tokens
+        sequence, start = row.sequence, row.allocation.num_computed_tokens
         samples = num_tokens == row.num_uncomputed_tokens
         num_owed = max(0, min(start + num_tokens, sequence.num_prompt_tokens - 1) - start)
         # This is still the value from when the row was allocated: no position from `start` on has been reported.
@@ -314,23 +316,23 @@ class PlanBuilder:
         self.rows.append(PlannedRow(row.slot, row, start, num_tokens, samples, num_tokens_next, num_prompt_logprobs))
         self.num_row_tokens += num_tokens
         row.plan(self.step, num_tokens, samples=samples)
-        if not row.holding.forkable_from and start + num_tokens >= sequence.num_prompt_tokens:
-            row.holding.may_be_forked(self.step + 1)
+        if not row.allocation.forkable_from and start + num_tokens >= sequence.num_prompt_tokens:
+            row.allocation.may_be_forked(self.step + 1)
         if samples:
             del self.worker_rows.active[row]
-        self.cache.publish(row.holding, row.num_settled_tokens)
+        self.cache.publish(row.allocation, row.num_settled_tokens)
 
-    def tell_branches(self, beam_group: BeamGroup) -> None:
+    def add_beam_changes(self, beam_group: BeamGroup) -> None:
         """Add the changes of the last beam selection to the plan. They create rows in slots that had none."""
         self.forks.extend(beam_group.forks)
         self.appended_tokens.extend(beam_group.appended)
-        self.worker_rows.num_open += len(beam_group.unborn_slots)
+        self.worker_rows.num_open += len(beam_group.new_slots)
         beam_group.forget_changes()
 
     def _slide(self, row: Row) -> None:
         """Free the blocks that the row's sliding window has passed, if the model has a window."""
         if self.cache.window:
-            self.cache.slide(row.holding, row.next_position)
+            self.cache.slide(row.allocation, row.next_position)
 
     def freeze(self, epoch: int, **others: Collection[Any]) -> StepPlan:
         """Return the finished plan.
@@ -350,7 +352,7 @@ class PlanBuilder:
 
 def num_missing_blocks(cache: CacheManager, work: Work) -> int:
     """Return the number of blocks that a group must get before its rows can compute the tokens of `work`."""
-    num_missing = sum(cache.room.num_missing_blocks(row.holding, num_tokens) for row, num_tokens in work)
+    num_missing = sum(cache.room.num_missing_blocks(row.allocation, num_tokens) for row, num_tokens in work)
     return num_missing + len(_tails_to_copy(cache, work))
 
 
@@ -360,7 +362,7 @@ def _tails_to_copy(cache: CacheManager, work: Work) -> list[Row]:
     sharing: dict[int, list[Row]] = {}
     for row, num_tokens in work:
         writes = num_tokens and row.sequence.group.beam is not None
-        if writes and (block := cache.shared_tail(row.holding)):
+        if writes and (block := cache.shared_tail(row.allocation)):
             sharing.setdefault(block, []).append(row)
     copying = []
     for block, holders in sharing.items():

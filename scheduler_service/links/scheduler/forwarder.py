@@ -6,7 +6,7 @@ from typing import Any
 import grpc.aio
 from google.protobuf.message import Message
 
-from scheduler_service.api.authentication import passed_on, refusal_of
+from scheduler_service.api.authentication import forwarded_metadata, refusal_of
 from scheduler_service.links.scheduler.scheduler_availability import SchedulerAvailability
 from scheduler_service.serving.refusal import Reason, RefusedError
 from scheduler_service.serving.tenants.caller import Call
@@ -43,7 +43,7 @@ class Forwarder:
         if self._num_calls >= _MAX_CALLS:
             text = f"{self._num_calls} calls are forwarded to the scheduler now, which is the limit; try again later"
             raise RefusedError(Reason.RESOURCE_EXHAUSTED, text)
-        metadata = (*self._read_metadata(), *passed_on(call, self._tenants_revision()))
+        metadata = (*self._read_metadata(), *forwarded_metadata(call, self._tenants_revision()))
         forwarded = getattr(self.stub, method)(message, timeout=call.time_remaining, metadata=metadata)
         self._num_calls += 1
         try:

@@ -15,7 +15,7 @@ import grpc.aio
 from pagewire.common.process.shutdown import cancel
 from pagewire.common.wire.messages import (
     PROTOCOL_VERSION,
-    CertificateLife,
+    CertificateValidity,
     Hello,
     Refusal,
     RefusalReason,
@@ -149,7 +149,7 @@ class WorkerLink:
             for rank in (range(len(diallers)) if len(diallers) > 1 else (None,))
         ]
         self._first_capacities: dict[int, WorkerCapacity] = {}  # by rank
-        self._certificates: dict[int, tuple[CertificateLife, ...]] = {}  # by rank
+        self._certificates: dict[int, tuple[CertificateValidity, ...]] = {}  # by rank
 
     async def run(self) -> None:
         """Run epochs until cancelled. Raises FencedError or EpochsExhausted."""
@@ -215,7 +215,7 @@ class WorkerLink:
         finally:
             call.cancel()
 
-    def certificate_lives(self) -> dict[str, Life]:
+    def certificate_validity(self) -> dict[str, Life]:
         """Return the validity periods of the worker's certificates from its latest heartbeats.
 
         A key is "worker", the rank, and the flag that names the certificate's file.

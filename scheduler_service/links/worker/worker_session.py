@@ -17,7 +17,7 @@ import grpc.aio
 
 from pagewire.common.process.shutdown import cancel
 from pagewire.common.wire.messages import (
-    CertificateLife,
+    CertificateValidity,
     GrammarReport,
     Heartbeat,
     StepPlan,
@@ -189,7 +189,7 @@ class RankSession:
         self,
         call: grpc.aio.StreamStreamCall,
         capacity: WorkerCapacity,
-        on_certificates: Callable[[tuple[CertificateLife, ...]], object],
+        on_certificates: Callable[[tuple[CertificateValidity, ...]], object],
     ) -> NoReturn:
         """Run the stream to its end, and raise the reason of the end.
 

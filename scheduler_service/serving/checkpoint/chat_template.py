@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pagewire.common.chat.chat_template import refusals
-from pagewire.common.chat.template_sandbox import MAX_TEMPLATE_CHARS, Overspent
+from pagewire.common.chat.template_sandbox import MAX_TEMPLATE_CHARS, BudgetExceeded
 from pagewire.common.gguf import read_settings, read_text
 
 _DEFAULT, _FOR_TOOLS = "default", "tool_use"  # names that transformers selects by itself
@@ -35,7 +35,7 @@ class ChatTemplate:
         rendering does not end within its budget of steps."""
         try:
             return tuple(f"{kinds}: {reason}" for kinds, reason in refusals(self.text, special_tokens).items())
-        except Overspent as error:
+        except BudgetExceeded as error:
             raise ValueError(f"{self.source}: the chat template cannot be used: {error}") from None
 
 

@@ -50,7 +50,7 @@ class ModelInfo:
     chat_refusals: tuple[str, ...]  # kinds of conversation that its template cannot render, and why
     special_tokens: Mapping[str, str]  # texts, by the names that a chat template uses
     tokenizer_path: Path | None  # a tokenizer.json or a GGUF file; None: there is no tokenizer
-    is_as_routers_read: bool  # routers that read its files find the same tokenizer and template
+    has_standard_tokenizer_files: bool  # routers that read its files find the same tokenizer and template
     embedding: PoolingChoice  # how embeddings are pooled
     tokenizer_class: str = ""  # the class of transformers, from the tokenizer's files
     hidden_size: int = 0  # the length of an embedding; 0: not in the configuration
@@ -198,7 +198,8 @@ def _model_info(
         chat_refusals=() if template is None else template.refusals(special_tokens),
         special_tokens=special_tokens,
         tokenizer_path=None if tokenizer is None else tokenizer.path,
-        is_as_routers_read=(template is None or template.is_plain) and (tokenizer is None or tokenizer.is_plain),
+        has_standard_tokenizer_files=(template is None or template.is_plain)
+        and (tokenizer is None or tokenizer.is_plain),
         embedding=embedding,
         tokenizer_class=str(tokenizer.config.get("tokenizer_class") or tokenizer.settings.kind.name)
         if tokenizer

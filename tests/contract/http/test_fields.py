@@ -384,7 +384,7 @@ EXAMPLES["any JSON"] = {"a": "b"}
 
 
 @dataclass
-class Door:
+class ApiServer:
     server: HttpServer
     tokenizer: Tokenizer
     begun: list[Begun]
@@ -417,7 +417,7 @@ def _tokens(answer: Any) -> list[int]:
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Door]:
+async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ApiServer]:
     named = {
         "short": "{{ messages[0].content }}",
         "tooled": "{{ messages[0].content }}{# <tool_call> #}",
@@ -435,7 +435,7 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Door]:
     tokenizer.save(str(model / "tokenizer.json"))
     with noting_requests() as begun:
         async with serve_http(model) as server:
-            yield Door(server, tokenizer, begun)
+            yield ApiServer(server, tokenizer, begun)
 
 
 def ways(path: str) -> list[bool]:
@@ -449,7 +449,7 @@ def cases(*, served: bool) -> Any:
 
 
 @cases(served=True)
-async def test_a_field_does_what_it_says(door: Door, path: str, row: FieldRow) -> None:
+async def test_a_field_does_what_it_says(door: ApiServer, path: str, row: FieldRow) -> None:
     case = Harmless(EXAMPLES[row.takes]) if row.note == INERT else CASES[path][row.name]
     beside = PLAIN[path] | case.beside
     for by_openai in ways(path):
@@ -473,14 +473,14 @@ NOT_SERVED |= dict.fromkeys(FLAGS, True)
 
 
 @cases(served=False)
-async def test_a_field_that_is_not_served_says_why(door: Door, path: str, row: FieldRow) -> None:
+async def test_a_field_that_is_not_served_says_why(door: ApiServer, path: str, row: FieldRow) -> None:
     for by_openai in ways(path):
         await _is_refused(door, path, row, NOT_SERVED.get(row.name, ["x"]), by_openai=by_openai)
         unset = await door.send(path, PLAIN[path] | {row.name: None}, by_openai=by_openai)
         assert unset.status == 200
 
 
-async def _is_refused(door: Door, path: str, row: FieldRow, value: Any, *, by_openai: bool) -> None:
+async def _is_refused(door: ApiServer, path: str, row: FieldRow, value: Any, *, by_openai: bool) -> None:
     seen = await door.send(path, PLAIN[path] | {row.name: value}, by_openai=by_openai)
     assert (seen.status, seen.request) == (400, None)
     error = seen.answer["error"]
@@ -493,7 +493,7 @@ async def test_every_case_is_of_a_field() -> None:
     assert named <= {(path, row.name) for path, row in ROWS}
 
 
-async def test_fields_within_fields_are_refused_as_others_are(door: Door) -> None:
+async def test_fields_within_fields_are_refused_as_others_are(door: ApiServer) -> None:
     for field_name, inner, message in (
         ("stream_options", {"include_usages": True}, "is not a field of this request; did you mean include_usage?"),
         (

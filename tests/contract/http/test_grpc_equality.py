@@ -182,7 +182,7 @@ async def usage_of(client: AsyncClient, arguments: dict[str, Any]) -> tuple[int,
 
 
 @dataclass(frozen=True)
-class Told:
+class MessageParts:
     """The text, finish reason and usage of an output, as any of the chat APIs reports them."""
 
     text: str
@@ -190,7 +190,7 @@ class Told:
     usage: tuple[int, int]
 
 
-async def told_by_chat(server: HttpServer, body: dict[str, Any], limit: int) -> tuple[Told, Told]:
+async def told_by_chat(server: HttpServer, body: dict[str, Any], limit: int) -> tuple[MessageParts, MessageParts]:
     """Return the output as a whole response reports it, and as a stream reports it."""
     whole = await server.chat(max_tokens=limit, **body)
     events = await server.events(CHAT, **body, max_tokens=limit, stream_options={"include_usage": True})
@@ -199,11 +199,11 @@ async def told_by_chat(server: HttpServer, body: dict[str, Any], limit: int) -> 
     told = choice["message"]["content"], "".join(part["delta"].get("content") or "" for part in parts)
     reasons = choice["finish_reason"], parts[-1]["finish_reason"]
     usages = ((each["prompt_tokens"], each["completion_tokens"]) for each in (whole["usage"], events[-1]["usage"]))
-    first, second = (Told(*each) for each in zip(told, reasons, usages, strict=True))
+    first, second = (MessageParts(*each) for each in zip(told, reasons, usages, strict=True))
     return first, second
 
 
-async def told_by_messages(server: HttpServer, body: dict[str, Any], limit: int) -> tuple[Told, Told]:
+async def told_by_messages(server: HttpServer, body: dict[str, Any], limit: int) -> tuple[MessageParts, MessageParts]:
     body = {"stop_sequences" if name == "stop" else name: value for name, value in body.items()} | {"max_tokens": limit}
     whole = (await server.post(MESSAGES, **body)).json()
     events = named_events(await server.post(MESSAGES, **body, stream=True))
@@ -212,12 +212,12 @@ async def told_by_messages(server: HttpServer, body: dict[str, Any], limit: int)
     reasons = {"end_turn": "stop", "stop_sequence": "stop", "max_tokens": "length"}
     begun = events[0]["message"]["usage"]
     return (
-        Told(
+        MessageParts(
             "".join(block["text"] for block in whole["content"]),
             reasons[whole["stop_reason"]],
             (_input_tokens(whole["usage"]), whole["usage"]["output_tokens"]),
         ),
-        Told(text, reasons[end["delta"]["stop_reason"]], (_input_tokens(begun), end["usage"]["output_tokens"])),
+        MessageParts(text, reasons[end["delta"]["stop_reason"]], (_input_tokens(begun), end["usage"]["output_tokens"])),
     )
 
 
@@ -226,7 +226,7 @@ def _input_tokens(usage: dict[str, Any]) -> int:
     return usage["input_tokens"] + (usage.get("cache_read_input_tokens") or 0)
 
 
-async def told_by_responses(server: HttpServer, body: dict[str, Any], limit: int) -> tuple[Told, Told]:
+async def told_by_responses(server: HttpServer, body: dict[str, Any], limit: int) -> tuple[MessageParts, MessageParts]:
     body = {"input" if name == "messages" else name: value for name, value in body.items()}
     body |= {"max_output_tokens": limit, "store": False}
     whole = (await server.post(RESPONSES, **body)).json()
@@ -235,11 +235,11 @@ async def told_by_responses(server: HttpServer, body: dict[str, Any], limit: int
     return _told_by_response(whole), replace(_told_by_response(events[-1]["response"]), text=text)
 
 
-def _told_by_response(response: dict[str, Any]) -> Told:
+def _told_by_response(response: dict[str, Any]) -> MessageParts:
     text = "".join(part["text"] for item in response["output"] for part in item["content"])
     usage = response["usage"]
     reason = {"completed": "stop", "incomplete": "length"}[response["status"]]
-    return Told(text, reason, (usage["input_tokens"], usage["output_tokens"]))
+    return MessageParts(text, reason, (usage["input_tokens"], usage["output_tokens"]))
 
 
 def named_events(response: httpx.Response) -> list[dict[str, Any]]:
@@ -248,7 +248,7 @@ def named_events(response: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
-ToldBy = Callable[[HttpServer, dict[str, Any], int], Awaitable[tuple[Told, Told]]]
+ToldBy = Callable[[HttpServer, dict[str, Any], int], Awaitable[tuple[MessageParts, MessageParts]]]
 
 
 @pytest.mark.parametrize("told_by", [told_by_chat, told_by_messages, told_by_responses], ids=lambda each: each.__name__)
@@ -268,7 +268,7 @@ async def test_conversations_are_equal(server: HttpServer, client: AsyncClient, 
             options["stop"] = [text[2:4]]
             arguments["sampling"] = SamplingParams(max_tokens=limit, **options)
         sample = (await receive(outputs_of(client, arguments))).samples[0]
-        expected = Told(sample.text, sample.end[0] if sample.end else "", await usage_of(client, arguments))
+        expected = MessageParts(sample.text, sample.end[0] if sample.end else "", await usage_of(client, arguments))
         whole, streamed = await told_by(server, {"messages": [{"role": "user", "content": content}]} | options, limit)
         assert (whole, streamed) == (expected, expected), (content, options, limit)
 

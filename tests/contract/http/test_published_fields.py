@@ -453,7 +453,7 @@ def joined(answers: list[Any]) -> list[Any]:
 
 
 @dataclass
-class Door:
+class ApiServer:
     server: HttpServer
     begun: list[Begun]
 
@@ -479,12 +479,12 @@ class Door:
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Door]:
+async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ApiServer]:
     model = make_chat_checkpoint(tmp_path_factory.mktemp("models") / "chatty", max_model_len=LENGTH)
     (model / "chat_template.jinja").write_text(TEMPLATE)
     with noting_requests() as begun:
         async with serve_http(model) as server:
-            yield Door(server, begun)
+            yield ApiServer(server, begun)
 
 
 def without_tags(at: str) -> str:
@@ -536,7 +536,7 @@ CASES = [(path, at) for path, parts in PARTS.items() for at in parts]
 
 
 @pytest.mark.parametrize(("path", "at"), CASES)
-async def test_nested_fields_are_honored_inert_or_refused(door: Door, path: str, at: str) -> None:
+async def test_nested_fields_are_honored_inert_or_refused(door: ApiServer, path: str, at: str) -> None:
     part = PARTS[path][at]
     sent = await door.send(path, body_with(path, at, part.least) | part.beside)
     assert sent[0] == 200, sent
@@ -553,7 +553,7 @@ async def test_nested_fields_are_honored_inert_or_refused(door: Door, path: str,
 
 
 @pytest.mark.parametrize("path", PARTS)
-async def test_an_object_that_is_refused_or_left_out_or_a_text(door: Door, path: str) -> None:
+async def test_an_object_that_is_refused_or_left_out_or_a_text(door: ApiServer, path: str) -> None:
     plain = await door.send(path, PLAIN[path])
     shown = {kind for at, kind in objects(path) if at in PARTS[path]}
     for at, kind in objects(path):

@@ -11,7 +11,7 @@ import pytest
 from openai.types.responses import Response
 from tokenizers import Tokenizer
 
-from scheduler_service.api.http.responses.conversation import chat_meant, items_of
+from scheduler_service.api.http.responses.conversation import items_of, to_chat_request
 from scheduler_service.api.http.responses.requests import ResponsesRequest
 from testing.serving.http_server import HttpServer, serve_http, server_of_the_module
 from tests.contract.http.response_items import PATH, TOOLS, items
@@ -232,7 +232,7 @@ async def test_a_conversation_is_the_chat_that_it_means() -> None:
         for number, name in (("1", "f"), ("2", "g"))
     ]
     request = msgspec.convert(given, ResponsesRequest)
-    assert list(chat_meant(request, items_of(request)).messages) == [
+    assert list(to_chat_request(request, items_of(request)).messages) == [
         {"role": "system", "content": "be kind"},
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b", "reasoning_content": "hm", "tool_calls": calls[0]},

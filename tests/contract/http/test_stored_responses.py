@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def another_door(server: HttpServer, model: Path, **options: Any) -> AsyncIterator[openai.AsyncOpenAI]:
+async def another_front_end(server: HttpServer, model: Path, **options: Any) -> AsyncIterator[openai.AsyncOpenAI]:
     """Start another front end of the same scheduler."""
     port = free_port("127.0.0.1")
     async with (
@@ -84,7 +84,7 @@ async def test_a_response_is_kept_before_its_client_knows(
     server: HttpServer, model: Path, say: Say, is_streamed: bool
 ) -> None:
     say(THOUGHT)
-    async with another_door(server, model) as other:
+    async with another_front_end(server, model) as other:
         asked = {"tools": TOOLS, "metadata": {"a": "b"}, "instructions": "be kind", "stream": is_streamed}
         created = await create(server.openai, **asked)
         if is_streamed:
@@ -125,7 +125,7 @@ async def test_items_may_be_named(
     whole = [item.model_dump() for item in (*listed, *first.output)]
     named = [{"type": "item_reference", "id": item["id"]} for item in whole]
     second = await create(server.openai, input=[*whole, result], tools=TOOLS)
-    async with another_door(server, model) as other:
+    async with another_front_end(server, model) as other:
         third = await create(other, input=[*named, result], tools=TOOLS)
     assert rendered[-1] == rendered[-2]
     assert (third.usage.input_tokens, items(third)) == (second.usage.input_tokens, items(second))
@@ -322,7 +322,7 @@ async def test_input_items_come_in_pages(server: HttpServer, say: Say) -> None:
 
 
 async def test_a_conversation_goes_on(server: HttpServer, model: Path, say: Say, rendered: list[Any]) -> None:
-    async with another_door(server, model) as other:
+    async with another_front_end(server, model) as other:
         say(THOUGHT)
         first = await create(server.openai, tools=TOOLS, instructions="be kind")
         call = first.output[-1]
@@ -389,7 +389,7 @@ async def test_background_and_foreground_responses_are_equal(
 ) -> None:
     say(text)
     waited_for = await create(server.openai, **asked)
-    async with another_door(server, model) as other:
+    async with another_front_end(server, model) as other:
         begun = await create(server.openai, background=True, **asked)
         assert (begun.status, begun.background, begun.output) == ("queued", True, [])
         response = await ended(other, begun.id)
@@ -452,7 +452,7 @@ async def test_what_an_output_must_match_holds_in_background(server: HttpServer,
 
 @pytest.mark.parametrize("is_waiting", [False, True])
 async def test_a_response_in_background_is_cancelled(model: Path, say: Say, is_waiting: bool) -> None:
-    async with serve_http(model, max_num_seqs=1) as server, another_door(server, model) as other:
+    async with serve_http(model, max_num_seqs=1) as server, another_front_end(server, model) as other:
         say(LONG)
         server.stack.worker.step_seconds = 0.05
         begun = [await create(server.openai, background=True) for _ in range(2)][is_waiting]

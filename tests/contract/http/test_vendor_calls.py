@@ -14,7 +14,7 @@ import pytest
 
 from scheduler_service.api.http.body import decode_body
 from scheduler_service.api.http.messages.requests import MessagesRequest
-from scheduler_service.api.http.responses.conversation import chat_meant, items_of
+from scheduler_service.api.http.responses.conversation import items_of, to_chat_request
 from scheduler_service.api.http.responses.requests import ResponsesRequest
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
@@ -288,6 +288,6 @@ def test_the_texts_of_a_turn_are_joined_in_linear_time() -> None:
     def prepare(number: int) -> Callable[[], object]:
         long = {"type": "mcp_call", "name": "read", "output": "x" * 2000 * number}
         request = ResponsesRequest(input=[long, *[{"type": "web_search_call"}, {"type": "reasoning"}] * number])
-        return partial(chat_meant, request, items_of(request))
+        return partial(to_chat_request, request, items_of(request))
 
     check_growth("calls of a turn", prepare, 200)

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from pagewire.kernels.arguments import HeadPreparation, Scoring
+from pagewire.kernels.arguments import NormRopeParams, Scoring
 from pagewire.kernels.triton.attention_arguments import LayerGroup, PagedCaches, paged_caches
 from pagewire.kernels.triton.decode_attention import SplitPlan
 from pagewire.kernels.triton.fused import HeadCaching
@@ -72,15 +72,15 @@ def layers() -> Iterator[tuple[str, Tensor, PagedCaches, Tensor | None, Tensor]]
     yield "dense", torch.zeros(shape), caches[7], None, output
 
 
-def layers_to_turn() -> Iterator[tuple[str, Tensor, HeadPreparation, Tensor, Tensor]]:
+def layers_to_turn() -> Iterator[tuple[str, Tensor, NormRopeParams, Tensor, Tensor]]:
     """Yield a name, heads, their preparation, and the caches for their keys and values."""
     num_all, storage = NUM_HEADS + 2 * NUM_KV_HEADS, torch.zeros((7, 6, 2, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM))
     caches = [storage[:, layer].unbind(1) for layer in range(6)]
     heads, shifted = torch.zeros(NUM_TOKENS, num_all, HEAD_DIM), torch.zeros(NUM_TOKENS * num_all * HEAD_DIM + 1)[1:]
     weights, angles = torch.ones(4, HEAD_DIM), torch.ones(4, NUM_TOKENS, HEAD_DIM)
-    both = HeadPreparation(NUM_HEADS, weights[0], weights[1], 1e-6, angles[0], angles[1])
+    both = NormRopeParams(NUM_HEADS, weights[0], weights[1], 1e-6, angles[0], angles[1])
     yield "turned", heads, both, *caches[0]
-    others = HeadPreparation(NUM_HEADS, weights[2], weights[3], 1e-6, angles[2], angles[3])
+    others = NormRopeParams(NUM_HEADS, weights[2], weights[3], 1e-6, angles[2], angles[3])
     yield "turned", torch.zeros_like(heads), others, *caches[1]
     yield "turned without a norm of keys", heads, both._replace(key_weight=None), *caches[2]
     yield "turned where they are shifted", shifted.view(heads.shape), both, *caches[3]

@@ -204,12 +204,12 @@ def test_many_heads_small_blocks_and_small_heads(device, version, sizes):
 # Split plans
 
 
-def spelled_out(seq_lens, max_positions, num_shares, min_chunk):
+def spelled_out(seq_lens, max_positions, num_full_splits, min_chunk):
     lens = [min(seq_len, max_positions) for seq_len in seq_lens]
-    chunk = max(-(-sum(lens) // num_shares), min_chunk)
+    chunk = max(-(-sum(lens) // num_full_splits), min_chunk)
     alignment = min(64, min_chunk)
     chunk = -(-chunk // alignment) * alignment
-    of_processor = -(-sum(lens) // max(num_shares // 4, 1)) // alignment * alignment
+    of_processor = -(-sum(lens) // max(num_full_splits // 4, 1)) // alignment * alignment
     chunk = max(chunk, min(of_processor, 4 * min_chunk))
     counts = [-(-seq_len // chunk) for seq_len in lens]
     rows = [row for row, count in enumerate(counts) for _ in range(count)]
@@ -225,7 +225,7 @@ def test_plans_are_as_spelled_out(device, seed):
     max_positions = draw.choice([decode_attention.ANY_LEN, 1000])
     plan = decode_attention.SplitPlan.allocate(num_rows, 16, 8, 32, device, num_programs, min_chunk)
     plan.decide(torch.tensor(seq_lens, dtype=torch.int32, device=device), max_positions)
-    starts, rows = spelled_out(seq_lens, max_positions, plan.num_shares, min_chunk)
+    starts, rows = spelled_out(seq_lens, max_positions, plan.num_full_splits, min_chunk)
     padding = [-1] * (len(plan.split_rows) - len(rows))
     assert plan.split_starts.tolist() == starts, f"seed {seed}"
     assert plan.split_rows.tolist() == rows + padding, f"seed {seed}"

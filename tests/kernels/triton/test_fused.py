@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pagewire.kernels import reference
-from pagewire.kernels.arguments import HeadPreparation
+from pagewire.kernels.arguments import NormRopeParams
 from pagewire.kernels.triton import fused
 from testing.kernel_checks import fused as checks
 
@@ -67,7 +67,7 @@ def test_layers_of_a_step_get_what_each_gets_alone(device):
         torch.manual_seed(seed)
         heads, weights, cos, sin = checks.make_heads(device, torch.float32, num_tokens, total_heads + 1, head_dim)
         heads = heads[:, :total_heads] if kind == "wide" else heads[:, :total_heads].contiguous()
-        preparation = HeadPreparation(num_heads, weights[0], None if kind == "q" else weights[1], 1e-6, cos, sin)
+        preparation = NormRopeParams(num_heads, weights[0], None if kind == "q" else weights[1], 1e-6, cos, sin)
         blocks = storage[layer].to(torch.float8_e4m3fn) if kind == "fp8" else storage[layer].clone()
         theirs, turned = blocks.clone(), heads.clone()
         queries, keys, values = reference.norm_rope(turned, preparation)
@@ -89,7 +89,7 @@ def test_what_8_bit_floats_cannot_hold_is_saturated_and_nan_stays(device):
     angles = torch.ones(1, 32, device=device), torch.zeros(1, 32, device=device)
     cache = torch.zeros(2, 1, 16, 1, 32, device=device).to(torch.float8_e4m3fn)
     slots = torch.tensor([3], device=device)
-    fused.HeadCaching(slots).turn(heads, HeadPreparation(1, None, None, 1e-6, *angles), *cache)
+    fused.HeadCaching(slots).turn(heads, NormRopeParams(1, None, None, 1e-6, *angles), *cache)
     held = cache[1, 0, 3, 0, :4].float().cpu()
     torch.testing.assert_close(held, torch.tensor([448.0, -448.0, float("nan"), 3.0]), rtol=0, atol=0, equal_nan=True)
 
@@ -99,7 +99,7 @@ def test_no_tokens_are_no_error(device):
     assert fused.rms_norm(nothing, weight, 1e-6).shape == fused.add_rms_norm(nothing, nothing, weight, 1e-6).shape
     assert fused.silu_mul(nothing).shape == (0, 32)
     heads, angles = torch.empty(0, 4, 32, device=device), torch.empty(0, 32, device=device)
-    assert fused.norm_rope(heads, HeadPreparation(2, None, None, 1e-6, angles, angles))[0].shape == (0, 2, 32)
+    assert fused.norm_rope(heads, NormRopeParams(2, None, None, 1e-6, angles, angles))[0].shape == (0, 2, 32)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -110,7 +110,7 @@ def test_weights_in_float32_are_multiplied_before_anything_is_rounded(device, dt
     exact = torch.nn.functional.rms_norm(x.double(), (96,), weight.double(), 1e-6)
     error = (fused.rms_norm(x, weight, 1e-6).double() - exact).abs()
     assert bool((error <= exact.abs() * torch.finfo(dtype).eps * 0.501).all()), "rounded more than once"
-    preparation = HeadPreparation(
+    preparation = NormRopeParams(
         4, weight[:32].contiguous(), weight[32:64].contiguous(), 1e-6, angles.cos(), angles.sin()
     )
     actual, expected = (f(heads.clone(), preparation) for f in (fused.norm_rope, reference.norm_rope))
@@ -139,7 +139,7 @@ def test_bad_heads_are_refused(device):
     cache, slots = torch.ones(2, 4, 16, 2, 32, device=device), torch.tensor([0, 1], device=device)
 
     def preparation(num_heads, cos, sin):
-        return HeadPreparation(num_heads, None, None, 1e-6, cos, sin)
+        return NormRopeParams(num_heads, None, None, 1e-6, cos, sin)
 
     with pytest.raises(ValueError, match="6 heads with 3 queries"):
         fused.norm_rope(heads, preparation(3, angles, angles))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pagewire.kernels.triton import experts, linear
-from pagewire.kernels.weight import FLOAT8, HeldFormat, HeldWeight
+from pagewire.kernels.weight import FLOAT8, StoredFormat, StoredWeight
 from pagewire.network.expert_routing import ExpertRouting
 from testing.kernel_checks.linear import PACKED, Layer, check_alone, check_experts, check_layer, held_bytes, make_weight
 
@@ -62,7 +62,7 @@ def test_a_row_depends_on_no_other(device, codes, num_rows):
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_codes_around_anything_take_4_bits(device, codes, dtype):
-    weight = HeldWeight(torch.tensor([list(codes)] * 2, dtype=torch.int8), torch.ones(2, 1), 16)
+    weight = StoredWeight(torch.tensor([list(codes)] * 2, dtype=torch.int8), torch.ones(2, 1), 16)
     packed = linear.pack(weight, device)
     assert packed.bits == 4
     x = torch.eye(16, device=device).to(dtype)
@@ -72,7 +72,7 @@ def test_codes_around_anything_take_4_bits(device, codes, dtype):
 @pytest.mark.parametrize(("zero", "bits"), [(120, 4), (-120, 8)])
 def test_zeros_around_anything(device, zero, bits):
     codes = torch.arange(-128, -112).char()[None]
-    weight = HeldWeight(codes, torch.ones(1, 1), 16, zero=torch.tensor([[-zero]], dtype=torch.int8))
+    weight = StoredWeight(codes, torch.ones(1, 1), 16, zero=torch.tensor([[-zero]], dtype=torch.int8))
     packed = linear.pack(weight, device)
     assert packed.bits == bits  # with codes shifted by 120, a zero of 120 would become 240
     x = torch.eye(16, device=device).to(torch.bfloat16)
@@ -81,7 +81,7 @@ def test_zeros_around_anything(device, zero, bits):
 
 def test_scales_that_no_half_float_holds_stay(device):
     for scale, dtype in ((65504.0, torch.float16), (2.0**17, torch.float32), (0.1, torch.float32)):
-        packed = linear.pack(HeldWeight(torch.ones(1, 16).char(), torch.tensor([[scale]]), 16), device)
+        packed = linear.pack(StoredWeight(torch.ones(1, 16).char(), torch.tensor([[scale]]), 16), device)
         assert packed.scale.dtype == dtype
         product = linear.multiply(torch.eye(16, device=device)[:1], packed)
         assert product.tolist() == [[torch.tensor(scale).item()]]
@@ -146,7 +146,7 @@ def test_experts_that_differ(device, changes, bits, in_size):
 def test_experts_whose_codes_need_fewer_bits_by_chance(device):
     """One expert has no positive codes above 7, the other no negative ones: all fit 4 bits with either offset."""
     low, high = torch.arange(16).char() - 8, torch.arange(16).char() % 8
-    weights = [HeldWeight(codes[None], torch.ones(1, 1), 16) for codes in (low, high)]
+    weights = [StoredWeight(codes[None], torch.ones(1, 1), 16) for codes in (low, high)]
     joined = linear.join([linear.pack(weight, device) for weight in weights])
     assert (joined.bits, joined.offset) == (4, -8)
     weights[0] = replace(weights[0], values=(torch.arange(16).char())[None])
@@ -197,8 +197,8 @@ def test_experts_refuse(device):
 def test_rows_that_are_taken(device, dtype, changes):
     weight = make_weight(replace(LAYER, **changes), torch.Generator(device).manual_seed(6))
     packed, indexes = linear.pack(weight, device), torch.tensor([3, 0, 23, 3], device=device)
-    assert torch.equal(linear.take_rows(packed, indexes, dtype), weight.dequantized()[indexes].to(dtype))
-    assert linear.take_rows(packed, indexes[:0], dtype).shape == (0, weight.dequantized().shape[1])
+    assert torch.equal(linear.lookup_rows(packed, indexes, dtype), weight.dequantized()[indexes].to(dtype))
+    assert linear.lookup_rows(packed, indexes[:0], dtype).shape == (0, weight.dequantized().shape[1])
 
 
 def test_taking_rows_refuses(device):
@@ -206,7 +206,7 @@ def test_taking_rows_refuses(device):
     indexes = torch.zeros(2, dtype=torch.int64, device=device)
     for arguments in ((packed, indexes.int()), (packed, indexes[None]), (linear.join([packed] * 2), indexes)):
         with pytest.raises(ValueError, match=r"pass indexes \[T\] torch.int64 and a weight with 2 dimensions"):
-            linear.take_rows(*arguments, torch.float32)
+            linear.lookup_rows(*arguments, torch.float32)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -225,10 +225,10 @@ def test_memory_is_bounded_by_the_format(device, seed):
         has_minima=is_integer and choose((False, True)),
     )
     print(layer, seed)
-    form = HeldFormat(FLOAT8, group_size)
+    form = StoredFormat(FLOAT8, group_size)
     if codes != "fp8":
         bits = 8 if codes == "int8" else 4
-        form = HeldFormat(torch.int8, group_size, bits, layer.has_half_scales, layer.has_minima, layer.has_zeros)
+        form = StoredFormat(torch.int8, group_size, bits, layer.has_half_scales, layer.has_minima, layer.has_zeros)
     packed = linear.pack(make_weight(layer, torch.Generator(device).manual_seed(seed)), device)
     bound, held = linear.num_bytes(form, out_size, in_size), held_bytes(packed)
     scales = sum(part.nbytes for part in (packed.scale, packed.minimum) if part is not None)
@@ -237,9 +237,9 @@ def test_memory_is_bounded_by_the_format(device, seed):
 
 def test_memory_of_codes_around_anything_counts_their_zeros(device):
     codes = (torch.arange(16 * 160, device=device) % 16 - 3).to(torch.int8).view(16, 160)
-    packed = linear.pack(HeldWeight(codes, torch.full((16, 10), 1 + 2**-20, device=device), 16), device)
+    packed = linear.pack(StoredWeight(codes, torch.full((16, 10), 1 + 2**-20, device=device), 16), device)
     assert packed.zero is not None
-    assert linear.num_bytes(HeldFormat(torch.int8, 16, 4), 16, 160) == held_bytes(packed)
+    assert linear.num_bytes(StoredFormat(torch.int8, 16, 4), 16, 160) == held_bytes(packed)
 
 
 def test_what_cannot_be_packed(device):
@@ -249,7 +249,7 @@ def test_what_cannot_be_packed(device):
     assert not linear.can_pack(40, 100)
     values = torch.zeros(2, 100).to(FLOAT8)
     with pytest.raises(ValueError, match="groups of 40 of 100 inputs are not supported; make them a multiple of 16"):
-        linear.pack(HeldWeight(values, torch.ones(2, 3), 40), device)
+        linear.pack(StoredWeight(values, torch.ones(2, 3), 40), device)
 
 
 @pytest.mark.parametrize("is_e2m1", [False, True])

@@ -8,7 +8,7 @@ import torch
 
 from pagewire.kernels import scaled as specification
 from pagewire.kernels.triton import scaled
-from pagewire.kernels.weight import HeldWeight
+from pagewire.kernels.weight import StoredWeight
 from testing.kernel_checks.scaled import (
     FP8,
     KINDS,
@@ -157,27 +157,27 @@ def test_weights_of_int8_are_packed(device):
     generator = torch.Generator().manual_seed(5)
     codes = torch.randint(-128, 128, (6, 512), generator=generator).to(torch.int8)
     scale, ones = torch.rand(6, 1, generator=generator), torch.ones(6, 1)
-    whole = HeldWeight(codes, scale, 512)
+    whole = StoredWeight(codes, scale, 512)
     for weight in (whole, whole.in_groups_of(64)):
         packed = scaled.pack(weight, device)
         assert packed is not None
         assert (packed.block_size, packed.values.device.type) == (512, device.type)
         assert torch.equal(packed.scale.cpu()[:, None] * packed.values.cpu(), weight.dequantized())
-    factors = HeldWeight(codes, scale, 512)
+    factors = StoredWeight(codes, scale, 512)
     several = torch.rand(6, 8, generator=generator)
     for weight in (
         replace(factors, minimum=ones),
         replace(factors, zero=torch.ones(6, 1, dtype=torch.int8)),
-        HeldWeight(codes, several, 64),
-        HeldWeight(codes, several[:, :4] * 0 + 1, 128, scale_factor=torch.tensor([[1.0, 2.0]] * 6)),
+        StoredWeight(codes, several, 64),
+        StoredWeight(codes, several[:, :4] * 0 + 1, 128, scale_factor=torch.tensor([[1.0, 2.0]] * 6)),
     ):
         assert scaled.pack(weight, device) is None
-    equal = HeldWeight(codes, scale.expand(6, 4).contiguous(), 128, scale_factor=torch.full((6, 2), 0.3))
+    equal = StoredWeight(codes, scale.expand(6, 4).contiguous(), 128, scale_factor=torch.full((6, 2), 0.3))
     packed = scaled.pack(equal, device)
     assert packed is not None
     assert torch.equal(packed.scale.cpu()[:, None] * packed.values.cpu(), equal.dequantized())
     wide = torch.zeros(1, scaled.MAX_INPUTS + 16, dtype=torch.int8)
-    assert scaled.pack(HeldWeight(wide, torch.ones(1, 1), wide.shape[1]), device) is None
+    assert scaled.pack(StoredWeight(wide, torch.ones(1, 1), wide.shape[1]), device) is None
 
 
 def test_weights_of_fp8_are_packed(device):
@@ -192,7 +192,7 @@ def test_weights_of_fp8_are_packed(device):
         *((torch.ones(300, 1), 400, (300,)), (of_outputs, 128, (3, 4)), (of_units, 32, (3, 4))),
         (of_outputs[:, [0, 2]], 256, (3, 4)),
     ):
-        weight = HeldWeight(values, scale, block_size)
+        weight = StoredWeight(values, scale, block_size)
         packed = scaled.pack(weight, device)
         assert packed is not None
         assert tuple(packed.scale.shape) == shape
@@ -202,7 +202,7 @@ def test_weights_of_fp8_are_packed(device):
     other_rows[5, 2] += 1
     other_inputs[:, 5] += 1
     for scale, block_size in ((other_rows, 128), (other_inputs, 32), (torch.rand(300, 2, generator=generator), 200)):
-        assert scaled.pack(HeldWeight(values, scale, block_size), device) is None
+        assert scaled.pack(StoredWeight(values, scale, block_size), device) is None
 
 
 def test_no_rows_are_no_error(device):
@@ -243,7 +243,7 @@ def test_torch_matmul_is_used_for_many_rows_if_results_agree(device, monkeypatch
     monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **kwargs: calls.append(args) or multiply(*args, **kwargs))
     generator = torch.Generator().manual_seed(8)
     values, scale = torch.randn(256, 384, generator=generator).to(FP8), torch.rand(256, 1, generator=generator)
-    weight = scaled.pack(HeldWeight(values, scale, 384), device)
+    weight = scaled.pack(StoredWeight(values, scale, 384), device)
     assert weight.has_library
     assert scaled.has_library(device, True) or device.type == "cpu"
     x = torch.randn(80, 384, generator=generator).bfloat16().to(device)
@@ -257,7 +257,7 @@ def test_torch_matmul_is_used_for_many_rows_if_results_agree(device, monkeypatch
     calls.clear()
     scaled.multiply(x, weight, torch.zeros(256, device=device))
     scaled.multiply(x, weight, None, torch.float32)
-    odd = scaled.pack(HeldWeight(values[:, :383], scale, 383), device)
+    odd = scaled.pack(StoredWeight(values[:, :383], scale, 383), device)
     assert not odd.has_library
     assert not calls
 
@@ -272,7 +272,7 @@ def test_torch_matmul_is_not_used_if_results_differ(device, monkeypatch, fault):
 
     monkeypatch.setattr(torch, "_scaled_mm", multiply)
     assert not scaled.has_library(device, False)
-    assert not scaled.pack(HeldWeight(torch.ones(128, 128).to(FP8), torch.ones(128, 1), 128), device).has_library
+    assert not scaled.pack(StoredWeight(torch.ones(128, 128).to(FP8), torch.ones(128, 1), 128), device).has_library
 
 
 def test_products_refuse():

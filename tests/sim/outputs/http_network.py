@@ -38,7 +38,7 @@ _STATUSES = {"rate_limit_error": 429, "service_unavailable_error": 503, "invalid
 def make_server(servicer: RequestServicer, link: SchedulerLink) -> HttpServer:
     """Return the HTTP API of a front end, without a port."""
     intake = servicer.intake
-    admission = CallAdmission("127.0.0.1", (), None, intake, lambda: ("toy",), takes_any_model_name=False)
+    admission = CallAdmission("127.0.0.1", (), None, intake, lambda: ("toy",), accepts_any_model_name=False)
     with mock.patch.object(socket, "create_server", return_value=socket.socket()):
         routes = Routes(intake, link.forwarder.forward, admission, bytes, is_lenient=False)
         return HttpServer("127.0.0.1", 0, None, admission, routes)

@@ -13,7 +13,7 @@ MUTANTS = (
     # The server's side of GenerateMany
     mutant(
         "an end does not know what went before it in columns",
-        "SampleRecord.take_tokens",
+        "SampleRecord.sample_tokens",
         "self._num_passed = self.num_published",
         "",
     ),
@@ -149,7 +149,7 @@ MUTANTS = (
     mutant("a request outlives its HTTP call", "begin_requests", "progress.active.cancel()", "pass"),
     mutant(
         "the usage of a whole answer lacks a sample",
-        "_whole_answer",
+        "_full_answer",
         "_usage(begun, writer)",
         "_usage(begun[1:], writer)",
     ),

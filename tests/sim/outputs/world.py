@@ -54,7 +54,7 @@ MODEL = ModelInfo(
     chat_refusals=(),
     special_tokens={},
     tokenizer_path=Path("toy"),
-    is_as_routers_read=True,
+    has_standard_tokenizer_files=True,
     embedding=PoolingChoice(Pooling.LAST),
 )
 

@@ -32,7 +32,7 @@ _CAPABILITY = Capability(
     head_dims=HEAD_DIMS,
     # flash-attn needs multiples of 256, and the kernel that writes blocks supports no larger ones
     block_sizes=range(256, 257),
-    takes_sinks=False,
+    supports_sinks=False,
 )
 
 

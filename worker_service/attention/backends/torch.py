@@ -81,7 +81,7 @@ class TorchAttention:
         return attend
 
 
-def _takes_masks(device: torch.device) -> bool:
+def _supports_masks(device: torch.device) -> bool:
     """Return whether `F.scaled_dot_product_attention` may be given masks on `device`.
 
     On a GPU (an H200 with torch 2.11), a mask at an unaligned address ended the process, and results under a window's
@@ -150,7 +150,7 @@ class _LaterChunk:
 
     tokens: slice
     positions: Tensor  # [N] cache rows of the row's positions
-    mask: Tensor | None  # additive, shared by the step's chunks, see `_mask`; None: see `_takes_masks`
+    mask: Tensor | None  # additive, shared by the step's chunks, see `_mask`; None: see `_supports_masks`
 
     def attend(
         self,
@@ -183,7 +183,7 @@ class _DecodeGroup:
     tokens: Tensor  # [R]
     positions: Tensor  # [R * N] cache rows; padding repeats a row's last position
     last_positions: Tensor  # [R] index of each row's query among the N positions
-    mask: Tensor | None  # [R, 1, 1, N] additive; None: all rows have the same length, or see `_takes_masks`
+    mask: Tensor | None  # [R, 1, 1, N] additive; None: all rows have the same length, or see `_supports_masks`
     is_even: bool  # whether all rows have the same length
 
     def attend(
@@ -282,7 +282,7 @@ def _later_chunks(step: _Step) -> list[_Part]:
     if not rows:
         return []
     mask = None
-    if _takes_masks(step.block_tables.device):
+    if _supports_masks(step.block_tables.device):
         mask = _mask(step, max(step.num_queries[row] for row in rows), max(step.lengths[row] for row in rows))
     return [_LaterChunk(step.tokens(row), step.positions([row], step.lengths[row]), mask) for row in rows]
 
@@ -323,7 +323,7 @@ def _decode_group(step: _Step, rows: list[int]) -> _DecodeGroup:
     lengths = [step.lengths[row] for row in rows]  # longest first
     last_positions, mask = torch.tensor(lengths, device=device) - 1, None
     is_even = lengths[-1] == lengths[0]
-    if not is_even and _takes_masks(device):
+    if not is_even and _supports_masks(device):
         is_padding = torch.arange(lengths[0], device=device) > last_positions[:, None]
         mask = torch.zeros(is_padding.shape, dtype=step.dtype, device=device).masked_fill_(is_padding, float("-inf"))
         mask = mask[:, None, None, :]

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pagewire.kernels.weight import HeldWeight
+from pagewire.kernels.weight import StoredWeight
 from pagewire.network.quantization import WeightFormat
 from worker_service.models.layouts.layout import (
     SCALES,
@@ -38,7 +38,7 @@ def _stored_gptq(kept: WeightFormat, out_size: int, in_size: int) -> dict[str, S
     return {
         "qweight": StoredTensor.of(("I32",), (_num_words(kept, in_size, "inputs"), out_size)),
         **others,
-        "g_idx": StoredTensor.of(("I32", "I64"), (in_size,), is_optional=not kept.has_ordered_columns),
+        "g_idx": StoredTensor.of(("I32", "I64"), (in_size,), is_optional=not kept.has_act_order),
     }
 
 
@@ -57,7 +57,7 @@ def _num_words(kept: WeightFormat, size: int, what: str) -> int:
     return size // per_word
 
 
-def _decode_awq(kept: WeightFormat, tensors: ReadTensors, out_size: int, in_size: int) -> HeldWeight:
+def _decode_awq(kept: WeightFormat, tensors: ReadTensors, out_size: int, in_size: int) -> StoredWeight:
     codes, zeros = (_awq_columns(unpack(tensors[kind], kept.bits)) for kind in ("qweight", "qzeros"))
     return _assembled(kept, tensors, codes.t(), zeros)
 
@@ -67,13 +67,13 @@ def _awq_columns(numbers: Tensor) -> Tensor:
     return numbers.unflatten(1, (-1, 8)).index_select(2, _AWQ_NIBBLES).flatten(1)
 
 
-def _decode_gptq(num_less: int, kept: WeightFormat, tensors: ReadTensors, out_size: int, in_size: int) -> HeldWeight:
+def _decode_gptq(num_less: int, kept: WeightFormat, tensors: ReadTensors, out_size: int, in_size: int) -> StoredWeight:
     """Decode a GPTQ weight. `num_less` is the amount by which stored zero points are smaller than the real ones."""
     zeros = (unpack(tensors["qzeros"], kept.bits) + num_less) & (2**kept.bits - 1)
     return _assembled(kept, tensors, unpack(tensors["qweight"].t(), kept.bits), zeros)
 
 
-def _assembled(kept: WeightFormat, tensors: ReadTensors, codes: Tensor, zeros: Tensor) -> HeldWeight:
+def _assembled(kept: WeightFormat, tensors: ReadTensors, codes: Tensor, zeros: Tensor) -> StoredWeight:
     """Return the weight for codes [out, in] and zero points [groups, out], both unsigned."""
     scale, middle = checked_scale("scales", tensors["scales"].t()), 1 << (kept.bits - 1)
     if kept.is_symmetric and (zeros != middle).any():
@@ -88,5 +88,5 @@ def _assembled(kept: WeightFormat, tensors: ReadTensors, codes: Tensor, zeros: T
 
 AWQ = Layout("awq", _stored_awq, _decode_awq)
 # The first version of the format stores each zero point minus 1.
-GPTQ = Layout("gptq", _stored_gptq, partial(_decode_gptq, 1), has_spare_biases=True)
+GPTQ = Layout("gptq", _stored_gptq, partial(_decode_gptq, 1), may_have_zero_biases=True)
 GPTQ_V2 = replace(GPTQ, name="gptq_v2", decode=partial(_decode_gptq, 0))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from pagewire.kernels.weight import HeldWeight
+from pagewire.kernels.weight import StoredWeight
 from pagewire.network.quantization import WeightFormat
 from worker_service.models.layouts.layout import (
     SCALES,
@@ -40,7 +40,7 @@ def _stored_words(kept: WeightFormat, out_size: int, in_size: int) -> dict[str, 
     return {
         "weight_packed": StoredTensor.of(("I32",), (out_size, _num_words(kept, in_size))),
         "weight_shape": StoredTensor.of(("I64", "I32"), (2,), is_optional=True),
-        "weight_g_idx": StoredTensor.of(("I32",), (in_size,), is_optional=not kept.has_ordered_columns),
+        "weight_g_idx": StoredTensor.of(("I32",), (in_size,), is_optional=not kept.has_act_order),
         **_scales_and_zeros(kept, out_size, in_size, packed),
     }
 
@@ -60,11 +60,11 @@ def _num_words(kept: WeightFormat, size: int) -> int:
     return -(-size * kept.bits // 32)
 
 
-def _decode_bytes(kept: WeightFormat, tensors: ReadTensors, out_size: int, in_size: int) -> HeldWeight:
+def _decode_bytes(kept: WeightFormat, tensors: ReadTensors, out_size: int, in_size: int) -> StoredWeight:
     return _assembled(kept, tensors, tensors["weight"])
 
 
-def _decode_words(kept: WeightFormat, tensors: ReadTensors, out_size: int, in_size: int) -> HeldWeight:
+def _decode_words(kept: WeightFormat, tensors: ReadTensors, out_size: int, in_size: int) -> StoredWeight:
     shape = tensors.get("weight_shape")
     if shape is not None and shape.tolist() != [out_size, in_size]:
         raise FaultyTensorError("weight_shape", f"says {shape.tolist()}, expected [{out_size}, {in_size}]")
@@ -72,7 +72,7 @@ def _decode_words(kept: WeightFormat, tensors: ReadTensors, out_size: int, in_si
     return _assembled(kept, tensors, signed(codes, kept.bits).contiguous())
 
 
-def _assembled(kept: WeightFormat, tensors: ReadTensors, codes: Tensor) -> HeldWeight:
+def _assembled(kept: WeightFormat, tensors: ReadTensors, codes: Tensor) -> StoredWeight:
     scale = by_row(checked_scale("weight_scale", tensors["weight_scale"]), kept, len(codes))
     zeros = tensors.get("weight_zero_point")
     if zeros is not None and zeros.dtype == torch.int32:

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from pagewire.kernels.weight import FLOAT8, HeldFormat, HeldWeight
+from pagewire.kernels.weight import FLOAT8, StoredFormat, StoredWeight
 from pagewire.network.quantization import WeightFormat
 from worker_service.models.layouts.layout import (
     SCALES,
@@ -29,15 +29,15 @@ def _stored(scale_kind: str, kept: WeightFormat, out_size: int, in_size: int) ->
     }
 
 
-def _decode(kept: WeightFormat, tensors: ReadTensors, out_size: int, in_size: int) -> HeldWeight:
+def _decode(kept: WeightFormat, tensors: ReadTensors, out_size: int, in_size: int) -> StoredWeight:
     [kind], values = tensors.keys() - {"weight"}, tensors["weight"]
     scale = checked_scale(kind, tensors[kind])
     if (scale < 0).any():
         raise FaultyTensorError(kind, "contains a negative scale")
     if values.numel() and (values.view(torch.uint8) & 0x7F).max() == 0x7F:  # 0x7F is NaN, with either sign
         raise FaultyTensorError("weight", "has NaN values")
-    return HeldWeight(values, by_row(scale, kept, out_size), kept.columns or in_size)
+    return StoredWeight(values, by_row(scale, kept, out_size), kept.columns or in_size)
 
 
-FP8 = Layout("fp8", partial(_stored, "weight_scale_inv"), _decode, HeldFormat(FLOAT8, 0), read_bytes=2)
+FP8 = Layout("fp8", partial(_stored, "weight_scale_inv"), _decode, StoredFormat(FLOAT8, 0), read_bytes=2)
 FLOAT_QUANTIZED = replace(FP8, name="float-quantized", stored=partial(_stored, "weight_scale"))

@@ -12,17 +12,17 @@ from torch import Tensor
 
 from pagewire.common.gguf import ElementType
 from pagewire.kernels.quantized import MXFP4, mxfp4_codes, mxfp4_scales
-from pagewire.kernels.weight import HeldFormat, HeldWeight
+from pagewire.kernels.weight import StoredFormat, StoredWeight
 
 _CODE_BITS = torch.arange(8, dtype=torch.uint8)
 
 
-def decode_rows(element_type: ElementType, rows: Tensor) -> HeldWeight:
+def decode_rows(element_type: ElementType, rows: Tensor) -> StoredWeight:
     """Decode rows of bytes [rows, bytes per row] of a quantised type."""
     layout = BLOCKS[element_type.name]
     blocks = rows.unflatten(1, (-1, element_type.block_bytes))  # [rows, blocks, block_bytes]
     parts = {name: values.flatten(1) for name, values in layout.decode(blocks).items()}
-    return HeldWeight(
+    return StoredWeight(
         parts["codes"].view(torch.int8),
         parts["scale"].float(),
         layout.format.group_size,
@@ -32,12 +32,12 @@ def decode_rows(element_type: ElementType, rows: Tensor) -> HeldWeight:
     )
 
 
-def is_finite(weight: HeldWeight) -> bool:
+def is_finite(weight: StoredWeight) -> bool:
     """Return whether all scales and minimums are finite."""
     return all(bool(part.isfinite().all()) for part in weight.parts().values() if part.is_floating_point())
 
 
-# The parts of a `HeldWeight`, each [rows, blocks, values per block]. Codes may be bytes, and scales integers.
+# The parts of a `StoredWeight`, each [rows, blocks, values per block]. Codes may be bytes, and scales integers.
 _Parts = dict[str, Tensor]
 
 
@@ -45,7 +45,7 @@ _Parts = dict[str, Tensor]
 class BlockLayout:
     """The memory format and the decoder of a quantised type. `ElementType` describes the size of its blocks."""
 
-    format: HeldFormat
+    format: StoredFormat
     decode: Callable[[Tensor], _Parts]
 
 
@@ -117,13 +117,13 @@ def _decode_mxfp4(blocks: Tensor) -> _Parts:
 
 
 BLOCKS = {
-    "Q8_0": BlockLayout(HeldFormat(torch.int8, 32, 8, has_half_scales=True), _decode_q8_0),
-    "Q4_0": BlockLayout(HeldFormat(torch.int8, 32, 4, has_half_scales=True), _decode_q4_0),
-    "Q4_1": BlockLayout(HeldFormat(torch.int8, 32, 4, has_half_scales=True, has_minima=True), _decode_q4_1),
-    "Q5_0": BlockLayout(HeldFormat(torch.int8, 32, 5, has_half_scales=True), _decode_q5_0),
-    "Q5_1": BlockLayout(HeldFormat(torch.int8, 32, 5, has_half_scales=True, has_minima=True), _decode_q5_1),
-    "Q4_K": BlockLayout(HeldFormat(torch.int8, 32, 4, has_minima=True, has_factors=True), _decode_q4_k),
-    "Q5_K": BlockLayout(HeldFormat(torch.int8, 32, 5, has_minima=True, has_factors=True), _decode_q5_k),
-    "Q6_K": BlockLayout(HeldFormat(torch.int8, 16, 6, has_factors=True), _decode_q6_k),
+    "Q8_0": BlockLayout(StoredFormat(torch.int8, 32, 8, has_half_scales=True), _decode_q8_0),
+    "Q4_0": BlockLayout(StoredFormat(torch.int8, 32, 4, has_half_scales=True), _decode_q4_0),
+    "Q4_1": BlockLayout(StoredFormat(torch.int8, 32, 4, has_half_scales=True, has_minima=True), _decode_q4_1),
+    "Q5_0": BlockLayout(StoredFormat(torch.int8, 32, 5, has_half_scales=True), _decode_q5_0),
+    "Q5_1": BlockLayout(StoredFormat(torch.int8, 32, 5, has_half_scales=True, has_minima=True), _decode_q5_1),
+    "Q4_K": BlockLayout(StoredFormat(torch.int8, 32, 4, has_minima=True, has_factors=True), _decode_q4_k),
+    "Q5_K": BlockLayout(StoredFormat(torch.int8, 32, 5, has_minima=True, has_factors=True), _decode_q5_k),
+    "Q6_K": BlockLayout(StoredFormat(torch.int8, 16, 6, has_factors=True), _decode_q6_k),
     "MXFP4": BlockLayout(MXFP4, _decode_mxfp4),
 }

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pagewire.kernels.weight import GROUP_UNIT, HeldFormat, HeldWeight, unit_size
+from pagewire.kernels.weight import GROUP_UNIT, StoredFormat, StoredWeight, unit_size
 from pagewire.network.quantization import WeightFormat
 
 SCALES = ("F32", "BF16", "F16")
-_CODES = HeldFormat(torch.int8, GROUP_UNIT, has_half_scales=True)
+_CODES = StoredFormat(torch.int8, GROUP_UNIT, has_half_scales=True)
 _CHUNK_ELEMENTS = 1 << 20  # elements of a weight that are converted to floats at a time
 
 
@@ -54,21 +54,21 @@ class Layout:
         held: the format in which kernels keep a weight, before the fields of its `WeightFormat` are applied.
         read_bytes: memory per element while a weight is decoded: the bytes read, and the numbers they are converted to
             before their columns are reordered.
-        has_spare_biases: checkpoints may contain biases of 0 for models without biases.
+        may_have_zero_biases: checkpoints may contain biases of 0 for models without biases.
     """
 
     name: str
     stored: Callable[[WeightFormat, int, int], dict[str, StoredTensor]]
-    decode: Callable[[WeightFormat, ReadTensors, int, int], HeldWeight]
-    held: HeldFormat = _CODES
+    decode: Callable[[WeightFormat, ReadTensors, int, int], StoredWeight]
+    held: StoredFormat = _CODES
     read_bytes: int = 5
-    has_spare_biases: bool = False
+    may_have_zero_biases: bool = False
 
-    def held_format(self, kept: WeightFormat, in_size: int, has_wide_scales: bool) -> HeldFormat | None:
+    def stored_format(self, kept: WeightFormat, in_size: int, has_wide_scales: bool) -> StoredFormat | None:
         """Return the format in which kernels keep a weight with `in_size` inputs. Return None if the weight must be
         widened to floats: for group sizes without packed panels, and for groups of columns that are not neighbours."""
         group_size = kept.columns or in_size
-        if kept.has_ordered_columns or not unit_size(self.held.element, group_size, in_size):
+        if kept.has_act_order or not unit_size(self.held.element, group_size, in_size):
             return None
         return replace(
             self.held,
@@ -84,7 +84,7 @@ class Layout:
         # The scales as stored, and expanded to one float32 row per output.
         scales = 12 * num_elements // kept.columns if kept.columns else 0
         chunk = 16 * min(num_elements, _CHUNK_ELEMENTS)
-        return (self.read_bytes + 4 * kept.has_ordered_columns) * num_elements + scales + chunk
+        return (self.read_bytes + 4 * kept.has_act_order) * num_elements + scales + chunk
 
 
 def num_groups(kept: WeightFormat, in_size: int) -> int:
@@ -152,22 +152,22 @@ def groups_of_columns(kind: str, tensors: ReadTensors, num_groups: int) -> Tenso
     return None if torch.equal(found, consecutive) else found
 
 
-def assemble(codes: Tensor, scale: Tensor, zeros: Tensor | None, column_groups: Tensor | None) -> HeldWeight:
+def assemble(codes: Tensor, scale: Tensor, zeros: Tensor | None, column_groups: Tensor | None) -> StoredWeight:
     """Return the weight `(code - zero) * scale` for int8 codes [out, in], and scales and zeros [out, groups]. If the
     columns of a group are not neighbours (`column_groups` is given), the result is in floats."""
     zeros = None if zeros is None or not zeros.any() else zeros.contiguous()
     if column_groups is None:
-        return HeldWeight(codes, scale, codes.shape[1] // scale.shape[1], zero=zeros)
+        return StoredWeight(codes, scale, codes.shape[1] // scale.shape[1], zero=zeros)
     weight = torch.empty(codes.shape)
     for rows in _chunks(*codes.shape):
         chunk = weight[rows].copy_(codes[rows])
         if zeros is not None:
             chunk.sub_(zeros[rows].float().index_select(1, column_groups))
         chunk.mul_(scale[rows].index_select(1, column_groups))
-    return HeldWeight(weight)
+    return StoredWeight(weight)
 
 
-def copy_floats(target: Tensor, weight: HeldWeight) -> None:
+def copy_floats(target: Tensor, weight: StoredWeight) -> None:
     """Dequantise a weight into `target` [out, in], which may have any dtype."""
     for rows in _chunks(*target.shape):
         target[rows].copy_(weight[rows].dequantized())

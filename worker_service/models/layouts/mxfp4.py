@@ -1,7 +1,7 @@
 """MXFP4 as in gpt-oss checkpoints: 4-bit floats, and a power of two as the scale of each group of 32."""
 
 from pagewire.kernels.quantized import MXFP4, mxfp4_codes, mxfp4_scales
-from pagewire.kernels.weight import HeldWeight
+from pagewire.kernels.weight import StoredWeight
 from pagewire.network.quantization import WeightFormat
 from worker_service.models.layouts.layout import Layout, ReadTensors, StoredTensor, checked_scale, num_groups
 
@@ -14,10 +14,10 @@ def _stored(kept: WeightFormat, out_size: int, in_size: int) -> dict[str, Stored
     }
 
 
-def _decode(kept: WeightFormat, tensors: ReadTensors, out_size: int, in_size: int) -> HeldWeight:
+def _decode(kept: WeightFormat, tensors: ReadTensors, out_size: int, in_size: int) -> StoredWeight:
     codes = mxfp4_codes(tensors["blocks"]).view(out_size, in_size)
     scale = mxfp4_scales(tensors["scales"], codes.unflatten(1, (-1, kept.columns)))
-    return HeldWeight(codes, checked_scale("scales", scale), kept.columns)
+    return StoredWeight(codes, checked_scale("scales", scale), kept.columns)
 
 
 LAYOUT = Layout("mxfp4", _stored, _decode, MXFP4)

@@ -58,7 +58,7 @@ def read_call(unread: Unread, names: Container[str] | None = None, *, is_open: b
         elif key in _ARGUMENTS and name is not None and not has_begun:
             yield from _begin(unread, name)
             has_begun = True
-            if not (yield from _tell_arguments(unread)):
+            if not (yield from _read_arguments_text(unread)):
                 return Arguments
         elif key in _ARGUMENTS and early is None and not has_begun:
             early = yield from _held_arguments(unread)
@@ -81,7 +81,7 @@ def _begin(unread: Unread, name: str) -> Reading[None]:
     yield CallStart(name)
 
 
-def _tell_arguments(unread: Unread) -> Reading[bool]:
+def _read_arguments_text(unread: Unread) -> Reading[bool]:
     """Yield the arguments of a call. Return whether they are complete."""
     if (yield from unread.next()) == "{":
         return (yield from told(Arguments, read_value(unread)))

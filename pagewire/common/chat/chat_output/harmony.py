@@ -26,7 +26,7 @@ _ANALYSIS = "analysis"
 
 def read_messages(functions: Mapping[str, Any], unread: Unread) -> Reading[None]:
     """Yield the messages of an output. Text outside of any message is content."""
-    told_kinds: set[type[Content | Reasoning]] = set()
+    seen_kinds: set[type[Content | Reasoning]] = set()
     header = [(yield from unread.begins_with("to="))]
     marker = START if header[0] else (yield from told(Content, unread.pieces_until(TAGS)))
     while marker:
@@ -37,19 +37,19 @@ def read_messages(functions: Mapping[str, Any], unread: Unread) -> Reading[None]
             said, header = "".join(header), []
             recipient, is_analysis = _RECIPIENT.search(said), _ANALYSIS in said.split()
             if marker and recipient and functions and (recipient[1] or recipient[2] in functions):
-                marker = yield from _tell_call(unread, recipient[2])
+                marker = yield from _read_call_text(unread, recipient[2])
                 continue
             kind = Reasoning if is_analysis else Content
-            if marker and kind in told_kinds:
+            if marker and kind in seen_kinds:
                 yield kind("\n")
-            told_kinds.add(kind)
+            seen_kinds.add(kind)
             reading = told(kind, unread.pieces_until(_ENDS))
             marker = yield from unread.thoughts(reading) if kind is Reasoning else reading
         else:
             marker = yield from told(Content, unread.pieces_until(TAGS))
 
 
-def _tell_call(unread: Unread, name: str) -> Reading[str]:
+def _read_call_text(unread: Unread, name: str) -> Reading[str]:
     yield CallStart(name)
     if (yield from unread.ahead(*_ENDS)):
         yield Arguments(NO_ARGUMENTS)

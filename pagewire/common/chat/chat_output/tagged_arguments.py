@@ -48,7 +48,7 @@ class ArgumentTags(NamedTuple):
                 return False
             if line_end and not value:
                 yield from unread.newline()
-            marker = yield from self._tell_value(unread, types.get(key, frozenset()))
+            marker = yield from self._read_value_text(unread, types.get(key, frozenset()))
             if not marker:
                 return False
             if marker in self.ends:
@@ -57,7 +57,7 @@ class ArgumentTags(NamedTuple):
             yield Arguments("}" if before == ", " else "{}")
         return bool(marker)
 
-    def _tell_value(self, unread: Unread, types: Set[str]) -> Reading[str]:
+    def _read_value_text(self, unread: Unread, types: Set[str]) -> Reading[str]:
         """Yield a value as JSON. Return the tag that ended the value, or an empty text."""
         pieces = unread.pieces_until((*self.ends, f"\n{self.begin}", f"\n{self.end_of_all}"))
         if types <= _TEXT:

@@ -136,7 +136,7 @@ _OF_MODEL_TYPE = {
 _OVERRULED = "qwen2"  # the model type whose class overrides the class that the files name
 _BYTE_LEVEL = '"ByteLevel"'
 # Classes of transformers that change the tokenizer in ways that are not supported here.
-_UNSERVED = """
+_UNSUPPORTED = """
 Albert Bart Barthez Bartpho Bert BertGeneration BertJapanese Bertweet BigBird BioGpt Blenderbot BlenderbotSmall
 ByT5 CLIP CTRL Camembert Canine Clvp Cohere Cpm CpmAnt DPRContextEncoder DPRQuestionEncoder DPRReader Deberta
 DebertaV2 Dia DistilBert Esm Esmc FSMT FastSpeech2Conformer Flaubert Funnel GPTNeoXJapanese GPTSw3 Herbert LED
@@ -147,14 +147,14 @@ Tipsv2 Udop VideoPrism Vits Wav2Vec2CTC Wav2Vec2PhonemeCTC Whisper XGLM XLM XLMR
 """
 
 
-class UnservedClassError(ValueError):
+class UnsupportedClassError(ValueError):
     """A tokenizer class that is not supported. The message names the class and the remedy."""
 
 
 def class_of(model_type: str, named: str, tokenizer_json: str) -> TokenizerClass:
     """Return the tokenizer class that transformers' AutoTokenizer would choose. `named` is the tokenizer_class of
     tokenizer_config.json, else of config.json, and may be empty. `tokenizer_json` is the text of tokenizer.json. Raises
-    UnservedClassError."""
+    UnsupportedClassError."""
     own, said = _OF_MODEL_TYPE.get(model_type, ""), named.removesuffix("Fast")
     own_class = _BY_NAME.get(own, PLAIN)
     if not said:
@@ -164,8 +164,8 @@ def class_of(model_type: str, named: str, tokenizer_json: str) -> TokenizerClass
         return PLAIN
     if own and said != own and (own_class is PLAIN or model_type == _OVERRULED):
         return own_class
-    if said.removesuffix("Tokenizer") in _UNSERVED.split():
-        raise UnservedClassError(
+    if said.removesuffix("Tokenizer") in _UNSUPPORTED.split():
+        raise UnsupportedClassError(
             f"tokenizer_class is {said}, which is not supported; set it to {PLAIN.name} to use tokenizer.json as it is"
         )
     return _BY_NAME.get(said, PLAIN)

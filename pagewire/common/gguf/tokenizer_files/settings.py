@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pagewire.common.gguf.model_file import is_whole, read_settings, unserved
-from pagewire.common.gguf.tokenizer_files.classes import PLAIN, TokenizerClass, UnservedClassError, class_of
+from pagewire.common.gguf.tokenizer_files.classes import PLAIN, TokenizerClass, UnsupportedClassError, class_of
 
 CONFIG, NAMES, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 _STANDARD = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
@@ -74,7 +74,7 @@ def settings_of(directory: Path, tokenizer_json: str) -> TokenizerSettings:
     model_type, class_name, in_model = (name if isinstance(name, str) else "" for name in named)
     try:
         kind = class_of(model_type, class_name or in_model, tokenizer_json)
-    except UnservedClassError as error:
+    except UnsupportedClassError as error:
         raise ValueError(f"{path}: {error}") from None
     tokens = _by_name(_tokens_in(config, path))
     # As in transformers, the two older files count only if tokenizer_config.json has no list of tokens.

@@ -41,6 +41,6 @@ def _secret(path: str, content: bytes) -> bytes:
     return secret
 
 
-def shows_one(metadata: Iterable[tuple[str, str | bytes]]) -> bool:
+def has_secret(metadata: Iterable[tuple[str, str | bytes]]) -> bool:
     """Return whether an RPC's metadata contains a secret, whether it is the right one or not."""
     return any(key == _KEY for key, _ in metadata)

@@ -59,7 +59,7 @@ def create_server(
     return grpc.aio.server(options=(*_COMMON_OPTIONS, connections, size, *options), interceptors=[interception])
 
 
-def give_way() -> None:
+def lower_grpc_pool_priority() -> None:
     """Lower the priority of gRPC's pool threads, so that the process's own threads run first if cores are scarce.
 
     Call this once a server has started. The pool is busy only if RPCs arrive, or are reset, faster than the polling

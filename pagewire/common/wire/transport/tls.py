@@ -144,10 +144,10 @@ class TlsFiles:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.watched.watch())
             while True:
-                self.tell_days_left()
+                self.warn_of_expiry()
                 await asyncio.sleep(_WATCH_INTERVAL)
 
-    def tell_days_left(self) -> None:
+    def warn_of_expiry(self) -> None:
         """Warn of certificates that expire soon, each once a day, and once of each certificate that has expired."""
         now = self._clock()
         for flag, life in self.credentials.lives.items():

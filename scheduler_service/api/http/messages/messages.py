@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from pagewire.common.chat.chat_output import Arguments, CallStart, Content, OutputParser, OutputPart, Reasoning
-from scheduler_service.api.http.answering import PromptProgress, begin_requests, told_output
+from scheduler_service.api.http.answering import PromptProgress, begin_requests, output_events
 from scheduler_service.api.http.answers import encode
 from scheduler_service.api.http.chat_completions import read_chat
 from scheduler_service.api.http.messages.answers import (
@@ -36,7 +36,7 @@ from scheduler_service.api.http.messages.conversation import chat_of, message_wa
 from scheduler_service.api.http.messages.edits import check_edits
 from scheduler_service.api.http.messages.requests import CountTokensRequest, MessagesRequest
 from scheduler_service.api.http.prompts import chosen_template
-from scheduler_service.api.http.request_options import ReadCall, RequestNames
+from scheduler_service.api.http.request_options import DecodedCall, RequestNames
 from scheduler_service.api.http.tool_calls import ParserMaker, object_of
 from scheduler_service.api.http.transport.event_stream import EventStream
 from scheduler_service.core.request import EndReason
@@ -59,7 +59,7 @@ _NAMES = RequestNames(
 _Result = TypeVar("_Result")
 
 
-class MessageTeller:
+class MessageEvents:
     """An event writer that converts the deltas of one output into the events of a message."""
 
     def __init__(self, parser: OutputParser, head: MessageAnswer, *, shows_thinking: bool) -> None:
@@ -133,14 +133,16 @@ async def answer_message(
                 message_id, "message", "assistant", model_name, [], None, None, message_usage(progress)
             )
             is_omitted = request.thinking is not None and request.thinking.display == "omitted"
-            teller = MessageTeller(make_parser(), head, shows_thinking=not is_omitted)
+            event_writer = MessageEvents(make_parser(), head, shows_thinking=not is_omitted)
 
             async def tell(delta: Delta) -> list[MessageEvent]:
                 """Return the events of a delta. The events of a long text are made on a thread in the tenant's turn."""
-                return await progress.write(progress.num_values(delta), lambda: list(teller.tell(delta, progress)))
+                return await progress.write(
+                    progress.num_values(delta), lambda: list(event_writer.tell(delta, progress))
+                )
 
             stream.is_named = bool(request.stream)
-            events = await told_output(progress, (), tell, stream, is_streamed=bool(request.stream))
+            events = await output_events(progress, (), tell, stream, is_streamed=bool(request.stream))
             return encode(folded(events)) if events else None
 
 
@@ -155,7 +157,7 @@ async def count_tokens(request: CountTokensRequest, call: Call, intake: Intake, 
 
 async def _read(
     request: CountTokensRequest, call: Call, intake: Intake, stream: EventStream
-) -> tuple[ReadCall, ParserMaker]:
+) -> tuple[DecodedCall, ParserMaker]:
     """Return the requests of a message and its parser maker, as `read_chat` does. Add warnings for the parts of the
     request that are ignored. A thinking budget is ignored if the model has no reasoning, because clients send a budget
     to every model. Raises RefusedError."""
@@ -170,7 +172,7 @@ async def _read(
 async def _in_turn(
     request: CountTokensRequest, call: Call, intake: Intake, work: Callable[..., _Result], *args: Any
 ) -> _Result:
-    return await intake.turns.carry_out(call.caller.tenant(request.tenant or ""), call.size, work, *args)
+    return await intake.turns.run_operation(call.caller.tenant(request.tenant or ""), call.size, work, *args)
 
 
 def message_usage(progress: PromptProgress) -> MessageUsage:

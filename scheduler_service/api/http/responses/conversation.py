@@ -120,7 +120,7 @@ def _whole(item: InputItem, name: str, taken: set[str | None]) -> InputItem:
     return msgspec.structs.replace(item, **changes)
 
 
-def chat_meant(request: ResponsesRequest, conversation: Iterable[InputItem]) -> ChatCompletionRequest:
+def to_chat_request(request: ResponsesRequest, conversation: Iterable[InputItem]) -> ChatCompletionRequest:
     """Return the chat completion request that is equivalent to a Responses request whose full conversation is
     `conversation`. Raises RefusedError."""
     same: dict[str, Any] = {name: getattr(request, name) for name in _SAME}

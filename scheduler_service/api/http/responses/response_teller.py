@@ -39,7 +39,7 @@ _TEXT_DELTA = "response.output_text.delta"
 _LAST_EVENTS = {"cancelled": "incomplete"}  # clients know no event "response.cancelled"
 
 
-class ResponseTeller:
+class ResponseEvents:
     """An event writer that converts the deltas of one output into the events of a response."""
 
     def __init__(
@@ -61,7 +61,7 @@ class ResponseTeller:
         self._open: OutputItem | None = None
         self._pieces: list[str] = []  # texts of the open item
         self._logprobs: list[ChatLogprob] = []  # of all tokens of the message, whether sent or not
-        self._num_told_logprobs = 0
+        self._num_reported_logprobs = 0
 
     def begin(self) -> Iterator[ResponseEvent]:
         """Yield the first events of the response: `response.created`, and `response.queued` for a background
@@ -107,9 +107,9 @@ class ResponseTeller:
         others = self._reasoning.others(delta) if self._parser.has_reasoning else delta
         self._logprobs += map(self._texts.chat_logprob, others.logprobs)
         for index, event in enumerate(events):
-            if event.type == _TEXT_DELTA and self._num_told_logprobs < len(self._logprobs):
-                events[index] = msgspec.structs.replace(event, logprobs=self._logprobs[self._num_told_logprobs :])
-                self._num_told_logprobs = len(self._logprobs)
+            if event.type == _TEXT_DELTA and self._num_reported_logprobs < len(self._logprobs):
+                events[index] = msgspec.structs.replace(event, logprobs=self._logprobs[self._num_reported_logprobs :])
+                self._num_reported_logprobs = len(self._logprobs)
         return events
 
     def _tell_text(self, text: str, *, is_last: bool) -> Iterator[ResponseEvent]:
@@ -178,7 +178,7 @@ class ResponseTeller:
         self._items.append(whole)
         self._open, self._pieces = None, []
         if isinstance(item, MessageOutput):
-            self._logprobs, self._num_told_logprobs = [], 0
+            self._logprobs, self._num_reported_logprobs = [], 0
 
     def _delta(self, kind: str, text: str, **place: Any) -> ResponseEvent:
         assert self._open is not None, "an item has begun"

@@ -7,11 +7,11 @@ import secrets
 import msgspec
 
 from pagewire.common.wire.messages import SamplingParams
-from scheduler_service.api.http.answering import begin_requests, now, tell_events, told_output
+from scheduler_service.api.http.answering import begin_requests, now, output_events, send_events
 from scheduler_service.api.http.answers import encode
 from scheduler_service.api.http.chat_completions import read_chat
 from scheduler_service.api.http.refusals import error_answer
-from scheduler_service.api.http.request_options import ReadCall, RequestNames
+from scheduler_service.api.http.request_options import DecodedCall, RequestNames
 from scheduler_service.api.http.requests import TextFormat
 from scheduler_service.api.http.responses.answers import (
     CompactedConversation,
@@ -20,7 +20,7 @@ from scheduler_service.api.http.responses.answers import (
     ResponseAnswer,
     ResponseEvent,
 )
-from scheduler_service.api.http.responses.conversation import chat_meant, items_of, warnings_of
+from scheduler_service.api.http.responses.conversation import items_of, to_chat_request, warnings_of
 from scheduler_service.api.http.responses.requests import (
     CompactionItem,
     InputItem,
@@ -75,25 +75,29 @@ async def answer_response(
             return await stored.begin(request, record, asked, stream)
         if is_stored:
             await stored.in_turn(call.size, record.encoded)  # refuse a record that is too large before computing
-        teller = stored.teller(make_parser, record, request)
+        event_writer = stored.event_writer(make_parser, record, request)
         try:
             async with begin_requests(asked, call, intake, is_streamed=bool(request.stream)) as [progress]:
 
                 async def tell(delta: Delta) -> list[ResponseEvent]:
-                    events = await teller.tell(delta)
+                    events = await event_writer.tell(delta)
                     if delta.end is not None and is_stored:  # store it before the client can refer to it
                         kept = await stored.keep(msgspec.structs.replace(record, response=events[-1].response))
                         events[-1] = msgspec.structs.replace(events[-1], response=kept)
                     return events
 
-                events = await told_output(progress, teller.begin(), tell, stream, is_streamed=bool(request.stream))
+                events = await output_events(
+                    progress, event_writer.begin(), tell, stream, is_streamed=bool(request.stream)
+                )
                 return encode(events[-1].response) if events else None
         except RefusedError as refused:
             if refused.overflow is None or not request.stream:
                 raise
             # Codex compacts its conversation after this event, but gives up after an HTTP error.
             error = error_answer(refused, "/v1/responses").error
-            await tell_events([*teller.begin(), *teller.fail(error.message, "context_length_exceeded")], stream)
+            await send_events(
+                [*event_writer.begin(), *event_writer.fail(error.message, "context_length_exceeded")], stream
+            )
             await stream.end()
             return None
 
@@ -127,8 +131,8 @@ async def compact_conversation(
         request, conversation, call, asked, make_parser = await _read(request, call, intake, stored, stream, last)
         begun = _begun(request, asked.requests[0].request.sampling, model_name)
         async with begin_requests(asked, call, intake, is_streamed=False) as [progress]:
-            teller = stored.teller(make_parser, ResponseRecord(conversation, begun), request)
-            events = await told_output(progress, (), teller.tell, stream, is_streamed=False)
+            event_writer = stored.event_writer(make_parser, ResponseRecord(conversation, begun), request)
+            events = await output_events(progress, (), event_writer.tell, stream, is_streamed=False)
     response = events[-1].response
     assert response is not None, "the last event contains the response"
     messages = [item for item in response.output if isinstance(item, MessageOutput)]
@@ -147,7 +151,7 @@ async def _read(
     stored: StoredResponses,
     stream: EventStream,
     *last: InputItem,
-) -> tuple[ResponsesRequest, list[InputItem], Call, ReadCall, ParserMaker]:
+) -> tuple[ResponsesRequest, list[InputItem], Call, DecodedCall, ParserMaker]:
     """Prepare a request for generation. `last` contains items to append to the conversation. Raises RefusedError.
 
     Returns the request with an id, the conversation without `last`, the call with the conversation's size in bytes, and
@@ -157,7 +161,7 @@ async def _read(
     check_request_id(request_id)  # the ids of items contain it
     request = msgspec.structs.replace(request, request_id=request_id)
     conversation, call = await _conversation(request, call, stored, stream)
-    chat = await stored.in_turn(call.size, chat_meant, request, [*conversation, *last])
+    chat = await stored.in_turn(call.size, to_chat_request, request, [*conversation, *last])
     return request, conversation, call, *await read_chat(chat, call, intake, stream)
 
 

@@ -15,16 +15,16 @@ from pagewire.common.wire.transport.message_size import MAX_MESSAGE_BYTES
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.api.grpc.generate_response import decode_delta
 from scheduler_service.api.grpc.request_servicer import Forward, answer_of
-from scheduler_service.api.http.answering import tell_events
+from scheduler_service.api.http.answering import send_events
 from scheduler_service.api.http.answers import encode
 from scheduler_service.api.http.chat_completions import parser_maker
 from scheduler_service.api.http.detached_requests import encoded_request
-from scheduler_service.api.http.request_options import ReadCall
+from scheduler_service.api.http.request_options import DecodedCall
 from scheduler_service.api.http.responses.answers import DeletedResponse, InputItemList, ResponseAnswer
 from scheduler_service.api.http.responses.called_tools import called_tools, found_tools
-from scheduler_service.api.http.responses.conversation import chat_meant
+from scheduler_service.api.http.responses.conversation import to_chat_request
 from scheduler_service.api.http.responses.requests import InputItem, InputItemsQuery, ResponseQuery, ResponsesRequest
-from scheduler_service.api.http.responses.response_teller import ID_PREFIX, ResponseTeller
+from scheduler_service.api.http.responses.response_teller import ID_PREFIX, ResponseEvents
 from scheduler_service.api.http.tool_calls import ParserMaker
 from scheduler_service.api.http.transport.event_stream import EventStream
 from scheduler_service.serving.intake import Intake
@@ -97,7 +97,7 @@ class StoredResponses:
         return record.response
 
     async def begin(
-        self, request: ResponsesRequest, record: ResponseRecord, asked: ReadCall, stream: EventStream
+        self, request: ResponsesRequest, record: ResponseRecord, asked: DecodedCall, stream: EventStream
     ) -> bytes | None:
         """Submit a background response. Return the JSON of the response at its start, or None if its events are
         streamed. Raises RefusedError."""
@@ -218,26 +218,26 @@ class StoredResponses:
         if result.state == scheduler_pb2.RESULT_STATE_RUNNING:
             status = "in_progress" if output.token_ids else "queued"
             return msgspec.structs.replace(record.response, status=status)
-        teller = self._teller(record)
-        events = await teller.tell(decode_delta(output))
+        event_writer = self._event_writer(record)
+        events = await event_writer.tell(decode_delta(output))
         if result.state == scheduler_pb2.RESULT_STATE_FAILED:
-            events += teller.fail(result.failure.message)
+            events += event_writer.fail(result.failure.message)
         response = events[-1].response
         assert response is not None, "the last event contains the response"
         return response
 
     async def _tell(self, record: ResponseRecord, stream: EventStream) -> None:
-        teller = self._teller(record)
-        await tell_events(teller.begin(), stream)
+        event_writer = self._event_writer(record)
+        await send_events(event_writer.begin(), stream)
         try:
             async with contextlib.aclosing(self._attach(record)) as deltas:
                 async for delta in deltas:
-                    await tell_events(await teller.tell(decode_delta(delta)), stream)
+                    await send_events(await event_writer.tell(decode_delta(delta)), stream)
         except RefusedError:
             _, result = await self._find(record.response.id)
             if result.state != scheduler_pb2.RESULT_STATE_FAILED:
                 raise  # the events cannot be read, but the request still runs
-            await tell_events(teller.fail(result.failure.message), stream)
+            await send_events(event_writer.fail(result.failure.message), stream)
         await stream.end()
 
     def _attach(self, record: ResponseRecord) -> AsyncGenerator[scheduler_pb2.GenerateResponse, None]:
@@ -245,20 +245,22 @@ class StoredResponses:
         message = scheduler_pb2.AttachRequest(request_id=request_id, tenant=self.tenant)
         return self._forward("Attach", message, self._call)
 
-    def teller(self, make_parser: ParserMaker, record: ResponseRecord, request: ResponsesRequest) -> ResponseTeller:
+    def event_writer(
+        self, make_parser: ParserMaker, record: ResponseRecord, request: ResponsesRequest
+    ) -> ResponseEvents:
         """Return an event writer for a response that begins now."""
         tools = called_tools(request.tools or (), found_tools(record.input))
-        return ResponseTeller(make_parser(), record.response, tools, self._intake, self.tenant)
+        return ResponseEvents(make_parser(), record.response, tools, self._intake, self.tenant)
 
-    def _teller(self, record: ResponseRecord) -> ResponseTeller:
+    def _event_writer(self, record: ResponseRecord) -> ResponseEvents:
         assert record.request is not None, "only background responses are converted again"
-        chat = chat_meant(record.request, record.input)
-        return self.teller(parser_maker(chat, record.prompt_end, self._intake), record, record.request)
+        chat = to_chat_request(record.request, record.input)
+        return self.event_writer(parser_maker(chat, record.prompt_end, self._intake), record, record.request)
 
     async def in_turn(self, size: int, work: Callable[..., _Result], *args: Any) -> _Result:
         """Call `work` and return its result. If `size` is large, `work` runs on a thread in the tenant's turn (see
-        `Turns.carry_out`). Raises RefusedError."""
-        return await self._intake.turns.carry_out(self.tenant, size, work, *args)
+        `Turns.run_operation`). Raises RefusedError."""
+        return await self._intake.turns.run_operation(self.tenant, size, work, *args)
 
 
 def _unknown(response_id: str, field: str) -> RefusedError:
