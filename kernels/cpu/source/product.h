@@ -143,9 +143,9 @@ int64_t packed_bytes(const linear_layer* layer) {
 // Reads a row of packed weights as float32, for embeddings.
 static void take_row(const linear_layer* layer, int64_t index, float* row) {
   switch (layer->element) {
-    case ELEMENT_FLOAT32: take_rows_float(layer->panels, &index, row, 1, layer->in_size); break;
-    case ELEMENT_BFLOAT16: take_rows_bfloat16(layer->panels, &index, row, 1, layer->in_size); break;
-    case ELEMENT_FLOAT16: take_rows_float16(layer->panels, &index, row, 1, layer->in_size); break;
+    case ELEMENT_FLOAT32: lookup_rows_float(layer->panels, &index, row, 1, layer->in_size); break;
+    case ELEMENT_BFLOAT16: lookup_rows_bfloat16(layer->panels, &index, row, 1, layer->in_size); break;
+    case ELEMENT_FLOAT16: lookup_rows_float16(layer->panels, &index, row, 1, layer->in_size); break;
     case ELEMENT_FLOAT8_E4M3FN: take_float8_row(layer, index, row); break;
     default: take_quantized_row(layer, index, row);
   }
