@@ -28,7 +28,8 @@ ContentPart = TextPart | ThinkingPart | ToolUsePart
 
 
 class MessageUsage(Struct, frozen=True):
-    """Numbers of tokens. `input_tokens` excludes the prompt tokens that were read from the cache."""
+    """The numbers of tokens that a message of Anthropic's Messages API reports. `input_tokens` excludes the prompt
+    tokens that were read from the prefix cache."""
 
     input_tokens: int
     output_tokens: int
@@ -53,7 +54,7 @@ class TokenCount(Struct, frozen=True):
 
 
 class ModelInfoAnswer(Struct, tag_field="type", tag="model", frozen=True):
-    """A model, in the format of Anthropic's API."""
+    """A description of the served model, in the format of Anthropic's API."""
 
     id: str
     display_name: str
@@ -64,7 +65,7 @@ class ModelInfoAnswer(Struct, tag_field="type", tag="model", frozen=True):
 
 
 class ModelPage(Struct, frozen=True):
-    """The list of all models, on one page."""
+    """The list of all served models, as one page in the format of Anthropic's API."""
 
     data: list[ModelInfoAnswer]
     first_id: str
@@ -117,7 +118,7 @@ class MessageDelta(Struct, tag_field="type", tag="message_delta", frozen=True):
 
 
 class MessageStop(Struct, tag_field="type", tag="message_stop", frozen=True):
-    """The last event of a message."""
+    """The last event of a streamed message."""
 
 
 MessageEvent = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop

@@ -57,7 +57,8 @@ _MAX_BILLING_CHARS = 4096  # the line has about 100; matching a very long text w
 
 
 def chat_of(request: CountTokensRequest) -> ChatCompletionRequest:
-    """Return the chat completion request that is equivalent to a Messages request. Raises RefusedError."""
+    """Convert a request of Anthropic's Messages API to the equivalent chat completion request. Raises RefusedError if a
+    tool or a message block is invalid."""
     config, choice, thinking = request.output_config or OutputConfig(), request.tool_choice, request.thinking
     output = request.output_format or config.format
     same: dict[str, Any] = {name: getattr(request, name, None) for name in _SAME}
@@ -79,7 +80,8 @@ def chat_of(request: CountTokensRequest) -> ChatCompletionRequest:
 
 
 def message_warnings(request: CountTokensRequest) -> list[str]:
-    """Return warnings about the parts of a request that the server ignores or replaces."""
+    """Return warnings for the client about the parts of a Messages request that the server ignores or replaces by
+    placeholders."""
     warnings = []
     if kinds := sorted({*map(_vendor_kind, request.tools or ())} - {""}):
         warnings.append(f"tools that run at Anthropic are left out: {', '.join(kinds)}")
@@ -95,21 +97,22 @@ def message_warnings(request: CountTokensRequest) -> list[str]:
 
 
 def _vendor_kind(tool: MessagesTool) -> str:
-    """Return the kind of a tool that runs at Anthropic, such as `web_search`. Return an empty string for a tool that
-    the client runs."""
+    """Return the kind of a tool that runs on Anthropic's servers, such as `web_search`. Return an empty string for a
+    tool that the client runs."""
     found = _VENDOR_TYPE.fullmatch(tool.type or "")
     return found[1] if found else ""
 
 
 def _result_parts(blocks: Iterable[Any]) -> list[Any]:
-    """Return the parts of all tool results in a message."""
+    """Return the parts (texts, images and so on) of all tool results in a message. `blocks` are the content blocks of
+    the message."""
     contents = [block.content for block in blocks if isinstance(block, ToolResultBlock)]
     return [part for content in contents if isinstance(content, list) for part in content]
 
 
 def _goes_on(message: InputMessage) -> bool:
-    """Return whether the last message is the beginning of the answer, which the model continues. This is the case for
-    an assistant message with text and without tool calls."""
+    """Return whether the model continues this message, which is the last of the conversation, instead of beginning a
+    new one. The model continues an assistant message that has text and no tool calls."""
     content = [TextBlock(message.content)] if isinstance(message.content, str) else message.content
     texts = [block.text for block in content if isinstance(block, TextBlock)]
     has_calls = any(isinstance(block, ToolUseBlock) for block in content)
@@ -117,8 +120,9 @@ def _goes_on(message: InputMessage) -> bool:
 
 
 def _tool(index: int, tool: MessagesTool) -> ToolField:
-    """Return a tool in the format of chat completions. Raises RefusedError if the tool has no input schema, sets an
-    option of a tool that runs at Anthropic, or forbids direct calls by the model."""
+    """Convert a tool of the Messages API to a tool of chat completions. `index` is the tool's index in the request.
+    Raises RefusedError if the tool has no input schema, sets an option of a tool that runs on Anthropic's servers, or
+    forbids direct calls by the model."""
     if tool.input_schema is None:
         field = f"tools[{index}].input_schema"
         raise invalid(field, f"{field} is not set; send the JSON Schema of the tool's input")
@@ -167,7 +171,8 @@ def _messages(request: CountTokensRequest) -> Iterator[dict[str, Any]]:
 
 
 def _check_blocks(index: int, message: InputMessage) -> None:
-    """Raise RefusedError if a message contains a block that its role does not allow."""
+    """Raise RefusedError if a message contains a content block that its role does not allow, such as a tool call by the
+    user. `index` is the message's index in the request."""
     for position, block in enumerate(message.content):
         if not isinstance(block, str | _BLOCKS[message.role]):
             field = f"messages[{index}].content[{position}]"
@@ -178,8 +183,8 @@ def _check_blocks(index: int, message: InputMessage) -> None:
 
 
 def _question(message: InputMessage) -> Iterator[dict[str, Any]]:
-    """Yield the chat messages of a user or system message. Each tool result becomes a message of role `tool`; the texts
-    between tool results keep the role of the message."""
+    """Convert a user or system message of the Messages API to chat messages, and yield them. Each tool result becomes a
+    message of role `tool`. The texts between tool results keep the role of the original message."""
     texts: list[dict[str, str]] = []
     for block in message.content:
         if isinstance(block, ToolResultBlock):
@@ -196,7 +201,7 @@ def _question(message: InputMessage) -> Iterator[dict[str, Any]]:
 
 
 def _text(block: ResultBlock) -> str:
-    """Return the text that the prompt contains for a block."""
+    """Return the text that represents a content block of a message in the prompt. An image becomes a placeholder."""
     match block:
         case ToolReferenceBlock():
             return f"Tool: {block.tool_name}"

@@ -22,8 +22,9 @@ _CLEARING, _COMPACTING = InputTokens(100_000), InputTokens(150_000)
 
 
 def check_edits(request: CountTokensRequest, num_prompt_tokens: int) -> None:
-    """Raise RefusedError if an edit would change the conversation. `num_prompt_tokens` is the size of the
-    conversation's prompt."""
+    """Check the edits in a request's `context_management`, which Anthropic's servers apply to a long conversation.
+    Raise RefusedError if an edit would change this conversation, because this server edits no conversations.
+    `num_prompt_tokens` is the number of tokens in the prompt."""
     management = request.context_management or ContextManagement()
     for index, edit in enumerate(management.edits or ()):
         if _changes(edit, request, num_prompt_tokens):
@@ -37,7 +38,8 @@ def check_edits(request: CountTokensRequest, num_prompt_tokens: int) -> None:
 
 
 def _changes(edit: ClearThinking | ClearToolUses | Compact, request: CountTokensRequest, num_tokens: int) -> bool:
-    """Return whether Anthropic's servers would change the conversation for this edit."""
+    """Return whether Anthropic's servers would change the conversation of this request because of the edit.
+    `num_tokens` is the number of tokens in the prompt."""
     match edit:
         case ClearThinking():
             keep = edit.keep or _THINKING_TURNS

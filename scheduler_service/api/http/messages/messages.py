@@ -60,11 +60,13 @@ _Result = TypeVar("_Result")
 
 
 class MessageEvents:
-    """An event writer that converts the deltas of one output into the events of a message."""
+    """An event writer for Anthropic's Messages API. It converts the deltas (pieces of new output) of one generated
+    output into the events of a streamed message."""
 
     def __init__(self, parser: OutputParser, head: MessageAnswer, *, shows_thinking: bool) -> None:
-        """`head` is the message at its start, without content. `shows_thinking`: thinking blocks contain the text of
-        the reasoning; otherwise they are empty."""
+        """Create the event writer for one message. `parser` splits the output into text, reasoning and tool calls.
+        `head` is the message at its start, without content. If `shows_thinking` is false, the reasoning is left out and
+        thinking blocks are empty."""
         self._parser = parser
         self._head = head
         self._shows_thinking = shows_thinking
@@ -74,8 +76,8 @@ class MessageEvents:
         self._has_calls = False
 
     def tell(self, delta: Delta, progress: PromptProgress) -> Iterator[MessageEvent]:
-        """Yield the events for a delta. The first delta also yields `message_start`; the last one yields
-        `message_delta` and `message_stop`."""
+        """Yield the message events for a delta (a piece of new output). The first delta also yields `message_start`.
+        The last delta also yields `message_delta` and `message_stop`."""
         if not self._has_begun:
             self._has_begun = True
             yield MessageStart(self._head)
@@ -123,7 +125,8 @@ class MessageEvents:
 async def answer_message(
     request: MessagesRequest, call: Call, intake: Intake, model_name: str, stream: EventStream
 ) -> bytes | None:
-    """Return the JSON of the message, or None if it is streamed. Raises RefusedError."""
+    """Answer a call of `/v1/messages`. Return the JSON of the message, or None if the message was sent as a stream of
+    events. Raises RefusedError if the request is invalid or refused."""
     with _NAMES.in_refusals():
         asked, make_parser = await _read(request, call, intake, stream)
         async with begin_requests(asked, call, intake, is_streamed=bool(request.stream)) as [progress]:
@@ -136,7 +139,8 @@ async def answer_message(
             event_writer = MessageEvents(make_parser(), head, shows_thinking=not is_omitted)
 
             async def tell(delta: Delta) -> list[MessageEvent]:
-                """Return the events of a delta. The events of a long text are made on a thread in the tenant's turn."""
+                """Return the message events for a delta (a piece of new output). The events of a long text are made on
+                a thread that the tenants share in turn."""
                 return await progress.write(
                     progress.num_values(delta), lambda: list(event_writer.tell(delta, progress))
                 )
@@ -147,7 +151,8 @@ async def answer_message(
 
 
 async def count_tokens(request: CountTokensRequest, call: Call, intake: Intake, stream: EventStream) -> bytes:
-    """Return the JSON with the number of tokens of the prompt. Raises RefusedError."""
+    """Answer a call of `/v1/messages/count_tokens`. Return the JSON with the number of tokens in the prompt. Raises
+    RefusedError if the request is invalid."""
     with _NAMES.in_refusals():
         asked, _ = await _read(request, call, intake, stream)
         num_tokens = len(await intake.tokenize(asked.requests[0]))
@@ -158,9 +163,10 @@ async def count_tokens(request: CountTokensRequest, call: Call, intake: Intake, 
 async def _read(
     request: CountTokensRequest, call: Call, intake: Intake, stream: EventStream
 ) -> tuple[DecodedCall, ParserMaker]:
-    """Return the requests of a message and its parser maker, as `read_chat` does. Add warnings for the parts of the
-    request that are ignored. A thinking budget is ignored if the model has no reasoning, because clients send a budget
-    to every model. Raises RefusedError."""
+    """Convert a Messages request into a generation request. Return the decoded call, and a function that makes parsers
+    for the outputs. Add warnings to the answer for the parts of the request that are ignored. If the model has no
+    reasoning, the thinking budget is ignored, because clients send a budget to every model. Raises RefusedError if the
+    request is invalid."""
     chat = await _in_turn(request, call, intake, chat_of, request)
     for text in await _in_turn(request, call, intake, message_warnings, request):
         stream.warn(text)
@@ -181,7 +187,8 @@ def message_usage(progress: PromptProgress) -> MessageUsage:
 
 
 def folded(events: Iterable[MessageEvent]) -> MessageAnswer:
-    """Return the message that the events describe. Raises ValueError if the events have no message_start."""
+    """Join the events of a streamed message into the whole message, and return the message. Raises ValueError if the
+    events have no `message_start`."""
     heads: list[ContentPart] = []
     texts: list[list[str]] = []
     message: MessageAnswer | None = None

@@ -27,7 +27,7 @@ _NO_TOOLSETS = why("list each tool separately")
 
 
 class Block(Struct, tag_field="type", forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """A part of a message."""
+    """A content block, which is one part of a message."""
 
     cache_control: Annotated[dict[str, Any], _INERT] | None = None
 
@@ -48,7 +48,8 @@ class ThinkingBlock(Block, tag="thinking", forbid_unknown_fields=True, frozen=Tr
 
 
 class RedactedThinkingBlock(Block, tag="redacted_thinking", forbid_unknown_fields=True, frozen=True):
-    """Reasoning that only Anthropic's servers can decrypt. It is not part of the prompt."""
+    """Reasoning of an earlier answer that only Anthropic's servers can decrypt. The server leaves this block out of the
+    prompt."""
 
     data: Annotated[str, _INERT]
 
@@ -85,14 +86,14 @@ class SearchResultBlock(Block, tag="search_result", forbid_unknown_fields=True, 
 
 
 class ToolReferenceBlock(Block, tag="tool_reference", forbid_unknown_fields=True, frozen=True):
-    """A tool that a tool search has found. The prompt describes all tools from the start."""
+    """The name of a tool that a tool search has found. The prompt describes all tools from the start."""
 
     tool_name: str
 
 
 class ImageBlock(Block, tag="image", forbid_unknown_fields=True, frozen=True):
-    """An image in a tool's result. The model reads only text, so the prompt contains a placeholder in place of the
-    image."""
+    """An image in the result of a tool. The model reads only text, so the prompt contains a placeholder text in place
+    of the image."""
 
     source: dict[str, Any]
     transformations: Annotated[dict[str, Any], _INERT] | None = None
@@ -110,7 +111,7 @@ class ToolResultBlock(Block, tag="tool_result", forbid_unknown_fields=True, froz
 
     @staticmethod
     def as_meant(given: dict[str, Any]) -> dict[str, Any]:
-        """Return the result of a tool with a placeholder text for each file."""
+        """Return the tool result with a placeholder text in place of each file, because the model reads only text."""
         match given:
             case {"content": list() as blocks}:
                 return {**given, "content": [*map(_without_file, blocks)]}
@@ -138,8 +139,8 @@ class InputMessage(Struct, forbid_unknown_fields=True, frozen=True):
 
     @staticmethod
     def as_meant(given: dict[str, Any]) -> dict[str, Any]:
-        """Return the message without the fields that only answers have, and with texts in place of blocks of tools that
-        ran at a vendor."""
+        """Return the message without the fields that only answers have, so that a client can send an answer back as a
+        message. Texts replace the content blocks of tools that ran on a vendor's servers."""
         own = {
             name: value for name, value in given.items() if given.get("type") != "message" or name not in _OF_ANSWERS
         }
@@ -155,8 +156,8 @@ _OF_VENDOR = why("an option of a tool that runs at Anthropic")
 
 
 class MessagesTool(Struct, forbid_unknown_fields=True, frozen=True):
-    """A tool that the client runs, or a tool that runs at Anthropic, depending on `type`. A tool that runs at Anthropic
-    is ignored."""
+    """A tool that the model may call. `type` decides whether the client or Anthropic's servers run the tool. The server
+    ignores a tool that runs on Anthropic's servers."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     input_schema: Annotated[dict[str, Any], why("a JSON Schema, which is always enforced")] | None = None
@@ -188,25 +189,26 @@ class _Choice(Struct, tag_field="type", forbid_unknown_fields=True, frozen=True,
 
 
 class AutoChoice(_Choice, tag="auto", forbid_unknown_fields=True, frozen=True):
-    """The model decides whether it calls tools."""
+    """The model decides by itself whether it calls tools."""
 
 
 class AnyChoice(_Choice, tag="any", forbid_unknown_fields=True, frozen=True):
-    """The model calls at least one tool."""
+    """The model must call at least one tool."""
 
 
 class ToolChoice(_Choice, tag="tool", forbid_unknown_fields=True, frozen=True):
-    """The model calls the named tool."""
+    """The model must call the named tool."""
 
     name: str
 
 
 class NoChoice(_Choice, tag="none", forbid_unknown_fields=True, frozen=True):
-    """The model calls no tool."""
+    """The model must not call tools."""
 
 
 class Thinking(Struct, forbid_unknown_fields=True, frozen=True):
-    """Turns reasoning on or off, through the template variable `enable_thinking`."""
+    """Turns the model's reasoning on or off. The setting becomes the variable `enable_thinking` of the chat
+    template."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Meta(ge=0, le=UINT32.high), why("the maximum number of reasoning tokens")] | None = (
@@ -227,7 +229,7 @@ class OutputConfig(Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class AllTurns(Struct, tag_field="type", tag="all", forbid_unknown_fields=True, frozen=True):
-    """Keep the thinking of all turns."""
+    """Keep the reasoning of all turns of the conversation."""
 
 
 class ThinkingTurns(Struct, tag_field="type", tag="thinking_turns", forbid_unknown_fields=True, frozen=True):
