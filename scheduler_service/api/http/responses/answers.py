@@ -87,7 +87,8 @@ class ResponseError(Struct, frozen=True):
 
 
 class ResponseAnswer(Struct, frozen=True, kw_only=True):
-    """A response. It repeats fields of the request; the sampling options are the values that were used."""
+    """A response of OpenAI's Responses API. It repeats some fields of the request. Its sampling options are the values
+    that were used, including defaults."""
 
     id: str
     created_at: int
@@ -124,7 +125,8 @@ class ResponseAnswer(Struct, frozen=True, kw_only=True):
 
 
 class ResponseEvent(Struct, frozen=True, omit_defaults=True):
-    """An event of a streamed response. The event's type determines which of the other fields are set."""
+    """A server-sent event of a streamed response of the Responses API. The field `type` determines which of the other
+    fields are set."""
 
     type: str
     sequence_number: int
@@ -148,7 +150,7 @@ class InputTokenCount(Struct, frozen=True):
 
 
 class CompactedConversation(Struct, frozen=True):
-    """A compacted conversation: the user's messages and a summary."""
+    """A conversation in a short form: the user's messages and a summary of the rest."""
 
     id: str
     created_at: int

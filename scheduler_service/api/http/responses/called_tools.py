@@ -33,7 +33,7 @@ _MAX_ESCAPE_CHARS = 6
 
 
 class CalledTool(NamedTuple):
-    """A tool, with the name and namespace that the client uses."""
+    """A tool that the model may call, with the name and namespace under which the client knows the tool."""
 
     name: str
     namespace: str | None = None
@@ -42,13 +42,15 @@ class CalledTool(NamedTuple):
 
 
 def function_name(name: str, namespace: str | None) -> str:
-    """Return the name of the function that the model calls for a tool."""
+    """Return the name of the function by which the model calls a tool. The name of a tool without a namespace is
+    unchanged; otherwise it becomes `namespace__name`."""
     return f"{namespace}__{name}" if namespace else name
 
 
 def tool_fields(tools: Iterable[Tool], found: Iterable[Tool]) -> list[ToolField]:
-    """Return the functions for the prompt: the functions of `tools`, and then the functions of `found` that have new
-    names. Raises RefusedError if two tools in `tools` have the same function name."""
+    """Return the functions that the prompt describes. These are the functions for `tools`, which the request lists. The
+    functions for `found`, tools that a tool search has found, follow if they have new names. Raises RefusedError if two
+    tools in `tools` have the same function name."""
     fields: dict[str, ToolField] = {}
     for place, tool, namespace, preface in _each(tools):
         name = function_name(tool.name, namespace)
@@ -67,18 +69,20 @@ def _field(name: str, tool: FunctionTool | CustomTool, preface: str) -> ToolFiel
 
 
 def found_tools(conversation: Iterable[InputItem]) -> list[Tool]:
-    """Return the tools that the client's tool searches have found in a conversation."""
+    """Return the tools that earlier tool searches by the client have found. Their results are items of the
+    conversation."""
     return [tool for item in conversation if isinstance(item, ToolSearchResultItem) for tool in item.tools]
 
 
 def found_names(item: ToolSearchResultItem) -> list[str]:
-    """Return the function names of the tools that a tool search has found."""
+    """Return the function names of the tools that are listed in the result of a tool search."""
     return [function_name(tool.name, namespace) for _, tool, namespace, _ in _each(item.tools)]
 
 
 def called_tools(tools: Iterable[Tool], found: Iterable[Tool]) -> dict[str, CalledTool]:
-    """Return all tools, keyed by their function names. If a name is in both lists, the tool in `tools` takes
-    precedence."""
+    """Return the tools that the model may call, keyed by the function names that the model uses. `tools` are the
+    request's tools, and `found` are the tools that a tool search has found. If both have the same function name, the
+    tool in `tools` takes precedence."""
     called = {
         function_name(tool.name, namespace): CalledTool(tool.name, namespace, isinstance(tool, CustomTool))
         for each in (found, tools)
@@ -90,7 +94,7 @@ def called_tools(tools: Iterable[Tool], found: Iterable[Tool]) -> dict[str, Call
 
 
 def tool_warnings(tools: Iterable[Tool]) -> Iterator[str]:
-    """Yield warnings about tools that are ignored or not enforced."""
+    """Yield warnings for the client about tools that are ignored or whose grammars are not enforced."""
     left_out = {str(tool.__struct_config__.tag) for tool in tools if isinstance(tool, VendorTool)}
     if left_out:
         yield f"tools that run at the vendor are left out: {', '.join(sorted(left_out))}"
@@ -99,13 +103,14 @@ def tool_warnings(tools: Iterable[Tool]) -> Iterator[str]:
 
 
 def input_arguments(text: str) -> str:
-    """Return the JSON arguments of the function for a custom tool, with `text` as its input."""
+    """Return the JSON arguments with which the model calls a custom tool. A custom tool has one text as its input, so
+    the arguments are an object with the field `input`."""
     return json.dumps({"input": text}, ensure_ascii=False)
 
 
 def input_of(arguments: str) -> str:
-    """Return the input of a custom tool from the arguments of its function. The arguments may be truncated JSON.
-    Arguments in another format are returned unchanged."""
+    """Return the input text of a custom tool from the JSON arguments of the model's function call. The arguments may be
+    truncated JSON. If the arguments are no object with a text `input`, return the arguments unchanged."""
     try:
         read = from_json(arguments)
     except ValueError:
@@ -118,7 +123,8 @@ def input_of(arguments: str) -> str:
 
 
 def _cut_text(escaped: str) -> str:
-    """Return the text of a truncated JSON string, without a trailing incomplete escape."""
+    """Return the text of a JSON string whose end is missing. An incomplete escape at the end is dropped. `escaped` is
+    the content of the string without the quotes."""
     for num_cut in range(min(len(escaped), _MAX_ESCAPE_CHARS) + 1):
         try:
             return str(json.loads(f'"{escaped[: len(escaped) - num_cut]}"', strict=False))
@@ -128,8 +134,8 @@ def _cut_text(escaped: str) -> str:
 
 
 def _each(tools: Iterable[Tool]) -> Iterator[tuple[str, FunctionTool | CustomTool, str | None, str]]:
-    """Yield each callable tool with its path in the request, its namespace, and a preface. The preface describes the
-    namespace; it is empty except for the first tool of a namespace."""
+    """Yield each callable tool with its path in the request, its namespace, and a preface for its description. The
+    preface contains the description of the namespace. It is empty except for the first tool of a namespace."""
     for index, tool in enumerate(tools):
         match tool:
             case FunctionTool() | CustomTool():
@@ -147,8 +153,8 @@ def _search(tool: ToolSearchTool) -> FunctionTool:
 
 
 def _description(tool: FunctionTool | CustomTool, preface: str) -> str | None:
-    """Return the description of a function, including the preface and the tool's grammar, or None if all are
-    missing."""
+    """Return the description that the prompt gives for a tool's function. It includes the preface and the grammar of a
+    custom tool. Return None if the tool has no description, no preface and no grammar."""
     parts = [preface, tool.description]
     if isinstance(tool, CustomTool) and isinstance(tool.format, GrammarFormat):
         parts.append(f"The input matches this grammar ({tool.format.syntax}):\n{tool.format.definition}")

@@ -74,8 +74,8 @@ _KINDS = {
 
 
 def items_of(request: ResponsesRequest, before: Iterable[InputItem] = ()) -> list[InputItem]:
-    """Return the input of a request as complete items. Each item has an id that no other item has, including the items
-    in `before`. Raises RefusedError."""
+    """Return the input of a Responses request as conversation items with all fields set. An item without an id gets a
+    new id, and so does an item whose id occurs earlier or in `before`. Raises RefusedError if an item is invalid."""
     given = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input or []
     typed = [_of_vendor({"type": "message", **_without_nulls(item)}) for item in given]
     kind = InputItems if type(request) is ResponsesRequest else lenient(InputItems)  # as the request was decoded
@@ -85,7 +85,8 @@ def items_of(request: ResponsesRequest, before: Iterable[InputItem] = ()) -> lis
 
 
 def _of_vendor(item: dict[str, Any]) -> dict[str, Any]:
-    """Return a message in place of an item of a tool that ran at a vendor. Other items are returned unchanged."""
+    """Convert a conversation item of a tool that ran on a vendor's servers to a message that describes the item. Other
+    items are returned unchanged."""
     text = vendor_text(item)
     if not text:
         return item
@@ -94,7 +95,8 @@ def _of_vendor(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a JSON value without the object fields that are null, at any depth. A null field counts as unset."""
+    """Return a JSON value without the object fields that are null, at any depth. The server treats a null field as
+    unset."""
     match value:
         case dict():
             return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
@@ -121,8 +123,9 @@ def _whole(item: InputItem, name: str, taken: set[str | None]) -> InputItem:
 
 
 def to_chat_request(request: ResponsesRequest, conversation: Iterable[InputItem]) -> ChatCompletionRequest:
-    """Return the chat completion request that is equivalent to a Responses request whose full conversation is
-    `conversation`. Raises RefusedError."""
+    """Convert a request of OpenAI's Responses API to the equivalent chat completion request. `conversation` contains
+    all items of the conversation, including the items of earlier responses. Raises RefusedError if log-probabilities
+    are requested together with tools, or a tool is invalid."""
     same: dict[str, Any] = {name: getattr(request, name) for name in _SAME}
     text = request.text or TextField()
     if request.wants_logprobs and request.tools and request.tool_choice != "none":
@@ -143,7 +146,8 @@ def to_chat_request(request: ResponsesRequest, conversation: Iterable[InputItem]
 
 
 def warnings_of(request: ResponsesRequest, conversation: Iterable[InputItem]) -> list[str]:
-    """Return warnings about the parts of a request and its conversation that are ignored, replaced or not enforced."""
+    """Return warnings for the client about the parts of a Responses request and its conversation that are ignored,
+    replaced by placeholders or not enforced."""
     warnings = list(tool_warnings([*(request.tools or ()), *found_tools(conversation)]))
     results = [item.output for item in conversation if isinstance(item, FunctionResultItem | CustomResultItem)]
     parts = [part for output in results if isinstance(output, list) for part in output]
@@ -215,14 +219,15 @@ def _messages(instructions: str | None, conversation: Iterable[InputItem]) -> It
 
 
 def _output_heading(item: FunctionResultItem) -> str:
-    """Return the first line for an output that answers no call. Such an output becomes a user message, because many
-    templates reject a tool message without a call."""
+    """Return the first line of the user message for a tool output that does not answer a tool call. Such an output
+    becomes a user message, because many chat templates reject a tool message without a call."""
     return f"Output of {function_name(item.name, item.namespace) if item.name else 'a tool'}:"
 
 
 def _goes_on(answer: dict[str, Any], item: InputItem, last: InputItem | None) -> bool:
-    """Return whether an item belongs to the assistant turn in `answer`. A turn consists of reasoning, then text, then
-    calls. Text of the phase `commentary` may occur anywhere in a turn."""
+    """Return whether a conversation item belongs to the assistant turn in `answer`. A turn consists of reasoning, then
+    text, then tool calls. A text whose phase is `commentary` may occur anywhere in a turn. `last` is the item before
+    `item`."""
     is_within = isinstance(last, MessageItem) and last.phase == _IN_TURN
     match item:
         case FunctionCallItem() | CustomCallItem() | ToolSearchCallItem():
@@ -235,7 +240,8 @@ def _goes_on(answer: dict[str, Any], item: InputItem, last: InputItem | None) ->
 
 
 def _add(answer: dict[str, Any], item: InputItem) -> None:
-    """Add an item to an assistant turn. The turn's texts are lists until `_joined` joins them."""
+    """Add a conversation item to the chat message of an assistant turn. In this message, content and reasoning are
+    lists of texts until `_joined` joins them."""
     match item:
         case MessageItem():
             answer["content"] += filter(None, [_text(item.content)])
@@ -247,7 +253,8 @@ def _add(answer: dict[str, Any], item: InputItem) -> None:
 
 
 def _joined(answer: dict[str, Any]) -> dict[str, Any]:
-    """Return a finished assistant turn, with each of its lists of texts joined into one text."""
+    """Return the finished chat message of an assistant turn. Its content and its reasoning, which were lists of texts,
+    become single texts."""
     names = answer.keys() & {"content", "reasoning_content"}
     return answer | {name: "\n\n".join(answer[name]) for name in names}
 

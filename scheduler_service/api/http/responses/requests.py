@@ -30,13 +30,13 @@ class InputText(Struct, tag_field="type", tag="input_text", forbid_unknown_field
 
 
 class RefusalText(Struct, tag_field="type", tag="refusal", forbid_unknown_fields=True, frozen=True):
-    """A part of an answer in which the model refuses the request."""
+    """The part of an earlier answer in which the model refused the user's request."""
 
     text: str = field(name="refusal")
 
 
 class OutputText(Struct, tag_field="type", tag="output_text", forbid_unknown_fields=True, frozen=True):
-    """A text of an earlier answer."""
+    """A text that is part of an earlier answer of the model."""
 
     text: str
     annotations: Annotated[list[Any], _INERT] | None = None
@@ -52,8 +52,8 @@ class SummaryText(Struct, tag_field="type", tag="summary_text", forbid_unknown_f
 
 
 def _renamed(part: Any, kinds: tuple[str, ...], kind: str) -> Any:
-    """Return a part of a message's content with its type changed to `kind` if its type is in `kinds`. The fields
-    `annotations` and `logprobs` are removed from a changed part."""
+    """Return a part of a message's content. If its type is in `kinds`, the type becomes `kind`, and the fields
+    `annotations` and `logprobs` are removed."""
     if _type(part) not in kinds:
         return part
     return {name: value for name, value in part.items() if name not in ("annotations", "logprobs")} | {"type": kind}
@@ -66,7 +66,8 @@ def _type(part: Any) -> Any:
 class MessageItem(
     Struct, tag_field="type", tag="message", forbid_unknown_fields=True, omit_defaults=True, frozen=True, kw_only=True
 ):
-    """A message. The field `phase` of an answer is listed only if the client has set it, and is never null."""
+    """A message of the conversation. When the server lists the items of a conversation, the field `phase` appears only
+    if the client has set it, and is never null."""
 
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[InputText | OutputText | RefusalText]
@@ -77,8 +78,8 @@ class MessageItem(
 
     @staticmethod
     def as_meant(given: dict[str, Any]) -> dict[str, Any]:
-        """Return the message with parts of type `text`, as chat completions use, converted to `input_text` or
-        `output_text`."""
+        """Return the message with its content converted to the types of the Responses API. Chat completions use the
+        type `text`, which becomes `output_text` for the assistant and `input_text` for other roles."""
         kind = "output_text" if given.get("role") == "assistant" else "input_text"
         match given:
             case {"content": list() as parts}:
@@ -87,13 +88,13 @@ class MessageItem(
 
 
 class DirectCaller(Struct, forbid_unknown_fields=True, frozen=True):
-    """Marks a tool call that the model made itself, not a program that the model wrote."""
+    """Marks a tool call that the model made directly, and not through a program that the model wrote."""
 
     type: Literal["direct"]
 
 
 class Item(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """An item of a conversation other than a message. In subclasses, the fields of this class come last."""
+    """A conversation item other than a message. The JSON of a subclass lists the fields of this class last."""
 
     id: Annotated[str, _INERT] | None = None
     status: Annotated[str, _INERT] | None = None
@@ -118,7 +119,8 @@ class CustomCallItem(Item, tag_field="type", tag="custom_tool_call", forbid_unkn
 
 
 class InputImage(Struct, tag_field="type", tag="input_image", forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """An image in the result of a call. The prompt contains a placeholder in place of the image."""
+    """An image in the result of a tool call. The model reads only text, so the prompt contains a placeholder text in
+    place of the image."""
 
     image_url: str | None = None
     file_id: str | None = None
@@ -127,8 +129,8 @@ class InputImage(Struct, tag_field="type", tag="input_image", forbid_unknown_fie
 
 
 def _result(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the result of a call with its text parts converted to `input_text`. A placeholder text replaces each
-    file."""
+    """Return the result of a tool call with its text parts converted to the type `input_text`. A placeholder text
+    replaces each file, because the model reads only text."""
     match given:
         case {"output": list() as parts}:
             parts = [_renamed(part, ("text", "output_text"), "input_text") for part in parts]
@@ -137,8 +139,8 @@ def _result(given: dict[str, Any]) -> dict[str, Any]:
 
 
 class FunctionResultItem(Item, tag_field="type", tag="function_call_output", forbid_unknown_fields=True, frozen=True):
-    """The result of a function call. Without a `call_id`, it is the output of a tool that the client ran without a call
-    by the model."""
+    """The result of a function call. A result without a `call_id` is the output of a tool that the client ran by
+    itself, without a call by the model."""
 
     output: str | list[InputText | InputImage] = ""
     call_id: str | None = None
@@ -166,15 +168,15 @@ class ReasoningItem(Item, tag_field="type", tag="reasoning", forbid_unknown_fiel
 
 
 class CompactionItem(Item, tag_field="type", tag="compaction", forbid_unknown_fields=True, frozen=True):
-    """A summary that replaces the earlier part of a conversation. `encrypted_content` is the plain text of the
-    summary."""
+    """A summary that replaces the earlier part of a conversation. `encrypted_content` is not encrypted: it contains the
+    plain text of the summary."""
 
     encrypted_content: str
 
 
 def _flattened(given: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return an object in which the fields of the nested object `name` replace that object. If a field would occur
-    twice, the object is returned unchanged."""
+    """Replace the nested object called `name` in a JSON object by the fields of that nested object, and return the new
+    object. If a field would then occur twice, return the object unchanged."""
     inner, own = given.get(name), {key: value for key, value in given.items() if key != name}
     return {**own, **inner} if isinstance(inner, dict) and own.keys().isdisjoint(inner) else given
 
@@ -192,19 +194,21 @@ class FunctionTool(
 
     @staticmethod
     def as_meant(given: dict[str, Any]) -> dict[str, Any]:
-        """Return a tool of chat completions, which has a nested object `function`, as a tool of the Responses API."""
+        """Convert a tool of chat completions, which has a nested object `function`, to a tool of the Responses API."""
         return _flattened(given, "function")
 
 
 class GrammarFormat(Struct, tag_field="type", tag="grammar", forbid_unknown_fields=True, frozen=True):
-    """The grammar of a custom tool's input. The prompt contains the grammar, but calls are not constrained by it."""
+    """The grammar that the input of a custom tool should match. The prompt contains the grammar, but the server does
+    not enforce it."""
 
     syntax: Literal["lark", "regex"]
     definition: str
 
 
 class CustomTool(Struct, tag_field="type", tag="custom", forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """A tool whose input is a text. The model calls it as a function with one parameter, `input`."""
+    """A tool whose input is one text instead of JSON arguments. The model calls the tool as a function with one
+    parameter, `input`."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     description: str | None = None
@@ -217,7 +221,8 @@ class CustomTool(Struct, tag_field="type", tag="custom", forbid_unknown_fields=T
 
 
 class NamespaceTool(Struct, tag_field="type", tag="namespace", forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """Tools under a common name. The model calls each tool as the function `namespace__name`."""
+    """A group of tools under a common name. The model calls each tool of the group as the function
+    `namespace__name`."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     tools: list[FunctionTool | CustomTool]
@@ -227,8 +232,9 @@ class NamespaceTool(Struct, tag_field="type", tag="namespace", forbid_unknown_fi
 class ToolSearchTool(
     Struct, tag_field="type", tag="tool_search", forbid_unknown_fields=True, frozen=True, kw_only=True
 ):
-    """A search for tools. If the client executes the search, the model calls it as the function `tool_search`.
-    Otherwise it has no effect, because the prompt describes all tools from the start."""
+    """A tool with which the model can search for other tools. If the client executes the search, the model calls it as
+    the function `tool_search`. Otherwise the search has no effect, because the prompt describes all tools from the
+    start."""
 
     execution: Literal["server", "client"] | None = None
     description: str | None = None
@@ -236,8 +242,8 @@ class ToolSearchTool(
 
 
 class VendorTool(Struct, tag_field="type", frozen=True):
-    """A tool that runs at OpenAI. The tool is ignored, whatever its options are, and the answer's `warning` header
-    reports this."""
+    """A tool that runs on OpenAI's servers. The server ignores the tool and all its options. The `warning` header of
+    the answer names the ignored tools."""
 
 
 class WebSearchTool(VendorTool, tag="web_search", frozen=True):
@@ -245,15 +251,15 @@ class WebSearchTool(VendorTool, tag="web_search", frozen=True):
 
 
 class DatedWebSearchTool(VendorTool, tag="web_search_2025_08_26", frozen=True):
-    """A dated version of the web search tool."""
+    """A version of the web search tool with a date in its name."""
 
 
 class PreviewWebSearchTool(VendorTool, tag="web_search_preview", frozen=True):
-    """The older preview version of the web search tool."""
+    """The older web search tool, from the time of its preview."""
 
 
 class DatedPreviewWebSearchTool(VendorTool, tag="web_search_preview_2025_03_11", frozen=True):
-    """A dated version of the web search tool's preview."""
+    """A version of the older web search tool with a date in its name."""
 
 
 class FileSearchTool(VendorTool, tag="file_search", frozen=True):
@@ -289,7 +295,7 @@ Tool = (
 
 
 class ToolSearchCallItem(Item, tag_field="type", tag="tool_search_call", forbid_unknown_fields=True, frozen=True):
-    """A call of a tool search that the client executes."""
+    """A call by the model of a tool search, which the client executes."""
 
     call_id: str
     arguments: dict[str, Any] | str | None = None
@@ -297,7 +303,8 @@ class ToolSearchCallItem(Item, tag_field="type", tag="tool_search_call", forbid_
 
 
 class ToolSearchResultItem(Item, tag_field="type", tag="tool_search_output", forbid_unknown_fields=True, frozen=True):
-    """The tools that a tool search has found. The model may call them in the rest of the conversation."""
+    """The result of a tool search: the tools that the search has found. The model may call these tools in the rest of
+    the conversation."""
 
     call_id: str
     tools: list[Tool]
@@ -318,28 +325,30 @@ InputItem = (
 
 
 class InputItems(Struct, forbid_unknown_fields=True, frozen=True):
-    """The input items of a request. Each item has its type set, including messages that were sent without a type."""
+    """The input items of a Responses request, as read from its field `input`. Each item has its `type` set. The server
+    sets the type of messages that the client sent without a type."""
 
     input: list[InputItem]
 
 
 class AllowedFunctions(Struct, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True, frozen=True):
-    """Restricts calls to some of the tools. The prompt still describes all tools."""
+    """Restricts the model's calls to some of the request's tools. The prompt still describes all tools."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[FunctionTool | CustomTool], Meta(min_length=1)]
 
     @staticmethod
     def as_meant(given: dict[str, Any]) -> dict[str, Any]:
-        """Return a choice of chat completions as a choice of the Responses API."""
+        """Convert a tool choice of chat completions, which has a nested object, to a tool choice of the Responses
+        API."""
         return _flattened(given, "allowed_tools")
 
 
 class SchemaFormat(NamedSchema, tag_field="type", tag="json_schema", forbid_unknown_fields=True, frozen=True):
     @staticmethod
     def as_meant(given: dict[str, Any]) -> dict[str, Any]:
-        """Return a format of chat completions, which has a nested object `json_schema`, as a format of the Responses
-        API."""
+        """Convert an output format of chat completions, which has a nested object `json_schema`, to a format of the
+        Responses API."""
         return _flattened(given, "json_schema")
 
 
@@ -445,12 +454,12 @@ class ResponsesRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True,
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the answer contains log-probabilities of its text."""
+        """Whether the client requests log-probabilities of the tokens in the answer's text."""
         return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
 
 
 class NamedResponse(Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """Identifies a response."""
+    """Names a stored response by its id and tenant."""
 
     response_id: str
     tenant: str | None = None

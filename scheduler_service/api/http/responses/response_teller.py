@@ -40,13 +40,15 @@ _LAST_EVENTS = {"cancelled": "incomplete"}  # clients know no event "response.ca
 
 
 class ResponseEvents:
-    """An event writer that converts the deltas of one output into the events of a response."""
+    """An event writer for OpenAI's Responses API. It converts the deltas (pieces of new output) of one generated output
+    into the events of a response."""
 
     def __init__(
         self, parser: OutputParser, begun: ResponseAnswer, tools: Mapping[str, CalledTool], intake: Intake, tenant: str
     ) -> None:
-        """`parser` parses the output. `begun` is the response at its start. `tools` are the tools that the model may
-        call, keyed by their function names. `tenant` owns the response."""
+        """Create the event writer for one response. `parser` splits the output into text, reasoning and tool calls.
+        `begun` is the response at its start, without output. `tools` are the tools that the model may call, keyed by
+        their function names. `tenant` is the owner of the response."""
         self._parser = parser
         self._texts = TokenTexts(intake.tokenizer)
         self._reasoning = ReasoningTokens(self._texts, parser)
@@ -64,14 +66,15 @@ class ResponseEvents:
         self._num_reported_logprobs = 0
 
     def begin(self) -> Iterator[ResponseEvent]:
-        """Yield the first events of the response: `response.created`, and `response.queued` for a background
-        response."""
+        """Yield the first events of a response. These are `response.created` and, for a response that is computed in
+        the background, `response.queued`."""
         yield self._event("response.created", response=self._begun)
         if self._begun.status == "queued":
             yield self._event("response.queued", response=self._begun)
 
     async def tell(self, delta: Delta) -> list[ResponseEvent]:
-        """Return the events for a delta. If the delta ends the output, the last event contains the whole response."""
+        """Return the response events for a delta (a piece of new output). If the delta ends the output, the last event
+        contains the whole response."""
         end, events = delta.end, []
         if not self._is_in_progress:
             self._is_in_progress = True
@@ -88,7 +91,7 @@ class ResponseEvents:
         return events
 
     def fail(self, message: str, code: ErrorCode = "server_error") -> Iterator[ResponseEvent]:
-        """Yield the events that end the response with an error."""
+        """Yield the last events of a response that has failed. `message` and `code` describe the error."""
         yield from self._tell_text("", is_last=True)
         yield from self._end("failed", error=ResponseError(code, message))
 
@@ -101,8 +104,8 @@ class ResponseEvents:
         yield self._event(f"response.{_LAST_EVENTS.get(status, status)}", response=response)
 
     def _told(self, delta: Delta) -> list[ResponseEvent]:
-        """Return the events for a delta's text. The first text event also carries the log-probabilities of the
-        message's tokens that no earlier event has carried."""
+        """Return the response events for the text of a delta. The first text event also contains the log-probabilities
+        of those tokens of the message that no earlier event has covered."""
         events = list(self._tell_text(delta.text, is_last=delta.end is not None))
         others = self._reasoning.others(delta) if self._parser.has_reasoning else delta
         self._logprobs += map(self._texts.chat_logprob, others.logprobs)
@@ -134,7 +137,7 @@ class ResponseEvents:
                 yield self._delta(_TEXT_DELTA, text, content_index=0, logprobs=[])
 
     def _call_of(self, tool: CalledTool) -> OutputItem:
-        """Return the item for a call of a tool that begins now, without arguments."""
+        """Return the output item for a tool call that begins now. The item has no arguments yet."""
         call_id = self._new_id("call")
         if tool.is_search:
             return ToolSearchOutput(self._new_id("tsc"), call_id, {}, "in_progress")
@@ -150,7 +153,8 @@ class ResponseEvents:
             yield self._of_item("response.content_part.added", item_id=item.id, content_index=0, part=_part(item, ""))
 
     def _close(self, status: str) -> Iterator[ResponseEvent]:
-        """Yield the events that end the open item. Yields nothing if no item is open."""
+        """Yield the events that end the current output item (a message, a reasoning text or a tool call), and mark the
+        item with `status`. Yield nothing if no item is open."""
         item, text = self._open, "".join(self._pieces)
         if item is None:
             return
@@ -193,8 +197,8 @@ class ResponseEvents:
         return ResponseEvent(kind, self._num_events - 1, **told)
 
     def _new_id(self, kind: str) -> str:
-        """Return the id for an item that begins now. The id is the same whenever the events of this response are
-        generated again."""
+        """Return the id for an output item of the response that begins now. `kind` is the id's prefix. The id is the
+        same whenever the events of this response are generated again."""
         return f"{kind}_{self._name}_{len(self._items) + (self._open is not None)}"
 
     def _usage(self, end: SequenceEnd) -> ResponseUsage:

@@ -57,7 +57,8 @@ async def answer_response(
     model_name: str,
     stream: EventStream,
 ) -> bytes | None:
-    """Return the JSON of the response, or None if it is streamed. Raises RefusedError."""
+    """Answer a call of `/v1/responses`. Return the JSON of the response, or None if the response was sent as a stream
+    of events. Raises RefusedError if the request is invalid or refused."""
     is_stored = request.store is not False
     if request.background and not is_stored:
         raise invalid(
@@ -105,7 +106,8 @@ async def answer_response(
 async def count_input_tokens(
     request: ResponsesRequest, call: Call, intake: Intake, stored: StoredResponses, stream: EventStream
 ) -> bytes:
-    """Return the JSON with the number of tokens in a request's prompt. Raises RefusedError."""
+    """Answer a call of `/v1/responses/input_tokens`. Return the JSON with the number of tokens in the prompt. Raises
+    RefusedError if the request is invalid."""
     with _NAMES.in_refusals():
         _, _, _, asked, _ = await _read(request, call, intake, stored, stream)
         return encode(InputTokenCount(len(await intake.tokenize(asked.requests[0]))))
@@ -119,8 +121,9 @@ async def compact_conversation(
     model_name: str,
     stream: EventStream,
 ) -> bytes:
-    """Return the JSON of a compacted conversation, which a client may send in place of the original. It consists of the
-    user's messages and a summary that the model writes. Raises RefusedError."""
+    """Answer a call of `/v1/responses/compact`. Return the JSON of a compacted conversation, which consists of the
+    user's messages and a summary that the model writes. A client may send it in place of the original conversation.
+    Raises RefusedError if the request is invalid or refused, or the model wrote no summary."""
     if request.stream or request.background:
         field = "stream" if request.stream else "background"
         raise invalid(field, f"{field} is true, but a compacted conversation is returned as a whole; leave it unset")
@@ -152,10 +155,11 @@ async def _read(
     stream: EventStream,
     *last: InputItem,
 ) -> tuple[ResponsesRequest, list[InputItem], Call, DecodedCall, ParserMaker]:
-    """Prepare a request for generation. `last` contains items to append to the conversation. Raises RefusedError.
+    """Convert a Responses request into a generation request. `last` contains items to append to the conversation.
+    Raises RefusedError if the request is invalid.
 
-    Returns the request with an id, the conversation without `last`, the call with the conversation's size in bytes, and
-    the results of `read_chat`. The id is random if the request has none.
+    Returns the request with an id, the conversation without `last`, the call with the conversation's size in bytes, the
+    decoded call, and a function that makes output parsers. The id is random if the request has none.
     """
     request_id = request.request_id or secrets.token_hex(24)
     check_request_id(request_id)  # the ids of items contain it
@@ -168,9 +172,10 @@ async def _read(
 async def _conversation(
     request: ResponsesRequest, call: Call, stored: StoredResponses, stream: EventStream
 ) -> tuple[list[InputItem], Call]:
-    """Return all items of a request's conversation, and the call with their size in bytes. The conversation consists of
-    the previous response, if one is named, and the input. Add warnings to the answer for parts of the conversation that
-    are ignored, replaced or not enforced. Raises RefusedError."""
+    """Return all items of a request's conversation, and the call with the size of these items in bytes. The items are
+    the conversation of the previous response, if the request names one, and the request's input. Add warnings to the
+    answer for items that are ignored, replaced or not enforced. Raises RefusedError if an item is invalid or
+    unknown."""
     conversation: list[InputItem] = []
     if request.previous_response_id:
         conversation, size = await stored.conversation(request.previous_response_id)
