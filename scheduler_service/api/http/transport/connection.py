@@ -48,7 +48,8 @@ _ABSOLUTE = re.compile(rb"(?i:https?)://([^/?]+)(.*)")
 
 
 class Use(IntEnum):
-    """The state of a connection. If there are too many connections, those with the lowest value are closed first."""
+    """The state of an HTTP connection. If there are too many connections, the server closes the connections with the
+    lowest value first."""
 
     NEVER = 0
     IDLE = 1  # between requests
@@ -59,8 +60,9 @@ class Use(IntEnum):
 class Listener(socket.socket):
     """A listening socket that limits the number of open connections, including connections in their TLS handshake.
 
-    A new connection beyond the limit closes the connection with the lowest `Use`; among equals, the one that has been
-    in that state for longest. If all other connections are SERVING, the new connection is closed.
+    If a new connection exceeds the limit, the listener closes the connection with the lowest `Use`. Among connections
+    with the same `Use`, it closes the one that has been in that state for longest. If all other connections are
+    SERVING, it closes the new connection.
     """
 
     def __init__(self, listening: socket.socket, max_connections: int) -> None:
@@ -73,8 +75,9 @@ class Listener(socket.socket):
         }  # by descriptor; the longest in this state first
 
     def accept(self) -> "tuple[_Accepted, Any]":
-        """Accept a connection. Raises ConnectionAbortedError if there are too many connections, and BlockingIOError
-        regularly to let other tasks run."""
+        """Accept a new connection, as `socket.accept` does, and return its socket and its address. Raises
+        ConnectionAbortedError if there are too many connections and all others are SERVING. Raises BlockingIOError at
+        every 16th call, so that asyncio stops accepting and runs other tasks."""
         self._num_tries = (self._num_tries + 1) % _ACCEPTED_IN_A_ROW
         if self._num_tries == 0:
             raise BlockingIOError("other tasks run first")
@@ -87,13 +90,14 @@ class Listener(socket.socket):
         return connection, address
 
     def set_use(self, descriptor: int, use: Use) -> None:
-        """Record the state of a connection, unless the listener has ended it."""
+        """Record the state of a connection. Do nothing if the listener has already ended the connection. `descriptor`
+        is the file descriptor of the connection's socket."""
         held = self._pop(descriptor)
         if held is not None:
             self._connections[use][descriptor] = held
 
     def remove(self, descriptor: int) -> None:
-        """Record that a connection is closed."""
+        """Record that the connection with this file descriptor is closed."""
         self.num_open -= 1
         self._pop(descriptor)
 
@@ -102,8 +106,9 @@ class Listener(socket.socket):
         return next((each for each in found if each is not None), None)
 
     def _end_longest(self) -> bool:
-        """End the connection with the lowest `Use` that has been in that state for longest, as if its client had closed
-        it. Return False if all connections are SERVING."""
+        """End one connection to make room for a new one, and return True. The connection has the lowest `Use`, and has
+        been in that state for longest. It is shut down for reading, so the server sees it as closed by the client.
+        Return False if all connections are SERVING."""
         for use, connections in self._connections.items():
             if connections and use is not Use.SERVING:
                 with suppress(OSError):  # the client has closed it already
@@ -126,18 +131,18 @@ class _Accepted(socket.socket):
 
 
 class UnreadAnswers:
-    """A limit on the memory of answers that clients have not read yet. Beyond MAX_UNREAD_BYTES, connections of the
-    tenant with the most unread bytes are aborted, the oldest answer first. Connections of other tenants are not
-    affected."""
+    """A limit on the memory of answers that clients have not read yet. If all unread answers exceed MAX_UNREAD_BYTES,
+    the server aborts connections of the tenant with the most unread bytes, beginning with the oldest answer.
+    Connections of other tenants are not affected."""
 
     def __init__(self) -> None:
         self._unread: dict[Callable[[], None], tuple[str, int]] = {}  # (tenant, bytes); oldest first
         self._num_bytes: Counter[str] = Counter()  # by tenant
 
     async def send(self, send: Send, scope: Scope, message: Message) -> None:
-        """Send an ASGI message of a call's answer. A large body is sent in pieces, each after the client has read
-        enough of the previous ones. Otherwise the transport would copy the whole body, and a TLS transport would count
-        it as read."""
+        """Send an ASGI message, which is a part of an HTTP answer. A large body is sent in pieces of 64 KiB. Each piece
+        waits until the client has read enough of the previous pieces. Otherwise the transport would copy the whole
+        body, and a TLS transport would count the body as read."""
         body = memoryview(message.get("body", b""))
         if len(body) <= _PIECE_BYTES:
             await send(message)
@@ -172,7 +177,8 @@ class UnreadAnswers:
 
 
 class _Timer:
-    """A timer that calls a function after a delay, unless it is set again or stopped first."""
+    """A timer that calls a function once after a delay. Setting the timer again or stopping it cancels the earlier
+    delay."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -189,8 +195,8 @@ class _Timer:
 
 
 class _Flow(FlowControl):
-    """Flow control that pauses reading while too many bytes wait to be parsed. It aborts a connection whose client does
-    not read for UNREAD_TIMEOUT_S seconds."""
+    """The flow control of one HTTP connection. It pauses reading from the socket while too many received bytes wait to
+    be parsed. It aborts the connection if the client does not read the answer for UNREAD_TIMEOUT_S seconds."""
 
     is_full = False
     ignores_input = False  # no more requests are served
@@ -213,7 +219,7 @@ class _Flow(FlowControl):
 
 
 class _Answer:
-    """The answer to one request.
+    """The HTTP answer to one request.
 
     An answer to HTTP/1.0 is not chunked; it ends when the connection closes.
 
@@ -223,22 +229,24 @@ class _Answer:
     """
 
     def __init__(self, cycle: Cycle, loop: asyncio.AbstractEventLoop) -> None:
-        """`cycle` is uvicorn's object for the same request."""
+        """Create the answer to one HTTP request. `cycle` is the object in which uvicorn keeps the state of this request
+        and its response. `loop` runs the timers."""
         self.cycle = cycle
         self._num_probes = 0  # number of bytes written early
         self._probe_timer = _Timer(loop)
 
     @property
     def is_owed(self) -> bool:
-        """Whether the request has arrived completely and is not answered yet."""
+        """Whether the HTTP request has arrived completely and its answer is not complete yet."""
         return not self.cycle.response_complete and not self.cycle.more_body
 
     async def serve(self, app: Any, scope: Scope, receive: Receive, send: Send) -> None:
         await app(scope, receive, self._send)
 
     async def _send(self, message: Any) -> None:
-        """Send a part of the answer. If the answer ends while the client is still sending, half-close the connection
-        first, because a reset could overtake the answer."""
+        """Send an ASGI message with a part of the answer. If the answer ends while the client is still sending its
+        request body, close only the sending half of the connection. A full close would reset the connection, and the
+        reset could reach the client before the answer."""
         cycle, transport = self.cycle, self.cycle.transport
         is_old = cycle.scope["http_version"] == "1.0"
         if message["type"] == "http.response.start":
@@ -269,7 +277,8 @@ class _Answer:
         self._probe_timer.set(seconds, self._probe, 3 * seconds)
 
     def _probe(self, seconds: float) -> None:
-        """Write the next byte of the answer early, unless the answer has begun."""
+        """Write the next byte of the answer's status line early, to detect whether the client is gone. Do nothing if
+        the answer has begun. `seconds` is the delay before the next probe."""
         if self.cycle.response_started:
             return
         if self.is_owed:
@@ -283,7 +292,8 @@ class _Answer:
 
 
 class HttpConnection(UvicornConnection):
-    """A connection of the HTTP server, with the limits of this module."""
+    """A connection of the HTTP server. It extends uvicorn's connection with limits on the size of a request's head, on
+    silent clients, and on requests that arrive ahead of the current one."""
 
     flow: _Flow
     _num_body_bytes = 0  # missing bytes of the body, by its Content-Length
@@ -295,7 +305,8 @@ class HttpConnection(UvicornConnection):
     _answer: _Answer | None = None  # to the current or last request; others may be queued
 
     def __init__(self, *args: Any, listener: Listener, **kwargs: Any) -> None:
-        """`listener` accepts the connections; the other arguments are uvicorn's."""
+        """Create a connection. `listener` is the listening socket that has accepted the connection. The other arguments
+        go to uvicorn's class."""
         super().__init__(*args, **kwargs)
         self._listener = listener
         self._timer = _Timer(self.loop)  # ends a silent connection
@@ -326,9 +337,10 @@ class HttpConnection(UvicornConnection):
             self._parse()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Return whether to keep the connection open after the client has closed its sending half. It stays open while
-        answers are owed or received bytes are not parsed. asyncio supports no half-closed TLS connections. A client
-        that is gone looks the same until something is written to it."""
+        """Return whether to keep the connection open after the client has closed its sending half. The connection stays
+        open while answers are owed or received bytes are not parsed. A TLS connection is closed, because asyncio
+        supports no half-closed TLS connections. A client that is gone looks the same as a client that still reads,
+        until something is written to the connection."""
         self._is_half_closed = True
         if self._answer is not None:
             self._answer.probe_later()
@@ -400,8 +412,8 @@ class HttpConnection(UvicornConnection):
             )
 
     def _parse(self) -> None:
-        """Parse the received bytes until a request has to wait for the answer to the previous one. Other tasks run in
-        between."""
+        """Parse the received bytes as HTTP requests. Stop at a request that arrives before the previous request is
+        answered; its bytes are kept. After 16 pieces of data, other tasks run before the parsing goes on."""
         if self._parses_later:
             return
         for _ in range(_PIECES_IN_A_ROW):
@@ -443,8 +455,9 @@ class HttpConnection(UvicornConnection):
                 self._refuse(None)
 
     def _refuse(self, cause: BaseException | None) -> None:
-        """Close the connection after the answers that it owes. If it owes none and no answer has begun, send the cause
-        as a JSON error first."""
+        """Stop reading requests, and close the connection after its owed answers are sent. If no answer is owed and no
+        answer is partly sent, send a JSON error first. The error is `cause` if `cause` is an HttpRefusal. Otherwise the
+        error has status 400 for an invalid HTTP request."""
         self.flow.ignores_input = True
         self._received.clear()
         self._timer.stop()
@@ -465,7 +478,7 @@ class HttpConnection(UvicornConnection):
         self.transport.close()
 
     def _owes_answer(self) -> bool:
-        """Return whether a request has arrived completely and is not answered yet."""
+        """Return whether a request on this connection has arrived completely and its answer is not complete yet."""
         return self._answer is not None and self._answer.is_owed
 
     def _start_asgi_task(self, cycle: Cycle, app: Any) -> None:
@@ -481,8 +494,8 @@ class HttpConnection(UvicornConnection):
             raise HttpParserError("the head is too long")
 
     def _end(self) -> None:
-        """Close a connection whose client has been silent for too long. Received data that is not parsed yet postpones
-        this."""
+        """Close the connection because its client has been silent for too long. If received data is not parsed yet, try
+        again after HEAD_TIMEOUT_S seconds. If the client does not read its answer, abort the connection."""
         if self.flow.read_paused or self._received:  # earlier requests are not answered yet
             self._timer.set(HEAD_TIMEOUT_S, self._end)
         elif self.transport.get_write_buffer_size():
@@ -492,8 +505,9 @@ class HttpConnection(UvicornConnection):
 
 
 def _check_head(version: str, url: bytes, headers: list[tuple[bytes, bytes]]) -> bytes:
-    """Return the target of a request. If the target is a URL (absolute form), its path is returned and its authority
-    replaces the Host header in `headers`. Raises HttpRefusal if RFC 9112 forbids the head."""
+    """Check the head of an HTTP request, and return the request's target as a path. If the target is a URL, return only
+    the URL's path, and replace the Host header in `headers` by the URL's host. Raises HttpRefusal if RFC 9112 forbids
+    the head or the HTTP version is not supported."""
     if version not in ("1.0", "1.1"):
         raise HttpRefusal(505, f"HTTP/{version} is not supported; send HTTP/1.1")
     codings = [value.lower() for name, value in headers if name == b"transfer-encoding"]

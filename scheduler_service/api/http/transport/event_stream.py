@@ -28,7 +28,7 @@ _COMMENT = b": waiting\n\n"
 
 
 class EventStream:
-    """The stream of server-sent events of one call."""
+    """The answer to one HTTP call as a stream of server-sent events (SSE)."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -41,27 +41,31 @@ class EventStream:
 
     @property
     def warning_headers(self) -> dict[str, str]:
-        """The answer's header with the warnings, or an empty dict. It applies to whole and streamed answers."""
+        """The HTTP header `warning` with the warnings for the client, or an empty dict if there are no warnings. The
+        header belongs to streamed and to whole answers."""
         return {"warning": ", ".join(self._warnings)} if self._warnings else {}
 
     def warn(self, text: str) -> None:
-        """Log a warning and add it to the headers of the answer, if the answer has not begun. `text` must be ASCII
-        without quotes, and its length must not depend on the request."""
+        """Log a warning and add it to the `warning` header of the answer. If the answer has begun, its headers are
+        already sent and the client does not get the warning. `text` must be ASCII without quotes, and its length must
+        not depend on the request."""
         logger.warning("a request was answered with a warning: %s", text)
         self._warnings.append(f'299 - "{text}"')
 
     async def tell(self, message: bytes, name: str = "") -> None:
-        """Send an event. Returns when the client has read enough for the next event to be sent."""
+        """Send one server-sent event with the data `message`. `name` is used only in streams with named events. Return
+        when the client has read enough for the next event to be sent."""
         named = b"event: %b\n" % name.encode() if self.is_named else b""
         await self._write(b"%bdata: %b\n\n" % (named, message))
 
     async def end(self) -> None:
-        """End the stream. A stream without event names ends with the event `[DONE]`."""
+        """End the event stream and the HTTP answer. A stream without event names ends with the event `[DONE]`, as
+        OpenAI's API does."""
         await self._write(b"" if self.is_named else _END, is_last=True)
 
     async def break_silence(self) -> None:
-        """Send a comment if the stream is kept alive and nothing was sent for SILENCE_S seconds. Send nothing while an
-        earlier event waits for the client to read."""
+        """Send an SSE comment if the stream is kept alive and nothing was sent for SILENCE_S seconds. The comment keeps
+        proxies from closing the connection. Send nothing while an earlier event waits for the client to read."""
         if self.is_kept_alive and not self._turn.locked() and time.monotonic() - self._told_at >= SILENCE_S:
             await self._write(_COMMENT)
 
@@ -77,8 +81,9 @@ class EventStream:
 
 @contextlib.asynccontextmanager
 async def while_connected(scope: Scope, receive: Receive, *, is_streamed: bool) -> AsyncIterator[EventStream]:
-    """Yield the event stream of a call, and cancel the block if the client disconnects. If `is_streamed`, comments keep
-    the stream alive inside the block. Raises HttpRefusal with status 499 after a disconnect."""
+    """Return a context manager that yields the event stream of an HTTP call, and that cancels its block if the client
+    disconnects. If `is_streamed`, SSE comments keep the connection alive while the block sends nothing. Raises
+    HttpRefusal with status 499 after a disconnect."""
     task = asyncio.current_task()
     assert task is not None
 

@@ -30,12 +30,13 @@ _CLOSE_TIMEOUT_S = 2
 
 
 class HttpServer:
-    """An HTTP server that listens on one port and passes calls to the routes. It turns exceptions of the routes into
-    error answers."""
+    """An HTTP server that listens on one port and passes each HTTP call to the routes of the API. If a route raises an
+    exception, the server sends an error answer in its place."""
 
     def __init__(self, host: str, port: int, tls: TlsFiles | None, admission: CallAdmission, routes: ASGIApp) -> None:
-        """Bind the port. `routes` is the ASGI application for admitted calls; a RefusedError or HttpRefusal that it
-        raises becomes the error answer. Raises OSError if the port cannot be bound."""
+        """Create an HTTP server and bind its port. `routes` is the ASGI application that serves the calls. If it raises
+        RefusedError or HttpRefusal, the client gets an error answer. `tls` names the files of the server's certificate,
+        or is None for plain HTTP. Raises OSError if the port cannot be bound."""
         self._admission = admission
         self._routes = routes
         self._streams: set[EventStream] = set()  # of the calls in progress
@@ -64,7 +65,8 @@ class HttpServer:
         )
 
     async def run(self) -> None:
-        """Serve until the task is cancelled. Raises RuntimeError if the server ends by itself."""
+        """Serve HTTP calls until this task is cancelled. Raises RuntimeError if the server stops without being
+        cancelled."""
         serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         try:
             while True:
@@ -80,7 +82,8 @@ class HttpServer:
             await serving
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a call as an ASGI application. CORS preflight requests are calls too."""
+        """Serve one HTTP call as an ASGI application. A call whose Host header is not allowed gets an error with status
+        403. CORS preflight requests of browsers are served too."""
         send = partial(_send_named, send, f"req_{secrets.token_hex(12)}".encode())
         # If a header occurs several times, use the first value.
         scope["header_values"] = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}
@@ -116,7 +119,8 @@ class HttpServer:
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that installs no signal handlers. The surrounding service handles signals."""
+    """A uvicorn server that installs no signal handlers, because the program around the HTTP server handles signals
+    itself."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -124,8 +128,8 @@ class _Server(uvicorn.Server):
 
 
 async def _send_named(send: Send, call_id: bytes, message: Message) -> None:
-    """Send a part of an answer. The headers get the id of the call, under the two names that OpenAI's and Anthropic's
-    clients read."""
+    """Send an ASGI message with a part of an answer. The headers of the answer get the id of the HTTP call as
+    `x-request-id`, for OpenAI's clients, and as `request-id`, for Anthropic's clients."""
     if message["type"] == "http.response.start":
         names = [(b"x-request-id", call_id), (b"request-id", call_id)]
         message = {**message, "headers": [*message["headers"], *names]}
@@ -135,7 +139,8 @@ async def _send_named(send: Send, call_id: bytes, message: Message) -> None:
 async def _refuse(
     refused: RefusedError | HttpRefusal, stream: EventStream, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """End a call with an error. If the answer has begun, send the error as its last event."""
+    """Answer an HTTP call with an error. If the answer's event stream has begun, send the error as the last event.
+    Otherwise send an error answer with its HTTP status."""
     if stream.has_begun:
         await stream.tell(encode(error_answer(refused, scope["path"])), "error")
         await stream.end()
@@ -144,14 +149,16 @@ async def _refuse(
 
 
 def _unrouted(status: int, scope: Scope) -> HttpRefusal:
-    """Return the refusal of a call that matches no route."""
+    """Return the error for an HTTP call whose path or method matches no route. `status` is 405 if the path exists but
+    not for this method."""
     if status == 405:
         return HttpRefusal(405, f"{scope['path'][:80]} does not support the method {scope['method']}")
     return HttpRefusal(status, f"the path {scope['path'][:80]} does not exist; /docs lists all paths")
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Raises OSError with a one-line message if the port cannot be bound."""
+    """Return a listening socket for the HTTP server. Raises OSError with a message of one line if the port cannot be
+    bound."""
     check_port(host, port, "--http-port")
     family, *_, address = socket.getaddrinfo(
         passive_host(host), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
