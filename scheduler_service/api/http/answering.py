@@ -35,7 +35,8 @@ CHAR_VALUES = 16  # cost of parsing one character of an output, in JSON values
 
 
 class PromptProgress:
-    """The state of one prompt of a call while its output is computed."""
+    """The state of one prompt of an HTTP call while its output is computed. It counts the tokens of each sample (one of
+    the `n` outputs of a prompt) and collects the log-probabilities of the prompt."""
 
     def __init__(self, index: int, active: ActiveRequest, turns: Turns) -> None:
         num_samples = active.request.n
@@ -52,15 +53,17 @@ class PromptProgress:
         return self.active.request.prompt_token_ids
 
     async def write(self, num_values: int, work: Callable[..., _Result], *args: Any, **named: Any) -> _Result:
-        """Call `work`, which writes a part of the answer, and return its result. If `num_values` exceeds PIECE_SIZE,
-        `work` runs on a thread in the tenant's turn (see `Turns`)."""
+        """Call `work`, a function that writes a part of the answer, and return its result. `num_values` is the cost of
+        the work in JSON values. If the cost exceeds PIECE_SIZE, `work` runs on a thread that the tenants share in turn
+        (see `Turns`), so that the event loop is not blocked."""
         if num_values <= PIECE_SIZE:
             return work(*args, **named)
         return await self._turns.call(self.active.request.tenant, partial(work, *args, **named))
 
     def num_values(self, delta: Delta) -> int:
-        """Return the cost of writing the choice of a delta, in JSON values. The cost covers the delta's text and its
-        log-probabilities. For the first delta of a sample, the cost includes the log-probabilities of the prompt."""
+        """Return the cost of writing a delta (a piece of new output of one sample) as JSON, in JSON values. The cost
+        covers the delta's text and its log-probabilities. For the first delta of a sample, the cost includes the
+        log-probabilities of the prompt."""
         sampling = self.active.request.sampling
         num_prompt = 0 if self.has_begun[delta.sample_index] else len(self.logprobs)
         num_output = len(delta.logprobs)
@@ -69,7 +72,8 @@ class PromptProgress:
         return num_entries * _ENTRY_VALUES + len(delta.text) * CHAR_VALUES
 
     def take(self, delta: Delta) -> None:
-        """Add the log-probabilities and the tokens of a delta to the state of the prompt."""
+        """Add the log-probabilities and the number of tokens of a delta (a piece of new output of one sample) to this
+        state."""
         self.logprobs.extend(delta.prompt_logprobs)
         self.num_tokens[delta.sample_index] += len(delta.token_ids)
         if delta.end is not None:
@@ -77,19 +81,23 @@ class PromptProgress:
 
 
 class AnswerWriter(Protocol):
-    """A writer of one endpoint's answers."""
+    """A writer of the answers of one HTTP endpoint. It converts computed output into that endpoint's JSON format."""
 
     num_hidden_tokens: int  # tokens of each sample that were computed but are not shown
 
     @property
     def output_details(self) -> OutputTokensDetails | UnsetType:
-        """Token details of all outputs up to now, or UNSET if the endpoint reports no details."""
+        """The number of reasoning tokens in all outputs up to now, for the answer's `usage`. It is UNSET if the
+        endpoint does not report this number."""
 
     def first_choices(self, progress: PromptProgress) -> list[Any]:
-        """Return the choices with which a streamed answer begins. Each choice is sent in its own event."""
+        """Return the choices with which the streamed answer to one prompt begins, before any output. Each choice is
+        sent in an event of its own."""
 
     def choice(self, progress: PromptProgress, delta: Delta, *, is_whole: bool) -> Any:
-        """Return the choice for a delta, or None if a streamed answer sends no event for this delta."""
+        """Return the element of the answer's `choices` for a delta (a piece of new output of one sample). Return None
+        if the delta adds nothing that a streamed answer has to send. `is_whole` is true if the answer is not streamed;
+        the delta is then the whole output of the sample."""
 
     def answer(
         self,
@@ -99,9 +107,9 @@ class AnswerWriter(Protocol):
         *,
         is_whole: bool,
     ) -> Struct:
-        """Return a whole answer, or one event, with the given choices. `progress` is the state of the prompt that the
-        choices belong to. It is None if the choices belong to several prompts, or if an earlier event has already
-        described the prompt."""
+        """Return a whole answer, or one event of a streamed answer, with the given choices. `progress` is the state of
+        the prompt to which the choices belong. It is None if the choices belong to several prompts, or if an earlier
+        event has already described the prompt."""
 
 
 async def answer_call(
@@ -113,9 +121,10 @@ async def answer_call(
     stream: EventStream,
     num_best: int | None = None,
 ) -> bytes | None:
-    """Queue all requests of a call and return the JSON of the answer, or None if the answer is streamed. If any request
-    is refused, all requests of the call are cancelled. If `num_best` is set, a whole answer contains only that many
-    samples of each prompt: the samples with the highest mean log-probability. Raises RefusedError."""
+    """Run all generation requests of an HTTP call. Return the JSON of the answer, or None if the answer was sent as a
+    stream of events. If `num_best` is set, a whole answer contains only `num_best` samples of each prompt: the samples
+    with the highest mean log-probability. Raises RefusedError if a request is refused or fails; all requests of the
+    call are then cancelled."""
     if request.stream_options is not None and not request.stream:
         raise invalid(
             "stream_options", "stream_options is set, but stream is not true; set stream, or leave both unset"
@@ -131,9 +140,9 @@ async def answer_call(
 async def begin_requests(
     asked: DecodedCall, call: Call, intake: Intake, *, is_streamed: bool
 ) -> AsyncIterator[list[PromptProgress]]:
-    """Queue all requests of a call. Yield the state of each prompt, and cancel the requests when the block ends. If any
-    request is refused, all requests of the call are cancelled. Raises RefusedError. Refusals inside the block use the
-    field names of the call's request."""
+    """Return a context manager that queues all requests of an HTTP call and yields the state of each prompt. When the
+    block ends, requests that still run are cancelled. Raises RefusedError if a request is refused; all requests of the
+    call are then cancelled. Refusals raised inside the block name fields as the call's JSON does."""
     mode = OutputMode.STREAMED if is_streamed else OutputMode.WHOLE
     begun: list[PromptProgress] = []
     with asked.names.in_refusals():
@@ -153,8 +162,9 @@ async def begin_requests(
 
 
 def answer_size(asked: DecodedCall, resolved: Sequence[Request]) -> int:
-    """Return an estimate of the memory that an answer may need, in bytes, without the texts of its outputs. Raises
-    RefusedError if the estimate exceeds MAX_ANSWER_BYTES; the refusal names the field that needs the most."""
+    """Return an estimate of the memory that the answer to an HTTP call may need, in bytes, without the texts of the
+    outputs. Raises RefusedError if the estimate exceeds MAX_ANSWER_BYTES. The error names the request field that needs
+    the most memory."""
     sizes: Counter[str] = Counter()  # by the request field that causes the bytes
     for parsed, request in zip(asked.requests, resolved, strict=True):
         sampling, num_prompt_tokens = request.sampling, len(request.prompt_token_ids)
@@ -183,7 +193,8 @@ def answer_size(asked: DecodedCall, resolved: Sequence[Request]) -> int:
 
 
 async def deltas_of(progress: PromptProgress) -> AsyncIterator[Delta]:
-    """Yield the deltas of a prompt. Each delta is added to `progress` before it is yielded."""
+    """Yield the deltas (pieces of new output) of one prompt while they are computed. Each delta is added to `progress`
+    before it is yielded."""
     async with contextlib.aclosing(progress.active.deltas()) as deltas:
         async for delta in deltas:
             progress.take(delta)
@@ -198,8 +209,9 @@ async def output_events(
     *,
     is_streamed: bool,
 ) -> list[_Event]:
-    """Return the events of an output: `first`, and then the events that `tell` returns for each delta. If
-    `is_streamed`, send the events, end the stream and return an empty list."""
+    """Return the events of an output: the events in `first`, and then the events that `tell` returns for each delta (a
+    piece of new output). If `is_streamed`, send the events to the client while the output is computed, end the stream
+    and return an empty list."""
     if not is_streamed:
         await progress.active.wait_for_end()
     events = list(first)
@@ -214,7 +226,8 @@ async def output_events(
 
 
 async def send_events(events: Iterable[Struct], stream: EventStream) -> None:
-    """Send events under their names. The name of an event is its field `type`, or else the tag of its struct."""
+    """Send structs as server-sent events with event names. The name of an event is its field `type`, or else the tag of
+    its msgspec struct."""
     stream.is_named = True
     for event in events:
         await stream.tell(encode(event), str(getattr(event, "type", event.__struct_config__.tag)))
@@ -245,7 +258,8 @@ def _encoded_answer(writer: AnswerWriter, choices: list[Any], usage: UsageCounts
 
 
 async def _full_outputs(progress: PromptProgress) -> list[Delta]:
-    """Return one delta for each sample, with the sample's complete output."""
+    """Wait for the outputs of a prompt. Return one delta for each sample, which contains the complete tokens, text and
+    log-probabilities of the sample."""
     parts: list[list[Delta]] = [[] for _ in progress.num_tokens]
     logprobs = [LogprobColumns() for _ in parts]
     async for delta in deltas_of(progress):
@@ -282,8 +296,8 @@ async def _stream_answer(
 
 
 async def all_of(parts: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
-    """Run the coroutines concurrently and return their results in order. If one of them raises an exception, cancel the
-    others and raise that exception."""
+    """Run the coroutines concurrently and return their results in order. If a coroutine raises an exception, cancel the
+    other coroutines and raise that exception."""
     tasks = []
     try:
         for part in parts:
@@ -350,16 +364,16 @@ def counts(
 
 
 def finish_reason(end: SequenceEnd | None, *, calls: bool = False) -> str | None:
-    """Return the `finish_reason` of an output in OpenAI's terms, or None while the output runs. `calls`: the output
-    contains tool calls."""
+    """Return the `finish_reason` of an output in OpenAI's terms, such as "stop" or "length". Return None while the
+    output is being computed. `calls` is true if the output contains tool calls."""
     if calls and end is not None and end.reason is EndReason.STOP:
         return "tool_calls"
     return None if end is None else _FINISH_REASONS[end.reason]
 
 
 def stop_reason(request: GenerationRequest, delta: Delta) -> int | str | None:
-    """Return the stop text, or the token id from `stop_token_ids`, that ended an output. Return None if the output has
-    not ended or ended for another reason."""
+    """Return the stop text, or the token id from the request's `stop_token_ids`, that ended an output. Return None if
+    the output has not ended or ended for another reason."""
     if delta.end is None or delta.stop_text is not None:
         return delta.stop_text
     token_id = delta.end.stop_token_id
@@ -372,23 +386,23 @@ def now() -> int:
 
 
 def longest_sequence(intake: Intake) -> int:
-    """Return the maximum number of tokens of prompt and output together. Until a worker has reported its capacity, this
-    is the model's own maximum."""
+    """Return the maximum number of tokens of a prompt and its output together. Until a worker has reported its
+    capacity, this number is the maximum of the model itself."""
     availability = intake.engine.availability
     return availability.max_sequence_tokens if availability.capacity else intake.model.max_model_len
 
 
 def fingerprint(intake: Intake) -> str:
-    """Return an identifier for the server's configuration. It changes with Pagewire's version, config.json, the
-    tokenizer, and the worker's data type, weight format or attention backend. Other weights of the same format do not
-    change it."""
+    """Return an identifier for the server's configuration, for the field `system_fingerprint`. It changes with
+    Pagewire's version, config.json, the tokenizer, and the worker's data type, weight format or attention backend.
+    Other weights of the same format do not change it."""
     worker = intake.engine.availability.capacity
     named = (intake.model.digest, worker and (worker.dtype, worker.weight_format, worker.attention_backend))
     return f"pagewire-{__version__}-{sha256(repr(named).encode()).hexdigest()[:8]}"
 
 
 def numbered(request_id: str, count: int) -> Iterator[str]:
-    """Yield the ids of the `count` requests of a call. A single request gets `request_id` itself. Several requests get
-    `request_id-0`, `request_id-1` and so on."""
+    """Yield the ids of the `count` requests of an HTTP call, which has one request for each prompt. A single request
+    gets `request_id` itself. Several requests get `request_id-0`, `request_id-1` and so on."""
     for index in range(count):
         yield request_id if count == 1 else f"{request_id}-{index}"

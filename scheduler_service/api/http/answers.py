@@ -13,8 +13,9 @@ encode = msgspec.json.Encoder().encode
 
 
 def encode_list(items: Iterable[Any]) -> Any:
-    """Return the JSON of a list as a `Raw` value, for use in place of the list in an answer. The items are encoded in
-    pieces of _PIECE_ITEMS, so that an iterator's items need not exist all at once."""
+    """Return the JSON of a list as a `Raw` value, which can replace the list in an answer. The items are encoded in
+    pieces of _PIECE_ITEMS. So the items of an iterator need not exist all at once, and the encoder holds the GIL only
+    for a short time."""
     rest, pieces = iter(items), []
     while piece := list(itertools.islice(rest, _PIECE_ITEMS)):
         pieces.append(encode(piece)[1:-1])
@@ -66,7 +67,7 @@ class CompletionChoice(Struct, frozen=True):
 
 
 class CompletionAnswer(Struct, frozen=True):
-    """A completion, or one event of a streamed completion."""
+    """The answer of `/v1/completions`, or one event of a streamed answer."""
 
     id: str
     object: Literal["text_completion"]
@@ -98,7 +99,8 @@ class CalledFunction(Struct, frozen=True):
 
 
 class ToolCall(Struct, frozen=True):
-    """A tool call, or the part that an event adds to the tool call with this index."""
+    """A tool call in an answer. An event of a streamed answer contains only the new part of the tool call with the same
+    `index`."""
 
     function: CalledFunction
     index: int | UnsetType = UNSET
@@ -107,8 +109,9 @@ class ToolCall(Struct, frozen=True):
 
 
 class ChatMessage(Struct, frozen=True):
-    """A message, or the part that an event adds to a message. Reasoning is in both `reasoning` and `reasoning_content`,
-    because clients differ in the name that they read."""
+    """A message of the model in a chat answer. An event of a streamed answer contains only the new part of the message.
+    Both `reasoning` and `reasoning_content` contain the reasoning, because some clients read the first field and some
+    the second."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
@@ -119,8 +122,8 @@ class ChatMessage(Struct, frozen=True):
 
 
 class ChatChoice(Struct, frozen=True):
-    """A choice of a chat completion. A whole answer sets `message`; an event of a streamed answer sets `delta`, the new
-    part of the message."""
+    """An output in the answer of `/v1/chat/completions`. A whole answer sets `message`. An event of a streamed answer
+    sets `delta`, the new part of the message."""
 
     index: int
     message: ChatMessage | UnsetType
@@ -132,7 +135,7 @@ class ChatChoice(Struct, frozen=True):
 
 
 class ChatAnswer(Struct, frozen=True):
-    """A chat completion, or one event of a streamed chat completion."""
+    """The answer of `/v1/chat/completions`, or one event of a streamed answer."""
 
     id: str
     object: Literal["chat.completion", "chat.completion.chunk"]
@@ -196,7 +199,8 @@ class EmbeddingAnswer(Struct, frozen=True):
 
 
 class DetachedOutput(Struct, frozen=True):
-    """The output of one sample up to now, or the part that an event adds to it."""
+    """The output of one sample of a detached request (a request that runs without its client) up to now. An event of a
+    streamed answer contains only the new part of the output."""
 
     index: int
     first_token: int

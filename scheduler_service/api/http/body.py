@@ -57,8 +57,9 @@ _Request = TypeVar("_Request", bound=Struct)
 
 
 async def read_body(scope: Scope, receive: Receive) -> bytes:
-    """Return the whole body. Raises HttpRefusal if the body is compressed, exceeds MAX_BODY_BYTES, or takes longer than
-    BODY_TIMEOUT_S, and if the client disconnects."""
+    """Return the whole body of an HTTP call. Raises HttpRefusal if the body is compressed, exceeds MAX_BODY_BYTES or
+    does not arrive within BODY_TIMEOUT_S seconds. Raises HttpRefusal also if the client disconnects before the body is
+    complete."""
     headers = scope["header_values"]
     encoding = headers.get(b"content-encoding") or "identity"
     if encoding.lower() != "identity":
@@ -87,16 +88,16 @@ def _too_large(num_bytes: int) -> HttpRefusal:
 
 
 async def decode_in_turn(body: bytes, kind: type[_Request], tenant: str, turns: Turns) -> tuple[_Request, int]:
-    """Return the decoded request and its size. The size is the body's number of bytes, or its number of JSON values if
-    the body has at most PIECE_SIZE bytes and more values than bytes. A large body is decoded on a thread in the
-    tenant's turn. Raises RefusedError."""
+    """Decode the JSON body of an HTTP call, and return the request and its size. The size is the body's number of
+    bytes. For a body of at most PIECE_SIZE bytes, the size is the number of JSON values if that is larger. A large body
+    is decoded on a thread that the tenants share in turn. Raises RefusedError if the body is invalid."""
     size = len(body) if len(body) > PIECE_SIZE else max(len(body), count_values(body))
     return await turns.run_operation(tenant, size, decode_body, body, kind), size
 
 
 def decode_body(body: bytes, kind: type[_Request]) -> _Request:
-    """Return the decoded request. Raises RefusedError if the body is not valid JSON, has more than MAX_VALUES values,
-    or does not match `kind`."""
+    """Decode the JSON body of an HTTP call into a request of type `kind`. Raises RefusedError if the body is not valid
+    JSON, has more than MAX_VALUES values, or does not match `kind`."""
     if (number := count_values(body)) > MAX_VALUES:
         raise invalid(
             "",
@@ -122,7 +123,8 @@ def decode_body(body: bytes, kind: type[_Request]) -> _Request:
 
 
 def _normalized(body: bytes, kind: type[Struct]) -> bytes:
-    """Return the JSON of a body in the form that `kind` accepts, as `_normalized_value` converts it.
+    """Return the JSON of a request body in the form that the type `kind` accepts. `_normalized_value` describes the
+    conversions.
 
     Return the body unchanged if it cannot be parsed.
     """
@@ -133,7 +135,7 @@ def _normalized(body: bytes, kind: type[Struct]) -> bytes:
 
 
 def _normalized_value(value: Any, hint: Any) -> Any:
-    """Return a JSON value converted to the form that its type `hint` accepts.
+    """Return a JSON value from a request body, converted to the form that its type `hint` accepts.
 
     An unknown field is removed if its value has no effect on an answer. A field that accepts no boolean becomes null if
     it is false. A field that accepts only null becomes null if it is empty. A float without a fraction becomes an
@@ -164,25 +166,25 @@ def _normalized_value(value: Any, hint: Any) -> Any:
 
 
 def _has_no_effect(name: str, value: Any) -> bool:
-    """Return whether an unknown field with this value has no effect on an answer."""
+    """Return whether an unknown field of a request can be ignored, because this value has no effect on an answer."""
     return value is None or name in _IGNORED_FIELDS or value == _NEUTRAL.get(name)
 
 
 @functools.cache
 def _parts(hint: Any) -> frozenset[Any]:
-    """Return all types and literal values that occur in a type."""
+    """Return all types and literal values that occur in a type hint, such as `int` and `None` in `int | None`."""
     return frozenset().union(*map(_parts, inner)) if (inner := get_args(hint)) else frozenset([hint])
 
 
 @functools.cache
 def _fields_of(kind: type[Struct]) -> Mapping[str, Any]:
-    """Return the types of a struct's fields, keyed by their JSON names."""
+    """Return the type hints of a msgspec struct's fields, keyed by the names of the fields in JSON."""
     return {each.encode_name: each.type for each in structs.fields(kind)}
 
 
 def _refused_half(body: bytes) -> RefusedError:
-    """Return the refusal of a body that is not JSON, or in which a string has an unpaired surrogate escape. The refusal
-    names the path of that string if the body is at most _MAX_SHOWN_BYTES long."""
+    """Return the error for a request body that is not valid JSON, or in which a string has an unpaired surrogate escape
+    such as `\\ud800`. The error names the path of that string if the body has at most _MAX_SHOWN_BYTES bytes."""
     with contextlib.suppress(ValueError, RecursionError):
         # Each entry is (place, value). A place is None or (place of the parent, path step from the parent).
         waiting: list[tuple[Any, Any]] = [(None, json.loads(body))] if len(body) <= _MAX_SHOWN_BYTES else []
@@ -203,7 +205,8 @@ def _refused_half(body: bytes) -> RefusedError:
 
 
 def decode_query(values: Mapping[str, str], kind: type[_Request]) -> _Request:
-    """Return the request that the parameters of a path and its query describe. Raises RefusedError."""
+    """Convert the parameters of a URL's path and query to a request of type `kind`. Raises RefusedError if a parameter
+    is unknown, missing or invalid."""
     try:
         return msgspec.convert(values, kind, strict=False)
     except msgspec.ValidationError as error:
@@ -211,7 +214,8 @@ def decode_query(values: Mapping[str, str], kind: type[_Request]) -> _Request:
 
 
 def lenient(kind: Any) -> Any:
-    """Return a copy of a type in which every struct accepts and ignores unknown fields."""
+    """Return a copy of a type in which every msgspec struct ignores unknown fields. The original structs refuse
+    requests with unknown fields."""
     origin: Any = Union if get_origin(kind) is UnionType else get_origin(kind)
     if origin is not None:  # lists and Annotated types too
         return origin[tuple(map(lenient, get_args(kind)))]
@@ -236,7 +240,7 @@ def _decoder(kind: type[_Request]) -> "msgspec.json.Decoder[_Request]":
 
 @functools.cache
 def _unset_inert(kind: type[Struct]) -> Mapping[str, Any]:
-    """Return the default values of the fields that have no effect."""
+    """Return the default values of a request type's fields that have no effect, keyed by the name of the field."""
     hints = get_type_hints(kind, include_extras=True)
     return {each.name: each.default for each in structs.fields(kind) if _described(hints[each.name]) == INERT}
 
@@ -263,8 +267,8 @@ def _refusal(text: str, body: bytes, kind: type[Struct]) -> RefusedError:
 
 
 def _split_error(text: str) -> tuple[str, str]:
-    """Return the reason and the field path from a decoder's error message. Names and values that the message quotes may
-    be of any length, so only its beginning and its end are searched."""
+    """Split a msgspec decoder's error message into the reason and the path of the invalid field. Names and values that
+    the message quotes may be of any length, so only the beginning and the end of the message are searched."""
     if len(text) > 2 * _MAX_ERROR_CHARS:
         text = f"{text[:_MAX_ERROR_CHARS]}…{text[-_MAX_ERROR_CHARS:]}"
     said, _, place = text.rpartition(_PLACE)
@@ -276,7 +280,8 @@ def _names(path: str) -> list[str]:
 
 
 def _fields_beside(kind: type[Struct], path: str) -> Mapping[str, Any]:
-    """Return the types of all fields of the object that contains the field at `path`."""
+    """Return the type hints of all fields in the JSON object that contains the field at `path`. `kind` is the type of
+    the whole request."""
     fields: dict[str, Any] = get_type_hints(kind, include_extras=True)
     for name in _names(path)[:-1]:
         inner = list(_structs(fields.get(name)))
@@ -285,7 +290,7 @@ def _fields_beside(kind: type[Struct], path: str) -> Mapping[str, Any]:
 
 
 def _structs(hint: Any) -> Iterator[type[Struct]]:
-    """Yield the struct types that occur in a type."""
+    """Yield the msgspec struct types that occur in a type hint, such as a union of structs."""
     if isinstance(hint, type) and issubclass(hint, Struct):
         yield hint
     for part in get_args(hint):
@@ -293,7 +298,8 @@ def _structs(hint: Any) -> Iterator[type[Struct]]:
 
 
 def _described(hint: Any) -> str:
-    """Return the description of a type or of the first described type within it, or an empty string."""
+    """Return the description (for the API documentation) that a type hint contains, or an empty string. If there are
+    several descriptions, return the first one."""
     for part in (*getattr(hint, "__metadata__", ()), *get_args(hint)):
         if isinstance(part, Meta):
             if part.description:
@@ -304,8 +310,8 @@ def _described(hint: Any) -> str:
 
 
 def _shown(body: bytes, path: str) -> str:
-    """Return text that quotes the value at a path of the body, for an error message. Return an empty string if the body
-    is too large or the value cannot be read."""
+    """Return a text that quotes the value at `path` of a request body, for an error message. Return an empty string if
+    the body has more than _MAX_SHOWN_BYTES bytes or the value cannot be read."""
     if len(body) > _MAX_SHOWN_BYTES:
         return ""
     try:

@@ -24,8 +24,8 @@ MAX_REQUESTS_BYTES = 1 << 30
 
 
 class CallAdmission:
-    """The admission control of the HTTP API. The decision depends on a call's headers and on the bytes that the calls
-    of all tenants hold."""
+    """The admission control of the HTTP API. It refuses a call because of its headers, because of its model name, or
+    because the calls of its tenant or of all tenants hold too many bytes."""
 
     def __init__(
         self,
@@ -37,9 +37,10 @@ class CallAdmission:
         *,
         accepts_any_model_name: bool,
     ) -> None:
-        """`host` is the address that the server listens on. Web pages from `allowed_origins` may call the API. `intake`
-        reports whether a worker is available. `model_names` returns the names that requests may use for the model;
-        answers contain the first one. If `accepts_any_model_name`, requests may use any name."""
+        """Create the admission control of an HTTP server. `host` is the address that the server listens on. Web pages
+        from `allowed_origins` may call the API. `intake` reports whether a worker is available. `model_names` returns
+        the names that requests may use for the model; answers contain the first one. If `accepts_any_model_name`,
+        requests may use any name."""
         self.allowed_origins = allowed_origins
         self.model_names = model_names
         self._tenants = tenants
@@ -50,8 +51,8 @@ class CallAdmission:
         self._requests = TenantBytes("requests", MAX_REQUESTS_BYTES, MAX_REQUESTS_BYTES // 4)
 
     def check_origin(self, scope: Scope) -> None:
-        """Raise HttpRefusal if a web page from an origin that is not allowed made the call. The browser would withhold
-        the answer from the page, but the call itself would run. GET and HEAD are always allowed."""
+        """Raise HttpRefusal if a web page from an origin that is not allowed made the HTTP call. The browser would only
+        withhold the answer from the page, but the call itself would run. GET and HEAD are always allowed."""
         headers = scope["header_values"]
         origin = headers.get(b"origin")
         is_open = scope["method"] in ("GET", "HEAD") or not {"*", origin}.isdisjoint(self.allowed_origins)
@@ -59,9 +60,10 @@ class CallAdmission:
             raise HttpRefusal(403, f"web pages of the origin {origin[:80]!r} may not call; add it to --allowed-origins")
 
     def call(self, scope: Scope) -> Call:
-        """Return the call with its caller. Raises RefusedError if the caller is unknown.
+        """Identify the caller of an HTTP call by its API key or its client certificate. Return the call with its
+        caller. Raises RefusedError if the caller is unknown.
 
-        If no tenants are configured, the key is ignored, because OpenAI's clients always send one.
+        If no tenants are configured, the API key is ignored, because OpenAI's clients always send a key.
         """
         headers = scope["header_values"]
         key = None
@@ -76,9 +78,9 @@ class CallAdmission:
         return Call(caller, headers.get(_SESSION_HEADER, ""), trace)
 
     async def read_body(self, scope: Scope, receive: Receive, tenant: str) -> bytes:
-        """Return the whole body, whose bytes are counted for the tenant while they arrive. Raises HttpRefusal as
-        `body.read_body` does, and RefusedError if the arriving bodies of the tenant or of all tenants exceed their
-        limit."""
+        """Return the whole body of an HTTP call. The bytes are counted for the tenant while they arrive. Raises
+        HttpRefusal as `body.read_body` does. Raises RefusedError if the arriving bodies of the tenant or of all tenants
+        exceed their limit."""
         num_bytes = num_counted = 0
 
         async def receive_counted() -> Message:
@@ -96,19 +98,21 @@ class CallAdmission:
             self._bodies.remove(tenant, num_counted)
 
     def held(self, tenant: str, size: int) -> AbstractContextManager[None]:
-        """Return a context manager that counts the bytes of a large request for the tenant. A request of at most
-        PIECE_SIZE counts as 0. Entering raises RefusedError if too many bytes are held."""
+        """Return a context manager that counts the `size` of a decoded request for the tenant during its block. A
+        request of at most PIECE_SIZE bytes counts as 0. Entering the block raises RefusedError if the requests of the
+        tenant or of all tenants would exceed their limit."""
         return self._requests.held(tenant, size if size > PIECE_SIZE else 0)
 
     def model_name(self) -> str:
-        """Return the model's name for answers. Raises RefusedError until the name is known."""
+        """Return the name of the served model, for use in answers. Raises RefusedError while the name is unknown. This
+        is the case in a front end (a process that serves only the APIs) that has not reached its scheduler yet."""
         if name := self.model_names()[0]:
             return name
         raise RefusedError(Reason.UNAVAILABLE, self._intake.engine.availability.refusal())
 
     def check_model(self, name: str | None) -> None:
-        """Raise RefusedError if the name of a request's model is not one of `model_names`, or if the model is not known
-        yet."""
+        """Raise RefusedError if a request's field `model` is not a name of the served model, or if these names are not
+        known yet. None stands for an unset field and is accepted."""
         served = self.model_name()
         if name is not None and not self._takes_any_model_name and name not in self.model_names():
             raise RefusedError(

@@ -56,15 +56,15 @@ _LEFT_OUT |= {kind: {"type": "text", "text": FILE_LEFT_OUT} for kind in ("file",
 
 
 class ChatWriter:
-    """The `AnswerWriter` of `/v1/chat/completions`."""
+    """The `AnswerWriter` of `/v1/chat/completions`. It converts outputs into chat messages."""
 
     num_hidden_tokens = 0
 
     def __init__(
         self, request: ChatCompletionRequest, head: tuple[str, str], intake: Intake, make_parser: ParserMaker
     ) -> None:
-        """`head` contains the answer's id and the model's name. `make_parser` returns a new output parser for each
-        sample."""
+        """Create the writer for the answer to one chat request. `head` contains the answer's id and the model's name.
+        `make_parser` returns a new output parser, and is called once for each of the `n` samples."""
         self._request = request
         self._id, self._model = head
         self._created = now()
@@ -159,8 +159,8 @@ def _added(told: MessageParts, *, is_last: bool) -> ChatMessage:
 async def without_media(
     request: ChatCompletionRequest, call: Call, intake: Intake, stream: EventStream
 ) -> ChatCompletionRequest:
-    """Return the chat with a placeholder text for each image and file in the results of tools. Add a warning to the
-    answer if anything was replaced."""
+    """Return a chat request in which placeholder texts replace the images and files in tool results, because the model
+    reads only text. Add a warning to the answer if anything was replaced."""
     warnings: set[str] = set()
     messages = await intake.turns.run_operation(
         call.caller.tenant(request.tenant or ""),
@@ -173,8 +173,8 @@ async def without_media(
 
 
 def _without_media(message: dict[str, Any], warnings: set[str]) -> dict[str, Any]:
-    """Return the message, with placeholder texts for images and files if it is the result of a tool. Add a warning to
-    `warnings` for each kind of part that was replaced."""
+    """Return a chat message. If it is a tool result, placeholder texts replace its images and files. Add a warning to
+    `warnings` for each kind of content (images or files) that was replaced."""
     match message:
         case {"role": "tool", "content": list() as parts}:
             kinds = [str(part.get("type")) if isinstance(part, dict) else "" for part in parts]
@@ -186,7 +186,8 @@ def _without_media(message: dict[str, Any], warnings: set[str]) -> dict[str, Any
 async def complete_chat(
     request: ChatCompletionRequest, call: Call, intake: Intake, model_name: str, stream: EventStream
 ) -> bytes | None:
-    """Return the JSON of the answer, or None if the answer is streamed. Raises RefusedError."""
+    """Answer a call of `/v1/chat/completions`. Return the JSON of the answer, or None if the answer was sent as a
+    stream of events. Raises RefusedError if the request is invalid or refused."""
     asked, make_parser = await read_chat(request, call, intake, stream)
     writer = ChatWriter(request, (asked.answer_id, model_name), intake, make_parser)
     return await answer_call(request, asked, call, intake, writer, stream)
@@ -195,9 +196,9 @@ async def complete_chat(
 async def read_chat(
     request: ChatCompletionRequest, call: Call, intake: Intake, stream: EventStream
 ) -> tuple[DecodedCall, ParserMaker]:
-    """Return the requests of a chat and a function that makes parsers for their outputs. Add a warning to the answer
-    for keywords in tool schemas that are not enforced, and for a verbosity that the chat template does not read. Raises
-    RefusedError."""
+    """Convert a chat request into a generation request. Return the decoded call, and a function that makes parsers for
+    the outputs. Add warnings to the answer for keywords in tool schemas that are not enforced, and for a `verbosity`
+    that the chat template does not read. Raises RefusedError if the request is invalid."""
     tenant = call.caller.tenant(request.tenant or "")
     template = chosen_template(intake.model, request.chat_template)
     output = intake.chats.format_of(template)
@@ -213,8 +214,9 @@ async def read_chat(
 
 
 def parser_maker(request: ChatCompletionRequest, prompt_end: str, intake: Intake) -> ParserMaker:
-    """Return a function that makes parsers for a chat's outputs. `prompt_end` is the end of the rendered prompt. Raises
-    RefusedError."""
+    """Return a function that makes parsers for the outputs of a chat. A parser splits an output into content, reasoning
+    and tool calls. `prompt_end` is the end of the rendered prompt, which decides whether the output begins with
+    reasoning. Raises RefusedError if a tool of the request is invalid."""
     output = intake.chats.format_of(chosen_template(intake.model, request.chat_template))
     return partial(output.parser, prompt_end, functions_of(request, output)[0])
 

@@ -33,13 +33,13 @@ _MAX_GRAMMARS_BYTES = 8 << 20  # of the grammars in all requests of a call toget
 
 
 class CompletionWriter:
-    """The `AnswerWriter` of `/v1/completions`."""
+    """The `AnswerWriter` of `/v1/completions`. It converts outputs into text completions."""
 
     output_details = UNSET
 
     def __init__(self, request: CompletionRequest, head: tuple[str, str], intake: Intake, echoed: list[str]) -> None:
-        """`head` contains the answer's id and the model's name. `echoed` contains the text of each prompt if the
-        request sets `echo`, else it is empty."""
+        """Create the writer for the answer to one completion request. `head` contains the answer's id and the model's
+        name. `echoed` contains the text of each prompt if the request sets `echo`; otherwise it is empty."""
         self._request = request
         self._id, self._model = head
         self._created = now()
@@ -94,8 +94,9 @@ class CompletionWriter:
         )
 
     def _logprobs(self, index: int, delta: Delta, echoed: PromptProgress | None) -> CompletionLogprobs | None:
-        """Return the log-probabilities of a delta's tokens, or None if the request asks for none. If `echoed` is set,
-        the log-probabilities of that prompt come first."""
+        """Return the log-probabilities of a delta's tokens, or None if the request does not ask for log-probabilities.
+        If `echoed` is set, the log-probabilities of that prompt's tokens precede them. `index` is the index of the
+        choice."""
         if self._request.logprobs is None:
             return None
         tokens = self._tokens.get(index)
@@ -109,7 +110,8 @@ class CompletionWriter:
 async def complete_prompts(
     request: CompletionRequest, call: Call, intake: Intake, model_name: str, stream: EventStream
 ) -> bytes | None:
-    """Return the JSON of the answer, or None if the answer is streamed. Raises RefusedError."""
+    """Answer a call of `/v1/completions`. Return the JSON of the answer, or None if the answer was sent as a stream of
+    events. Raises RefusedError if the request is invalid or refused."""
     asked = await read_completion(request, call, intake)
     echoed = [await _text_of(prompt, intake) for prompt in asked.requests] if request.echo else []
     writer = CompletionWriter(request, (asked.answer_id, model_name), intake, echoed)
@@ -118,7 +120,8 @@ async def complete_prompts(
 
 
 async def read_completion(request: CompletionRequest, call: Call, intake: Intake) -> DecodedCall:
-    """Return the requests of a call, one for each prompt. Raises RefusedError if a field is invalid."""
+    """Convert the body of a `/v1/completions` call into generation requests, one for each prompt. Raises RefusedError
+    if a field is invalid."""
     tenant, size = call.caller.tenant(request.tenant or ""), reading_size(request.prompt, call)
     return await intake.turns.run_operation(tenant, size, _read, request, call, intake)
 
@@ -163,8 +166,9 @@ def _read(request: CompletionRequest, call: Call, intake: Intake) -> DecodedCall
 
 
 def _check_grammars(request: ParsedRequest, num_prompts: int) -> None:
-    """Raise RefusedError if the copies of a grammar for all prompts exceed _MAX_GRAMMARS_BYTES. Each prompt's request
-    sends its own copy to the scheduler."""
+    """Raise RefusedError if the output constraint of a call is too large for the number of its prompts. The generation
+    request of each prompt sends a copy of the grammar to the scheduler. All copies together may have at most
+    _MAX_GRAMMARS_BYTES."""
     grammar = request.request.grammar
     size = 0 if grammar is None else len(grammar.text.encode()) * num_prompts
     if grammar is not None and size > _MAX_GRAMMARS_BYTES:
@@ -176,7 +180,8 @@ def _check_grammars(request: ParsedRequest, num_prompts: int) -> None:
 
 
 def _check_best_of(request: CompletionRequest, best_of: int) -> None:
-    """Raise RefusedError if `best_of` is less than `n`, or greater than `n` in a streamed request."""
+    """Raise RefusedError if `best_of` (the number of computed samples) is less than `n` (the number of returned
+    samples). In a streamed request, `best_of` must equal `n`."""
     if best_of < (request.n or 1):
         raise invalid("best_of", f"best_of is {best_of}, but n is {request.n}; best_of must be at least n")
     if request.stream and best_of > (request.n or 1):
@@ -184,8 +189,8 @@ def _check_best_of(request: CompletionRequest, best_of: int) -> None:
 
 
 async def _text_of(asked: ParsedRequest, intake: Intake) -> str:
-    """Return the text of a prompt. Raises RefusedError if the prompt consists of token ids and the checkpoint has no
-    tokenizer."""
+    """Return the text of a prompt, for the field `echo`. Raises RefusedError if the prompt consists of token ids and
+    the served checkpoint has no tokenizer to decode them."""
     prompt = asked.prompt
     if isinstance(prompt, str):
         return prompt

@@ -27,7 +27,8 @@ _SHOWN_BYTES = {"base64": 6, "float": 24}  # maximum size of a number in an answ
 
 
 async def embed_inputs(request: EmbeddingRequest, call: Call, intake: Intake, model_name: str) -> bytes:
-    """Return the JSON with one embedding for each input. Raises RefusedError."""
+    """Answer a call of `/v1/embeddings`. Return the JSON with one embedding for each input. Raises RefusedError if the
+    request is invalid or refused."""
     drawn = f"embd-{secrets.token_hex(12)}"
     given = await _input_of(request, call, intake)
     tenant, size = call.caller.tenant(request.tenant or ""), reading_size(given, call)
@@ -49,8 +50,8 @@ async def embed_inputs(request: EmbeddingRequest, call: Call, intake: Intake, mo
 
 
 async def _input_of(request: EmbeddingRequest, call: Call, intake: Intake) -> PromptField:
-    """Return the inputs of a request, or the rendered text of its conversation. Raises RefusedError unless exactly one
-    of `input` and `messages` is set."""
+    """Return the inputs of an embedding request. If the request has a conversation, return the text that the chat
+    template renders from it. Raises RefusedError unless exactly one of `input` and `messages` is set."""
     if (request.input is None) == (request.messages is None):
         raise invalid("input", "set either input or messages")
     if request.input is not None:
@@ -79,8 +80,8 @@ def _shown(request: EmbeddingRequest, end: SequenceEnd) -> list[float] | str:
 
 
 def _shortened(data: bytes, dimensions: int) -> bytes:
-    """Return the first `dimensions` numbers, scaled to length 1. Raises RefusedError if the embedding has fewer
-    numbers."""
+    """Return the first `dimensions` numbers of an embedding, scaled to a vector of length 1. `data` and the result
+    consist of little-endian 32-bit floats. Raises RefusedError if the embedding has fewer than `dimensions` numbers."""
     num = len(data) // _NUMBER_BYTES
     if dimensions > num:
         raise invalid(

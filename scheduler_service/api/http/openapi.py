@@ -21,12 +21,12 @@ _UNSTREAMED = ("/render", "/input_tokens", "/compact")
 
 @dataclass(frozen=True, slots=True)
 class TypedRoute:
-    """A route whose request is decoded into a type. The request is the JSON body, or the parameters of the path and
-    query.
+    """A route of the HTTP API whose request is decoded into a msgspec type. The request is the JSON body, or the
+    parameters of the path and query.
 
     Attributes:
-        serve: The function that serves a request. Its arguments are the request, its call, its event stream and the
-            routes. Returns the JSON of the answer, or None if the answer is streamed.
+        serve: The function that serves a request. Its arguments are the decoded request, the HTTP call, the call's
+            event stream and the `Routes`. Returns the JSON of the answer, or None if the answer was streamed.
     """
 
     path: str
@@ -38,7 +38,8 @@ class TypedRoute:
 
     @property
     def is_named(self) -> bool:
-        """True if the request consists of path and query parameters, without a body."""
+        """Whether the request consists of path and query parameters and has no body. This is the case if the path has a
+        parameter, such as `{request_id}`."""
         return "{" in self.path
 
 
@@ -53,7 +54,8 @@ _GOT = {
 
 
 def document(routes: Sequence[TypedRoute], as_read: Callable[[type[Struct]], Any]) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document. `as_read` returns the type that requests of a given type are decoded into."""
+    """Return the OpenAPI 3.1 document of the HTTP API as a JSON object. `as_read` returns the type that requests of a
+    given type are decoded into."""
     kinds = [kind for route in routes for kind in (as_read(route.request), route.answer)]
     schemas, components = msgspec.json.schema_components([*kinds, Models, ErrorAnswer], ref_template=_REFERENCE)
     models, error = schemas[-2:]
@@ -97,7 +99,8 @@ def document(routes: Sequence[TypedRoute], as_read: Callable[[type[Struct]], Any
 
 @dataclass(frozen=True, slots=True)
 class FieldRow:
-    """A row of a table of request fields: the name, the accepted values and a note."""
+    """A row in the documentation's table of request fields. A row consists of the field's name, the accepted values and
+    a note."""
 
     name: str
     takes: str  # the accepted values; empty if the field accepts only null
@@ -106,7 +109,7 @@ class FieldRow:
 
 
 def field_rows(kind: type[Struct]) -> Iterator[FieldRow]:
-    """Yield the fields of a request type. Required fields come first."""
+    """Yield a documentation row for each field of a request type. Required fields come first."""
     (_,), components = msgspec.json.schema_components([kind], ref_template="{name}")
     schema = components[kind.__name__]
     required = schema["required"]
@@ -116,7 +119,8 @@ def field_rows(kind: type[Struct]) -> Iterator[FieldRow]:
 
 
 def page(routes: Sequence[TypedRoute]) -> str:
-    """Return the HTML page that lists the routes with their fields. The page loads no other resources."""
+    """Return the HTML page `/docs`, a list of the HTTP routes with the fields of their requests. The page loads no
+    scripts, styles or images from other addresses."""
     parts = [_HEAD]
     for route in routes:
         parts.append(f"<h2><code>{route.method} {route.path}</code></h2><p>{html.escape(route.summary)}.</p><table>")
@@ -138,7 +142,8 @@ field that is null counts as unset.</p>"""
 
 
 def _takes(field: Mapping[str, Any]) -> Iterator[str]:
-    """Yield descriptions of the values that a field accepts, except null."""
+    """Yield a description of each kind of value that a request field accepts, such as "number 0 to 1". `field` is the
+    JSON Schema of the request field. null is not mentioned."""
     if "anyOf" in field:
         for option in field["anyOf"]:
             if option != {"type": "null"}:

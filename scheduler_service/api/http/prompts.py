@@ -32,8 +32,9 @@ _VARIABLES = ("documents", "reasoning_effort", "verbosity")
 
 
 def separate_prompts(given: PromptField, field: str, most: int = MAX_PROMPTS) -> list[str | tuple[int, ...]]:
-    """Return the prompts of a request, each as a text or as token ids. Raises RefusedError if there are more than
-    `most` prompts, or if token ids and other prompts are mixed in one list."""
+    """Split the prompt field of a request into its prompts. Return each prompt as a text or as a tuple of token ids.
+    `field` is the name of the prompt field. Raises RefusedError if there are more than `most` prompts, or if token ids
+    and other prompts are mixed in one list."""
     if isinstance(given, str):
         return [given]
     kinds = {type(item) for item in given}
@@ -47,14 +48,16 @@ def separate_prompts(given: PromptField, field: str, most: int = MAX_PROMPTS) ->
 
 
 def reading_size(given: PromptField, call: Call) -> int:
-    """Return the cost of making requests from a call's prompts, in JSON values."""
+    """Return the cost of decoding an HTTP call and making a request from each of its prompts, in JSON values. Work with
+    a high cost runs on a thread."""
     num_prompts = 1 if isinstance(given, str) or isinstance(given[0], int) else min(len(given), MAX_INPUTS)
     return max(call.size, _PROMPT_VALUES * num_prompts)
 
 
 async def render_messages(request: _Conversation, call: Call, intake: Intake) -> str:
-    """Return the text of a conversation's prompt. The chat template is rendered on a thread in the tenant's turn.
-    Raises RefusedError."""
+    """Render a conversation with the model's chat template, and return the text of the prompt. The template runs on a
+    thread that the tenants share in turn. Raises RefusedError if the model has no chat template or the template
+    fails."""
     template = chosen_template(intake.model, request.chat_template)
     if request.continue_final_message and request.add_generation_prompt:
         raise invalid("continue_final_message", CONFLICTING_OPTIONS)
@@ -82,8 +85,8 @@ def _rendered(template: str, request: _Conversation, model: ModelInfo) -> str:
 
 
 def _variables_of(request: _Conversation) -> dict[str, Any]:
-    """Return the template variables that a request sets, through its own fields or through `chat_template_kwargs`. The
-    latter take precedence."""
+    """Return the variables that a request passes to the chat template. Some fields of the request are variables, such
+    as `tools` and `reasoning_effort`. Variables in `chat_template_kwargs` take precedence over these fields."""
     named = {name: value for name in _VARIABLES if (value := getattr(request, name, None)) is not None}
     thinks = getattr(request, "enable_thinking", None)
     if thinks is None and (thinking := getattr(request, "thinking", None)) is not None:
@@ -104,8 +107,8 @@ def _plain(tool: ToolField) -> dict[str, Any]:
 
 
 def chosen_template(model: ModelInfo, name: str | None) -> str:
-    """Return the model's default chat template, or the template called `name`. Raises RefusedError if the model has no
-    such template."""
+    """Return the text of the model's chat template called `name`, or of the default chat template if `name` is None.
+    Raises RefusedError if the model has no such template."""
     if model.template_file is None:
         raise invalid(
             "messages",

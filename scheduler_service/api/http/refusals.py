@@ -40,7 +40,8 @@ class ErrorAnswer(Struct, frozen=True):
 
 
 class HttpRefusal(Exception):
-    """An error that ends a call with an HTTP status that no `Reason` has."""
+    """An error that ends an HTTP call with a status that the `Reason` of a RefusedError cannot express, such as 413 for
+    a large body."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -48,7 +49,8 @@ class HttpRefusal(Exception):
 
 
 def error_answer(refusal: RefusedError | HttpRefusal, path: str) -> ErrorAnswer:
-    """Return the error answer to a call of a path."""
+    """Return the JSON object of the error answer to an HTTP call of `path`. The path determines the format: calls of
+    the Messages API get Anthropic's format."""
     kind: Literal["error"] | UnsetType = "error" if path.startswith("/v1/messages") else UNSET
     if isinstance(refusal, HttpRefusal):
         return ErrorAnswer(Error(str(refusal), _type(refusal.status)), kind)
@@ -64,7 +66,8 @@ def error_answer(refusal: RefusedError | HttpRefusal, path: str) -> ErrorAnswer:
 
 
 def _overflow(overflow: ContextOverflow, path: str) -> str:
-    """Return the phrase by which the clients of an API recognize that the context length is exceeded."""
+    """Return the beginning of the error message for a prompt that exceeds the context length. Clients recognize the
+    error by these words, and Anthropic's clients expect other words than OpenAI's clients."""
     most, number = overflow
     if path.startswith("/v1/messages"):
         return "prompt is too long" + ("" if number is None else f": {number} tokens > {most - 1} maximum")
@@ -72,7 +75,8 @@ def _overflow(overflow: ContextOverflow, path: str) -> str:
 
 
 def error_response(refusal: RefusedError | HttpRefusal, path: str) -> Response:
-    """Return the HTTP response for an error, with its status, its headers and a JSON body."""
+    """Return the HTTP response for an error of a call to `path`. The response has the error's status, a JSON body and,
+    for some errors, a header such as `retry-after`."""
     headers: dict[str, str] = {}
     if isinstance(refusal, HttpRefusal):
         status = refusal.status

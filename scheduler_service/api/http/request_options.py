@@ -37,17 +37,20 @@ OutputConstraint = tuple[str, str, Any]
 
 
 class RequestNames:
-    """The field names that one kind of request uses, for error messages."""
+    """The names by which one kind of HTTP request calls its fields. Error messages use these names in place of the
+    common names that all APIs share."""
 
     def __init__(self, prompt: str, **options: str) -> None:
-        """`prompt` is the name of the prompt's field. `options` maps the common names of options to the names in the
-        request, where they differ."""
+        """Create the field names of one kind of HTTP request. `prompt` is the name of the field that contains the
+        prompt. `options` maps the common names of options to the names in this kind of request. Options with the same
+        name in both are omitted."""
         self._prompt = prompt
         self._options = options
 
     @contextlib.contextmanager
     def in_refusals(self) -> Iterator[None]:
-        """Translate the field names of refusals that are raised inside the block into the names of the request."""
+        """Return a context manager that catches RefusedError and raises it again with the field name of this kind of
+        HTTP request."""
         try:
             yield
         except RefusedError as refusal:
@@ -59,7 +62,8 @@ class RequestNames:
 
 
 class DecodedCall(NamedTuple):
-    """The decoded requests of one call, with the id of its answer and the names of its fields."""
+    """The requests for generated text or embeddings that an HTTP call asks for, one for each prompt. The tuple also
+    contains the id of the answer and the names that the call uses for its fields."""
 
     requests: list[ParsedRequest]
     answer_id: str
@@ -72,7 +76,7 @@ class DecodedCall(NamedTuple):
 def sampling_options(
     request: GenerationRequest, model: ModelInfo, grammars: Iterable[OutputConstraint]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the options that the request sets, and a map from option names to field names where these differ.
+    """Return the sampling options that a request sets, and a map from option names to field names where the two differ.
     `grammars` are the constraints on the output besides `allowed_token_ids` and `bad_words`. Raises RefusedError if
     there is more than one constraint."""
     set_fields = ((name, value) for name in _SAME if (value := getattr(request, name)) is not None)
@@ -104,8 +108,10 @@ def parsed(
     add_special_tokens: bool = True,
     default_max_tokens: int | None = None,
 ) -> ParsedRequest:
-    """Return the request for one prompt. Special tokens are added according to `add_special_tokens`, unless the request
-    itself sets the field. Raises RefusedError."""
+    """Convert one prompt of an HTTP call and its options to a request that can be queued. Without `options`, the
+    request asks for an embedding. `add_special_tokens` is the default for the field of that name in the HTTP request.
+    `default_max_tokens` is the maximum output length if `options` sets no maximum. Raises RefusedError if a field is
+    invalid."""
     truncation = None
     if (most := request.truncate_prompt_tokens) is not None:
         truncation = Truncation(None if most < 0 else most, keeps_first=request.truncation_side == "right")
@@ -128,8 +134,9 @@ def parsed(
 
 
 def structured(request: GenerationRequest) -> Iterator[OutputConstraint]:
-    """Yield the constraints on the output that the request sets, other than `allowed_token_ids` and `bad_words`. Raises
-    RefusedError if a schema is not UTF-8."""
+    """Yield the constraints on the output that a request sets in `response_format`, `structured_outputs` and their
+    aliases. The fields `allowed_token_ids` and `bad_words` are not included. Raises RefusedError if a schema is not
+    UTF-8."""
     match request.response_format:
         case JsonObjectFormat(schema=schema) if schema is UNSET or bytes(schema) == _NULL:
             yield "response_format", "json_object", True
@@ -157,7 +164,8 @@ def structured(request: GenerationRequest) -> Iterator[OutputConstraint]:
 
 
 def _exclusions(request: GenerationRequest, model: ModelInfo) -> Iterator[OutputConstraint]:
-    """Yield `allowed_token_ids` and `bad_words` as Lark grammars. Raises RefusedError."""
+    """Yield the constraints on the output that a request sets in `allowed_token_ids` and `bad_words`. Each constraint
+    is converted to a Lark grammar. Raises RefusedError if a list has too many entries, or an entry is invalid."""
     for field, limit in (("allowed_token_ids", model.vocab_size), ("bad_words", _MAX_BAD_WORDS)):
         if (count := len(getattr(request, field) or ())) > limit:
             raise invalid(field, f"{field} has {count} entries, at most {limit} are allowed; send fewer")
@@ -178,8 +186,8 @@ def _exclusions(request: GenerationRequest, model: ModelInfo) -> Iterator[Output
 
 
 def _text(schema: Raw, field: str) -> str:
-    """Return the JSON text of a schema. The schema may also have been sent as a JSON string that contains the text.
-    Raises RefusedError if the schema is not UTF-8."""
+    """Return the JSON text of a schema in a request. A client may send the schema as JSON, or as a JSON string that
+    contains this text. `field` is the name of the request's field. Raises RefusedError if the schema is not UTF-8."""
     try:
         text = bytes(schema).decode().strip()
         return msgspec.json.decode(text, type=str) if text.startswith('"') else text

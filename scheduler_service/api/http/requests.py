@@ -20,7 +20,7 @@ INT64 = Range(-(2**63), 2**63 - 1)
 
 
 def within(legal: Range) -> Meta:
-    """Return the bounds of a field's value."""
+    """Return the bounds of a request field's value, as msgspec metadata for the field's type."""
     limits: dict[str, Any] = {"gt" if legal.excludes_low else "ge": legal.low}
     if legal.high < 2**63:
         limits["le"] = legal.high
@@ -28,10 +28,11 @@ def within(legal: Range) -> Meta:
 
 
 def why(text: str) -> Meta:
-    """Return the description of a field. The description of an unsupported field gives the reason.
+    """Return the description of a request field, as msgspec metadata for the field's type. The description of an
+    unsupported field gives the reason.
 
-    Errors about the field quote the description. It must not contain the word "context": agents compact their
-    conversation after an error with this word.
+    Error messages about the field quote the description. It must not contain the word "context": coding agents shorten
+    their conversation after an error with this word.
     """
     return Meta(description=text)
 
@@ -60,7 +61,7 @@ class StreamOptions(Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class StructuredOutputsField(Struct, forbid_unknown_fields=True, frozen=True):
-    """A constraint on the output. Set exactly one of its fields."""
+    """A constraint on the text that the model generates. Set exactly one of the first six fields."""
 
     json: Raw | UnsetType = UNSET  # a JSON Schema, as JSON or as a string
     regex: str | None = None
@@ -76,8 +77,8 @@ class StructuredOutputsField(Struct, forbid_unknown_fields=True, frozen=True):
 
 
 def _within(given: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return an object whose fields, except `type`, are moved into a nested object `name`. An object that already has
-    the field `name` is returned unchanged."""
+    """Move the fields of a JSON object, except `type`, into a nested object called `name`, and return the new object.
+    If the object already has a field called `name`, return the object unchanged."""
     inner = {key: value for key, value in given.items() if key != "type"}
     return given if name in given else {"type": given.get("type"), name: inner}
 
@@ -87,13 +88,14 @@ class TextFormat(Struct, tag_field="type", tag="text", forbid_unknown_fields=Tru
 
 
 class JsonObjectFormat(Struct, tag_field="type", tag="json_object", forbid_unknown_fields=True, frozen=True):
-    """A JSON object. If `schema` is set, the output matches the schema instead, as in llama.cpp."""
+    """The output is a JSON object. If `schema` is set, the output matches this JSON Schema instead, as in llama.cpp."""
 
     schema: Raw | UnsetType = UNSET
 
 
 class ValueFormat(Struct, tag_field="type", tag="json", forbid_unknown_fields=True, frozen=True):
-    """JSON that matches a schema, in the format of TGI and of Hugging Face's `InferenceClient`."""
+    """The output is JSON that matches the JSON Schema in `value`. TGI and Hugging Face's `InferenceClient` use this
+    format."""
 
     value: Raw
 
@@ -106,18 +108,20 @@ class NamedSchema(Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class JsonSchemaFormat(Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True, frozen=True):
-    """JSON that matches a schema, in OpenAI's format."""
+    """The output is JSON that matches a JSON Schema. OpenAI's chat completions use this format."""
 
     json_schema: NamedSchema
 
     @staticmethod
     def as_meant(given: dict[str, Any]) -> dict[str, Any]:
-        """Return a format of the Responses API as a format of chat completions."""
+        """Convert an output format of OpenAI's Responses API, which has no nested object, to the format of chat
+        completions."""
         return _within(given, "json_schema")
 
 
 class StructuralTagFormat(Struct, tag_field="type", tag="structural_tag", forbid_unknown_fields=True, frozen=True):
-    """A structural tag of xgrammar: a `format`, or the older `structures` with `triggers`."""
+    """The output matches a structural tag in xgrammar's format. Set either `format`, or `structures` and `triggers` as
+    in older versions of xgrammar."""
 
     format: Raw | UnsetType = UNSET
     structures: Raw | UnsetType = UNSET
@@ -128,7 +132,7 @@ ResponseFormat = TextFormat | JsonObjectFormat | ValueFormat | JsonSchemaFormat 
 
 
 class QueuedRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """The fields that all generation and embedding requests share."""
+    """The fields that all requests for generated text and for embeddings share."""
 
     model: str | None = None
     # Names and meanings are the same as in the public proto.
@@ -166,7 +170,7 @@ class QueuedRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=Tru
 
 
 class SampledRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """The sampling options of one output, with the names that they have in the public proto."""
+    """The sampling options of one generated output. The options have the same names in the public gRPC API."""
 
     temperature: Annotated[float, within(RANGES["temperature"])] | None = None
     top_p: TopP | None = None
@@ -195,7 +199,8 @@ READINGS: Mapping[str, Callable[[Any], Any]] = {
 
 
 class GenerationRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """The further fields that completions and chat completions share, with vLLM's names."""
+    """The additional fields that requests for completions and for chat completions share. They have the same names as
+    in vLLM."""
 
     n: Annotated[int, within(RANGES["n"])] | None = None
     prompt_logprobs: Annotated[int, within(RANGES["prompt_logprobs"]), _OR_ALL] | None = None
@@ -257,8 +262,8 @@ class ToolField(Struct, tag_field="type", tag="function", forbid_unknown_fields=
 
     @staticmethod
     def as_meant(given: dict[str, Any]) -> dict[str, Any]:
-        """Return a tool of the Responses API as a tool of chat completions. The function's fields are moved into an
-        object `function`."""
+        """Convert a tool of OpenAI's Responses API to a tool of chat completions. The fields of the function are moved
+        into a nested object `function`. A tool of chat completions is returned unchanged."""
         if "function" in given or "name" not in given:
             return given
         names = FunctionField.__struct_fields__
@@ -272,18 +277,19 @@ class AllowedTools(Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class AllowedToolsChoice(Struct, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True, frozen=True):
-    """Restricts calls to some of the tools. The prompt still describes all tools."""
+    """Restricts the model's calls to some of the request's tools. The prompt still describes all tools."""
 
     allowed_tools: AllowedTools
 
     @staticmethod
     def as_meant(given: dict[str, Any]) -> dict[str, Any]:
-        """Return a choice of the Responses API as a choice of chat completions."""
+        """Convert a tool choice of OpenAI's Responses API, which has no nested object, to a tool choice of chat
+        completions."""
         return _within(given, "allowed_tools")
 
 
 class ThinkingField(Struct, forbid_unknown_fields=True, frozen=True):
-    """Turns reasoning on or off, in the format of the APIs of DeepSeek, GLM and Kimi."""
+    """Turns the model's reasoning on or off. The APIs of DeepSeek, GLM and Kimi use this format."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[None, why("use thinking_token_budget")] = None
@@ -382,8 +388,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
 
     @staticmethod
     def as_meant(given: dict[str, Any]) -> dict[str, Any]:
-        """Return the request with a tool choice of Mistral or Anthropic, and a `reasoning` object of OpenRouter,
-        converted to the equivalent fields."""
+        """Convert fields of other APIs to the equivalent fields of chat completions, and return the request. The fields
+        are a tool choice of Mistral or Anthropic, and a `reasoning` object of OpenRouter."""
         meant = dict(given)
         match given.get("tool_choice"):
             case "any" | {"type": "any"}:
@@ -401,7 +407,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
 
 
 class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """A text or a conversation to tokenize."""
+    """A request to convert a text or a conversation to token ids."""
 
     model: str | None = None
     prompt: str | None = None
@@ -423,7 +429,7 @@ class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen
 
 
 class EmbeddingRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """Texts, lists of token ids, or a conversation to embed."""
+    """A request for embeddings of texts, of lists of token ids, or of a conversation."""
 
     input: PromptField | None = None
     messages: Annotated[Messages, why("a conversation to embed instead of input")] | None = None
@@ -444,7 +450,7 @@ class EmbeddingRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, 
 
 
 class NamedRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """Identifies a request."""
+    """Names a generation request by its id and tenant."""
 
     request_id: str
     tenant: str | None = None

@@ -78,13 +78,15 @@ _RESPONSE = "/v1/responses/{response_id}"
 
 
 class Routes:
-    """Dispatches each call to the function that serves its path and method.
+    """The routes of the HTTP API. An ASGI application that passes each HTTP call to the function for its path and
+    method.
 
     Attributes:
-        intake: The intake that all APIs of this process share.
-        forward: Forwards RPCs about detached requests and records to the scheduler.
-        admission: Admits the calls.
-        as_read: Returns the type that requests of a given type are decoded into.
+        intake: The intake that validates and queues the requests of all APIs of this process.
+        forward: Forwards RPCs about detached requests (requests that run without their client) and stored records to
+            the scheduler.
+        admission: Checks the caller of each call, and limits the bytes that calls hold.
+        as_read: Returns the type that requests of a given type are decoded into. The two differ only with `--lenient`.
     """
 
     def __init__(
@@ -96,8 +98,9 @@ class Routes:
         *,
         is_lenient: bool,
     ) -> None:
-        """`read_metrics` returns metrics in Prometheus' text format. If `is_lenient`, unknown fields of requests are
-        ignored."""
+        """Create the routes of the HTTP API. `read_metrics` returns metrics in Prometheus' text format. If
+        `is_lenient`, unknown fields in the JSON of requests are ignored. Otherwise a request with an unknown field is
+        refused."""
         self.intake = intake
         self.forward = forward
         self.admission = admission
@@ -121,8 +124,8 @@ class Routes:
         self._router = Router(routes, redirect_slashes=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a call. Raises HTTPException if no route matches, and HttpRefusal or RefusedError if the call is
-        refused."""
+        """Serve one HTTP call as an ASGI application. Raises HTTPException if no route matches the path and method.
+        Raises HttpRefusal or RefusedError if the call is refused, for example because a field is invalid."""
         # Use the undecoded path: an escaped slash is part of an id.
         path = scope["raw_path"].decode()
         # Some clients join a base URL that ends with a slash and a path that begins with a slash.
@@ -132,7 +135,8 @@ class Routes:
         await self._router(scope, receive, send)
 
     async def _health(self, request: Request) -> Response:
-        """Return status 200. Raises RefusedError, which becomes status 503, while requests would be refused."""
+        """Return an empty answer with status 200 if the server accepts requests. Otherwise raise RefusedError, for
+        which the client gets status 503."""
         availability = self.intake.engine.availability
         if availability.is_serving:
             return Response(status_code=200)
@@ -166,8 +170,8 @@ class Routes:
 
 
 def _constant(content: bytes, media_type: str) -> Callable[[Request], Awaitable[Response]]:
-    """Return a handler that always answers with the given content. The content is generated once, because the documents
-    take long to generate."""
+    """Return an HTTP handler that always answers with `content`. The content is generated once, when the routes are
+    created, because the API documents take long to generate."""
 
     async def answer(request: Request) -> Response:
         return Response(content, media_type=media_type)
@@ -176,12 +180,14 @@ def _constant(content: bytes, media_type: str) -> Callable[[Request], Awaitable[
 
 
 def _is_of_anthropic(scope: Scope) -> bool:
-    """Return whether the client uses Anthropic's API, which has another format for lists of models."""
+    """Return whether an HTTP call comes from a client of Anthropic's API. Such a client sends the header
+    `anthropic-version`, and expects another format for lists of models."""
     return b"anthropic-version" in scope["header_values"]
 
 
 class _Endpoint:
-    """An ASGI application that serves the calls of one `TypedRoute`."""
+    """An ASGI application that serves the HTTP calls of one `TypedRoute`. It reads and decodes the body, checks the
+    model's name, applies the timeout and sends the answer."""
 
     def __init__(self, route: TypedRoute, routes: Routes) -> None:
         self._route = route

@@ -36,18 +36,19 @@ _Row = tuple[int, float | None, str, dict[str, float] | None]
 
 @dataclass(frozen=True, slots=True)
 class TokenTexts:
-    """The texts of a model's tokens. If `as_ids` is set or the model has no tokenizer, the text of a token is
-    `token_id:N`."""
+    """The texts of a model's tokens, for answers that list tokens. If `as_ids` is set or the model has no tokenizer,
+    the text of a token is `token_id:N`, where N is the token's id."""
 
     tokenizer: Tokenizer | None
     as_ids: bool = False
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes of a token, or empty bytes without a tokenizer."""
+        """Return the bytes of a token's text, or empty bytes if the model has no tokenizer."""
         return b"" if self.tokenizer is None else self.tokenizer.bytes_of(token_id)
 
     def text_of(self, token_id: int, prefix: str = "") -> str:
-        """Return the text of a token. If its bytes are not valid UTF-8, return `prefix` and the bytes as escapes."""
+        """Return the text of a token. If the token's bytes are not valid UTF-8, return `prefix` followed by the bytes
+        as escapes such as `\\xe2`."""
         if self.as_ids or self.tokenizer is None:
             return f"token_id:{token_id}"
         content = self.bytes_of(token_id)
@@ -71,8 +72,8 @@ class TokenTexts:
         )
 
     def prompt_logprobs(self, entries: Iterable[TokenLogprobs]) -> PromptLogprobsField:
-        """Return the log-probabilities of a prompt. Each entry has the prompt's token and the most likely tokens; the
-        entry of the first token is None."""
+        """Return the log-probabilities of a prompt's tokens, with one entry for each token. An entry contains the token
+        of the prompt and the most likely tokens at that place. The entry of the first token is None."""
         found: PromptLogprobsField = encode_list(itertools.chain([None], map(self._prompt_logprob, entries)))
         return found
 
@@ -85,12 +86,14 @@ class TokenTexts:
         return {entry.token_id: own} | ranked
 
     def _readable(self, token_id: int) -> str:
-        """Return the text of a token, with U+FFFD for invalid bytes. The answer also contains the token's id."""
+        """Return the text of a token, with U+FFFD in place of invalid UTF-8. This text may be ambiguous, but the answer
+        also contains the token's id."""
         return self.bytes_of(token_id).decode(errors="replace")
 
 
 class CompletionTokens:
-    """The tokens of one output up to now, with the offset of each token in the text."""
+    """The tokens of one output of `/v1/completions` up to now. The object counts characters, because the answer
+    contains the offset of each token in the text."""
 
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
@@ -98,8 +101,9 @@ class CompletionTokens:
         self._num_chars = 0
 
     def logprobs(self, entries: Iterable[TokenLogprobs], first_token_id: int | None = None) -> CompletionLogprobs:
-        """Return the log-probabilities of the next tokens as columns. If `first_token_id` is set, a token without a
-        log-probability comes first: the first token of a prompt."""
+        """Return the log-probabilities of the next tokens, in the column format of OpenAI's completions. If
+        `first_token_id` is set, this token comes first and has no log-probability. It is the first token of a
+        prompt."""
         columns: list[list[bytes]] = [[], [], [], []]  # the encoded pieces of each column
         rows = self._rows(entries, first_token_id)
         while piece := list(itertools.islice(rows, _PIECE_ROWS)):
@@ -126,11 +130,12 @@ class CompletionTokens:
 
 
 class ReasoningTokens:
-    """A counter of one output's reasoning tokens, which also removes them from deltas. A token belongs to the reasoning
-    if its text begins between the reasoning tags."""
+    """A counter of the reasoning tokens in one output. It also removes these tokens from deltas (pieces of new output).
+    A token belongs to the reasoning if its text begins between the reasoning tags."""
 
     def __init__(self, texts: TokenTexts, parser: OutputParser) -> None:
-        """`parser` is the parser that reads the same output."""
+        """Create a counter of reasoning tokens for one output. `parser` is the parser that reads the text of the same
+        output, and so knows where the reasoning ends."""
         self.count = 0
         self._texts = texts
         self._parser = parser
@@ -139,8 +144,9 @@ class ReasoningTokens:
         self._unknown: deque[tuple[int, int, TokenLogprobs | None]] = deque()  # (text offset, token id, logprobs)
 
     def others(self, delta: Delta) -> Delta:
-        """Count the reasoning tokens of a delta, and return the delta without them. The parser must have read the
-        delta's text. A token that cannot be classified before more text arrives is returned with a later delta."""
+        """Count the reasoning tokens of a delta, and return the delta without these tokens. The parser must have read
+        the delta's text before. If a token cannot be classified before more text arrives, a later delta includes the
+        token."""
         for token_id, entry in itertools.zip_longest(delta.token_ids, delta.logprobs):
             self._unknown.append((self._num_chars, token_id, entry))
             self._num_chars += len(self._decoder.decode(self._texts.bytes_of(token_id)))

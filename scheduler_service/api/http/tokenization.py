@@ -19,8 +19,8 @@ from scheduler_service.serving.tenants.caller import Call
 
 
 async def tokenize(request: TokenizeRequest, call: Call, intake: Intake) -> bytes:
-    """Return the JSON with the tokens of a text or a conversation. Raises RefusedError unless exactly one of `prompt`
-    and `messages` is set."""
+    """Answer a call of `/tokenize`. Return the JSON with the tokens of a text or of a conversation. Raises RefusedError
+    unless exactly one of `prompt` and `messages` is set, or if the checkpoint has no tokenizer."""
     if (request.prompt is None) == (request.messages is None):
         raise invalid("prompt", "set either prompt or messages")
     if request.prompt is not None:
@@ -45,7 +45,8 @@ def _written(naming: Tokenizer | None, max_model_len: int, token_ids: list[int])
 
 
 async def detokenize(request: DetokenizeRequest, call: Call, intake: Intake) -> bytes:
-    """Return the JSON with the text of the tokens. Raises RefusedError if a token id is outside the vocabulary."""
+    """Answer a call of `/detokenize`. Return the JSON with the text of the given tokens. Raises RefusedError if a token
+    id is outside the vocabulary, or if the checkpoint has no tokenizer."""
     _tokenizer(intake)
     assert intake.texts is not None, "the checkpoint has a tokenizer"
     vocab_size = intake.model.vocab_size
@@ -60,8 +61,8 @@ async def detokenize(request: DetokenizeRequest, call: Call, intake: Intake) -> 
 
 
 def described_tokenizer(intake: Intake) -> bytes:
-    """Return the JSON with the tokenizer's class, special tokens, lengths and chat template, under the names of vLLM's
-    `/tokenizer_info`. Raises RefusedError if the checkpoint has no tokenizer."""
+    """Answer a call of `/tokenizer_info`. Return the JSON with the tokenizer's class, special tokens, lengths and chat
+    template, under vLLM's names. Raises RefusedError if the checkpoint has no tokenizer."""
     _tokenizer(intake)
     model = intake.model
     return encode(
@@ -78,7 +79,8 @@ def described_tokenizer(intake: Intake) -> bytes:
 
 
 async def render(read: DecodedCall, intake: Intake, model_name: str) -> list[Raw]:
-    """Return the JSON of each prompt's token ids, as the engine would queue them. Raises RefusedError."""
+    """Answer a call that asks for the tokens of its prompts instead of an output. Return the JSON with the token ids of
+    each prompt, as they would be queued for the model. Raises RefusedError if a prompt is invalid or too long."""
     rendered = []
     with read.names.in_refusals():
         for each in read.requests:

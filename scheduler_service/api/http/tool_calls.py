@@ -43,9 +43,9 @@ ParserMaker = Callable[[], OutputParser]
 
 
 def functions_of(request: ChatCompletionRequest, output: ChatFormat) -> tuple[dict[str, Parameters], set[str]]:
-    """Return the parameters of the functions that an output may call, keyed by name. Also return the schema keywords
-    that are not enforced. Raises RefusedError if a tool or the tool choice is invalid, or if the model's format of tool
-    calls is unknown."""
+    """Return the parameters of the functions that the model may call in its output, keyed by function name. Also return
+    the JSON Schema keywords in these parameters that are not enforced. Raises RefusedError if a tool or the tool choice
+    is invalid, or if the model's format of tool calls is unknown."""
     tools, (mode, names) = request.tools or [], _choice_of(request)
     if not (tools or names or mode == "required"):
         return {}, set()
@@ -83,8 +83,9 @@ def functions_of(request: ChatCompletionRequest, output: ChatFormat) -> tuple[di
 
 
 def _check_strict(field: str, name: str, keywords: set[str]) -> None:
-    """Raise RefusedError for keywords that cannot be enforced, except `oneOf`. A strict schema with `oneOf` is passed
-    to the grammar compiler unchanged."""
+    """Raise RefusedError if a tool with `strict` set has a JSON Schema with keywords that cannot be enforced. `oneOf`
+    is an exception, because the grammar compiler gets a strict schema with `oneOf` unchanged. `name` is the function's
+    name."""
     if asked := ", ".join(sorted(keywords - {"oneOf"})):
         raise invalid(
             field,
@@ -102,8 +103,8 @@ def _too_large(field: str, error: SchemaBudgetError) -> RefusedError:
 
 
 def _choice_of(request: ChatCompletionRequest) -> tuple[str, set[str]]:
-    """Return the mode of the tool choice (`none`, `auto` or `required`) and the names of the functions that may be
-    called. An empty set allows all functions."""
+    """Return the mode of a request's tool choice (`none`, `auto` or `required`), and the names of the functions that
+    the model may call. If the set of names is empty, the model may call all functions."""
     match request.tool_choice:
         case ToolField(function=function):
             return "required", {function.name}
@@ -118,9 +119,10 @@ def _choice_of(request: ChatCompletionRequest) -> tuple[str, set[str]]:
 def chat_grammars(
     request: ChatCompletionRequest, output: ChatFormat, functions: dict[str, Parameters], prompt: str, rules: ChatRules
 ) -> list[OutputConstraint]:
-    """Return the constraints on an output, other than `allowed_token_ids` and `bad_words`. They cover the tool calls,
-    the format of the text after the reasoning, and the limit of reasoning tokens. Raises RefusedError if a grammar
-    would have to begin after the reasoning, or if a reasoning budget is set for a model without reasoning."""
+    """Return the constraints on the output of a chat, other than `allowed_token_ids` and `bad_words`. The constraints
+    cover tool calls, the format of the text after the reasoning, and the maximum number of reasoning tokens. Raises
+    RefusedError if a grammar would have to begin after the reasoning, or if a reasoning budget is set for a model
+    without reasoning."""
     budget = None if request.thinking_token_budget == -1 else request.thinking_token_budget
     if budget is not None and not output.has_reasoning:
         raise invalid(
@@ -153,9 +155,9 @@ def chat_grammars(
 
 
 def _form_of(found: list[OutputConstraint], besides: str, output: ChatFormat) -> dict[str, Any] | None:
-    """Return the constraint on the text as a format for a structural tag. Return None if there is no constraint, or if
-    it is invalid; the grammar compiler refuses an invalid constraint later. Raises RefusedError for a kind of
-    constraint that a structural tag cannot contain."""
+    """Convert the constraint on a chat's text to a format in a structural tag. Return None if there is no constraint,
+    or if the constraint is invalid; the grammar compiler refuses an invalid constraint later. Raises RefusedError if a
+    structural tag cannot contain this kind of constraint."""
     if len(found) != 1:
         return None
     [(field, kind, value)] = found
@@ -187,7 +189,7 @@ _FORMS: dict[str, Callable[[Any], dict[str, Any]]] = {
 
 
 class MessageParts(NamedTuple):
-    """The parts that a piece of an output adds to its message."""
+    """The parts that a piece of the model's output adds to its chat message."""
 
     content: str
     reasoning: str = ""
@@ -195,17 +197,20 @@ class MessageParts(NamedTuple):
 
 
 class SampleReader:
-    """An incremental parser of one output of a chat."""
+    """An incremental reader of one output of a chat. It converts each piece of text into content, reasoning and tool
+    calls of a chat message."""
 
     def __init__(self, parser: OutputParser, *, joins_reasoning: bool = False) -> None:
-        """If `joins_reasoning`, reasoning that has a channel of its own becomes a paragraph of the content."""
+        """Create a reader of one output of a chat. If `joins_reasoning`, the reasoning becomes a part of the content. A
+        change between reasoning and other content then begins a new line."""
         self._parser = parser
         self._joins_reasoning = joins_reasoning
         self._last: type[OutputPart] | None = None  # the last part added to the content, if reasoning is joined
         self.num_calls = 0
 
     def read(self, text: str, *, is_last: bool) -> MessageParts:
-        """Parse the next piece of the output and return the parts that it adds. `is_last` marks the last piece."""
+        """Read the next piece of the output's text, and return the parts that it adds to the message. `is_last` is true
+        for the last piece of the output."""
         content, reasoning = [], []
         calls: list[tuple[ToolCall, list[str]]] = []  # each call, with the pieces of its arguments
         for part in self._parser.feed(text, is_last=is_last):
@@ -237,8 +242,8 @@ def _with_arguments(call: ToolCall, pieces: Iterable[str]) -> ToolCall:
 
 
 def object_of(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a call as an object. Arguments that are not a JSON object are stored as text under the
-    key NOT_AN_OBJECT."""
+    """Parse the JSON arguments of a tool call, and return the JSON object. If the arguments are not a JSON object,
+    return an object with their text under the key NOT_AN_OBJECT."""
     try:
         read = from_json(arguments)
     except ValueError:
@@ -247,5 +252,6 @@ def object_of(arguments: str) -> dict[str, Any]:
 
 
 def without_indexes(calls: tuple[ToolCall, ...]) -> list[ToolCall]:
-    """Return the calls without their indexes, which only events contain."""
+    """Return the tool calls of a whole answer. A whole answer omits the indexes of tool calls, which only events
+    need."""
     return [ToolCall(call.function, UNSET, call.id, call.type) for call in calls]

@@ -25,8 +25,8 @@ VENDOR_WARNING = "images, files and lists of tools are left out of calls of tool
 
 
 def vendor_text(item: dict[str, Any]) -> str:
-    """Return the text that the prompt contains for an item or block of a tool that ran at a vendor. Return an empty
-    string for other items."""
+    """Return the text by which the prompt represents a tool call, or its result, from the servers of a vendor such as
+    OpenAI. `item` is an item or content block of a conversation. Return an empty string for other items."""
     kind, name = str(item.get("type")), item.get("name")
     if kind.startswith("tool_search_") and item.get("call_id"):
         return ""  # the client ran this search
@@ -44,12 +44,13 @@ def vendor_text(item: dict[str, Any]) -> str:
 
 
 def is_vendor_result(item: dict[str, Any]) -> bool:
-    """Return whether an item is the result of a vendor's tool, separate from its call."""
+    """Return whether a conversation item is the result of a tool that ran on a vendor's servers. Some tools have one
+    item for both the call and the result; such an item is not counted as a result."""
     return _RESULT.fullmatch(str(item.get("type"))) is not None
 
 
 def leaves_out(text: str) -> bool:
-    """Return whether a text from `vendor_text` contains a placeholder for an omitted part."""
+    """Return whether a text made by `vendor_text` contains a placeholder for an omitted part, such as an image."""
     return text.lstrip().startswith("[") and " was left out here: " in text
 
 
