@@ -71,7 +71,7 @@ class PromptProgress:
         num_entries += num_output * (1 + (sampling.num_logprobs or 0))
         return num_entries * _ENTRY_VALUES + len(delta.text) * CHAR_VALUES
 
-    def take(self, delta: Delta) -> None:
+    def add_delta(self, delta: Delta) -> None:
         """Add the log-probabilities and the number of tokens of a delta (a piece of new output of one sample) to this
         state."""
         self.logprobs.extend(delta.prompt_logprobs)
@@ -145,7 +145,7 @@ async def begin_requests(
     call are then cancelled. Refusals raised inside the block name fields as the call's JSON does."""
     mode = OutputMode.STREAMED if is_streamed else OutputMode.WHOLE
     begun: list[PromptProgress] = []
-    with asked.names.in_refusals():
+    with asked.names.translate_refusals():
         resolved = []
         for parsed in asked.requests:
             resolved.append(await intake.resolve(parsed, call, mode))
@@ -197,26 +197,26 @@ async def deltas_of(progress: PromptProgress) -> AsyncIterator[Delta]:
     before it is yielded."""
     async with contextlib.aclosing(progress.active.deltas()) as deltas:
         async for delta in deltas:
-            progress.take(delta)
+            progress.add_delta(delta)
             yield delta
 
 
 async def output_events(
     progress: PromptProgress,
     first: Iterable[_Event],
-    tell: Callable[[Delta], Awaitable[Iterable[_Event]]],
+    events_for: Callable[[Delta], Awaitable[Iterable[_Event]]],
     stream: EventStream,
     *,
     is_streamed: bool,
 ) -> list[_Event]:
-    """Return the events of an output: the events in `first`, and then the events that `tell` returns for each delta (a
-    piece of new output). If `is_streamed`, send the events to the client while the output is computed, end the stream
-    and return an empty list."""
+    """Return the events of an output. These are the events in `first`, and then the events that `events_for` returns
+    for each delta (a piece of new output). If `is_streamed`, send the events to the client while the output is
+    computed, end the stream and return an empty list."""
     if not is_streamed:
         await progress.active.wait_for_end()
     events = list(first)
     async for delta in deltas_of(progress):
-        events += await tell(delta)
+        events += await events_for(delta)
         if is_streamed:
             await send_events(events, stream)
             events.clear()
@@ -230,7 +230,7 @@ async def send_events(events: Iterable[Struct], stream: EventStream) -> None:
     its msgspec struct."""
     stream.is_named = True
     for event in events:
-        await stream.tell(encode(event), str(getattr(event, "type", event.__struct_config__.tag)))
+        await stream.send_event(encode(event), str(getattr(event, "type", event.__struct_config__.tag)))
 
 
 async def _full_answer(begun: Sequence[PromptProgress], writer: AnswerWriter, num_best: int | None) -> bytes:
@@ -291,7 +291,7 @@ async def _stream_answer(
         await all_of(_stream_prompt(progress, writer, stream, options) for progress in begun)
     if options.include_usage:
         usage = _usage(begun, writer)
-        await stream.tell(encode(writer.answer([], usage, None, is_whole=False)))
+        await stream.send_event(encode(writer.answer([], usage, None, is_whole=False)))
     await stream.end()
 
 
@@ -318,13 +318,13 @@ async def _stream_prompt(
         async for delta in deltas:
             if is_first:
                 for choice in writer.first_choices(progress):
-                    await stream.tell(_event(writer, choice, progress, 0, options, is_first=is_first))
+                    await stream.send_event(_event(writer, choice, progress, 0, options, is_first=is_first))
                     is_first = False
-            progress.take(delta)
+            progress.add_delta(delta)
             choice = await progress.write(progress.num_values(delta), writer.choice, progress, delta, is_whole=False)
             if choice is not None:
                 num_tokens = progress.num_tokens[delta.sample_index]
-                await stream.tell(_event(writer, choice, progress, num_tokens, options, is_first=is_first))
+                await stream.send_event(_event(writer, choice, progress, num_tokens, options, is_first=is_first))
                 is_first = False
 
 
@@ -401,7 +401,7 @@ def fingerprint(intake: Intake) -> str:
     return f"pagewire-{__version__}-{sha256(repr(named).encode()).hexdigest()[:8]}"
 
 
-def numbered(request_id: str, count: int) -> Iterator[str]:
+def request_ids(request_id: str, count: int) -> Iterator[str]:
     """Yield the ids of the `count` requests of an HTTP call, which has one request for each prompt. A single request
     gets `request_id` itself. Several requests get `request_id-0`, `request_id-1` and so on."""
     for index in range(count):

@@ -176,7 +176,7 @@ class DecodedPrompt(Struct, frozen=True):
 
 
 class RenderedPrompt(Struct, frozen=True):
-    """The token ids of a request's prompt."""
+    """The token ids of a request's prompt, as the answer of the `/render` endpoints."""
 
     request_id: str
     model: str

@@ -116,7 +116,7 @@ def decode_body(body: bytes, kind: type[_Request]) -> _Request:
         raise _refusal(str(error), body, kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         if rb"\ud" in body.lower():
-            raise _refused_half(body) from None
+            raise _undecodable_refusal(body) from None
         raise invalid("", f"the body is not valid JSON: {error}") from None
     except RecursionError:
         raise invalid("", "the body is nested too deeply") from None
@@ -140,7 +140,7 @@ def _normalized_value(value: Any, hint: Any) -> Any:
     An unknown field is removed if its value has no effect on an answer. A field that accepts no boolean becomes null if
     it is false. A field that accepts only null becomes null if it is empty. A float without a fraction becomes an
     integer where no float is accepted, because many languages have floats as their only numbers. A struct with the
-    static method `as_meant` converts objects written for other APIs.
+    static method `normalize_json` converts objects written for other APIs.
     """
     parts = _parts(hint)
     is_off = value is False and not any(part is bool or isinstance(part, bool) for part in parts)
@@ -154,7 +154,7 @@ def _normalized_value(value: Any, hint: Any) -> Any:
         tagged = [kind for kind in kinds if (config := kind.__struct_config__).tag == value.get(config.tag_field)]
         tagged = tagged or kinds
         if len(tagged) == 1:
-            value = getattr(tagged[0], "as_meant", dict)(value)
+            value = getattr(tagged[0], "normalize_json", dict)(value)
         known = {name: inner for kind in tagged for name, inner in _fields_of(kind).items()}
         return {
             name: _normalized_value(inner, known.get(name))
@@ -182,7 +182,7 @@ def _fields_of(kind: type[Struct]) -> Mapping[str, Any]:
     return {each.encode_name: each.type for each in structs.fields(kind)}
 
 
-def _refused_half(body: bytes) -> RefusedError:
+def _undecodable_refusal(body: bytes) -> RefusedError:
     """Return the error for a request body that is not valid JSON, or in which a string has an unpaired surrogate escape
     such as `\\ud800`. The error names the path of that string if the body has at most _MAX_SHOWN_BYTES bytes."""
     with contextlib.suppress(ValueError, RecursionError):
@@ -242,7 +242,7 @@ def _decoder(kind: type[_Request]) -> "msgspec.json.Decoder[_Request]":
 def _unset_inert(kind: type[Struct]) -> Mapping[str, Any]:
     """Return the default values of a request type's fields that have no effect, keyed by the name of the field."""
     hints = get_type_hints(kind, include_extras=True)
-    return {each.name: each.default for each in structs.fields(kind) if _described(hints[each.name]) == INERT}
+    return {each.name: each.default for each in structs.fields(kind) if _first_description(hints[each.name]) == INERT}
 
 
 def _refusal(text: str, body: bytes, kind: type[Struct]) -> RefusedError:
@@ -250,7 +250,7 @@ def _refusal(text: str, body: bytes, kind: type[Struct]) -> RefusedError:
     if said.startswith(_UNKNOWN):
         name = said[len(_UNKNOWN) :].partition("`")[0][:_SHOWN_CHARS]
         field = f"{path}.{name}" if path else name
-        fields = _fields_beside(kind, field)
+        fields = _sibling_fields(kind, field)
         # `fields` includes the fields of all members of a union. A name of another member is no typing error.
         near = [] if name in fields else difflib.get_close_matches(name, fields, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -259,8 +259,8 @@ def _refusal(text: str, body: bytes, kind: type[Struct]) -> RefusedError:
         return invalid("", f"the body is not a valid request: {_lowered(said)}")
     if said.startswith(_NO_TAG) and (media := refused_medium(path, said[len(_NO_TAG) : -1])):
         return invalid(path, media)
-    why = _described(_fields_beside(kind, path).get(_names(path)[-1]))
-    given = _shown(body, path)
+    why = _first_description(_sibling_fields(kind, path).get(_names(path)[-1]))
+    given = _quoted_value(body, path)
     if why and ("`null`, got" in said or "length <= 0" in said or "Invalid enum value" in said):
         return invalid(path, f"{path}{given} is not supported: {why}")
     return invalid(path, f"{path}{given} is invalid: {_lowered(said)}{why and f' ({why})'}")
@@ -279,7 +279,7 @@ def _names(path: str) -> list[str]:
     return _IN_BRACKETS.sub("", path).split(".")
 
 
-def _fields_beside(kind: type[Struct], path: str) -> Mapping[str, Any]:
+def _sibling_fields(kind: type[Struct], path: str) -> Mapping[str, Any]:
     """Return the type hints of all fields in the JSON object that contains the field at `path`. `kind` is the type of
     the whole request."""
     fields: dict[str, Any] = get_type_hints(kind, include_extras=True)
@@ -297,19 +297,19 @@ def _structs(hint: Any) -> Iterator[type[Struct]]:
         yield from _structs(part)
 
 
-def _described(hint: Any) -> str:
+def _first_description(hint: Any) -> str:
     """Return the description (for the API documentation) that a type hint contains, or an empty string. If there are
     several descriptions, return the first one."""
     for part in (*getattr(hint, "__metadata__", ()), *get_args(hint)):
         if isinstance(part, Meta):
             if part.description:
                 return part.description
-        elif found := _described(part):
+        elif found := _first_description(part):
             return found
     return ""
 
 
-def _shown(body: bytes, path: str) -> str:
+def _quoted_value(body: bytes, path: str) -> str:
     """Return a text that quotes the value at `path` of a request body, for an error message. Return an empty string if
     the body has more than _MAX_SHOWN_BYTES bytes or the value cannot be read."""
     if len(body) > _MAX_SHOWN_BYTES:

@@ -97,7 +97,7 @@ class CallAdmission:
         finally:
             self._bodies.remove(tenant, num_counted)
 
-    def held(self, tenant: str, size: int) -> AbstractContextManager[None]:
+    def count_request(self, tenant: str, size: int) -> AbstractContextManager[None]:
         """Return a context manager that counts the `size` of a decoded request for the tenant during its block. A
         request of at most PIECE_SIZE bytes counts as 0. Entering the block raises RefusedError if the requests of the
         tenant or of all tenants would exceed their limit."""

@@ -32,7 +32,7 @@ from scheduler_service.api.http.prompts import (
     chosen_template,
     render_messages,
 )
-from scheduler_service.api.http.request_options import DecodedCall, RequestNames, parsed, sampling_options
+from scheduler_service.api.http.request_options import DecodedCall, RequestNames, request_for_prompt, sampling_options
 from scheduler_service.api.http.requests import ChatCompletionRequest
 from scheduler_service.api.http.token_texts import ReasoningTokens, TokenTexts
 from scheduler_service.api.http.tool_calls import (
@@ -246,8 +246,8 @@ def _read(
         options["max_tokens"] = request.max_tokens if most is None else most
     called = RequestNames("messages", **names)
     drawn = f"chatcmpl-{secrets.token_hex(12)}"
-    with called.in_refusals():
-        read = parsed(
+    with called.translate_refusals():
+        read = request_for_prompt(
             request,
             prompt,
             options,

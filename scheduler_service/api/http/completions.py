@@ -12,12 +12,18 @@ from scheduler_service.api.http.answering import (
     fingerprint,
     finish_reason,
     now,
-    numbered,
+    request_ids,
     stop_reason,
 )
 from scheduler_service.api.http.answers import CompletionAnswer, CompletionChoice, CompletionLogprobs, UsageCounts
 from scheduler_service.api.http.prompts import reading_size, separate_prompts
-from scheduler_service.api.http.request_options import DecodedCall, RequestNames, parsed, sampling_options, structured
+from scheduler_service.api.http.request_options import (
+    DecodedCall,
+    RequestNames,
+    output_constraints,
+    request_for_prompt,
+    sampling_options,
+)
 from scheduler_service.api.http.requests import CompletionRequest
 from scheduler_service.api.http.token_texts import CompletionTokens, TokenTexts
 from scheduler_service.api.http.transport.event_stream import EventStream
@@ -127,7 +133,7 @@ async def read_completion(request: CompletionRequest, call: Call, intake: Intake
 
 
 def _read(request: CompletionRequest, call: Call, intake: Intake) -> DecodedCall:
-    options, names = sampling_options(request, intake.model, structured(request))
+    options, names = sampling_options(request, intake.model, output_constraints(request))
     called = RequestNames("prompt", **names)
     if request.max_tokens == 0 and not request.echo:
         raise invalid("max_tokens", "max_tokens is 0, which requires echo; set echo, or send at least 1")
@@ -146,9 +152,9 @@ def _read(request: CompletionRequest, call: Call, intake: Intake) -> DecodedCall
         options.setdefault("logprobs", 0)
     prompts = separate_prompts(request.prompt, "prompt")
     drawn = f"cmpl-{secrets.token_hex(12)}"
-    first_name, *names_behind = numbered(request.request_id or drawn, len(prompts))
-    with called.in_refusals():
-        first = parsed(
+    first_name, *names_behind = request_ids(request.request_id or drawn, len(prompts))
+    with called.translate_refusals():
+        first = request_for_prompt(
             request,
             prompts[0],
             options,

@@ -53,7 +53,7 @@ async def submit_detached(
             f"a detached request must have one prompt, not {len(asked.requests)}; send each in its own request",
         )
     [parsed] = asked.requests
-    with asked.names.in_refusals():
+    with asked.names.translate_refusals():
         message = await encoded_request(parsed, intake)
         submitted = await answer_of(forward("Submit", message, call))
     return encode(DetachedAnswer(submitted.request_id, "running"))
@@ -85,7 +85,7 @@ async def read_detached(
         async for delta in deltas:
             is_large = _BYTE_VALUES * delta.ByteSize() > PIECE_SIZE  # it may have the whole vocabulary's logprobs
             work = partial(_encoded, delta, texts, intake)
-            await stream.tell(await intake.turns.call(named["tenant"], work) if is_large else work())
+            await stream.send_event(await intake.turns.call(named["tenant"], work) if is_large else work())
     await stream.end()
     return None
 

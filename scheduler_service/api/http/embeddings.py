@@ -10,10 +10,10 @@ from typing import Any
 
 from msgspec import Raw, structs
 
-from scheduler_service.api.http.answering import begin_requests, now, numbered
+from scheduler_service.api.http.answering import begin_requests, now, request_ids
 from scheduler_service.api.http.answers import EmbeddingAnswer, EmbeddingItem, UsageCounts, encode
 from scheduler_service.api.http.prompts import reading_size, render_messages, separate_prompts
-from scheduler_service.api.http.request_options import DecodedCall, RequestNames, parsed
+from scheduler_service.api.http.request_options import DecodedCall, RequestNames, request_for_prompt
 from scheduler_service.api.http.requests import MAX_INPUTS, EmbeddingRequest, PromptField
 from scheduler_service.core.request import SequenceEnd
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
@@ -33,7 +33,7 @@ async def embed_inputs(request: EmbeddingRequest, call: Call, intake: Intake, mo
     given = await _input_of(request, call, intake)
     tenant, size = call.caller.tenant(request.tenant or ""), reading_size(given, call)
     names = RequestNames("messages" if request.input is None else "input", embed="model")
-    with names.in_refusals():
+    with names.translate_refusals():
         requests = await intake.turns.run_operation(tenant, size, _read, request, given, drawn, call, intake.model)
     num_numbers = min(request.dimensions or intake.model.hidden_size, intake.model.hidden_size)
     size = num_numbers * _SHOWN_BYTES[request.encoding_format or "float"]
@@ -65,8 +65,8 @@ def _read(
 ) -> list[ParsedRequest]:
     prompts, is_text = separate_prompts(given, "input", MAX_INPUTS), request.messages is None
     return [
-        parsed(request, prompt, None, call, model, request_id=name, add_special_tokens=is_text)
-        for prompt, name in zip(prompts, numbered(request.request_id or drawn, len(prompts)), strict=True)
+        request_for_prompt(request, prompt, None, call, model, request_id=name, add_special_tokens=is_text)
+        for prompt, name in zip(prompts, request_ids(request.request_id or drawn, len(prompts)), strict=True)
     ]
 
 

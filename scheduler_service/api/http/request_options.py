@@ -48,7 +48,7 @@ class RequestNames:
         self._options = options
 
     @contextlib.contextmanager
-    def in_refusals(self) -> Iterator[None]:
+    def translate_refusals(self) -> Iterator[None]:
         """Return a context manager that catches RefusedError and raises it again with the field name of this kind of
         HTTP request."""
         try:
@@ -87,7 +87,7 @@ def sampling_options(
         options.setdefault("beam_width", request.n or 1)
     elif "beam_width" not in options and request.length_penalty == 1:
         del options["length_penalty"]
-    found = [*grammars, *_exclusions(request, model)]
+    found = [*grammars, *_token_constraints(request, model)]
     if len(found) > 1:
         (first, *_), (second, *_) = found[:2]
         raise invalid(second, f"{first} and {second} both constrain the output; send only one of them")
@@ -97,7 +97,7 @@ def sampling_options(
     return options, names
 
 
-def parsed(
+def request_for_prompt(
     request: QueuedRequest,
     prompt: str | tuple[int, ...],
     options: Options | None,
@@ -133,7 +133,7 @@ def parsed(
     )
 
 
-def structured(request: GenerationRequest) -> Iterator[OutputConstraint]:
+def output_constraints(request: GenerationRequest) -> Iterator[OutputConstraint]:
     """Yield the constraints on the output that a request sets in `response_format`, `structured_outputs` and their
     aliases. The fields `allowed_token_ids` and `bad_words` are not included. Raises RefusedError if a schema is not
     UTF-8."""
@@ -163,7 +163,7 @@ def structured(request: GenerationRequest) -> Iterator[OutputConstraint]:
                 yield field, kind, value
 
 
-def _exclusions(request: GenerationRequest, model: ModelInfo) -> Iterator[OutputConstraint]:
+def _token_constraints(request: GenerationRequest, model: ModelInfo) -> Iterator[OutputConstraint]:
     """Yield the constraints on the output that a request sets in `allowed_token_ids` and `bad_words`. Each constraint
     is converted to a Lark grammar. Raises RefusedError if a list has too many entries, or an entry is invalid."""
     for field, limit in (("allowed_token_ids", model.vocab_size), ("bad_words", _MAX_BAD_WORDS)):

@@ -76,7 +76,7 @@ class StructuredOutputsField(Struct, forbid_unknown_fields=True, frozen=True):
     whitespace_pattern: Annotated[None, why("specify it in the schema, with x-guidance")] = None
 
 
-def _within(given: dict[str, Any], name: str) -> dict[str, Any]:
+def _nest_fields(given: dict[str, Any], name: str) -> dict[str, Any]:
     """Move the fields of a JSON object, except `type`, into a nested object called `name`, and return the new object.
     If the object already has a field called `name`, return the object unchanged."""
     inner = {key: value for key, value in given.items() if key != "type"}
@@ -84,7 +84,7 @@ def _within(given: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 class TextFormat(Struct, tag_field="type", tag="text", forbid_unknown_fields=True, frozen=True):
-    """Unconstrained text."""
+    """The output is unconstrained text."""
 
 
 class JsonObjectFormat(Struct, tag_field="type", tag="json_object", forbid_unknown_fields=True, frozen=True):
@@ -113,10 +113,10 @@ class JsonSchemaFormat(Struct, tag_field="type", tag="json_schema", forbid_unkno
     json_schema: NamedSchema
 
     @staticmethod
-    def as_meant(given: dict[str, Any]) -> dict[str, Any]:
+    def normalize_json(given: dict[str, Any]) -> dict[str, Any]:
         """Convert an output format of OpenAI's Responses API, which has no nested object, to the format of chat
         completions."""
-        return _within(given, "json_schema")
+        return _nest_fields(given, "json_schema")
 
 
 class StructuralTagFormat(Struct, tag_field="type", tag="structural_tag", forbid_unknown_fields=True, frozen=True):
@@ -246,7 +246,7 @@ STRICT = why("true: if calls are required, refuse a schema that cannot be enforc
 
 
 class FunctionField(Struct, forbid_unknown_fields=True, frozen=True):
-    """A function that the model may call."""
+    """A function that the model may call, with a JSON Schema of its parameters."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     description: str | None = None
@@ -261,7 +261,7 @@ class ToolField(Struct, tag_field="type", tag="function", forbid_unknown_fields=
     cache_control: Annotated[dict[str, Any], _INERT] | None = None
 
     @staticmethod
-    def as_meant(given: dict[str, Any]) -> dict[str, Any]:
+    def normalize_json(given: dict[str, Any]) -> dict[str, Any]:
         """Convert a tool of OpenAI's Responses API to a tool of chat completions. The fields of the function are moved
         into a nested object `function`. A tool of chat completions is returned unchanged."""
         if "function" in given or "name" not in given:
@@ -282,10 +282,10 @@ class AllowedToolsChoice(Struct, tag_field="type", tag="allowed_tools", forbid_u
     allowed_tools: AllowedTools
 
     @staticmethod
-    def as_meant(given: dict[str, Any]) -> dict[str, Any]:
+    def normalize_json(given: dict[str, Any]) -> dict[str, Any]:
         """Convert a tool choice of OpenAI's Responses API, which has no nested object, to a tool choice of chat
         completions."""
-        return _within(given, "allowed_tools")
+        return _nest_fields(given, "allowed_tools")
 
 
 class ThinkingField(Struct, forbid_unknown_fields=True, frozen=True):
@@ -296,15 +296,15 @@ class ThinkingField(Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class AutoMode(Struct, tag_field="type", tag="auto", forbid_unknown_fields=True, frozen=True):
-    """Equivalent to the string `auto`."""
+    """A tool choice that is equivalent to the string `auto`."""
 
 
 class NoMode(Struct, tag_field="type", tag="none", forbid_unknown_fields=True, frozen=True):
-    """Equivalent to the string `none`."""
+    """A tool choice that is equivalent to the string `none`."""
 
 
 class RequiredMode(Struct, tag_field="type", tag="required", forbid_unknown_fields=True, frozen=True):
-    """Equivalent to the string `required`."""
+    """A tool choice that is equivalent to the string `required`."""
 
 
 class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
@@ -387,7 +387,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
     return_prompt_text: Annotated[Literal[False], why("use return_token_ids")] | None = None
 
     @staticmethod
-    def as_meant(given: dict[str, Any]) -> dict[str, Any]:
+    def normalize_json(given: dict[str, Any]) -> dict[str, Any]:
         """Convert fields of other APIs to the equivalent fields of chat completions, and return the request. The fields
         are a tool choice of Mistral or Anthropic, and a `reasoning` object of OpenRouter."""
         meant = dict(given)

@@ -211,7 +211,7 @@ class _Endpoint:
         if rid := getattr(request, "rid", None):
             request = structs.replace(request, request_id=request.request_id or rid)
         is_streamed = bool(getattr(request, "stream", None))
-        with admission.held(tenant, size):
+        with admission.count_request(tenant, size):
             try:
                 async with (
                     while_connected(scope, receive, is_streamed=is_streamed) as stream,

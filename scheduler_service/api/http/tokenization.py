@@ -82,7 +82,7 @@ async def render(read: DecodedCall, intake: Intake, model_name: str) -> list[Raw
     """Answer a call that asks for the tokens of its prompts instead of an output. Return the JSON with the token ids of
     each prompt, as they would be queued for the model. Raises RefusedError if a prompt is invalid or too long."""
     rendered = []
-    with read.names.in_refusals():
+    with read.names.translate_refusals():
         for each in read.requests:
             token_ids = encode_list(await intake.tokenize(each))
             rendered.append(Raw(encode(RenderedPrompt(each.request.request_id, model_name, token_ids))))

@@ -26,7 +26,7 @@ from pagewire.common.grammars.json_schema import enforceable
 from pagewire.common.grammars.structural_tag import format_in
 from pagewire.common.strict_json import from_json
 from scheduler_service.api.http.answers import CalledFunction, ToolCall
-from scheduler_service.api.http.request_options import OutputConstraint, structured
+from scheduler_service.api.http.request_options import OutputConstraint, output_constraints
 from scheduler_service.api.http.requests import (
     AllowedToolsChoice,
     AutoMode,
@@ -121,8 +121,8 @@ def chat_grammars(
 ) -> list[OutputConstraint]:
     """Return the constraints on the output of a chat, other than `allowed_token_ids` and `bad_words`. The constraints
     cover tool calls, the format of the text after the reasoning, and the maximum number of reasoning tokens. Raises
-    RefusedError if a grammar would have to begin after the reasoning, or if a reasoning budget is set for a model
-    without reasoning."""
+    RefusedError if the output begins with reasoning and a constraint cannot apply to only the text after the reasoning.
+    Raises RefusedError also if a reasoning budget is set for a model without reasoning."""
     budget = None if request.thinking_token_budget == -1 else request.thinking_token_budget
     if budget is not None and not output.has_reasoning:
         raise invalid(
@@ -130,14 +130,14 @@ def chat_grammars(
             "thinking_token_budget is set, but the model's format of reasoning is unknown: neither its chat template "
             "nor --reasoning-parser specifies it; leave thinking_token_budget unset",
         )
-    found = list(structured(request))
+    found = list(output_constraints(request))
     is_required = bool(functions) and _choice_of(request)[0] == "required"
     besides = "thinking_token_budget" if budget is not None else ""
     if functions and (is_required or rules.strict_tools or found):
         besides = "tools"
     if not (besides or (found and (output.is_reasoning(prompt) or output.is_in_channels))):
         return found
-    text = _form_of(found, besides, output)
+    text = _as_tag_format(found, besides, output)
     if found and text is None:
         return found
     try:
@@ -154,7 +154,7 @@ def chat_grammars(
     return [(found[0][0] if found else besides, "structural_tag", json.dumps(tag))]
 
 
-def _form_of(found: list[OutputConstraint], besides: str, output: ChatFormat) -> dict[str, Any] | None:
+def _as_tag_format(found: list[OutputConstraint], besides: str, output: ChatFormat) -> dict[str, Any] | None:
     """Convert the constraint on a chat's text to a format in a structural tag. Return None if there is no constraint,
     or if the constraint is invalid; the grammar compiler refuses an invalid constraint later. Raises RefusedError if a
     structural tag cannot contain this kind of constraint."""

@@ -267,7 +267,7 @@ async def test_events_of_several_prompts_are_whole() -> None:
     scope = {"abort": lambda: None, "state": {}}
     stream = event_stream.EventStream(partial(connection.UnreadAnswers().send, send, scope))
     events = [letter * MIB for letter in (b"a", b"b")]
-    await asyncio.gather(*map(stream.tell, events))
+    await asyncio.gather(*map(stream.send_event, events))
     assert b"".join(sent) == b"".join(b"data: %b\n\n" % event for event in events)
     assert max(map(len, sent)) < MIB
 

@@ -21,7 +21,7 @@ from scheduler_service.api.http.messages.answers import (
     Stop,
     ToolUsePart,
 )
-from scheduler_service.api.http.messages.messages import folded
+from scheduler_service.api.http.messages.messages import join_events
 from testing.seeds import seeded
 from testing.serving.http_server import HttpServer, server_of_the_module
 from tests.contract.http.scripted import make_tool_checkpoint
@@ -147,7 +147,7 @@ async def test_json_is_read_up_to_a_depth(container: str) -> None:
 async def test_arguments_that_are_nested_too_deeply_stand_as_text(text: str) -> None:
     head = MessageAnswer("msg_1", "message", "assistant", "chatty", [], None, None, MessageUsage(1, 0, 0))
     call = ToolUsePart("toolu_1", "now", {})
-    message = folded(
+    message = join_events(
         [
             MessageStart(head),
             BlockStart(0, call),

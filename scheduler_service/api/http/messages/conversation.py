@@ -73,7 +73,7 @@ def chat_of(request: CountTokensRequest) -> ChatCompletionRequest:
         thinking_token_budget=thinking.budget_tokens if thinking and thinking.type == "enabled" else None,
         response_format=None if output is None else JsonSchemaFormat(json_schema=NamedSchema(output.schema)),
         max_completion_tokens=getattr(request, "max_tokens", None),
-        continue_final_message=_goes_on(request.messages[-1]) or None,
+        continue_final_message=_is_continued(request.messages[-1]) or None,
         stop=request.stop_sequences if isinstance(request, MessagesRequest) else None,
         **same,
     )
@@ -110,7 +110,7 @@ def _result_parts(blocks: Iterable[Any]) -> list[Any]:
     return [part for content in contents if isinstance(content, list) for part in content]
 
 
-def _goes_on(message: InputMessage) -> bool:
+def _is_continued(message: InputMessage) -> bool:
     """Return whether the model continues this message, which is the last of the conversation, instead of beginning a
     new one. The model continues an assistant message that has text and no tool calls."""
     content = [TextBlock(message.content)] if isinstance(message.content, str) else message.content

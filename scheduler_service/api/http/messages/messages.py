@@ -75,7 +75,7 @@ class MessageEvents:
         self._has_begun = False
         self._has_calls = False
 
-    def tell(self, delta: Delta, progress: PromptProgress) -> Iterator[MessageEvent]:
+    def events_for(self, delta: Delta, progress: PromptProgress) -> Iterator[MessageEvent]:
         """Yield the message events for a delta (a piece of new output). The first delta also yields `message_start`.
         The last delta also yields `message_delta` and `message_stop`."""
         if not self._has_begun:
@@ -127,7 +127,7 @@ async def answer_message(
 ) -> bytes | None:
     """Answer a call of `/v1/messages`. Return the JSON of the message, or None if the message was sent as a stream of
     events. Raises RefusedError if the request is invalid or refused."""
-    with _NAMES.in_refusals():
+    with _NAMES.translate_refusals():
         asked, make_parser = await _read(request, call, intake, stream)
         async with begin_requests(asked, call, intake, is_streamed=bool(request.stream)) as [progress]:
             await _in_turn(request, call, intake, check_edits, request, len(progress.prompt_token_ids))
@@ -138,22 +138,22 @@ async def answer_message(
             is_omitted = request.thinking is not None and request.thinking.display == "omitted"
             event_writer = MessageEvents(make_parser(), head, shows_thinking=not is_omitted)
 
-            async def tell(delta: Delta) -> list[MessageEvent]:
+            async def events_for(delta: Delta) -> list[MessageEvent]:
                 """Return the message events for a delta (a piece of new output). The events of a long text are made on
                 a thread that the tenants share in turn."""
                 return await progress.write(
-                    progress.num_values(delta), lambda: list(event_writer.tell(delta, progress))
+                    progress.num_values(delta), lambda: list(event_writer.events_for(delta, progress))
                 )
 
             stream.is_named = bool(request.stream)
-            events = await output_events(progress, (), tell, stream, is_streamed=bool(request.stream))
-            return encode(folded(events)) if events else None
+            events = await output_events(progress, (), events_for, stream, is_streamed=bool(request.stream))
+            return encode(join_events(events)) if events else None
 
 
 async def count_tokens(request: CountTokensRequest, call: Call, intake: Intake, stream: EventStream) -> bytes:
     """Answer a call of `/v1/messages/count_tokens`. Return the JSON with the number of tokens in the prompt. Raises
     RefusedError if the request is invalid."""
-    with _NAMES.in_refusals():
+    with _NAMES.translate_refusals():
         asked, _ = await _read(request, call, intake, stream)
         num_tokens = len(await intake.tokenize(asked.requests[0]))
         await _in_turn(request, call, intake, check_edits, request, num_tokens)
@@ -186,7 +186,7 @@ def message_usage(progress: PromptProgress) -> MessageUsage:
     return MessageUsage(len(progress.prompt_token_ids) - num_cached, sum(progress.num_tokens), num_cached)
 
 
-def folded(events: Iterable[MessageEvent]) -> MessageAnswer:
+def join_events(events: Iterable[MessageEvent]) -> MessageAnswer:
     """Join the events of a streamed message into the whole message, and return the message. Raises ValueError if the
     events have no `message_start`."""
     heads: list[ContentPart] = []

@@ -110,7 +110,7 @@ class ToolResultBlock(Block, tag="tool_result", forbid_unknown_fields=True, froz
     toolset_name: Annotated[None, _NO_TOOLSETS] = None
 
     @staticmethod
-    def as_meant(given: dict[str, Any]) -> dict[str, Any]:
+    def normalize_json(given: dict[str, Any]) -> dict[str, Any]:
         """Return the tool result with a placeholder text in place of each file, because the model reads only text."""
         match given:
             case {"content": list() as blocks}:
@@ -125,7 +125,7 @@ def _without_file(block: Any) -> Any:
     return block
 
 
-def _of_vendor(block: Any) -> Any:
+def _vendor_block_as_text(block: Any) -> Any:
     text = vendor_text(block) if isinstance(block, dict) else ""
     return {"type": "text", "text": f"\n{text}\n"} if text else block
 
@@ -138,7 +138,7 @@ class InputMessage(Struct, forbid_unknown_fields=True, frozen=True):
     cache_control: Annotated[dict[str, Any], _INERT] | None = None
 
     @staticmethod
-    def as_meant(given: dict[str, Any]) -> dict[str, Any]:
+    def normalize_json(given: dict[str, Any]) -> dict[str, Any]:
         """Return the message without the fields that only answers have, so that a client can send an answer back as a
         message. Texts replace the content blocks of tools that ran on a vendor's servers."""
         own = {
@@ -146,7 +146,7 @@ class InputMessage(Struct, forbid_unknown_fields=True, frozen=True):
         }
         match own:
             case {"content": list() as blocks}:
-                return {**own, "content": [*map(_of_vendor, blocks)]}
+                return {**own, "content": [*map(_vendor_block_as_text, blocks)]}
         return own
 
 

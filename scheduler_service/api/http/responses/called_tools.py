@@ -52,12 +52,12 @@ def tool_fields(tools: Iterable[Tool], found: Iterable[Tool]) -> list[ToolField]
     functions for `found`, tools that a tool search has found, follow if they have new names. Raises RefusedError if two
     tools in `tools` have the same function name."""
     fields: dict[str, ToolField] = {}
-    for place, tool, namespace, preface in _each(tools):
+    for place, tool, namespace, preface in _callable_tools(tools):
         name = function_name(tool.name, namespace)
         if name in fields:
             raise invalid(f"{place}.name", f"{place}.name: two tools are called as {name!r}; rename one")
         fields[name] = _field(name, tool, preface)
-    for _, tool, namespace, preface in _each(found):
+    for _, tool, namespace, preface in _callable_tools(found):
         name = function_name(tool.name, namespace)
         fields.setdefault(name, _field(name, tool, preface))
     return list(fields.values())
@@ -76,7 +76,7 @@ def found_tools(conversation: Iterable[InputItem]) -> list[Tool]:
 
 def found_names(item: ToolSearchResultItem) -> list[str]:
     """Return the function names of the tools that are listed in the result of a tool search."""
-    return [function_name(tool.name, namespace) for _, tool, namespace, _ in _each(item.tools)]
+    return [function_name(tool.name, namespace) for _, tool, namespace, _ in _callable_tools(item.tools)]
 
 
 def called_tools(tools: Iterable[Tool], found: Iterable[Tool]) -> dict[str, CalledTool]:
@@ -86,7 +86,7 @@ def called_tools(tools: Iterable[Tool], found: Iterable[Tool]) -> dict[str, Call
     called = {
         function_name(tool.name, namespace): CalledTool(tool.name, namespace, isinstance(tool, CustomTool))
         for each in (found, tools)
-        for _, tool, namespace, _ in _each(each)
+        for _, tool, namespace, _ in _callable_tools(each)
     }
     if any(isinstance(tool, ToolSearchTool) and tool.execution == "client" for tool in tools):
         called[SEARCH] = CalledTool(SEARCH, is_search=True)
@@ -98,7 +98,10 @@ def tool_warnings(tools: Iterable[Tool]) -> Iterator[str]:
     left_out = {str(tool.__struct_config__.tag) for tool in tools if isinstance(tool, VendorTool)}
     if left_out:
         yield f"tools that run at the vendor are left out: {', '.join(sorted(left_out))}"
-    if any(isinstance(tool, CustomTool) and isinstance(tool.format, GrammarFormat) for _, tool, *_ in _each(tools)):
+    if any(
+        isinstance(tool, CustomTool) and isinstance(tool.format, GrammarFormat)
+        for _, tool, *_ in _callable_tools(tools)
+    ):
         yield "the grammars of custom tools are given to the model, but not enforced"
 
 
@@ -133,7 +136,7 @@ def _cut_text(escaped: str) -> str:
     return escaped
 
 
-def _each(tools: Iterable[Tool]) -> Iterator[tuple[str, FunctionTool | CustomTool, str | None, str]]:
+def _callable_tools(tools: Iterable[Tool]) -> Iterator[tuple[str, FunctionTool | CustomTool, str | None, str]]:
     """Yield each callable tool with its path in the request, its namespace, and a preface for its description. The
     preface contains the description of the namespace. It is empty except for the first tool of a namespace."""
     for index, tool in enumerate(tools):

@@ -77,14 +77,14 @@ def items_of(request: ResponsesRequest, before: Iterable[InputItem] = ()) -> lis
     """Return the input of a Responses request as conversation items with all fields set. An item without an id gets a
     new id, and so does an item whose id occurs earlier or in `before`. Raises RefusedError if an item is invalid."""
     given = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input or []
-    typed = [_of_vendor({"type": "message", **_without_nulls(item)}) for item in given]
+    typed = [_vendor_item_as_message({"type": "message", **_without_nulls(item)}) for item in given]
     kind = InputItems if type(request) is ResponsesRequest else lenient(InputItems)  # as the request was decoded
     items: list[InputItem] = decode_body(msgspec.json.encode({"input": typed}), kind).input
     taken = {item.id for item in before}
     return [_whole(item, f"{request.request_id}_input_{index}", taken) for index, item in enumerate(items)]
 
 
-def _of_vendor(item: dict[str, Any]) -> dict[str, Any]:
+def _vendor_item_as_message(item: dict[str, Any]) -> dict[str, Any]:
     """Convert a conversation item of a tool that ran on a vendor's servers to a message that describes the item. Other
     items are returned unchanged."""
     text = vendor_text(item)
@@ -185,7 +185,7 @@ def _messages(instructions: str | None, conversation: Iterable[InputItem]) -> It
     answer: dict[str, Any] = {}  # the items of one assistant turn become one message
     last: InputItem | None = None
     for item in conversation:
-        if answer and not _goes_on(answer, item, last):
+        if answer and not _belongs_to_turn(answer, item, last):
             yield _joined(answer)
             answer = {}
         last = item
@@ -224,7 +224,7 @@ def _output_heading(item: FunctionResultItem) -> str:
     return f"Output of {function_name(item.name, item.namespace) if item.name else 'a tool'}:"
 
 
-def _goes_on(answer: dict[str, Any], item: InputItem, last: InputItem | None) -> bool:
+def _belongs_to_turn(answer: dict[str, Any], item: InputItem, last: InputItem | None) -> bool:
     """Return whether a conversation item belongs to the assistant turn in `answer`. A turn consists of reasoning, then
     text, then tool calls. A text whose phase is `commentary` may occur anywhere in a turn. `last` is the item before
     `item`."""

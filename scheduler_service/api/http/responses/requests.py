@@ -36,7 +36,7 @@ class RefusalText(Struct, tag_field="type", tag="refusal", forbid_unknown_fields
 
 
 class OutputText(Struct, tag_field="type", tag="output_text", forbid_unknown_fields=True, frozen=True):
-    """A text that is part of an earlier answer of the model."""
+    """A text in an earlier answer of the model, sent back as a part of the conversation."""
 
     text: str
     annotations: Annotated[list[Any], _INERT] | None = None
@@ -77,7 +77,7 @@ class MessageItem(
     end_turn: Annotated[bool, _INERT] | None = None  # sent by Codex
 
     @staticmethod
-    def as_meant(given: dict[str, Any]) -> dict[str, Any]:
+    def normalize_json(given: dict[str, Any]) -> dict[str, Any]:
         """Return the message with its content converted to the types of the Responses API. Chat completions use the
         type `text`, which becomes `output_text` for the assistant and `input_text` for other roles."""
         kind = "output_text" if given.get("role") == "assistant" else "input_text"
@@ -148,7 +148,7 @@ class FunctionResultItem(Item, tag_field="type", tag="function_call_output", for
     namespace: str | None = None
     caller: Annotated[DirectCaller, _INERT] | None = None
 
-    as_meant = staticmethod(_result)
+    normalize_json = staticmethod(_result)
 
 
 class CustomResultItem(Item, tag_field="type", tag="custom_tool_call_output", forbid_unknown_fields=True, frozen=True):
@@ -158,7 +158,7 @@ class CustomResultItem(Item, tag_field="type", tag="custom_tool_call_output", fo
     namespace: Annotated[str, _INERT] | None = None
     caller: Annotated[DirectCaller, _INERT] | None = None
 
-    as_meant = staticmethod(_result)
+    normalize_json = staticmethod(_result)
 
 
 class ReasoningItem(Item, tag_field="type", tag="reasoning", forbid_unknown_fields=True, frozen=True):
@@ -174,7 +174,7 @@ class CompactionItem(Item, tag_field="type", tag="compaction", forbid_unknown_fi
     encrypted_content: str
 
 
-def _flattened(given: dict[str, Any], name: str) -> dict[str, Any]:
+def _unnest_fields(given: dict[str, Any], name: str) -> dict[str, Any]:
     """Replace the nested object called `name` in a JSON object by the fields of that nested object, and return the new
     object. If a field would then occur twice, return the object unchanged."""
     inner, own = given.get(name), {key: value for key, value in given.items() if key != name}
@@ -193,9 +193,9 @@ class FunctionTool(
     is_asynchronous: Annotated[Literal[False], _LATER] | None = field(default=None, name="async")
 
     @staticmethod
-    def as_meant(given: dict[str, Any]) -> dict[str, Any]:
+    def normalize_json(given: dict[str, Any]) -> dict[str, Any]:
         """Convert a tool of chat completions, which has a nested object `function`, to a tool of the Responses API."""
-        return _flattened(given, "function")
+        return _unnest_fields(given, "function")
 
 
 class GrammarFormat(Struct, tag_field="type", tag="grammar", forbid_unknown_fields=True, frozen=True):
@@ -247,31 +247,31 @@ class VendorTool(Struct, tag_field="type", frozen=True):
 
 
 class WebSearchTool(VendorTool, tag="web_search", frozen=True):
-    """A web search."""
+    """OpenAI's web search tool."""
 
 
 class DatedWebSearchTool(VendorTool, tag="web_search_2025_08_26", frozen=True):
-    """A version of the web search tool with a date in its name."""
+    """A version of OpenAI's web search tool with a date in its name."""
 
 
 class PreviewWebSearchTool(VendorTool, tag="web_search_preview", frozen=True):
-    """The older web search tool, from the time of its preview."""
+    """OpenAI's older web search tool, from the time of its preview."""
 
 
 class DatedPreviewWebSearchTool(VendorTool, tag="web_search_preview_2025_03_11", frozen=True):
-    """A version of the older web search tool with a date in its name."""
+    """A version of OpenAI's older web search tool with a date in its name."""
 
 
 class FileSearchTool(VendorTool, tag="file_search", frozen=True):
-    """A search of files that are stored at OpenAI."""
+    """OpenAI's tool for a search of files that are stored at OpenAI."""
 
 
 class CodeInterpreterTool(VendorTool, tag="code_interpreter", frozen=True):
-    """A sandbox that runs code."""
+    """OpenAI's sandbox that runs code."""
 
 
 class ImageGenerationTool(VendorTool, tag="image_generation", frozen=True):
-    """An image generation model."""
+    """OpenAI's image generation model."""
 
 
 class McpTool(VendorTool, tag="mcp", frozen=True):
@@ -338,18 +338,18 @@ class AllowedFunctions(Struct, tag_field="type", tag="allowed_tools", forbid_unk
     tools: Annotated[list[FunctionTool | CustomTool], Meta(min_length=1)]
 
     @staticmethod
-    def as_meant(given: dict[str, Any]) -> dict[str, Any]:
+    def normalize_json(given: dict[str, Any]) -> dict[str, Any]:
         """Convert a tool choice of chat completions, which has a nested object, to a tool choice of the Responses
         API."""
-        return _flattened(given, "allowed_tools")
+        return _unnest_fields(given, "allowed_tools")
 
 
 class SchemaFormat(NamedSchema, tag_field="type", tag="json_schema", forbid_unknown_fields=True, frozen=True):
     @staticmethod
-    def as_meant(given: dict[str, Any]) -> dict[str, Any]:
+    def normalize_json(given: dict[str, Any]) -> dict[str, Any]:
         """Convert an output format of chat completions, which has a nested object `json_schema`, to a format of the
         Responses API."""
-        return _flattened(given, "json_schema")
+        return _unnest_fields(given, "json_schema")
 
 
 class TextField(Struct, forbid_unknown_fields=True, frozen=True):
@@ -459,7 +459,7 @@ class ResponsesRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True,
 
 
 class NamedResponse(Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """Names a stored response by its id and tenant."""
+    """Names a stored response of the Responses API by its id and tenant."""
 
     response_id: str
     tenant: str | None = None

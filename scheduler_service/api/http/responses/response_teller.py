@@ -72,7 +72,7 @@ class ResponseEvents:
         if self._begun.status == "queued":
             yield self._event("response.queued", response=self._begun)
 
-    async def tell(self, delta: Delta) -> list[ResponseEvent]:
+    async def events_for(self, delta: Delta) -> list[ResponseEvent]:
         """Return the response events for a delta (a piece of new output). If the delta ends the output, the last event
         contains the whole response."""
         end, events = delta.end, []
@@ -81,9 +81,9 @@ class ResponseEvents:
             in_progress = msgspec.structs.replace(self._begun, status="in_progress")
             events.append(self._event("response.in_progress", response=in_progress))
         if CHAR_VALUES * len(delta.text) <= PIECE_SIZE:
-            events += self._told(delta)
+            events += self._text_events(delta)
         else:
-            events += await self._intake.turns.call(self._tenant, self._told, delta)
+            events += await self._intake.turns.call(self._tenant, self._text_events, delta)
         if end is not None:
             status = _STATUSES[end.reason]
             details = Incomplete("max_output_tokens") if status == "incomplete" else None
@@ -103,7 +103,7 @@ class ResponseEvents:
         )
         yield self._event(f"response.{_LAST_EVENTS.get(status, status)}", response=response)
 
-    def _told(self, delta: Delta) -> list[ResponseEvent]:
+    def _text_events(self, delta: Delta) -> list[ResponseEvent]:
         """Return the response events for the text of a delta. The first text event also contains the log-probabilities
         of those tokens of the message that no earlier event has covered."""
         events = list(self._tell_text(delta.text, is_last=delta.end is not None))

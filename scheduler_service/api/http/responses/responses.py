@@ -66,7 +66,7 @@ async def answer_response(
         )
     if request.background and request.timeout is not None:
         raise invalid("timeout", "timeout has no effect on a background response; leave timeout or background unset")
-    with _NAMES.in_refusals():
+    with _NAMES.translate_refusals():
         request, conversation, call, asked, make_parser = await _read(request, call, intake, stored, stream)
         prompt = asked.requests[0].prompt
         assert isinstance(prompt, str), "the prompt of a chat is text"
@@ -80,15 +80,15 @@ async def answer_response(
         try:
             async with begin_requests(asked, call, intake, is_streamed=bool(request.stream)) as [progress]:
 
-                async def tell(delta: Delta) -> list[ResponseEvent]:
-                    events = await event_writer.tell(delta)
+                async def events_for(delta: Delta) -> list[ResponseEvent]:
+                    events = await event_writer.events_for(delta)
                     if delta.end is not None and is_stored:  # store it before the client can refer to it
                         kept = await stored.keep(msgspec.structs.replace(record, response=events[-1].response))
                         events[-1] = msgspec.structs.replace(events[-1], response=kept)
                     return events
 
                 events = await output_events(
-                    progress, event_writer.begin(), tell, stream, is_streamed=bool(request.stream)
+                    progress, event_writer.begin(), events_for, stream, is_streamed=bool(request.stream)
                 )
                 return encode(events[-1].response) if events else None
         except RefusedError as refused:
@@ -108,7 +108,7 @@ async def count_input_tokens(
 ) -> bytes:
     """Answer a call of `/v1/responses/input_tokens`. Return the JSON with the number of tokens in the prompt. Raises
     RefusedError if the request is invalid."""
-    with _NAMES.in_refusals():
+    with _NAMES.translate_refusals():
         _, _, _, asked, _ = await _read(request, call, intake, stored, stream)
         return encode(InputTokenCount(len(await intake.tokenize(asked.requests[0]))))
 
@@ -129,13 +129,13 @@ async def compact_conversation(
         raise invalid(field, f"{field} is true, but a compacted conversation is returned as a whole; leave it unset")
     if request.model is None:
         raise invalid("model", "model is not set; name the model that writes the summary")
-    with _NAMES.in_refusals():
+    with _NAMES.translate_refusals():
         last = MessageItem(role="user", content=_SUMMARIZE)
         request, conversation, call, asked, make_parser = await _read(request, call, intake, stored, stream, last)
         begun = _begun(request, asked.requests[0].request.sampling, model_name)
         async with begin_requests(asked, call, intake, is_streamed=False) as [progress]:
             event_writer = stored.event_writer(make_parser, ResponseRecord(conversation, begun), request)
-            events = await output_events(progress, (), event_writer.tell, stream, is_streamed=False)
+            events = await output_events(progress, (), event_writer.events_for, stream, is_streamed=False)
     response = events[-1].response
     assert response is not None, "the last event contains the response"
     messages = [item for item in response.output if isinstance(item, MessageOutput)]

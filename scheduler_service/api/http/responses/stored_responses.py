@@ -104,7 +104,7 @@ class StoredResponses:
         response at its start, or None if its events were sent as a stream. Raises RefusedError if the request is
         invalid or refused."""
         record = msgspec.structs.replace(record, request=msgspec.structs.replace(request, input=""))
-        with asked.names.in_refusals():
+        with asked.names.translate_refusals():
             encoded = await self.in_turn(self._call.size, record.encoded)
             message = await encoded_request(asked.requests[0], self._intake, encoded)
             await answer_of(self._forward("Submit", message, self._call))
@@ -228,7 +228,7 @@ class StoredResponses:
             status = "in_progress" if output.token_ids else "queued"
             return msgspec.structs.replace(record.response, status=status)
         event_writer = self._event_writer(record)
-        events = await event_writer.tell(decode_delta(output))
+        events = await event_writer.events_for(decode_delta(output))
         if result.state == scheduler_pb2.RESULT_STATE_FAILED:
             events += event_writer.fail(result.failure.message)
         response = events[-1].response
@@ -241,7 +241,7 @@ class StoredResponses:
         try:
             async with contextlib.aclosing(self._attach(record)) as deltas:
                 async for delta in deltas:
-                    await send_events(await event_writer.tell(decode_delta(delta)), stream)
+                    await send_events(await event_writer.events_for(decode_delta(delta)), stream)
         except RefusedError:
             _, result = await self._find(record.response.id)
             if result.state != scheduler_pb2.RESULT_STATE_FAILED:

@@ -83,7 +83,7 @@ class Listener(socket.socket):
             raise BlockingIOError("other tasks run first")
         accepted, address = super().accept()
         connection = _Accepted(accepted, self)
-        if self.num_open > self._max_connections and not self._end_longest():
+        if self.num_open > self._max_connections and not self._end_one_connection():
             connection.close()
             raise ConnectionAbortedError("there are too many connections")  # asyncio treats it as a disconnect
         self._connections[Use.NEVER][connection.fileno()] = connection
@@ -105,7 +105,7 @@ class Listener(socket.socket):
         found = (connections.pop(descriptor, None) for connections in self._connections.values())
         return next((each for each in found if each is not None), None)
 
-    def _end_longest(self) -> bool:
+    def _end_one_connection(self) -> bool:
         """End one connection to make room for a new one, and return True. The connection has the lowest `Use`, and has
         been in that state for longest. It is shut down for reading, so the server sees it as closed by the client.
         Return False if all connections are SERVING."""

@@ -52,7 +52,7 @@ class EventStream:
         logger.warning("a request was answered with a warning: %s", text)
         self._warnings.append(f'299 - "{text}"')
 
-    async def tell(self, message: bytes, name: str = "") -> None:
+    async def send_event(self, message: bytes, name: str = "") -> None:
         """Send one server-sent event with the data `message`. `name` is used only in streams with named events. Return
         when the client has read enough for the next event to be sent."""
         named = b"event: %b\n" % name.encode() if self.is_named else b""

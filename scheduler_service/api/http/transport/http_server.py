@@ -142,7 +142,7 @@ async def _refuse(
     """Answer an HTTP call with an error. If the answer's event stream has begun, send the error as the last event.
     Otherwise send an error answer with its HTTP status."""
     if stream.has_begun:
-        await stream.tell(encode(error_answer(refused, scope["path"])), "error")
+        await stream.send_event(encode(error_answer(refused, scope["path"])), "error")
         await stream.end()
     else:
         await error_response(refused, scope["path"])(scope, receive, send)
