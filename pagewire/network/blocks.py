@@ -40,7 +40,8 @@ from pagewire.network.rope import QueryScaling, RopeConfig
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """The norms of a model over its hidden states: RMS norms or, if `is_centered`, layer norms."""
+    """The settings of a model's norms over hidden states. Called with a weight name, an instance returns the operation
+    of one norm. The norms are RMS norms or, if `is_centered`, layer norms."""
 
     size: int
     eps: float
@@ -57,7 +58,8 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """The attention of a layer, except for the names of its weights."""
+    """The attention block of one layer. Called with the names of the weights, an instance yields the operations of the
+    block."""
 
     layer: int
     hidden_size: int
@@ -122,8 +124,8 @@ class Attention:
         return tuple(parts_of([f"{name}.{each}" for each in qkv], shares))
 
     def _norm(self, name: str, num_heads: int, order: tuple[int, ...]) -> Vector | None:
-        """Return the norm weight for `num_heads` heads: one for each head or one over all heads. None: no
-        normalization."""
+        """Return the norm weight for the queries or keys of `num_heads` heads. The same weight applies to each head, or
+        one weight covers all heads together. Return None if the layer does not normalize queries and keys."""
         size, adds_one = self.heads.head_dim, self.norm_adds_one
         if self.qk_norm == "none":
             return None
@@ -138,8 +140,8 @@ def _of_heads(size: int, head_dim: int) -> Share:
 
 
 def parts_of(names: list[str], shares: list[Share]) -> Iterator[Part]:
-    """Yield the parts of a projection, one below the other. Each part is a module of its own, or all parts are rows of
-    one module."""
+    """Yield the parts of a projection in their order along the output dimension. `names` has either one checkpoint
+    module for each part, or a single module that stores all parts as consecutive rows."""
     whole, first = sum(share.size for share in shares), 0
     for number, share in enumerate(shares):
         if len(names) == len(shares):
@@ -151,8 +153,9 @@ def parts_of(names: list[str], shares: list[Share]) -> Iterator[Part]:
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """An activation between two matrix multiplications. If the activation is gated, this is a GLU variant (Shazeer,
-    2020, https://arxiv.org/abs/2002.05202)."""
+    """The MLP block of one layer: an activation between two linear layers. Called with the names of the weights, an
+    instance yields the operations. If the activation is gated, this is a GLU variant (Shazeer, 2020,
+    https://arxiv.org/abs/2002.05202)."""
 
     hidden_size: int
     size: int
@@ -171,9 +174,10 @@ class Mlp:
         target: str = "update",
         prefix: str = "",
     ) -> Iterator[Operation]:
-        """Yield the operations of the MLP with the module `name`. It reads the buffer `source` and writes `target`.
+        """Yield the operations of the MLP with the module `name`. The MLP reads the buffer `source` and writes the
+        buffer `target`.
 
-        `up` are the names within the module of the gate and up projections. A single name is a projection that contains
+        `up` has the names within the module of the gate and up projections. A single name is a projection that contains
         both or, without a gate, the up projection. `down` is the name of the down projection. With `is_transposed`,
         weights are stored as [in, out]. `prefix` begins the names of intermediate buffers.
         """
@@ -201,8 +205,8 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture of experts: a router sends each token to a few MLPs. See `pagewire.kernels.experts`. The router's
-    logits are float32."""
+    """The mixture-of-experts block of one layer: a router sends each token to a few experts, and each expert is an MLP.
+    The router's logits are float32. The terms are defined in `pagewire.kernels.experts`."""
 
     routing: ExpertRouting
     num_experts: int
@@ -240,13 +244,15 @@ class Experts:
 
 
 def whole(name: str, in_size: int, out_size: int, *, has_bias: bool = False) -> Projection:
-    """Return a float32 projection that every rank has in full, such as a router."""
+    """Return a float32 projection that is not split by tensor parallelism, such as a router. Every rank stores the
+    whole weight."""
     return Projection((Part(name, Share.of(out_size)),), Share.of(in_size), has_bias, is_float32=True)
 
 
 def shared_expert(mlp: Mlp, name: str, gate: str | None = None) -> Iterator[Operation]:
-    """Yield operations that add the output of a shared expert, which processes every token, to the experts' sum. If
-    `gate` names a projection, the output is multiplied by the sigmoid of this projection of the input."""
+    """Yield operations that add the output of a shared expert to the output of the routed experts. A shared expert is
+    an MLP that processes every token. If `gate` names a projection, the shared expert's output is multiplied by the
+    sigmoid of this projection of the input."""
     yield from replace(mlp, counted="columns of the shared expert")(name, target="shared", prefix="shared_")
     if gate is not None:
         yield Multiply("normed", "shared_gate", whole(gate, mlp.hidden_size, 1))
@@ -263,10 +269,11 @@ def layer(
     post_norms: tuple[str, str] | None = None,
     factor: float = 1.0,
 ) -> Iterator[Operation]:
-    """Yield a layer with a norm before attention and a norm before the MLP.
+    """Yield the operations of a transformer layer, with a norm before attention and a norm before the MLP.
 
-    `norms` are the names of these norms. `post_norms` are the names of the norms after attention and MLP; None: the
-    layer has no such norms. `factor` scales both updates before they are added to `x`.
+    `norms` has the names of these two norms. `post_norms` has the names of the norms after attention and after the MLP,
+    or is None if the layer has no such norms. `factor` scales the outputs of attention and MLP before they are added to
+    the hidden states `x`.
     """
     for number, block in enumerate((attention, mlp)):
         yield norm(norms[number])
@@ -275,23 +282,27 @@ def layer(
 
 
 def added(norm: Norm, post_norm: str | None, factor: float = 1.0) -> Iterator[Operation]:
-    """Yield operations that add the update to `x`, after a norm if `post_norm` names one."""
+    """Yield operations that add the buffer `update`, the output of attention or an MLP, to the hidden states `x`. If
+    `post_norm` names a norm, the update is normalized first."""
     if post_norm is not None:
         yield norm(post_norm, "update", "normed_update")
     yield Add("x", "update" if post_norm is None else "normed_update", factor)
 
 
 def embed(name: str, vocab_size: int, width: int, factor: float = 1.0) -> Embed:
-    """Return the operation that converts token ids to hidden states."""
+    """Return the operation that converts token ids to hidden states with an embedding table. The hidden states are
+    multiplied by `factor`."""
     return Embed("x", Table(name, vocab_size, width), None, factor)
 
 
 def lm_head(name: str, hidden_size: int, vocab_size: int, factor: float = 1.0, softcap: float = 0.0) -> LmHead:
-    """Return the operation that converts hidden states to logits. Every rank computes the same number of logits."""
+    """Return the operation that converts final hidden states to logits. With tensor parallelism, the vocabulary is
+    split among the ranks and padded, so that every rank computes the same number of logits."""
     rows = Share.of(vocab_size, 1, "tokens", is_padded=True)
     return LmHead("normed", Projection((Part(name, rows),), Share.of(hidden_size), gives_float32=True), factor, softcap)
 
 
 def activation(function: Activation, *, is_gated: bool = True, alpha: float = 1.0, limit: float = 0.0) -> Activate:
-    """Return the activation between the projections of an MLP. The MLP sets its buffers."""
+    """Return the activation operation between the linear layers of an MLP. The names of its buffers are left empty,
+    since `Mlp` sets them."""
     return Activate("", "", function, is_gated, alpha=alpha, limit=limit)

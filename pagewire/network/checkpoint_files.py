@@ -28,13 +28,13 @@ _PICKLED = ("*.bin", "*.pt", "*.pth")
 
 
 class CheckpointError(Exception):
-    """A checkpoint that is not supported or broken. The message names the file or tensor at fault, and the expected
-    value."""
+    """Raised for a model checkpoint that is broken or not supported. The message names the file, setting or tensor at
+    fault, and the expected value."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """A tensor as described in the header of its file."""
+    """A checkpoint tensor as described in the header of its file: the file, data type and shape, without the data."""
 
     file: str  # file name
     dtype: str  # as safetensors spells it
@@ -42,8 +42,8 @@ class TensorHeader:
 
 
 def read_json(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises CheckpointError if the file is missing or does not contain a JSON
-    object."""
+    """Return the JSON object in a file of a checkpoint. Raises CheckpointError if the file is missing, is larger than
+    `max_bytes`, or does not contain a JSON object."""
     try:
         return read_settings(path, required=True, max_bytes=max_bytes)
     except (OSError, ValueError) as error:
@@ -51,8 +51,9 @@ def read_json(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> dict[str, Any]
 
 
 def model_digest(path: Path) -> bytes:
-    """Return a digest of 32 bytes that identifies the model. Both services compare it to verify that they use the same
-    model. Raises CheckpointError."""
+    """Return a digest of 32 bytes that identifies the model in a checkpoint directory. The scheduler service and the
+    worker service compare their digests to verify that they use the same model. Raises CheckpointError if a required
+    file is missing or broken."""
     try:
         return directory_digest(path, TokenizerFiles.in_directory(path))
     except FileNotFoundError as error:
@@ -62,9 +63,9 @@ def model_digest(path: Path) -> bytes:
 
 
 def read_headers(path: Path) -> dict[str, TensorHeader]:
-    """Return the headers of all tensors of a checkpoint directory, by name. As in transformers, model.safetensors is
-    the whole checkpoint if it exists, even beside an outdated index. If the index lists it together with other files,
-    it is one of several shards.
+    """Return the headers of all tensors of a checkpoint directory, by tensor name. As in transformers,
+    model.safetensors is the whole checkpoint if it exists, even next to an outdated index. But if the index lists this
+    file together with other files, it is one of several shards.
 
     Raises CheckpointError if there are no safetensors files, if the index names a missing file, or if a file is not
     safetensors.
@@ -94,7 +95,8 @@ def read_headers(path: Path) -> dict[str, TensorHeader]:
 
 
 def _is_part(index: Path) -> bool:
-    """Return whether an index lists model.safetensors together with other files."""
+    """Return whether a safetensors index lists model.safetensors together with other files. Then model.safetensors is
+    only one shard of the checkpoint."""
     try:
         weight_map = read_json(index, MAX_LISTING_BYTES).get("weight_map")
     except CheckpointError:
@@ -112,8 +114,8 @@ def _without_weights(path: Path) -> str:
 
 
 def _read_header(file: Path) -> dict[str, TensorHeader]:
-    """Return the headers of the tensors in one file. Raises CheckpointError if the file is shorter or longer than its
-    header says."""
+    """Return the headers of the tensors in one safetensors file, by tensor name. Raises CheckpointError if the file is
+    shorter or longer than its header says, or if the header is invalid."""
     try:
         check_pointer(file)
         with file.open("rb") as stream:
@@ -146,8 +148,8 @@ def _read_header(file: Path) -> dict[str, TensorHeader]:
 
 
 def _parse_entry(file_name: str, entry: Any) -> tuple[TensorHeader, int]:
-    """Return the header of a tensor and the end offset of its data. Raises KeyError, TypeError or ValueError if the
-    entry is invalid."""
+    """Parse the entry of one tensor in a safetensors header. Return the tensor's header and the end offset of its data
+    in bytes. Raises KeyError, TypeError or ValueError if the entry is invalid."""
     dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     if not isinstance(dtype, str) or not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
         raise ValueError

@@ -15,8 +15,8 @@ _FREQUENCIES = "rope_freqs.weight"
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Read the header of a GGUF file. Like all functions of this module, it raises CheckpointError for an unsupported
-    file."""
+    """Open a GGUF model file and read its header. Like all functions of this module, this function raises
+    CheckpointError if the file is broken or not supported."""
     try:
         return GgufFile.open(path)
     except GgufError as error:
@@ -24,8 +24,8 @@ def open_gguf(path: Path) -> GgufFile:
 
 
 def load_gguf_config(path: Path) -> Network:
-    """Return the model that a GGUF file describes. The file's tensors are checked, but their data is not read. Raises
-    CheckpointError."""
+    """Return the model that a GGUF file describes. The descriptions of the file's tensors are checked, but the weights
+    are not read. Raises CheckpointError if the file is broken or the model is not supported."""
     file = open_gguf(path)
     try:
         file.check_tensors()
@@ -48,12 +48,15 @@ def load_gguf_config(path: Path) -> Network:
 
 
 def read_gguf_headers(path: Path) -> dict[str, TensorHeader]:
-    """Return the headers of all tensors, with the names and types of the GGUF file."""
+    """Return the headers of all tensors of a GGUF file. Names and data types are those that GGUF uses, which differ
+    from safetensors."""
     return {name: TensorHeader(path.name, info.type_name, info.shape) for name, info in open_gguf(path).tensors.items()}
 
 
 def _read_divisors(file: GgufFile, name: str, length: int) -> tuple[float, ...]:
-    """Return the divisors of the frequencies of rotary embedding, one for each pair of values."""
+    """Read the tensor of a GGUF file that scales the frequencies of rotary position embedding. Return one divisor for
+    each of the `length` pairs of rotated values. Raises CheckpointError if the tensor has another shape or type, or a
+    divisor is not finite and positive."""
     info = file.tensors[name]
     if info.type_name != "F32" or info.shape != (length,):
         raise CheckpointError(

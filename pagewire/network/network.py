@@ -16,7 +16,8 @@ from pagewire.network.rope import RopeConfig
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """The operations of a model and its global properties."""
+    """The structure of a model: the list of its operations, and global properties such as the data type and the number
+    of positions."""
 
     architecture: str
     operations: OperationList
@@ -33,7 +34,8 @@ class Network:
 
     @property
     def heads(self) -> AttentionHeads:
-        """The heads of the first layer. All layers have the same heads, except for their windows."""
+        """The attention heads of the first layer. All layers have the same heads, except for the size of their sliding
+        windows."""
         return self.layers[0]
 
     @property
@@ -43,19 +45,21 @@ class Network:
 
     @property
     def sliding_window(self) -> int:
-        """The largest window of any layer: the number of positions that a query attends to, including its own. 0: at
-        least one layer attends to all preceding positions."""
+        """The largest sliding window of any layer, in tokens. This is the number of positions that a query attends to,
+        including its own position. The value is 0 if at least one layer attends to all preceding positions."""
         windows = [heads.window for heads in self.layers]
         return max(windows) if all(windows) else 0
 
     @property
     def ropes(self) -> tuple[RopeConfig | None, ...]:
-        """The rotary embedding of each layer; None: the layer does not rotate heads."""
+        """The settings of rotary position embedding for each layer. The entry is None for a layer without rotary
+        position embedding."""
         return tuple(operation.rope for operation in self.operations if type(operation) is QkNormRopeStore)
 
     @property
     def rope(self) -> RopeConfig | None:
-        """The rotary embedding of the first layer that has one; None: no layer has one."""
+        """The settings of rotary position embedding of the first layer that has them. The value is None if no layer
+        rotates its heads."""
         return next((rope for rope in self.ropes if rope is not None), None)
 
     @property
@@ -69,12 +73,12 @@ class Network:
         return head_of(self.operations).in_size
 
     def of_rank(self, rank: int, num_ranks: int) -> "Network":
-        """Return the part of the model that rank `rank` of `num_ranks` computes. Raises ValueError if the model cannot
-        be split among that many ranks."""
+        """Return the part of the model that the tensor-parallel rank `rank` of `num_ranks` computes. Raises ValueError
+        if the model cannot be split among `num_ranks` ranks."""
         return replace(self, operations=cut(self.operations, rank, num_ranks))
 
     def serving(self, max_model_len: int | None) -> "Network":
-        """Return the model for sequences of at most `max_model_len` tokens; None: up to the model's number of
-        positions. This selects the factors of LongRoPE."""
+        """Return the model prepared for sequences of at most `max_model_len` tokens. None stands for the model's own
+        number of positions. The length selects the short or long factors of LongRoPE."""
         served = self.max_position_embeddings if max_model_len is None else max_model_len
         return replace(self, operations=with_ropes(self.operations, lambda rope: rope.serving(served)))

@@ -17,8 +17,8 @@ Activation: TypeAlias = str
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A range of indices in one dimension of a tensor: `size` indices from `first`, in a dimension of length
-    `whole`."""
+    """The range of indices of one dimension of a weight tensor that a tensor-parallel rank stores. The range has `size`
+    indices and begins at `first`, in a dimension of length `whole`."""
 
     size: int
     whole: int
@@ -42,11 +42,13 @@ class Share:
 
     @property
     def stored(self) -> slice:
-        """The slice of the stored tensor; indices past `whole` are left out."""
+        """The range as a slice of the tensor in the checkpoint. Indices past `whole`, which are only padding, are left
+        out."""
         return slice(min(self.first, self.whole), min(self.first + self.size, self.whole))
 
     def of_rank(self, rank: int, num_ranks: int) -> "Share":
-        """Return the range of one rank. Raises ValueError if `num_ranks` ranks cannot split the units."""
+        """Return the part of this range that one tensor-parallel rank stores. Raises ValueError if the units of the
+        range, such as attention heads, cannot be split among `num_ranks` ranks."""
         if not self.unit or num_ranks == 1:
             return self
         num_units = self.size // self.unit
@@ -61,7 +63,8 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """A one-dimensional weight, such as the weight of a norm or one number per head."""
+    """A one-dimensional weight of the model, such as the weight of a norm, a bias, or a vector with one number per
+    head."""
 
     name: str
     values: Share
@@ -77,13 +80,14 @@ class Vector:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """For each value, its index in the checkpoint's vector. Empty if the order is the same."""
+        """For each value of this weight, the index of the value in the checkpoint's vector. The tuple is empty if both
+        orders are the same."""
         return _repeated(self.head_order, self.num_elements)
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A weight [num_rows, width] that is read by row index, such as an embedding."""
+    """A weight matrix [num_rows, width] whose rows are looked up by index, such as a token embedding."""
 
     name: str
     num_rows: int
@@ -91,7 +95,8 @@ class Table:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The name of the table's module, as a tuple like `Projection.modules`."""
+        """The name of the checkpoint module that stores this table, as a tuple of one name. `Projection.modules` has
+        the same form."""
         return (self.name,)
 
     @property
@@ -102,7 +107,8 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A range of rows of a checkpoint module's weight and bias."""
+    """One checkpoint module that contributes rows to a `Projection`: the module's name, and the range of its rows that
+    is used."""
 
     name: str
     rows: Share
@@ -110,9 +116,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """A linear projection x W^T + b, with W [out_size, in_size]. W may consist of several projections of the same
-    input, one below the other. With `num_experts`, there is one such projection per expert, and all have one size.
-    `{expert}` in their names stands for the number of the expert, from 0."""
+    """The weights of a linear projection x W^T + b, with W of shape [out_size, in_size]. W may be the concatenation of
+    several checkpoint modules along the output dimension, such as the query, key and value projections. If
+    `num_experts` is set, there is one such projection per expert, all of the same size. The module names then contain
+    `{expert}` in place of the number of the expert, from 0."""
 
     parts: tuple[Part, ...]  # one below the other
     columns: Share
@@ -143,18 +150,20 @@ class Projection:
 
     @property
     def num_elements(self) -> int:
-        """The number of stored values, including biases and all experts."""
+        """The number of stored values of this projection, including biases and all experts."""
         return max(1, self.num_experts) * sum(self.out_sizes) * (self.in_size + self.has_bias)
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The distinct names of the parts' modules, for all experts."""
+        """The names of all checkpoint modules that this projection consists of, without duplicates. The names of all
+        experts are included."""
         experts = range(max(1, self.num_experts))
         return tuple(dict.fromkeys(part.name.format(expert=expert) for expert in experts for part in self.parts))
 
     @property
     def row_order(self) -> tuple[int, ...]:
-        """For each row, its index in the checkpoint's rows. Empty if the order is the same."""
+        """For each row of the projection's weight, the index of the row in the checkpoint. The tuple is empty if both
+        orders are the same."""
         return () if self.heads is None else self.heads.row_order(self.out_sizes)
 
     def of_expert(self, expert: int) -> "Projection":
@@ -165,7 +174,8 @@ class Projection:
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
-    """The order in which a checkpoint stores the rows of queries, keys and values."""
+    """The order in which a checkpoint stores the rows of the query, key and value projections. It is needed for
+    checkpoints that interleave the values of a head or the three projections."""
 
     head_dim: int
     # For each value of a query or key head, its index in the checkpoint's head; empty: the same order.
@@ -173,8 +183,8 @@ class HeadRows:
     are_by_head: bool = False  # the query, key and value rows of each head are stored together
 
     def row_order(self, out_sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """Return, for each row, its index in the checkpoint's rows, or an empty tuple if the order is the same.
-        `out_sizes` are the numbers of rows of queries, keys and values."""
+        """Return, for each row of the query, key and value projections, the index of the row in the checkpoint. The
+        tuple is empty if both orders are the same. `out_sizes` has the numbers of rows of queries, keys and values."""
         if not self.order and not self.are_by_head:
             return ()
         size, num_rows = self.head_dim, sum(out_sizes)
@@ -190,7 +200,8 @@ Weight: TypeAlias = Vector | Table | Projection
 
 
 def _repeated(order: tuple[int, ...], size: int) -> tuple[int, ...]:
-    """Return `order` repeated for several heads, as indices into a vector of length `size`."""
+    """Repeat the value order `order` of one attention head for several heads. Return indices into a vector of length
+    `size`."""
     return tuple(first + value for first in range(0, size, max(1, len(order))) for value in order)
 
 
@@ -215,9 +226,10 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Normalize:
-    """output = input / rms(input) * weight (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467). If
-    `is_centered`, output = (input - mean) / deviation * weight + bias (Ba et al., 2016,
-    https://arxiv.org/abs/1607.06450). If there is an update, input += update * factor comes first."""
+    """The operation of a normalization layer. An RMS norm computes output = input / rms(input) * weight (Zhang and
+    Sennrich, 2019, https://arxiv.org/abs/1910.07467). If `is_centered`, this is a layer norm: output = (input - mean) /
+    deviation * weight + bias (Ba et al., 2016, https://arxiv.org/abs/1607.06450). If `update` names a buffer, the
+    operation first computes input += update * factor."""
 
     input: str
     output: str
@@ -231,8 +243,9 @@ class Normalize:
 
 @dataclass(frozen=True, slots=True)
 class NormalizeProjections:
-    """output = the input's queries, keys and values, with RMS norms over all queries together and over all keys
-    together. The norms cover the heads of all ranks."""
+    """The operation that applies RMS norms to the attention queries and keys, and copies the values unchanged. One norm
+    covers the queries of all heads together, and another norm covers the keys of all heads. With tensor parallelism,
+    each norm covers the heads of all ranks."""
 
     input: str
     output: str
@@ -243,7 +256,8 @@ class NormalizeProjections:
 
 @dataclass(frozen=True, slots=True)
 class Multiply:
-    """output = input W^T + b. If gated, output = silu(first half) * second half of that result."""
+    """The operation of a linear layer: output = input W^T + b. If `is_gated`, output = silu(first half) * second half
+    of this result."""
 
     input: str
     output: str
@@ -253,11 +267,12 @@ class Multiply:
 
 @dataclass(frozen=True, slots=True)
 class Activate:
-    """output = f(input). If gated, output = f(first half of the input) * second half. The input may consist of several
-    parts of equal width, each with such halves: the slots of a token.
+    """The operation of an activation function: output = f(input). If `is_gated`, output = f(first half of the input) *
+    second half. The input of a token may consist of `num_parts` parts of equal width, one for each expert chosen for
+    the token. Each part then has such halves.
 
-    `clamped_swiglu` (gpt-oss, OpenAI, 2025, https://arxiv.org/abs/2508.10925) is gated: (up + 1) * gate * sigmoid(alpha
-    * gate). Gates are first clamped from above to `limit`, and ups to -limit and limit.
+    The function `clamped_swiglu` (gpt-oss, OpenAI, 2025, https://arxiv.org/abs/2508.10925) is gated: (up + 1) * gate *
+    sigmoid(alpha * gate). Gates are first clamped from above to `limit`, and ups to -limit and limit.
     """
 
     input: str
@@ -271,8 +286,9 @@ class Activate:
 
 @dataclass(frozen=True, slots=True)
 class RouteTopK:
-    """The experts of each token and their weights. Other operations read them as `routes`. See `route_tokens` in
-    `kernels/experts.py`, which defines the terms."""
+    """The operation of a mixture-of-experts router: it chooses the top-k experts of each token, and their weights.
+    Later operations read the result as their `routes`. The terms are defined by `route_tokens` in
+    `kernels/experts.py`."""
 
     input: str  # [T, num_experts], the router's logits
     output: str
@@ -282,7 +298,9 @@ class RouteTopK:
 
 @dataclass(frozen=True, slots=True)
 class MultiplyRouted:
-    """output = x W^T + b for each slot, with the weight and bias of the slot's expert. Gated as in `Multiply`."""
+    """The operation of the experts' linear layers. It computes output = x W^T + b for each slot (a pair of a token and
+    an expert chosen for the token), with the weight and bias of that expert. If `is_gated`, the result is gated as in
+    `Multiply`."""
 
     input: str  # [T, in_size] for tokens, or [T, num_chosen * in_size] for slots
     output: str  # [T, num_chosen * out_size]
@@ -293,7 +311,8 @@ class MultiplyRouted:
 
 @dataclass(frozen=True, slots=True)
 class CombineExperts:
-    """output = the sum of each token's slots, times the weights of their experts, in the order of the experts."""
+    """The operation that sums the outputs of the experts chosen for each token. Each output is multiplied by the
+    router's weight for that expert. The outputs are added in the order of the experts."""
 
     input: str  # [T, num_chosen * width]
     output: str  # [T, width]
@@ -311,7 +330,7 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """output = input, clamped to -limit and limit. NaN stays NaN."""
+    """The operation that clamps every value of a buffer to the range from -limit to limit. NaN stays NaN."""
 
     input: str
     output: str
@@ -320,8 +339,9 @@ class Clip:
 
 @dataclass(frozen=True, slots=True)
 class AttentionHeads:
-    """The query heads of a layer, the key and value heads that they share (Ainslie et al., 2023,
-    https://arxiv.org/abs/2305.13245), and the computation of scores: see `Scoring` in `pagewire.kernels.arguments`."""
+    """The attention heads of one layer. Query heads may share key and value heads (grouped-query attention, Ainslie et
+    al., 2023, https://arxiv.org/abs/2305.13245). The other fields define how attention scores are computed, see
+    `Scoring` in `pagewire.kernels.arguments`."""
 
     num_heads: int
     num_kv_heads: int
@@ -333,7 +353,8 @@ class AttentionHeads:
     alibi_slopes: tuple[float, ...] = ()  # [num_heads]; empty: no ALiBi
 
     def of_rank(self, rank: int, num_ranks: int) -> "AttentionHeads":
-        """Return the heads of one rank. If there are more ranks than KV heads, several ranks have the same KV head."""
+        """Return the attention heads that one tensor-parallel rank computes. If there are more ranks than KV heads,
+        several ranks have the same KV head."""
         share = self.num_heads // num_ranks
         slopes = self.alibi_slopes[rank * share : (rank + 1) * share]
         num_kv_heads = max(1, self.num_kv_heads // num_ranks)
@@ -342,9 +363,9 @@ class AttentionHeads:
 
 @dataclass(frozen=True, slots=True)
 class QkNormRopeStore:
-    """Prepares heads for attention. The input contains queries, then keys, then values. Queries and keys are normalized
-    if they have a norm weight, and rotated by their positions if there is a rope. Keys and values are stored in the KV
-    cache, and the queries are the output."""
+    """The operation that prepares queries, keys and values for attention. The input contains the queries, then the
+    keys, then the values. Queries and keys are normalized if there is a norm weight, and rotated by their positions if
+    there is a rope. Keys and values are stored in the KV cache. The queries are the output."""
 
     input: str  # [T, (num_heads + 2 * num_kv_heads) * head_dim]
     output: str  # [T, num_heads * head_dim]
@@ -360,8 +381,8 @@ class QkNormRopeStore:
 
 @dataclass(frozen=True, slots=True)
 class AttendPaged:
-    """Paged attention: queries attend to the keys and values stored in a layer for their row (Kwon et al., 2023,
-    https://arxiv.org/abs/2309.06180)."""
+    """The operation of paged attention (Kwon et al., 2023, https://arxiv.org/abs/2309.06180). The queries of a sequence
+    attend to the keys and values that the KV cache stores for this sequence and layer."""
 
     input: str
     output: str
@@ -372,8 +393,8 @@ class AttendPaged:
 
 @dataclass(frozen=True, slots=True)
 class LmHead:
-    """The logits: the projection `head` of the input (the final hidden states), times `factor`. With a softcap, logits
-    are bounded to softcap * tanh(logit / softcap)."""
+    """The operation that computes the logits from the final hidden states. It multiplies the input by the projection
+    `head` and by `factor`. With a softcap, logits are bounded to softcap * tanh(logit / softcap)."""
 
     input: str
     head: Projection
@@ -383,7 +404,7 @@ class LmHead:
 
 @dataclass(frozen=True, slots=True)
 class AllReduce:
-    """output = the sum of the inputs of all ranks."""
+    """The operation that sums a buffer over all tensor-parallel ranks. Every rank gets the sum."""
 
     input: str
     output: str
@@ -411,45 +432,47 @@ OperationList: TypeAlias = tuple[Operation, ...]
 
 
 def weights_of(operations: OperationList) -> tuple[Weight, ...]:
-    """Return all weights in the order of their first use."""
+    """Return all weights of a model's operations, in the order of their first use and without duplicates."""
     values = (getattr(operation, field.name) for operation in operations for field in fields(operation))
     return tuple(dict.fromkeys(value for value in values if type(value) in (Vector, Table, Projection)))
 
 
 def head_of(operations: OperationList) -> Projection:
-    """Return the projection that computes logits from hidden states."""
+    """Return the projection (the LM head) that computes logits from hidden states. The operations must contain exactly
+    one `LmHead`."""
     (head,) = [operation.head for operation in operations if type(operation) is LmHead]
     return head
 
 
 def embedding_of(operations: OperationList) -> Table | Projection:
-    """Return the weight that maps tokens to hidden states."""
+    """Return the token embedding, which maps token ids to hidden states. The operations must contain exactly one
+    `Embed`."""
     (table,) = [operation.table for operation in operations if type(operation) is Embed]
     return table
 
 
 def replaced(operation: Any, change: Mapping[type, Callable[[Any], Any]]) -> Any:
-    """Return the operation with its operands changed. `change` maps the type of an operand to a function from the old
-    operand to the new operand; operands of other types stay."""
+    """Return a copy of an operation of a model with some operands replaced, such as its weights. `change` maps the type
+    of an operand to a function from the old operand to the new operand. Operands of other types stay."""
     operands = {field.name: getattr(operation, field.name) for field in fields(operation)}
     changed = {name: change[type(value)](value) for name, value in operands.items() if type(value) in change}
     return replace(operation, **changed) if changed else operation
 
 
 def buffers_read(operation: Operation) -> set[str]:
-    """Return the names of the buffers that an operation reads."""
+    """Return the names of the activation buffers that an operation of a model reads."""
     return {getattr(operation, name) for name in _READ if getattr(operation, name, None) is not None}
 
 
 def output_of(operation: Operation) -> str | None:
-    """Return the name of the buffer that an operation writes, which for an `Add` is its input. None: the operation
-    writes no buffer, as the head."""
+    """Return the name of the activation buffer that an operation of a model writes. For an `Add`, this is its input,
+    which is updated in place. Return None if the operation writes no buffer, as for the LM head."""
     return operation.input if type(operation) is Add else getattr(operation, "output", None)
 
 
 def last_uses(operations: OperationList) -> list[tuple[str, ...]]:
-    """Return, for each operation, the buffers that it reads last: no later operation reads them before they are written
-    again."""
+    """Return, for each operation of a model, the names of the buffers that can be freed after the operation. The
+    operation reads these buffers, and no later operation reads them before they are written again."""
     needed: set[str] = set()
     released = []
     for operation in reversed(operations):
@@ -460,8 +483,8 @@ def last_uses(operations: OperationList) -> list[tuple[str, ...]]:
 
 
 def num_elements(operations: OperationList) -> int:
-    """Return the number of values that a model stores: its weights, and cosines and sines of all positions. If the
-    whole embedding is also the head, it counts once."""
+    """Return the number of values that a model stores. This includes all weights, and the rope tables of cosines and
+    sines for all positions. If the embedding is tied to the head, it counts once."""
     weights = {(weight.name, weight.num_elements) for weight in weights_of(operations)}
     turns = [operation for operation in operations if type(operation) is QkNormRopeStore]
     tables = {turn.rope: turn.num_positions * turn.heads.head_dim for turn in turns if turn.rope is not None}

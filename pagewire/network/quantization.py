@@ -31,9 +31,10 @@ _FIRST_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # AWQ's names fo
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """The format in which a checkpoint stores one weight [out, in].
+    """The format in which a quantised checkpoint stores one weight matrix [out, in].
 
-    A scale covers a block of `rows` outputs by `columns` inputs; 0 means all outputs or all inputs.
+    A quantisation scale covers a block of `rows` outputs by `columns` inputs. A value of 0 means all outputs or all
+    inputs.
     """
 
     layout: str  # the name of a `Layout` in the worker
@@ -45,13 +46,14 @@ class WeightFormat:
     rounds_inputs: bool = False  # the weight was made for inputs rounded to 8 bits of the same type
 
     def describe(self) -> str:
-        """Return the layout and the number of bits, for messages."""
+        """Return a short description of this weight format for messages: the layout and the number of bits."""
         return f"{self.layout} in {self.bits} bits"
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationRule:
-    """The format of the linear modules whose names match a pattern. If `format` is None, they are not quantised."""
+    """A rule that gives a weight format to all linear modules of a checkpoint whose names match a pattern. If `format`
+    is None, these modules are not quantised."""
 
     pattern: re.Pattern[str]
     format: WeightFormat | None
@@ -60,15 +62,16 @@ class QuantizationRule:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The formats of a checkpoint's linear modules. The first rule that matches a module's name decides."""
+    """The quantisation formats of all linear modules of a checkpoint. The format of a module is decided by the first
+    rule whose pattern matches the module's name."""
 
     method: str
     rules: tuple[QuantizationRule, ...]
 
 
 def parse_quantization(config: Mapping[str, Any]) -> Quantization | None:
-    """Return the quantisation that the contents of a config.json describe, or None if no weight is quantised. Raises
-    CheckpointError if the description is broken or not supported."""
+    """Parse the quantisation settings in the contents of a checkpoint's config.json. Return None if no weight is
+    quantised. Raises CheckpointError if the settings are broken or not supported."""
     section = config.get(SECTION) or config.get("compression_config")
     if not section:
         return None
@@ -82,8 +85,9 @@ def parse_quantization(config: Mapping[str, Any]) -> Quantization | None:
 
 
 def with_quantization_file(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """Return the contents of a config.json, completed from the separate file in which early GPTQ and AWQ tools stored
-    the quantisation settings. Raises CheckpointError."""
+    """Return the contents of a checkpoint's config.json with the quantisation settings included. Early GPTQ and AWQ
+    tools stored these settings in a separate file, which is read from the checkpoint directory `path`. Raises
+    CheckpointError if the settings in that file are broken or not supported."""
     name = next((name for name in _FILES if (path / name).is_file()), None)
     if name is None or config.get(SECTION) or config.get("compression_config"):
         return config
@@ -100,8 +104,8 @@ def with_quantization_file(config: Mapping[str, Any], path: Path) -> Mapping[str
 
 
 def _compressed_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
-    """Yield the rules of compressed-tensors. As in that package, names precede patterns, and patterns precede
-    classes."""
+    """Yield the quantisation rules of a compressed-tensors checkpoint, in order of precedence. As in the
+    compressed-tensors package, exact module names precede patterns, and patterns precede module classes."""
     for key in ("transform_config", "sparsity_config"):
         value = section.get(key)
         if value and not (isinstance(value, Mapping) and value.get("format") == "dense"):
@@ -153,7 +157,8 @@ def _compressed_format(section: Mapping[str, Any], group: Mapping[str, Any]) -> 
 
 
 def _compressed_block(weights: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the rows and columns that share a scale. Without a strategy, the group size determines them."""
+    """Return the numbers of rows and columns of a weight matrix that share one quantisation scale; 0 means all of them.
+    The setting `strategy` selects them. If `strategy` is not set, the group size does."""
     group_size, strategy = weights.get("group_size"), weights.get("strategy")
     if strategy is None:
         strategy = "tensor" if group_size is None else "channel" if group_size == -1 else "group"
@@ -169,7 +174,8 @@ def _compressed_block(weights: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _target_rule(key: str, target: str, weight_format: WeightFormat | None) -> QuantizationRule:
-    """Return the rule for a target: a module's name, a pattern after `re:`, or all modules of the class Linear."""
+    """Return the quantisation rule for one target of compressed-tensors. A target is a module's name, a pattern after
+    `re:`, or all modules of the class Linear."""
     if target.startswith("re:"):
         return _pattern_rule(key, target, target.removeprefix("re:"), weight_format)
     return QuantizationRule(_ANY if target == "Linear" else re.compile(rf"^{re.escape(target)}$"), weight_format)
@@ -219,7 +225,8 @@ def _gptq_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
 
 
 def _gptq_format(base: WeightFormat, section: Mapping[str, Any]) -> WeightFormat:
-    """Return `base` with the settings of a section or an override applied."""
+    """Return the GPTQ weight format `base`, changed by the settings in `section`. The section is the quantisation
+    config or an override for some modules."""
     return replace(
         base,
         bits=_choice(section, "bits", base.bits, (4, 8), " with gptq"),
@@ -241,7 +248,8 @@ def _fp8_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
 
 
 def _mxfp4_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
-    """Yield the rules of MXFP4. Names of modules to skip may be patterns, such as `model.layers.*.self_attn`."""
+    """Yield the quantisation rules of an MXFP4 checkpoint, in order of precedence. The configured names of modules to
+    leave unquantised may be patterns, such as `model.layers.*.self_attn`."""
     for name in _names(section, "modules_to_not_convert"):
         yield _pattern_rule("modules_to_not_convert", name, rf"(?:{name})(\.|$)", None)
     yield QuantizationRule(_HEAD, None)
@@ -261,8 +269,8 @@ _ANY = re.compile("")
 
 
 def _skipped(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
-    """Yield a rule for each module to skip. A name matches whole dotted components: `mlp.gate` does not match
-    `mlp.gate_proj`."""
+    """Yield a quantisation rule for each module that the config leaves unquantised. A configured name matches whole
+    dotted components of a module name: `mlp.gate` does not match `mlp.gate_proj`."""
     for key in ("modules_to_not_convert", "ignored_layers"):
         for name in _names(section, key):
             yield QuantizationRule(re.compile(rf"(^|\.){re.escape(name.strip('.'))}(\.|$)"), None)
@@ -279,7 +287,8 @@ def _names(section: Mapping[str, Any], key: str) -> Iterable[str]:
 
 
 def _pattern_rule(key: str, name: str, expression: str, weight_format: WeightFormat | None) -> QuantizationRule:
-    """Return the rule for a regular expression, which must match from the start of a name, as with `re.match`."""
+    """Return the quantisation rule for modules whose names match a regular expression from the start, as with
+    `re.match`. Raises CheckpointError if the expression is invalid or too long."""
     if len(expression) > _MAX_PATTERN_CHARS:
         raise unserved(key, name, f"a regular expression of at most {_MAX_PATTERN_CHARS} characters")
     try:
@@ -289,7 +298,8 @@ def _pattern_rule(key: str, name: str, expression: str, weight_format: WeightFor
 
 
 def _group_size(section: Mapping[str, Any], default: int = 128) -> int:
-    """Return the group size; 0 stands for all inputs, which files write as -1."""
+    """Return the group size: the number of inputs that share one quantisation scale. A result of 0 stands for all
+    inputs, for which config files write -1."""
     value = section.get("group_size", default)
     return 0 if value == -1 or (value == 0 and default == 0) else _positive("group_size", value)
 

@@ -34,17 +34,20 @@ Renaming = tuple[tuple[str, str], ...]
 
 
 def rewrite(operations: OperationList, change: Mapping[type, Callable[[Any], Any]]) -> OperationList:
-    """Return the operations with all operands changed by the functions that `change` has for their types."""
+    """Return a model's operations with some operands replaced, such as weights. `change` maps the type of an operand to
+    a function from the old operand to the new operand."""
     return tuple(replaced(operation, change) for operation in operations)
 
 
 def with_ropes(operations: OperationList, change: Callable[[RopeConfig], RopeConfig]) -> OperationList:
-    """Return the operations with every rope configuration changed."""
+    """Return a model's operations with every configuration of rotary position embedding replaced by
+    `change(configuration)`."""
     return rewrite(operations, {RopeConfig: change})
 
 
 def renamed(operations: OperationList, renaming: Renaming) -> OperationList:
-    """Return the operations with the weights renamed for another checkpoint."""
+    """Return a model's operations with the weights renamed, for a checkpoint that uses other tensor names. `renaming`
+    has regular expressions and their replacements, which are applied in order."""
 
     def name_of(name: str) -> str:
         for pattern, replacement in renaming:
@@ -61,23 +64,24 @@ def renamed(operations: OperationList, renaming: Renaming) -> OperationList:
 
 
 def tied(operations: OperationList) -> OperationList:
-    """Return the operations with the embedding's weight as the weight of the head."""
+    """Return a model's operations with tied embeddings: the LM head uses the weight of the token embedding."""
     head, name = head_of(operations), embedding_of(operations).name
     own = replace(head, parts=(replace(head.parts[0], name=name),))
     return rewrite(operations, {Projection: lambda each: own if each == head else each})
 
 
 def with_rows_of(operations: OperationList, projection: Projection) -> OperationList:
-    """Return the operations with the embedding's rows read from a projection, which may be the head."""
+    """Return a model's operations with the token embedding read from the rows of `projection`. The projection may be
+    the LM head, so that both share one weight in memory."""
     both = replace(projection, has_row_lookup=True)
     changed = rewrite(operations, {Projection: lambda each: both if each == projection else each})
     return tuple(replace(each, table=both) if type(each) is Embed else each for each in changed)
 
 
 def cut(operations: OperationList, rank: int, num_ranks: int) -> OperationList:
-    """Return the operations of one rank, split as in Megatron-LM (Shoeybi et al., 2019,
-    https://arxiv.org/abs/1909.08053). A rank has some outputs or some inputs of each projection. Partial results are
-    summed over the ranks before they are used. Embeddings, norms and routers are not split.
+    """Return the operations of one tensor-parallel rank, split as in Megatron-LM (Shoeybi et al., 2019,
+    https://arxiv.org/abs/1909.08053). A rank computes some outputs or uses some inputs of each projection. Partial
+    results are summed over the ranks before they are used. Embeddings, norms and routers are not split.
 
     Raises ValueError if the model cannot be split among `num_ranks` ranks.
     """
@@ -100,8 +104,9 @@ def cut(operations: OperationList, rank: int, num_ranks: int) -> OperationList:
 
 
 def _summed(operations: OperationList) -> Iterator[Operation]:
-    """Insert an AllReduce for each partial result before the first operation that needs the complete sum. Operations in
-    `_SUMS` also work on partial results."""
+    """Insert an AllReduce, which sums over all ranks, for each partial result of tensor parallelism. The AllReduce
+    comes directly before the first operation that needs the complete sum. Operations in `_SUMS` also work on partial
+    results."""
     partial: set[str | None] = set()
     for operation in operations:
         parts = buffers_read(operation) & partial
@@ -119,12 +124,14 @@ _SUMS: dict[type, tuple[str, ...]] = {Add: ("input", "update"), CombineExperts: 
 
 
 def _has_some_inputs(operation: Any) -> bool:
-    """Return whether this rank multiplies only a part of the inputs, so that its result is partial."""
+    """Return whether an operation on this tensor-parallel rank multiplies only a part of the inputs. Its result is then
+    partial and must be summed over the ranks."""
     return type(operation) in (Multiply, MultiplyRouted) and not operation.projection.columns.is_whole
 
 
 def fuse_updates(operations: OperationList) -> Iterator[Operation]:
-    """Fuse each `Add` with a norm of the same buffer directly after it: the norm adds the update itself."""
+    """Fuse each `Add`, which adds an update to the hidden states, with a norm of the same buffer directly after it. The
+    fused norm operation adds the update itself."""
     before: Operation | None = None
     for operation in operations:
         if isinstance(before, Add) and type(operation) is Normalize and operation.input == before.input:
@@ -137,8 +144,8 @@ def fuse_updates(operations: OperationList) -> Iterator[Operation]:
 
 
 def gate_projections(operations: Sequence[Operation], can_gate: Callable[[Projection], bool]) -> Iterator[Operation]:
-    """Fuse projections with the gated silu that follows them, where `can_gate` allows it. The projection then
-    multiplies silu of the first half of its outputs by the second half."""
+    """Fuse each linear layer with a gated silu activation directly after it, if `can_gate` returns True for the
+    projection. The fused operation multiplies silu of the first half of the projection's outputs by the second half."""
     left = iter([*operations, None])
     operation = next(left)
     while operation is not None:
@@ -149,7 +156,8 @@ def gate_projections(operations: Sequence[Operation], can_gate: Callable[[Projec
 
 
 def _gated(operation: Any, following: Operation | None, can_gate: Callable[[Projection], bool]) -> Operation | None:
-    """Return both operations fused to one, or None if they cannot be fused."""
+    """Return one operation that fuses a linear layer with the gated silu activation after it. Return None if the two
+    operations cannot be fused."""
     if type(following) is not Activate or following.function != "silu" or not following.is_gated:
         return None
     if type(operation) not in (Multiply, MultiplyRouted) or not can_gate(operation.projection):

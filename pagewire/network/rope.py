@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """The settings of rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864), including the
-    scaling of frequencies.
+    """The settings of rotary position embedding (rope; Su et al., 2021, https://arxiv.org/abs/2104.09864), including
+    the scaling of frequencies for long sequences.
 
     The comment on each field names the rope types that use the field.
     """
@@ -28,12 +28,13 @@ class RopeConfig:
     is_interleaved: bool = False  # the checkpoint pairs neighbouring values, instead of values of the two halves
 
     def rotary_size(self, head_dim: int) -> int:
-        """Return the number of values of a head that are rotated."""
+        """Return the number of values of an attention head that are rotated by rotary position embedding."""
         return int(head_dim * self.rotary_share)
 
     def head_order(self, head_dim: int) -> tuple[int, ...]:
-        """Return, for each value of a head in our order, its index in the checkpoint's head. In our order, pairs are
-        (i, i + head_dim / 2), and rotated pairs come first. The result is empty if the checkpoint has this order.
+        """Return, for each value of an attention head in the order that our kernels use, the index of the value in the
+        checkpoint's head. In our order, rotary embedding rotates pairs (i, i + head_dim / 2), and rotated pairs come
+        first. The result is empty if the checkpoint has the same order.
 
         The dot products of queries and keys stay the same, since both are reordered in the same way.
         """
@@ -45,9 +46,9 @@ class RopeConfig:
         return (*turned[: size // 2], *range(size, middle), *turned[size // 2 :], *range(middle, head_dim))
 
     def serving(self, max_model_len: int) -> "RopeConfig":
-        """Return the settings for sequences of at most `max_model_len` tokens. One list of divisors applies to all
-        sequences, even short ones: cached keys are already rotated, and the final length of their sequence is not known
-        at that time."""
+        """Return the rope settings to use when sequences have at most `max_model_len` tokens. LongRoPE has two lists of
+        divisors, and the chosen list applies to all sequences, even short ones. A list cannot be chosen per sequence,
+        because cached keys are already rotated before the final length of a sequence is known."""
         if not self.short_divisors or max_model_len > self.original_max_position_embeddings:
             return self
         return replace(self, divisors=self.short_divisors, short_divisors=())
@@ -55,8 +56,8 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class QueryScaling:
-    """The growth of queries with their position: by 1 + beta * log(1 + floor(position / num_positions)). This is the
-    attention temperature of Llama 4 (https://arxiv.org/abs/2501.19399)."""
+    """A factor by which attention queries grow with their position: 1 + beta * log(1 + floor(position /
+    num_positions)). This is the attention temperature of Llama 4 (https://arxiv.org/abs/2501.19399)."""
 
     beta: float
     num_positions: int

@@ -19,28 +19,31 @@ _MAX_SAMPLES = 1 << 12
 
 
 def load_config(path: Path) -> Network:
-    """Return the model described by a GGUF file, or by a checkpoint directory: its config.json and, if present, a
-    separate file of quantisation settings. Raises CheckpointError if the model is broken or not supported."""
+    """Return the structure of the model in a GGUF file or a checkpoint directory. In a directory, config.json is read
+    and, if present, a separate file of quantisation settings. Raises CheckpointError if the model is broken or not
+    supported."""
     if is_gguf(path):
         return load_gguf_config(path)
     return parse_config(with_quantization_file(read_json(path / CONFIG_FILE), path))
 
 
 def read_headers(path: Path) -> dict[str, TensorHeader]:
-    """Return the headers of all tensors, by their names in the model's files. Raises CheckpointError."""
+    """Return the headers of all weight tensors of a GGUF file or checkpoint directory, by their names in these files.
+    Raises CheckpointError if a file is missing, broken or not supported."""
     return read_gguf_headers(path) if is_gguf(path) else checkpoint_files.read_headers(path)
 
 
 def model_digest(path: Path) -> bytes:
-    """Return a digest of 32 bytes that identifies the model. Both services compare it to verify that they use the same
-    model. Raises CheckpointError."""
+    """Return a digest of 32 bytes that identifies the model in a GGUF file or checkpoint directory. The scheduler
+    service and the worker service compare their digests to verify that they use the same model. Raises CheckpointError
+    if the files are broken."""
     return open_gguf(path).digest if is_gguf(path) else checkpoint_files.model_digest(path)
 
 
 def weights_digest(path: Path) -> str:
-    """Return a hexadecimal digest that identifies the weights of a model without reading all of them. It covers the
-    names, sizes and modification times of the files, and samples of their bytes: one sample per MiB, at most about 4096
-    per file. Raises OSError."""
+    """Return a hexadecimal digest that identifies the weights of a model without reading all of them. The digest covers
+    the names, sizes and modification times of the files, and samples of their bytes: one sample per MiB, at most about
+    4096 per file. Raises OSError if a file cannot be read."""
     files = {path} if is_gguf(path) else {path / header.file for header in read_headers(path).values()}
     digest = hashlib.sha256()
     for file in sorted(files):

@@ -14,7 +14,8 @@ from pagewire.network.checkpoint_files import CheckpointError, TensorHeader
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """The form of a stacked tensor: the projections of each expert that it contains, and their order."""
+    """The layout of a checkpoint tensor that stacks the weights of all experts of a layer. It says which projections of
+    each expert the tensor contains, and in which order."""
 
     projections: tuple[str, ...]
     # Outputs of the projections are interleaved; otherwise the outputs of each projection are consecutive.
@@ -33,7 +34,7 @@ _PART = re.compile(rf"(.*)\.(\d+)\.(\w+)\.({'|'.join(_KINDS)})")
 
 @dataclass(frozen=True, slots=True)
 class StackedPart:
-    """One projection of one expert within a stack."""
+    """The weight of one projection of one expert, which is stored as a part of a stacked checkpoint tensor."""
 
     stack: str
     expert: int
@@ -48,16 +49,18 @@ class StackedPart:
 
     @property
     def turns(self) -> slice:
-        """The slice that selects the projection's outputs from the outputs that `index` returns."""
+        """The slice that selects this projection's outputs from the range that `index` returns. Without interleaving,
+        the slice selects everything."""
         return slice(self.number, None, self.num_turns) if self.form.takes_turns else slice(None)
 
     @property
     def num_turns(self) -> int:
-        """The number of projections that are interleaved; 1: no interleaving."""
+        """The number of projections whose outputs are interleaved in the stacked tensor; 1 if they are not
+        interleaved."""
         return len(self.form.projections) if self.form.takes_turns else 1
 
     def describe(self) -> str:
-        """Return the part as a Python indexing expression, for messages."""
+        """Return this part of the stacked tensor as a Python indexing expression, for error messages."""
         num_projections = len(self.form.projections)
         if num_projections > 1 and not self.form.takes_turns:
             return f"{self.stack}[{self.expert}].chunk({num_projections})[{self.number}]"
@@ -65,9 +68,10 @@ class StackedPart:
         return f"{self.stack}[{self.expert}, {':, ' if self.is_transposed else ''}{outputs}]"
 
     def header(self, of_stack: TensorHeader) -> TensorHeader:
-        """Return the header that this part would have as a separate tensor. `of_stack` is the header of the stack.
+        """Return the tensor header that this part would have if it was stored as a separate tensor. `of_stack` is the
+        header of the stacked tensor.
 
-        Raises CheckpointError if the stack has too few or too many dimensions.
+        Raises CheckpointError if the stacked tensor has too few or too many dimensions.
         """
         num_dims = 1 + _KINDS[self.kind][1]
         if len(of_stack.shape) != num_dims:
@@ -80,8 +84,8 @@ class StackedPart:
         return TensorHeader(of_stack.file, of_stack.dtype, tuple(shape))
 
     def index(self, of_stack: TensorHeader, index: tuple[slice, ...]) -> tuple[slice, ...]:
-        """Return the index into the stack for a part of this tensor. If projections are interleaved, the index covers
-        all of them; `turns` then selects the outputs of this projection."""
+        """Convert an index into this part of a stacked tensor to an index into the stacked tensor. If projections are
+        interleaved, the result covers all of them. `turns` then selects the outputs of this projection."""
         rows, *columns = index or (slice(None),)
         own = self._outputs(of_stack)
         start, stop, _ = rows.indices(len(own))
@@ -93,7 +97,7 @@ class StackedPart:
         return (expert, *(columns or [slice(None)]), outputs) if self.is_transposed else (expert, outputs, *columns)
 
     def _outputs(self, of_stack: TensorHeader) -> range:
-        """Return the indices of the projection's outputs among an expert's outputs in the stack."""
+        """Return the range of this projection's outputs within the outputs of one expert in the stacked tensor."""
         num_outputs, num_projections = of_stack.shape[-1 if self.is_transposed else 1], len(self.form.projections)
         if self.form.takes_turns:
             return range(self.number, num_outputs, num_projections)
@@ -102,7 +106,8 @@ class StackedPart:
 
 
 def find_part(stacks: Stacks, name: str) -> StackedPart | None:
-    """Return the part of a stack that would contain an expert's tensor, or None if no stack contains it."""
+    """Return the part of a stacked tensor that would contain the weight tensor `name` of one expert. Return None if
+    `name` is no expert's tensor, or if no kind of stack contains it."""
     match = _PART.fullmatch(name)
     if match is None:
         return None
@@ -115,8 +120,8 @@ def find_part(stacks: Stacks, name: str) -> StackedPart | None:
 
 
 def unstacked_names(stacks: Stacks, name: str, header: TensorHeader) -> Iterator[str]:
-    """Yield the names of the experts' tensors that a stack contains. A tensor that is no stack, or is empty, yields its
-    own name."""
+    """Yield the tensor names of the individual expert weights that a stacked checkpoint tensor contains. For a tensor
+    that is empty or not stacked, yield the tensor's own name."""
     experts, _, own = name.rpartition(".")
     for stack, form in stacks.items():
         for kind, (end, _) in _KINDS.items():

@@ -23,10 +23,10 @@ BY_ARCHITECTURE: dict[str, Family] = {
 
 
 def text_settings(config: JsonObject) -> tuple[dict[str, Any], str]:
-    """Return the settings of the text model in a config.json, and the key of its maximum length. Settings that the file
-    omits get the family's defaults. The function raises no errors for unsupported settings.
+    """Return the settings of the language model in a config.json, and the key of its maximum sequence length. Settings
+    that the file omits get the family's defaults. The function raises no errors for unsupported settings.
 
-    For a multimodal model, settings of the text model take precedence over settings of the whole model.
+    For a multimodal model, settings of the language model take precedence over settings of the whole model.
     """
     text = config.get("text_config")
     parts = (text, config) if isinstance(text, dict) else (config,)
@@ -43,7 +43,7 @@ def text_settings(config: JsonObject) -> tuple[dict[str, Any], str]:
 
 def parse_config(config: JsonObject) -> Network:
     """Return the model that the contents of a config.json describe. Raises CheckpointError if the contents are broken
-    or ask for something unsupported."""
+    or require something that is not supported."""
     architecture = _architecture(config)
     check_names(config)
     network = BY_ARCHITECTURE[architecture].parse(config, architecture)

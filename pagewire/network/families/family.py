@@ -43,7 +43,8 @@ _OUTER = ("dtype", "torch_dtype", "quantization_config")
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A group of architectures whose config.json and checkpoints use the same names."""
+    """A group of model architectures whose config.json files and checkpoints use the same names. A family knows how to
+    read such a config.json into a `Network`."""
 
     architectures: tuple[str, ...]
     read: Callable[[JsonObject, str], Network]  # reads a config.json for one of the architectures
@@ -58,17 +59,17 @@ class Family:
     default_rope: JsonObject = field(default_factory=dict)
 
     def parse(self, config: JsonObject, architecture: str) -> Network:
-        """Return the model that the contents of a config.json describe, with the family's defaults for omitted
-        settings."""
+        """Return the model that the contents of a config.json describe. Settings that the file omits get the family's
+        defaults."""
         has_rope = config.get("rope_parameters") is not None or config.get("rope_scaling")
         rope = {} if has_rope or not self.default_rope else {"rope_parameters": self.default_rope}
         return self.read({**self.defaults, **config, **rope}, architecture)
 
 
 def inside(family: Family, architecture: str, model_types: tuple[str, ...]) -> Family:
-    """Return the family of multimodal checkpoints whose text_config describes a model of `family`. `model_types` are
-    the accepted values of its model_type. The weight names differ between published files and files written by
-    transformers 5, so both are supported."""
+    """Return the family of multimodal checkpoints whose language model, described in `text_config`, belongs to
+    `family`. `model_types` has the accepted values of the model_type in `text_config`. The weight names in published
+    files differ from the names that transformers 5 writes, so both forms are supported."""
     return replace(
         family,
         architectures=(architecture,),
@@ -91,7 +92,8 @@ def _text_config(config: JsonObject, model_types: tuple[str, ...]) -> JsonObject
 
 @dataclass(frozen=True, slots=True)
 class TextConfig:
-    """The settings of a model that most families have in config.json."""
+    """The settings of a language model that most families store in config.json, such as the hidden size and the number
+    of layers. The methods return the building blocks of such a model."""
 
     config: JsonObject
     architecture: str
@@ -153,24 +155,25 @@ class TextConfig:
         )
 
     def norm(self, **how: bool) -> Norm:
-        """Return the norms over hidden states. `how` sets other fields of `Norm`."""
+        """Return the settings of the model's norms over hidden states. `how` sets other fields of `Norm`."""
         return Norm(self.hidden_size, self.norm_eps, **how)
 
     def heads(
         self, layer: int, scale: float | None = None, softcap: float = 0.0, slopes: tuple[float, ...] = ()
     ) -> AttentionHeads:
-        """Return the heads of a layer. By default, `scale` is head_dim ** -0.5."""
+        """Return the attention heads of a layer. `scale` multiplies the attention scores, and is head_dim ** -0.5 by
+        default."""
         scale = self.head_dim**-0.5 if scale is None else scale
         window = self.windows[layer]
         return AttentionHeads(self.num_heads, self.num_kv_heads, self.head_dim, scale, window, softcap, slopes)
 
     def attention(self, layer: int, heads: AttentionHeads | None = None, **how: Any) -> Attention:
-        """Return the attention of a layer. `how` sets other fields of `Attention`."""
+        """Return the attention block of a layer. `how` sets other fields of `Attention`."""
         heads, rope = heads or self.heads(layer), self.ropes[layer]
         return Attention(layer, self.hidden_size, heads, rope, self.num_positions, norm_eps=self.norm_eps, **how)
 
     def mlp(self, size: int | None = None, **how: Any) -> Mlp:
-        """Return an MLP, by default the gated MLP of dense layers. `how` sets other fields of `Mlp`."""
+        """Return an MLP block. By default, this is the gated MLP of dense layers. `how` sets other fields of `Mlp`."""
         how = {"activation": activation(self.activation), **how}
         return Mlp(self.hidden_size, size or self.intermediate_size, **how)
 
@@ -183,7 +186,7 @@ class TextConfig:
         has_bias: bool = False,
         **routing: Any,
     ) -> Experts:
-        """Read the experts of a layer, of which each token uses num_experts_per_tok.
+        """Read the mixture-of-experts block of a layer from config.json. Each token uses num_experts_per_tok experts.
 
         Args:
             num_key, intermediate_key: the keys in config.json for the number of experts and their intermediate size.
@@ -197,7 +200,8 @@ class TextConfig:
         return Experts(chosen, num_experts, mlp)
 
     def network(self, operations: Iterator[Operation], ignored: str = "") -> Network:
-        """Return the model with these operations. `ignored` is a pattern of tensor names that it does not use."""
+        """Return the complete model, which consists of `operations`. `ignored` is a pattern for the names of checkpoint
+        tensors that the model does not use."""
         return Network(
             self.architecture,
             tuple(operations),
@@ -218,8 +222,8 @@ class TextConfig:
         softcap: float = 0.0,
         ignored: str = "",
     ) -> Network:
-        """Return a model with an embedding, layers, a final norm and a head, with Llama's names. `layers` yields the
-        operations of a layer, given its number and name."""
+        """Return a model that consists of a token embedding, transformer layers, a final norm and an LM head, with
+        Llama's weight names. `layers` yields the operations of a layer, given its number and name."""
 
         def operations() -> Iterator[Operation]:
             yield embed("model.embed_tokens", self.vocab_size, self.hidden_size, embedding_factor)
@@ -238,8 +242,8 @@ class TextConfig:
         ignored: str = "",
         **how: Any,
     ) -> Network:
-        """Return a model of Llama's layers, with Llama's names. `mlp` yields the MLP of a layer, given the layer's
-        number and name; by default Llama's MLP. `how` sets fields of `Attention`."""
+        """Return a model with the layer structure and weight names of Llama. `mlp` yields the MLP operations of a
+        layer, given the layer's number and name. The default is Llama's MLP. `how` sets fields of `Attention`."""
         norm, dense = self.norm(), self.mlp(has_bias=has_mlp_bias)
 
         def layers(number: int, name: str) -> Iterator[Operation]:
@@ -250,20 +254,22 @@ class TextConfig:
 
 
 def norms_of(layer: str) -> tuple[str, str]:
-    """Return Llama's names of the norms before attention and before the MLP."""
+    """Return the weight names of the norms before attention and before the MLP, as Llama checkpoints name them."""
     return f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"
 
 
 def head_dim_of(config: JsonObject) -> int:
-    """Return the head dimension from config.json, or the hidden size divided by the number of heads."""
+    """Return the size of an attention head from config.json. If `head_dim` is not set, the size is the hidden size
+    divided by the number of heads."""
     if config.get("head_dim") is not None:
         return positive(config, "head_dim")
     return split_evenly("hidden_size", positive(config, "hidden_size"), positive(config, "num_attention_heads"))
 
 
 def read_routing(config: JsonObject, num_key: str, **fields: Any) -> tuple[int, ExpertRouting]:
-    """Return the number of experts, and the routing that chooses num_experts_per_tok of them. `fields` sets other
-    fields of `ExpertRouting`."""
+    """Read the mixture-of-experts settings of config.json. Return the number of experts, and the routing that chooses
+    num_experts_per_tok of them for each token. `fields` sets other fields of `ExpertRouting`. Raises CheckpointError if
+    the numbers contradict each other."""
     num_key = first_key(config, num_key, *NUM_EXPERTS)
     num_experts = positive(config, num_key, limit=MAX_EXPERTS)
     num_chosen = positive(config, "num_experts_per_tok", limit=MAX_EXPERTS)

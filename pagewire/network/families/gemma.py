@@ -36,7 +36,8 @@ def _read(
     ropes: Ropes | None,
     softcaps: tuple[float, float],
 ) -> Network:
-    """Read the settings that Gemma 2 and 3 share. `softcaps` are the bounds of scores and of logits."""
+    """Read the config.json of a Gemma 2 or Gemma 3 model, and return the model. `softcaps` has the soft bounds of
+    attention scores and of logits; 0 means no bound."""
     text = TextConfig.read(
         config,
         architecture,
@@ -63,7 +64,8 @@ def _read(
 
 
 def _softcaps(config: JsonObject, of_scores: float, of_logits: float) -> tuple[float, float]:
-    """Return the bounds of scores and of logits. `of_scores` and `of_logits` are the defaults."""
+    """Return the soft bounds of attention scores and of logits from config.json; 0 means no bound. `of_scores` and
+    `of_logits` are the defaults."""
     attention = number_or_none(config, "attn_logit_softcapping", of_scores)
     return attention, number_or_none(config, "final_logit_softcapping", of_logits)
 

@@ -80,7 +80,8 @@ def _read_moe(config: JsonObject, architecture: str) -> Network:
 
 
 def _num_further_layers(config: JsonObject) -> int:
-    """Return the number of extra layers for multi-token prediction that the checkpoint stores after the last layer."""
+    """Return the number of extra layers that the checkpoint stores after the last layer. These layers are for
+    multi-token prediction (MTP) and are not used."""
     key = first_key(config, "num_nextn_predict_layers", "num_mtp_layers")
     number = 1 if config.get(key) is None else config[key]
     if not is_whole(number) or not 0 <= number <= MAX_LAYERS:

@@ -49,9 +49,9 @@ def _read(
     layers_key: str,
     **others: Any,
 ) -> TextConfig:
-    """Read the settings that all three families have.
+    """Read the settings from config.json that GPT-2, BLOOM and MPT have in common.
 
-    `hidden_key`, `heads_key` and `layers_key` are the keys in config.json of the hidden size and of the numbers of
+    `hidden_key`, `heads_key` and `layers_key` are the keys in config.json for the hidden size and for the numbers of
     heads and layers. `others` sets further fields of `TextConfig`.
     """
     hidden_size, num_heads = positive(config, hidden_key), positive(config, heads_key)
@@ -96,7 +96,8 @@ def _read_gpt2(config: JsonObject, architecture: str) -> Network:
 
 
 def _gpt2(text: TextConfig) -> Iterator[Operation]:
-    """Yield GPT-2's operations. Its linear layers were 1-d convolutions, so the weights are [in, out]."""
+    """Yield the operations of GPT-2. Its linear layers were implemented as 1-d convolutions, so the weights are stored
+    as [in, out]."""
     norm = text.norm(is_centered=True, has_bias=True)
     mlp = text.mlp(activation=activation(text.activation, is_gated=False), has_bias=True)
     tokens = Table("transformer.wte", text.vocab_size, text.hidden_size)
@@ -148,8 +149,9 @@ def _bloom(text: TextConfig) -> Iterator[Operation]:
 
 
 def _bloom_slopes(num_heads: int) -> tuple[float, ...]:
-    """Return the ALiBi slopes 2^(-8 / n), 2^(-16 / n) ... for n heads, with n the largest power of two that is at most
-    `num_heads`. The remaining heads get every other slope of 2 n heads."""
+    """Return the slope of each attention head for ALiBi position biases, as BLOOM defines them. The slopes are 2^(-8 /
+    n), 2^(-16 / n) ... for n heads, with n the largest power of two that is at most `num_heads`. The remaining heads
+    get every other slope of 2 n heads."""
     num_first = 1 << (num_heads.bit_length() - 1)
     first = [2.0 ** (-8 * number / num_first) for number in range(1, num_first + 1)]
     between = [2.0 ** (-4 * number / num_first) for number in range(1, 2 * num_first, 2)]
@@ -177,7 +179,8 @@ def _read_mpt(config: JsonObject, architecture: str) -> Network:
 
 
 def _mpt(text: TextConfig, attention: JsonObject, *, has_bias: bool) -> Iterator[Operation]:
-    """Yield MPT's operations. `has_bias` says whether norms and projections have biases."""
+    """Yield the operations of an MPT model. `attention` is the `attn_config` of config.json. `has_bias` says whether
+    norms and linear layers have biases."""
     scale = number(attention, "softmax_scale", text.head_dim**-0.5)
     slopes = _mpt_slopes(text.num_heads, positive(attention, "alibi_bias_max", 8))
     limit = number(attention, "clip_qkv") if attention.get("clip_qkv") not in (None, 0) else 0.0
@@ -198,7 +201,8 @@ def _mpt(text: TextConfig, attention: JsonObject, *, has_bias: bool) -> Iterator
 
 
 def _mpt_attention(config: JsonObject) -> JsonObject:
-    """Return the settings of attention. Raises CheckpointError for unsupported ones."""
+    """Return the attention settings (`attn_config`) of an MPT model's config.json. Raises CheckpointError if a setting
+    is not supported."""
     attention = json_object(config, "attn_config")
     choice(attention, "attn_type", "multihead_attention", ("multihead_attention",))
     expect(attention, "alibi", True)
@@ -210,9 +214,10 @@ def _mpt_attention(config: JsonObject) -> JsonObject:
 
 
 def _mpt_slopes(num_heads: int, bias_max: int) -> tuple[float, ...]:
-    """Return the ALiBi slopes 2^(-bias_max / n), 2^(-2 bias_max / n) ..., with n the smallest power of two that is at
-    least `num_heads`. If n differs from the number of heads, every other slope comes first, starting with the second,
-    then the remaining slopes."""
+    """Return the slope of each attention head for ALiBi position biases, as MPT defines them. The slopes are
+    2^(-bias_max / n), 2^(-2 bias_max / n) ..., with n the smallest power of two that is at least `num_heads`. If n
+    differs from the number of heads, every other slope comes first, starting with the second, then the remaining
+    slopes."""
     num_slopes = 1 << (num_heads - 1).bit_length()
     slopes = [2.0 ** (-bias_max * number / num_slopes) for number in range(1, num_slopes + 1)]
     return tuple(slopes if num_slopes == num_heads else [*slopes[1::2], *slopes[::2]][:num_heads])

@@ -20,7 +20,8 @@ def _read(config: JsonObject, architecture: str) -> Network:
 
 
 def _read_text(config: JsonObject, architecture: str) -> Network:
-    """Read the text model of Mistral Small 3 or Ministral 3, which differ in their model_type."""
+    """Read the language model of a Mistral Small 3 or Ministral 3 checkpoint. The setting model_type tells the two
+    apart."""
     return (MINISTRAL3 if config.get("model_type") == "ministral3" else MISTRAL).parse(config, architecture)
 
 

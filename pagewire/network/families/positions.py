@@ -37,11 +37,12 @@ def read_rope(
     default_share: float | None = None,
     is_interleaved: bool = False,
 ) -> Ropes:
-    """Return the rope settings of all layers, which are the same, and the number of positions.
+    """Read the settings of rotary position embedding (rope) from config.json, for a model with the same rope in all
+    layers. Return the settings of each layer, and the model's number of positions.
 
     The defaults match transformers. As in vLLM, linear and yarn scaling multiply the number of positions by their
-    factor. `default_share` is the default share of a head's values that is rotated; None: the family always rotates all
-    values.
+    factor. `default_share` is the default share of a head's values that is rotated. It is None if models of this family
+    always rotate all values.
     """
     rope = rope_settings(config, default_theta, default_share)
     for key, value in rope.items():
@@ -64,10 +65,11 @@ def read_ropes_by_kind(
     *,
     shares_theta: bool = True,
 ) -> Ropes:
-    """Return the rope settings of each layer by its type, and the number of positions of full-attention layers.
+    """Read the settings of rotary position embedding (rope) from config.json, for a model whose layer types have
+    different ropes. Return the settings of each layer, and the number of positions of full-attention layers.
 
-    transformers 4 writes a single set of settings. Its scaling then applies to full attention only, and so does its
-    base, unless `shares_theta` is set.
+    transformers 4 writes a single set of settings. The scaling in this set then applies to full attention only, and so
+    does the rope base, unless `shares_theta` is set.
     """
     settings = rope_settings(config, default_thetas[FULL])
     nested = {kind: json_object(settings, kind) for kind in default_thetas}
@@ -85,10 +87,10 @@ def read_ropes_by_kind(
 def rope_settings(
     config: JsonObject, default_theta: float = 10_000.0, default_share: float | None = None
 ) -> dict[str, Any]:
-    """Return the rope settings of a config.json in one form. Two forms are read: `rope_theta` and `rope_scaling` of
-    transformers 4, which wrote null for no scaling, and `rope_parameters` of transformers 5. If a file has both,
-    `rope_scaling` wins, as in transformers, since model cards ask users to add it. The original length may be a setting
-    next to them.
+    """Return the settings of rotary position embedding (rope) in one form, whichever version of transformers wrote
+    config.json. transformers 4 wrote `rope_theta` and `rope_scaling`, with null for no scaling. transformers 5 writes
+    `rope_parameters`. If a file has both, `rope_scaling` wins, as in transformers, since model cards ask users to add
+    it. The original length may be a setting next to them.
 
     Raises CheckpointError if settings contradict each other.
     """
@@ -114,8 +116,9 @@ def rope_settings(
 
 
 def _check_agreement(parameters: JsonObject, scaling: JsonObject) -> None:
-    """Raise CheckpointError if rope_scaling contradicts rope_parameters in the same file, because neither choice is
-    certain. Scaling where rope_parameters has none is no contradiction: that is why users add rope_scaling."""
+    """Raise CheckpointError if `rope_scaling` contradicts `rope_parameters` in the same config.json, because it is
+    unclear which of them is right. A `rope_parameters` without scaling is no contradiction: users add `rope_scaling`
+    for this case."""
     for key, value in parameters.items():
         names = ("rope_type", "type") if key in ("rope_type", "type") else (key,)
         given = next((scaling[name] for name in names if scaling.get(name) is not None), None)
@@ -129,8 +132,8 @@ def _check_agreement(parameters: JsonObject, scaling: JsonObject) -> None:
 
 
 def read_layer_types(config: JsonObject, default: list[str], kinds: tuple[str, ...]) -> list[str]:
-    """Return the type of each layer, or `default` if config.json does not list them. Raises CheckpointError for a type
-    that is not in `kinds`."""
+    """Return the attention type of each layer, such as `sliding_attention`, from config.json. Return `default` if the
+    file does not list the types. Raises CheckpointError for a type that is not in `kinds`."""
     num_layers = num_layers_of(config)
     layer_types = config.get("layer_types") or default
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
@@ -144,15 +147,16 @@ def read_layer_types(config: JsonObject, default: list[str], kinds: tuple[str, .
 def read_windows(
     config: JsonObject, default_types: list[str], default_window: int = 4096
 ) -> tuple[list[str], tuple[int, ...]]:
-    """Return the type and the sliding window of each layer; a window of 0 means full attention."""
+    """Return the attention type and the sliding window size of each layer, from config.json. The size is in tokens; 0
+    means full attention."""
     window = sliding_window(config, default_window)
     layer_types = read_layer_types(config, default_types, (FULL, SLIDING))
     return layer_types, tuple(window if layer_type == SLIDING else 0 for layer_type in layer_types)
 
 
 def read_chosen_windows(config: JsonObject) -> tuple[int, ...]:
-    """Return the sliding window of each layer, as chosen by use_sliding_window, max_window_layers and layer_types; 0:
-    no window."""
+    """Return the sliding window size of each layer in tokens; 0 means no window. The settings use_sliding_window,
+    max_window_layers and layer_types in config.json choose the layers with a window."""
     window = sliding_window(config) if flag(config, "use_sliding_window", False) else 0
     if not config.get("layer_types"):
         max_window_layers = from_zero(config, "max_window_layers", 28)
@@ -162,8 +166,8 @@ def read_chosen_windows(config: JsonObject) -> tuple[int, ...]:
 
 
 def read_equal_windows(config: JsonObject, default_window: int | None = 4096) -> tuple[int, ...]:
-    """Return the sliding window of each layer, which is the same in every layer. Raises CheckpointError if layer_types
-    is set."""
+    """Return the sliding window size of each layer in tokens, for a model with the same window in every layer; 0 means
+    no window. Raises CheckpointError if config.json sets layer_types, since such a model has no layer types."""
     if config.get("layer_types"):
         raise unserved(
             "layer_types", config["layer_types"], "unset: all layers of this architecture have the same type"
@@ -172,23 +176,26 @@ def read_equal_windows(config: JsonObject, default_window: int | None = 4096) ->
 
 
 def read_no_windows(config: JsonObject, architecture: str) -> tuple[int, ...]:
-    """Return a window of 0 for each layer. Raises CheckpointError if use_sliding_window is set."""
+    """Return a sliding window size of 0 (full attention) for each layer. Raises CheckpointError if config.json sets
+    use_sliding_window, because `architecture` does not support it."""
     if config.get("use_sliding_window"):
         raise unserved("use_sliding_window", True, f"false for {architecture}")
     return (0,) * num_layers_of(config)
 
 
 def sliding_window(config: JsonObject, default: int | None = 4096) -> int:
-    """Return the size of the sliding window; 0 if the setting is null, which means no window."""
+    """Return the size of the sliding window in tokens, from config.json. Return 0, for no window, if the setting is
+    null."""
     if config.get("sliding_window", default) is None:
         return 0
     return positive(config, "sliding_window", default)
 
 
 def read_longrope(config: JsonObject, rope: JsonObject, head_dim: int) -> Ropes:
-    """Return the settings of LongRoPE (Ding et al., 2024, https://arxiv.org/abs/2402.13753) and the number of
-    positions. LongRoPE has one list of factors for sequences up to the original length, and another for longer
-    sequences (`RopeConfig.serving`). Both use the attention factor of the full extension."""
+    """Read the settings of LongRoPE (Ding et al., 2024, https://arxiv.org/abs/2402.13753) from config.json. Return the
+    rope settings of each layer, and the model's number of positions. LongRoPE has one list of factors for sequences up
+    to the original length, and another list for longer sequences (see `RopeConfig.serving`). Both lists use the
+    attention factor of the full extension."""
     num_positions = positive(config, "max_position_embeddings")
     share = read_partial_rotary_factor(config, rope, "partial_rotary_factor", 1.0)
     short = _read_factors(rope, "short_factor", int(head_dim * share) // 2)
@@ -217,7 +224,8 @@ def _read_factors(rope: JsonObject, key: str, num_pairs: int) -> tuple[float, ..
 
 
 def read_partial_rotary_factor(config: JsonObject, rope: JsonObject, key: str, default: float) -> float:
-    """Return the share of a head's values that is rotated, from 0 to 1. Raises CheckpointError for a larger number."""
+    """Return the share of each attention head's values that is rotated by rotary position embedding, above 0 and at
+    most 1. Raises CheckpointError for any other number."""
     key = "partial_rotary_factor" if rope.get("partial_rotary_factor") is not None else key
     value = rope.get(key, config.get(key))
     share = checked_number(key, default if value is None else value)
@@ -274,8 +282,8 @@ def _stretched(num_positions: int, factor: float) -> int:
 
 
 def _yarn_attention_factor(rope: JsonObject, factor: float) -> float:
-    """Return the factor of cosines and sines according to YaRN (Peng et al., 2023, https://arxiv.org/abs/2309.00071),
-    section 3.4."""
+    """Return the factor by which YaRN multiplies the cosines and sines of rotary position embedding (Peng et al., 2023,
+    https://arxiv.org/abs/2309.00071, section 3.4)."""
 
     def magnitude(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -71,8 +71,8 @@ def _read_qwen3_moe(config: JsonObject, architecture: str) -> Network:
 
 
 def _read_expert_layers(config: JsonObject) -> tuple[bool, ...]:
-    """Return whether each layer has experts. These are the layers whose number, counted from 1, is a multiple of
-    decoder_sparse_step, except for those in mlp_only_layers."""
+    """Return, for each layer, whether it has experts instead of a dense MLP. The layers with experts are the layers
+    whose number, counted from 1, is a multiple of decoder_sparse_step, except for the layers in mlp_only_layers."""
     step = positive(config, "decoder_sparse_step", 1)
     without = config.get("mlp_only_layers") or []
     if not isinstance(without, list) or not all(is_whole(layer) for layer in without):

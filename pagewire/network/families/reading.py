@@ -34,7 +34,8 @@ _NUMBERS = (1e-30, 1e30)  # limits between which powers and products are finite 
 
 
 def check_names(config: JsonObject) -> None:
-    """Raise CheckpointError if two names of the same setting have different values."""
+    """Check the settings that config.json files store under several alternative names. Raise CheckpointError if two
+    names of one setting have different values."""
     for names in _SAME:
         first, *others = [name for name in names if config.get(name) is not None] or [""]
         for name in others:
@@ -43,8 +44,8 @@ def check_names(config: JsonObject) -> None:
 
 
 def positive(config: JsonObject, key: str, default: int | None = None, limit: int = MAX_SIZE) -> int:
-    """Return a whole number from 1 to `limit`. Raises CheckpointError for another value, or if the setting is missing
-    or null and has no default."""
+    """Return a setting of config.json that must be a whole number from 1 to `limit`. Raises CheckpointError for another
+    value, or if the setting is missing or null and has no default."""
     value = config.get(key)
     value = default if value is None else value
     if value is None:
@@ -55,8 +56,8 @@ def positive(config: JsonObject, key: str, default: int | None = None, limit: in
 
 
 def number(config: JsonObject, key: str, default: float | None = None) -> float:
-    """Return a number from 1e-30 to 1e30. Raises CheckpointError for another value, or if the setting is missing or
-    null and has no default."""
+    """Return a setting of config.json that must be a number from 1e-30 to 1e30. Raises CheckpointError for another
+    value, or if the setting is missing or null and has no default."""
     value = config.get(key)
     value = default if value is None else value
     if value is None:
@@ -65,7 +66,8 @@ def number(config: JsonObject, key: str, default: float | None = None) -> float:
 
 
 def checked_number(key: str, value: object) -> float:
-    """Return a value as a float. Raises CheckpointError if it is not a number from 1e-30 to 1e30."""
+    """Return the value of a config.json setting as a float. Raises CheckpointError if the value is not a number from
+    1e-30 to 1e30."""
     least, most = _NUMBERS
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
         raise unserved(key, value, f"a number from {least:g} to {most:g}")
@@ -77,8 +79,8 @@ def num_layers_of(config: JsonObject) -> int:
 
 
 def from_zero(config: JsonObject, key: str, default: int) -> int:
-    """Return a whole number that is at least 0, or the default if the setting is missing. Raises CheckpointError
-    otherwise."""
+    """Return a setting of config.json that must be a whole number of at least 0. Return the default if the setting is
+    missing. Raises CheckpointError for any other value."""
     value = config.get(key, default)
     if not is_whole(value) or value < 0:
         raise unserved(key, value, "a whole number from 0")
@@ -86,20 +88,22 @@ def from_zero(config: JsonObject, key: str, default: int) -> int:
 
 
 def first_key(config: JsonObject, *names: str) -> str:
-    """Return the first of several alternative names that this file uses for a setting, or the first name if it uses no
-    name."""
+    """Return the first of several alternative names under which a config.json contains a setting. Return the first name
+    if the file contains none of them."""
     return next((name for name in names if config.get(name) is not None), names[0])
 
 
 def number_or_none(config: JsonObject, key: str, default: float) -> float:
-    """Return a number, 0 if the setting is null, or the default if it is missing."""
+    """Return a setting of config.json that may be a number or null. Return 0 if the setting is null, and the default if
+    the setting is missing."""
     if key not in config:
         return default
     return 0.0 if config[key] is None else number(config, key)
 
 
 def flag(config: JsonObject, key: str, default: bool) -> bool:
-    """Return a boolean, or the default if the setting is missing or null. Raises CheckpointError for another value."""
+    """Return a setting of config.json that must be true or false. Return the default if the setting is missing or null.
+    Raises CheckpointError for another value."""
     value = config.get(key)
     value = default if value is None else value
     if not isinstance(value, bool):
@@ -108,13 +112,14 @@ def flag(config: JsonObject, key: str, default: bool) -> bool:
 
 
 def attention_biases(config: JsonObject, default: bool = False) -> dict[str, Any]:
-    """Return the bias fields of `Attention`, which most families set together with attention_bias."""
+    """Return the keyword arguments of `Attention` that say whether its projections have biases. Most families set all
+    of them with the attention_bias setting of config.json."""
     return dict.fromkeys(("qkv_bias", "output_bias"), flag(config, "attention_bias", default))
 
 
 def json_object(config: JsonObject, key: str) -> JsonObject:
-    """Return a JSON object, which is empty if the setting is null or missing. Raises CheckpointError for another
-    value."""
+    """Return a setting of config.json that must be a JSON object. Return an empty object if the setting is null or
+    missing. Raises CheckpointError for another value."""
     value = config.get(key)
     if value is not None and not isinstance(value, Mapping):
         raise unserved(key, value, "an object")
@@ -122,7 +127,8 @@ def json_object(config: JsonObject, key: str) -> JsonObject:
 
 
 def choice(config: JsonObject, key: str, default: str, choices: tuple[str, ...]) -> str:
-    """Return a value that must be in `choices`. Raises CheckpointError for another value."""
+    """Return a setting of config.json that must be one of `choices`. Return the default if the setting is missing.
+    Raises CheckpointError for another value."""
     value = config.get(key, default)
     if value not in choices:
         raise unserved(key, value, f"one of {', '.join(choices)}")
@@ -147,12 +153,13 @@ def split_evenly(key: str, hidden_size: int, num_heads: int) -> int:
 
 
 def expect(config: JsonObject, key: str, expected: bool) -> None:
-    """Raise CheckpointError if a setting has another value than `expected`, the only supported value and the
-    default."""
+    """Check a boolean setting of config.json for which only the value `expected` is supported. Raise CheckpointError
+    for another value. A missing setting is accepted."""
     if config.get(key, expected) is not expected:
         raise unserved(key, config[key], shown(expected))
 
 
 def unserved(key: str, value: object, expected: str) -> CheckpointError:
-    """Return the error for a setting whose value is not supported."""
+    """Return the error for a config.json setting whose value is not supported. `expected` describes the supported
+    values."""
     return CheckpointError(f"{CONFIG_FILE}: {key} is {shown(value)}, but must be {expected}")
