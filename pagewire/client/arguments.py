@@ -15,7 +15,8 @@ _MAX_SECONDS = 1e8
 
 
 def require(argument: str, value: object, is_legal: bool, kind: str) -> None:
-    """Raise TypeError unless `is_legal`. The message says that `argument` must be `kind`, and shows `value`."""
+    """Raise TypeError with a message about a user's argument unless `is_legal`. The message says that `argument` must
+    be `kind`, and shows `value`."""
     if not is_legal:
         raise TypeError(f"{argument} must be {kind}{';' if ',' in kind else ','} got {value!r:.80}")
 
@@ -29,12 +30,12 @@ def is_real(value: object) -> bool:
 
 
 def is_listed(value: object) -> TypeGuard[Sequence[Any]]:
-    """Return whether the value is a sequence other than a text or bytes."""
+    """Return whether a user's argument is a list or another sequence, but not a text or bytes."""
     return isinstance(value, Sequence) and not isinstance(value, _TEXTS)
 
 
 def as_list(argument: str, value: object, kind: str) -> list[Any]:
-    """Return the elements of an iterable as a list.
+    """Return the elements of a user's list argument as a list.
 
     Raise TypeError for a value that is not iterable, and for iterables that are not accepted as lists: texts, bytes,
     mappings and sets.
@@ -48,7 +49,8 @@ def as_list(argument: str, value: object, kind: str) -> list[Any]:
 
 
 def split_prompt(prompt: object, index: int, prefix: str = "") -> tuple[str | None, Sequence[int] | None]:
-    """Return the prompt as a pair of text and token ids, of which one is None.
+    """Return a prompt as a pair (text, token ids). One of the two is None, depending on the form in which the user gave
+    the prompt.
 
     `index` is the position of the prompt in its list, for the error message. Raise TypeError for any other value.
     """
@@ -61,9 +63,10 @@ def split_prompt(prompt: object, index: int, prefix: str = "") -> tuple[str | No
 
 
 def as_prompts(token_ids: object) -> tuple[list[Sequence[int]], bool]:
-    """Return a list of token id lists, and whether the argument was a single list of token ids.
+    """Convert a user's `token_ids` argument to a list of token id lists. Also return whether the argument was a single
+    list of token ids.
 
-    Raise TypeError for anything else.
+    Raise TypeError for any other value.
     """
     kind = "a list of integers, or a list of such lists"
     given = as_list("token_ids", token_ids, kind)
@@ -74,7 +77,8 @@ def as_prompts(token_ids: object) -> tuple[list[Sequence[int]], bool]:
 
 
 def are_token_ids(value: object) -> TypeGuard[Sequence[int]]:
-    """Return whether the value is a reusable iterable of integers, such as a list or an array.
+    """Return whether a value is a list of token ids: an iterable of integers that can be iterated repeatedly, such as a
+    list or an array.
 
     Iterators, mappings, sets, texts and bytes are not accepted.
     """
@@ -87,16 +91,18 @@ def are_token_ids(value: object) -> TypeGuard[Sequence[int]]:
 
 
 def refuse_unknown(callee: str, options: Mapping[str, object], legal: type) -> None:
-    """Raise TypeError for an option that the TypedDict `legal` does not declare."""
+    """Raise TypeError for a keyword option that the TypedDict `legal` does not declare. `callee` names the called
+    function in the message."""
     for name in options.keys() - legal.__annotations__.keys():
         raise TypeError(f"{callee} has no option {name!r}; the options are {', '.join(legal.__annotations__)}")
 
 
 def check_text(path: str, text: str, argument: str = "") -> None:
-    """Raise InvalidText for a string that contains a surrogate, which UTF-8 cannot encode.
+    """Raise InvalidText for a string that contains a surrogate, which UTF-8 cannot encode. Such a string cannot be sent
+    to the server.
 
-    Python decodes an invalid UTF-8 byte to such a surrogate. `path` is the field of the message. The error also names
-    `argument` if the caller passed the text under another name.
+    Python decodes an invalid UTF-8 byte to a surrogate. `path` is the field of the protobuf message. The error also
+    names `argument` if the caller passed the text under another name.
     """
     try:
         text.encode()
@@ -109,7 +115,8 @@ def check_text(path: str, text: str, argument: str = "") -> None:
 
 
 def as_seconds(name: str, value: Any) -> float:
-    """Return a user's time in seconds, limited to the longest timeout that gRPC supports.
+    """Check a duration that a user gave in seconds, and return it as a float. The result is limited to the longest
+    timeout that gRPC supports.
 
     Raise TypeError for a value that is not a number, and ValueError for a negative number or NaN.
     """

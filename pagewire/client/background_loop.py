@@ -31,7 +31,7 @@ _starting = threading.Lock()
 
 
 def run(function: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
-    """Call `function` on the background loop, await its coroutine, and return the result.
+    """Run a coroutine function on the background event loop from blocking code, and return the result.
 
     An exception in the calling thread, such as KeyboardInterrupt, cancels the coroutine.
     """
@@ -44,27 +44,28 @@ def run(function: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
 
 
 def finish(function: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a cleanup coroutine on the background loop and wait for it.
+    """Run a cleanup coroutine on the background event loop and wait for it.
 
-    Do nothing if there is no loop, since nothing is open then.
+    Do nothing if the loop has not been started, since then nothing is open.
     """
     if _current is not None:
         run(function)
 
 
 def begin(function: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Start a cleanup coroutine on the background loop without waiting for it.
+    """Start a cleanup coroutine on the background event loop without waiting for it.
 
-    Do nothing if there is no loop.
+    Do nothing if the loop has not been started.
     """
     if _current is not None:
         _call(_current, lambda: asyncio.ensure_future(function()))
 
 
 def iterate(items: AsyncGenerator[Item, None]) -> Generator[Item, None, None]:
-    """Yield the items of an asynchronous generator that runs on the background loop.
+    """Yield the items of an asynchronous generator to blocking code. The asynchronous generator runs on the background
+    event loop.
 
-    The loop reads at most MAX_READ_AHEAD items ahead. Closing this generator closes the asynchronous one. Raise
+    The loop reads at most MAX_READ_AHEAD items ahead. Closing this generator closes the asynchronous generator. Raise
     PagewireError in a process that was forked after the iteration began.
     """
     background = _started()
@@ -104,7 +105,8 @@ def iterate(items: AsyncGenerator[Item, None]) -> Generator[Item, None, None]:
 
 
 def _call(background: asyncio.Task[None], function: Callable[[], object]) -> None:
-    """Schedule a function on the background loop, if the loop belongs to this process."""
+    """Schedule a function on the background event loop. Do nothing if the loop belongs to the parent of this forked
+    process."""
     if background is _current:
         background.get_loop().call_soon_threadsafe(function)
 
@@ -126,7 +128,8 @@ async def _run(started: "queue.SimpleQueue[Any]") -> None:
 
 
 def _end() -> None:
-    """Stop the loop before the interpreter exits, which would stop its thread at an arbitrary point."""
+    """Stop the background event loop before the interpreter exits. Otherwise, the exit would stop the loop's thread at
+    an arbitrary point."""
     global _current
     if _current is not None:
         _call(_current, _current.cancel)
@@ -137,7 +140,8 @@ def _end() -> None:
 
 
 def _forget() -> None:
-    """Drop the parent's loop in a process that was just forked, which does not have the loop's thread.
+    """Drop the background event loop inherited from the parent, in a process that was just forked. The loop's thread
+    does not exist in the child.
 
     The tasks of that loop are not cancelled here. A no-op exception handler keeps asyncio from reporting them.
     """

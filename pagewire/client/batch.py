@@ -34,7 +34,7 @@ _OF_THE_CALL = (
 
 @dataclass(slots=True)
 class _Running:
-    """A request in flight, and the output received so far."""
+    """A request of a batch that is in flight, and its output received so far."""
 
     builder: CompletionBuilder
     num_samples: int
@@ -42,7 +42,7 @@ class _Running:
 
 
 class RequestBatch:
-    """The requests of one call, run together.
+    """The requests of one client call, such as `complete` with a list of prompts, which run concurrently.
 
     If the server's queue is full, fewer requests are kept in flight. If the server refuses a request for another
     reason, all requests are aborted. The error names the position of the refused request in the list.
@@ -63,11 +63,11 @@ class RequestBatch:
 
     @property
     def completions(self) -> list[Completion]:
-        """The results in the order of the requests. Only valid once all requests have ended."""
+        """The results of the batch, in the order of the requests. Only valid after all requests have ended."""
         return [self._completions[index] for index in range(len(self._requests))]
 
     async def run(self) -> list[Completion]:
-        """Run all requests and return their results in order.
+        """Run all requests of the batch and return their results in order.
 
         Raise PagewireError if a request fails. Every exception aborts the requests that are still running.
         """
@@ -77,10 +77,10 @@ class RequestBatch:
         return self.completions
 
     async def news(self) -> AsyncGenerator[list[tuple[int, bool]], None]:
-        """Run the requests and yield progress updates.
+        """Run all requests of the batch and yield progress updates.
 
-        Each update is a list of pairs: a number of new tokens, and whether their request has ended. Raise PagewireError
-        if a request fails. Closing the generator aborts the requests that are still running.
+        Each update is a list of pairs: the number of new tokens of a request, and whether that request has ended. Raise
+        PagewireError if a request fails. Closing the generator aborts the requests that are still running.
         """
         with self._channels.connected() as connection:
             try:
@@ -117,7 +117,7 @@ class RequestBatch:
         return running
 
     def _put(self, index: int, response: pb.GenerateResponse | PagewireError | None) -> None:
-        """Record a delta, the end (None) or the failure of a request.
+        """Record what the server sent for one request of the batch: a delta, the end (None) or a failure.
 
         A delta that violates the protocol counts as a failure.
         """
@@ -139,10 +139,10 @@ class RequestBatch:
         self._has_news.set()
 
     async def _put_back(self, connection: Connection) -> None:
-        """Return refused requests to the waiting queue.
+        """Return the requests that the server refused to the queue of requests not yet sent.
 
-        If the server's queue is full and other requests of the list are running, wait until one of them ends.
-        Otherwise, wait for the retry delay. Raise the failure if a retry cannot help.
+        If the server's queue is full and other requests of the batch are running, return at once: the next request is
+        sent after one of them ends. Otherwise, wait for the retry delay. Raise the failure if a retry cannot help.
         """
         refused, self._refused = self._refused, {}
         self._waiting.extendleft(sorted(refused, reverse=True))

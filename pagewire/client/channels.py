@@ -56,7 +56,7 @@ _FORKED = (
 
 
 class ConnectionOptions(TypedDict, total=False):
-    """The options that authenticate the client and verify the server.
+    """The keyword options of a client that authenticate the client and verify the server.
 
     `tls_ca` is the PEM file of the authority that signed the server's certificate. `tls_cert` and `tls_key` are the PEM
     files of the client's certificate and private key. `api_key` identifies the client's tenant.
@@ -86,7 +86,7 @@ class _Request:
 
 
 class GenerateManyCall:
-    """One open GenerateMany call.
+    """One open gRPC call of the method GenerateMany, which carries many generation requests at the same time.
 
     If `is_alone`, the call carries a single request that is too large to share a call, and ends with that request.
     """
@@ -100,10 +100,10 @@ class GenerateManyCall:
         self._receiving = asyncio.create_task(self._receive())
 
     def submit(self, request: pb.GenerateRequest, put: Put, timeout: float | None) -> Callable[[], None]:
-        """Send a request and return a function that aborts it.
+        """Send a generation request on this gRPC call. Return a function that aborts the request.
 
-        `put` receives the responses and the end of the request, but nothing after the abort. Aborting a request that
-        has ended does nothing. `timeout` is in seconds.
+        The callback `put` receives the responses and the end of the request, but nothing after the abort. Aborting a
+        request that has ended does nothing. `timeout` is in seconds.
         """
         stream_id, num_samples = self._client.next_stream_id, wire.num_samples(request)
         submitted = self._requests[stream_id] = _Request(put, num_samples)
@@ -123,9 +123,9 @@ class GenerateManyCall:
             self._client.abort(stream_id)
 
     def _end(self, stream_id: int) -> _Request | None:
-        """Remove a request, and cancel the call if it carries only this request.
+        """Remove a request from this gRPC call. If the call carries only this request, cancel the call.
 
-        Return the removed request, or None if it has already ended.
+        Return the removed request, or None if the request has already ended.
         """
         request = self._requests.pop(stream_id, None)
         if request is not None and request.timer is not None:
@@ -170,9 +170,10 @@ class GenerateManyCall:
 
 
 class Connection:
-    """A gRPC channel and the shared calls of one event loop.
+    """A gRPC channel of a client, and the GenerateMany calls open on the channel. A connection belongs to one event
+    loop.
 
-    `can_share` is False for a server without GenerateMany.
+    `can_share` is False if the server does not support the method GenerateMany, by which several requests share a call.
     """
 
     def __init__(self, channel: Any, url: str, metadata: Metadata) -> None:
@@ -214,7 +215,8 @@ class Connection:
             raise wire.closed() from None
 
     def submit(self, request: pb.GenerateRequest, put: Put, timeout: float | None) -> Callable[[], None]:
-        """Send a request on the shared call, which is opened if necessary, and return a function that aborts it.
+        """Send a generation request on the shared gRPC call, which is opened if necessary. Return a function that
+        aborts the request.
 
         A request larger than MAX_SHARED_BYTES gets a call of its own. Aborting a request that has ended does nothing.
         Raise Cancelled if the connection is closed.
@@ -231,7 +233,8 @@ class Connection:
     async def responses(
         self, request: pb.GenerateRequest, timeout: float | None
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """Yield the responses to a request on the shared call. Closing the generator aborts the request."""
+        """Send a generation request on the shared gRPC call and yield the responses. Closing the generator aborts the
+        request."""
         inbox: asyncio.Queue[pb.GenerateResponse | PagewireError | None] = asyncio.Queue()
         abort = self.submit(request, inbox.put_nowait, timeout)
         try:
@@ -244,7 +247,8 @@ class Connection:
 
     @contextlib.asynccontextmanager
     async def read(self, method: str, request: object, timeout: float | None) -> AsyncGenerator[Any, None]:
-        """Makes a call of its own, over whose responses the block iterates. Leaving the block cancels the call."""
+        """Start a gRPC call of the streaming method `method`, and provide the call to the block of a `with` statement,
+        which reads the responses. Leaving the block cancels the call."""
         with self.translated():
             call = getattr(self.stub, method)(request, timeout=timeout, metadata=self.metadata)
             try:
@@ -253,7 +257,8 @@ class Connection:
                 call.cancel()
 
     async def wait(self, seconds: float) -> None:
-        """Wait before the next attempt. Raise Cancelled if the connection is closed, also while waiting."""
+        """Wait `seconds` before the next attempt of a failed request. Raise Cancelled if the connection is closed, even
+        during the wait."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._closed.wait(), seconds)
         self.check_open()
@@ -269,17 +274,19 @@ class Connection:
         self.release()
 
     def release(self) -> None:
-        """Drop the references to a channel that was closed, or whose loop has ended, so that it can be collected."""
+        """Drop all references to the gRPC channel, so that the channel can be garbage collected. The channel was closed
+        before, or its event loop has ended."""
         self.channel = self.stub = None
         self._shared_calls = []
         _open_connections.discard(self)
 
 
 class Channels:
-    """The connections of one client, by event loop. A closed connection is reopened at its next use."""
+    """The gRPC connections of one client, one for each event loop that has used the client. A closed connection is
+    opened again at its next use."""
 
     def __init__(self, url: str, **options: Unpack[ConnectionOptions]) -> None:
-        """Check the options without opening a connection.
+        """Check the connection options of a client, without opening a connection.
 
         Raise TypeError for an unknown option. Raise ValueError for a URL without a port, an invalid API key, or an
         invalid combination of TLS files.
@@ -295,7 +302,8 @@ class Channels:
 
     @contextlib.contextmanager
     def connected(self, *, is_request: bool = False) -> Iterator[Connection]:
-        """Provide the connection of the running event loop to one call.
+        """Provide the connection of the running event loop to a `with` block, for one call of the client. The
+        connection is opened if necessary.
 
         The call is counted as in progress until the block ends.
         """
@@ -309,7 +317,7 @@ class Channels:
             connection.num_requests -= is_request
 
     async def aclose(self) -> None:
-        """Close the connection of the running event loop."""
+        """Close the gRPC connection of the running event loop. Do nothing if the loop has none."""
         connection = self._connections.pop(asyncio.get_running_loop(), None)
         if connection is not None and not _is_inherited:
             await connection.close()
@@ -336,7 +344,7 @@ class Channels:
 
 
 def _target(url: str) -> str:
-    """Return the gRPC target of a URL. Raise ValueError for a URL without a valid port."""
+    """Convert the URL of a server to a gRPC target. Raise ValueError for a URL without a valid port."""
     require("url", url, isinstance(url, str), "a text such as '127.0.0.1:50051'")
     check_text("url", url)
     target = re.sub("^grpcs?://", "", url).rstrip("/")
@@ -356,7 +364,7 @@ def _credentials(
     tls_key: str | None = None,
     api_key: str | None = None,
 ) -> grpc.ChannelCredentials | None:
-    """Return the TLS credentials, or None for plaintext.
+    """Return the TLS credentials for a gRPC channel, or None for a plaintext connection.
 
     TLS is used if the URL starts with "grpcs://" or a TLS file is given. Raise ValueError for an invalid API key or for
     only one of `tls_cert` and `tls_key`.
@@ -390,7 +398,8 @@ _THREADS_END_S = 1.0
 
 
 async def _close_idle() -> None:
-    """Close the connections of the background loop that no call uses."""
+    """Close the gRPC connections of the background event loop that no call is using. This is done before the process
+    forks."""
     loop = asyncio.get_running_loop()
     for connection in list(_open_connections):
         if connection.loop is loop and connection.num_calls == 0:
@@ -426,7 +435,7 @@ def _wait_for_sleep(seconds: float) -> None:
 
 
 def _is_awake() -> bool:
-    """Return whether gRPC has running threads. A process forked now would lack them."""
+    """Return whether gRPC has running threads in this process. A child process forked now would lack these threads."""
     for task in Path("/proc/self/task").glob("*/comm"):
         with contextlib.suppress(OSError):  # the thread has just ended
             if task.read_text().startswith(_CORE):

@@ -75,17 +75,17 @@ class QueueOptions(TypedDict, total=False):
 
 
 class RequestOptions(QueueOptions, SamplingFields, total=False):
-    """The options of a generation request.
+    """The keyword options of a generation request.
 
-    Besides `QueueOptions`, these are the fields of `SamplingParams`, which override the fields of `sampling`, and
-    `session`, the conversation that the request belongs to.
+    The options include all of `QueueOptions`, and the fields of `SamplingParams`, which override the fields of the
+    argument `sampling`. `session` is the conversation that the request belongs to.
     """
 
     session: Session | None
 
 
 class ChatOptions(RequestOptions, total=False):
-    """The options of a chat request.
+    """The keyword options of a chat request.
 
     - `chat_template`: the text of a template, or the name of one of the model's templates. By default, the model's own
       default template is used.
@@ -142,7 +142,8 @@ class AsyncClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Close the connection of the running event loop. Calls in progress raise Cancelled."""
+        """Close the client's connection that belongs to the running event loop. Requests in progress on this connection
+        raise Cancelled."""
         await self._channels.aclose()
 
     def stream(
@@ -348,11 +349,12 @@ class AsyncClient:
         prompt_token_ids: Sequence[int] | None = None,
         **options: Unpack[RequestOptions],
     ) -> str:
-        """Queue a detached request and return its id. The request runs independently of this client.
+        """Queue a detached request and return its id. A detached request runs on the server independently of this
+        client; `attach` and `result` return its output.
 
-        The arguments are the same as for `stream`, except that `timeout` limits only the submission. With `retry`, the
-        client chooses the request id itself. If the server's response is lost, the retry then does not queue the
-        request twice.
+        The arguments are the same as for `stream`, except that `timeout` limits only the submission. If the client was
+        created with `retry`, the client chooses the request id itself. If the server's response is lost, the retry then
+        does not queue the request twice.
         """
         drawn_id = f"req-{secrets.token_hex(8)}" if self._retry_s and options.get("request_id") is None else None
         if drawn_id is not None:
@@ -375,7 +377,8 @@ class AsyncClient:
         max_reconnects: int = 5,
         timeout: float | None = None,
     ) -> AsyncGenerator[Output, None]:
-        """Yield the deltas of a detached request as `stream` does, for every sample from token `from_token` on.
+        """Yield the output deltas of a detached request as `stream` does, for every sample from token `from_token` on.
+        A detached request is a request that was queued by `submit` and runs independently of the client.
 
         If the connection breaks, the client reconnects and continues with the next token. Raise Unavailable after
         `max_reconnects` consecutive attempts without output, NotFound for an unknown id, and OutOfRange if `from_token`
@@ -388,7 +391,8 @@ class AsyncClient:
         return self._attach(request, Attempts(0.0, timeout), max_reconnects)
 
     async def result(self, request_id: str, *, tenant: str = "", timeout: float | None = None) -> Result:
-        """Return the state of a detached request and its output so far. Raise NotFound for an unknown id."""
+        """Return the state of a detached request, which was queued by `submit`, and its output so far. Raise NotFound
+        for an unknown request id."""
         response = await self._ask("GetResult", timeout, request_id=request_id, tenant=tenant or "")
         if not response.outputs:
             text = f"{request_id!r} is a retained record, not a detached request"
@@ -396,7 +400,7 @@ class AsyncClient:
         return wire.decode_result(response)
 
     async def get_request(self, request_id: str, *, tenant: str = "", timeout: float | None = None) -> RequestReport:
-        """Return the state of an unfinished request and the reason why it waits.
+        """Return the state of an unfinished request and, if the request waits, the reason.
 
         Raise NotFound if no request with this id is running or waiting.
         """
@@ -410,11 +414,11 @@ class AsyncClient:
         await self._ask("Abort", timeout, request_id=request_id, tenant=tenant or "")
 
     async def info(self, *, timeout: float | None = None) -> ServerInfo:
-        """Return the served model and the limits of the server."""
+        """Return information about the server: the served model and the limits of requests."""
         return wire.decode_server_info(await self._ask("GetServerInfo", timeout))
 
     async def blocks(self, *, timeout: float | None = None) -> BlockMap:
-        """Return the current use of every KV cache block."""
+        """Return a map of the server's KV cache that shows the current use of every block."""
         return wire.decode_block_map(await self._ask("GetBlocks", timeout))
 
     async def loads(self, *, timeout: float | None = None) -> Loads:
@@ -580,11 +584,12 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connection. Calls in progress in other threads raise Cancelled."""
+        """Close the client's connection to the server. Calls in progress in other threads raise Cancelled."""
         background_loop.finish(self._client.aclose)
 
     def _iterate(self, items: AsyncGenerator[_Returned, None]) -> Generator[_Returned, None, None]:
-        """Yield the items of an asynchronous generator.
+        """Yield the items of an asynchronous generator to blocking code. The generator runs on the background event
+        loop.
 
         The reference to `self` keeps the client, and therefore its connection, alive during the iteration.
         """
@@ -624,7 +629,8 @@ def _requests(
     prompt_token_ids: Sequence[int] | None,
     options: Mapping[str, Any],
 ) -> pb.GenerateRequest | list[pb.GenerateRequest]:
-    """Encode one request for one prompt, or a list of requests for a list of prompts."""
+    """Encode the arguments of a call as requests. For a list of prompts, return a list with one request for each
+    prompt. For a single prompt, return one request."""
     if prompt is None or isinstance(prompt, str):
         if is_listed(sampling):
             raise TypeError("a list of sampling parameters needs a list of prompts")
@@ -656,9 +662,10 @@ def _request(
 
 
 def one_each(given: Any, num_prompts: int, kind: str = "sampling parameters") -> Sequence[Any]:
-    """Return one value for each of `num_prompts` prompts, from a single value for all or a list of values.
+    """Return a list with one value for each of `num_prompts` prompts. `given` is either a single value for all prompts
+    or a list of values.
 
-    Raise ValueError for a list of another length. `kind` names the values in the error.
+    Raise ValueError if the list has another length. `kind` names the values in the error.
     """
     if not is_listed(given):
         return [given] * num_prompts
@@ -668,7 +675,8 @@ def one_each(given: Any, num_prompts: int, kind: str = "sampling parameters") ->
 
 
 def _parts(items: Sequence[Any], max_size: int) -> Iterator[list[Any]]:
-    """Yield the items in groups whose lengths add up to at most `max_size`. A longer item forms its own group."""
+    """Yield the items in groups, such that the total length of each group is at most `max_size`. An item longer than
+    `max_size` forms its own group."""
     part: list[Any] = []
     size = 0
     for item in items:

@@ -10,7 +10,8 @@ from pagewire.client.errors import Cancelled, InternalError, PagewireError
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The token counts of a request. `cached_tokens` counts the prompt tokens that were found in the prefix cache."""
+    """The token counts of a request. `cached_tokens` counts the prompt tokens that were found in the server's prefix
+    cache."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -19,10 +20,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The natural log-probability of a token, after penalties and bias, before temperature and filters.
+    """The natural log-probability of one generated or prompt token. It is computed after penalties and bias, and before
+    temperature and filters.
 
-    `rank` is the rank of the token among all tokens, from 1. `top` lists the most likely tokens as pairs (token id,
-    log-probability), most likely first.
+    `rank` is the rank of the token among all tokens of the vocabulary, from 1. `top` lists the most likely tokens as
+    pairs (token id, log-probability), most likely first.
     """
 
     token_id: int
@@ -67,7 +69,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One complete sample. The fields mean the same as in `Output`."""
+    """The complete output of one sample of a request. The fields mean the same as in `Output`."""
 
     index: int
     token_ids: tuple[int, ...]
@@ -104,7 +106,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class PromptEmbedding:
-    """The embedding of a prompt: a unit vector with the dimension of the model's hidden states."""
+    """The embedding of a prompt: a vector of length 1, with the dimension of the model's hidden states."""
 
     request_id: str
     values: tuple[float, ...]
@@ -112,9 +114,9 @@ class PromptEmbedding:
 
     @classmethod
     def of(cls, completion: Completion) -> "PromptEmbedding":
-        """Return the embedding from the completion of an embedding request.
+        """Return the embedding of a prompt, taken from the completion of an embedding request.
 
-        Raise Cancelled if the request was aborted.
+        Raise Cancelled if the request was aborted before its embedding was computed.
         """
         (output,) = completion.outputs
         if not output.embedding:
@@ -125,7 +127,8 @@ class PromptEmbedding:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The state of a detached request and its output so far.
+    """The state of a detached request and its output so far. A detached request was queued by `submit` and runs
+    independently of the client.
 
     `state` is "running", "finished" or "failed". `outputs` has one `Output` for each sample, with all tokens from 0.
     `error` is the error of a failed request, otherwise None.
@@ -139,7 +142,7 @@ class Result:
 
 @dataclass(slots=True)
 class _Sample:
-    """The output received so far for one sample."""
+    """The output received so far for one sample of a request."""
 
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -149,7 +152,7 @@ class _Sample:
 
 
 class CompletionBuilder:
-    """Assembles the deltas of a request and verifies the stream.
+    """Combines the streamed deltas of a request into a complete result, and verifies their order.
 
     Invariant: each sample's tokens arrive once and in order, and each sample ends once (design, S6). Any violation
     raises InternalError, so that a text with a gap is never returned. All times are readings of the caller's clock, in
@@ -165,7 +168,8 @@ class CompletionBuilder:
         self._prompt_logprobs: list[TokenLogprobs] = []
 
     def add(self, output: Output, now: float) -> None:
-        """Add the next delta. Raise InternalError for a delta that is out of order."""
+        """Add the next streamed delta of the request. Raise InternalError for a delta that is out of order or belongs
+        to a sample that has ended."""
         if output.index >= self._num_samples:
             raise _broken_stream(output, f"tokens that were not asked for: the request has {self._num_samples} samples")
         sample = self._samples.setdefault(output.index, _Sample())
@@ -186,7 +190,7 @@ class CompletionBuilder:
             sample.last = output
 
     def finish(self, now: float) -> Completion:
-        """Return the complete output. Raise InternalError if a sample has not ended."""
+        """Return the complete result of the request. Raise InternalError if a sample has not ended."""
         outputs = tuple(self._output(index) for index in range(self._num_samples))
         usage = Usage(
             prompt_tokens=outputs[0].usage.prompt_tokens,
@@ -216,7 +220,8 @@ class CompletionBuilder:
 
 
 class Attachment:
-    """The position of a client in the output of a detached request, across reconnects.
+    """The position of a client in the streamed output of a detached request. The position is kept when the client
+    reconnects to the server.
 
     Invariant: each token, each prompt log-probability and the end of each sample are returned once and in order. The
     server may send them again after a reconnect. A gap in the output raises InternalError.
@@ -230,12 +235,14 @@ class Attachment:
         self._num_prompt_logprobs_sent = 0  # on this connection
 
     def reconnect(self) -> Sequence[int]:
-        """Begin a new connection and return the next token index to request for each sample seen so far."""
+        """Prepare for the stream of a new connection. Return, for each sample seen so far, the index of the next token
+        to request from the server."""
         self._num_prompt_logprobs_sent = 0
         return self._next_tokens
 
     def take(self, output: Output) -> Output | None:
-        """Return the new part of a delta, or None if nothing in it is new.
+        """Return the part of a streamed delta that was not received before, or None if the delta contains nothing new.
+        The server may repeat output after a reconnect.
 
         Raise InternalError if tokens are missing, or if tokens follow the end of the sample.
         """
@@ -256,8 +263,8 @@ class Attachment:
         return output
 
     def finish(self) -> None:
-        """Check, after the stream has ended without an error, that every sample has ended. Raise InternalError
-        otherwise."""
+        """Check that every sample of the request has ended, after the stream has ended without an error. Raise
+        InternalError if a sample has not ended."""
         if not self._next_tokens or len(self._ended) < len(self._next_tokens):
             raise InternalError("the stream ended before its samples", code=grpc.StatusCode.INTERNAL)
 
@@ -270,6 +277,6 @@ class Attachment:
 
 
 def _broken_stream(output: Output, what: str) -> InternalError:
-    """Return the error for a delta that cannot follow the previous ones."""
+    """Return the error for a streamed delta that is not the continuation of the previous deltas."""
     message = f"the stream of request {output.request_id!r} broke: sample {output.index} brought {what}"
     return InternalError(message, code=grpc.StatusCode.INTERNAL)

@@ -33,7 +33,8 @@ class Session:
 
 
 def as_conversations(messages: Any) -> tuple[Sequence[Sequence[Message]], bool]:
-    """Return a list of conversations, and whether the argument was a single conversation.
+    """Return the chat messages argument of a user as a list of conversations, and whether the argument was a single
+    conversation.
 
     Raise TypeError for a value that is neither a list of mappings nor a list of such lists. The chat template checks
     the content of the messages.
@@ -49,7 +50,8 @@ def as_conversations(messages: Any) -> tuple[Sequence[Sequence[Message]], bool]:
 
 
 def check_template(template: object, add_generation_prompt: object, **variables: object) -> None:
-    """Raise TypeError for chat arguments of the wrong type. `variables` are keyed by the caller's argument names."""
+    """Check the types of the chat template arguments of a call. Raise TypeError for a wrong type. `variables` maps the
+    names of the caller's arguments to dicts of template variables."""
     require("chat_template", template, isinstance(template, str | None), "a text or None")
     require("add_generation_prompt", add_generation_prompt, isinstance(add_generation_prompt, bool), "a bool")
     for name, value in variables.items():
@@ -65,9 +67,9 @@ def prompts_of(
     *,
     continue_final_message: bool = False,
 ) -> list[str]:
-    """Render each conversation to a prompt, special tokens included.
+    """Render each conversation (a list of chat messages) to a prompt, including special tokens.
 
-    `template` is the text of a template, the name of one of the model's templates, or None for the model's default
+    `template` is the text of a chat template, the name of one of the model's templates, or None for the model's default
     template. `variables` are passed to the template. With `continue_final_message`, each prompt ends inside its last
     message. Raise InvalidRequest if there is no template, if a conversation is empty, or if rendering fails.
     """
@@ -102,11 +104,11 @@ def prompts_of(
 
 
 def template_of(info: ServerInfo, template: str | None) -> str | None:
-    """Return the text of the template to use, or None if the model has no default template.
+    """Return the text of the chat template to use, or None if the model has no default template.
 
     `template` is the name of one of the model's templates, the text of a template, or None for the model's default.
-    Raise InvalidRequest for an unknown name, which is any text without "{". Such a text would render every conversation
-    to the same prompt.
+    Raise InvalidRequest for an unknown name. Any text without "{" counts as a name, since a template without "{" would
+    render every conversation to the same prompt.
     """
     if template is None:
         return info.chat_template

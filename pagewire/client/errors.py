@@ -7,14 +7,14 @@ import grpc
 
 @dataclass(frozen=True, slots=True)
 class FieldViolation:
-    """A request field that the server refused, and the reason."""
+    """A field of a request that the server did not accept, and the reason."""
 
     field: str
     description: str
 
 
 class PagewireError(Exception):
-    """The base class of all errors of calls.
+    """The base class of all errors that calls of the client raise.
 
     The message names the limit, the actual value and the remedy where the server knows them.
 
@@ -39,36 +39,42 @@ class PagewireError(Exception):
 
 
 class InvalidRequest(PagewireError, ValueError):
-    """INVALID_ARGUMENT: a field is out of range, or the request can never fit the server's limits."""
+    """Raised for the gRPC status INVALID_ARGUMENT: a field of the request is out of range, or the request can never fit
+    the server's limits."""
 
     @classmethod
     def of_field(cls, field: str, text: str) -> "InvalidRequest":
-        """Return the error for a field that the client refuses before sending."""
+        """Return the error for a request field with an invalid value. The client raises this error before sending the
+        request."""
         return cls(text, code=grpc.StatusCode.INVALID_ARGUMENT, field_violations=(FieldViolation(field, text),))
 
 
 class InvalidText(InvalidRequest, TypeError):
-    """A string contains an unpaired surrogate, which cannot be encoded as UTF-8 and sent."""
+    """Raised for a string with an unpaired surrogate. Such a string cannot be encoded as UTF-8 and sent to the
+    server."""
 
 
 class NotFound(PagewireError):
-    """NOT_FOUND: no running or retained request of this tenant has this id."""
+    """Raised for the gRPC status NOT_FOUND: no running or retained request of this tenant has the given id."""
 
 
 class AlreadyExists(PagewireError):
-    """ALREADY_EXISTS: a running or retained request of this tenant already has this id."""
+    """Raised for the gRPC status ALREADY_EXISTS: a running or retained request of this tenant already has the given
+    id."""
 
 
 class OutOfRange(PagewireError):
-    """OUT_OF_RANGE: the requested first token is beyond the end of the output."""
+    """Raised for the gRPC status OUT_OF_RANGE: the first token to return is beyond the end of the request's output."""
 
 
 class ResourceExhausted(PagewireError):
-    """RESOURCE_EXHAUSTED: the request queue is full. Retry after `retry_delay`."""
+    """Raised for the gRPC status RESOURCE_EXHAUSTED: the server's request queue is full. Retry after `retry_delay`
+    seconds."""
 
 
 class Unavailable(PagewireError):
-    """UNAVAILABLE: the server is unreachable or draining, or has had no worker for too long."""
+    """Raised for the gRPC status UNAVAILABLE: the server is unreachable or draining, or has had no worker for too
+    long."""
 
 
 class DeadlineExceeded(PagewireError):
@@ -76,16 +82,19 @@ class DeadlineExceeded(PagewireError):
 
 
 class Cancelled(PagewireError):
-    """CANCELLED: the call was cancelled, but not by its caller, or the client was closed during the call."""
+    """Raised if a call to the server was cancelled by someone other than its caller, or if the client was closed during
+    the call. The gRPC status is CANCELLED."""
 
 
 class InternalError(PagewireError):
-    """INTERNAL: the server failed, or a stream lost or repeated a token."""
+    """Raised for the gRPC status INTERNAL: the server failed, or the stream of a request's output lost or repeated a
+    token."""
 
 
 class StartError(PagewireError):
-    """The services that this process launched failed to start. The message is the reason that they reported."""
+    """Raised if the services that this process launched to serve a model failed to start. The message is the reason
+    that the services reported."""
 
 
 class CommandError(Exception):
-    """A command verb cannot continue. The message is one line for the user."""
+    """Raised if a command, such as `pagewire chat`, cannot continue. The message is one line for the user."""

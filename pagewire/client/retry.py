@@ -17,14 +17,15 @@ _TIMEOUT_PASSED = "the timeout passed after repeated attempts; the last failure:
 
 
 class Attempts:
-    """The attempts of one call.
+    """Decides how often and how long a client call is retried.
 
-    `retry_s` is the time after the start of the call during which it may be retried. `timeout_s` limits the time of all
-    attempts together. None means no limit. Both are in seconds.
+    `retry_s` is the time after the start of the call during which the call may be retried. `timeout_s` limits the total
+    time of all attempts; None means no limit. Both times are in seconds.
     """
 
     def __init__(self, retry_s: float, timeout_s: float | None = None) -> None:
-        """Start the clock. Raise TypeError or ValueError for an invalid `timeout_s`."""
+        """Start the clock for the retries and the timeout of one call. Raise TypeError or ValueError for an invalid
+        `timeout_s`."""
         self.started_at = time.monotonic()
         self._retry_until = self.started_at + retry_s
         self._timeout_at = None
@@ -34,11 +35,12 @@ class Attempts:
 
     @property
     def timeout_s(self) -> float | None:
-        """The remaining seconds for the next attempt, or None without a limit."""
+        """The remaining time for the next attempt of the call in seconds, or None if the call has no timeout."""
         return None if self._timeout_at is None else max(0.0, self._timeout_at - time.monotonic())
 
     def delay_after(self, failure: PagewireError) -> float | None:
-        """Return the seconds to wait before the next attempt, or None if the call must not be retried."""
+        """Return the time to wait before the next attempt of the failed call in seconds. Return None if the call must
+        not be retried."""
         remaining_s = self._retry_until - time.monotonic()
         if not isinstance(failure, Unavailable | ResourceExhausted) or remaining_s <= 0:
             return None
@@ -49,7 +51,7 @@ class Attempts:
         return min(delay_s * random.uniform(1 - JITTER, 1 + JITTER), remaining_s)
 
     def next_delay(self, failure: PagewireError) -> float:
-        """Return the seconds to wait before the next attempt.
+        """Return the time to wait before the next attempt of the failed call, in seconds.
 
         Raise `failure` if the call must not be retried, and DeadlineExceeded if the time for all attempts has passed.
         """
@@ -59,7 +61,8 @@ class Attempts:
         return self.bounded(delay_s, failure)
 
     def bounded(self, delay_s: float, failure: PagewireError) -> float:
-        """Return a delay, shortened to the remaining time. Raise DeadlineExceeded if no time remains."""
+        """Return the delay before the next attempt in seconds, shortened to the remaining time of the call. Raise
+        DeadlineExceeded if no time remains."""
         timeout_s = self.timeout_s
         if timeout_s == 0:
             code = grpc.StatusCode.DEADLINE_EXCEEDED

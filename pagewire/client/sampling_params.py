@@ -17,13 +17,15 @@ Value = TypeVar("Value")
 
 
 class Default(float):
-    """A number that the user did not set explicitly."""
+    """A default value of a sampling parameter. The type distinguishes the default from an equal number that the user
+    set explicitly."""
 
 
 def _flag(default: Value, help_text: str, *, is_benched: bool = False) -> Value:
-    """Return a dataclass field that has a flag in the client verbs, and also in the bench verbs if `is_benched`.
+    """Return a dataclass field that is also a command line flag. The client verbs, such as `pagewire complete`, have
+    the flag. The bench verbs have it too if `is_benched`.
 
-    The flag of a boolean field inverts its default.
+    The flag of a boolean field inverts the default of the field.
     """
     return field(default=default, metadata={"help": help_text, "is_benched": is_benched})
 
@@ -91,12 +93,13 @@ class StructuredOutputs:
 
     @property
     def kind(self) -> str:
-        """The name of the field that is given."""
+        """The name of the constraint that is set, such as "json" or "regex"."""
         return next(name for name in STRUCTURES if getattr(self, name) is not None)
 
     @property
     def option(self) -> tuple[str, Any]:
-        """The field's name in the public proto and its value. A dict is written as JSON.
+        """The constraint as a pair: the name of its field in the public proto, and the value. A value that is a dict is
+        written as JSON.
 
         Raise TypeError or ValueError for a value that cannot be written as JSON.
         """
@@ -224,7 +227,7 @@ class SamplingParams:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The fields that are set, by their names in the public proto."""
+        """The sampling parameters that are set, as a dict from their names in the public proto to their values."""
         options = {name: value for name in SamplingFields.__annotations__ if (value := getattr(self, name)) is not None}
         if self.top_k == -1:
             options["top_k"] = 0
@@ -237,7 +240,8 @@ class SamplingParams:
         return options
 
     def updated(self, **changes: Unpack["SamplingFields"]) -> "SamplingParams":
-        """Return a copy in which the given fields are replaced. Raise TypeError for an unknown field."""
+        """Return a copy of the sampling parameters in which the given fields are replaced. Raise TypeError for an
+        unknown field."""
         for name in changes:
             if name not in SamplingFields.__annotations__:
                 near = suggestion(name, SamplingFields.__annotations__)

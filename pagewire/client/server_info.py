@@ -7,7 +7,8 @@ from operator import attrgetter
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """The worker that is connected to the server."""
+    """Information about the worker that is connected to the server: the device, and the configuration of model and KV
+    cache."""
 
     worker_id: str
     epoch: int
@@ -67,7 +68,8 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """The current load of a server: sequences, prompt tokens and blocks, and counters since its start."""
+    """The current load of a server: the numbers of sequences, prompt tokens and KV cache blocks, and counters since the
+    start of the server."""
 
     num_running: int
     num_waiting: int
@@ -99,7 +101,8 @@ class Loads:
 
 @dataclass(frozen=True, slots=True)
 class BlockHolder:
-    """A request to which device blocks are allocated. `request_id` is None for a request of another tenant."""
+    """A request to which KV cache blocks on the device are allocated. `request_id` is None for a request of another
+    tenant."""
 
     request_id: str | None
     num_blocks: int
@@ -107,7 +110,7 @@ class BlockHolder:
 
 @dataclass(frozen=True, slots=True)
 class RequestReport:
-    """The state of an unfinished request and the reason why it waits.
+    """The state of an unfinished request and, if the request waits, the reason.
 
     `state` is "waiting", "running", "swapping out", "swapped" or "swapping in". `reason` is empty while the request
     runs without limits.
@@ -139,7 +142,7 @@ FREE, CACHED, MOVING, SHARED, HELD = range(5)
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """The use of every block in the device pool and the host pool. Entry i describes block i + 1."""
+    """The use of every KV cache block in device memory and in host memory. Entry i of a list describes block i + 1."""
 
     owners: tuple[str, ...]
     device_blocks: tuple[int, ...]
@@ -183,7 +186,7 @@ _COUNTERS: dict[str, Callable[[Loads], int]] = {
 
 
 def metrics_of(loads: Loads, model_name: str) -> list[Metric]:
-    """Return the load of a server as vLLM's gauges and counters."""
+    """Convert the load of a server to gauges and counters with the names that vLLM uses for metrics."""
     labels = {"model_name": model_name, "engine": "0"}
     gauges = [Gauge(name, labels, read(loads)) for name, read in _GAUGES.items()]
     return [*gauges, *(Counter(name, labels, read(loads)) for name, read in _COUNTERS.items())]

@@ -96,7 +96,7 @@ def encode_request(
     session: object = None,
     **fields: object,
 ) -> pb.GenerateRequest:
-    """Encode a request. `fields` are additional fields of the message.
+    """Encode a generation request as a message of the public proto. `fields` are additional fields of the message.
 
     Raise TypeError unless exactly one prompt is given, and InvalidRequest for a number that its field cannot represent.
     """
@@ -122,7 +122,8 @@ def encode_request(
 
 @contextmanager
 def at_place(index: int) -> Iterator[None]:
-    """Prefix the errors raised inside the block with the position of the prompt in its list."""
+    """Prefix the messages of InvalidRequest errors raised inside a `with` block with the position of the prompt in the
+    caller's list."""
     try:
         yield
     except InvalidRequest as error:
@@ -131,17 +132,19 @@ def at_place(index: int) -> Iterator[None]:
 
 
 def closed() -> Cancelled:
-    """Return the error for a call during which the client was closed."""
+    """Return the error that a call raises if the client was closed during the call."""
     return Cancelled("the client was closed", code=grpc.StatusCode.CANCELLED)
 
 
 def num_samples(request: pb.GenerateRequest) -> int:
-    """Return the number of samples of a request. If the request does not set it, the server generates one."""
+    """Return the number of samples that a generation request asks for. If the request does not set the number, the
+    server generates one sample."""
     return max(1, request.sampling.n)
 
 
 def encode_detokenize(prompts: Iterable[Sequence[int]], skip_special_tokens: bool) -> pb.DetokenizeRequest:
-    """Encode lists of token ids. Raise InvalidRequest for an id that the field cannot represent."""
+    """Encode lists of token ids as a request to convert them to texts. Raise InvalidRequest for a token id that the
+    field cannot represent."""
     request = message(pb.DetokenizeRequest, skip_special_tokens=skip_special_tokens)
     for index, prompt in enumerate(prompts):
         put(request.prompts.add(), "ids", prompt, f"prompts[{index}].ids")
@@ -167,7 +170,8 @@ def _encode_sampling(sampling: SamplingParams, message: pb.SamplingParams) -> No
 
 
 def message(kind: type[Any], **fields: Any) -> Any:
-    """Create a message of the type `kind`. None leaves an optional field unset. Raise the errors of `put`."""
+    """Create a protobuf message of the type `kind` with the given field values. A value of None leaves an optional
+    field unset. Raise the errors of `put` for a value that does not fit its field."""
     made = kind()
     for name, value in fields.items():
         if value is not None or not kind.DESCRIPTOR.fields_by_name[name].has_presence:
@@ -194,7 +198,8 @@ def put(message: Message, name: str, value: Any, path: str = "", argument: str =
 
 
 def _parts(field: FieldDescriptor, value: Any, path: str) -> Iterator[tuple[FieldDescriptor, Any, str]]:
-    """Yield the elements of a list or map value, each with its field descriptor and path, or the value itself."""
+    """Yield the single values in the value of a protobuf field, each with its field descriptor and path. A list has its
+    elements, and a map has its keys and values. Any other value is yielded itself."""
     if isinstance(value, Mapping) and field.is_repeated:
         key, part = (field.message_type.fields_by_name[name] for name in ("key", "value"))
         for each in value:
@@ -208,7 +213,8 @@ def _parts(field: FieldDescriptor, value: Any, path: str) -> Iterator[tuple[Fiel
 
 
 def _check(field: FieldDescriptor, value: Any, path: str, argument: str) -> None:
-    """Raise TypeError or InvalidRequest if a field cannot represent a value."""
+    """Check that a protobuf field can represent a value. Raise TypeError for a value of the wrong type, and
+    InvalidRequest for an integer out of range or a text that cannot be encoded."""
     for place, part, part_path in _parts(field, value, path):
         kind, is_of_kind = _KINDS.get(place.cpp_type, ("", lambda value: True))
         require(part_path, part, is_of_kind(part), kind)
@@ -282,7 +288,8 @@ def decode_result(response: pb.GetResultResponse) -> Result:
 
 
 def decode_error(error: Any, url: str) -> PagewireError:
-    """Return the typed error for a failed gRPC call, with its google.rpc details.
+    """Return the client's exception for a failed gRPC call, with the field violations and retry delay from the
+    google.rpc details.
 
     `error` is a `grpc.RpcError` of the synchronous or the asyncio API.
     """
@@ -310,9 +317,9 @@ def decode_error(error: Any, url: str) -> PagewireError:
 
 
 def decode_failure(failure: pb.StreamFailure) -> PagewireError:
-    """Return the typed error for a request on a shared call.
+    """Return the client's exception for the failure of one request on a shared GenerateMany call.
 
-    It equals the error that `decode_error` returns for the same failure of a separate call.
+    The exception equals the one that `decode_error` returns if the same request fails on a separate call.
     """
     code = STATUS_CODES[failure.code]
     return ERRORS.get(code, PagewireError)(
@@ -324,7 +331,8 @@ def decode_failure(failure: pb.StreamFailure) -> PagewireError:
 
 
 def _decode_details(metadata: Iterable[tuple[str, Any]]) -> tuple[tuple[FieldViolation, ...], float | None]:
-    """Return the field violations of a status, and its retry delay in seconds or None."""
+    """Return the field violations and the retry delay in the google.rpc details of a failed gRPC call. The delay is in
+    seconds, or None if the server set none."""
     field_violations: list[FieldViolation] = []
     retry_delay = None
     packed = dict(metadata).get("grpc-status-details-bin")
