@@ -20,16 +20,18 @@ GAP = "  "
 
 
 class BlockView:
-    """Draws a sequence of maps. A request keeps its letter and colour as long as it has blocks."""
+    """Draws maps of the KV cache blocks as text, one after another. From one map to the next, a request keeps its
+    letter and colour as long as it has blocks."""
 
     def __init__(self, *, colour: bool) -> None:
         self._colour = colour
         self._places: dict[str, int] = {}  # by owner
 
     def draw(self, block_map: BlockMap, num_columns: int, num_lines: int) -> str:
-        """Return both pools and a legend as text of at most `num_columns` columns.
+        """Draw the blocks of the device pool and the host pool, and a legend. Return text of at most `num_columns`
+        columns.
 
-        The pools share `num_lines` lines in proportion to their sizes.
+        The two pools share `num_lines` lines in proportion to their sizes.
         """
         self._place(block_map.owners)
         pools = {"device blocks": block_map.device_blocks, "host blocks, counted after the +": block_map.host_blocks}
@@ -66,14 +68,15 @@ class BlockView:
         return "".join(parts) + (PLAIN if self._colour else "")
 
     def _style(self, use: int, owners: Sequence[str]) -> tuple[str, str]:
-        """Return the mark and the colour for a use."""
+        """Return the character and the colour that show the use of a KV cache block in the map."""
         if use < HELD:
             return MARKS[use], COLOURS[use]
         place = self._places[owners[use - HELD]]
         return ascii_letters[place % len(ascii_letters)], OWNER_COLOURS[place % len(OWNER_COLOURS)]
 
     def _legend(self, block_map: BlockMap, num_columns: int) -> list[str]:
-        """Return lines with the number of blocks for each use: device blocks, then a plus sign and host blocks."""
+        """Return the lines of the map's legend, with the number of KV cache blocks for each use. If there are host
+        blocks, their number follows the number of device blocks after a plus sign."""
         device, host = Counter(block_map.device_blocks), Counter(block_map.host_blocks)
         held = sorted((use for use in device | host if use >= HELD), key=lambda use: (-device[use] - host[use], use))
         entries = [(use, NAMES[use]) for use in (FREE, CACHED, SHARED, MOVING)]
@@ -88,7 +91,8 @@ class BlockView:
 
 
 def _flow(texts: Sequence[str], num_columns: int) -> list[str]:
-    """Join texts into lines of at most `num_columns` visible characters."""
+    """Join the entries of the map's legend into lines of at most `num_columns` visible characters. Escape sequences for
+    colours do not count."""
     lines: list[str] = []
     width = 0
     for text in texts:
@@ -103,6 +107,7 @@ def _flow(texts: Sequence[str], num_columns: int) -> list[str]:
 
 
 def _summary(uses: Sequence[int]) -> int:
-    """Return the use to show for a cell of several blocks: the most frequent, or the highest value in a tie."""
+    """Return the use that a cell of the map shows if it stands for several KV cache blocks. This is the most frequent
+    use, or the highest value in a tie."""
     counts = Counter(uses)
     return max(counts, key=lambda use: (counts[use], use))

@@ -35,7 +35,7 @@ _NO_TEXTS = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), 
 
 
 class Conversation:
-    """The messages so far, and the rendering of the prompt that continues them.
+    """The messages of a chat so far. The class renders them to the prompt for the next answer.
 
     With a chat template, the prompt is the rendered messages. Without a template, the prompt is the concatenation of
     all texts, which the model continues. `special_tokens` are variables of the template. `bos_token` renders as an
@@ -50,12 +50,12 @@ class Conversation:
         self.session_id = secrets.token_hex(8)
 
     def clear(self) -> None:
-        """Remove all turns and begin a new session."""
+        """Remove all messages of the chat except the system message, and begin a new session with a new id."""
         self.turns.clear()
         self.session_id = secrets.token_hex(8)
 
     def ask(self, text: str) -> str:
-        """Return the prompt for the user's next message."""
+        """Return the prompt that asks the model to answer the user's next message `text`."""
         messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         for said, answer in self.turns:
             messages += [{"role": "user", "content": said}, {"role": "assistant", "content": answer}]
@@ -73,9 +73,9 @@ class Conversation:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Chat with the model of a server, and return the exit code.
+    """Run the command `pagewire chat`, which chats with the model of a running server. Return the exit code.
 
-    If the first argument is a model, serve the model like `pagewire run`.
+    If the first argument is a model, start a server for that model, as `pagewire run` does.
     """
     if arguments and not arguments[0].startswith(("-", DESCRIBE)):
         return run(arguments, "chat")
@@ -96,8 +96,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(arguments: Sequence[str], verb: str = "run") -> int:
-    """Serve a model on loopback, chat with it or print the answer to one prompt, then stop the server. Return the exit
-    code."""
+    """Run the command `pagewire run`: start a local server for a model, chat with the model or print the answer to one
+    prompt, then stop the server. Return the exit code."""
     from pagewire.cli import services  # lazy: loads the services' options, which `pagewire chat` does not need
 
     known, groups = services.serve_options(), services.OWN_GROUPS
@@ -136,7 +136,8 @@ def run(arguments: Sequence[str], verb: str = "run") -> int:
 
 
 def _given_prompt(parser: Parser, text: str | None) -> str | None:
-    """Return the single prompt to answer, or None for a chat. End the command if the prompt is empty."""
+    """Return the single prompt that `pagewire run` answers, or None for an interactive chat. End the command with an
+    error if the prompt is empty."""
     if text is None and sys.stdin.isatty():
         return None
     prompt = read_input(sys.stdin.read).removesuffix("\n") if text in (None, "-") else text
@@ -147,7 +148,7 @@ def _given_prompt(parser: Parser, text: str | None) -> str | None:
 
 
 def _parser(verb: str, usage: str, description: str, explained: Mapping[str, str]) -> Parser:
-    """Return a parser with the flags that `pagewire chat` and `pagewire run` share."""
+    """Return an argument parser with the flags that the commands `pagewire chat` and `pagewire run` share."""
     parser = Parser(
         prog=f"pagewire {verb}", usage=f"pagewire {verb} {usage}", description=description, explained=explained
     )
@@ -164,7 +165,7 @@ def _parser(verb: str, usage: str, description: str, explained: Mapping[str, str
 
 
 def _talk(client: Client, parsed: argparse.Namespace, prompt: str | None, server: LocalServer | None = None) -> None:
-    """Print the answer to `prompt`, or chat if it is None.
+    """Print the model's answer to `prompt`. If `prompt` is None, start an interactive chat.
 
     `server` is the local server, if this process started the server.
     """
@@ -183,7 +184,8 @@ def _talk(client: Client, parsed: argparse.Namespace, prompt: str | None, server
 
 
 class Chat:
-    """The interactive loop: answers messages and executes commands until the input ends."""
+    """The interactive loop of a chat on the terminal. It sends the user's messages to the model and executes commands
+    such as `/clear`, until the input ends."""
 
     def __init__(
         self,
@@ -205,7 +207,8 @@ class Chat:
         self._server = server
 
     def run(self) -> None:
-        """Chat until the user ends the chat. Raise Unavailable if the local server of this process ends earlier."""
+        """Run the interactive loop until the user ends the chat. Raise Unavailable if the local server that this
+        process started ends earlier."""
         kind = "chat" if self._info.chat_template is not None else "no chat template: it continues your text"
         tell(f"{self._info.served_model_name} ({kind}). /help lists commands, Ctrl-D ends.")
         while True:
@@ -226,9 +229,10 @@ class Chat:
                 tell(f"error: {error}")
 
     def _is_carried_out(self, message: str) -> bool:
-        """Execute a command and return True, or return False for a message to the model.
+        """Execute the user's input if it is a command such as `/clear`. Return True if it was a command, or False if it
+        is a message to the model.
 
-        Raise EOFError to end the chat.
+        Raise EOFError if the command ends the chat.
         """
         word, _, rest = message.strip().partition(" ")
         if not message.startswith("/") or message.startswith("//") or "\n" in message:
@@ -248,7 +252,8 @@ class Chat:
         return True
 
     def _answer(self, message: str) -> None:
-        """Answer a message. If the conversation exceeds the context, offer to drop the oldest turns.
+        """Print the model's answer to a message. If the conversation exceeds the model's context, offer to drop the
+        oldest turns.
 
         If the message still cannot be answered, the conversation stays unchanged.
         """
@@ -276,7 +281,7 @@ class Chat:
                 tell(f"forgot the {num_forgotten} oldest of {len(kept)} turns")
 
     def _stream(self, message: str) -> None:
-        """Stream an answer to standard output and add the turn to the conversation.
+        """Stream the model's answer to standard output. Add the message and the answer to the conversation.
 
         If the user interrupts the answer, keep the part that was received.
         """

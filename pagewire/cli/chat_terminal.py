@@ -16,13 +16,15 @@ MAX_HISTORY_LINES = 1000
 
 
 def history_path(environ: Mapping[str, str]) -> Path:
-    """Return the path of the history file, as the XDG base directory specification defines it."""
+    """Return the path of the file that stores the typed lines of chats. The path follows the XDG base directory
+    specification."""
     state = environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(state) / "pagewire" / "chat_history"
 
 
 def read_input(read: Callable[[], str]) -> str:
-    """Return the result of `read`, which reads standard input. Raise CommandError if standard input cannot be read."""
+    """Call `read`, a function that reads standard input, and return the result. Raise CommandError if standard input
+    cannot be read."""
     sys.stdout.flush()  # `input` would flush too, and its error would look like an input error
     try:
         return read()
@@ -31,10 +33,12 @@ def read_input(read: Callable[[], str]) -> str:
 
 
 class ChatTerminal:
-    """The reader of standard input. If it is not a terminal, lines are read without prompts, editing or history."""
+    """Reads the messages of a chat from standard input. If standard input is not a terminal, lines are read without
+    prompts, editing or history."""
 
     def __init__(self, history: Path | None) -> None:
-        """Load the `history` file if possible. Only the user may read the file, since it contains the conversation."""
+        """Load the lines that the user typed earlier from the file `history`, if possible. Only the user may read the
+        file, since it contains conversations."""
         self.is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
         self._history = history
         self._readline: Any = None
@@ -43,7 +47,8 @@ class ChatTerminal:
             self._start_readline()
 
     def read_message(self) -> str:
-        """Return the next message: one line, several lines joined by a trailing backslash, or a triple-quoted block.
+        """Read the next chat message. A message is one line, several lines joined by a trailing backslash, or a
+        triple-quoted block of lines.
 
         Raise EOFError at the end of the input. A block that the end of the input cuts off still counts as a message.
         """
@@ -58,7 +63,7 @@ class ChatTerminal:
         return "\n".join(lines)
 
     def confirms(self, question: str) -> bool:
-        """Ask a yes/no question and return the answer. The default is yes.
+        """Ask the user a yes/no question, and return whether the answer is yes. An empty answer means yes.
 
         Return True without asking if standard input is not a terminal.
         """
@@ -86,7 +91,8 @@ class ChatTerminal:
         return line
 
     def _ask(self, prompt: str) -> str:
-        """Return the line that the user types at the prompt. Only the main thread may call this."""
+        """Show `prompt` and return the line that the user types. Only the main thread may call this method, because it
+        sets a timer signal."""
         # Python's line editing runs signal handlers only if a signal interrupts its wait for a key. A SIGTERM or Ctrl-C
         # that arrives before the wait would stay unnoticed until the next key; the timer interrupts the wait again.
         signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
@@ -112,7 +118,8 @@ class ChatTerminal:
             self._history = None
 
     def _keep_history(self) -> None:
-        """Write the history after every line, so that closing the terminal loses nothing."""
+        """Write the lines that the user typed to the history file. This is done after every line, so that closing the
+        terminal loses nothing."""
         if self._readline is None or self._history is None:
             return
         try:
@@ -121,6 +128,6 @@ class ChatTerminal:
             self._history = None
 
     def _forget_last_line(self) -> None:
-        """Remove the answer to a question from the history."""
+        """Remove the last typed line, the answer to a yes/no question, from the history."""
         if self._readline is not None and self._readline.get_current_history_length():
             self._readline.remove_history_item(self._readline.get_current_history_length() - 1)

@@ -36,7 +36,7 @@ def count_or_zero(text: str) -> int:
 
 
 def number(text: str) -> float:
-    """Parse any number including "inf", but not NaN."""
+    """Parse the value of a command line flag as a number. Infinity, written "inf", is accepted, but NaN is not."""
     try:
         value = float(text)
     except ValueError:
@@ -55,7 +55,8 @@ def positive(text: str) -> float:
 
 
 def sampled(name: str) -> Callable[[str], float]:
-    """Return a parser for the numbers that a field of `SamplingParams` accepts."""
+    """Return a function that parses a command line flag for the sampling parameter `name`. The function accepts the
+    numbers that this field of `SamplingParams` accepts."""
 
     def parse(text: str) -> float:
         value = _whole(text) if name in INTEGER_FIELDS else number(text)
@@ -84,7 +85,8 @@ def _integer(text: str, minimum: int) -> int:
 
 
 def names_among(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """Return a parser for a comma-separated list of known names."""
+    """Return a function that parses a comma-separated list of names from a command line flag. Every name must be in
+    `known`."""
 
     def parse(text: str) -> list[str]:
         names = text.split(",")
@@ -98,9 +100,10 @@ def names_among(known: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of all sampling fields, except for the number of samples and the log-probabilities.
+    """Add the command line flags of all sampling parameters, except for the number of samples and the
+    log-probabilities.
 
-    `add_sample_flags` adds those, since few verbs can show them.
+    `add_sample_flags` adds these other flags, since few commands can show several samples or log-probabilities.
     """
     group = parser.add_argument_group("sampling", "Parameters that are not given have the model's own defaults.")
     for field in FLAGS:
@@ -132,7 +135,7 @@ def add_number_flag(
 
 
 def add_sample_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for several samples, log-probabilities and beam search."""
+    """Add the command line flags for several samples, log-probabilities and beam search to a parser."""
     parser.add_argument("--n", type=sampled("n"), metavar="INT", help="how many outputs to generate (default: 1)")
     parser.add_argument(
         "--logprobs",
@@ -158,7 +161,8 @@ def add_sample_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_structured_output_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for structured output. At most one of them may be given."""
+    """Add the command line flags for structured output, such as a JSON Schema, to a parser. A user may give at most one
+    of these flags."""
     section = parser.add_argument_group("structured output", "A constraint on every output. At most one can be given.")
     group = section.add_mutually_exclusive_group()
     group.add_argument("--json-schema", metavar="FILE", type=_text_of, help="a JSON Schema")
@@ -170,7 +174,7 @@ def _add_structured_output_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _structured_outputs(arguments: argparse.Namespace) -> StructuredOutputs | None:
-    """Return the structured output constraint of the parsed flags, or None."""
+    """Return the structured output constraint in the parsed command line flags, or None if no constraint was given."""
     given = {kind: getattr(arguments, "json_schema" if kind == "json" else kind, None) for kind in STRUCTURES}
     return None if set(given.values()) == {None} else StructuredOutputs(**given)
 
@@ -194,7 +198,7 @@ def _choice(text: str) -> tuple[str, ...]:
 
 
 def sampling(arguments: argparse.Namespace) -> SamplingParams:
-    """Return the sampling parameters of the parsed flags. Parameters without a flag are None."""
+    """Return the sampling parameters in the parsed command line flags. Parameters that were not given are None."""
     given = {field.name: getattr(arguments, field.name, None) for field in fields(SamplingParams)}
     if given["logit_bias"] is not None:
         given["logit_bias"] = dict(given["logit_bias"])
@@ -203,7 +207,7 @@ def sampling(arguments: argparse.Namespace) -> SamplingParams:
 
 
 def token_ids(text: str) -> Sequence[int]:
-    """Parse a list of token ids such as "1,2,3"."""
+    """Parse the value of a command line flag as a list of token ids, such as "1,2,3"."""
     try:
         return [int(part) for part in text.replace(",", " ").split()]
     except ValueError:

@@ -17,7 +17,8 @@ from pagewire.common.process.limits import describe_address_space, obstacle, rai
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """The module and function of a verb, its line of help, and the extra of pyproject.toml that it needs."""
+    """A subcommand of `pagewire`, such as `serve`: its module and function, its line of help, and the extra of
+    pyproject.toml that it needs."""
 
     module: str
     function: str
@@ -63,7 +64,8 @@ GRPC_VERBOSITY = "NONE"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 0, 1 for an error, 2 for wrong usage, 130 for Ctrl-C."""
+    """Run the `pagewire` command and return the exit code: 0 for success, 1 for an error, 2 for wrong usage, or 130 for
+    Ctrl-C."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     # Invalid UTF-8 input is refused later, when a text is checked. Model output may contain any character. Characters
     # that a terminal's encoding lacks are escaped, as on standard error.
@@ -86,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def tell(text: str) -> None:
-    """Write a line to standard error, since standard output is for results. Ignore write errors."""
+    """Write a message to standard error, since standard output is for results. Ignore write errors."""
     try:
         print(f"{text}\n", end="", file=sys.stderr, flush=True)  # one write, even with PYTHONUNBUFFERED
     except OSError:
@@ -94,19 +96,20 @@ def tell(text: str) -> None:
 
 
 def _lose(stream: TextIO) -> None:
-    """Redirect a stream to the null device, so that flushing its buffer at exit does not fail again."""
+    """Redirect an output stream that cannot be written to the null device. Flushing the stream's buffer at exit then
+    does not fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def bench(arguments: Sequence[str]) -> int:
-    """Run the benchmark that the first argument names, and return its exit code."""
+    """Run the command `pagewire bench NAME`: the benchmark that the first argument names. Return the exit code."""
     return dispatch("pagewire bench", BENCHES, arguments, lambda verb, rest: load(verb)(rest))
 
 
 def dispatch(
     program: str, verbs: Mapping[str, Verb], arguments: Sequence[str], perform: Callable[[Verb, Sequence[str]], int]
 ) -> int:
-    """Run the verb that the first argument names, or print the list of verbs. Return the exit code."""
+    """Run the subcommand that the first argument names, or print the list of subcommands. Return the exit code."""
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:], "--help"]
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -130,7 +133,7 @@ def dispatch(
 
 
 def run(verb: Verb, arguments: Sequence[str]) -> int:
-    """Run one verb and return its exit code. An error becomes one line on standard error."""
+    """Run one subcommand and return the exit code. An exception is printed as one line on standard error."""
     # gRPC reads these variables when it is imported.
     os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)
     os.environ.setdefault("GRPC_VERBOSITY", GRPC_VERBOSITY)
@@ -183,10 +186,12 @@ def _run(verb: Verb, arguments: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _interrupts(verb: Verb) -> Iterator[None]:
-    """Let Ctrl-C raise KeyboardInterrupt while a client verb runs, so that the client can clean up.
+    """Let Ctrl-C raise KeyboardInterrupt inside a `with` block that runs a client command, so that the client can clean
+    up.
 
-    This applies only if the process belongs to the command (`pagewire.__main__`). Services drain on Ctrl-C instead.
-    They hold no resources until their event loop handles the signal, so that Ctrl-C may end them at once before.
+    This applies only if the process belongs to the command (`pagewire.__main__`). Service commands, such as `serve`,
+    drain on Ctrl-C instead. They hold no resources until their event loop handles the signal, so before this point,
+    Ctrl-C may end the process at once.
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:
         yield

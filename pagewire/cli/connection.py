@@ -16,9 +16,9 @@ API_KEY_VARIABLE = "PAGEWIRE_API_KEY"
 
 
 def add_flags(parser: argparse.ArgumentParser, *, without_url: str | None = None) -> None:
-    """Add the connection flags to a parser.
+    """Add the command line flags for the connection to a server, such as `--url`, to a parser.
 
-    A verb that works without a server gives `without_url`, a description of the alternative. `--url` then has no
+    A command that works without a server gives `without_url`, a description of the alternative. `--url` then has no
     default, not even from the environment.
     """
     group = parser.add_argument_group("connection")
@@ -40,7 +40,8 @@ def default_url() -> str:
 
 
 def client(parser: Parser, arguments: argparse.Namespace, kind: type[AnyClient]) -> AnyClient:
-    """Return a client for the parsed flags. End the command if the flags are invalid."""
+    """Return a client for the server that the parsed command line flags select. End the command with an error if the
+    flags are invalid."""
     tls = {"tls_ca": arguments.tls_ca, "tls_cert": arguments.tls_cert, "tls_key": arguments.tls_key}
     try:
         return kind(arguments.url, **tls, api_key=os.environ.get(API_KEY_VARIABLE) or None)

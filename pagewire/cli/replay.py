@@ -24,9 +24,10 @@ SUCCESS, DIFFERENT, UNREADABLE = 0, 1, 2
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Replay a recording and return the exit code.
+    """Run the command `pagewire replay`, which replays a recording of the scheduler. Return the exit code.
 
-    0: no difference. 1: a difference, or the recording is cut short. 2: the recording cannot be read.
+    The exit code is 0 if all plans are the same. It is 1 if a plan differs or the recording is cut short, and 2 if the
+    recording cannot be read.
     """
     parser = Parser(
         prog="pagewire replay",
@@ -90,7 +91,9 @@ def _replay(reader: RecordingReader, *, prints_plans: bool) -> int:
 
 
 def _perform(scheduler: Scheduler, event: Event) -> tuple[Any, Any]:
-    """Apply an event to the scheduler. Return its result, and the result as recordings encode it."""
+    """Apply a recorded event to the scheduler by calling the method that the event names. Return the method's result,
+    and the same result as recordings encode it. If the method raises an exception, the results are None and the encoded
+    exception."""
     try:
         value = getattr(scheduler, event.name)(*event.arguments, event.now)
     except Exception as error:  # compared with the recorded exception

@@ -21,7 +21,8 @@ from pagewire.options import Parser
 
 
 def complete(arguments: Sequence[str]) -> int:
-    """Print one completion as it is generated, and its statistics on standard error. Return the exit code."""
+    """Run the command `pagewire complete`. It prints a completion as it is generated, and the statistics on standard
+    error. Return the exit code."""
     parser = Parser(
         prog="pagewire complete",
         usage="pagewire complete TEXT [flags]",
@@ -47,7 +48,7 @@ def complete(arguments: Sequence[str]) -> int:
 
 
 def add_request_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add the flags of a request: its prompt, its sampling parameters and its options.
+    """Add the flags that describe a request to a parser: the prompt, the sampling parameters and the request's options.
 
     Return the argument group of the options.
     """
@@ -83,7 +84,7 @@ def add_request_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
 
 
 def request_arguments(parser: Parser, parsed: argparse.Namespace) -> dict[str, Any]:
-    """Return the keyword arguments for `Client` methods from the parsed flags."""
+    """Convert the parsed command line flags to keyword arguments for `Client` methods such as `stream`."""
     if (parsed.text is None) == (parsed.prompt_token_ids is None):
         parser.error("give either a text (or - for standard input) or --prompt-token-ids")
     text = read_input(sys.stdin.read) if parsed.text == "-" else parsed.text
@@ -96,7 +97,8 @@ def request_arguments(parser: Parser, parsed: argparse.Namespace) -> dict[str, A
 def stream(
     client: Client, prompt: str | None, sampling: SamplingParams, printer: "SamplePrinter", **request: Any
 ) -> Completion:
-    """Print the output of a request as it arrives, and return the complete output. Ctrl-C aborts the request."""
+    """Send a request to the server, print its output as it arrives, and return the complete output. Ctrl-C aborts the
+    request."""
     builder = CompletionBuilder(sampling.n or 1, time.monotonic())
     with printer.errors_apart(), contextlib.closing(client.stream(prompt, sampling, **request)) as outputs:
         for output in outputs:
@@ -106,9 +108,10 @@ def stream(
 
 
 class SamplePrinter:
-    """Writes samples one after another, with labels if there are several.
+    """Writes the samples of a request to a file one after another, with labels if there are several.
 
-    The current sample is written as it arrives. The output of later samples is buffered until their turn.
+    The current sample is written as it arrives. The output of later samples is buffered until the current sample has
+    ended.
     """
 
     def __init__(self, num_samples: int, file: TextIO) -> None:
@@ -122,7 +125,7 @@ class SamplePrinter:
 
     @property
     def text(self) -> str:
-        """The text written so far, without labels and without the line breaks after samples."""
+        """The text of all samples written so far, without labels and without the line breaks after samples."""
         return "".join(self._texts)
 
     def add(self, output: Output) -> None:
@@ -133,7 +136,8 @@ class SamplePrinter:
 
     @contextlib.contextmanager
     def errors_apart(self) -> Iterator[None]:
-        """End the current line if the block raises a PagewireError, so that the error message begins a new line."""
+        """End the current output line if a `with` block raises a PagewireError, so that the error message begins a new
+        line."""
         try:
             yield
         except PagewireError:
@@ -141,7 +145,7 @@ class SamplePrinter:
             raise
 
     def _write_current(self) -> bool:
-        """Write the new output of the current sample. Return whether the sample has ended."""
+        """Write the output that has arrived for the current sample. Return whether the sample has ended."""
         deltas, self._waiting[self._current] = self._waiting[self._current], []
         ended = any(delta.finish_reason is not None for delta in deltas)
         text = "".join(delta.text for delta in deltas)
@@ -159,7 +163,8 @@ class SamplePrinter:
 
 
 def statistics(completion: Completion) -> str:
-    """Describe a completion in one line. The rate is the number of output tokens over the total request time."""
+    """Describe the timing and the token counts of a completion in one line of text. The rate is the number of output
+    tokens divided by the total request time."""
     usage = completion.usage
     ttft = "no token" if completion.ttft_s is None else f"time to first token {completion.ttft_s * 1e3:.1f} ms"
     rate = usage.completion_tokens / completion.total_s
@@ -170,9 +175,10 @@ def statistics(completion: Completion) -> str:
 
 
 def describe(completion: Completion) -> dict[str, Any]:
-    """Return the JSON object that `--json` prints for a completion.
+    """Return the JSON object that the flag `--json` prints for a completion.
 
-    Log-probabilities are included if they were requested, and `cumulative_logprob` also for hypotheses.
+    Log-probabilities are included if they were requested. `cumulative_logprob` is included for beam search hypotheses
+    too.
     """
     described: dict[str, Any] = {
         **asdict(completion.usage),
@@ -197,7 +203,8 @@ def _describe_output(output: CompletionOutput) -> dict[str, Any]:
 
 
 def submit(arguments: Sequence[str]) -> int:
-    """Queue a detached request and print its id. Return the exit code."""
+    """Run the command `pagewire submit`. It queues a detached request, which runs without a connection, and prints the
+    request's id. Return the exit code."""
     parser = Parser(
         prog="pagewire submit",
         usage="pagewire submit TEXT [flags]",
@@ -212,7 +219,8 @@ def submit(arguments: Sequence[str]) -> int:
 
 
 def attach(arguments: Sequence[str]) -> int:
-    """Stream the output of a detached request to standard output. Return the exit code."""
+    """Run the command `pagewire attach`. It streams the output of a detached request, which was queued by `pagewire
+    submit`. Return the exit code."""
     parser = _submitted_parser(
         "attach",
         "Stream the output of a submitted request. Ctrl-C leaves it running. A broken connection is retried.",
@@ -237,7 +245,8 @@ def attach(arguments: Sequence[str]) -> int:
 
 
 def result(arguments: Sequence[str]) -> int:
-    """Print the state of a detached request and its output so far. Return the exit code."""
+    """Run the command `pagewire result`. It prints the state of a detached request, which was queued by `pagewire
+    submit`, and the output so far. Return the exit code."""
     parser = _submitted_parser("result", "Show the state of a submitted request and its output so far.")
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of the text")
     parsed = parser.parse_args(arguments)
@@ -258,7 +267,7 @@ def result(arguments: Sequence[str]) -> int:
 
 
 def describe_result(found: Result) -> dict[str, Any]:
-    """Return the JSON object that `--json` prints for a detached request."""
+    """Return the JSON object that the flag `--json` prints for the state and output of a detached request."""
     described = asdict(found)
     for output in described["outputs"]:
         del output["request_id"], output["first_token"]

@@ -177,7 +177,8 @@ GATEWAY_FLAGS = ("--gateway", "--gateway-host", "--gateway-port", "--gateway-met
 
 
 def serve(arguments: Sequence[str]) -> int:
-    """Run a scheduler in this process, and each rank of its worker as a child process. Return the exit code."""
+    """Run the command `pagewire serve`, and return its exit code. The scheduler runs in this process. Each
+    tensor-parallel rank of the worker runs as a child process."""
     exit_with_parent()
     from scheduler_service.config import FrontEndConfig, SchedulerConfig
     from worker_service.config import WorkerConfig
@@ -233,13 +234,14 @@ def _front_end(config: Any, log_config: logs.LogConfig, environ: Mapping[str, st
 
 
 def _command(verb: str, config: Any, log_config: logs.LogConfig) -> list[str]:
-    """Return the command of a child service, which ends together with this process."""
+    """Return the command line that starts a service as a child process. `config` becomes the flags of the command
+    `verb`. The child ends together with this process."""
     flags = [*options.to_flags(config), *options.to_flags(replace(log_config, termination_log=""))]
     return python_command("pagewire", verb, *flags)
 
 
 def serve_options() -> dict[str, options.Option]:
-    """Return the options of `pagewire serve` by name."""
+    """Return the command line options of `pagewire serve`, as a dict from option names to options."""
     from scheduler_service.config import HttpOptions, SchedulerConfig
     from worker_service.config import WorkerConfig
 
@@ -248,14 +250,16 @@ def serve_options() -> dict[str, options.Option]:
 
 
 def _check_http(parser: options.Parser, http: Any, scheduler_config: Any) -> None:
-    """End the command if the scheduler and the front end would use the same port."""
+    """End `pagewire serve` with an error if the scheduler and the HTTP front end are configured to use the same
+    port."""
     for flag, port in (("--port", scheduler_config.port), ("--metrics-port", scheduler_config.metrics_port)):
         if port == http.http_port:
             parser.error(f"{flag} and --http-port are both {port}; choose another for one of them")
 
 
 def _ranks(resolved: options.Resolved, directory: Path) -> list[dict[str, Any]]:
-    """Return the options that differ between the worker's ranks: a socket in `directory`, and a share of the CPUs."""
+    """Return, for each tensor-parallel rank of the worker, the options that differ between ranks. These are a Unix
+    socket in `directory`, and a share of the CPUs."""
     size = max(1, resolved.values["tensor_parallel_size"])
     sockets = [str(directory / f"rank-{rank}") for rank in range(size)]
     if size == 1:
@@ -268,7 +272,8 @@ def _ranks(resolved: options.Resolved, directory: Path) -> list[dict[str, Any]]:
 
 
 def scheduler(arguments: Sequence[str]) -> int:
-    """Run a scheduler that connects to a worker elsewhere. Return the exit code."""
+    """Run the command `pagewire scheduler`, and return its exit code. The scheduler connects to a worker that was
+    started separately."""
     from scheduler_service.config import SchedulerConfig
 
     config = _service_config(
@@ -280,9 +285,10 @@ def scheduler(arguments: Sequence[str]) -> int:
 
 
 def frontend(arguments: Sequence[str]) -> int:
-    """Run a front end and return the exit code.
+    """Run the command `pagewire frontend`, and return its exit code.
 
-    The front end belongs to a scheduler elsewhere. As a child process of `pagewire serve`, it ends with that process.
+    The front end tokenizes and detokenizes for a scheduler that was started separately. As a child process of `pagewire
+    serve`, the front end ends with that process.
     """
     exit_with_parent()
     from scheduler_service.config import FrontEndConfig
@@ -301,7 +307,8 @@ def frontend(arguments: Sequence[str]) -> int:
 
 
 async def _serve(run: Callable[..., Coroutine[Any, Any, int]], config: Any) -> int:
-    """Run a service until the first signal, then drain. A second signal ends it immediately. Return the exit code."""
+    """Run a service until the process receives the first signal to stop. The service then finishes its running requests
+    and ends. A second signal ends the service immediately. Return the exit code."""
     _configure_memory()
     stop, stop_now = stops()
     return await run(
@@ -310,7 +317,8 @@ async def _serve(run: Callable[..., Coroutine[Any, Any, int]], config: Any) -> i
 
 
 def worker(arguments: Sequence[str]) -> int:
-    """Run a worker to which a scheduler connects. Return the exit code."""
+    """Run the command `pagewire worker`, and return its exit code. The worker waits for a scheduler that connects to
+    it."""
     from worker_service.config import WorkerConfig
 
     description = "Run a worker: it has the weights and the KV cache, and computes the plans of a connected scheduler."
@@ -329,7 +337,8 @@ def worker(arguments: Sequence[str]) -> int:
 
 
 def _configure_memory() -> None:
-    """Configure how this process, which stores texts and tokens, frees memory."""
+    """Configure how this process frees memory and collects garbage. The settings suit a process that stores many texts
+    and tokens."""
     freed_memory.give_back_large()
     freed_memory.share_small()
     garbage_collection.keep_short()
@@ -337,10 +346,10 @@ def _configure_memory() -> None:
 
 @contextlib.contextmanager
 def _ending() -> Iterator[None]:
-    """Convert errors during the start into exit codes.
+    """Convert errors in the start of a service into exit codes, for the code inside a `with` block.
 
-    A ValueError means that the process can never start, and ends it with EXIT_REFUSED. An OSError may be temporary, and
-    ends it with exit code 1.
+    A ValueError means that the process can never start, and ends the process with EXIT_REFUSED. An OSError may be
+    temporary, and ends the process with exit code 1.
     """
     try:
         yield
@@ -352,7 +361,7 @@ def _ending() -> Iterator[None]:
 
 
 def _refuse(reason: str) -> int:
-    """Report why this process can never start, and return the exit code EXIT_REFUSED.
+    """Report why this service can never start, and return the exit code EXIT_REFUSED.
 
     The reason goes to the supervising process if there is one, otherwise to the log.
     """
@@ -376,7 +385,7 @@ def _service_config(
 
 
 def _locate(verb: str, resolved: options.Resolved, *, with_weights: bool) -> LocatedModel:
-    """Return the checkpoint of MODEL, downloaded if necessary.
+    """Find the model checkpoint that the MODEL argument of a command names, and download it if necessary.
 
     Raise SystemExit for an error that a retry cannot fix. Missing packages are reported before any download starts.
     Raise DownloadError if the download fails.
@@ -395,7 +404,8 @@ def _locate(verb: str, resolved: options.Resolved, *, with_weights: bool) -> Loc
 
 
 def _at(config: Any, found: LocatedModel) -> Any:
-    """Set the model directory in a service's config. A Hugging Face model is served under its hub id by default."""
+    """Set the model directory in a service's config to the checkpoint that was found. A Hugging Face model is served
+    under its hub id by default."""
     changes = {"model": found.directory}
     if found.hub_id is not None and getattr(config, "served_model_name", "") is None:
         changes["served_model_name"] = found.hub_id
@@ -433,7 +443,8 @@ def _resolve(parser: options.Parser, known: Mapping[str, options.Option], argume
 
 
 def _with_http_port(parser: options.Parser, resolved: options.Resolved) -> options.Resolved:
-    """Choose the default port of the OpenAI API, or 0 if its packages are not installed."""
+    """Return the options of `pagewire serve` with the port of the OpenAI API filled in. If the packages of the API are
+    not installed, the port is 0, and the API is not served."""
     from scheduler_service.config import HTTP_PORT
 
     missing, port = installation.shortage("http"), resolved.values["http_port"]
@@ -469,10 +480,10 @@ def _start_logging(known: Mapping[str, options.Option], resolved: options.Resolv
 
 
 async def _run(config: Any, children: Sequence[Supervisor], directory: RuntimeDirectory) -> int:
-    """Run all services until the first signal, then drain, and return the exit code. A second signal ends them
-    immediately.
+    """Run all services of `pagewire serve` until the first signal to stop, and return the exit code. Running requests
+    are then finished. A second signal ends the services immediately.
 
-    `directory` exists as long as the services run.
+    The runtime directory `directory` exists as long as the services run.
     """
     _configure_memory()
     stop, stop_now = stops()
@@ -488,7 +499,8 @@ async def _run(config: Any, children: Sequence[Supervisor], directory: RuntimeDi
 async def _run_services(
     config: Any, children: Sequence[Supervisor], stop: asyncio.Event, stop_now: asyncio.Event
 ) -> int:
-    """Run all services until `stop`, then drain, but at most until `stop_now`. Return the exit code.
+    """Run all services of `pagewire serve` until `stop` is set, and return the exit code. Running requests are then
+    finished, unless `stop_now` is set.
 
     The front end ends after the scheduler, and the workers end last.
     """

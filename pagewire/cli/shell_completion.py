@@ -53,7 +53,8 @@ def completion(arguments: Sequence[str]) -> int:
 
 
 def _parsers(before: str, verbs: Mapping[str, Verb]) -> Iterator[tuple[str, Parser]]:
-    """Yield the parsers of verbs. A verb whose packages are not installed is skipped."""
+    """Yield the argument parsers of all subcommands with their full names. A subcommand whose packages are not
+    installed is skipped."""
     for name, verb in verbs.items():
         try:
             load(verb)([DESCRIBE])
@@ -64,7 +65,8 @@ def _parsers(before: str, verbs: Mapping[str, Verb]) -> Iterator[tuple[str, Pars
 
 
 def _flags(parser: Parser) -> Iterator[tuple[argparse.Action, list[str]]]:
-    """Yield each visible flag with the list of values to choose from, if any."""
+    """Yield each visible flag of a parser, with the list of values that the user can choose from. The list is empty for
+    a flag that accepts any value."""
     for action in parser._actions:
         if action.option_strings and action.help != argparse.SUPPRESS:
             values = action.choices or (action.metavar.split("|") if isinstance(action.metavar, str) else [])

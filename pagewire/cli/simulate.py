@@ -33,7 +33,8 @@ FORMS = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the simulation and return 0.
+    """Run the command `pagewire simulate`, which drives the scheduler through a request trace in simulated time. Return
+    0.
 
     Raise CommandError if the trace cannot be read. End the command if the trace does not fit the flags.
     """
@@ -194,7 +195,7 @@ def _simulate(trace: Trace, name: str, settings: SimulationSettings, parsed: arg
 
 
 def _progress(name: str, num_requests: int) -> Callable[[SimulatedRun, float], None]:
-    """Return a callback that reports the progress of a run on standard error every ten seconds."""
+    """Return a callback that prints the progress of a simulation to standard error every ten seconds."""
     started_at = written_at = time.monotonic()
 
     def write(run: SimulatedRun, now: float) -> None:
@@ -209,7 +210,8 @@ def _progress(name: str, num_requests: int) -> Callable[[SimulatedRun, float], N
 
 
 def draw(by_policy: dict[str, dict[str, Any]], path: Path) -> None:
-    """Draw a bar for each policy in a panel for each figure. Without matplotlib, print a notice instead."""
+    """Draw the results of the simulated scheduling policies as bar charts, and write them to a PNG file. Each chart
+    shows one result with a bar for each policy. Without matplotlib, print a notice instead."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

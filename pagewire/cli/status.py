@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _screen() -> Iterator[None]:
-    """Switch to the alternate screen inside the block, and always restore the terminal afterwards."""
+    """Switch the terminal to the alternate screen inside a `with` block, and always restore the terminal afterwards."""
     print(ENTER_SCREEN, end="", flush=True)
     try:
         yield
@@ -74,13 +74,14 @@ def _watch(view: "_View", as_json: bool) -> NoReturn:
 
 
 def _frame(text: str) -> str:
-    """Return a text that overwrites the previous one. Lines beyond the height of the terminal are left out."""
+    """Return the terminal output that replaces the screen shown before with `text`. Lines beyond the height of the
+    terminal are left out."""
     lines = text.split("\n")[: shutil.get_terminal_size().lines - 1]
     return HOME + "".join(f"{line}{CLEAR_LINE}\n" for line in lines) + CLEAR_BELOW
 
 
 class _View:
-    """A view of a server, or of one request."""
+    """Shows the state of a server, or of one request on the server, as text or JSON."""
 
     def __init__(self, client: Client, request_id: str | None, tenant: str, *, with_map: bool) -> None:
         self._client = client
@@ -106,7 +107,7 @@ class _View:
         return f"{described}\n\n{self._blocks.draw(blocks, size.columns, num_lines)}"
 
     def _loads(self) -> Loads | None:
-        """Return the load, or None if only operators may read it."""
+        """Return the current load of the server, or None if only operators may read it."""
         try:
             return self._client.loads()
         except PagewireError as error:
@@ -116,13 +117,13 @@ class _View:
 
 
 def table(info: ServerInfo, loads: Loads | None, *, colour: bool) -> str:
-    """Return a table of names and values that describes a server."""
+    """Return a text table of names and values that describes a server: the model, the limits and the current load."""
     load_rows = [("load", "only operators may see it")] if loads is None else _load_rows(loads)
     return _rows_text([*_info_rows(info), *load_rows], colour)
 
 
 def report_table(report: RequestReport, *, colour: bool) -> str:
-    """Return a table of names and values that describes a request."""
+    """Return a text table of names and values that describes the state of an unfinished request."""
     position = "" if report.queue_position is None else f", number {report.queue_position} in the queue"
     holders = [f"{holder.request_id or 'another tenant'} {holder.num_blocks}" for holder in report.holders]
     rows = [
