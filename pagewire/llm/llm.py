@@ -49,13 +49,14 @@ _SEEDS = 1 << 64
 
 
 class TextPrompt(TypedDict):
-    """A prompt as a dict with a text, one of vLLM's prompt types."""
+    """A text prompt in the form of a dict, which is one of vLLM's prompt types."""
 
     prompt: str
 
 
 class TokensPrompt(TypedDict):
-    """A prompt as a dict with token ids. An additional `prompt` text is only copied to the result."""
+    """A prompt of token ids in the form of a dict, which is one of vLLM's prompt types. An additional `prompt` text is
+    only copied to the result."""
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str]
@@ -111,12 +112,13 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Stop both services and abort all requests. The LLM cannot be used afterwards."""
+        """Stop the scheduler and the worker that this LLM started, and abort all requests. The LLM cannot be used
+        afterwards."""
         self._finalizer()
 
     @property
     def client(self) -> Client:
-        """A client of the services. Raise StartError if the services have ended."""
+        """A client of the services that this LLM started. Raise StartError if the services have ended."""
         if not self._finalizer.alive or self._server.ends_within(0.0):
             raise StartError(self._end())
         return self._client
@@ -200,7 +202,7 @@ class LLM:
         concurrency_limit: int | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[BeamSearchOutput]:
-        """Return the best continuations of each prompt, in the order of the prompts.
+        """Run beam search for each prompt. Return the best continuations of each prompt, in the order of the prompts.
 
         `.sequences[0].text` of a result is the prompt followed by its best continuation. The prompts and the remaining
         arguments are the same as for `generate`. `concurrency_limit` has no effect: the scheduler runs as many searches
@@ -249,8 +251,8 @@ class LLM:
     ) -> list[PoolingRequestOutput]:
         """Return the embedding of each prompt. This is vLLM's name for `embed`.
 
-        `.outputs.data` is the vector as a torch tensor. The only supported `pooling_task` is "embed", and the
-        checkpoint determines the pooling. Raise ValueError for another `pooling_task` or for `pooling_params`.
+        `.outputs.data` of a result is the embedding as a torch tensor. The only supported `pooling_task` is "embed",
+        and the checkpoint determines the pooling. Raise ValueError for another `pooling_task` or for `pooling_params`.
         """
         for name, value, known in (("pooling_params", pooling_params, None), ("pooling_task", pooling_task, "embed")):
             if value not in (None, known):
@@ -260,13 +262,15 @@ class LLM:
         return self.embed(prompts, use_tqdm, lora_request=lora_request)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return vLLM's default parameters, overridden by the checkpoint's generation_config.json."""
+        """Return the default sampling parameters for the model: vLLM's defaults, overridden by the checkpoint's
+        generation_config.json."""
         self.client  # noqa: B018  # raises StartError once the services have ended
         with self._reporting_exit():
             return SamplingParams(**background_loop.run(lambda: _chosen_sampling(self._channels)))
 
     def get_metrics(self) -> list[Metric]:
-        """Return the current values of vLLM's gauges and counters, each with a `name`, `labels` and a `value`."""
+        """Return the current metrics of the server as gauges and counters with vLLM's names. Each metric has a `name`,
+        `labels` and a `value`."""
         client = self.client
         with self._reporting_exit():
             return metrics_of(client.loads(), client.info().served_model_name)
@@ -312,7 +316,7 @@ class LLM:
         add_special_tokens: bool = True,
         embed: bool = False,
     ) -> list[tuple[list[int], Completion]]:
-        """Run one request for each prompt, and return the token ids and the result of each."""
+        """Run one request for each prompt. Return a list of pairs: the token ids of the prompt, and the completion."""
         given_priorities = 0 if priority is None else as_list("priority", priority, "a list of integers")
         priorities = one_each(given_priorities, len(prompts), "priorities")
         require(
@@ -339,7 +343,8 @@ class LLM:
 
     @contextmanager
     def _reporting_exit(self) -> Iterator[None]:
-        """Raise StartError instead of Unavailable or Cancelled if the services have ended."""
+        """Raise StartError instead of Unavailable or Cancelled in a `with` block if the services that this LLM started
+        have ended."""
         try:
             yield
         except (Unavailable, Cancelled) as error:
@@ -348,14 +353,15 @@ class LLM:
             raise StartError(self._end()) from error
 
     def _end(self) -> str:
-        """Return the reason why the services are not running."""
+        """Return the reason why the services that this LLM started are not running, for an error message."""
         if not self._finalizer.alive:
             return "this LLM is closed, and its services have ended: create another one"
         reason = f": {self._server.reason}" if self._server.reason else ""
         return f"the services of this LLM have ended ({self._server.exit}){reason}"
 
     def _resolve(self, sampling: SamplingParams | None, num_free: int) -> SamplingParams | None:
-        """Return the final parameters of a request whose prompt leaves room for `num_free` tokens."""
+        """Return the sampling parameters with which a request is sent. `max_tokens` is limited to `num_free`, the
+        number of tokens for which the prompt leaves room. A request without a seed gets one if this LLM has a seed."""
         if sampling is None:
             return None
         require("sampling_params", sampling, isinstance(sampling, SamplingParams), "pagewire.SamplingParams")
@@ -379,7 +385,8 @@ class LLM:
         return batch.completions
 
     def _names(self, completions: Sequence[Completion]) -> dict[int, str]:
-        """Return the text of every token that appears in log-probabilities, by token id."""
+        """Return the texts of all tokens that appear in the log-probabilities of the completions, by token id. The
+        result is empty if the checkpoint has no tokenizer."""
         token_ids = sorted(set().union(*map(token_ids_of, completions)))
         if not token_ids or not self.client.info().has_tokenizer:
             return {}
@@ -388,9 +395,9 @@ class LLM:
 
 
 def _close(server: LocalServer, client: Client, channels: Channels) -> None:
-    """Close the clients and stop the server.
+    """Close the clients of an LLM and stop its local server.
 
-    Do nothing in a process that was forked from the server's owner, where gRPC is unusable.
+    Do nothing in a process that was forked from the process that started the server, since gRPC is unusable there.
     """
     if os.getpid() != server.owner:
         return
@@ -405,7 +412,8 @@ def _refuse_adapters(lora_request: object) -> None:
 
 
 def _split(prompts: Any) -> list[_SplitPrompt]:
-    """Return the text and the token ids of each prompt. A single prompt gives a list too."""
+    """Return a list with a pair (text, token ids) for each prompt that the user gave. A single prompt gives a list too.
+    Text or token ids may be None."""
     if isinstance(prompts, str | Mapping):
         prompts = [prompts]
     given = as_list("prompts", prompts, "a text, token ids, a mapping, or a list of those")
@@ -433,14 +441,15 @@ def _split_one(prompt: Any, index: int) -> _SplitPrompt:
 
 
 def _tokens_of(client: Client, prompts: Sequence[_SplitPrompt], add_special_tokens: bool) -> list[Sequence[int]]:
-    """Return the token ids of each prompt. Prompts that are texts are tokenized."""
+    """Return the token ids of each prompt. The server tokenizes the prompts that are texts."""
     unknown = [text for text, token_ids in prompts if token_ids is None and text is not None]
     made = iter(client.tokenize(unknown, add_special_tokens=add_special_tokens) if unknown else [])
     return [next(made) if token_ids is None else token_ids for _, token_ids in prompts]
 
 
 async def _chosen_sampling(channels: Channels) -> dict[str, Any]:
-    """Return the checkpoint's sampling parameters, which the server reports through the VllmEngine service."""
+    """Return the sampling parameters that the checkpoint recommends. The server reports them through the gRPC service
+    VllmEngine."""
     from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 
     with channels.connected() as connection, connection.translated():
@@ -451,7 +460,8 @@ async def _chosen_sampling(channels: Channels) -> dict[str, Any]:
 
 
 def serve_flags(model: str, given: Mapping[str, Any]) -> list[str]:
-    """Return the flags of `pagewire serve` for a mix of Pagewire and foreign options. Warn about ignored options.
+    """Convert the keyword arguments of `LLM`, which may be options of vLLM, to command line flags of `pagewire serve`.
+    Warn about ignored options.
 
     Raise TypeError for an unknown name, and ValueError for an invalid value.
     """
@@ -472,5 +482,6 @@ def serve_flags(model: str, given: Mapping[str, Any]) -> list[str]:
 
 
 def _in_gib(name: str, value: Any) -> Any:
-    """Return `swap_space` as a text with a unit, since a number means GiB in Python. Return other values unchanged."""
+    """Return the value of the option `swap_space` as a text with a unit, since a number means GiB in Python. Return the
+    values of other options unchanged."""
     return f"{value}GiB" if name == "swap_space" and is_real(value) else value

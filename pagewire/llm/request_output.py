@@ -13,7 +13,8 @@ KEYS = ("text", "token_ids")
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """The natural log-probability of a token, after penalties and bias, before temperature and filters.
+    """The natural log-probability of one token, as in vLLM's results. It is computed after penalties and bias, and
+    before temperature and filters.
 
     `rank` counts from 1. It is None for a token of `logprob_token_ids` that was not sampled. `decoded_token` is None if
     the checkpoint has no tokenizer.
@@ -26,9 +27,10 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class SampleOutput:
-    """One sample of a prompt, or one beam search hypothesis.
+    """The generated output of one sample of a prompt, or one beam search hypothesis.
 
-    `logprobs` has a dict for each output token, with the sampled token and the most likely tokens by id.
+    `logprobs` has a dict for each output token. The dict contains the sampled token and the most likely tokens by token
+    id.
     """
 
     index: int
@@ -63,7 +65,7 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The result of one prompt.
+    """The result of `LLM.generate` for one prompt.
 
     Read the text as `.outputs[0].text`. `["text"]` and `["token_ids"]` return the values of the first sample. `prompt`
     is None for a prompt of token ids. The first entry of `prompt_logprobs` is None. Attributes of vLLM's results that
@@ -84,10 +86,10 @@ class RequestOutput:
     kv_transfer_params: None = None
 
     def add(self, next_output: "RequestOutput", aggregate: bool) -> None:
-        """Merge the samples of another result into this one.
+        """Merge the samples of another result of the same request into this result.
 
-        A sample with a new index is appended. A sample with a known index replaces the existing one, or extends it if
-        `aggregate`.
+        A sample with a new index is appended. A sample with a known index replaces the existing sample, or extends it
+        if `aggregate`.
         """
         for sample in next_output.outputs:
             for place, before in enumerate(self.outputs):
@@ -113,7 +115,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchSequence:
-    """A beam search hypothesis.
+    """One hypothesis of beam search: a candidate for the continuation of the prompt.
 
     As in vLLM, `tokens` and `text` begin with the prompt. `text` is None if the checkpoint has no tokenizer.
     """
@@ -147,7 +149,7 @@ class EmbeddingOutput:
 
     @property
     def data(self) -> Any:
-        """The vector as a torch tensor, as in the results of vLLM's `LLM.encode`."""
+        """The embedding as a torch tensor, as in the results of vLLM's `LLM.encode`."""
         import torch
 
         return torch.tensor(self.embedding)
@@ -155,7 +157,8 @@ class EmbeddingOutput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequestOutput:
-    """The embedding of one prompt: `.outputs.embedding`, or `.outputs.data`."""
+    """The result of `LLM.embed` for one prompt. The embedding is `.outputs.embedding`, a list of numbers, or
+    `.outputs.data`, a torch tensor."""
 
     request_id: str
     outputs: EmbeddingOutput
@@ -169,7 +172,7 @@ PoolingRequestOutput = EmbeddingRequestOutput
 
 
 def embedding_output(completion: Completion, prompt_token_ids: list[int]) -> EmbeddingRequestOutput:
-    """Return the result of `LLM.embed` for a client's completion."""
+    """Convert the completion of an embedding request, as the client returns it, to a result of `LLM.embed`."""
     found = PromptEmbedding.of(completion)
     output = EmbeddingOutput(list(found.values))
     return EmbeddingRequestOutput(found.request_id, output, prompt_token_ids, found.usage.cached_tokens)
@@ -178,7 +181,7 @@ def embedding_output(completion: Completion, prompt_token_ids: list[int]) -> Emb
 def beam_search_output(
     completion: Completion, prompt: str | None, prompt_token_ids: list[int], texts: Iterator[str | None]
 ) -> BeamSearchOutput:
-    """Return the result of `LLM.beam_search` for a client's completion.
+    """Convert the completion of a beam search request, as the client returns it, to a result of `LLM.beam_search`.
 
     `texts` yields the text of each hypothesis. This function reads one text for each output of the completion.
     """
@@ -199,7 +202,8 @@ def beam_search_output(
 
 
 def token_ids_of(completion: Completion) -> set[int]:
-    """Return all token ids that appear in the log-probabilities of a completion."""
+    """Return all token ids that appear in the log-probabilities of a completion, so that their texts can be looked
+    up."""
     entries = chain(completion.prompt_logprobs or (), *(output.logprobs or () for output in completion.outputs))
     return {token_id for entry in entries for token_id in (entry.token_id, *(top[0] for top in entry.top))}
 
@@ -213,10 +217,10 @@ def request_output(
     *,
     is_ranked: bool = True,
 ) -> RequestOutput:
-    """Return the result of `LLM.generate` for a client's completion.
+    """Convert the completion of a generation request, as the client returns it, to a result of `LLM.generate`.
 
-    `texts` maps token ids to the texts of single tokens, where known. If `is_ranked`, the tokens listed beside a
-    sampled token are the most likely ones; otherwise, they are the tokens that the request named.
+    `texts` maps token ids to the texts of single tokens, where known. If `is_ranked`, the tokens listed next to a
+    sampled token are the most likely tokens. Otherwise, they are the tokens that the request named.
     """
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     if completion.prompt_logprobs is not None:
