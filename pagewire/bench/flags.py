@@ -17,14 +17,16 @@ Integers = Mapping[str, tuple[Callable[[str], int], int, str]]
 
 @dataclass(frozen=True, slots=True)
 class RangeRatio:
-    """The relative spread of input and output lengths around the requested length, in [0, 1)."""
+    """How much the prompt and output lengths of a random workload vary around the requested length. Each field is a
+    relative spread in [0, 1)."""
 
     input: float
     output: float
 
 
 def range_ratio(text: str) -> RangeRatio:
-    """Parse a number such as 0.5, or a JSON object {"input": 0.5, "output": 0}, as vLLM does."""
+    """Parse the command line flag for the spread of lengths, as vLLM does. The text is a number such as 0.5, or a JSON
+    object {"input": 0.5, "output": 0}."""
     if not text.lstrip().startswith("{"):
         value = _ratio(text)
         return RangeRatio(value, value)
@@ -38,7 +40,8 @@ def range_ratio(text: str) -> RangeRatio:
 
 
 def bench_parser(verb: str, description: str, own: Integers, *, input_len: int, output_len: int) -> Parser:
-    """Return the parser of a bench verb, with its own integer flags and the common flags.
+    """Return the argument parser of a `pagewire bench` command, with the integer flags `own` and the flags that all
+    benchmarks share.
 
     `input_len` and `output_len` are the default lengths in tokens.
     """
@@ -77,9 +80,9 @@ def _add_integers(group: argparse._ActionsContainer, integers: Integers) -> None
 
 
 def sampling(parsed: argparse.Namespace) -> SamplingParams:
-    """Return the sampling parameters of the flags, with `ignore_eos` set.
+    """Return the sampling parameters for the requests of a benchmark, from the parsed command line flags.
 
-    Each output therefore has its full length. All other parameters are left to the server.
+    `ignore_eos` is set, so that each output has its full length. Parameters without a flag are left to the server.
     """
     left = {field.name: None for field in FLAGS if field.name not in (*BOOLEAN_FIELDS, "max_tokens")}
     return SamplingParams(**left | {name: getattr(parsed, name) for name in BENCH_FIELDS}, ignore_eos=True)

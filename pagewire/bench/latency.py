@@ -32,7 +32,7 @@ _INTEGERS: flags.Integers = {
 
 @dataclass(frozen=True, slots=True)
 class Iterations:
-    """The measured iterations.
+    """The measured iterations of the latency benchmark. One iteration is one batch of requests.
 
     `latencies` has the seconds of each complete iteration, and `run` has the requests of all iterations. `profile` is
     None unless `--profile` was given.
@@ -106,8 +106,8 @@ class _Bench:
             return _iterations(info, await self._batches("latency", info, [self._workload] * parsed.num_iters))
 
     async def _profiled(self, info: ServerInfo) -> Iterations:
-        """Alternate between prefill-only batches of one output token and full batches, so that both run under equal
-        conditions."""
+        """Measure the latency with a time profile. The benchmark alternates between batches of requests with one output
+        token and full batches, so that both kinds run under equal conditions."""
         assert self._metrics_url is not None, "--profile was checked to have one"
         url, num_iters = self._metrics_url, self._parsed.num_iters
         workloads = [replace(self._workload, output_len=LengthRange(1, 1)), self._workload] * num_iters
@@ -132,7 +132,7 @@ class _Bench:
         workloads: Sequence[Workload],
         ended: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0),
     ) -> list[Run]:
-        """Run batches one after another until one is interrupted.
+        """Run batches of requests one after another until a batch is interrupted. Return the timing of all batches.
 
         Await `ended` after each complete batch. An interruption of `ended` also ends the loop. Each batch has new
         prompts, so that no batch hits the prefix cache of another.
@@ -157,7 +157,8 @@ class _Bench:
 
 
 def _iterations(info: ServerInfo, runs: Sequence[Run]) -> Iterations:
-    """Combine runs into iterations. An interrupted batch, or a batch with a failed request, has no latency."""
+    """Combine the timings of batches into the result of the latency benchmark. A batch that was interrupted or that has
+    a failed request has no latency."""
     complete = [ran for ran in runs if not ran.was_interrupted]
     latencies = tuple(ran.duration for ran in complete if all(record.is_finished for record in ran.records))
     records = tuple(record for ran in complete for record in ran.records)

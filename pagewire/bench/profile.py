@@ -22,7 +22,7 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """The sum and the number of observations. A sum of times is in seconds."""
+    """The sum and the number of the observations of one metric. A sum of times is in seconds."""
 
     sum: float = 0.0
     count: float = 0.0
@@ -43,9 +43,10 @@ class Total:
 
 @dataclass(frozen=True, slots=True)
 class ServerTimes:
-    """Times accumulated since the server's start.
+    """Times in seconds that a server has accumulated since its start.
 
-    `steps` are the worker's steps. `first_tokens` and `later_tokens` are timed when the scheduler publishes a token.
+    `steps` has the durations of the worker's model steps. `first_tokens` and `later_tokens` have the times at which the
+    scheduler published a token: since the arrival of the request, and since the previous token.
     """
 
     steps: Total = Total()
@@ -77,9 +78,9 @@ class ServerTimes:
 
 
 def read_times(url: str) -> ServerTimes:
-    """Read the server's times from a /metrics URL.
+    """Read the accumulated times of a server from the URL of its Prometheus metrics.
 
-    Raise CommandError if no server answers there, or if the server is not a Pagewire scheduler.
+    Raise CommandError if no server answers at the URL, or if the server is not a Pagewire scheduler.
     """
     try:
         with _OPENER.open(url, timeout=TIMEOUT_S) as response:
@@ -91,7 +92,7 @@ def read_times(url: str) -> ServerTimes:
 
 
 def parse_times(text: str) -> ServerTimes:
-    """Parse the times from Prometheus' text format. Raise ValueError if a metric is missing."""
+    """Parse the accumulated times of a server from Prometheus' text format. Raise ValueError if a metric is missing."""
     values: dict[str, float] = {}
     parts: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
@@ -121,7 +122,8 @@ def _value(values: dict[str, float], name: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Mean times in seconds. A difference between two places can be negative because of measurement errors."""
+    """The mean times of a single stream of tokens, in seconds: on the worker, in the scheduler, and at the client. A
+    difference between two of these places can be negative because of measurement errors."""
 
     num_requests: int
     num_prefill_steps: float  # per request
@@ -137,31 +139,34 @@ class Profile:
 
     @property
     def admission(self) -> float:
-        """The time from arrival at the scheduler to the first token, without the worker's steps."""
+        """The time from the arrival of a request at the scheduler to the first token, without the worker's steps, in
+        seconds."""
         return self.server_ttft - self.prefill
 
     @property
     def first_delivery(self) -> float:
-        """The time for the request to reach the scheduler plus the time for the first token to reach the client."""
+        """The time for the request to reach the scheduler plus the time for the first token to reach the client, in
+        seconds."""
         return self.client_ttft - self.server_ttft
 
     @property
     def between_steps(self) -> float:
-        """The part of a token's time in which the worker is idle.
+        """The part of the time per output token in which the worker is idle, in seconds.
 
-        It covers the plans, the results and the wire, as far as they do not overlap with computing.
+        This is the time for plans, results and their transmission, as far as it does not overlap with computing.
         """
         return self.server_itl - self.decode_step
 
     @property
     def delivery(self) -> float:
-        """The inter-token latency at the client minus the latency at the scheduler. A constant delay cancels out."""
+        """The inter-token latency at the client minus the inter-token latency at the scheduler, in seconds. A constant
+        network delay cancels out."""
         return self.client_itl - self.server_itl
 
 
 def profile(prefill: ServerTimes, full: ServerTimes, records: Sequence[RequestRecord]) -> Profile:
-    """Compute the profile of the same number of requests with one output token (`prefill`) and with all tokens
-    (`full`).
+    """Compute the time profile of a benchmark that sent every request twice. `prefill` has the server's times for
+    requests with one output token, and `full` the times for the same number of requests with all tokens.
 
     Raise CommandError if the server's token counts differ from the benchmark's, which means that other requests ran.
     """
@@ -193,7 +198,8 @@ def profile(prefill: ServerTimes, full: ServerTimes, records: Sequence[RequestRe
 
 
 def report(found: Profile) -> str:
-    """Return the profile as text tables: the first token, each later token, and the worker's steps."""
+    """Return the time profile as text tables: the first token, each later token, and the parts of the worker's
+    steps."""
     steps = "step" if found.num_prefill_steps == 1 else "steps"
     first = [
         (f"worker ({found.num_prefill_steps:g} {steps})", found.prefill),
@@ -232,7 +238,8 @@ PARTS = {
 
 
 def _named(parts: Mapping[str, float], told: Set[str]) -> list[tuple[str, float]]:
-    """Return a row for each part that the worker reports, including parts that round to zero in a short step."""
+    """Return a table row (text, seconds) for each part of a step that the worker reports. `told` names these parts. It
+    includes parts that round to zero in a short step."""
     return [(text, parts.get(name, 0.0)) for name, text in PARTS.items() if name in told]
 
 

@@ -20,7 +20,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def path_of(parser: Parser, parsed: argparse.Namespace) -> Path | None:
-    """Return the path of the output file, or None without `--output-json`.
+    """Return the path of the benchmark's JSON output file, or None if the flag `--output-json` was not given.
 
     If the file cannot be written, end the command before the benchmark starts.
     """
@@ -41,7 +41,8 @@ def write(path: Path, figures: Mapping[str, Any]) -> None:
 
 
 def figures(verb: str, info: ServerInfo, measured: Run, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a result: the time, the model, the server, and then the verb's `own` fields."""
+    """Return the content of a benchmark's JSON output file as a dict: the time, the model, the server, and then the
+    fields `own` of the benchmark."""
     return {
         "date": f"{datetime.now():%Y%m%d-%H%M%S}",
         "backend": "pagewire",

@@ -25,7 +25,8 @@ MAX_SHOWN_ERRORS = 10
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """The number of tokens in one received message, and the time at which it arrived."""
+    """The arrival of one message of a response stream: the time at which it arrived, and the number of tokens in the
+    message."""
 
     at: float
     num_tokens: int
@@ -33,9 +34,9 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """The timing of a request.
+    """The timing of one request of a benchmark.
 
-    A failed request has an `error`. A request with neither an `error` nor `is_finished` was cut off.
+    A failed request has an `error`. A request with neither an `error` nor `is_finished` was interrupted.
     """
 
     num_prompt_tokens: int
@@ -51,12 +52,12 @@ class RequestRecord:
 
     @property
     def ttft(self) -> float | None:
-        """The time to the first token, or None without tokens."""
+        """The time from sending the request to the first token in seconds, or None if no token arrived."""
         return self.arrivals[0].at - self.sent_at if self.arrivals else None
 
     @property
     def itls(self) -> list[float]:
-        """The times between consecutive messages, each of which has at least one token."""
+        """The times between consecutive messages of the response in seconds. Each message has at least one token."""
         return [after.at - before.at for before, after in itertools.pairwise(self.arrivals)]
 
     @property
@@ -66,9 +67,9 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The requests that were sent, in order.
+    """The timing of the requests that a benchmark sent, in order.
 
-    `duration` is the time from the start to the end of the last request, or to the interruption.
+    `duration` is the time in seconds from the start to the end of the last request, or to the interruption.
     """
 
     records: tuple[RequestRecord, ...]
@@ -84,7 +85,8 @@ async def run(
     *,
     max_concurrency: int | None = None,
 ) -> Run:
-    """Send all requests and return their timing. At most `max_concurrency` requests run at a time.
+    """Send the requests of a benchmark to the server and return their timing. At most `max_concurrency` requests run at
+    a time.
 
     Cancellation, which Ctrl-C causes, is not raised. The function then returns the measurements so far.
     """
@@ -105,7 +107,7 @@ async def run(
 
 
 class _Sender:
-    """Sends the requests of one run and keeps their records."""
+    """Sends the requests of one benchmark run and records their timing."""
 
     def __init__(
         self,
@@ -153,7 +155,7 @@ class _Sender:
 
 
 def check_fits(workload: Workload, info: ServerInfo) -> None:
-    """Raise CommandError if a request could exceed the server's context length."""
+    """Raise CommandError if a request of the benchmark could exceed the server's context length."""
     if workload.max_sequence_len > info.max_model_len:
         raise CommandError(
             f"--random-prefix-len, --input-len and --output-len with --random-range-ratio allow up to "
@@ -163,9 +165,9 @@ def check_fits(workload: Workload, info: ServerInfo) -> None:
 
 
 def exit_code(measured: Run) -> int:
-    """Report failed requests on standard error and return the exit code.
+    """Print the errors of failed requests to standard error, and return the exit code of the benchmark.
 
-    A run without a finished request counts as a failure, unless it was interrupted.
+    A run without a finished request counts as a failure, unless the run was interrupted.
     """
     errors = [record.error for record in measured.records if record.error is not None]
     for error in errors[:MAX_SHOWN_ERRORS]:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the percentile of the values, interpolated linearly as in numpy.
+    """Return the percentile `percent` of the values, interpolated linearly as in numpy.
 
-    Raise ValueError without values.
+    Raise ValueError if there are no values.
     """
     if not values:
         raise ValueError("no values have no percentile")
@@ -21,9 +21,10 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Statistics of a list of values.
+    """The mean, standard deviation and percentiles of a list of measured values.
 
-    `std` is the population standard deviation. `percentiles` are pairs of percentage and value.
+    `std` is the population standard deviation. `percentiles` has pairs of a percentage and the value at this
+    percentage.
     """
 
     mean: float
@@ -32,7 +33,7 @@ class Summary:
 
 
 def summarize(values: Sequence[float], percents: Sequence[float]) -> Summary | None:
-    """Return the statistics of the values, or None without values."""
+    """Return the mean, standard deviation and percentiles of the measured values, or None if there are no values."""
     if not values:
         return None
     mean = math.fsum(values) / len(values)

@@ -24,7 +24,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def opened(
     parser: Parser, parsed: argparse.Namespace, serve_flags: Sequence[str], extra_flags: Sequence[str] = ()
 ) -> Iterator[AsyncClient]:
-    """Provide a client of the server, which is not yet connected.
+    """Provide a client of the server to benchmark, inside a `with` block. The server is either running at a given URL
+    or started locally for the block. The client is not yet connected.
 
     `extra_flags` are for a local server and override `serve_flags`.
     """

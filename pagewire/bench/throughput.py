@@ -27,9 +27,9 @@ _INTEGERS: flags.Integers = {
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """The totals of a run.
+    """The totals of a throughput benchmark.
 
-    Requests that were cut off count with the tokens that they received. Failed requests count no tokens.
+    Requests that were interrupted count with the tokens that they received. Failed requests count no tokens.
     """
 
     duration: float  # in seconds
@@ -39,7 +39,8 @@ class Totals:
     num_output_tokens: int
 
     def rate(self, count: int) -> float:
-        """Return a count per second, or 0 if nothing was measured."""
+        """Return a count divided by the duration of the run, which is a rate per second. Return 0 if nothing was
+        measured."""
         return count / self.duration if self.duration > 0 else 0.0
 
 
@@ -108,7 +109,8 @@ def _figures(parsed: argparse.Namespace, totals: Totals) -> dict[str, Any]:
 
 
 async def _measure(parsed: argparse.Namespace, client: AsyncClient) -> tuple[ServerInfo, Run]:
-    """Send the warm-up requests, then the measured requests.
+    """Send the warm-up requests of the throughput benchmark, then the measured requests. Return the server's
+    information and the timing of the measured requests.
 
     Raise CommandError if a request could exceed the server's context length.
     """

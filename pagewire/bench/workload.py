@@ -7,14 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LengthRange:
-    """A range of lengths in tokens, with both ends included. All lengths are equally likely."""
+    """A range of prompt or output lengths in tokens, with both ends included. All lengths are equally likely."""
 
     min: int
     max: int
 
     @classmethod
     def around(cls, length: int, ratio: float) -> "LengthRange":
-        """Return the range from length * (1 - ratio) to length * (1 + ratio), rounded outwards and at least 1.
+        """Return the range of lengths from length * (1 - ratio) to length * (1 + ratio), rounded outwards and at least
+        1.
 
         Source: vLLM's random dataset.
         """
@@ -28,7 +29,7 @@ class LengthRange:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The parameters of a random workload. Lengths are in tokens.
+    """The parameters of a random benchmark workload. Lengths are in tokens.
 
     Each prompt is a common prefix of `prefix_len` tokens, followed by `input_len` random tokens.
     """
@@ -48,7 +49,8 @@ class Workload:
         return self.max_prompt_len + self.output_len.max
 
     def requests(self, vocab_size: int) -> list["PlannedRequest"]:
-        """Draw the requests. Lengths and tokens come from independent random sequences."""
+        """Draw the random requests of the workload. Lengths and tokens come from independent random sequences, so that
+        a change of the one does not change the other."""
         lengths, tokens = (random.Random(f"{self.seed} {name}") for name in ("lengths", "tokens"))
         token_ids = range(vocab_size)
         prefix = tuple(tokens.choices(token_ids, k=self.prefix_len))
@@ -62,7 +64,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """A request to send. `seed` is the seed of its sampling."""
+    """A request that a benchmark is going to send. `seed` is the random seed for sampling the output tokens."""
 
     prompt_token_ids: tuple[int, ...]
     num_output_tokens: int
