@@ -8,7 +8,8 @@ MAX_LINE_CHARS = 8192
 
 
 class ChildOutput:
-    """Splits the chunks of a child's output into lines."""
+    """Splits the output of a child process, which is read in chunks of bytes, into lines of text. Overlong lines are
+    truncated."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -16,7 +17,7 @@ class ChildOutput:
         self._num_left_out = 0  # dropped characters of the unfinished line
 
     def add(self, data: bytes) -> list[str]:
-        """Add a chunk and return the lines that it completes."""
+        """Add a chunk of the child process's output, and return the lines that the chunk completes."""
         first, *others = self._decoder.decode(data).split("\n")
         self._extend(first)
         lines = []
@@ -26,7 +27,8 @@ class ChildOutput:
         return lines
 
     def end(self) -> list[str]:
-        """Return the unfinished last line, if any, at the end of the output."""
+        """Finish at the end of the child process's output. Return the last line in a list if it has no line end,
+        otherwise an empty list."""
         return [self._take()] if self._line else []
 
     def _extend(self, text: str) -> None:

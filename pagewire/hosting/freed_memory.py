@@ -10,15 +10,15 @@ _LARGE_BYTES = 256 * 1024
 
 
 def give_back_large() -> None:
-    """Return large blocks of memory to the system as soon as they are freed.
+    """Configure the C allocator to return large blocks of memory to the system as soon as they are freed.
 
-    Call this once in a process. With a C library other than glibc, it has no effect.
+    Call this function once in a process. With a C library other than glibc, it has no effect.
     """
     _mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def share_small() -> None:
-    """Let all threads of this process reuse memory that any of them has freed.
+    """Configure the C allocator so that all threads of this process reuse memory that any thread has freed.
 
     gRPC's threads allocate and free calls on each other's behalf. With one arena for each thread, a service under many
     calls uses twice the memory. With a C library other than glibc, this function has no effect.

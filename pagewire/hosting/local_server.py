@@ -39,7 +39,8 @@ _LINE_PREFIX = re.compile(r"^(\S+ \S+ (WARNING|ERROR|CRITICAL) [\w.]+: |pagewire
 
 
 def split_serve_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split arguments at `--` into the verb's own flags and the flags of `pagewire serve`."""
+    """Split the arguments of a command at `--`. Return the flags of the command itself, and the flags for `pagewire
+    serve`."""
     own = list(arguments)
     if SEPARATOR not in own:
         return own, []
@@ -48,13 +49,13 @@ def split_serve_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 class LocalServer:
-    """A child process that runs `pagewire serve`. It ends with this process, also if this process is killed.
+    """A child process that runs `pagewire serve`. The server ends with this process, even if this process is killed.
 
     The server's standard error is passed on to this process's standard error. Any thread may start and stop the server.
     """
 
     def __init__(self, model: str, flags: Sequence[str] = (), *, flags_only: Collection[str]) -> None:
-        """Prepare the command. `start` starts the server.
+        """Prepare the command that runs the server, without starting it. `start` starts the server.
 
         `flags` are flags of `pagewire serve`. `flags_only` names options that the server reads neither from the
         environment nor from a file.
@@ -84,34 +85,36 @@ class LocalServer:
             raise
 
     def ends_within(self, timeout_s: float) -> bool:
-        """Return whether the server has ended or ends within the given time.
+        """Return whether the server has ended, or ends within `timeout_s` seconds.
 
-        Always return False in a process that was forked from the server's owner.
+        Always return False in a process that was forked from the process that started the server.
         """
         self._watching.join(timeout_s)
         return not self._watching.is_alive() and os.getpid() == self.owner
 
     def tell(self, line: str) -> None:
-        """Write a line to standard error without interleaving it with a line of the server."""
+        """Write a line to this process's standard error, such that it does not mix with a line that the server
+        writes."""
         self._errors.put(f"{line}\n".encode(errors="backslashreplace"))
         self._errors.flush(_FLUSH_TIMEOUT_S)
 
     @property
     def reason(self) -> str:
-        """The last line of the server's standard error, without the log prefix."""
+        """The last line that the server wrote to standard error, without the log prefix. It usually states why the
+        server ended. The text is empty if the server wrote nothing."""
         lines = self._tail.decode(errors="replace").strip().splitlines()
         return _LINE_PREFIX.sub("", lines[-1].strip()) if lines else ""
 
     @property
     def exit(self) -> str:
-        """A description of how the server ended: its exit code, or the signal."""
+        """A description of how the server process ended: its exit code, or the signal that killed it."""
         code = None if self._process is None else self._process.returncode
         if code is None:
             return "not started"
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     def stop(self) -> None:
-        """Terminate the server and wait for its end.
+        """Terminate the server process and wait for its end.
 
         Send SIGTERM first, then SIGKILL after STOP_TIMEOUT_S seconds.
         """
@@ -152,7 +155,7 @@ class LocalServer:
             self._url.set_exception(StartError(reason or f"pagewire serve ended with {self.exit} and gave no reason"))
 
     def _read(self, process: "subprocess.Popen[bytes]") -> str:
-        """Read both outputs of the server until they are closed.
+        """Read the server's standard output and standard error until both are closed.
 
         Return the last line of standard output if the server ended without reporting a URL, otherwise an empty text.
         """
@@ -183,7 +186,8 @@ class LocalServer:
             self._errors.put("".join(f"{line}\n" for line in lines).encode())
 
     def _hear(self, line: str) -> str:
-        """Record the server's URL from a "ready on" line. Return the text of any other line."""
+        """Process a line of the server's standard output. A "ready on" line sets the server's URL, and the result is
+        empty. Return the text of any other line."""
         # Front ends report ready lines with other schemes.
         if line.startswith(f"{READY_PREFIX}grpc://") and not self._url.done():
             self._url.set_result(line.removeprefix(READY_PREFIX).strip())
@@ -196,7 +200,7 @@ def _dropped_notice(num_dropped: int) -> bytes:
 
 @contextmanager
 def serving(model: str, flags: Sequence[str] = (), *, flags_only: Collection[str]) -> Iterator[tuple[str, LocalServer]]:
-    """Run a server inside the block and provide its URL and the server.
+    """Run a local `pagewire serve` process inside a `with` block. The block gets the URL and the server.
 
     Raise CommandError if the server does not start, or if a call in the block fails because the server has ended.
     `flags` and `flags_only` are the arguments of LocalServer. Only the main thread may call this. From then on, SIGTERM

@@ -43,8 +43,8 @@ _to_json = StrictEncoder(str, ensure_ascii=False, default=str).encode
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as one JSON object: time (UTC), level, logger, message, the caller's `extra`, and the
-    exception."""
+    """Formats a log record as one line with a JSON object. The object contains the time (UTC), level, logger, message,
+    the caller's `extra`, and the exception."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {
@@ -61,7 +61,8 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Formats a record as one line, whatever characters the message contains, followed by the indented exception.
+    """Formats a log record as one line of text, whatever characters the message contains. If there is an exception, it
+    follows in indented lines.
 
     A message cannot forge a log line: only this formatter writes a line that begins with a time.
     """
@@ -77,7 +78,8 @@ class TextFormatter(logging.Formatter):
 
 
 class TerminationLog(logging.Handler):
-    """Writes the last critical line before the process ends to an existing file.
+    """A log handler that writes critical log lines to an existing file, such as Kubernetes' termination log. The file
+    contains only the last of these lines, which usually states why the process ended.
 
     A file that blocks on writing delays the exit by at most FLUSH_TIMEOUT seconds.
     """
@@ -100,7 +102,8 @@ class TerminationLog(logging.Handler):
 
 
 class LogQueue(logging.Handler):
-    """Passes the log lines of this process to a queued writer. `logging.shutdown` flushes it at exit."""
+    """A log handler that passes the log lines of this process to a background thread, which writes them.
+    `logging.shutdown` waits for the remaining lines at exit."""
 
     def __init__(self, descriptor: int, formatter: logging.Formatter) -> None:
         super().__init__()
@@ -131,7 +134,8 @@ class LogQueue(logging.Handler):
 
 
 class _QueuedFile(io.RawIOBase):
-    """A replacement for standard error that writes to the same queue as the log lines."""
+    """A file object that replaces `sys.stderr`. It writes to the same queue as the log handler, so that log lines and
+    other output stay in order."""
 
     def __init__(self, writer: QueuedWriter, descriptor: int) -> None:
         self._writer = writer
@@ -152,7 +156,8 @@ class _QueuedFile(io.RawIOBase):
 
 
 def configure(config: LogConfig) -> None:
-    """Send the log lines of this process, and all other output to `sys.stderr`, to standard error in order."""
+    """Configure logging: log lines of this process go to standard error. Other output to `sys.stderr` goes the same
+    way, so that the order is kept."""
     queue = LogQueue(_STDERR, JsonFormatter() if config.log_format == "json" else TextFormatter())
     handlers: list[logging.Handler] = [queue]
     if config.termination_log:
@@ -169,6 +174,6 @@ def configure(config: LogConfig) -> None:
 
 
 def num_dropped_lines() -> int:
-    """Return the number of lines that were dropped because standard error was not read."""
+    """Return the number of log lines that were dropped because the reader of standard error was too slow."""
     queues = [handler for handler in logging.getLogger().handlers if isinstance(handler, LogQueue)]
     return sum(queue.writer.num_dropped for queue in queues)

@@ -64,7 +64,8 @@ _HUB_ADDRESS = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(
 
 
 class ModelSourceError(CommandError):
-    """MODEL cannot be served. The message names the problem and suggests a valid MODEL."""
+    """Raised if the MODEL argument of a command cannot be served. The message names the problem and suggests a valid
+    MODEL."""
 
 
 class DownloadError(ModelSourceError):
@@ -78,19 +79,21 @@ class ModelSourceConfig:
     )
 
     def validate(self) -> None:
-        """Accept any revision. The hub checks whether it exists."""
+        """Accept any revision of a Hugging Face model. The hub itself checks whether the revision exists."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocatedModel:
-    """A checkpoint directory or a GGUF file, and its hub id or None."""
+    """The checkpoint directory or GGUF file that the MODEL argument of a command names. `hub_id` is its id on Hugging
+    Face, or None for a local model."""
 
     directory: str
     hub_id: str | None = None
 
 
 def locate(model: str, revision: str | None = None, *, with_weights: bool = True) -> LocatedModel:
-    """Return the checkpoint directory or GGUF file of MODEL, and download the files that are missing.
+    """Return the checkpoint directory or GGUF file that the MODEL argument of a command names. Files of a Hugging Face
+    model that are missing in the cache are downloaded.
 
     With `with_weights` False, only the files that a scheduler or a front end reads are required. Raise ModelSourceError
     for a MODEL that cannot be served, and DownloadError if a download fails.
@@ -120,7 +123,7 @@ def locate(model: str, revision: str | None = None, *, with_weights: bool = True
 
 
 def check_directory(path: Path, *, with_weights: bool) -> None:
-    """Raise ModelSourceError unless a directory contains a checkpoint in a supported format."""
+    """Raise ModelSourceError if a directory does not contain a model checkpoint in a supported format."""
     try:
         names = sorted(entry.name for entry in path.iterdir())
     except OSError as error:
@@ -140,7 +143,8 @@ def check_directory(path: Path, *, with_weights: bool) -> None:
 
 
 def _without_safetensors(names: Iterable[str]) -> str:
-    """Return a phrase that describes the weights of a checkpoint without safetensors, with a remedy."""
+    """Return a phrase for an error message about a checkpoint without safetensors files. The phrase describes the
+    weights that were found, and a remedy."""
     native = _native_format(names)
     pickled = [name for name in names if name.endswith(PICKLED)]
     if native and all(_is_native(name) for name in pickled):
@@ -157,8 +161,8 @@ def _without_safetensors(names: Iterable[str]) -> str:
 
 
 def _native_format(names: Iterable[str]) -> str:
-    """Return a remedy for weights in the unconverted formats of Meta and Mistral, or an empty text without such
-    weights."""
+    """Return a hint for an error message if a checkpoint has only weights in the unconverted formats of Meta and
+    Mistral. Return an empty text if there are no such weights."""
     native = [name for name in names if _is_native(name)]
     if not native:
         return ""
@@ -173,7 +177,8 @@ def _is_native(name: str) -> bool:
 
 
 def _gguf_models(names: Iterable[str]) -> list[str]:
-    """Return the names of GGUF files that may contain a model, without image encoders."""
+    """Return the names of the GGUF files that may contain a language model. Image encoders, which are GGUF files too,
+    are left out."""
     return [name for name in names if _is_gguf_name(name) and "mmproj" not in name.lower()]
 
 
@@ -182,7 +187,8 @@ def _is_gguf_name(name: str) -> bool:
 
 
 def _near(path: Path, names: Iterable[str]) -> str:
-    """Return a hint with the name most similar to the missing path, or a general hint."""
+    """Return a hint for an error message about a missing path: the most similar of `names`, or a general hint if no
+    name is similar."""
     near = suggestion(path.name, names)
     return near.replace("did you mean ", f"did you mean {path.parent}/") if near else f": {GIVE}"
 
@@ -194,7 +200,7 @@ def _file_refusal(path: Path) -> str:
 
 
 def _is_hub_id(model: str) -> bool:
-    """Return whether MODEL may be a hub id.
+    """Return whether the MODEL argument of a command may be the id of a model on Hugging Face.
 
     A name inside an existing directory is a mistyped path instead.
     """
@@ -202,7 +208,8 @@ def _is_hub_id(model: str) -> bool:
 
 
 def _weight_files(snapshot: Path, there: Container[str]) -> list[str]:
-    """Return the names of the safetensors files of a snapshot.
+    """Return the names of the safetensors files in a downloaded Hugging Face snapshot. `there` has the names of the
+    files that exist.
 
     Without an index, there is one file. If the index is outdated and does not name that file, the file is used if it
     exists. Raise ModelSourceError if the index cannot be read.
@@ -220,7 +227,7 @@ def _weight_files(snapshot: Path, there: Container[str]) -> list[str]:
 
 
 def _is_whole(blob: Path) -> bool:
-    """Return whether a blob of the cache has the digest that its name states.
+    """Return whether the content of a file in the Hugging Face cache has the digest that the file's name states.
 
     The hub uses SHA-256 for files in Git LFS and git's own digest for other files. Return True for a file with any
     other name, which cannot be verified.
@@ -236,14 +243,16 @@ def _is_whole(blob: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file of a snapshot and the blob that it links to."""
+    """Remove a file from a snapshot in the Hugging Face cache. A snapshot has symbolic links to blobs, so the blob is
+    removed too."""
     path.resolve().unlink(missing_ok=True)
     path.unlink(missing_ok=True)
 
 
 @contextmanager
 def _ending_at_once() -> Iterator[None]:
-    """Let Ctrl-C end the process immediately inside the block. Python would wait for the download threads."""
+    """Let Ctrl-C end the process immediately inside a `with` block that downloads files. Python itself would first wait
+    for the download threads."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -264,7 +273,8 @@ class _HubModel:
         self._name = hub_id if revision is None else f"{hub_id} at revision {revision}"
 
     def directory(self) -> Path:
-        """Return the snapshot with all required files. If the cache is complete, the hub is not contacted."""
+        """Return the model's snapshot directory in the Hugging Face cache, and download missing files. If the cache is
+        complete, the hub is not contacted."""
         try:
             from huggingface_hub import constants, get_cached_repo_tree, snapshot_download  # noqa: F401
             from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -286,7 +296,8 @@ class _HubModel:
         return self._downloaded()
 
     def _cached(self) -> Path | None:
-        """Return the cached snapshot, or None if a required file is missing or truncated."""
+        """Return the model's snapshot directory in the Hugging Face cache. Return None if a required file is missing or
+        truncated."""
         from huggingface_hub.errors import LocalEntryNotFoundError
 
         try:
@@ -301,7 +312,8 @@ class _HubModel:
         return snapshot
 
     def _remove_cut_files(self, snapshot: Path) -> bool:
-        """Remove the files of a snapshot whose size differs from the hub's, so that they are downloaded again.
+        """Remove the files of a cached snapshot whose size differs from the size on the hub, so that they are
+        downloaded again.
 
         A crash or a full disk leaves such files. Return whether a file was removed.
         """
@@ -345,7 +357,8 @@ class _HubModel:
         return snapshot
 
     def _blobs(self) -> set[str]:
-        """Return the names of all cached files of this model, of any revision."""
+        """Return the names of all blobs (file contents) that the Hugging Face cache has for this model, of any
+        revision."""
         from huggingface_hub import constants
         from huggingface_hub.file_download import repo_folder_name
 
@@ -353,9 +366,10 @@ class _HubModel:
         return {path.name for path in folder.glob("*")}
 
     def _check_new_files(self, snapshot: Path, there: Container[str]) -> None:
-        """Verify the files downloaded since `there` was listed against the hub's digests.
+        """Verify the downloaded files of a snapshot against the hub's digests. Files whose blobs are in `there` were
+        cached before and are not verified.
 
-        Remove corrupt files and raise DownloadError.
+        If a file is corrupt, remove it and raise DownloadError.
         """
         paths = [path for path in snapshot.rglob("*") if path.is_file() and path.resolve().name not in there]
         with ThreadPoolExecutor(os.cpu_count()) as threads:
@@ -394,7 +408,8 @@ class _HubModel:
         log.warning("downloaded %s in %.1f s to %s", self._name, time.monotonic() - started_at, snapshot)
 
     def _fetch(self, names: Iterable[str], *, revision: str | None = None, local_files_only: bool = False) -> Path:
-        """Return the snapshot's directory after fetching the named files, as far as the repository has them."""
+        """Download the named files, as far as the repository has them, and return the snapshot directory in the Hugging
+        Face cache. With `local_files_only`, only look the snapshot up in the cache."""
         from huggingface_hub import snapshot_download
 
         return Path(

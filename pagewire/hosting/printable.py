@@ -8,7 +8,8 @@ _PLAIN = re.compile("[^ -~]")
 
 
 def printable(text: str) -> str:
-    """Replace each non-printable character by its Python escape, and truncate the text to MAX_CHARS characters.
+    """Escape untrusted text for logs and terminals. Each non-printable character is replaced by its Python escape, and
+    the text is truncated to MAX_CHARS characters.
 
     Non-printable characters are line ends, control characters, marks that change the writing direction, and surrogates.
     """
@@ -17,19 +18,20 @@ def printable(text: str) -> str:
 
 
 def shortened(text: str) -> str:
-    """Truncate a text to MAX_CHARS characters. A truncated text ends with a note of the number of dropped
+    """Truncate a text to MAX_CHARS characters. A truncated text ends with a note that states the number of dropped
     characters."""
     num_left_out = len(text) - MAX_CHARS
     return text if num_left_out <= 0 else f"{text[:MAX_CHARS]} [{num_left_out} more characters]"
 
 
 def printable_lines(text: str) -> str:
-    """Apply `printable` to each line of a text."""
+    """Escape untrusted text of several lines: apply `printable` to each line."""
     return "\n".join(map(printable, text.split("\n")))
 
 
 def printable_json(text: str) -> str:
-    """Replace each non-printable character in JSON by a JSON escape with the same meaning."""
+    """Escape JSON text for terminals. Each non-printable character is replaced by a JSON escape with the same
+    meaning."""
     return text if text.isprintable() else _PLAIN.sub(_escaped_json, text)
 
 

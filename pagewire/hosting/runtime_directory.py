@@ -16,7 +16,8 @@ _MAX_BASE_BYTES = 56  # the path of a socket has at most 107 bytes
 
 
 class RuntimeDirectory:
-    """A directory that exists inside a `with` block. Its path is known before the directory is created.
+    """The private directory for the Unix sockets of a running `pagewire serve`. The directory exists inside a `with`
+    block, but its path is known before it is created.
 
     The directory is locked while it exists. The kernel releases the lock of a killed process, and systemd-tmpfiles does
     not remove a locked directory.
@@ -27,8 +28,8 @@ class RuntimeDirectory:
         self._lock: int | None = None
 
     def __enter__(self) -> Path:
-        """Create the directory and remove the directories of killed processes. Raise OSError with a one-line
-        message."""
+        """Create the directory, and remove the directories that killed processes left behind. Return the path. Raise
+        OSError with a one-line message if the directory cannot be created."""
         base = self.path.parent
         # Created under a name that other processes do not clean up, until it is locked.
         unlocked = base / f".{self.path.name}"
@@ -53,13 +54,14 @@ class RuntimeDirectory:
 
 
 def _base(named: str) -> Path:
-    """Return the user's own runtime directory if it is usable, otherwise the shared one."""
+    """Return the folder in which the runtime directory is created. This is `named`, the user's own folder from
+    XDG_RUNTIME_DIR, if it is usable, otherwise the shared folder for temporary files."""
     is_usable = os.path.isabs(named) and len(os.fsencode(named)) <= _MAX_BASE_BYTES and "," not in named
     return Path(named if is_usable and os.access(named, os.W_OK | os.X_OK) else _FALLBACK)
 
 
 def _lock(directory: Path) -> int:
-    """Lock a directory and return the file descriptor of the lock.
+    """Lock a runtime directory and return the file descriptor that holds the lock.
 
     Raise OSError if another process holds the lock.
     """
@@ -73,7 +75,7 @@ def _lock(directory: Path) -> int:
 
 
 def _remove_abandoned(base: Path) -> None:
-    """Remove this user's directories that no process has locked."""
+    """Remove the runtime directories of this user that no process has locked. Their processes were killed."""
     for path in base.glob(f"{_PREFIX}*"):
         try:
             if not _NAME.fullmatch(path.name) or path.lstat().st_uid != os.getuid():

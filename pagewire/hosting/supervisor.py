@@ -34,7 +34,7 @@ _found: deque[int] = deque(maxlen=1000)  # ports found recently, which may not b
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """The timing and limits of restarts.
+    """The timing and limits with which a supervisor restarts a child process.
 
     The delay doubles with each exit until the child has run for `steady_s` seconds.
     """
@@ -76,7 +76,8 @@ class Exit:
 
 
 class Restarts:
-    """Decides when to restart after an exit. It has no side effects."""
+    """Decides when a supervisor restarts a child process that has exited. The class only keeps counts; it has no side
+    effects."""
 
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
@@ -85,7 +86,8 @@ class Restarts:
         self._num_failed_starts = 0
 
     def delay_after(self, ended: Exit) -> float | None:
-        """Return the seconds to wait before the next start, or None to give up on a child that was never ready."""
+        """Return the seconds to wait before the next start of the child process. Return None to give up on a child that
+        refused to start, or failed too often, before it was ever ready."""
         self._ever_ready |= ended.was_ready
         if ended.code == EXIT_REFUSED and not self._ever_ready:
             return None
@@ -102,14 +104,15 @@ class Restarts:
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """The reason why a child is not restarted, and the exit code for this process."""
+    """The reason why a supervisor does not restart a child process, and the exit code for this process."""
 
     reason: str
     code: int
 
 
 class Supervisor:
-    """Runs `command` as a child in its own process group, so that Ctrl-C reaches only the parent.
+    """Runs `command` as a child process and restarts it after a failure. The child has its own process group, so that
+    Ctrl-C reaches only the parent.
 
     The child's standard error passes through. Its standard output is read line by line: a "ready on" line means that
     the child is ready, and other lines are logged. Announcements begin with a random word that only the two processes
@@ -125,8 +128,8 @@ class Supervisor:
         name: str = "worker",
         on_ready: Callable[[str], None] = lambda url: None,
     ) -> None:
-        """`name` is the child's name in log lines. `on_ready` is called with the child's URL whenever it becomes
-        ready."""
+        """`name` is the name of the child process in log lines. `on_ready` is called with the child's URL each time the
+        child becomes ready."""
         self._command = command
         self._environ = environ
         self._policy = policy or RestartPolicy()
@@ -138,14 +141,15 @@ class Supervisor:
         self._was_replaced = False
 
     def restart(self, reason: str) -> None:
-        """Kill the running child. `run` then starts a new one."""
+        """Kill the running child process, so that `run` starts a new one. `reason` is logged."""
         if self._process is not None and self._process.returncode is None:
             log.warning("killing the %s, process %d: %s", self._name, self._process.pid, reason)
             self._was_replaced = True
             self._process.kill()
 
     async def run(self) -> "GivenUp":
-        """Keep the child running until cancelled, which terminates it. Return the reason if the supervisor gives up."""
+        """Keep the child process running until this coroutine is cancelled. Cancellation terminates the child. Return
+        the reason if the supervisor gives up on restarting the child."""
         restarts = Restarts(self._policy)
         while True:
             ended = await self.run_once()
@@ -159,7 +163,8 @@ class Supervisor:
             await asyncio.sleep(delay_s)
 
     async def run_once(self) -> Exit:
-        """Start the child and wait for its end. Cancellation terminates the child."""
+        """Start the child process once and wait for its end. Return how the child ended. Cancellation terminates the
+        child."""
         started_at = time.monotonic()
         try:
             process = await self._start()
@@ -197,7 +202,8 @@ class Supervisor:
         )
 
     async def _watch(self, process: asyncio.subprocess.Process, ready: asyncio.Event) -> None:
-        """Read the child's standard output to its end.
+        """Read the child process's standard output to its end, and set `ready` when the child announces that it is
+        ready.
 
         Nothing may stop the reading. A child blocks if its output is not read, and asyncio does not report the end of
         such a child.
@@ -242,9 +248,10 @@ class Supervisor:
 
 
 def free_port(host: str, promised: Collection[int] = ()) -> int:
-    """Return a free port of WORKER_PORTS that is not in `promised`. Raise OSError if 100 random ports are in use.
+    """Return a free TCP port of WORKER_PORTS on `host`, for a worker process to listen on. Raise OSError if 100 random
+    ports are in use.
 
-    `promised` are ports that other processes are going to bind.
+    `promised` has ports that other processes are going to bind. They are not returned.
     """
     # The system's random source, so that neither a seed nor a fork makes two processes draw the same ports.
     drawn = random.SystemRandom().choices(WORKER_PORTS, k=100)
@@ -257,7 +264,7 @@ def free_port(host: str, promised: Collection[int] = ()) -> int:
 
 
 def child_environ(environ: Mapping[str, str], option_variables: Sequence[str]) -> dict[str, str]:
-    """Return the child's environment: without the parent's options, and with the id of the parent it must not
-    outlive."""
+    """Return the environment variables for a child process. The variables for the parent's own options are removed. The
+    parent's process id is added, so that the child ends when the parent ends."""
     inherited = {name: value for name, value in environ.items() if name not in option_variables}
     return inherited | {EXIT_WITH_PARENT: str(os.getpid())}

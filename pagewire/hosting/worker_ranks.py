@@ -27,7 +27,8 @@ _POLICY = RestartPolicy(stop_timeout_s=30.0)
 
 
 def rank_configs(config: WorkerConfig) -> list[WorkerConfig]:
-    """Return the configuration of each rank, with consecutive ports and an equal share of the CPUs.
+    """Return the configuration of each tensor-parallel rank of a worker, with consecutive ports and an equal share of
+    the CPUs.
 
     Raise ValueError for an invalid configuration, and OSError if no port is free.
     """
@@ -55,7 +56,7 @@ def rank_configs(config: WorkerConfig) -> list[WorkerConfig]:
 
 
 def serve(config: WorkerConfig, arguments: Sequence[str], refuse: Callable[[str], int]) -> int:
-    """Run the ranks until a signal arrives, and return the exit code.
+    """Run all tensor-parallel ranks of a worker as child processes until a signal arrives, and return the exit code.
 
     Each rank gets the command's `arguments` and additional flags. `refuse` reports why a rank can never start and
     returns the exit code. Raise the errors of `rank_configs`.
@@ -64,7 +65,7 @@ def serve(config: WorkerConfig, arguments: Sequence[str], refuse: Callable[[str]
     starting: set[int] = set()
 
     def note(rank: int, url: str) -> None:
-        """Announce that the worker is ready when all of its ranks are ready."""
+        """Record that one rank of the worker is ready. After the last rank, announce that the worker is ready."""
         starting.discard(rank)
         if not starting:
             announce_ready(f"grpc://{join(config.host, config.port)}")
@@ -86,7 +87,8 @@ def _own_flags(config: WorkerConfig) -> list[str]:
 async def _until_signalled(
     make_ranks: Callable[[], Sequence[Supervisor]], starting: set[int], refuse: Callable[[str], int]
 ) -> int:
-    """Run and restart the ranks. Return 0 after SIGTERM or SIGINT, or the exit code if the ranks cannot start.
+    """Run the tensor-parallel ranks of a worker, and restart them after a failure. Return 0 after SIGTERM or SIGINT, or
+    the exit code if the ranks cannot start.
 
     `starting` is filled with the numbers of the ranks at every start.
     """
@@ -109,9 +111,10 @@ async def _until_signalled(
 
 
 async def _run_once(ranks: Sequence[Supervisor], stopping: "asyncio.Task[bool]") -> Exit | None:
-    """Run all ranks until one ends or `stopping` is done, then stop the others.
+    """Start all tensor-parallel ranks of a worker and run them until one of them ends or `stopping` is done. Then stop
+    the other ranks.
 
-    Return the exit of the first rank that ended, or None if `stopping` was done.
+    Return how the first rank ended, or None if `stopping` was done.
     """
     if stopping.done():
         return None
