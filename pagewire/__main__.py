@@ -56,7 +56,8 @@ def main() -> int:
 
 
 def _hiding() -> str:
-    """Return the paths of loaded files on PYTHONPATH that shadow standard library modules, joined by ", "."""
+    """Return the paths of user files that Python loaded instead of standard library modules, joined by ", ". This
+    happens if a folder on PYTHONPATH has a file with the name of a standard module."""
     folders = set(os.environ.get("PYTHONPATH", "").split(os.pathsep)) - {"", os.path.dirname(os.__file__)}
     names = [f"{name}{end}" for name in sys.stdlib_module_names for end in (".py", f"{os.sep}__init__.py")]
     places = {os.path.join(os.path.abspath(folder), name) for folder in folders for name in names}

@@ -23,10 +23,11 @@ _MULTIPLES = {"k": 1e3, "m": 1e6, "g": 1e9, "K": 1 << 10, "M": 1 << 20, "G": 1 <
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """An option of another engine without a Pagewire equivalent. `text` gives the reason or an alternative.
+    """An option of another engine, such as vLLM, that Pagewire does not have. `text` gives the reason or an
+    alternative.
 
-    `harmless` values request the behaviour that Pagewire already has, and are accepted silently. Any other value is
-    refused if `is_refused`, otherwise ignored with a warning, since the results are correct without it.
+    The values in `harmless` request the behaviour that Pagewire already has, and are accepted silently. Any other value
+    is refused if `is_refused`. Otherwise, it is ignored with a warning, since the results are correct without it.
     """
 
     text: str
@@ -296,8 +297,8 @@ FOREIGN = {name.rstrip("!*"): foreign for names, foreign in _FOREIGN for name in
 
 
 def _readable(value: Any) -> Any:
-    """Return the number for a text such as "32k" (32,000) or "32K" (32,768), as in vLLM. Return other values
-    unchanged."""
+    """Convert a number with a unit, such as "32k" (32,000) or "32K" (32,768), to an integer, as vLLM does. Return other
+    values unchanged."""
     if not isinstance(value, str) or value[-1:] not in _MULTIPLES:
         return value
     try:
@@ -312,7 +313,8 @@ def _without_prefix(value: Any) -> str:
 
 
 def _renamed(name: str, *unset: object) -> Callable[[Any], dict[str, Any]]:
-    """Return a mapper to the Pagewire option `name`. The values in `unset` select the default."""
+    """Return a function that translates the value of another engine's option to the Pagewire option `name`. Values in
+    `unset` leave the Pagewire option at its default."""
     return lambda value: {} if value in unset else {name: _readable(value)}
 
 
@@ -465,7 +467,8 @@ STRUCTURED_OUTPUTS_FIELDS: dict[str, Foreign] = {
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """The notation for options in error messages: a bare name, and a name with its value or None."""
+    """How error messages write options, for example as flags or as Python arguments. `name` formats the bare name of an
+    option. `given` formats a name with its value, which may be None."""
 
     name: Callable[[str], str]
     given: Callable[[str, Any], str]
@@ -476,7 +479,8 @@ IN_PYTHON = Spelling(str, lambda name, value: name if value is None else f"{name
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """Pagewire options by name, the given option that each came from, and a warning line for each ignored option."""
+    """The result of translating a user's options to Pagewire options. It has the Pagewire options by name, the option
+    from which each of them was translated, and a warning line for each ignored option."""
 
     values: Mapping[str, Any]
     sources: Mapping[str, str]
@@ -484,10 +488,10 @@ class Translation:
 
 
 def translate(given: Mapping[str, Any], spelling: Spelling) -> Translation:
-    """Translate the options that a user gave, from any engine, to Pagewire options.
+    """Translate the options that a user gave, which may be options of other engines, to Pagewire options.
 
-    Names that no engine uses are returned unchanged. Raise ValueError for a refused option, and if two options request
-    different values of the same Pagewire option.
+    Names that no engine uses are returned unchanged. Raise ValueError for an option that Pagewire refuses, and if two
+    options set the same Pagewire option to different values.
     """
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -508,16 +512,19 @@ def translate(given: Mapping[str, Any], spelling: Spelling) -> Translation:
 
 
 def _wanted(name: str, value: Any) -> dict[str, Any]:
-    """Return the Pagewire options for one given option. None leaves a foreign option at its default."""
+    """Return the Pagewire options for one option that a user gave. If the option belongs to another engine, a value of
+    None selects the default."""
     if name in MAPPED:
         return {} if value is None else MAPPED[name](value)
     return {name: CONVERTED[name](value) if name in CONVERTED and value is not None else value}
 
 
 def judge(table: Mapping[str, Foreign], values: Iterable[object], stacklevel: int) -> None:
-    """Check foreign options, whose values are given in the order of `table`.
+    """Check the values of options of other engines. `values` has one value for each option in `table`, in the same
+    order.
 
-    Warn about a value that is ignored and matters. Raise ValueError for a value that is refused.
+    Warn about a value that is ignored although it would change the behaviour. Raise ValueError for a value that is
+    refused.
     """
     for name, value in zip(table, values, strict=True):
         for line in _judged(table[name], value, IN_PYTHON.given(name, value), str):
@@ -525,7 +532,8 @@ def judge(table: Mapping[str, Foreign], values: Iterable[object], stacklevel: in
 
 
 def _judged(foreign: Foreign, value: Any, shown: str, spelled: Callable[[str], str]) -> list[str]:
-    """Return a warning line in a list if a value is ignored and matters, otherwise an empty list.
+    """Check the value of another engine's option. Return a list with a warning line if the value is ignored although it
+    would change the behaviour, otherwise an empty list.
 
     Raise ValueError if the value is refused.
     """
@@ -541,7 +549,8 @@ def _judged(foreign: Foreign, value: Any, shown: str, spelled: Callable[[str], s
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """Return "; did you mean X?" for the known word most similar to a misspelt one, or an empty text.
+    """Return "; did you mean X?" for a misspelt word, where X is the most similar known word. Return an empty text if
+    no known word is similar.
 
     A word that other commands use for a server's address suggests "url" if that is a known word.
     """

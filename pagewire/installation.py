@@ -20,7 +20,8 @@ _TREE = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A package: its PyPI name, the module that it provides, and the minimum version, "" for any."""
+    """A Python package that Pagewire needs: its PyPI name, the module that it provides, and the minimum version. A
+    minimum of "" means any version."""
 
     name: str
     module: str
@@ -80,9 +81,10 @@ NEEDED = {
 
 
 def shortage(extra: str = "") -> str | None:
-    """Return one line that names the missing or outdated packages with an installation command, or None.
+    """Return one line that names the missing or outdated Python packages of an extra, with a command to install them.
+    Return None if no package is missing.
 
-    The base packages are always included in the check.
+    The base packages of the client are always included in the check.
     """
     lacking = {package: phrase for package in (*_CLIENT, *NEEDED[extra]) if (phrase := _complaint(package))}
     if not lacking:
@@ -91,7 +93,7 @@ def shortage(extra: str = "") -> str | None:
 
 
 def command(extra: str, lacking: Iterable[Package]) -> str:
-    """Return the pip command that installs an extra.
+    """Return the pip command that installs the packages of an extra.
 
     Pagewire is not on a package index. If pip does not know Pagewire, as in a source tree, the command installs the
     missing packages instead. For torch, it installs the extra from the source tree, which pins the torch version, and
@@ -112,10 +114,12 @@ def command(extra: str, lacking: Iterable[Package]) -> str:
 
 
 def advice(error: BaseException, extra: str = "") -> str | None:
-    """Return one line with an installation command if a missing or outdated package caused the error, else None.
+    """Return one line with an installation command if a missing or outdated Python package may have caused `error`.
+    Return None if all packages are present.
 
     `extra` is the extra that the failed code needs. Outdated packages fail in many ways, such as missing names or
-    errors of the stubs, so all packages are checked. For a missing module, the line names the extra that provides it.
+    errors of the gRPC stubs, so all packages are checked. For a missing module, the line names the extra that provides
+    the module.
     """
     if isinstance(error, ModuleNotFoundError):
         module = (error.name or "").partition(".")[0]
@@ -125,7 +129,7 @@ def advice(error: BaseException, extra: str = "") -> str | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the packages that are missing for an extra or for the GPU checks.
+    """Print the Python packages that are missing for an extra or for the GPU checks.
 
     Return 0 if no package is missing, 1 if packages are missing, and 2 for wrong usage.
     """
@@ -140,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _version(name: str) -> str | None:
-    """Return the installed version, or None for a package that pip does not know."""
+    """Return the installed version of a Python package, or None if pip does not know the package."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -164,7 +168,7 @@ def _is_there(module: str) -> bool:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version, such as (2, 11, 0) for 2.11.0rc1+cu130."""
+    """Return the leading numbers of a package version, such as (2, 11, 0) for 2.11.0rc1+cu130."""
     begin = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, begin[0].split("."))) if begin else ()
 

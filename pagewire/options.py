@@ -52,7 +52,8 @@ DESCRIBE = "\0describe"
 
 
 class DescribedError(Exception):
-    """Carries the parser that was asked to describe itself."""
+    """Raised to pass the argument parser of a command to the caller. This happens if the command was called with the
+    hidden argument DESCRIBE, for example to generate shell completion."""
 
     def __init__(self, parser: "Parser") -> None:
         super().__init__(f"{parser.prog} was asked for its flags")
@@ -60,12 +61,13 @@ class DescribedError(Exception):
 
 
 class OptionError(ValueError):
-    """A key, flag or value is invalid. The message names it and the remedy."""
+    """Raised for an invalid option: an unknown key or flag, or an invalid value. The message names the option and the
+    remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An option, which is one field of a config dataclass."""
+    """An option of a command or service, which is defined by one field of a config dataclass."""
 
     name: str
     value_type: type
@@ -89,16 +91,17 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The value of every option and its origin."""
+    """The values of all options of a command or service, and for each option the origin of the value, such as a flag or
+    a file."""
 
     values: Mapping[str, Any]
     origins: Mapping[str, str]
     ignored: Sequence[str] = ()  # a warning for each ignored option of another engine
 
     def build(self, config_type: type, **overrides: Any) -> Any:
-        """Return an instance of a config dataclass with the resolved values of its fields.
+        """Create an instance of a config dataclass from the resolved option values.
 
-        Fields that are config dataclasses are built in the same way. `overrides` replace values.
+        Fields that are config dataclasses are created in the same way. `overrides` replace values.
         """
         hints = typing.get_type_hints(config_type)
         parts = {
@@ -110,8 +113,8 @@ class Resolved:
         return config_type(**parts, **{name: self.values[name] for name in names} | overrides)
 
     def describe(self) -> list[str]:
-        """Return a line for each origin with the values that it set. The origin with the highest precedence comes
-        first."""
+        """Return log lines that show the options that are not at their defaults, one line for each origin. An origin is
+        the command line, the environment or a file. The origin with the highest precedence comes first."""
         by_origin: dict[str, list[str]] = {}
         for name, origin in self.origins.items():
             by_origin.setdefault(origin, []).append(f"{name}={self.values[name]}")
@@ -121,15 +124,15 @@ class Resolved:
         return [f"options from {origin}: {', '.join(by_origin[origin])}" for origin in origins]
 
     def describe_defaults(self) -> str:
-        """Return a line with the values of all options that have their defaults."""
+        """Return a log line that shows the values of all options that have their defaults."""
         names = [name for name, origin in self.origins.items() if origin == _DEFAULTS]
         return f"options that have their defaults: {', '.join(f'{name}={self.values[name]}' for name in names)}"
 
 
 def options_of(*config_types: type, without: Collection[str] = ()) -> dict[str, Option]:
-    """Return the options of config dataclasses, including nested ones, by name.
+    """Return the options that the fields of config dataclasses define, including nested dataclasses, by name.
 
-    If several dataclasses have the same field, the first one counts.
+    If several dataclasses have the same field, the field of the first one counts.
     """
     options: dict[str, Option] = {}
     for config_type in config_types:
@@ -161,10 +164,11 @@ def _option(field: "dataclasses.Field[Any]", hint: Any) -> Option:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser without abbreviations that answers an unknown flag with the nearest known one.
+    """An argument parser that does not accept abbreviated flags. For an unknown flag, the error message suggests the
+    most similar known flag.
 
-    `explained` maps flags of other verbs to the reason why this verb does not have them. A flag may also be spelled
-    with underscores, and a flag without a value may be followed by a word that means yes or no.
+    `explained` maps flags of other commands to the reason why this command does not have them. A flag may also be
+    spelled with underscores, and a flag without a value may be followed by a word that means yes or no.
     """
 
     def __init__(self, *, explained: Mapping[str, str] = types.MappingProxyType({}), **settings: Any) -> None:
@@ -185,9 +189,9 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def _spelled(self, given: Sequence[str]) -> list[str]:
-        """Return the arguments in argparse's spelling.
+        """Convert the command line arguments to the spelling that argparse understands.
 
-        End the command at the first unknown flag, because it is unclear whether the next argument is its value.
+        End the command at the first unknown flag, because it is unclear whether the next argument is the flag's value.
         """
         # A flag with several values consumes all arguments up to the next flag, if the model is given elsewhere.
         is_model_named = bool(given) and (not given[0].startswith("-") or not {"--model", "-m"}.isdisjoint(given))
@@ -212,7 +216,8 @@ class Parser(argparse.ArgumentParser):
         return spelled
 
     def _known(self, name: str) -> tuple[str, argparse.Action]:
-        """Return the known spelling of a flag and its action. `--a.b` sets a part of the foreign option `--a`."""
+        """Return the known spelling of a command line flag, and the argparse action of the flag. `--a.b` sets a part of
+        another engine's option `--a`. End the command with an error if the flag is unknown."""
         known = self._option_string_actions
         name = name.replace("_", "-") if name.startswith("--") else name
         whole = name.partition(".")[0]
@@ -227,16 +232,18 @@ class Parser(argparse.ArgumentParser):
         self.error(f"unknown flag {name}{suggestion(name, known)}")
 
     def print_help(self, file: Any = None) -> None:
-        """Write the help text. Raise OSError if it cannot be written, which argparse would ignore."""
+        """Write the command's help text. Raise OSError if the text cannot be written. argparse would ignore this
+        error."""
         print(self.format_help(), end="", file=file)
 
     def error(self, message: str) -> NoReturn:
-        """End the command with a one-line message and exit code 2."""
+        """End the command with a one-line error message and exit code 2."""
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 def _switch(flag: argparse.Action, name: str, word: str) -> str:
-    """Return the spelling of a boolean flag that has the meaning of `word`."""
+    """Return the spelling of a boolean flag that corresponds to `word`, a word that means yes or no: `--NAME` or
+    `--no-NAME`."""
     off = [each for each in flag.option_strings if each.startswith("--no-")]
     return off[0] if off and word.lower() in FALSE_WORDS else name
 
@@ -246,7 +253,8 @@ def _is_foreign(flag: argparse.Action) -> bool:
 
 
 class _Again(argparse.Action):
-    """Stores a value. A repeated flag appends to a list if it allows several values, and is an error otherwise."""
+    """The argparse action that stores the value of a flag. If the flag is repeated, its values form a list if several
+    values are allowed. Otherwise, the repetition is an error."""
 
     def __call__(
         self,
@@ -271,10 +279,11 @@ def add_flags(
     positional: str | None = None,
     groups: Mapping[str, Sequence[str]] = types.MappingProxyType({}),
 ) -> None:
-    """Add a flag for each option, and `--config`. Flags that are not given are absent from the parsed arguments.
+    """Add a command line flag for each option to a parser, and the flag `--config`. Flags that are not given are absent
+    from the parsed arguments.
 
     The option named `positional` may also be given as a positional argument. `groups` maps the titles of the help to
-    the names of their options, in order. Other options precede all groups.
+    the names of their options, in order. Options outside the groups precede all groups.
     """
     parser.add_argument(
         "--config", metavar="FILE", help=f"YAML file of options, keys as the flags (default: ${CONFIG_VARIABLE})"
@@ -297,7 +306,8 @@ def add_flags(
 
 
 def add_foreign_flags(parser: argparse.ArgumentParser, options: Mapping[str, Option]) -> None:
-    """Add the flags of other engines, hidden from the help. Existing flags are kept."""
+    """Add the command line flags of other engines, such as vLLM, to a parser. They are hidden from the help. Flags that
+    the parser already has are kept."""
     flags: dict[str, list[str]] = {name: [flag_of(name)] for name in (*MAPPED, *FOREIGN)}
     for flag, name in SYNONYMS.items():
         flags.setdefault(name, []).append(flag)
@@ -330,14 +340,15 @@ def _add_flag(parser: argparse._ActionsContainer, option: Option, *, is_position
 
 
 def _help(option: Option) -> str:
-    """Return the help text of an option with its default. The option's own text describes a default of None or ""."""
+    """Return the help text of an option, including its default value. For a default of None or "", the text is not
+    extended, since it describes the default itself."""
     default = "required" if option.required else f"default: {_text(option.default)}"
     is_told = option.required or option.default not in (None, "")
     return _escape(f"{option.help} ({default})" if is_told else option.help)
 
 
 def _escape(text: str) -> str:
-    """Escape a text for argparse, which applies % formatting to help texts."""
+    """Escape a help text for argparse, which applies % formatting to help texts."""
     return text.replace("%", "%%")
 
 
@@ -346,7 +357,8 @@ def _text(value: Any) -> str:
 
 
 def resolve(options: Mapping[str, Option], arguments: argparse.Namespace, environ: Mapping[str, str]) -> Resolved:
-    """Return the value and the origin of every option. Raise OptionError for an invalid key or value."""
+    """Return the value and the origin of every option. Values come from the command line, the environment and a YAML
+    file. Raise OptionError for an invalid key or value."""
     path: str = arguments.config or environ.get(CONFIG_VARIABLE) or ""
     flags = {name: _typed(name, value) for name, value in vars(arguments).items() if name != "config"}
     variables = {
@@ -389,7 +401,7 @@ def resolve(options: Mapping[str, Option], arguments: argparse.Namespace, enviro
 
 
 def _in_flags(name: str, value: Any) -> str:
-    """Return a flag as it is given on a command line, or only its name if the value is None."""
+    """Return an option as the user would write it on a command line. If the value is None, return only the flag."""
     if value is False:
         return f"--no{flag_of(name)[1:]}"
     if value is None or value is True:
@@ -402,7 +414,8 @@ def _in_file(path: str, name: str, value: Any) -> str:
 
 
 def _typed(name: str, text: Any) -> Any:
-    """Parse the value of a foreign flag as YAML, of which JSON is a subset."""
+    """Parse the value of another engine's flag as YAML, which includes JSON. Return the values of Pagewire's own flags,
+    and text that is not YAML, unchanged."""
     if name in FOREIGN or name in MAPPED:
         from pagewire.common.strict_yaml import parse_yaml
 
@@ -412,7 +425,8 @@ def _typed(name: str, text: Any) -> Any:
 
 
 def unknown_variables(options: Mapping[str, Option], environ: Mapping[str, str]) -> list[str]:
-    """Return a line for each environment variable that resembles the name of an option.
+    """Return a log line for each environment variable with the prefix of Pagewire whose name resembles an option, but
+    is none.
 
     Such variables are not errors, because platforms set variables with the same prefix. Kubernetes does so for a
     Service named `pagewire`.
@@ -452,7 +466,8 @@ def _read_yaml(path: str, options: Mapping[str, Option]) -> dict[str, Any]:
 
 
 def _convert(option: Option, given: Any, source: str) -> Any:
-    """Convert a text or YAML value to the option's type. Raise OptionError if it is invalid."""
+    """Convert the value of an option, from a text or YAML, to the option's type. Raise OptionError if the value is
+    invalid."""
     if given is None and option.optional:
         return None
     try:
@@ -483,7 +498,7 @@ def _parse(value_type: type, given: Any) -> Any:
 
 
 def spelled(given: Mapping[str, Any]) -> list[str]:
-    """Return command line flags for parsed names and values."""
+    """Return the command line flags that set the given option names to the given values."""
     flags = []
     for name, value in given.items():
         if isinstance(value, bool):
@@ -494,9 +509,10 @@ def spelled(given: Mapping[str, Any]) -> list[str]:
 
 
 def to_flags(config: Any) -> list[str]:
-    """Return the flags for all values of a config that differ from their defaults, including nested configs.
+    """Return the command line flags for all values of a service's config that differ from their defaults, including
+    nested configs.
 
-    Raise ValueError for a value of None that no flag can set.
+    Raise ValueError for a value of None, because no flag can set it.
     """
     known, flags = options_of(type(config)), list[str]()
     for field in dataclasses.fields(config):

@@ -10,12 +10,14 @@ LOG_INTERVAL_S = 10.0
 
 
 class Progress:
-    """A progress line that updates in place on a terminal. Elsewhere, a new line is written every ten seconds."""
+    """Shows the progress of a list of requests as a line that is updated in place on a terminal. If the output is not a
+    terminal, a new line is written every ten seconds."""
 
     def __init__(
         self, total: int, file: IO[str] | None, now: Callable[[], float] = time.monotonic, title: str = ""
     ) -> None:
-        """`total` is the number of requests, and `title` precedes the line. Without a `file`, nothing is shown."""
+        """`total` is the number of requests, and the text `title` precedes the progress line. If `file` is None,
+        nothing is shown."""
         self._total = total
         self._title = f"{title}: " if title else ""
         self._file = file
@@ -26,14 +28,15 @@ class Progress:
         self._num_tokens = 0
 
     def add(self, num_tokens: int, has_ended: bool) -> None:
-        """Add a number of new output tokens. `has_ended` says whether their request has ended."""
+        """Count new output tokens of a request, and update the progress line. `has_ended` says whether the request has
+        ended."""
         self._num_done += has_ended
         self._num_tokens += num_tokens
         if self._now() - self._said_at >= (TERMINAL_INTERVAL_S if self._is_terminal else LOG_INTERVAL_S):
             self._say()
 
     def close(self) -> None:
-        """On a terminal, write the final line and end it."""
+        """On a terminal, write the progress line a last time and end it with a line break."""
         if self._is_terminal and self._total:
             self._say(end="\n")
 
@@ -51,9 +54,9 @@ class Progress:
 
 
 class ForeignProgress:
-    """Progress on a bar of the caller's class, such as tqdm's.
+    """Shows the progress of a list of requests on a progress bar of the caller's class, such as tqdm.
 
-    The bar counts requests. If it supports `set_postfix_str`, it also shows the number and rate of output tokens.
+    The bar counts requests. If it supports `set_postfix_str`, the bar also shows the number and rate of output tokens.
     """
 
     def __init__(self, total: int, make_bar: Callable[..., Any], now: Callable[[], float] = time.monotonic) -> None:
