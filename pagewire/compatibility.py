@@ -308,7 +308,7 @@ def _readable(value: Any) -> Any:
 
 
 def _without_prefix(value: Any) -> str:
-    """Return "bfloat16" for both `torch.bfloat16` and "bfloat16"."""
+    """Return the name of a data type: "bfloat16" for both the torch dtype `torch.bfloat16` and the text "bfloat16"."""
     return str(value).removeprefix("torch.")
 
 

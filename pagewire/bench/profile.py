@@ -35,7 +35,7 @@ class Total:
 
     @property
     def mean(self) -> float:
-        """The mean. Raise ValueError without observations."""
+        """The mean of the observations. Raise ValueError if there are none."""
         if not self.count:
             raise ValueError("no observations")
         return self.sum / self.count
@@ -165,8 +165,9 @@ class Profile:
 
 
 def profile(prefill: ServerTimes, full: ServerTimes, records: Sequence[RequestRecord]) -> Profile:
-    """Compute the time profile of a benchmark that sent every request twice. `prefill` has the server's times for
-    requests with one output token, and `full` the times for the same number of requests with all tokens.
+    """Compute the time profile of a single stream from two kinds of requests. `prefill` has the server's times for
+    requests with one output token. `full` has the times for equally many requests with all output tokens. `records` has
+    the timing of these full requests at the client.
 
     Raise CommandError if the server's token counts differ from the benchmark's, which means that other requests ran.
     """
@@ -238,8 +239,8 @@ PARTS = {
 
 
 def _named(parts: Mapping[str, float], told: Set[str]) -> list[tuple[str, float]]:
-    """Return a table row (text, seconds) for each part of a step that the worker reports. `told` names these parts. It
-    includes parts that round to zero in a short step."""
+    """Return a table row (text, seconds) for each part of a worker's step that is in `told`, even if the part's time in
+    `parts` is 0."""
     return [(text, parts.get(name, 0.0)) for name, text in PARTS.items() if name in told]
 
 

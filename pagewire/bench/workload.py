@@ -49,8 +49,7 @@ class Workload:
         return self.max_prompt_len + self.output_len.max
 
     def requests(self, vocab_size: int) -> list["PlannedRequest"]:
-        """Draw the random requests of the workload. Lengths and tokens come from independent random sequences, so that
-        a change of the one does not change the other."""
+        """Draw the random requests of the workload. Lengths and tokens come from independent random sequences."""
         lengths, tokens = (random.Random(f"{self.seed} {name}") for name in ("lengths", "tokens"))
         token_ids = range(vocab_size)
         prefix = tuple(tokens.choices(token_ids, k=self.prefix_len))

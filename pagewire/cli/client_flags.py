@@ -26,12 +26,12 @@ from pagewire.compatibility import suggestion
 
 
 def count(text: str) -> int:
-    """Parse an integer of at least 1."""
+    """Parse the value of a command line flag as an integer of at least 1."""
     return _integer(text, 1)
 
 
 def count_or_zero(text: str) -> int:
-    """Parse an integer of at least 0."""
+    """Parse the value of a command line flag as an integer of at least 0."""
     return _integer(text, 0)
 
 
@@ -47,7 +47,7 @@ def number(text: str) -> float:
 
 
 def positive(text: str) -> float:
-    """Parse a number above 0, including "inf"."""
+    """Parse the value of a command line flag as a number above 0, which may be "inf"."""
     value = number(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
@@ -180,7 +180,7 @@ def _structured_outputs(arguments: argparse.Namespace) -> StructuredOutputs | No
 
 
 def _text_of(path: str) -> str:
-    """Return the content of a UTF-8 file."""
+    """Read the UTF-8 file that a command line flag names, and return its content."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -190,7 +190,7 @@ def _text_of(path: str) -> str:
 
 
 def _choice(text: str) -> tuple[str, ...]:
-    """Parse a comma-separated list of non-empty texts."""
+    """Parse the value of a command line flag as a comma-separated list of non-empty texts."""
     texts = tuple(text.split(","))
     if not all(texts):
         raise argparse.ArgumentTypeError(f"{text!r} has an empty text; give texts separated by commas, such as yes,no")

@@ -73,12 +73,12 @@ Put = Callable[[pb.GenerateResponse | PagewireError | None], None]
 
 
 class NotShared(PagewireError):
-    """UNIMPLEMENTED: the server does not support GenerateMany."""
+    """Raised for the gRPC status UNIMPLEMENTED: the server does not support the method GenerateMany."""
 
 
 @dataclass(slots=True)
 class _Request:
-    """A request in flight."""
+    """A generation request in flight on a shared gRPC call."""
 
     put: Put
     num_open: int  # samples that have not ended
@@ -199,10 +199,10 @@ class Connection:
 
     @contextlib.contextmanager
     def translated(self) -> Iterator[None]:
-        """Translate gRPC errors raised inside the block into PagewireError.
+        """Translate gRPC errors raised inside a `with` block into PagewireError.
 
-        Closing the connection cancels its gRPC calls, but not the tasks that wait for them. The resulting
-        CancelledError becomes Cancelled.
+        Closing the connection cancels its gRPC calls, but not the tasks that wait for these calls. The CancelledError
+        that such a task raises becomes Cancelled.
         """
         try:
             yield
@@ -264,7 +264,7 @@ class Connection:
         self.check_open()
 
     async def close(self) -> None:
-        """End all calls and close the channel."""
+        """End all calls of this connection and close the gRPC channel."""
         if self._closed.is_set():
             return
         self._closed.set()

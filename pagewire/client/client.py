@@ -422,7 +422,7 @@ class AsyncClient:
         return wire.decode_block_map(await self._ask("GetBlocks", timeout))
 
     async def loads(self, *, timeout: float | None = None) -> Loads:
-        """Return the current load of the server."""
+        """Return the current load of the server, such as the number of waiting requests."""
         return wire.decode_loads(await self._ask("GetLoads", timeout))
 
     if not TYPE_CHECKING:  # so that type checkers report unknown attributes
@@ -541,7 +541,8 @@ def _blocking(
 def _iterating(
     method: Callable[Concatenate[AsyncClient, _Parameters], AsyncGenerator[_Returned, None]],
 ) -> "Callable[Concatenate[Client, _Parameters], Generator[_Returned, None, None]]":
-    """Return a blocking version of a generator method of `AsyncClient`, for use as a method of `Client`."""
+    """Return a blocking version of a method of `AsyncClient` that is an asynchronous generator, for use as a method of
+    `Client`."""
 
     @functools.wraps(method)
     def call(

@@ -78,7 +78,7 @@ class Unavailable(PagewireError):
 
 
 class DeadlineExceeded(PagewireError):
-    """DEADLINE_EXCEEDED: `timeout` passed before the request completed."""
+    """Raised for the gRPC status DEADLINE_EXCEEDED: the `timeout` of a call passed before the request completed."""
 
 
 class Cancelled(PagewireError):

@@ -249,7 +249,7 @@ class SamplingParams:
         return replace(self, **changes)
 
     def clone(self) -> "SamplingParams":
-        """Return a deep copy."""
+        """Return a deep copy of the parameters, as in vLLM."""
         return deepcopy(self)
 
 
@@ -278,7 +278,7 @@ class BeamSearchParams:
 
     @property
     def sampling(self) -> SamplingParams:
-        """The equivalent `SamplingParams`."""
+        """The `SamplingParams` that request the same beam search."""
         return SamplingParams(n=self.beam_width, **{field.name: getattr(self, field.name) for field in fields(self)})
 
 

@@ -69,7 +69,7 @@ class ModelSourceError(CommandError):
 
 
 class DownloadError(ModelSourceError):
-    """A download failed. A retry may succeed."""
+    """Raised if the download of a model failed. A retry may succeed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +264,7 @@ def _ending_at_once() -> Iterator[None]:
 
 
 class _HubModel:
-    """One revision of a Hugging Face model."""
+    """One revision of a Hugging Face model, which is looked up in the local cache or downloaded."""
 
     def __init__(self, hub_id: str, revision: str | None, *, with_weights: bool) -> None:
         self._id = hub_id

@@ -276,7 +276,7 @@ class LLM:
             return metrics_of(client.loads(), client.info().served_model_name)
 
     def get_tokenizer(self) -> Any:
-        """Return the model's tokenizer, loaded by transformers.
+        """Return the model's tokenizer, loaded by the package transformers.
 
         Raise ImportError with an installation command if transformers is missing.
         """

@@ -50,10 +50,10 @@ class SampleOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """The timing of a request.
+    """The timing of one request, as in vLLM's results.
 
     `arrival_time` is the Unix time, in seconds, at which the method of `LLM` was called. The other times are in seconds
-    since the request was sent, and None if no token was generated.
+    since the request was sent. They are None if no token was generated.
     """
 
     num_generation_tokens: int
@@ -132,14 +132,14 @@ class BeamSearchSequence:
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchOutput:
-    """The hypotheses of one prompt, best first."""
+    """The result of `LLM.beam_search` for one prompt: the hypotheses, best first."""
 
     sequences: list[BeamSearchSequence]
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """An embedding vector, normalized to length 1."""
+    """The embedding vector of a prompt, normalized to length 1."""
 
     embedding: list[float]
 

@@ -187,7 +187,7 @@ class Mlp:
         yield Multiply(f"{prefix}activated", target, self.down(name, down, is_transposed=is_transposed))
 
     def up(self, name: str, names: tuple[str, ...], *, is_transposed: bool = False, num_experts: int = 0) -> Projection:
-        """Return the first projection."""
+        """Return the first projection of the MLP: the up projection, preceded by the gate projection if the activation is gated."""
         shares = [self._share()] * (2 if self.activation.is_gated else 1)
         parts = tuple(parts_of([f"{name}.{each}" for each in names], shares))
         return Projection(
@@ -195,7 +195,7 @@ class Mlp:
         )
 
     def down(self, name: str, down: str, *, is_transposed: bool = False, num_experts: int = 0) -> Projection:
-        """Return the second projection."""
+        """Return the second projection of the MLP, the down projection."""
         parts = (Part(f"{name}.{down}", Share.of(self.hidden_size)),)
         return Projection(parts, self._share(), self.has_bias, is_transposed=is_transposed, num_experts=num_experts)
 

@@ -40,7 +40,7 @@ class Network:
 
     @property
     def has_sinks(self) -> bool:
-        """Whether any attention layer has sinks."""
+        """Whether any attention layer has attention sinks."""
         return any(type(operation) is AttendPaged and operation.sinks is not None for operation in self.operations)
 
     @property

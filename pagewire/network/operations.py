@@ -32,12 +32,12 @@ class Share:
 
     @staticmethod
     def of(size: int, unit: int = 0, counted: str = "", **how: bool) -> "Share":
-        """Return the whole range of a dimension."""
+        """Return the range of all `size` indices of a tensor dimension."""
         return Share(size, size, 0, unit, counted, **how)
 
     @property
     def is_whole(self) -> bool:
-        """Whether the share covers the whole dimension."""
+        """Whether the range covers the whole dimension of the tensor."""
         return self.size == self.whole
 
     @property
@@ -75,7 +75,7 @@ class Vector:
 
     @property
     def num_elements(self) -> int:
-        """The number of stored values."""
+        """The number of stored values of this weight."""
         return self.values.size
 
     @property
@@ -101,7 +101,7 @@ class Table:
 
     @property
     def num_elements(self) -> int:
-        """The number of stored values."""
+        """The number of stored values of this weight."""
         return self.num_rows * self.width
 
 
@@ -135,17 +135,17 @@ class Projection:
 
     @property
     def name(self) -> str:
-        """The name of the first part."""
+        """The name of the projection's first checkpoint module."""
         return self.parts[0].name
 
     @property
     def in_size(self) -> int:
-        """The number of inputs."""
+        """The number of inputs of the projection."""
         return self.columns.size
 
     @property
     def out_sizes(self) -> tuple[int, ...]:
-        """The number of rows of each part."""
+        """The number of rows (outputs) of each checkpoint module of the projection."""
         return tuple(part.rows.size for part in self.parts)
 
     @property
@@ -167,7 +167,7 @@ class Projection:
         return () if self.heads is None else self.heads.row_order(self.out_sizes)
 
     def of_expert(self, expert: int) -> "Projection":
-        """Return the projection of a single expert."""
+        """Return the projection of a single expert, from the projection of all experts of a layer."""
         parts = tuple(replace(part, name=part.name.format(expert=expert)) for part in self.parts)
         return replace(self, parts=parts, num_experts=0)
 
@@ -207,7 +207,7 @@ def _repeated(order: tuple[int, ...], size: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Embed:
-    """output = table[token] * factor + positions[position]."""
+    """The operation that looks up token embeddings: output = table[token] * factor + positions[position]."""
 
     output: str
     table: Table | Projection  # a projection if the head's weight, or a quantised weight, provides the rows
@@ -217,7 +217,7 @@ class Embed:
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """input += update * factor."""
+    """The operation that adds an update to a buffer in place: input += update * factor."""
 
     input: str
     update: str
@@ -321,7 +321,7 @@ class CombineExperts:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """output = input * sigmoid(gate)."""
+    """The operation that multiplies a buffer by a gate: output = input * sigmoid(gate)."""
 
     input: str
     gate: str  # [T, 1]

@@ -44,7 +44,7 @@ class StackedPart:
 
     @property
     def is_transposed(self) -> bool:
-        """Whether the stack is [experts, inputs, outputs]."""
+        """Whether the stacked tensor has the shape [experts, inputs, outputs] instead of [experts, outputs, inputs]."""
         return self.form.is_transposed and self.kind == "weight"
 
     @property
