@@ -48,14 +48,14 @@ def main() -> int:
 
         return cli.main()
     except Exception:
-        if not (files := _hiding()):
+        if not (files := _shadowing_files()):
             raise
         remedy = "rename it, or take its folder off PYTHONPATH"
         print(f"pagewire: error: {files} hides a module of Python's own: {remedy}", file=sys.stderr)
         return 1
 
 
-def _hiding() -> str:
+def _shadowing_files() -> str:
     """Return the paths of user files that Python loaded instead of standard library modules, joined by ", ". This
     happens if a folder on PYTHONPATH has a file with the name of a standard module."""
     folders = set(os.environ.get("PYTHONPATH", "").split(os.pathsep)) - {"", os.path.dirname(os.__file__)}

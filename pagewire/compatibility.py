@@ -296,7 +296,7 @@ _FOREIGN: tuple[tuple[str, Foreign], ...] = (
 FOREIGN = {name.rstrip("!*"): foreign for names, foreign in _FOREIGN for name in names.split()}
 
 
-def _readable(value: Any) -> Any:
+def _expand_unit(value: Any) -> Any:
     """Convert a number with a unit, such as "32k" (32,000) or "32K" (32,768), to an integer, as vLLM does. Return other
     values unchanged."""
     if not isinstance(value, str) or value[-1:] not in _MULTIPLES:
@@ -312,32 +312,32 @@ def _without_prefix(value: Any) -> str:
     return str(value).removeprefix("torch.")
 
 
-def _renamed(name: str, *unset: object) -> Callable[[Any], dict[str, Any]]:
+def _translation_to(name: str, *unset: object) -> Callable[[Any], dict[str, Any]]:
     """Return a function that translates the value of another engine's option to the Pagewire option `name`. Values in
     `unset` leave the Pagewire option at its default."""
-    return lambda value: {} if value in unset else {name: _readable(value)}
+    return lambda value: {} if value in unset else {name: _expand_unit(value)}
 
 
 # Foreign options with equivalents: each function returns Pagewire options for a value.
 MAPPED: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "kvcache_block_size": _renamed("block_size"),
-    "num_kvcache_blocks": _renamed("num_device_blocks", -1),
-    "num_gpu_blocks_override": _renamed("num_device_blocks"),
-    "kv_cache_memory_bytes": lambda value: {"kv_cache_memory": str(_readable(value))},
+    "kvcache_block_size": _translation_to("block_size"),
+    "num_kvcache_blocks": _translation_to("num_device_blocks", -1),
+    "num_gpu_blocks_override": _translation_to("num_device_blocks"),
+    "kv_cache_memory_bytes": lambda value: {"kv_cache_memory": str(_expand_unit(value))},
     "kv_offloading_size": lambda value: {"swap_space": f"{value}GiB"},
     "enforce_eager": lambda value: {"max_graph_batch_size": 0} if value else {},
-    "max_cudagraph_capture_size": _renamed("max_graph_batch_size"),
-    "scheduling_policy": _renamed("policy"),
-    "preemption_mode": _renamed("preemption"),
-    "enable_log_requests": _renamed("log_requests"),
-    "max_num_queued_reqs": _renamed("max_waiting_requests", 0),
-    "max_num_queued_tokens": _renamed("max_waiting_tokens", 0),
-    "shutdown_timeout": _renamed("drain_timeout"),
-    "ctx_size": _renamed("max_model_len", 0),
-    "parallel": _renamed("max_num_seqs", -1),
-    "batch_size": _renamed("max_num_batched_tokens"),
-    "threads": _renamed("num_threads", -1),
-    "alias": _renamed("served_model_name"),
+    "max_cudagraph_capture_size": _translation_to("max_graph_batch_size"),
+    "scheduling_policy": _translation_to("policy"),
+    "preemption_mode": _translation_to("preemption"),
+    "enable_log_requests": _translation_to("log_requests"),
+    "max_num_queued_reqs": _translation_to("max_waiting_requests", 0),
+    "max_num_queued_tokens": _translation_to("max_waiting_tokens", 0),
+    "shutdown_timeout": _translation_to("drain_timeout"),
+    "ctx_size": _translation_to("max_model_len", 0),
+    "parallel": _translation_to("max_num_seqs", -1),
+    "batch_size": _translation_to("max_num_batched_tokens"),
+    "threads": _translation_to("num_threads", -1),
+    "alias": _translation_to("served_model_name"),
 }
 
 # Pagewire options whose foreign namesakes allow other values.
@@ -348,9 +348,9 @@ CONVERTED: dict[str, Callable[[Any], Any]] = {
     "load_format": lambda value: "auto" if value == "safetensors" else value,
     "attention_backend": lambda value: value.lower() if isinstance(value, str) else value,
     "served_model_name": lambda value: ",".join(map(str, value)) if isinstance(value, list | tuple) else value,
-    "max_model_len": lambda value: None if value in (-1, "-1", "auto") else _readable(value),
-    "max_num_batched_tokens": _readable,
-    "max_num_seqs": _readable,
+    "max_model_len": lambda value: None if value in (-1, "-1", "auto") else _expand_unit(value),
+    "max_num_batched_tokens": _expand_unit,
+    "max_num_seqs": _expand_unit,
 }
 # Foreign values of Pagewire options.
 _VALUES = {
@@ -500,10 +500,10 @@ def translate(given: Mapping[str, Any], spelling: Spelling) -> Translation:
         shown = spelling.given(name, None if name in _SECRETS else value)
         # A tokenizer equal to the model selects the model's own tokenizer, which is always used.
         if name in FOREIGN | _VALUES and not (name == "tokenizer" and str(value) == given.get("model")):
-            ignored += _judged((FOREIGN | _VALUES)[name], value, shown, spelling.name)
+            ignored += _check_foreign((FOREIGN | _VALUES)[name], value, shown, spelling.name)
         if name in FOREIGN:
             continue
-        for ours, new in _wanted(name, value).items():
+        for ours, new in _pagewire_options(name, value).items():
             if ours in values and values[ours] != new:
                 first = spelling.given(sources[ours], given[sources[ours]])
                 raise ValueError(f"{first} and {shown} set {spelling.name(ours)} to different values: give only one")
@@ -511,7 +511,7 @@ def translate(given: Mapping[str, Any], spelling: Spelling) -> Translation:
     return Translation(values, sources, ignored)
 
 
-def _wanted(name: str, value: Any) -> dict[str, Any]:
+def _pagewire_options(name: str, value: Any) -> dict[str, Any]:
     """Return the Pagewire options for one option that a user gave. If the option belongs to another engine, a value of
     None selects the default."""
     if name in MAPPED:
@@ -527,11 +527,11 @@ def judge(table: Mapping[str, Foreign], values: Iterable[object], stacklevel: in
     refused.
     """
     for name, value in zip(table, values, strict=True):
-        for line in _judged(table[name], value, IN_PYTHON.given(name, value), str):
+        for line in _check_foreign(table[name], value, IN_PYTHON.given(name, value), str):
             warnings.warn(line, stacklevel=stacklevel + 1)
 
 
-def _judged(foreign: Foreign, value: Any, shown: str, spelled: Callable[[str], str]) -> list[str]:
+def _check_foreign(foreign: Foreign, value: Any, shown: str, spelled: Callable[[str], str]) -> list[str]:
     """Check the value of another engine's option. Return a list with a warning line if the value is ignored although it
     would change the behaviour, otherwise an empty list.
 

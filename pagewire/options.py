@@ -208,7 +208,7 @@ class Parser(argparse.ArgumentParser):
                     spelled.append(name + joint + value)
             elif flag is not None and flag.nargs == 0 and _is_foreign(flag) and argument.lower() in _SWITCH_WORDS:
                 spelled[-1] = _switch(flag, spelled[-1], argument)
-            elif isinstance(flag, _Again) and flag.dest in LISTS and has_value and is_model_named:
+            elif isinstance(flag, _StoreOrAppend) and flag.dest in LISTS and has_value and is_model_named:
                 spelled += [flag.option_strings[0], argument]
             else:
                 spelled.append(argument)
@@ -252,7 +252,7 @@ def _is_foreign(flag: argparse.Action) -> bool:
     return flag.help == argparse.SUPPRESS
 
 
-class _Again(argparse.Action):
+class _StoreOrAppend(argparse.Action):
     """The argparse action that stores the value of a flag. If the flag is repeated, its values form a list if several
     values are allowed. Otherwise, the repetition is an error."""
 
@@ -292,7 +292,7 @@ def add_flags(
         text = f"{options[positional].help} (or --{positional})"
         metavar = positional.upper()
         parser.add_argument(
-            positional, metavar=metavar, nargs="?", action=_Again, default=argparse.SUPPRESS, help=_escape(text)
+            positional, metavar=metavar, nargs="?", action=_StoreOrAppend, default=argparse.SUPPRESS, help=_escape(text)
         )
     grouped = {name for names in groups.values() for name in names}
     for option in options.values():
@@ -319,7 +319,7 @@ def add_foreign_flags(parser: argparse.ArgumentParser, options: Mapping[str, Opt
         if name in SWITCHES:
             parser.add_argument(*names, action=argparse.BooleanOptionalAction, **settings)
         elif name in FOREIGN or name in MAPPED or name in options:
-            action: Any = _Again if name in LISTS or name == "model" else "store"
+            action: Any = _StoreOrAppend if name in LISTS or name == "model" else "store"
             parser.add_argument(*names, action=action, **settings)
 
 
@@ -330,12 +330,12 @@ def _variable_of(name: str) -> str:
 def _add_flag(parser: argparse._ActionsContainer, option: Option, *, is_positional: bool) -> None:
     settings: dict[str, Any] = {"dest": option.name, "default": argparse.SUPPRESS}
     if is_positional:
-        parser.add_argument(option.flag, action=_Again, help=argparse.SUPPRESS, **settings)
+        parser.add_argument(option.flag, action=_StoreOrAppend, help=argparse.SUPPRESS, **settings)
     elif option.value_type is bool:
         parser.add_argument(option.flag, action=argparse.BooleanOptionalAction, help=_help(option), **settings)
     else:
         metavar = "|".join(map(str, option.choices or ())) or option.value_type.__name__.upper()
-        action: Any = _Again if option.name in LISTS else "store"
+        action: Any = _StoreOrAppend if option.name in LISTS else "store"
         parser.add_argument(option.flag, action=action, metavar=metavar, help=_help(option), **settings)
 
 

@@ -217,8 +217,8 @@ def report(found: Profile) -> str:
         [
             *_part(f"First token, mean of {found.num_requests} requests", first, found.client_ttft),
             *_part("Each token after it", later, found.client_itl),
-            *_part("A prompt on the worker", _named(found.prefill_parts, told), found.prefill, "steps"),
-            *_part("A decode step on the worker", _named(found.decode_parts, told), found.decode_step, "step"),
+            *_part("A prompt on the worker", _part_rows(found.prefill_parts, told), found.prefill, "steps"),
+            *_part("A decode step on the worker", _part_rows(found.decode_parts, told), found.decode_step, "step"),
             f"A plan has {found.plan_bytes:.0f} bytes on the wire.",
         ]
     )
@@ -238,7 +238,7 @@ PARTS = {
 }
 
 
-def _named(parts: Mapping[str, float], told: Set[str]) -> list[tuple[str, float]]:
+def _part_rows(parts: Mapping[str, float], told: Set[str]) -> list[tuple[str, float]]:
     """Return a table row (text, seconds) for each part of a worker's step that is in `told`, even if the part's time in
     `parts` is 0."""
     return [(text, parts.get(name, 0.0)) for name, text in PARTS.items() if name in told]

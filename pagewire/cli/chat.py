@@ -215,7 +215,7 @@ class Chat:
             try:
                 message = self._terminal.read_message()
                 is_nothing = not message.strip() and self._info.chat_template is not None
-                if not is_nothing and not self._is_carried_out(message):
+                if not is_nothing and not self._execute_command(message):
                     self._answer(message[1:] if message.startswith("//") else message)
             except EOFError:
                 if self._terminal.is_interactive:
@@ -228,7 +228,7 @@ class Chat:
                     raise
                 tell(f"error: {error}")
 
-    def _is_carried_out(self, message: str) -> bool:
+    def _execute_command(self, message: str) -> bool:
         """Execute the user's input if it is a command such as `/clear`. Return True if it was a command, or False if it
         is a message to the model.
 

@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # elsewhere.
         if error.errno not in (errno.EBADF, errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
             raise
-        _lose(sys.stdout)
+        _redirect_to_null(sys.stdout)
         if not isinstance(error, BrokenPipeError):  # the reader closed the pipe on purpose
             tell(f"pagewire: error: cannot write the output: {error.strerror}")
         return FAILURE
@@ -92,10 +92,10 @@ def tell(text: str) -> None:
     try:
         print(f"{text}\n", end="", file=sys.stderr, flush=True)  # one write, even with PYTHONUNBUFFERED
     except OSError:
-        _lose(sys.stderr)
+        _redirect_to_null(sys.stderr)
 
 
-def _lose(stream: TextIO) -> None:
+def _redirect_to_null(stream: TextIO) -> None:
     """Redirect an output stream that cannot be written to the null device. Flushing the stream's buffer at exit then
     does not fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

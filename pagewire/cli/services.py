@@ -204,15 +204,15 @@ def serve(arguments: Sequence[str]) -> int:
     if http.http_port:
         _check_http(parser, http, scheduler_config)
     log_config = _start_logging(known, resolved)
-    with _ending():
+    with _errors_to_exit_codes():
         if http.http_port:
             check_port(http.http_host, http.http_port, "--http-port")
     found = _locate("serve", resolved, with_weights=True)
-    scheduler_config = _at(scheduler_config, found)
-    ranks = [_at(rank, found) for rank in ranks]
+    scheduler_config = _with_directory(scheduler_config, found)
+    ranks = [_with_directory(rank, found) for rank in ranks]
     from worker_service.startup.preflight import check_worker
 
-    with _ending():
+    with _errors_to_exit_codes():
         check_worker(ranks[0], num_local_ranks=len(ranks))
     inherited = options.options_of(WorkerConfig, FrontEndConfig, ModelSourceConfig, logs.LogConfig)
     variables = [option.variable for option in inherited.values()]
@@ -222,7 +222,7 @@ def serve(arguments: Sequence[str]) -> int:
         name = "worker" if len(ranks) == 1 else f"worker's rank {rank}"
         children.append(Supervisor(_command("worker", config, log_config), environ, name=name))
     if http.http_port:
-        children.append(_front_end(_at(front_config, found), log_config, environ))
+        children.append(_front_end(_with_directory(front_config, found), log_config, environ))
     return asyncio.run(run_to_completion(_run(scheduler_config, children, directory)))
 
 
@@ -326,13 +326,13 @@ def worker(arguments: Sequence[str]) -> int:
     if config.tensor_parallel_size > 1 and config.tensor_parallel_address is None:
         from pagewire.hosting import worker_ranks
 
-        with _ending():
+        with _errors_to_exit_codes():
             return worker_ranks.serve(config, arguments, _refuse)
     from worker_service import server
 
     freed_memory.share_small()
     garbage_collection.keep_short()
-    with _ending():
+    with _errors_to_exit_codes():
         return server.serve(config, _refuse)
 
 
@@ -345,7 +345,7 @@ def _configure_memory() -> None:
 
 
 @contextlib.contextmanager
-def _ending() -> Iterator[None]:
+def _errors_to_exit_codes() -> Iterator[None]:
     """Convert errors in the start of a service into exit codes, for the code inside a `with` block.
 
     A ValueError means that the process can never start, and ends the process with EXIT_REFUSED. An OSError may be
@@ -381,7 +381,7 @@ def _service_config(
     resolved = _resolve(parser, known, arguments)
     config = _build(parser, resolved, config_type)
     _start_logging(known, resolved)
-    return _at(config, _locate(verb, resolved, with_weights=with_weights))
+    return _with_directory(config, _locate(verb, resolved, with_weights=with_weights))
 
 
 def _locate(verb: str, resolved: options.Resolved, *, with_weights: bool) -> LocatedModel:
@@ -403,7 +403,7 @@ def _locate(verb: str, resolved: options.Resolved, *, with_weights: bool) -> Loc
         raise SystemExit(_refuse(str(error))) from error
 
 
-def _at(config: Any, found: LocatedModel) -> Any:
+def _with_directory(config: Any, found: LocatedModel) -> Any:
     """Set the model directory in a service's config to the checkpoint that was found. A Hugging Face model is served
     under its hub id by default."""
     changes = {"model": found.directory}

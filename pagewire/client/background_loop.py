@@ -139,7 +139,7 @@ def _end() -> None:
                 thread.join()
 
 
-def _forget() -> None:
+def _drop_inherited_loop() -> None:
     """Drop the background event loop inherited from the parent, in a process that was just forked. The loop's thread
     does not exist in the child.
 
@@ -153,4 +153,4 @@ def _forget() -> None:
 
 
 atexit.register(_end)
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_drop_inherited_loop)

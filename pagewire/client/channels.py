@@ -419,22 +419,22 @@ def _before_fork() -> None:
         background_loop.finish(_close_idle)
         if _has_opened and not _open_connections:
             seconds = _THREADS_END_S / 128
-            while _is_awake() and seconds < _THREADS_END_S:
+            while _has_grpc_threads() and seconds < _THREADS_END_S:
                 gc.collect()  # leftovers of ended calls keep their channels alive
                 _wait_for_sleep(seconds)
                 seconds *= 2
     finally:
         _forking.acquire()
-        _inherits = _is_awake()
+        _inherits = _has_grpc_threads()
 
 
 def _wait_for_sleep(seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    while _is_awake() and time.monotonic() < deadline:
+    while _has_grpc_threads() and time.monotonic() < deadline:
         time.sleep(0.001)
 
 
-def _is_awake() -> bool:
+def _has_grpc_threads() -> bool:
     """Return whether gRPC has running threads in this process. A child process forked now would lack these threads."""
     for task in Path("/proc/self/task").glob("*/comm"):
         with contextlib.suppress(OSError):  # the thread has just ended

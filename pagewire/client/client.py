@@ -538,7 +538,7 @@ def _blocking(
     return call
 
 
-def _iterating(
+def _blocking_generator(
     method: Callable[Concatenate[AsyncClient, _Parameters], AsyncGenerator[_Returned, None]],
 ) -> "Callable[Concatenate[Client, _Parameters], Generator[_Returned, None, None]]":
     """Return a blocking version of a method of `AsyncClient` that is an asynchronous generator, for use as a method of
@@ -596,14 +596,14 @@ class Client:
         """
         yield from background_loop.iterate(items)
 
-    stream = _iterating(AsyncClient.stream)
+    stream = _blocking_generator(AsyncClient.stream)
     complete = _blocking(AsyncClient.complete)
     embed = _blocking(AsyncClient.embed)
     chat = _blocking(AsyncClient.chat)
     tokenize = _blocking(AsyncClient.tokenize)
     detokenize = _blocking(AsyncClient.detokenize)
     submit = _blocking(AsyncClient.submit)
-    attach = _iterating(AsyncClient.attach)
+    attach = _blocking_generator(AsyncClient.attach)
     result = _blocking(AsyncClient.result)
     get_request = _blocking(AsyncClient.get_request)
     abort = _blocking(AsyncClient.abort)

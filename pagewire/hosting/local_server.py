@@ -175,17 +175,17 @@ class LocalServer:
                         self._pass_on(errors.add(data))
                     else:
                         for line in output.add(data):
-                            said = self._hear(line) or said
+                            said = self._process_line(line) or said
         self._pass_on(errors.end())
         for line in output.end():
-            said = self._hear(line) or said
+            said = self._process_line(line) or said
         return "" if self._url.done() else said
 
     def _pass_on(self, lines: Sequence[str]) -> None:
         if lines:
             self._errors.put("".join(f"{line}\n" for line in lines).encode())
 
-    def _hear(self, line: str) -> str:
+    def _process_line(self, line: str) -> str:
         """Process a line of the server's standard output. A "ready on" line sets the server's URL, and the result is
         empty. Return the text of any other line."""
         # Front ends report ready lines with other schemes.

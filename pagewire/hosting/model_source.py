@@ -115,10 +115,10 @@ def locate(model: str, revision: str | None = None, *, with_weights: bool = True
         raise ModelSourceError(f"{model} is an address: give the id of the model, {address[1]}")
     if _is_gguf_name(model):
         beside = [entry.name for entry in path.parent.glob("*") if _is_gguf_name(entry.name)]
-        raise ModelSourceError(f"there is no file {model}{_near(path, beside)}")
+        raise ModelSourceError(f"there is no file {model}{_path_hint(path, beside)}")
     if not _is_hub_id(model):
         beside = [entry.name for entry in path.parent.glob("*") if entry.is_dir()]
-        raise ModelSourceError(f"there is no directory {model}{_near(path, beside)}")
+        raise ModelSourceError(f"there is no directory {model}{_path_hint(path, beside)}")
     return LocatedModel(str(_HubModel(model, revision, with_weights=with_weights).directory()), model)
 
 
@@ -186,7 +186,7 @@ def _is_gguf_name(name: str) -> bool:
     return name.lower().endswith(".gguf")
 
 
-def _near(path: Path, names: Iterable[str]) -> str:
+def _path_hint(path: Path, names: Iterable[str]) -> str:
     """Return a hint for an error message about a missing path: the most similar of `names`, or a general hint if no
     name is similar."""
     near = suggestion(path.name, names)
@@ -250,7 +250,7 @@ def _remove(path: Path) -> None:
 
 
 @contextmanager
-def _ending_at_once() -> Iterator[None]:
+def _end_at_ctrl_c() -> Iterator[None]:
     """Let Ctrl-C end the process immediately inside a `with` block that downloads files. Python itself would first wait
     for the download threads."""
     if threading.current_thread() is not threading.main_thread():
@@ -333,7 +333,7 @@ class _HubModel:
 
     def _downloaded(self) -> Path:
         try:
-            with _ending_at_once():
+            with _end_at_ctrl_c():
                 return self._download()
         except ModelSourceError:
             raise

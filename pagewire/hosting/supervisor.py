@@ -212,11 +212,11 @@ class Supervisor:
         output = ChildOutput()
         while data := await process.stdout.read(READ_BYTES):
             for line in output.add(data):
-                self._hear(line, process, ready)
+                self._process_line(line, process, ready)
         for line in output.end():
-            self._hear(line, process, ready)
+            self._process_line(line, process, ready)
 
-    def _hear(self, line: str, process: asyncio.subprocess.Process, ready: asyncio.Event) -> None:
+    def _process_line(self, line: str, process: asyncio.subprocess.Process, ready: asyncio.Event) -> None:
         text = _COLOURS.sub("", line).rstrip()
         announced = text.partition(self._announcing_word)[2]
         if announced.startswith(REFUSAL_PREFIX):

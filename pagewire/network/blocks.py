@@ -187,7 +187,7 @@ class Mlp:
         yield Multiply(f"{prefix}activated", target, self.down(name, down, is_transposed=is_transposed))
 
     def up(self, name: str, names: tuple[str, ...], *, is_transposed: bool = False, num_experts: int = 0) -> Projection:
-        """Return the first projection of the MLP: the up projection, preceded by the gate projection if the activation is gated."""
+        """Return the first projection of the MLP: the up projection, after the gate projection if there is a gate."""
         shares = [self._share()] * (2 if self.activation.is_gated else 1)
         parts = tuple(parts_of([f"{name}.{each}" for each in names], shares))
         return Projection(
@@ -278,10 +278,10 @@ def layer(
     for number, block in enumerate((attention, mlp)):
         yield norm(norms[number])
         yield from block
-        yield from added(norm, None if post_norms is None else post_norms[number], factor)
+        yield from add_update(norm, None if post_norms is None else post_norms[number], factor)
 
 
-def added(norm: Norm, post_norm: str | None, factor: float = 1.0) -> Iterator[Operation]:
+def add_update(norm: Norm, post_norm: str | None, factor: float = 1.0) -> Iterator[Operation]:
     """Yield operations that add the buffer `update`, the output of attention or an MLP, to the hidden states `x`. If
     `post_norm` names a norm, the update is normalized first."""
     if post_norm is not None:

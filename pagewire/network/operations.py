@@ -82,7 +82,7 @@ class Vector:
     def order(self) -> tuple[int, ...]:
         """For each value of this weight, the index of the value in the checkpoint's vector. The tuple is empty if both
         orders are the same."""
-        return _repeated(self.head_order, self.num_elements)
+        return _repeat_order(self.head_order, self.num_elements)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ class HeadRows:
             return ()
         size, num_rows = self.head_dim, sum(out_sizes)
         num_turned = num_rows // 3 * 2 if self.are_by_head else sum(out_sizes[:2])
-        rows = [*_repeated(self.order or tuple(range(size)), num_turned), *range(num_turned, num_rows)]
+        rows = [*_repeat_order(self.order or tuple(range(size)), num_turned), *range(num_turned, num_rows)]
         if self.are_by_head:
             num_heads = num_rows // 3 // size
             rows = [(row // size % num_heads * 3 + row // size // num_heads) * size + row % size for row in rows]
@@ -199,7 +199,7 @@ class HeadRows:
 Weight: TypeAlias = Vector | Table | Projection
 
 
-def _repeated(order: tuple[int, ...], size: int) -> tuple[int, ...]:
+def _repeat_order(order: tuple[int, ...], size: int) -> tuple[int, ...]:
     """Repeat the value order `order` of one attention head for several heads. Return indices into a vector of length
     `size`."""
     return tuple(first + value for first in range(0, size, max(1, len(order))) for value in order)

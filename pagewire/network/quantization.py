@@ -191,7 +191,7 @@ def _awq_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
         raise unserved("version", version, "gemm with awq")
     if not _flag(section, "zero_point", True):
         raise unserved("zero_point", False, "true with awq")
-    yield from _skipped(section)
+    yield from _unquantised_rules(section)
     yield QuantizationRule(_HEAD, None)
     columns = _group_size(section)
     yield QuantizationRule(_ANY, WeightFormat("awq", 4, 1, columns, is_symmetric=False))
@@ -207,7 +207,7 @@ def _gptq_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
     if pack_dtype != "int32":
         raise unserved("pack_dtype", pack_dtype, "int32")
     weight_format = _gptq_format(WeightFormat(layout, 4, 1, 128), section)
-    yield from _skipped(section)
+    yield from _unquantised_rules(section)
     dynamic = section.get("dynamic") or {}
     if not isinstance(dynamic, Mapping):
         raise unserved("dynamic", dynamic, "an object of overrides by pattern")
@@ -242,7 +242,7 @@ def _fp8_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
         raise unserved("fmt", element, "e4m3")
     block = section.get("weight_block_size")
     rows, columns = (0, 0) if block is None else _block("weight_block_size", block)
-    yield from _skipped(section)
+    yield from _unquantised_rules(section)
     yield QuantizationRule(_HEAD, None)
     yield QuantizationRule(_ANY, WeightFormat("fp8", 8, rows, columns, rounds_inputs=True))
 
@@ -268,7 +268,7 @@ _HEAD = re.compile(r"^lm_head$")
 _ANY = re.compile("")
 
 
-def _skipped(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
+def _unquantised_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
     """Yield a quantisation rule for each module that the config leaves unquantised. A configured name matches whole
     dotted components of a module name: `mlp.gate` does not match `mlp.gate_proj`."""
     for key in ("modules_to_not_convert", "ignored_layers"):

@@ -100,10 +100,10 @@ def cut(operations: OperationList, rank: int, num_ranks: int) -> OperationList:
         return heads.of_rank(rank, num_ranks)
 
     own = rewrite(operations, {Vector: share, Projection: project, AttentionHeads: heads})
-    return tuple(_summed(own))
+    return tuple(_with_all_reduces(own))
 
 
-def _summed(operations: OperationList) -> Iterator[Operation]:
+def _with_all_reduces(operations: OperationList) -> Iterator[Operation]:
     """Insert an AllReduce, which sums over all ranks, for each partial result of tensor parallelism. The AllReduce
     comes directly before the first operation that needs the complete sum. Operations in `_SUMS` also work on partial
     results."""
@@ -150,12 +150,14 @@ def gate_projections(operations: Sequence[Operation], can_gate: Callable[[Projec
     operation = next(left)
     while operation is not None:
         following = next(left)
-        gated = _gated(operation, following, can_gate)
+        gated = _fuse_with_gate(operation, following, can_gate)
         yield gated or operation
         operation = following if gated is None else next(left)
 
 
-def _gated(operation: Any, following: Operation | None, can_gate: Callable[[Projection], bool]) -> Operation | None:
+def _fuse_with_gate(
+    operation: Any, following: Operation | None, can_gate: Callable[[Projection], bool]
+) -> Operation | None:
     """Return one operation that fuses a linear layer with the gated silu activation after it. Return None if the two
     operations cannot be fused."""
     if type(following) is not Activate or following.function != "silu" or not following.is_gated:

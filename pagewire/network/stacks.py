@@ -19,7 +19,7 @@ class Stack:
 
     projections: tuple[str, ...]
     # Outputs of the projections are interleaved; otherwise the outputs of each projection are consecutive.
-    takes_turns: bool = False
+    is_interleaved: bool = False
     is_transposed: bool = False  # float weights are [experts, inputs, outputs]
 
 
@@ -51,18 +51,18 @@ class StackedPart:
     def turns(self) -> slice:
         """The slice that selects this projection's outputs from the range that `index` returns. Without interleaving,
         the slice selects everything."""
-        return slice(self.number, None, self.num_turns) if self.form.takes_turns else slice(None)
+        return slice(self.number, None, self.num_turns) if self.form.is_interleaved else slice(None)
 
     @property
     def num_turns(self) -> int:
         """The number of projections whose outputs are interleaved in the stacked tensor; 1 if they are not
         interleaved."""
-        return len(self.form.projections) if self.form.takes_turns else 1
+        return len(self.form.projections) if self.form.is_interleaved else 1
 
     def describe(self) -> str:
         """Return this part of the stacked tensor as a Python indexing expression, for error messages."""
         num_projections = len(self.form.projections)
-        if num_projections > 1 and not self.form.takes_turns:
+        if num_projections > 1 and not self.form.is_interleaved:
             return f"{self.stack}[{self.expert}].chunk({num_projections})[{self.number}]"
         outputs = f"{self.number}::{num_projections}" if num_projections > 1 else ":"
         return f"{self.stack}[{self.expert}, {':, ' if self.is_transposed else ''}{outputs}]"
@@ -89,7 +89,7 @@ class StackedPart:
         rows, *columns = index or (slice(None),)
         own = self._outputs(of_stack)
         start, stop, _ = rows.indices(len(own))
-        if self.form.takes_turns:
+        if self.form.is_interleaved:
             outputs = slice(start * self.num_turns, stop * self.num_turns)
         else:
             outputs = slice(own.start + start, own.start + stop)
@@ -99,7 +99,7 @@ class StackedPart:
     def _outputs(self, of_stack: TensorHeader) -> range:
         """Return the range of this projection's outputs within the outputs of one expert in the stacked tensor."""
         num_outputs, num_projections = of_stack.shape[-1 if self.is_transposed else 1], len(self.form.projections)
-        if self.form.takes_turns:
+        if self.form.is_interleaved:
             return range(self.number, num_outputs, num_projections)
         start, stop = (num_outputs * number // num_projections for number in (self.number, self.number + 1))
         return range(start, stop)

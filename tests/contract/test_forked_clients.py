@@ -129,7 +129,7 @@ def test_what_calls_leave_late_is_collected_before_a_fork(monkeypatch: pytest.Mo
     slept: list[float] = []
     monkeypatch.setattr(channels.gc, "collect", lambda: collected.append(None))
     monkeypatch.setattr(channels, "time", SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append))
-    monkeypatch.setattr(channels, "_is_awake", lambda: len(collected) < 3 or sum(slept) < 0.95)
+    monkeypatch.setattr(channels, "_has_grpc_threads", lambda: len(collected) < 3 or sum(slept) < 0.95)
     monkeypatch.setattr(channels, "_has_opened", True)
     monkeypatch.setattr(channels, "_open_connections", set())
     channels._before_fork()

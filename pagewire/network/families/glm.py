@@ -20,7 +20,7 @@ from pagewire.network.families.reading import (
     JsonObject,
     first_key,
     flag,
-    from_zero,
+    non_negative,
     num_layers_of,
     number,
     positive,
@@ -50,7 +50,7 @@ def _read(config: JsonObject, architecture: str) -> Network:
 
 def _read_moe(config: JsonObject, architecture: str) -> Network:
     num_layers, num_further = num_layers_of(config), _num_further_layers(config)
-    num_dense = from_zero(config, "first_k_dense_replace", 1)
+    num_dense = non_negative(config, "first_k_dense_replace", 1)
     num_shared = positive(config, "n_shared_experts", 1, limit=MAX_EXPERTS)
     text = TextConfig.read(config, architecture, ropes=read_rope(config, default_share=0.5), default_eps=1e-5)
     experts = text.experts(

@@ -48,5 +48,5 @@ FAMILY = Family(
     _read,
     defaults=_DEFAULTS,
     default_rope={"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
-    stacks={name: replace(stack, takes_turns=True, is_transposed=True) for name, stack in STACKS.items()},
+    stacks={name: replace(stack, is_interleaved=True, is_transposed=True) for name, stack in STACKS.items()},
 )

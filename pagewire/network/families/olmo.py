@@ -10,7 +10,7 @@ keys, and experts.
 
 from collections.abc import Iterator
 
-from pagewire.network.blocks import added
+from pagewire.network.blocks import add_update
 from pagewire.network.families.family import Family, TextConfig
 from pagewire.network.families.positions import FULL, SLIDING, Ropes, read_ropes_by_kind, read_windows
 from pagewire.network.families.reading import JsonObject, attention_biases, flag, num_layers_of, number
@@ -26,9 +26,9 @@ def _read_olmo2(
 
     def layers(at: int, name: str) -> Iterator[Operation]:
         yield from text.attention(at, **biases, qk_norm="projection")(f"{name}.self_attn", source="x")
-        yield from added(norm, f"{name}.post_attention_layernorm")
+        yield from add_update(norm, f"{name}.post_attention_layernorm")
         yield from mlp(f"{name}.mlp", source="x")
-        yield from added(norm, f"{name}.post_feedforward_layernorm")
+        yield from add_update(norm, f"{name}.post_feedforward_layernorm")
 
     return text.model(norm, layers)
 

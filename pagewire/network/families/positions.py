@@ -12,8 +12,8 @@ from pagewire.network.families.reading import (
     checked_number,
     expect,
     flag,
-    from_zero,
     json_object,
+    non_negative,
     num_layers_of,
     number,
     positive,
@@ -159,7 +159,7 @@ def read_chosen_windows(config: JsonObject) -> tuple[int, ...]:
     max_window_layers and layer_types in config.json choose the layers with a window."""
     window = sliding_window(config) if flag(config, "use_sliding_window", False) else 0
     if not config.get("layer_types"):
-        max_window_layers = from_zero(config, "max_window_layers", 28)
+        max_window_layers = non_negative(config, "max_window_layers", 28)
         return tuple(window if layer >= max_window_layers else 0 for layer in range(num_layers_of(config)))
     layer_types = read_layer_types(config, [], (FULL, SLIDING) if window else (FULL,))
     return tuple(window if layer_type == SLIDING else 0 for layer_type in layer_types)

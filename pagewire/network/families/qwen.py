@@ -15,7 +15,7 @@ from pagewire.network.families.reading import (
     JsonObject,
     attention_biases,
     flag,
-    from_zero,
+    non_negative,
     num_layers_of,
     positive,
     unserved,
@@ -37,7 +37,7 @@ def _read_qwen2_moe(config: JsonObject, architecture: str) -> Network:
     num_layers = num_layers_of(config)
     windows = (0,) * num_layers
     if flag(config, "use_sliding_window", False):
-        num_windowed = from_zero(config, "max_window_layers", 28)
+        num_windowed = non_negative(config, "max_window_layers", 28)
         kinds = [SLIDING if layer < num_windowed and layer % 2 == 0 else FULL for layer in range(num_layers)]
         windows = read_windows(config, kinds)[1]
     text = TextConfig.read(config, architecture, windows=windows)

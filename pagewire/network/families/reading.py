@@ -78,7 +78,7 @@ def num_layers_of(config: JsonObject) -> int:
     return positive(config, "num_hidden_layers", limit=MAX_LAYERS)
 
 
-def from_zero(config: JsonObject, key: str, default: int) -> int:
+def non_negative(config: JsonObject, key: str, default: int) -> int:
     """Return a setting of config.json that must be a whole number of at least 0. Return the default if the setting is
     missing. Raises CheckpointError for any other value."""
     value = config.get(key, default)
