@@ -15,9 +15,9 @@ from scheduler_service.core.worker_state import WorkerState
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """The limits for one request and for one step.
+    """The limits that a request must keep to be admitted, and the token budget of a step.
 
-    They are the scheduler's own limits, or a worker's tighter limits.
+    They are the scheduler's own limits, or the tighter limits of the connected worker.
     """
 
     max_sequence_tokens: int  # prompt and output of one sequence
@@ -30,7 +30,8 @@ class RequestLimits:
 
 
 class Admission:
-    """The check of new requests against the scheduler's own limits, and against a connected worker's tighter limits."""
+    """The check that decides whether a new request is admitted to the waiting queue. It applies the scheduler's own
+    limits, and the tighter limits of a connected worker."""
 
     def __init__(self, state: Lifecycle, options: SchedulerOptions) -> None:
         self._state = state
@@ -43,19 +44,19 @@ class Admission:
         )
 
     def num_slots(self, capacity: WorkerCapacity) -> int:
-        """Return the number of rows that a worker may have.
+        """Return the number of sequences that may run on a worker at the same time.
 
-        It never exceeds the token budget of a step. A decoding row uses one token of every step. With more rows than
-        tokens, some rows would never be scheduled.
+        The number never exceeds the token budget of a step. A decoding sequence uses one token of every step. With more
+        sequences than tokens, some sequences would never be scheduled.
         """
         own = self._own
         return min(own.max_rows, capacity.max_num_seqs, own.num_step_tokens, capacity.max_num_batched_tokens)
 
     def join(self, worker: WorkerState) -> None:
-        """Apply the limits of a worker that has connected.
+        """Apply the limits of a worker that has just connected to all later requests.
 
-        The model's length limits a sequence. The size of the block pool limits it too, unless the pool can hold a
-        sliding window.
+        The model's length limits a sequence. The size of the worker's block pool limits a sequence too, unless the pool
+        can hold a sliding window.
         """
         own, capacity, cache = self._own, worker.capacity, worker.cache
         max_tokens = min(own.max_sequence_tokens, capacity.max_model_len)
@@ -75,9 +76,10 @@ class Admission:
         self.limits = self._own
 
     def check(self, request: Request) -> None:
-        """Raise AdmissionError if the request cannot be admitted.
+        """Raise AdmissionError if the request cannot be admitted to the waiting queue.
 
-        The reason is DUPLICATE, INVALID or QUEUE_FULL.
+        The reason is DUPLICATE if the tenant has an unfinished request with this id. The reason is INVALID if the
+        request can never run, and QUEUE_FULL if the queue has no room.
         """
         if (request.tenant, request.request_id) in self._state.groups:
             raise AdmissionError(
@@ -109,7 +111,7 @@ class Admission:
             )
 
     def _grammar_fault(self) -> str:
-        """Return the reason why requests with grammars are rejected, or an empty string if they are accepted."""
+        """Return the reason why this server rejects requests with grammars, or an empty string if it accepts them."""
         ours, theirs = self._own.grammar_version, self.limits.grammar_version
         if ours and theirs == ours:
             return ""
@@ -119,7 +121,7 @@ class Admission:
         )
 
     def rejection(self, request: Request) -> tuple[str, str]:
-        """Return the invalid field and an error message for a request that can never run.
+        """Return the invalid field and an error message for a request that can never run on this server.
 
         Both are empty strings if the request can run.
         """
@@ -144,9 +146,9 @@ class Admission:
 
 
 def _lacks_blocks(cache: CacheManager, request: Request) -> tuple[str, str]:
-    """Return the invalid field and an error message for a request that needs more blocks than the worker has.
+    """Return the invalid field and an error message for a request that needs more KV cache blocks than the worker has.
 
-    Both are empty strings if the blocks suffice.
+    Both are empty strings if the worker has enough blocks.
     """
     num_blocks = cache.room.num_most_blocks(request)
     if num_blocks <= cache.pool.num_blocks:
@@ -160,8 +162,8 @@ def _lacks_blocks(cache: CacheManager, request: Request) -> tuple[str, str]:
 
 
 def _describe_pool(cache: CacheManager) -> str:
-    """Return a description of the block pool's size, and of the blocks for one sliding window if the pool is
-    smaller."""
+    """Return a description of the size of the worker's block pool for error messages. If the pool is too small for one
+    sliding window, the description includes the number of blocks for a window."""
     text = f"the worker has {cache.pool.num_blocks} blocks of {cache.block_size} tokens"
     if not cache.window or cache.room.num_chunk_blocks(1) <= cache.pool.num_blocks:
         return text

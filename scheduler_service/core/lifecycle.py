@@ -48,7 +48,7 @@ _tenant = attrgetter("group.request.tenant")
 
 @dataclass(slots=True)
 class Counters:
-    """Counts of events since start, with the names of `SchedulerStats`."""
+    """The scheduler's counts of events since start. Each count has the same name as its field in `SchedulerStats`."""
 
     num_preemptions: int = 0
     num_swap_preemptions: int = 0
@@ -65,9 +65,10 @@ class Counters:
     num_lost_session_tokens: list[int] = field(default_factory=lambda: [0] * NUM_SESSION_AGES)
 
     def count_admission(self, sequence: Sequence) -> None:
-        """Count the admission of a request, and how many of its session's tokens were still cached.
+        """Count the admission of a request, and how many tokens of the request's session were still in the KV cache.
 
-        `sequence` is the first sequence of the request.
+        `sequence` is the first sequence of the request. A session is a series of requests in which each prompt starts
+        with the previous prompt and output.
         """
         group = sequence.group
         self.num_admitted_requests += 1
@@ -79,10 +80,10 @@ class Counters:
         self.num_lost_session_tokens[age] += num_tokens - num_kept
 
     def count_search(self, beam: BeamGroup, num_returned: int) -> None:
-        """Count the tokens of a finished beam search that its returned hypotheses do not contain.
+        """Count the tokens that a finished beam search computed and that no returned hypothesis contains.
 
-        No beam continues with the last token of a hypothesis. So the search is assumed to have computed at least as
-        many tokens as it returns.
+        `num_returned` is the number of tokens in the returned hypotheses. No beam continues with the last token of a
+        hypothesis. So the search is assumed to have computed at least `num_returned` tokens.
         """
         self.num_generation_tokens += max(0, num_returned - beam.num_tokens)
         self.num_discarded_tokens += max(0, beam.num_tokens - num_returned)
@@ -90,7 +91,12 @@ class Counters:
 
 # More than 20 methods, one for each event in a group's life: no other class may change a group's state.
 class Lifecycle:
-    """All groups, the queues and sets that contain them, and the current epoch."""
+    """All unfinished requests of the scheduler, the queues and sets that contain them, and the state of the connected
+    worker.
+
+    A request is a `SequenceGroup`: its samples, or the beams of its beam search. Only this class changes the state of a
+    group.
+    """
 
     def __init__(self, policy: Policy, new_expectation: Callable[[], ReturnEstimate]) -> None:
         self._policy = policy
@@ -114,7 +120,7 @@ class Lifecycle:
         self.counters = Counters()
 
     def _enter(self, group: SequenceGroup, state: GroupState) -> None:
-        """Change a group's state, and move the group to the queue or set of that state."""
+        """Change the state of a request's sequence group, and move the group to the queue or set of the new state."""
         before, group.state = group.state, state
         assert (before, state) in TRANSITIONS, f"a request that was {before.value} is {state.value}"
         if before in QUEUED and state not in QUEUED:
@@ -146,7 +152,8 @@ class Lifecycle:
     # Arrival
 
     def add(self, request: Request, now: float) -> list[int]:
-        """Queue a request, and return the ids of its outputs, one per sample or hypothesis."""
+        """Add a request to the waiting queue, and return the sequence ids of its outputs, one per sample or returned
+        hypothesis."""
         arrival = next(self._arrivals)
         group = SequenceGroup(request, arrival, self._policy.running_key(request, arrival), now)
         group.sequences = [self._new_sequence(group, index) for index in range(request.num_rows)]
@@ -173,7 +180,8 @@ class Lifecycle:
         return output_ids
 
     def _new_allocation(self, request: Request, token_ids: list[int]) -> Allocation:
-        """Return an empty allocation on the connected worker."""
+        """Return an allocation without KV cache blocks, in which a sequence will hold its blocks on the connected
+        worker."""
         root = self._shared_root(request.tenant, request.cache_salt, self.worker.capacity.model_digest)
         return Allocation(request, root, token_ids)
 
@@ -195,15 +203,17 @@ class Lifecycle:
     # Grammars
 
     def _ask_for_grammar(self, group: SequenceGroup) -> None:
-        """Move a waiting group to PREPARING if its grammar is not ready on the worker."""
+        """Count a waiting request as a user of its grammar, if it has one. Make the request wait for the grammar (state
+        PREPARING) if the worker has not prepared it yet."""
         grammar = group.request.grammar
         if grammar is not None and not self.worker.grammars.need(grammar):
             self._enter(group, GroupState.PREPARING)
 
     def prepared(self, grammar: Grammar, outputs: TokenOutputs, error: str) -> None:
-        """Let the groups that need a prepared grammar wait for admission.
+        """Handle the worker's report on a grammar, for all requests that wait for this grammar.
 
-        If `error` is not empty, the worker could not prepare the grammar, and these groups end.
+        If `error` is empty, the grammar is ready, and the requests now wait for admission. Otherwise the worker could
+        not prepare the grammar. The requests then end, and their ends are added to `outputs`.
         """
         for group in [group for group in self.waiting.held if group.request.grammar == grammar]:
             if error:
@@ -215,16 +225,18 @@ class Lifecycle:
     # On the worker
 
     def next_waiting(self, now: float) -> SequenceGroup | None:
-        """Return the group that is next to run, for the first time or again, or None."""
+        """Return the waiting request that should start or resume next, or None if no waiting request may run now."""
         self.standings.update(now)
         if not self.quarantine.suspects:
             return self.waiting.next()
         return next((group for group in self.waiting if self.quarantine.admits(group)), None)
 
     def first_scheduled(self, sequence: Sequence, num_host_tokens: int, now: float) -> None:
-        """Record that a sequence has got its blocks for the first time, and charge its uncached prompt tokens.
+        """Record that a sequence has got its KV cache blocks for the first time, and charge the tenant for the prompt
+        tokens that were not cached.
 
-        The plan loads `num_host_tokens` of its tokens from the host. Later calls for the same sequence do nothing.
+        The step plan loads the blocks of `num_host_tokens` tokens from the host. Later calls for the same sequence do
+        nothing.
         """
         if sequence.first_scheduled_at is not None:
             return
@@ -238,12 +250,18 @@ class Lifecycle:
         self._policy.charge(sequence.group.request.tenant, sequence.num_prompt_tokens - sequence.num_cached_tokens, 0)
 
     def load(self, group: SequenceGroup, step: int) -> None:
-        """Let a waiting group wait for the moves to the device that the plan of `step` orders."""
+        """Mark a waiting request as loading: the step plan `step` copies some of its KV cache blocks from the host to
+        the device. The request can run after the worker has acknowledged these copies."""
         self._enter(group, GroupState.SWAPPING_IN)
         group.moved_step = step
 
     def run(self, group: SequenceGroup, sequences: list[Sequence], worker: WorkerState, builder: PlanBuilder) -> None:
-        """Start a group, and allocate rows for `sequences`, whose blocks are on the device."""
+        """Start or resume a request, and allocate a row (the worker's state of one running sequence) for each of
+        `sequences`.
+
+        The KV cache blocks of these sequences must be on the device. The new rows are added to the step plan that
+        `builder` builds.
+        """
         self._enter(group, GroupState.RUNNING)
         group.resume(builder.now)
         for sequence in sequences:
@@ -254,17 +272,24 @@ class Lifecycle:
             self.rowless[group] = None
 
     def opened(self, group: SequenceGroup) -> None:
-        """Record that every sequence of a running group has a row."""
+        """Record that every sequence of a running request has a row (the worker's state of one running sequence)."""
         del self.rowless[group]
 
     def moved(self, step: int) -> None:
-        """Mark the groups whose swap-out has finished. The moves of all plans up to `step` are done."""
+        """Mark the preempted requests whose KV cache blocks have all been copied to the host as swapped out.
+
+        The worker has finished the block copies of all step plans up to `step`.
+        """
         for group in [group for group in self.swapped if group.state is GroupState.SWAPPING_OUT]:
             if group.moved_step <= step:
                 self._enter(group, GroupState.SWAPPED)
 
     def preempt(self, group: SequenceGroup, worker: WorkerState, builder: PlanBuilder) -> None:
-        """Preempt a running group: swap it out, or discard it for recomputation, whichever is cheaper."""
+        """Preempt a running request, so that its device blocks become free for other requests.
+
+        The KV cache blocks are either swapped out to the host or discarded and recomputed later, whichever costs less
+        time.
+        """
         builder.has_preempted = True
         worker.free_unread(group)
         allocations = [row.allocation for row in group.open_rows]
@@ -289,13 +314,15 @@ class Lifecycle:
         self._enter(group, GroupState.SWAPPING_OUT if is_moving else GroupState.SWAPPED)
 
     def discard(self, group: SequenceGroup, worker: WorkerState, now: float) -> None:
-        """Release everything that a group has on the worker, in any state, and queue the group for recomputation."""
+        """Release the rows and KV cache blocks that a request has on the worker, and put the request back into the
+        waiting queue. Its KV cache is recomputed when the request runs again. The request may be in any state."""
         self._interrupt(group, now)
         worker.forget(group)
         self._enter(group, GroupState.WAITING)
 
     def redo(self, group: SequenceGroup, worker: WorkerState, now: float) -> None:
-        """Recompute a group whose computed content is bad. The group's samples in flight are dropped."""
+        """Make a request recompute its KV cache, because a failed row has written bad content into blocks that the
+        request uses. Sampled tokens of the request that have not arrived yet will be ignored."""
         if group.state is not GroupState.WAITING:
             self.discard(group, worker, now)
         for row in group.rows:
@@ -310,18 +337,20 @@ class Lifecycle:
                 row.rewind()
 
     def lost_its_swap(self, group: SequenceGroup) -> None:
-        """Queue the rest of a group like a new group, after its swapped sequences have ended."""
+        """Return a swapped-out request to the state WAITING, because no remaining sequence of the request has blocks on
+        the host. The sequences with blocks on the host have ended in the meantime."""
         self._enter(group, GroupState.WAITING)
 
     # The worker
 
     def join_worker(self, worker: WorkerState) -> None:
-        """Begin an epoch with a connected worker, whose cache is empty."""
+        """Start scheduling on a newly connected worker. This begins a new epoch: the worker's KV cache is empty."""
         self._begin(worker)
         self.standings.join(worker.cache, list(self.groups.values()), self.now)
 
     def _begin(self, worker: WorkerState) -> None:
-        """Prepare all groups, which are waiting, for a new worker state."""
+        """Replace the worker state, and give the sequences of all requests empty block allocations for it. All requests
+        must be waiting."""
         self.worker = worker
         for group in self.groups.values():
             for sequence in group.sequences:
@@ -329,9 +358,11 @@ class Lifecycle:
             self._ask_for_grammar(group)
 
     def lose_worker(self, now: float) -> list[SequenceGroup]:
-        """End the epoch: everything on the worker is lost, and all groups wait again in order of arrival.
+        """End the epoch after the connection to the worker was lost. The KV cache is gone, and all requests wait again
+        in order of arrival.
 
-        Returns the groups that seem to have crashed the worker. The caller must end them.
+        Return the requests that must fail, because the worker has crashed twice while it worked only on one of them or
+        its grammar. The caller must end these requests.
         """
         worker = self.worker
         preparing = {group for group in self.waiting.held if worker.grammars.is_preparing(group.request.grammar)}
@@ -361,10 +392,10 @@ class Lifecycle:
         message: str = "",
         embedding: bytes = b"",
     ) -> None:
-        """End a sample, and end its request after the request's last sample.
+        """End one sample of a request. If it is the request's last sample, end the request too.
 
-        The sample keeps its first `num_output_tokens` output tokens, by default all. Its results in flight no longer
-        count.
+        The sample keeps its first `num_output_tokens` output tokens, or all of them if `num_output_tokens` is None.
+        Tokens of the sample that have not arrived yet are ignored. The end event is added to `outputs`.
         """
         group, worker = sequence.group, self.worker
         row = sequence.open_row
@@ -394,7 +425,8 @@ class Lifecycle:
             self._leave(group)
 
     def end_search(self, group: SequenceGroup, beam: BeamGroup, outputs: TokenOutputs) -> None:
-        """End a beam search that is done, and output its best hypotheses."""
+        """End the request of a finished beam search, and add its best hypotheses and the ends of its sequences to
+        `outputs`."""
         first = group.sequences[0]
         best = beam.search.best(len(beam.output_ids))
         for sequence_id, found in zip(beam.output_ids, best, strict=False):
@@ -407,7 +439,8 @@ class Lifecycle:
         self._leave(group)
 
     def end_group(self, group: SequenceGroup, reason: EndReason, outputs: TokenOutputs, *, message: str = "") -> None:
-        """End every sequence of a group, in any state."""
+        """End every unfinished sequence of a request, for example because the client has cancelled it. The request may
+        be in any state. The end events are added to `outputs`."""
         if group.beam is None:
             for sequence in group.live_sequences:
                 self.end(sequence, reason, outputs, message=message)
@@ -418,7 +451,8 @@ class Lifecycle:
         self._leave(group)
 
     def _leave(self, group: SequenceGroup) -> None:
-        """Remove a group whose last sequence has ended."""
+        """Remove a request whose last sequence has ended, and release everything that the request still has on the
+        worker."""
         tenant = group.request.tenant
         self.worker.forget(group)
         if group.request.grammar is not None:
@@ -437,9 +471,9 @@ class Lifecycle:
             self._policy.left(tenant)
 
     def charge(self, sequences: Iterable[Sequence]) -> None:
-        """Charge tenants for the output tokens that samples have produced since the last charge.
+        """Charge each tenant for the output tokens of its samples that have not been charged yet.
 
-        `sequences` are the samples. Nothing is charged if the policy does not rank tenants.
+        Does nothing if the scheduling policy does not rank tenants by their use.
         """
         if not self._policy.ranks_tenants:
             return
@@ -453,11 +487,11 @@ class Lifecycle:
             self._policy.charge(tenant, 0, num_tokens)
 
     def charge_masks(self, times: Iterable[tuple[Row, int]], prefill_rate: float | None) -> None:
-        """Charge tenants for the time that grammar masks have used.
+        """Charge tenants for the time that the worker has spent on the grammar masks of their requests.
 
-        `times` has the microseconds for each row. They are charged as the prompt tokens that the worker computes in
-        that time, at `prefill_rate` tokens per second. Nothing is charged if the rate is unknown. A fraction of a token
-        is kept for the next charge.
+        `times` has the microseconds for each row. The time is converted to prompt tokens: the number that the worker
+        computes in this time at `prefill_rate` tokens per second. A fraction of a token is kept for the next charge.
+        Nothing is charged if the rate is None (not measured yet) or if the policy does not rank tenants.
         """
         if prefill_rate is None or not self._policy.ranks_tenants:
             return
@@ -470,7 +504,8 @@ class Lifecycle:
                 self._policy.charge(group.request.tenant, int(num_tokens), 0)
 
     def charge_search(self, group: SequenceGroup, beam: BeamGroup, num_tokens: int) -> None:
-        """Count the tokens with which the beams of a search continue, and charge the tenant for them."""
+        """Count the `num_tokens` tokens by which a step has extended the beams of a beam search, and charge the tenant
+        for them."""
         beam.num_tokens += num_tokens
         self.counters.num_generation_tokens += num_tokens
         self._policy.charge(group.request.tenant, 0, num_tokens)

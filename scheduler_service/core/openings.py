@@ -14,7 +14,8 @@ _MAX_SLOWED_PROMPTS = 8  # started prompts that do not decode yet, in slowed ste
 
 
 class RowAllocator:
-    """The allocation of rows during one epoch."""
+    """The choice of the sequences that start or resume in each plan of an epoch. Each of them gets a row, the worker's
+    state of one running sequence."""
 
     def __init__(self, state: Lifecycle, worker: WorkerState) -> None:
         self._state = state
@@ -24,7 +25,8 @@ class RowAllocator:
         self._lacking: tuple[SequenceGroup | None, int] = (None, 0)
 
     def start_loaded(self, builder: PlanBuilder) -> None:
-        """Allocate rows for the groups whose blocks have arrived on the device."""
+        """Start the requests whose KV cache blocks have been loaded from the host, and allocate rows on the worker for
+        their sequences."""
         worker = self._worker
         loaded = [group for group in self._state.loading if group.moved_step <= worker.last_moved_step]
         for group in sorted(loaded, key=lambda group: group.order):
@@ -34,9 +36,10 @@ class RowAllocator:
     # Further samples of running groups
 
     def allocate_samples(self, builder: PlanBuilder) -> bool:
-        """Allocate rows for the other sequences of groups whose prompt is computed.
+        """Start the remaining samples of running requests whose prompt is computed, so that these samples share the
+        blocks of the prompt.
 
-        Returns False if a sequence had no room. No waiting group may then be admitted before it.
+        Return False if there was no room for a sample. No waiting request may then be admitted before this sample.
         """
         state, worker = self._state, self._worker
         for group in sorted(state.rowless, key=lambda group: group.order):
@@ -57,9 +60,10 @@ class RowAllocator:
         return True
 
     def _allocate_sample(self, sequence: Sequence, relatives: list[Row], builder: PlanBuilder) -> bool:
-        """Allocate a row for a further sample, or return False if there is no room.
+        """Start a further sample of a running request, or return False if there is no room for the sample.
 
-        The sample starts from a relative's computed prompt or from a prefix cache hit, whichever has more tokens.
+        The sample starts from the computed prompt of another sample (one of `relatives`) or from a prefix cache hit,
+        whichever has more tokens.
         """
         worker, cache, group = self._worker, self._worker.cache, sequence.group
         has_slot = bool(group.reserved_slots) or worker.rows.slots.num_free > 0
@@ -87,7 +91,7 @@ class RowAllocator:
     # Waiting groups
 
     def admit(self, builder: PlanBuilder) -> bool:
-        """Start or resume the next waiting group. Returns False if that is not possible now."""
+        """Start or resume the next waiting request. Return False if no waiting request can start or resume now."""
         state, group = self._state, self._next(builder)
         if group is None or self._worker.last_acknowledged_step < group.planned_step:
             return False
@@ -101,19 +105,20 @@ class RowAllocator:
         return group.state is GroupState.WAITING and self._start(group, builder)
 
     def _may_open(self, builder: PlanBuilder) -> bool:
-        """Return whether a row may be allocated in this plan.
+        """Return whether another sequence may start in this plan.
 
-        In a slowed step, some rows are allocated without tokens. The next step then shares its tokens among all rows,
-        so a short prompt need not wait until the preceding long prompts are computed.
+        A sequence normally starts only if the step has tokens left. If prompts are slowed down to protect decoding
+        rows, a few sequences start without tokens. The next step then shares its tokens among all of them. So a short
+        prompt does not wait until the preceding long prompts are computed.
         """
         can_wait = builder.is_slowed and len(self._worker.rows.active) < _MAX_SLOWED_PROMPTS
         return builder.num_free_tokens > 0 or can_wait
 
     def _next(self, builder: PlanBuilder) -> SequenceGroup | None:
-        """Return the next waiting group, or None.
+        """Return the waiting request that is next, or None.
 
-        If the step has no tokens left, skip a group whose next block another row is about to compute. The group can
-        match that block later, and the groups after it go first.
+        If the step has no tokens left, skip a request whose next KV cache block another row is about to compute. That
+        request can match the block later, and the requests after it go first.
         """
         state, group = self._state, self._state.next_waiting(builder.now)
         is_early = builder.num_free_tokens <= 0 and self._may_open(builder)
@@ -123,10 +128,11 @@ class RowAllocator:
         return next((each for each in groups if not self._is_under_way(each)), None)
 
     def _is_under_way(self, group: SequenceGroup) -> bool:
-        """Return whether an existing row is about to compute the block that a waiting group would compute first.
+        """Return whether a running sequence is about to compute the KV cache block that a waiting request would compute
+        first.
 
-        The matched prefix of a row is fixed when the row is allocated. After that the group would compute the block
-        itself.
+        Then it is better to wait. The prefix cache hit of a sequence is fixed when the sequence starts. So the request
+        would compute the same block itself.
         """
         sequence, cache = group.rowless_sequences[0], self._worker.cache
         own, may_match = sequence.allocation, cache.enable_prefix_caching and sequence.may_match
@@ -145,9 +151,10 @@ class RowAllocator:
         )
 
     def num_next_tokens(self, builder: PlanBuilder, at_most: int) -> int:
-        """Return the number of tokens that the next group would compute.
+        """Return the number of prompt tokens that the next waiting request would compute, so that the step can reserve
+        tokens for it.
 
-        Returns 0 if the number exceeds `at_most`, if the group has run before, or if it could not start now.
+        Return 0 if the number exceeds `at_most`, if the request has run before, or if the request could not start now.
         """
         group = self._state.next_waiting(builder.now)
         if group is None or group.cursor is None or builder.num_free_tokens <= 0:
@@ -156,9 +163,10 @@ class RowAllocator:
         return num_tokens if num_tokens <= at_most and self._startable(group, builder) is not None else 0
 
     def _start(self, group: SequenceGroup, builder: PlanBuilder) -> bool:
-        """Start a waiting group: allocate the blocks of its first sequence, and all slots that it needs at once.
+        """Start a waiting request: allocate the KV cache blocks of its first sequence, and reserve all slots that the
+        request needs at once.
 
-        Returns False if the group cannot start now.
+        Return False if the request cannot start now.
         """
         state, worker, cache, sequence = self._state, self._worker, self._worker.cache, group.rowless_sequences[0]
         match = self._startable(group, builder)
@@ -174,7 +182,8 @@ class RowAllocator:
         return True
 
     def _startable(self, group: SequenceGroup, builder: PlanBuilder) -> Match | None:
-        """Return the cached content that a group's first sequence would start from, or None if it cannot start now."""
+        """Return the prefix cache hit (possibly empty) with which a waiting request would start. Return None if the
+        request cannot start now, for lack of slots, blocks or space in the plan."""
         state, worker, cache, sequence = self._state, self._worker, self._worker.cache, group.rowless_sequences[0]
         if worker.rows.slots.num_free < group.num_first_slots or not builder.can_open(sequence):
             return None
@@ -191,9 +200,9 @@ class RowAllocator:
         return match
 
     def _swap_in(self, group: SequenceGroup, builder: PlanBuilder) -> bool:
-        """Order the loads of a swapped group's blocks.
+        """Resume a swapped-out request: make the plan load its KV cache blocks from the host.
 
-        Returns False if there is no room for the group to continue.
+        Return False if there are too few free slots or device blocks for the request to continue.
         """
         state, worker, cache = self._state, self._worker, self._worker.cache
         num_slots = max(len(group.swapped_allocations), group.num_first_slots)

@@ -36,16 +36,17 @@ _GRAMMAR_FAILURES = {
 
 
 class Results:
-    """The conversion of results into outputs and ends of sequences."""
+    """The processing of step results: appends sampled tokens to sequences, advances beam searches, and ends
+    sequences."""
 
     def __init__(self, state: Lifecycle) -> None:
         self._state = state
 
     def take(self, worker: WorkerState, dispatch: Dispatch, resolved: ResolvedResult, now: float) -> TokenOutputs:
-        """Process a result, and return its outputs.
+        """Process the result of the plan `dispatch`, and return the new tokens and the ends of sequences.
 
-        Each row is checked in its turn, because an earlier row may have ended its sequence or caused it to be
-        recomputed.
+        Each row is checked again just before it is processed, because an earlier row may have ended its sequence or
+        caused it to be recomputed.
         """
         outputs = TokenOutputs()
         self._take_failures(worker, dispatch, resolved.samples, outputs, now)
@@ -64,7 +65,8 @@ class Results:
         return outputs
 
     def _take_prompt_logprobs(self, planned: PlannedRow, entries: list[TokenLogprobs], outputs: TokenOutputs) -> None:
-        """Add the entries of a row that have not been sent yet."""
+        """Add the log-probabilities of a row's prompt tokens to the outputs, except for entries that were sent
+        before."""
         sequence = planned.row.sequence
         new = entries[max(0, sequence.num_prompt_logprobs_sent - planned.start) :]
         if new:
@@ -74,10 +76,12 @@ class Results:
     def _take_failures(
         self, worker: WorkerState, dispatch: Dispatch, samples: list[SampledRow], outputs: TokenOutputs, now: float
     ) -> None:
-        """End the requests whose rows failed, and recompute every request that used their blocks.
+        """End the requests with failed rows, and make every request that used the KV cache blocks of these rows
+        recompute its content.
 
-        A row fails if it was not computed or if its logits are not numbers. Its blocks are bad even if the sequence has
-        ended in the meantime.
+        A row fails if the worker could not compute it, or if its logits are not numbers. The blocks that it wrote are
+        bad even if the sequence has ended in the meantime. A failure of a grammar ends the request, but its blocks stay
+        valid.
         """
         for sample in samples:
             if sample.status in _GRAMMAR_FAILURES and not sample.row.is_dropped:
@@ -113,7 +117,7 @@ class Results:
                 self._state.end_group(group, reason, outputs, message=message)
 
     def _take_sample(self, worker: WorkerState, sample: SampledRow, outputs: TokenOutputs, now: float) -> None:
-        """Process the token, the candidates or the embedding of an individually planned row."""
+        """Process the result of one individually planned row: a token, the candidates of a beam, or an embedding."""
         row, sequence, token_id = sample.row, sample.row.sequence, sample.token_id
         if self._state.quarantine.charged:
             self._state.quarantine.cleared(sequence.group)
@@ -143,9 +147,9 @@ class Results:
     def _take_candidates(
         self, worker: WorkerState, row: Row, candidates: list[tuple[int, float]], outputs: TokenOutputs
     ) -> None:
-        """Store the candidates of a beam's row.
+        """Store the candidates for the next token of a beam.
 
-        After the last row, the search continues with the best beams or ends.
+        When the last beam of the search has its candidates, the search continues with the best beams or ends.
         """
         group, beam = row.sequence.group, row.sequence.group.beam
         assert beam is not None
@@ -164,8 +168,9 @@ class Results:
     ) -> None:
         """Append one token to each decoding row.
 
-        This is the scheduler's hot loop. It examines only the tokens and their stop sets. The exception is if a sample
-        was dropped, or a row's first token was late, since the plan was sent.
+        This is the scheduler's hot loop. Normally it examines only the tokens and the stop tokens of each row. Single
+        rows are examined only if a sample was dropped, or if the first token of a row was late, since the plan was
+        sent, or while requests are suspected of a worker crash.
         """
         columns, quarantine = dispatch.columns, self._state.quarantine
         if dispatch.num_drops != worker.rows.drops.num_drops or quarantine.charged:

@@ -52,10 +52,11 @@ _MAX_SLOWDOWN_OF_NONE = 16.0
 
 # More than 20 methods: this class is the core's only interface, with one method for each event and each question.
 class Scheduler:
-    """The scheduler of one worker.
+    """The scheduler of one worker: receives events (requests, step results, worker connections), and builds the plans
+    of the worker's steps.
 
-    It handles events and builds plans. Its own limits apply to all requests. While a worker is connected, the worker's
-    tighter limits apply too.
+    The scheduler's own limits apply to all requests. While a worker is connected, the worker's tighter limits apply
+    too.
     """
 
     def __init__(
@@ -65,11 +66,11 @@ class Scheduler:
         policy: Policy | None = None,
         new_expectation: Callable[[], ReturnEstimate] | None = None,
     ) -> None:
-        """Create a scheduler without a worker.
+        """Create a scheduler that has no worker yet.
 
-        `policy` replaces the policy that the options name. `new_expectation` creates the estimate of session returns
-        for each worker's cache, instead of the retention that the options name. The simulator passes both. Raises
-        ValueError if the options name an unknown policy or retention.
+        `policy` replaces the scheduling policy that the options name. `new_expectation` creates, for each worker's
+        cache, the estimate of when sessions return. It replaces the retention that the options name. The simulator
+        passes both arguments. Raises ValueError if the options name an unknown policy or retention.
         """
         if options.retention not in EXPECTATIONS:
             raise ValueError(f"retention is {options.retention!r}, choose one of {', '.join(EXPECTATIONS)}")
@@ -85,7 +86,8 @@ class Scheduler:
     # Requests
 
     def add(self, request: Request, now: float) -> list[int]:
-        """Queue a request, and return the ids of its outputs, one per sample or hypothesis.
+        """Add a request to the waiting queue, and return the sequence ids of its outputs, one per sample or returned
+        hypothesis.
 
         Raises AdmissionError if the request is rejected.
         """
@@ -94,17 +96,18 @@ class Scheduler:
         return self._state.add(request, now)
 
     def abort(self, tenant: str, request_id: str, now: float) -> TokenOutputs:
-        """End every unfinished sequence of a request, and return the ends. Raises KeyError if the request does not
-        exist."""
+        """End every unfinished sequence of a request, and return the end events. Raises KeyError if the tenant has no
+        unfinished request with this id."""
         self._state.now = now
         outputs = TokenOutputs()
         self._state.end_group(self._state.groups[tenant, request_id], EndReason.ABORT, outputs)
         return outputs
 
     def stop(self, sequence_id: int, num_output_tokens: int, now: float) -> TokenOutputs:
-        """End a sequence at a stop text, and drop its tokens after the first `num_output_tokens` output tokens.
+        """End a sample because a stop string was found in its text. The sample keeps its first `num_output_tokens`
+        output tokens.
 
-        Return its end, or empty outputs if the sequence has already ended.
+        Return the end event, or empty outputs if the sample has already ended.
         """
         self._state.now = now
         outputs = TokenOutputs()
@@ -116,7 +119,11 @@ class Scheduler:
     # Steps
 
     def schedule(self, now: float) -> StepPlan | None:
-        """Return the next plan, or None if the worker has nothing to do or the pipeline is full."""
+        """Return the plan of the next step, or None if the worker has nothing to do or if `pipeline_depth` plans are in
+        flight already.
+
+        None is also returned while the worker still computes requests that must not run beside the suspects of a crash.
+        """
         self._state.now = now
         state, worker, openings = self._state, self._state.worker, self._openings
         if openings is None or len(worker.unacknowledged) >= self._options.pipeline_depth:
@@ -151,9 +158,11 @@ class Scheduler:
         return worker.dispatch(builder)
 
     def complete(self, result: StepResult, now: float) -> TokenOutputs:
-        """Process the result of the oldest unacknowledged plan, and return its outputs.
+        """Process the worker's result for the oldest plan in flight, and return the new tokens and the ends of
+        sequences.
 
-        Raises WorkerProtocolError for any other result (S9).
+        Raises WorkerProtocolError if the result is for any other plan (invariant S9), or if the result does not fit the
+        plan.
         """
         self._state.now = now
         state, worker = self._state, self._state.worker
@@ -178,7 +187,7 @@ class Scheduler:
         return outputs
 
     def moved(self, step: int, now: float) -> None:
-        """Record that the moves of all plans up to `step` are done.
+        """Record that the worker has finished the block transfers between device and host of all plans up to `step`.
 
         Raises WorkerProtocolError if no such step was planned.
         """
@@ -192,10 +201,10 @@ class Scheduler:
             self._state.moved(step)
 
     def grammar_ready(self, grammar_id: int, error: str, now: float) -> TokenOutputs:
-        """Record that the worker has prepared a grammar, or that the preparation failed with `error`.
+        """Record that the worker has prepared a grammar, or that the preparation failed with the message `error`.
 
-        If it failed, the requests that need the grammar end. Return their ends. Raises WorkerProtocolError if no plan
-        of the epoch added a grammar with this id.
+        If the preparation failed, the requests that need the grammar end. Return their end events. Raises
+        WorkerProtocolError if no plan of this epoch has sent a grammar with this id to the worker.
         """
         self._state.now = now
         outputs, worker = TokenOutputs(), self._state.worker
@@ -209,7 +218,7 @@ class Scheduler:
     # Planning
 
     def _token_budget(self, worker: WorkerState) -> int:
-        """Return the token budget of the next step.
+        """Return the largest number of tokens that the next step may compute.
 
         If rows decode, prompts may slow them down up to the configured limit. If no row decodes, the step may be
         longer, up to a bound on the delay of the next request.
@@ -225,11 +234,12 @@ class Scheduler:
         return min(num_step_tokens, len(worker.rows.decoding) + max_prompt_tokens)
 
     def _make_room(self, worker: WorkerState, builder: PlanBuilder, group: SequenceGroup, work: Work) -> bool:
-        """Free the blocks for a group's work, if necessary by preempting the last groups.
+        """Free the KV cache blocks that a request needs for its work in this plan, if necessary by preempting other
+        requests, last in order first.
 
-        Returns False if the group must wait. A group is preempted only after it has freed the blocks that its sliding
-        window has passed. Groups are planned in order. So the last group has no work in this plan, unless it is `group`
-        itself.
+        Return False if the request must wait for blocks. A request is preempted only after it has freed the blocks that
+        its sliding window has passed. Requests are planned in order. So the last request has no work in this plan,
+        unless it is `group` itself.
         """
         state, pool, moves = self._state, worker.cache.pool, worker.cache.moves
         num_missing = num_missing_blocks(worker.cache, work)
@@ -250,16 +260,18 @@ class Scheduler:
         return False
 
     def _may_prepare(self, grammar: Grammar) -> bool:
-        """Return whether a request that may run needs the grammar."""
+        """Return whether the worker may prepare the grammar now. While suspects of a worker crash are tried, only
+        grammars of the current suspects are prepared."""
         quarantine = self._state.quarantine
         return not quarantine.suspects or any(
             group.request.grammar == grammar and quarantine.admits(group) for group in self._state.waiting.held
         )
 
     def _isolate_trial(self, worker: WorkerState, now: float) -> bool:
-        """Discard all groups that are not in the current trial.
+        """Discard the KV cache of all requests that must not run beside the current suspects of a worker crash, and
+        make these requests wait.
 
-        Returns False while a plan in flight has such a group.
+        Return False while a plan in flight still computes such a request.
         """
         state, admits = self._state, self._state.quarantine.admits
         for group in [*state.running, *state.loading]:
@@ -270,10 +282,10 @@ class Scheduler:
     # The worker
 
     def worker_joined(self, capacity: WorkerCapacity, epoch: int, now: float) -> TokenOutputs:
-        """Begin an epoch with a worker whose cache is empty.
+        """Begin an epoch with a newly connected worker. Its KV cache is empty.
 
-        Return the ends of requests that cannot fit on this worker. Raises RuntimeError if a worker is connected
-        already. Raises WorkerProtocolError unless the epoch is above all earlier epochs.
+        Return the end events of requests that can never fit on this worker. Raises RuntimeError if a worker is
+        connected already. Raises WorkerProtocolError if the epoch is not above all earlier epochs.
         """
         self._state.now = now
         if self._state.worker.has_worker:
@@ -300,10 +312,11 @@ class Scheduler:
         return outputs
 
     def worker_lost(self, now: float) -> TokenOutputs:
-        """End the epoch, and return the ends of requests that crashed a worker twice while computed alone.
+        """End the epoch after the worker was lost. Its KV cache and the plans in flight are gone, and the requests wait
+        again in order of arrival.
 
-        The cache and the plans are lost, and all other groups wait again in order of arrival. Does nothing if no worker
-        is connected.
+        Return the end events of requests that fail, because a worker crashed twice while it worked only on this request
+        or its grammar. Does nothing if no worker is connected.
         """
         self._state.now = now
         outputs, worker = TokenOutputs(), self._state.worker
@@ -320,14 +333,15 @@ class Scheduler:
         return outputs
 
     def worker_grace_ended(self, now: float) -> TokenOutputs:
-        """End the requests that another server could start equally well, and return their ends.
+        """End the requests that another server could start equally well, after a grace period in which no worker was
+        connected. Return their end events.
 
-        The caller has waited for a grace period without a worker. Does nothing if a worker is connected.
+        Does nothing if a worker is connected.
         """
         return self._end_without_worker(lambda group: not group.is_bound, now)
 
     def worker_timed_out(self, now: float) -> TokenOutputs:
-        """End every request after the timeout for a missing worker, and return the ends.
+        """End every request, because no worker has connected within the timeout. Return the end events.
 
         Does nothing if a worker is connected.
         """
@@ -342,7 +356,8 @@ class Scheduler:
         return outputs
 
     def flush_cache(self, now: float) -> None:
-        """Forget all cached content. Does nothing while there are requests, because their blocks depend on it."""
+        """Remove all content from the prefix cache. Does nothing while the scheduler has any requests, because their KV
+        cache blocks depend on it."""
         if not self._state.groups:
             self._state.worker.cache.tiers.flush()
 
@@ -350,7 +365,8 @@ class Scheduler:
 
     @property
     def state(self) -> Lifecycle:
-        """The state that `explain` reads. Only the scheduler changes it."""
+        """The scheduler's requests and worker state, for reading by the functions of `explain.py`. Only the scheduler
+        changes this state."""
         return self._state
 
     @property
@@ -359,27 +375,35 @@ class Scheduler:
 
     @property
     def max_sequence_tokens(self) -> int:
-        """The largest number of prompt and output tokens of one sequence."""
+        """The largest number of tokens that a sequence may have, prompt and output together."""
         return self._admission.limits.max_sequence_tokens
 
     def take_kv_events(self) -> list[KvEvent]:
-        """Return the changes in the cache since the last call, in order."""
+        """Return the prefix cache events since the last call, in order: blocks stored, blocks removed, and caches
+        cleared."""
         events, self._events = self._events, []
         return [*events, *self._state.worker.cache.index.take_events()]
 
     def drop_kv_events(self) -> KvEventCounts:
-        """Discard the pending cache events, and return their number by type. For schedulers without a subscriber."""
+        """Discard the pending prefix cache events, and return the number of discarded events of each type. This is for
+        servers without a subscriber."""
         events, self._events = self._events, []
         return Counter(map(type, events)) + self._state.worker.cache.index.drop_events()
 
     def kv_snapshot(self) -> list[BlockStored]:
-        """Return events that describe all cached content, parents first."""
+        """Return `BlockStored` events for all content of the prefix cache, so that a new subscriber knows the present
+        state. Parents come before their children."""
         return self._state.worker.cache.index.snapshot()
 
     def check(self) -> None:
-        """Assert every invariant of the core's design. The time is proportional to the size of the state."""
+        """Assert every invariant of the scheduler's state, for tests and simulations. The time is proportional to the
+        size of the state.
+
+        Raises AssertionError if an invariant does not hold.
+        """
         invariants.check(self._state, self._options.pipeline_depth, self._admission.limits.num_step_tokens)
 
     def check_sample(self) -> None:
-        """Assert a few invariants that are cheap enough for production."""
+        """Assert a few invariants of the scheduler's state that are cheap enough to check in production. Raises
+        AssertionError if one does not hold."""
         invariants.check_sample(self._state, self._options.pipeline_depth, self._admission.limits.num_step_tokens)

@@ -17,7 +17,8 @@ from scheduler_service.core.request import OutputMode, Request
 
 
 class GroupState(Enum):
-    """The state of a group of sequences: its activity, and the location of its KV cache blocks."""
+    """The state of a request's sequence group: whether it waits, runs or is preempted, and where its KV cache blocks
+    are."""
 
     WAITING = "waiting"  # the worker has nothing of it
     PREPARING = "preparing"  # like WAITING, but it cannot start: the worker is preparing its grammar
@@ -54,14 +55,23 @@ TRANSITIONS = {
 
 @dataclass(slots=True)
 class DropCount:
-    """The number of dropped samples, over all rows. While the number does not change, every sample in flight counts."""
+    """A counter, shared by all rows of a worker, of the events after which a planned sample is ignored or handled
+    individually.
+
+    Each plan in flight records the count at its dispatch. If the count is unchanged when the result arrives, every
+    sample counts, and no row must be checked.
+    """
 
     num_drops: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """A session that has requests, or blocks that a later request may use (`retention.py`)."""
+    """A session: a series of requests of one tenant, in which each prompt starts with the previous prompt and output.
+
+    The scheduler remembers a session while it has requests or idle KV cache blocks that a later request may use. See
+    `retention.py`.
+    """
 
     free_list: int
     tenant: str
@@ -79,7 +89,8 @@ class Session:
 
 @dataclass(slots=True, eq=False)
 class SequenceGroup:
-    """A request and its sequences, until the last sequence has ended."""
+    """A request and its sequences (samples, or the beams of a beam search), from arrival until the last sequence has
+    ended."""
 
     request: Request
     arrival: int  # sequence number of its arrival
@@ -111,7 +122,8 @@ class SequenceGroup:
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
-        """The end tokens of the request's grammar. They end an output at any length."""
+        """The end tokens of the request's grammar; empty if the request has no grammar. These tokens end an output of
+        any length, even below `min_tokens`."""
         return () if self.request.grammar is None else self.request.grammar.end_token_ids
 
     @property
@@ -120,93 +132,101 @@ class SequenceGroup:
 
     @property
     def has_precedence(self) -> bool:
-        """Whether the group precedes groups that have waited less and have never run."""
+        """Whether the request goes before waiting requests that arrived recently and have never run. This holds if the
+        request has been interrupted after it ran, or if it has waited longer than the policy's longest wait."""
         return self.is_overdue or bool(self.pauses)
 
     @property
     def must_compute_all(self) -> bool:
-        """Whether one row must compute all positions of the request, from the first on.
+        """Whether one row must compute all positions of the request itself, without prefix cache hits.
 
-        This holds for mean pooling. A mean is lost with its row, and no cached block contains a part of the mean.
+        This holds for embeddings with mean pooling. The running mean is part of the row (the worker's state of the
+        sequence) and is lost with the row. No cached KV block contains a part of the mean.
         """
         return self.request.sampling.pooling is Pooling.MEAN
 
     @property
     def chooses_tokens(self) -> bool:
-        """Whether its rows yield tokens, not candidates for one or embeddings."""
+        """Whether the worker samples tokens for this request. It is false for beam searches, where the worker returns
+        candidate tokens, and for embeddings."""
         sampling = self.request.sampling
         return sampling.num_candidates is None and sampling.pooling is Pooling.NONE
 
     @property
     def num_first_slots(self) -> int:
-        """The number of slots that the group needs to start.
+        """The number of free slots on the worker that the request needs to start. A slot holds one running sequence.
 
-        A beam search moves its beams between all its rows, so it needs all slots at once. Samples can get their slots
-        one after another.
+        A beam search needs slots for all its beams at once, because beams move between the slots. Parallel samples can
+        get their slots one after another, so the number is 1.
         """
         return 1 if self.beam is None else self.request.num_rows
 
     @property
     def live_sequences(self) -> list[Sequence]:
-        """The unfinished sequences of the group: samples that have not ended, or the beams of a search."""
+        """The unfinished sequences of the request: the samples that have not ended, or the running beams of a beam
+        search."""
         if self.beam is not None:
             return self.beam.beams
         return [sequence for sequence in self.sequences if not sequence.is_finished]
 
     @property
     def rows(self) -> list[Row]:
-        """The current or last row of each sequence."""
+        """The latest row of each sequence of the request. A row is the worker's state of one running sequence, and may
+        have been vacated already."""
         return [sequence.row for sequence in self.sequences if sequence.row is not None]
 
     @property
     def open_rows(self) -> list[Row]:
-        """The rows of the group that have a slot on the worker."""
+        """The rows (the worker's states of running sequences) of this request that still have a slot on the worker."""
         return [row for row in self.rows if row.slot >= 0]
 
     @property
     def planned_step(self) -> int:
-        """The last step whose plan includes any row of the group.
+        """The number of the last step plan that computes any sequence of this request; 0 if there is none.
 
-        No new row of the group starts until the result of this step has arrived.
+        After a preemption, the request does not resume until the result of this step has arrived.
         """
         return max((row.planned_step for row in self.rows), default=0)
 
     @property
     def rowless_sequences(self) -> list[Sequence]:
-        """The unfinished sequences of the group that have no slot yet."""
+        """The unfinished sequences of the request that do not have a slot on the worker yet."""
         return [sequence for sequence in self.live_sequences if sequence.open_row is None]
 
     @property
     def swapped_allocations(self) -> list[Allocation]:
-        """The block allocations of the group's sequences that have blocks on the host."""
+        """The block allocations of the unfinished sequences that have KV cache blocks on the host, because the request
+        was swapped out."""
         return [sequence.allocation for sequence in self.live_sequences if sequence.allocation.host_blocks]
 
     @property
     def is_bound(self) -> bool:
         """Whether only this scheduler can finish the request.
 
-        This holds if the client has received a part of the output, or if the request is detached. Any other request
-        could equally well start again on another server.
+        This holds if the client has received a part of the output, or if the request is detached (it runs without a
+        client connection). Any other request could equally well start again on another server.
         """
         if self.request.output_mode is OutputMode.STREAMED and self.beam is None:
             return any(sequence.is_finished or sequence.first_token_at is not None for sequence in self.sequences)
         return self.request.output_mode is OutputMode.DETACHED
 
     def pause(self, now: float) -> None:
-        """Record the time at which the group's device blocks were lost, or began to move to the host."""
+        """Record when the request was interrupted: its KV cache blocks were lost, or began to move to the host. `now`
+        is in seconds of the caller's clock."""
         if len(self.pauses) % 2 == 0:
             self.pauses += (now,)
 
     def resume(self, now: float) -> None:
-        """Record the time at which the group runs, for the first time or again."""
+        """Record when an interrupted request runs again. `now` is in seconds of the caller's clock. Does nothing when
+        the request runs for the first time."""
         if len(self.pauses) % 2:
             self.pauses += (now,)
 
     def dissolve(self) -> None:
-        """Release the sequences of a group after the last of them has ended.
+        """Break the reference cycles between a finished request and its sequences.
 
-        This breaks the reference cycle between the group and its sequences. So both are freed with the last plan that
-        refers to them, without a garbage collection.
+        Python then frees the objects together with the last plan that refers to them, without a run of the garbage
+        collector.
         """
         for sequence in self.sequences:
             sequence.finish()
@@ -217,7 +237,8 @@ class SequenceGroup:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A sample of a request, or one row of a beam search: its tokens, its block allocation and its row on a worker."""
+    """One sample of a request, or one beam of a beam search: the token ids, the allocated KV cache blocks, and the row
+    on the worker."""
 
     sequence_id: int
     group: SequenceGroup
@@ -248,44 +269,52 @@ class Sequence:
 
     @property
     def may_match(self) -> bool:
-        """Whether the sequence may start from cached content."""
+        """Whether the sequence may start from prefix cache hits. It may not while it owes log-probabilities of prompt
+        tokens, or if the request needs mean pooling."""
         return not self.wants_prompt_logprobs and not self.group.must_compute_all
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of prompt positions are still owed.
+        """Whether the client still has to receive log-probabilities of prompt tokens.
 
-        Their positions must be computed even if they are cached.
+        Log-probabilities are not cached. So their positions must be computed even if the KV cache already contains
+        them.
         """
         return self.num_prompt_logprobs is not None and self.num_prompt_logprobs_sent < self.num_prompt_tokens - 1
 
     @property
     def open_row(self) -> Row | None:
-        """The sequence's row if the row has a slot, or None."""
+        """The sequence's row (its state on the worker), or None if the sequence has no slot on the worker."""
         return self.row if self.row is not None and self.row.slot >= 0 else None
 
     def take_slot(self, slot: int, drops: DropCount, *, is_gated: bool) -> Row:
-        """Create a row in a slot, and return it. No result of an earlier row may be in flight."""
+        """Create the row of this sequence in a slot of the worker, and return the row.
+
+        A gated row (`is_gated`) rests after each sample until the scheduler has chosen its next token. No result of an
+        earlier row of the sequence may be in flight.
+        """
         self.row = Row(self, self.allocation, slot, drops, is_gated, len(self.token_ids))
         return self.row
 
     def finish(self) -> None:
-        """Mark the sequence as finished. Results that arrive later are ignored."""
+        """Mark the sequence as finished. Results for this sequence that arrive later are ignored."""
         self.is_finished = True
         if self.row is not None:
             self.row.drop()
         self.row = None
 
     def begin_epoch(self, allocation: Allocation) -> None:
-        """Forget the state on the lost worker. `holding` is the empty allocation on the new worker."""
+        """Forget the sequence's state on the lost worker. `allocation` is an empty block allocation for the next
+        worker."""
         self.allocation, self.row = allocation, None
 
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A sequence's state on the worker, from the allocation of a slot until the row is vacated.
+    """The worker's state of one running sequence, as the scheduler tracks it.
 
-    Results of plans in flight still count after that, unless the row is dropped.
+    A row begins when the sequence gets a slot on the worker, and ends when the slot is given up. Results of plans sent
+    before the end still count, unless the row is dropped.
     """
 
     sequence: Sequence
@@ -326,14 +355,16 @@ class Row:
 
     @property
     def num_in_flight(self) -> int:
-        """The number of planned samples whose tokens have not arrived yet and will count."""
+        """The number of tokens that plans in flight sample for this row and that the scheduler will use. It is 0 for a
+        dropped row."""
         return 0 if self.is_dropped else self.num_expected_tokens - len(self.allocation.token_ids)
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """The number of positions to plan: tokens known and in flight, less computed positions.
+        """The number of token positions of this row that still have to be planned. Tokens that plans in flight will
+        sample are included.
 
-        It is 0 if the tokens in flight reach the length limit, because the sequence then ends.
+        It is 0 if the tokens in flight reach the sequence's length limit, because the sequence then ends.
         """
         if self.is_gated:
             return len(self.allocation.token_ids) - self.allocation.num_computed_tokens
@@ -344,43 +375,49 @@ class Row:
     def num_settled_tokens(self) -> int:
         """The number of planned positions whose tokens are known and that will not be computed again.
 
-        Only these positions may be published. The block of a position that may be computed again must not be shared.
+        Only these positions may be published in the prefix index. The block of a position that may be computed again
+        must not be shared.
         """
         return min(self.allocation.num_computed_tokens, len(self.allocation.token_ids) - self.may_repeat)
 
     @property
     def may_repeat(self) -> bool:
-        """Whether the row's last known token may be computed again.
+        """Whether the position of the row's last known token may be computed a second time.
 
-        This happens to a gated row after a preemption, and to a row with a grammar that was late. The blocks that this
-        reads and writes must still be the row's own.
+        This happens to a gated row (a row that waits for the scheduler's choice after each sample) after a preemption,
+        and to a row whose grammar mask was not ready in time. The KV cache blocks that the second computation reads and
+        writes must still belong to this row.
         """
         return self.is_gated or self.sequence.group.request.grammar is not None
 
     @property
     def next_position(self) -> int:
-        """The first position that the row may compute from now on."""
+        """The first token position that the row may compute from now on. The blocks that this position reads must be
+        kept."""
         num_computed = self.allocation.num_computed_tokens
         return min(num_computed, len(self.allocation.token_ids) - 1) if self.may_repeat else num_computed
 
     def plan(self, step: int, num_tokens: int, *, samples: bool) -> None:
-        """Count the work that the plan of `step` gives to the row: `num_tokens` more positions, and a sample if
-        `samples` is true."""
+        """Record that the plan of `step` computes `num_tokens` more positions of this row. If `samples` is true, the
+        plan also samples the next token."""
         self.planned_step = step
         self.allocation.compute(num_tokens)
         self._num_expected += samples
 
     def reported(self) -> None:
-        """Record that the candidates of a beam have arrived. No sample is in flight."""
+        """Record that the candidates for a beam's next token have arrived from the worker. No sample of this row is in
+        flight any more."""
         self._num_expected = len(self.allocation.token_ids)
 
     def append_token(self, token_id: int) -> None:
-        """Append the next token to a gated row, which waits for the scheduler's choice after each sample."""
+        """Append the token that the scheduler has chosen to a gated row (a row that waits for the scheduler's choice
+        after each sample)."""
         self.allocation.token_ids.append(token_id)
         self._num_expected = len(self.allocation.token_ids)
 
     def repeat(self) -> None:
-        """Record that the row's next sample in flight will not arrive.
+        """Record that one planned sample of this row will not arrive, because the row's grammar mask was not ready in
+        time.
 
         The position before the sample is computed again, if it has been computed.
         """
@@ -388,41 +425,47 @@ class Row:
         self.allocation.compute_again(self._num_expected - 1)
 
     def rewind(self) -> None:
-        """Drop the row's results in flight. The sequence's next row computes the last token again."""
+        """Ignore the results of this row that have not arrived yet. The sequence's next row computes the position of
+        the last token again."""
         self.drop()
         self.allocation.compute_again(len(self.allocation.token_ids) - 1)
 
     def drop(self) -> None:
-        """Drop the row's samples in flight. They will not count."""
+        """Ignore the sampled tokens of this row that have not arrived yet."""
         self.drops.num_drops += self.num_in_flight > 0
         self.is_dropped = True
 
     def vacate(self) -> None:
-        """Give up the row's slot. Samples in flight still count."""
+        """Mark the row as without a slot on the worker. Samples that are still in flight count when they arrive."""
         self.slot = -1
 
     def join_decoding(self, steps: StepCount) -> None:
-        """Count one token and one sample for every plan from the next plan on."""
+        """Begin to count one computed position and one sampled token for every plan, starting with the next plan.
+        Decoding rows are then not visited in each plan."""
         self.last_step = steps.num_steps + self.sequence.max_num_tokens - self._num_expected
         self.allocation.join_decoding(steps)
 
     def due_by(self, block_step: int) -> int:
-        """Set the plan that must next examine this decoding row, and return it.
+        """Set and return the step in which the scheduler must next examine this decoding row.
 
-        `block_step` is the plan in which the row needs its next block. The plan of its last token may be earlier.
+        `block_step` is the step in which the row needs its next KV cache block. The result is lower if the row samples
+        its last token in an earlier step.
         """
         self.due_step = min(block_step, self.last_step)
         return self.due_step
 
     def leave_decoding(self, steps: StepCount) -> None:
-        """Stop counting a token for every plan. `plan` counts tokens again."""
+        """Stop counting one token of this row for every plan. Each later plan counts its tokens by a call of `plan`."""
         self.planned_step, self._num_expected, self.due_step = steps.num_steps, self.num_expected_tokens, 0
         self.allocation.leave_decoding()
 
 
 @dataclass(slots=True, eq=False)
 class BeamGroup:
-    """The running beam search of a group. The group's sequences represent rows, and beams move between these rows."""
+    """The state of a request's running beam search.
+
+    The request's sequences stand for rows on the worker, and beams move between these rows.
+    """
 
     search: BeamSearch
     output_ids: list[int]  # sequence ids of the hypotheses, best first
@@ -436,24 +479,29 @@ class BeamGroup:
     num_tokens: int = 0  # tokens with which its beams have continued, in total
 
     def report(self, beam: Sequence, candidates: list[tuple[int, float]]) -> bool:
-        """Store the candidates of a beam. Returns whether all beams have reported, so that `select` can be called."""
+        """Store the candidates for the next token of one beam, as (token id, log-probability) pairs.
+
+        Return whether all beams now have candidates, so that `select` can be called.
+        """
         self.candidates[beam] = candidates
         return len(self.candidates) == len(self.beams)
 
     def select(self) -> BeamStep:
-        """Choose the next beams from the candidates of all beams."""
+        """Choose the beams of the next step from the candidates of all current beams. Return the chosen beams, and
+        whether the search has ended."""
         states = [BeamState(beam.cumulative_logprob, beam.token_ids[beam.num_prompt_tokens :]) for beam in self.beams]
         step = self.search.advance(states, [self.candidates[beam] for beam in self.beams])
         self.candidates.clear()
         return step
 
     def forget_step(self) -> None:
-        """Discard the candidates since the last selection, and the changes that no plan contains yet."""
+        """Discard the candidates that arrived since the last selection of beams, and the row changes that have not been
+        sent to the worker."""
         self.candidates.clear()
         self.forget_changes()
 
     def forget_changes(self) -> None:
-        """Discard the changes of the last selection."""
+        """Discard the changes of rows (forks, appended tokens, new slots) from the last selection of beams."""
         self.forks.clear()
         self.appended.clear()
         self.new_slots.clear()

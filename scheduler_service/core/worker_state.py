@@ -15,10 +15,11 @@ _NO_CAPACITY = WorkerCapacity("", b"", 0, 0, 1, 0, 0, 0, 0, "", "", "")
 
 
 class WorkerState:
-    """The scheduler's view of one worker, from its connection until it is lost.
+    """The scheduler's view of one worker, from its connection until its loss: KV cache blocks, rows, grammars and plans
+    in flight.
 
-    While no worker is connected, a state of epoch 0 takes its place. So only `scheduler.py` needs to check whether a
-    worker is connected.
+    While no worker is connected, a state of epoch 0 without blocks and rows takes its place. So only `scheduler.py`
+    needs to check whether a worker is connected.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class WorkerState:
 
     @classmethod
     def without_worker(cls) -> "WorkerState":
-        """Return a state without rows and blocks, for the time when no worker is connected."""
+        """Return a worker state without rows and KV cache blocks, for the time in which no worker is connected."""
         cache = CacheManager(_NO_CAPACITY, num_step_tokens=0, enable_prefix_caching=False, watermark=0.0)
         return cls(0, _NO_CAPACITY, cache, 0, CostModel(PreemptionMode.RECOMPUTE, 0, 0.0))
 
@@ -55,13 +56,18 @@ class WorkerState:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether no plan and no move is in flight. Nothing then changes until a plan is sent."""
+        """Return whether the worker has no plan and no block transfer in progress. The worker's state then does not
+        change until a plan is sent."""
         return not self.unacknowledged and not len(self.cache.moves)
 
     # Rows
 
     def open_row(self, sequence: Sequence, builder: PlanBuilder) -> None:
-        """Add a row opening for a sequence that has its blocks, and plan as many of its tokens as the budget allows."""
+        """Add a row (the worker's state of one running sequence) for `sequence` to the plan, and plan as many of its
+        tokens as the budget allows.
+
+        The sequence must already have the KV cache blocks for its present tokens.
+        """
         row = self.rows.open(sequence)
         if row.allocation.num_computed_tokens >= sequence.num_prompt_tokens:
             row.allocation.may_be_forked(builder.step + 1)  # it may have matched blocks that this plan computes
@@ -90,7 +96,8 @@ class WorkerState:
         )
 
     def forget(self, group: SequenceGroup) -> None:
-        """Release everything that the group has on the worker: its rows, and its blocks in both tiers."""
+        """Release everything that a request has on the worker: its rows, and its KV cache blocks on the device and on
+        the host."""
         self.rows.vacate_group(group)
         for sequence in group.sequences:
             self.cache.release(sequence.allocation)
@@ -98,9 +105,11 @@ class WorkerState:
     # Beams
 
     def branch(self, group: SequenceGroup, beam_group: BeamGroup, children: list[Child]) -> None:
-        """Assign the children of a beam selection to the group's rows.
+        """Assign the beams that a beam search has selected to the request's rows on the worker, and share the KV cache
+        blocks of their parents.
 
-        The first child of a beam keeps the beam's row. Further children move to rows whose beam has no child.
+        The first child of a beam stays in the row of that beam. Further children of the beam move to rows that have no
+        child.
         """
         parents, rows = beam_group.beams, {row.sequence: row for row in group.open_rows}
         used = {parents[child.parent] for child in children}
@@ -130,15 +139,16 @@ class WorkerState:
     # Blocks
 
     def find(self, sequence: Sequence) -> Match:
-        """Return the cached prefix of a sequence. It is empty if the sequence may not match cached content."""
+        """Return the prefix cache hit of a sequence. It is empty if nothing is cached, or if the sequence must not use
+        cached content."""
         is_sought = self.cache.enable_prefix_caching and sequence.may_match
         return self.cache.match(sequence.allocation, sequence.group.cursor) if is_sought else Match()
 
     def match(self, sequence: Sequence) -> Match | None:
-        """Return the cached content that the sequence should start from.
+        """Return the prefix cache hit with which the sequence should start.
 
-        Returns None if the sequence must wait for another group's load of the same content. Content on the host is left
-        out if recomputing it is cheaper than loading it.
+        Return None if another request is loading the same content from the host. The sequence should wait for that
+        load. Content on the host is left out if the recomputation costs less time than the load.
         """
         match = self.find(sequence)
         if match.is_loading:
@@ -148,11 +158,11 @@ class WorkerState:
         return match.without_host()
 
     def num_forked_tokens(self, sequence: Sequence, relative: Row) -> int:
-        """Return the number of positions that the sequence can fork from another row of its group, whose prompt is
-        computed.
+        """Return the number of prompt positions that a new sample can copy from `relative`, a row of the same request
+        whose prompt is computed.
 
         Positions that the other row may write again are left out. The result is 0 if the sliding window has passed
-        blocks that the fork would read.
+        blocks that the new sample would read.
         """
         num_tokens = min(sequence.num_prompt_tokens, sequence.num_tokens - 1, relative.next_position)
         return (
@@ -160,7 +170,8 @@ class WorkerState:
         )
 
     def free_unread(self, group: SequenceGroup) -> bool:
-        """Free the blocks that the group's rows no longer read. Returns whether this freed any block."""
+        """Free the KV cache blocks of a request that no row reads any more, because the sliding window has passed them.
+        Return whether any block was freed."""
         num_free = self.cache.pool.num_free
         if self.cache.window:
             for row in group.open_rows:
@@ -170,7 +181,8 @@ class WorkerState:
     # Plans
 
     def dispatch(self, builder: PlanBuilder) -> StepPlan | None:
-        """Finish the plan, record it as in flight, and return it. Returns None if the plan is empty."""
+        """Finish the plan that `builder` has built, record it as in flight, and return it. Return None if the plan has
+        no work for the worker."""
         if builder.is_empty:
             return None
         self.steps.num_steps += 1

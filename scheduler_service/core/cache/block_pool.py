@@ -21,18 +21,20 @@ Ring = Callable[[int], Iterator[int]]
 
 
 def equal_priority(free_list: int) -> RetentionPriority:
-    """Return the same priority for every free list."""
+    """Return the same eviction priority for every free list of KV cache blocks. This is the default of
+    `EvictionOrder`."""
     return ()
 
 
 def no_owner(free_list: int) -> str:
-    """Return the same owner, an empty name, for every free list."""
+    """Return an empty owner name for every free list of KV cache blocks. This is the default of `EvictionOrder`."""
     return ""
 
 
 @dataclass(slots=True, eq=False)
 class _Owner:
-    """The nonempty free lists of one owner."""
+    """The nonempty free lists of one owner (a tenant) in a pool of KV cache blocks, and the number of blocks in these
+    lists."""
 
     name: str
     free_lists: list[tuple[RetentionPriority, int]] = field(default_factory=list)  # sorted
@@ -40,12 +42,13 @@ class _Owner:
 
 
 class EvictionOrder:
-    """The order in which free lists lose their blocks.
+    """The order in which idle cached KV blocks are evicted from the free lists of a block pool.
 
-    A free list whose priority is below `horizon` is evicted first, regardless of its owner. Of several such lists, the
-    list with the lowest priority is evicted first. If no list is below the horizon, the owner with the most blocks
-    loses a block, from its list with the lowest priority. So an owner's blocks at or above the horizon never displace
-    blocks of an owner with fewer blocks, unless the latter are below the horizon.
+    Each free list has a priority and an owner (a tenant). A free list whose priority is below `horizon` is evicted
+    first, regardless of its owner. Among several such lists, the list with the lowest priority is evicted first. If no
+    list is below the horizon, the owner with the most blocks loses a block, from the owner's list with the lowest
+    priority. So an owner's blocks at or above the horizon never displace blocks of an owner with fewer blocks, unless
+    the blocks of the other owner are below the horizon.
 
     The pool reports which lists contain blocks. `priority_of` is called for a list when the list gets its first block.
     """
@@ -55,10 +58,10 @@ class EvictionOrder:
         priority_of: Callable[[int], RetentionPriority] = equal_priority,
         owner_of: Callable[[int], str] = no_owner,
     ) -> None:
-        """Create an order of empty lists.
+        """Create an eviction order for free lists that are all empty.
 
-        `priority_of` returns the current priority of a list. Code that changes this priority must call `changed`.
-        `owner_of` returns the owner of a list, which must not change while the list contains blocks.
+        `priority_of` returns the current priority of a free list. Code that changes this priority must call `changed`.
+        `owner_of` returns the owner of a free list. The owner must not change while the list contains blocks.
         """
         self.priority_of = priority_of
         self.owner_of = owner_of
@@ -71,14 +74,15 @@ class EvictionOrder:
         self._most_blocks = 0  # the largest number of blocks of one owner
 
     def changed(self, free_list: int) -> None:
-        """Update the position of a list whose priority may have changed. Does nothing if the list is empty."""
+        """Move a free list to its new place in the eviction order after its priority may have changed. Does nothing if
+        the list is empty."""
         before = self._priorities.get(free_list)
         if before is not None and (priority := self.priority_of(free_list)) != before:
             self._remove(free_list, before)
             self._insert(free_list, priority)
 
     def added(self, free_list: int) -> None:
-        """Record that a block was added to a list."""
+        """Record that a KV cache block was added to a free list."""
         owner = self._owner.get(free_list)
         if owner is None:
             name = self.owner_of(free_list)
@@ -87,7 +91,7 @@ class EvictionOrder:
         self._count(owner, owner.num_blocks + 1)
 
     def taken(self, free_list: int, *, is_last: bool) -> None:
-        """Record that a block was removed from a list. `is_last` states that the list is now empty."""
+        """Record that a KV cache block was removed from a free list. `is_last` is true if the list is empty now."""
         owner = self._owner[free_list]
         self._count(owner, owner.num_blocks - 1)
         if is_last:
@@ -97,28 +101,32 @@ class EvictionOrder:
                 del self._owners[owner.name]
 
     def first(self) -> int:
-        """Return the free list to evict from. Raises IndexError if all lists are empty."""
+        """Return the free list from which the next KV cache block is evicted. Raises IndexError if all free lists are
+        empty."""
         priority, free_list = self._filled[0]
         if priority < self.horizon:
             return free_list
         return next(iter(self._levels[self._most_blocks])).free_lists[0][1]
 
     def yields(self, free_list: int, other: int) -> bool:
-        """Return whether a block in `free_list` may be evicted to make room for a block of list `other`.
+        """Return whether a KV cache block in `free_list` may be evicted so that a block of the free list `other` can
+        take its place.
 
-        The priority of `free_list` must be lower. If the lists have different owners, it must also be below the
-        horizon.
+        The priority of `free_list` must be lower than the priority of `other`. If the two lists have different owners,
+        the priority of `free_list` must also be below the horizon.
         """
         priority = self.priority_of(free_list)
         is_exposed = priority < self.horizon or self.owner_of(free_list) == self.owner_of(other)
         return is_exposed and priority < self.priority_of(other)
 
     def best(self, max_lists: int) -> list[int]:
-        """Return up to `max_lists` nonempty lists with the highest priorities, best first."""
+        """Return up to `max_lists` nonempty free lists with the highest eviction priorities, best first. The blocks of
+        these lists are worth keeping most."""
         return [free_list for _, free_list in self._filled[: -max_lists - 1 : -1]]
 
     def blocks(self, ring: Ring) -> Iterator[tuple[int, int]]:
-        """Iterate over the blocks of all lists in eviction order, as (free list, block)."""
+        """Iterate over the KV cache blocks of all free lists in eviction order, as (free list, block). `ring` iterates
+        over the blocks of one free list."""
         num_exposed = bisect_left(self._filled, (self.horizon,))
         num_taken: dict[_Owner, int] = {}
         for _, free_list in islice(self._filled, num_exposed):
@@ -138,7 +146,7 @@ class EvictionOrder:
                 yield next(blocks)
 
     def _remaining(self, owner: _Owner, ring: Ring) -> Iterator[tuple[int, int]]:
-        """Iterate over an owner's blocks at or above the horizon, as (free list, block)."""
+        """Iterate over an owner's KV cache blocks in free lists at or above the horizon, as (free list, block)."""
         for _, free_list in islice(owner.free_lists, bisect_left(owner.free_lists, (self.horizon,)), None):
             for block in ring(free_list):
                 yield free_list, block
@@ -153,7 +161,8 @@ class EvictionOrder:
             del free_lists[bisect_left(free_lists, (priority, free_list))]
 
     def _count(self, owner: _Owner, num_blocks: int) -> None:
-        """Change an owner's number of blocks by one, and move the owner to the level of that number."""
+        """Set an owner's number of blocks in the eviction order, which may change by one at a time. `_levels` groups
+        the owners by this number."""
         level = self._levels.get(owner.num_blocks)
         if level is not None:  # the owner has blocks
             del level[owner]
@@ -168,7 +177,8 @@ class EvictionOrder:
 
 
 class BlockPool:
-    """The blocks of one tier: the reference count of each block, and the order in which free blocks are allocated."""
+    """The KV cache blocks of the device or of the host: the reference count of each block, and the order in which free
+    blocks are allocated."""
 
     def __init__(self, num_blocks: int, order: EvictionOrder | None = None) -> None:
         self.num_blocks = num_blocks
@@ -191,7 +201,7 @@ class BlockPool:
     def allocate(self) -> int:
         """Allocate the next free block, and return its number.
 
-        If the block's content was cached, the content is lost. Raises RuntimeError if no block is free.
+        If the content of the block was cached, the content is lost. Raises RuntimeError if no block is free.
         """
         block = self._next[0] or self.next_of(self.order.first()) if self.num_free else 0
         if block == 0:
@@ -202,17 +212,18 @@ class BlockPool:
         return block
 
     def share(self, block: int) -> None:
-        """Add a reference to a block. An idle cached block is removed from its free list."""
+        """Add a reference to a KV cache block, for example after a prefix cache hit. If the block was idle, it is
+        removed from its free list."""
         if self._ref_counts[block] == 0:
             self._unlink(block)
         self._ref_counts[block] += 1
 
     def free(self, block: int, *, cached: bool, spare: bool = False, free_list: int = 0) -> None:
-        """Drop a reference to a block.
+        """Drop a reference to a KV cache block. A block without references becomes free.
 
-        A block without references becomes free. If its content is not cached, the block goes to the head of the first
-        free list. If its content is cached, the block goes to the end of free list `free_list`. A backed-up block
-        (`spare`), whose content is cached elsewhere too, goes to the end of the first free list instead. Raises
+        If the content of the block is not cached, the block goes to the head of the first free list, so that it is
+        reused next. If the content is cached, the block goes to the end of free list `free_list`. The content of a
+        backed-up block (`spare`) is cached elsewhere too. Such a block goes to the end of the first free list. Raises
         RuntimeError if the block has no reference.
         """
         count = self._ref_counts[block] - 1
@@ -232,46 +243,54 @@ class BlockPool:
             self.order.added(free_list)
 
     def spare(self, block: int) -> None:
-        """Mark an idle block as backed-up: its content is now cached elsewhere too."""
+        """Mark an idle block as backed-up, because its content is now cached elsewhere too. Backed-up blocks are
+        evicted before all other idle cached blocks."""
         self._unlink(block)
         self._link_spare(block)
 
     def uncache(self, block: int) -> None:
-        """Mark a block's content as no longer cached. An idle block moves to the head of the first free list."""
+        """Mark the content of a block as no longer cached. If the block is idle, it moves to the head of the first free
+        list."""
         if self._ref_counts[block] == 0:
             self._unlink(block)
             self._link(block, before=self._next[0], cached=False)
 
     def free_list_of(self, block: int) -> int:
-        """Return the further free list that contains the block, or contained it last with its current content; 0 if
-        none did."""
+        """Return the number of the free list that contains the block, or that contained it last with its present
+        content; 0 if no such list is known.
+
+        The first free list, for blocks whose content is not cached or is cached elsewhere too, does not count.
+        """
         return self._free_list_of[block]
 
     def has_blocks(self, free_list: int) -> bool:
-        """Return whether a free list contains any block."""
+        """Return whether a free list of idle cached blocks contains any block."""
         sentinel = self._sentinel(free_list)
         return self._next[sentinel] != sentinel
 
     def next_without_loss(self) -> int:
-        """Return the next free block whose allocation loses no cached content, or 0 if there is no such block.
+        """Return the next free block that can be allocated without a loss of cached content, or 0 if there is no such
+        block.
 
-        Its content is either not cached, or is cached elsewhere too.
+        The content of this block is not cached, or it is cached elsewhere too.
         """
         return self._next[0]
 
     def next_of(self, free_list: int) -> int:
-        """Return the block that is allocated next from a further free list, or 0 if the list is empty."""
+        """Return the KV cache block that would be evicted next from the free list `free_list`, or 0 if the list is
+        empty."""
         block = self._next[self._sentinel(free_list)]
         return block if block <= self.num_blocks else 0
 
     def free_blocks(self) -> Iterator[int]:
-        """Iterate over all free blocks in the current allocation order."""
+        """Iterate over all free blocks of the pool in the order in which they would be allocated now."""
         yield from self._ring(0)
         for _, block in self.idle_blocks():
             yield block
 
     def idle_blocks(self) -> Iterator[tuple[int, int]]:
-        """Iterate over the idle cached blocks that are not backed-up, in allocation order, as (free list, block)."""
+        """Iterate over the idle cached blocks in eviction order, as (free list, block). Backed-up blocks (blocks whose
+        content is cached elsewhere too) are left out."""
         return self.order.blocks(lambda free_list: self._ring(self._sentinel(free_list)))
 
     def _ring(self, sentinel: int) -> Iterator[int]:
@@ -281,7 +300,8 @@ class BlockPool:
             block = self._next[block]
 
     def _sentinel(self, free_list: int) -> int:
-        """Return the index of a further free list's sentinel, after creating the list if necessary."""
+        """Return the index of the sentinel entry of a free list in the linked-list arrays. The list is created if it
+        does not exist."""
         sentinel = self.num_blocks + 1 + free_list
         if sentinel >= len(self._next):
             entries = range(len(self._next), sentinel + 1)

@@ -21,9 +21,9 @@ from scheduler_service.core.request import BlockRemoved, BlockStored, KvEvent, K
 
 
 class Root(NamedTuple):
-    """The part of a content's identity other than its tokens.
+    """The part of a cached content's identity that is not its tokens: the tenant, the cache salt and the model.
 
-    Equal tokens under different roots are different content.
+    Equal tokens under different roots are different contents of the KV cache.
     """
 
     digest: bytes
@@ -31,10 +31,10 @@ class Root(NamedTuple):
 
 
 def content_root(tenant: str, cache_salt: str, model_digest: bytes) -> Root:
-    """Return the root for a tenant, a cache salt and a model.
+    """Return the root of the prefix index tree for a tenant, a cache salt and a model.
 
-    The root contains everything that makes the K and V of equal tokens differ, and the tenant that owns them. It leaves
-    out how the worker computes, because an index never outlives its worker.
+    The root identifies everything that makes the K and V of equal tokens differ, and the tenant that owns the content.
+    It does not include how the worker computes, because a prefix index never outlives its worker.
     """
     named = repr((tenant, cache_salt, model_digest)).encode()
     return Root(sha256(named).digest(), xxhash.xxh3_64_intdigest(named))
@@ -47,10 +47,10 @@ def _token_bytes(token_ids: Sequence[int], block_index: int, block_size: int) ->
 
 @dataclass(slots=True, eq=False, repr=False)
 class Cursor:
-    """The position of a waiting prompt in the prefix index: after the cached blocks with which the prompt starts.
+    """The position of a waiting prompt in the prefix index: the end of the cached blocks with which the prompt starts.
 
-    The index moves the cursor when blocks are published or forgotten. So the number of uncached blocks is known without
-    matching the prompt again.
+    The prefix index moves the cursor when blocks are published or forgotten. So the scheduler always knows the number
+    of uncached blocks, without matching the prompt again.
     """
 
     node: Node  # of the last cached block; the root if none is cached
@@ -61,17 +61,18 @@ class Cursor:
 
     @property
     def num_missing_blocks(self) -> int:
-        """Return the number of the prompt's full blocks that are not cached."""
+        """Return the number of full blocks of the waiting prompt that are not in the prefix cache."""
         return self.max_blocks - self.num_blocks
 
     @property
     def next_bytes(self) -> bytes:
-        """Return the token bytes of the first block that is not cached, or empty bytes if all blocks are cached."""
+        """Return the token ids, as bytes, of the prompt's first block that is not cached. Return empty bytes if all
+        full blocks are cached."""
         is_whole = self.num_blocks == self.max_blocks
         return b"" if is_whole else _token_bytes(self.token_ids, self.num_blocks, self.block_size)
 
     def chain(self) -> list[Node]:
-        """Return the nodes of the cached blocks, in the order of the prompt."""
+        """Return the index nodes of the prompt's cached blocks, in the order of the prompt."""
         nodes = []
         node = self.node
         while node.parent is not None:
@@ -81,9 +82,10 @@ class Cursor:
         return nodes
 
     def advance(self) -> None:
-        """Move the cursor from its node to the last cached block of its prompt, and attach it to that block's node.
+        """Move the cursor forward in the prefix index, from its node to the last cached block of its prompt, and attach
+        it to the node of that block.
 
-        The cursor must not be attached to a node.
+        The cursor must not be attached to a node when this method is called.
         """
         node, next_bytes = self.node, self.next_bytes
         while next_bytes:
@@ -100,7 +102,7 @@ class Cursor:
         node.cursors.setdefault(next_bytes, {})[self] = None
 
     def lift(self) -> None:
-        """Detach the cursor from its node."""
+        """Detach the cursor (the position of a waiting prompt in the prefix index) from its node."""
         standing = self.node.cursors
         assert standing is not None
         next_bytes = self.next_bytes
@@ -111,7 +113,10 @@ class Cursor:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Node:
-    """The content of one block after a given prefix."""
+    """A node of the prefix index: the content of one full KV cache block after a given prefix.
+
+    The node lists the device blocks and the host block that contain copies of this content.
+    """
 
     root: Root
     parent: Node | None
@@ -127,11 +132,12 @@ class Node:
 
     @property
     def is_cached(self) -> bool:
-        """Return whether either tier has a copy."""
+        """Return whether a block on the device or on the host contains a copy of this node's content."""
         return bool(self.blocks or self.host_block)
 
     def stored(self, tier: Tier) -> BlockStored:
-        """Return the event that a tier has stored this content."""
+        """Return the cache event for subscribers that says that this content can now be matched in a tier (device or
+        host)."""
         assert self.parent is not None
         return BlockStored(
             self.block_hash,
@@ -144,19 +150,23 @@ class Node:
 
 
 class Cursors:
-    """The cursors of an index. They move when a node gets its first copy or loses its last copy."""
+    """The cursors of a prefix index. A cursor is the position of a waiting prompt: the end of its cached blocks.
+
+    Cursors move when the content of a node gets its first copy or loses its last copy.
+    """
 
     def __init__(self) -> None:
         self.number = 0
         self._moved: dict[Cursor, None] = {}
 
     def add(self, cursor: Cursor) -> None:
-        """Add a cursor, which starts at its root, and move it to the last cached block."""
+        """Add a new cursor, which starts at the root of its prompt's tree, and move it to the prompt's last cached
+        block."""
         self.number += 1
         cursor.advance()
 
     def remove(self, cursor: Cursor) -> None:
-        """Stop tracking a cursor, and detach it from its node."""
+        """Stop tracking the cursor of a prompt that no longer waits, and detach the cursor from its node."""
         self.number -= 1
         self._moved.pop(cursor, None)
         cursor.lift()
@@ -164,12 +174,14 @@ class Cursors:
             node.num_cursors -= 1
 
     def take_moved(self) -> list[Cursor]:
-        """Return the cursors that may have moved since the last call."""
+        """Return the cursors (positions of waiting prompts in the prefix index) that may have moved since the last
+        call."""
         moved, self._moved = self._moved, {}
         return list(moved)
 
     def draw(self, node: Node) -> None:
-        """Advance the cursors that wait for the content of `node`, which has just got its first copy."""
+        """Advance the cursors of the waiting prompts that continue with the content of `node`. This content has just
+        been cached."""
         waiting = node.parent.cursors if node.parent is not None else None
         for cursor in list((waiting or {}).get(node.token_bytes, ())):
             cursor.lift()
@@ -177,10 +189,8 @@ class Cursors:
             self._moved[cursor] = None
 
     def repel(self, node: Node) -> None:
-        """Move the cursors on `node` and its descendants back to the node's parent.
-
-        The node has just lost its last copy.
-        """
+        """Move the cursors on `node` and its descendants back to the node's parent, because the content of `node` is no
+        longer cached."""
         assert node.parent is not None
         nodes = [node]
         for visited in nodes:
@@ -197,7 +207,11 @@ class Cursors:
 
 
 class PrefixIndex:
-    """All cached content of one worker, as trees of nodes. Each tree has one root."""
+    """The prefix cache index of one worker: finds the KV cache blocks on the device and on the host that contain a
+    given prefix.
+
+    The index is a set of trees. Each tree has one root, and each other node is the content of one full block.
+    """
 
     def __init__(self, block_size: int, num_blocks: int, num_host_blocks: int = 0) -> None:
         self._block_size = block_size
@@ -210,9 +224,9 @@ class PrefixIndex:
         self.cursors = Cursors()
 
     def match(self, root: Root, token_ids: Sequence[int], max_blocks: int) -> list[Node]:
-        """Return the longest chain of cached nodes that is a prefix of `token_ids`.
+        """Return the longest chain of cached index nodes that is a prefix of `token_ids`.
 
-        Each node may be cached in either tier. The chain has at most `max_blocks` nodes.
+        Each node may be cached on the device, on the host, or in both places. The chain has at most `max_blocks` nodes.
         """
         node = self.roots.get(root)
         chain: list[Node] = []
@@ -226,33 +240,35 @@ class PrefixIndex:
     # Cursors
 
     def follow(self, root: Root, token_ids: Sequence[int], max_blocks: int) -> Cursor:
-        """Create a cursor for a prompt and return it.
+        """Create a cursor for a waiting prompt, and return the cursor.
 
-        The cursor stays at the end of the longest chain of cached nodes, in either tier, that is a prefix of
-        `token_ids`. The chain has at most `max_blocks` nodes.
+        The index keeps the cursor at the end of the longest chain of cached nodes that is a prefix of `token_ids`. The
+        nodes may be cached on the device or on the host. The chain has at most `max_blocks` nodes.
         """
         cursor = Cursor(self._root_node(root), token_ids, self._block_size, max_blocks)
         self.cursors.add(cursor)
         return cursor
 
     def unfollow(self, cursor: Cursor) -> None:
-        """Remove a cursor that is no longer needed."""
+        """Remove the cursor of a prompt that no longer waits."""
         self.cursors.remove(cursor)
         self._prune(cursor.node)
 
     # Copies
 
     def find(self, root: Root, token_ids: Sequence[int], block_index: int) -> Node | None:
-        """Return the node of block `block_index` of `token_ids`, cached or not, or None if the node does not exist."""
+        """Return the index node for block `block_index` of `token_ids`, or None if the index has no such node. The node
+        may be without cached copies."""
         node = self.roots.get(root)
         for i in range(block_index + 1):
             node = node.children.get(_token_bytes(token_ids, i, self._block_size)) if node else None
         return node
 
     def publish(self, root: Root, parent: Node | None, token_ids: Sequence[int], block_index: int, block: int) -> Node:
-        """Record that `block` contains block `block_index` of `token_ids`, and return the node of this content.
+        """Record that the device block `block` contains block `block_index` of `token_ids`, so that other sequences can
+        match it. Return the index node of this content.
 
-        `parent` is the node of the preceding block, or None for the first block. Raises RuntimeError if the block is
+        `parent` is the node of the preceding block, or None for the first block. Raises RuntimeError if `block` is
         published already.
         """
         if parent is None:
@@ -296,7 +312,8 @@ class PrefixIndex:
             self.cursors.draw(node)
 
     def forget(self, block: int) -> None:
-        """Remove the record of a device block's content. Does nothing if the block is not published."""
+        """Remove the record of a device block's content, because the block is reused. Does nothing if the block is not
+        published."""
         node = self.contents[block]
         if node is None:
             return
@@ -307,7 +324,8 @@ class PrefixIndex:
             self._lose(node, Tier.DEVICE)
 
     def forget_host(self, host_block: int) -> None:
-        """Remove the record of a host block's content. Does nothing if the block contains no copy."""
+        """Remove the record of a host block's content, because the block is reused. Does nothing if the block contains
+        no cached copy."""
         node = self.host_contents[host_block]
         if node is None:
             return
@@ -317,9 +335,9 @@ class PrefixIndex:
         self._lose(node, Tier.HOST)
 
     def forget_subtree(self, node: Node) -> tuple[list[int], list[int]]:
-        """Forget every copy of a node's content and of its descendants.
+        """Forget all cached copies of a node's content and of the contents of all its descendants.
 
-        Returns the device blocks and the host blocks that contained the copies.
+        Return two lists: the device blocks and the host blocks that contained the copies.
         """
         nodes = _with_descendants([node])
         blocks = [block for visited in nodes for block in visited.blocks]
@@ -331,10 +349,10 @@ class PrefixIndex:
         return blocks, host_blocks
 
     def dissolve(self) -> None:
-        """Break the reference cycles of an index that is no longer needed.
+        """Break the reference cycles of a prefix index that is no longer needed, because its worker is lost.
 
-        Parents and children no longer refer to each other, nor do nodes and cursors. So they are all freed without a
-        garbage collection.
+        Afterwards parents and children no longer refer to each other, and nodes and cursors do not either. Python then
+        frees all of them without a run of the garbage collector.
         """
         for node in self.nodes():
             node.children.clear()
@@ -342,7 +360,8 @@ class PrefixIndex:
         self.roots.clear()
 
     def take_events(self) -> list[KvEvent]:
-        """Return the changes of cached content since the last call, in order."""
+        """Return the cache events since the last call, in order: which contents were stored in a tier or removed from
+        it."""
         changes, self._changes = self._changes, []
         return [
             node.stored(tier) if is_stored else BlockRemoved(node.block_hash, tier, node.root.digest)
@@ -350,16 +369,17 @@ class PrefixIndex:
         ]
 
     def drop_events(self) -> KvEventCounts:
-        """Discard the pending events, and return their number by type."""
+        """Discard the pending cache events, and return the number of discarded events of each type."""
         changes, self._changes = self._changes, []
         return Counter(BlockStored if is_stored else BlockRemoved for _, _, is_stored in changes)
 
     def nodes(self) -> list[Node]:
-        """Return all nodes, parents before children, including the roots."""
+        """Return all nodes of the prefix index, including the roots. Parents come before their children."""
         return _with_descendants(self.roots.values())
 
     def snapshot(self) -> list[BlockStored]:
-        """Return the events that describe all cached content to a new subscriber, parents first."""
+        """Return `BlockStored` events for all cached contents, so that a new subscriber knows the present state.
+        Parents come before their children."""
         return [
             node.stored(tier)
             for node in self.nodes()
@@ -374,14 +394,15 @@ class PrefixIndex:
         return node
 
     def _lose(self, node: Node, tier: Tier) -> None:
-        """Handle the loss of a node's last copy in a tier."""
+        """Handle the loss of the last copy of a node's content in one tier (device or host)."""
         self._changes.append((node, tier, False))
         if node.num_cursors and not node.is_cached:
             self.cursors.repel(node)
         self._prune(node)
 
     def _prune(self, node: Node) -> None:
-        """Delete a node that has no copies, children or cursors, and its ancestors that then have none either."""
+        """Delete an index node that has no cached copies, children or cursors. Then delete each ancestor for which the
+        same is true."""
         while not node.blocks and not node.host_block and not node.children and not node.cursors:
             if node.parent is None:
                 del self.roots[node.root]
@@ -391,7 +412,7 @@ class PrefixIndex:
 
 
 def _with_descendants(nodes: Iterable[Node]) -> list[Node]:
-    """Return the nodes and all their descendants, parents before children."""
+    """Return the given index nodes and all their descendants, parents before their children."""
     found = list(nodes)
     for node in found:
         found.extend(node.children.values())

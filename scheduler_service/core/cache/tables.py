@@ -7,12 +7,14 @@ from scheduler_service.core.cache.tiers import Move, Tiers
 
 
 class CacheManager:
-    """The cache of one worker. It allocates blocks to sequences and takes them back."""
+    """The manager of one worker's KV cache: allocates blocks to sequences, publishes full blocks for prefix cache hits,
+    and releases blocks."""
 
     def __init__(
         self, capacity: WorkerCapacity, *, num_step_tokens: int, enable_prefix_caching: bool, watermark: float
     ) -> None:
-        """Create an empty cache. `watermark` is the share of the blocks that an admission leaves free."""
+        """Create a manager for an empty KV cache. `watermark` is the share of the blocks, from 0 to 1, that must stay
+        free when a request is admitted."""
         self.block_size, self.window = capacity.block_size, capacity.sliding_window
         self.enable_prefix_caching = enable_prefix_caching
         self.tiers = tiers = Tiers(capacity)
@@ -23,10 +25,11 @@ class CacheManager:
     # New rows
 
     def match(self, allocation: Allocation, cursor: Cursor | None) -> Match:
-        """Find the longest cached prefix of a sequence's tokens.
+        """Return the longest prefix of a sequence's tokens that is in the prefix cache: the part on the device, then
+        the part on the host.
 
-        `cursor` is its position in the prefix index, if known. The last token is never matched, because computing it
-        yields the next token.
+        `cursor` is the position of the waiting prompt in the prefix index, or None if the index must be searched. The
+        last token is never matched, because the next token is sampled from its computation.
         """
         if cursor is not None:
             chain = cursor.chain()
@@ -39,10 +42,11 @@ class CacheManager:
         return Match(tuple(chain[:num_device]), tuple(chain[num_device : num_device + num_host]))
 
     def open(self, allocation: Allocation, match: Match, step: int) -> None:
-        """Allocate the blocks of a new row, the matched blocks first.
+        """Fill the block table of a sequence that starts to run: first the blocks of the prefix cache hit `match`, then
+        new blocks.
 
-        The plan of `step` loads the matched blocks that are on the host and that the window has not passed. The last of
-        these is always loaded, because no window has passed it.
+        The plan of `step` loads the matched blocks from the host, except for blocks that the sliding window has passed.
+        The last matched block is always loaded.
         """
         num_passed = self.room.num_passed_blocks(match)
         for node in match.device:  # includes blocks that the window has passed, so that they count as recently used
@@ -61,10 +65,10 @@ class CacheManager:
         allocation.compute(len(nodes) * self.block_size)
 
     def fork(self, allocation: Allocation, relative: Allocation, num_tokens: int) -> list[tuple[int, int]]:
-        """Share the full blocks of `num_tokens` positions with another sequence of the same group.
+        """Let a new sample start with the first `num_tokens` positions of another sample of its request. Full blocks
+        are shared, and a block that is not full is copied.
 
-        Returns the copy of the last block if it is not full, as a list of one (source, target); otherwise an empty
-        list.
+        Return the copy as a list of one (source block, target block), or an empty list if all blocks are full.
         """
         num_full = num_tokens // self.block_size
         self._share_table(allocation, relative, num_full)
@@ -78,16 +82,16 @@ class CacheManager:
         return [(source, allocation.block_table[num_full])]
 
     def branch(self, allocation: Allocation, parent: Allocation) -> None:
-        """Share every block of `parent` with another beam that has the same tokens."""
+        """Let a beam continue from the beam `parent`, which has the same tokens, by sharing every block of `parent`."""
         self._share_table(allocation, parent, len(parent.block_table))
         allocation.matched(parent.num_matched_blocks)
         allocation.may_be_forked(parent.forkable_from)
         allocation.compute(parent.num_computed_tokens)
 
     def copied(self, copies: list[tuple[int, int]]) -> None:
-        """Release the sources of a plan's copies.
+        """Release the source blocks of a plan's block copies.
 
-        The plan is final, so nothing can write to a source before it is read.
+        The plan is final at this point. The worker reads the sources before any later plan can write to them.
         """
         for source, _ in copies:
             self.tiers.device.free(source)
@@ -110,27 +114,32 @@ class CacheManager:
     # Running
 
     def append(self, allocation: Allocation, num_blocks: int) -> list[int]:
-        """Allocate `num_blocks` more blocks to the sequence, and return them."""
+        """Allocate `num_blocks` more device blocks to a sequence, and return the numbers of these blocks."""
         blocks = [self._allocate() for _ in range(num_blocks)]
         allocation.block_table += blocks
         return blocks
 
     def append_next(self, allocation: Allocation) -> int:
-        """Allocate one more block to the sequence, and return it."""
+        """Allocate one more device block to a sequence, and return the number of this block."""
         block = self._allocate()
         allocation.block_table.append(block)
         return block
 
     def shared_tail(self, allocation: Allocation) -> int:
-        """Return the block of the sequence's next position if other sequences hold it too, else 0."""
+        """Return the block that contains the sequence's next position if other sequences hold this block too. Otherwise
+        return 0.
+
+        The sequence must copy a shared block before it writes to the block.
+        """
         index = allocation.num_computed_tokens // self.block_size
         block = allocation.block_table[index] if index < len(allocation.block_table) else 0
         return block if self.pool.ref_count(block) > 1 else 0
 
     def replace_tail(self, allocation: Allocation) -> tuple[int, int, int]:
-        """Replace the shared block of the next position by a new block (copy-on-write).
+        """Replace the shared block of the sequence's next position by a new block (copy-on-write).
 
-        Returns (index, source, target). A reference to the source is held until `copied`.
+        Return (index in the block table, source block, target block). The worker must copy the source to the target. A
+        reference to the source is held until `copied` is called.
         """
         index = allocation.num_computed_tokens // self.block_size
         source = allocation.block_table[index]
@@ -138,9 +147,10 @@ class CacheManager:
         return index, source, target  # the table's reference to the source now belongs to the copy
 
     def slide(self, allocation: Allocation, position: int) -> None:
-        """Free the blocks that the sliding window has passed: no position from `position` on reads them.
+        """Free the blocks of a sequence that the sliding window has passed. No position from `position` on reads these
+        blocks.
 
-        The last published block is kept, because content is published on top of it.
+        The last published block is kept, so that the next block can be published after it.
         """
         num_passed = self.room.first_needed_block(position)
         if self.enable_prefix_caching and allocation.publishes:
@@ -148,9 +158,10 @@ class CacheManager:
         self._free_passed(allocation, num_passed)
 
     def free_unread(self, allocation: Allocation, position: int) -> None:
-        """Free every block that is not read from `position` on.
+        """Free every block of a sequence that no position from `position` on reads, because the sliding window has
+        passed it. Unlike `slide`, this includes the last published block.
 
-        If this frees the last published block, the sequence publishes nothing any more.
+        If that block is freed, the sequence can publish no more blocks.
         """
         self._free_passed(allocation, self.room.first_needed_block(position))
         if allocation.num_freed_blocks and allocation.num_freed_blocks >= allocation.num_published_blocks:
@@ -163,7 +174,8 @@ class CacheManager:
         allocation.freed(num_passed)
 
     def publish(self, allocation: Allocation, num_positions: int) -> None:
-        """Publish the full blocks of the first `num_positions` positions, so that other sequences can match them.
+        """Publish the full blocks of a sequence's first `num_positions` positions in the prefix index, so that other
+        sequences can match them.
 
         The tokens of these positions must be known.
         """
@@ -178,15 +190,17 @@ class CacheManager:
         allocation.published(node, num_full)
 
     def release(self, allocation: Allocation) -> None:
-        """Release all blocks of a sequence, in both tiers."""
+        """Release all KV cache blocks of a sequence, on the device and on the host. Published blocks can still be
+        matched until they are reused."""
         self.tiers.device.free_table(allocation.block_table, allocation.free_list)
         self.tiers.host.free_table(allocation.host_table, allocation.free_list)
         allocation.released()
 
     def unpublish(self, allocation: Allocation) -> None:
-        """Unpublish the blocks that a row wrote, and all content computed on top of them.
+        """Remove the blocks that a sequence wrote from the prefix index, because their content is bad. All content that
+        was computed after these blocks is removed too.
 
-        The first such block is the first block that the row did not match.
+        Blocks that the sequence had matched itself stay in the index.
         """
         node = self.index.find(allocation.root, allocation.token_ids, allocation.num_matched_blocks)
         if node is not None:

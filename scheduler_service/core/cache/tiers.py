@@ -33,7 +33,7 @@ _PROMOTION_WINDOW = 16
 
 
 class Move(NamedTuple):
-    """A transfer of one block between the device and the host, ordered by the plan of `step`."""
+    """A transfer of one KV cache block between the device and the host. The plan of `step` orders the transfer."""
 
     step: int
     device_block: int
@@ -44,28 +44,34 @@ class Move(NamedTuple):
 
 
 class TierAllocator:
-    """The allocator of one tier's blocks. It knows which blocks have cached content."""
+    """The allocator of the KV cache blocks of one tier (the device or the host). It knows which blocks have cached
+    content."""
 
     def __init__(self, num_blocks: int, contents: list[Node | None], forget: Callable[[int], None]) -> None:
-        """Create an allocator of free blocks.
+        """Create an allocator with `num_blocks` free blocks.
 
-        `contents` maps each block to its index node or None. `forget` removes a block's content from the index.
+        `contents` has the prefix index node of each block, or None. `forget` removes the content of a block from the
+        prefix index.
         """
         self.pool = BlockPool(num_blocks)
         self._contents, self._forget = contents, forget
 
     def allocate(self) -> int:
-        """Allocate the next free block, and return it. The block's cached content is forgotten."""
+        """Allocate the next free block, and return its number. If the block had cached content, the content is removed
+        from the prefix index."""
         block = self.pool.allocate()
         self._forget(block)
         return block
 
     def free(self, block: int, *, spare: bool = False, free_list: int = 0) -> None:
-        """Release a block: see `BlockPool.free`."""
+        """Drop a reference to a block. For the parameters, see `BlockPool.free`."""
         self.pool.free(block, cached=self._contents[block] is not None, spare=spare, free_list=free_list)
 
     def free_table(self, table: list[int], free_list: int) -> None:
-        """Release all blocks of a table, the last first, so that a prefix is evicted after its continuations."""
+        """Release all blocks of a block table, and clear the table.
+
+        The last block is released first. So the blocks of a prefix are evicted after the blocks that continue it.
+        """
         free, contents = self.pool.free, self._contents
         for block in reversed(table):
             if block:
@@ -74,7 +80,8 @@ class TierAllocator:
 
 
 class MoveLedger:
-    """The moves that the worker has not acknowledged yet, and the number of finished moves."""
+    """The block transfers between device and host that the worker has not acknowledged yet, and the counts of finished
+    transfers."""
 
     def __init__(self, device: TierAllocator, host: TierAllocator, index: PrefixIndex) -> None:
         self._device, self._host = device, host
@@ -91,21 +98,24 @@ class MoveLedger:
 
     @property
     def num_returning(self) -> int:
-        """Return the number of device blocks that become free when the pending moves are done."""
+        """Return the number of device blocks that become free when all pending transfers between device and host are
+        done."""
         return sum(self._device.pool.ref_count(move.device_block) == 1 for move in self._pending)
 
     def num_copying(self) -> tuple[int, int]:
-        """Return the numbers of device and host blocks that only a copy of cached content still holds."""
+        """Return the number of device blocks and the number of host blocks that only a pending demotion or promotion
+        still holds."""
         copies = [move for move in self._pending if move.node is not None]
         num_device = sum(self._device.pool.ref_count(move.device_block) == 1 for move in copies)
         return num_device, sum(self._host.pool.ref_count(move.host_block) == 1 for move in copies)
 
     def ordered_by(self, step: int) -> list[Move]:
-        """Return the moves that the plan of `step` orders, in order. `step` must be the last step."""
+        """Return the block transfers that the plan of `step` orders, in order. `step` must be the last step planned."""
         return list(takewhile(lambda move: move.step == step, reversed(self._pending)))[::-1]
 
     def add(self, move: Move) -> None:
-        """Add a move that a plan orders, and hold a reference to both its blocks."""
+        """Add a block transfer that a plan orders, and hold a reference to its device block and its host block until
+        the worker acknowledges it."""
         self._device.pool.share(move.device_block)
         self._host.pool.share(move.host_block)
         if move.node is not None:
@@ -113,7 +123,8 @@ class MoveLedger:
         self._pending.append(move)
 
     def acknowledge(self, step: int) -> None:
-        """Finish the moves of all plans up to `step`, and release their blocks."""
+        """Finish the block transfers of all plans up to `step`, and release the device blocks and host blocks that they
+        held."""
         while self._pending and self._pending[0].step <= step:
             move = self._pending.popleft()
             if move.node is not None:
@@ -124,8 +135,10 @@ class MoveLedger:
             self.num_moved_in += not move.is_out
 
     def _copied(self, move: Move, node: Node) -> None:
-        """Make the second copy of a content available, unless the content was found to be bad and forgotten in the
-        meantime."""
+        """Record in the prefix index that the transfer has made a second copy of the content.
+
+        Does nothing if the content was found to be bad and removed from the index in the meantime.
+        """
         node.is_moving = False
         if move.is_out and self._index.contents[move.device_block] is node and not node.host_block:
             self._index.add_host_copy(node, move.host_block)
@@ -134,7 +147,8 @@ class MoveLedger:
 
 
 class Tiers:
-    """The blocks of both tiers, and the index that finds their content."""
+    """The KV cache blocks of one worker in both tiers, device and host, and the prefix index that finds their
+    content."""
 
     def __init__(self, capacity: WorkerCapacity) -> None:
         self._block_size = capacity.block_size
@@ -151,17 +165,18 @@ class Tiers:
         owner_of: Callable[[int], str],
         is_expected: Callable[[int], bool],
     ) -> None:
-        """Set the functions that describe a free list.
+        """Set the functions that tell the eviction order about the free lists of idle blocks. Each list has the blocks
+        of one session.
 
-        `priority_of` returns its priority, and `owner_of` returns its owner. `is_expected` returns whether its session
-        is absent and expected to return.
+        `priority_of` returns the eviction priority of a free list. `owner_of` returns the tenant of a free list.
+        `is_expected` returns whether the session of a free list has no request now but is expected to send one.
         """
         for pool in (self.pool, self.host_pool):
             pool.order.priority_of, pool.order.owner_of = priority_of, owner_of
         self._is_expected = is_expected
 
     def dissolve(self) -> None:
-        """Break the reference cycles of a cache that is no longer needed: see `PrefixIndex.dissolve`.
+        """Break the reference cycles of a KV cache that is no longer needed: see `PrefixIndex.dissolve`.
 
         The functions of `set_priorities` are dropped too.
         """
@@ -169,40 +184,42 @@ class Tiers:
         self.set_priorities(equal_priority, no_owner, lambda free_list: False)
 
     def priority_changed(self, free_list: int) -> None:
-        """Update the eviction order after a free list's priority may have changed."""
+        """Update the eviction order on the device and on the host after the priority of a free list may have
+        changed."""
         self.pool.order.changed(free_list)
         self.host_pool.order.changed(free_list)
 
     # Bad content
 
     def unpublish(self, node: Node) -> None:
-        """Forget a node's content and the content of all its descendants."""
+        """Remove the content of a node and of all its descendants from the prefix index, because the content is bad."""
         blocks, host_blocks = self.index.forget_subtree(node)
         for pool, exposed in ((self.pool, blocks), (self.host_pool, host_blocks)):
             for block in exposed:
                 pool.uncache(block)
 
     def flush(self) -> None:
-        """Forget all cached content."""
+        """Remove all content from the prefix index, on the device and on the host."""
         for root in list(self.index.roots.values()):
             self.unpublish(root)
 
     # Swaps: all rows of a request at once
 
     def num_swap_blocks(self, allocations: list[Allocation]) -> tuple[int, int]:
-        """Return the number of device blocks that must be saved to swap the rows out, and the number of free host
-        blocks needed.
+        """Return two block counts for swapping out a request whose sequences have these allocations: the device blocks
+        that must be saved, and the free host blocks that the swap uses up.
 
-        The second number includes existing host copies that are idle, because they stop being free.
+        Idle copies that exist on the host already are included in the second number, because they stop being free.
         """
         copies = [self._host_copy(block) for block in self._computed_blocks(allocations)]
         return len(copies), sum(copy == 0 or self.host_pool.ref_count(copy) == 0 for copy in copies)
 
     def swap_out(self, allocations: list[Allocation], step: int) -> bool:
-        """Make the plan of `step` copy the rows' computed blocks to the host.
+        """Make the plan of `step` copy the computed blocks of a preempted request to the host, and release the device
+        blocks.
 
-        A shared block is copied once. Returns False if no block must be moved, because the host has copies of all of
-        them.
+        A block that several sequences share is copied once. Return False if no block must be copied, because the host
+        has copies of all of them.
         """
         blocks = self._computed_blocks(allocations)
         host_blocks = {block: self._host_copy(block) for block in blocks if self._host_copy(block)}
@@ -224,7 +241,8 @@ class Tiers:
         return bool(missing)
 
     def swap_in(self, allocations: list[Allocation], step: int) -> None:
-        """Allocate device blocks for swapped rows again. The plan of `step` loads their content."""
+        """Allocate device blocks for the sequences of a swapped-out request. The plan of `step` loads the content of
+        these blocks from the host."""
         blocks: dict[int, int] = {}
         for allocation in allocations:
             for host_block in allocation.host_table:
@@ -237,15 +255,15 @@ class Tiers:
             self.host.free_table(allocation.host_table, allocation.free_list)
 
     def num_lost_tokens(self, allocations: list[Allocation]) -> int:
-        """Return the number of tokens to recompute if the rows' blocks are lost.
+        """Return the number of tokens that must be recomputed if the KV cache blocks of these sequences are discarded.
 
-        The count includes the blocks that the window has passed.
+        Blocks that the sliding window has passed are included. They would have to be computed again too.
         """
         most_freed = max((allocation.num_freed_blocks for allocation in allocations), default=0)
         return (len(self._computed_blocks(allocations)) + most_freed) * self._block_size
 
     def _computed_blocks(self, allocations: list[Allocation]) -> list[int]:
-        """Return the rows' blocks with computed positions, each once."""
+        """Return the device blocks with computed positions of all these sequences. A shared block is returned once."""
         return list(
             {
                 block: None
@@ -261,11 +279,11 @@ class Tiers:
     # Idle blocks
 
     def demote(self, step: int, num_tokens: int) -> None:
-        """Make the plan of `step` copy the oldest idle cached blocks to the host, before the blocks are needed for
-        other content.
+        """Make the plan of `step` copy some idle cached blocks to the host, those to be evicted next first. So their
+        content survives when the device blocks are needed for other content.
 
-        The plan computes `num_tokens` tokens. Every block to demote was computed once. So plans that demote more blocks
-        than they compute keep up with any load.
+        The plan computes `num_tokens` tokens, which limits the number of copies. Every block to copy was computed once.
+        So plans that copy more blocks than they compute keep up with any load.
         """
         pool = self.pool
         num_lossless = pool.num_free - pool.num_idle_cached + pool.num_backed_up + len(self.moves)
@@ -293,10 +311,11 @@ class Tiers:
             self.host.free(host_block)  # the move holds a reference
 
     def promote(self, step: int) -> None:
-        """Make the plan of `step` load content from the host that absent sessions are expected to need.
+        """Make the plan of `step` load cached blocks from the host before a request needs them. The blocks belong to
+        sessions that have no request now but are expected to send one.
 
-        It does so only if no other move is pending. It overwrites only device blocks of lower priority whose content is
-        not lost.
+        Does nothing while another block transfer is pending. Only device blocks of lower priority whose content is not
+        lost are overwritten.
         """
         if len(self.moves):
             return
@@ -313,10 +332,10 @@ class Tiers:
                 self.device.free(block)  # the move holds a reference
 
     def _has_room(self, free_list: int) -> bool:
-        """Return whether a block of a free list may be loaded onto the device.
+        """Return whether a block of the free list `free_list` may be loaded from the host onto the device without harm.
 
-        The next block to be allocated must lose no content. If it has cached content, that content must have a lower
-        priority.
+        The device block that would be allocated must lose no content. If its content is cached, that content must also
+        have a lower eviction priority.
         """
         target = self.pool.next_without_loss()
         return target > 0 and (
@@ -324,9 +343,9 @@ class Tiers:
         )
 
     def _missing_nodes(self, host_block: int) -> list[Node]:
-        """Return the nodes of a host block and its ancestors that are missing on the device, ancestors first.
+        """Return the index nodes of a host block and its ancestors that have no copy on the device, ancestors first.
 
-        Returns an empty list if a missing node is in neither tier, or is being moved.
+        Return an empty list if one of these nodes has no copy on the host either, or is being moved.
         """
         nodes = []
         node = self.index.host_contents[host_block]

@@ -14,7 +14,8 @@ from scheduler_service.core.sequence import Row
 
 @dataclass(frozen=True, slots=True)
 class DecodeColumns:
-    """The decoding rows in slot order, with one column for each property that reading a result needs."""
+    """The rows that decode one token in every plan, in slot order. Each property that is needed to read a step's result
+    is a list with one entry per row."""
 
     slots: list[int]
     rows: list[Row]
@@ -25,9 +26,9 @@ class DecodeColumns:
     has_logprobs: bool
 
     def take(self, kept: list[int]) -> "DecodeColumns":
-        """Return the columns of the rows at the indices `kept`.
+        """Return new columns with only the rows at the indices `kept`.
 
-        `any_stop` and `has_logprobs` stay the same.
+        `any_stop` and `has_logprobs` keep their values.
         """
         return DecodeColumns(
             slots=[self.slots[i] for i in kept],
@@ -41,7 +42,7 @@ class DecodeColumns:
 
 
 class DecodeBatch:
-    """The rows that decode in the next plan, by slot."""
+    """The rows (running sequences on the worker) that decode one token in every plan, by slot."""
 
     def __init__(self, steps: StepCount, block_size: int) -> None:
         self._steps = steps
@@ -55,7 +56,8 @@ class DecodeBatch:
         return len(self._rows)
 
     def join(self, row: Row) -> None:
-        """Add a row that samples in the last plan. The row then decodes one token in every plan."""
+        """Add a row that samples a token in the last plan. From the next plan on, the row decodes one token in every
+        plan."""
         num_in_table = row.allocation.num_granted_blocks * self._block_size - row.allocation.num_computed_tokens
         row.join_decoding(self._steps)
         self._rows[row.slot] = row
@@ -63,24 +65,26 @@ class DecodeBatch:
         self._due[row.due_by(self._steps.num_steps + num_in_table + 1)].append(row)
 
     def got_block(self, row: Row, step: int) -> None:
-        """Record that the plan of `step` gave a due row its next block."""
+        """Record that the plan of `step` gave a decoding row its next KV cache block. The row is examined again when
+        this block is full."""
         self._due[row.due_by(step + self._block_size)].append(row)
 
     def leave(self, row: Row) -> None:
-        """Remove a row. It no longer decodes."""
+        """Remove a row that no longer decodes one token in every plan."""
         del self._rows[row.slot]
         row.leave_decoding(self._steps)
         self._columns = None
 
     def take_due(self, step: int) -> list[Row]:
-        """Remove and return the rows that the plan of `step` must examine.
+        """Remove and return the decoding rows that the plan of `step` must examine: rows that need a KV cache block or
+        sample their last token.
 
-        A row that left and joined again may have two entries, and is returned once.
+        A row that left and joined again may have two entries. It is returned once.
         """
         return [row for row in dict.fromkeys(self._due.pop(step, ())) if row.due_step == step]
 
     def columns(self) -> DecodeColumns:
-        """Return the columns of all rows. They are rebuilt only after a row has joined or left."""
+        """Return the columns of all decoding rows. They are rebuilt only after a row has joined or left."""
         if self._columns is None:
             slots = sorted(self._rows)
             rows = [self._rows[slot] for slot in slots]

@@ -19,7 +19,11 @@ from scheduler_service.core.sequence import Row, SequenceGroup
 
 
 class PlannedRow(NamedTuple):
-    """A row that was planned individually: it computes positions [start, start + num_tokens) in `slot`."""
+    """The work that a step plan gives to one row (running sequence): compute positions [start, start + num_tokens) in
+    `slot`.
+
+    Rows that decode one token in every plan have no such record.
+    """
 
     slot: int
     row: Row
@@ -35,7 +39,10 @@ _slot = attrgetter("slot")
 
 @dataclass(slots=True)
 class Dispatch:
-    """A plan whose result has not arrived. The rows themselves record whether their results still count."""
+    """The scheduler's record of a step plan that was sent to the worker and whose result has not arrived.
+
+    Whether the result of a row still counts is recorded in the row itself.
+    """
 
     step: int
     rows: tuple[PlannedRow, ...]  # in planning order: producers of shared blocks before consumers
@@ -47,16 +54,18 @@ class Dispatch:
     has_moves: bool
 
     def sampling_rows(self) -> list[PlannedRow]:
-        """Return the individually planned rows that sample, in slot order."""
+        """Return the individually planned rows that sample a token in this step, in slot order. Decoding rows are not
+        included."""
         return sorted([row for row in self.rows if row.samples], key=_slot)
 
     def groups(self) -> set[SequenceGroup]:
-        """Return the groups that compute something in the plan."""
+        """Return the requests, as sequence groups, for which the plan computes any token."""
         return {row.sequence.group for row in [*self.columns.rows, *(planned.row for planned in self.rows)]}
 
 
 class SampledRow(NamedTuple):
-    """The result of a row that samples. A row with status OK has a token, candidates or an embedding."""
+    """The part of a step's result for one row that samples. If the status is OK, the row has a token, candidates for a
+    beam, or an embedding."""
 
     row: Row
     status: RowStatus
@@ -67,9 +76,10 @@ class SampledRow(NamedTuple):
 
 
 class ResolvedResult(NamedTuple):
-    """A result whose rows are resolved.
+    """The result of a step, after its entries were assigned to the rows of the plan.
 
-    Decoding rows are in `decoded` if the result has only their tokens. Otherwise they are in `samples`.
+    The tokens of decoding rows are in `decoded` if the result has nothing but tokens for them. Otherwise decoding rows
+    are in `samples`.
     """
 
     samples: list[SampledRow]
@@ -79,7 +89,11 @@ class ResolvedResult(NamedTuple):
 
 
 def read_result(dispatch: Dispatch, result: StepResult, vocab_size: int) -> ResolvedResult:
-    """Resolve every row of a result. Raises WorkerProtocolError if the columns do not fit the plan."""
+    """Assign the entries of a step's result to the rows of the plan `dispatch`.
+
+    Raises WorkerProtocolError if the columns of the result do not fit the plan, or if a token id is not below
+    `vocab_size`.
+    """
     prompt_logprobs = list(_read_prompt_logprobs(dispatch, result, vocab_size))
     rows = dispatch.sampling_rows()
     mask_times = _read_mask_times(dispatch.step, result, _merge(rows, dispatch.columns)) if result.mask_slots else []
@@ -105,7 +119,7 @@ def read_result(dispatch: Dispatch, result: StepResult, vocab_size: int) -> Reso
 
 
 def _merge(rows: list[PlannedRow], columns: DecodeColumns) -> list[tuple[int, Row]]:
-    """Return the individually planned rows and the decoding rows in slot order, as (slot, row)."""
+    """Return the individually planned rows and the decoding rows together in slot order, as (slot, row)."""
     pairs = [(planned.slot, planned.row) for planned in rows]
     pairs.extend(zip(columns.slots, columns.rows, strict=True))
     return sorted(pairs, key=itemgetter(0))
@@ -130,9 +144,9 @@ def _check_count(step: int, num_expected: int, num_tokens: int) -> None:
 def _read_samples(
     dispatch: Dispatch, rows: list[Row], token_ids: tuple[int, ...], result: StepResult, vocab_size: int
 ) -> list[SampledRow]:
-    """Split the columns of a result among `rows`, which are in slot order.
+    """Split the columns of a step's result among `rows`, which are in slot order.
 
-    `token_ids` and the result's other columns contain the entries of these rows only. Raises WorkerProtocolError if the
+    `token_ids` and the other columns of the result have entries for these rows only. Raises WorkerProtocolError if the
     number of entries is wrong.
     """
     statuses = result.statuses or (RowStatus.OK,) * len(rows)
@@ -170,10 +184,11 @@ def _read_samples(
 def _read_prompt_logprobs(
     dispatch: Dispatch, result: StepResult, vocab_size: int
 ) -> Iterator[tuple[PlannedRow, list[TokenLogprobs]]]:
-    """Yield the rows whose step computed prompt log-probabilities, each with one entry per position.
+    """Yield the rows for which the step computed log-probabilities of prompt tokens. Each row has a list with one entry
+    per position.
 
-    The first entry is for the position after the row's start. Raises WorkerProtocolError if the entries do not fit the
-    plan.
+    The first entry is for the position after the row's first computed position. Raises WorkerProtocolError if the
+    entries do not fit the plan.
     """
     expected = sorted((planned for planned in dispatch.rows if planned.num_prompt_logprobs > 0), key=_slot)
     if len(expected) != len(result.prompt_logprobs):
@@ -195,11 +210,12 @@ def _read_prompt_logprobs(
 
 
 def _read_logprobs(columns: Logprobs, tokens: list[tuple[int, int, bool]], vocab_size: int) -> list[TokenLogprobs]:
-    """Split the columns into one entry for each of `tokens`.
+    """Split the log-probability columns of a step's result into one entry for each of `tokens`.
 
-    `tokens` are (token id, number of other tokens requested, whether the request listed these). An entry's own token
-    precedes listed tokens. Tokens of probability 0 are left out of the most likely tokens, for example if a grammar
-    allows fewer tokens than requested. Raises WorkerProtocolError if the number of entries is wrong.
+    `tokens` are (token id, number of other tokens requested, whether the request listed these other tokens). If the
+    request listed tokens, the entry's own token comes first. Otherwise the most likely tokens are given, without tokens
+    of probability 0. For example, a grammar may allow fewer tokens than requested. Raises WorkerProtocolError if the
+    number of entries is wrong.
     """
     num_tops = [min(num_top, vocab_size) for _, num_top, _ in tokens]
     num_top_tokens = sum(num_tops)
@@ -222,7 +238,8 @@ def _read_logprobs(columns: Logprobs, tokens: list[tuple[int, int, bool]], vocab
 
 
 def _read_candidates(columns: Candidates, asked: list[int], vocab_size: int) -> list[list[tuple[int, float]]]:
-    """Split the columns into rows.
+    """Split the candidate columns of a step's result into one list of (token id, log-probability) per row of a beam
+    search.
 
     `asked` has the number of candidates requested for each row, and no row may have more. Raises WorkerProtocolError if
     the columns do not fit, or if a token is outside the vocabulary.

@@ -23,9 +23,10 @@ Work = list[tuple[Row, int]]  # rows of one group, each with the number of token
 
 
 class RowSlots:
-    """The slots 0..num_slots-1, and a mirror of the worker's table of tokens per row and step.
+    """The slots 0..num_slots-1 of a worker. A slot can have one row (the worker's state of one running sequence).
 
-    The lowest free slot is allocated first.
+    For each slot, this class also tracks how many tokens the worker computes in the next step by default. The lowest
+    free slot is allocated first.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -40,44 +41,47 @@ class RowSlots:
         return len(self._free)
 
     def take(self) -> int:
-        """Allocate the lowest free slot, and return it."""
+        """Allocate the lowest free slot of the worker, and return its number."""
         return heappop(self._free)
 
     def reserve(self, group: SequenceGroup, num_slots: int) -> None:
-        """Reserve slots for rows that the group will get later."""
+        """Reserve `num_slots` slots of the worker for sequences of the request that will start later."""
         group.reserved_slots = [self.take() for _ in range(num_slots)]
 
     def give_back_reserved(self, group: SequenceGroup) -> None:
-        """Release the slots that were reserved for the group."""
+        """Release the slots that were reserved for later sequences of the request."""
         for slot in group.reserved_slots:
             self.give_back(slot)
         group.reserved_slots.clear()
 
     def end_row(self, slot: int) -> None:
-        """End the slot's row with the next plan. That plan may allocate a new row in the slot."""
+        """Make the next plan end the row (running sequence) in this slot. The same plan may allocate a new row in the
+        slot."""
         self._released.append(slot)
         self._work[slot] = 0
         self._moving.discard(slot)
 
     def give_back(self, slot: int) -> None:
-        """Release a slot that has no row."""
+        """Return a slot without a row to the free slots of the worker."""
         heappush(self._free, slot)
 
     def take_released(self) -> list[int]:
-        """Return the slots whose rows the current plan must end."""
+        """Return the slots whose rows (running sequences) the current plan must end, and clear this list."""
         released, self._released = self._released, []
         return released
 
     def decodes(self, slot: int) -> None:
-        """Record that the slot's row decodes one token in every plan."""
+        """Record that the row in this slot decodes one token in every plan, so that plans need not mention it."""
         self._moving.discard(slot)
 
     def stops_decoding(self, slot: int) -> None:
-        """Record that the slot's row is planned individually again."""
+        """Record that the row in this slot no longer decodes one token in every plan. Its work is planned
+        individually."""
         self._moving.add(slot)
 
     def patch(self, rows: Iterable[PlannedRow]) -> list[tuple[int, int]]:
-        """Return the (slot, num_tokens) pairs that differ from the worker's defaults for this step.
+        """Return the (slot, num_tokens) pairs in which this step differs from the number of tokens that the worker
+        computes by default.
 
         `rows` are the individually planned rows. A row that is not among them rests, and gets 0 tokens.
         """
@@ -99,7 +103,8 @@ class RowSlots:
 
 
 class WorkerRows:
-    """The rows of one worker: decoding rows, and rows that are planned individually."""
+    """The rows (running sequences) of one worker: rows that decode one token in every plan, and rows that are planned
+    individually."""
 
     def __init__(self, capacity: WorkerCapacity, num_slots: int, steps: StepCount) -> None:
         self._gates_grammars = capacity.gates_grammars
@@ -110,27 +115,29 @@ class WorkerRows:
         self.drops = DropCount()
 
     def take_slot(self, sequence: Sequence) -> Row:
-        """Create and return a row for a sequence, in a slot reserved for its group if there is a reserved slot."""
+        """Create and return a row for a sequence. The row gets a slot that is reserved for the request, or a free slot
+        if none is reserved."""
         request, reserved = sequence.group.request, sequence.group.reserved_slots
         slot = reserved.pop(0) if reserved else self.slots.take()
         gates = request.grammar is not None and self._gates_grammars
         return sequence.take_slot(slot, self.drops, is_gated=gates or not sequence.group.chooses_tokens)
 
     def open(self, sequence: Sequence) -> Row:
-        """Create and return a row for a sequence. The row is planned individually."""
+        """Create and return a row for a sequence that starts to run. The row is planned individually until it
+        decodes."""
         row = self.take_slot(sequence)
         self.active[row] = None
         self.num_open += 1
         return row
 
     def pause(self, row: Row) -> None:
-        """Move a decoding row to the individually planned rows."""
+        """Move a row from the decoding rows, which every plan includes, to the rows that are planned individually."""
         self.decoding.leave(row)
         self.slots.stops_decoding(row.slot)
         self.active[row] = None
 
     def vacate(self, row: Row) -> None:
-        """End a row and release its slot."""
+        """End a row (running sequence) on the worker, and release its slot."""
         if row.is_decoding:
             self.decoding.leave(row)
         self.active.pop(row, None)
@@ -142,7 +149,7 @@ class WorkerRows:
         row.vacate()
 
     def vacate_group(self, group: SequenceGroup) -> None:
-        """End all rows of the group, and release all its slots."""
+        """End all rows of a request on the worker, and release all its slots, including reserved slots."""
         for row in group.open_rows:
             self.vacate(row)
         self.slots.give_back_reserved(group)
@@ -150,7 +157,8 @@ class WorkerRows:
             group.beam.forget_step()
 
     def repeat(self, row: Row) -> None:
-        """Handle a row that was late in the oldest plan: the worker computes its last position again in the next plan.
+        """Handle a row that could not sample in the oldest plan, because its grammar mask was not ready. The worker
+        computes the row's last position again in the next plan.
 
         Each plan in flight then does the work that the preceding plan was to do. A decoding row without a first token
         is planned individually until it has a token, because its result needs individual handling.
@@ -170,9 +178,10 @@ class WorkerRows:
 
 @dataclass(slots=True)
 class PlanBuilder:
-    """The plan of `step` while it is built.
+    """A step plan while the scheduler builds it: the work of one step on the worker.
 
-    Decoding rows are part of the plan implicitly. The moves of this step are in the move ledger.
+    Decoding rows compute one token in every plan without an entry. The block transfers of this step are in the move
+    ledger.
     """
 
     step: int
@@ -207,23 +216,26 @@ class PlanBuilder:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether the worker has nothing to do in this plan. Ended rows alone can wait for another plan."""
+        """Return whether the worker has nothing to do in this plan. Rows to end do not count, because they can be ended
+        by a later plan."""
         return not (self.num_tokens or self.openings or self.added_grammars or self.cache.moves.ordered_by(self.step))
 
     def can_open(self, sequence: Sequence) -> bool:
-        """Return whether the plan has room for another row opening. A first row opening always fits."""
+        """Return whether the message of this plan has room for the tokens and blocks of another sequence that starts to
+        run. The first such sequence always fits."""
         num_values = self.num_opening_values
         return not num_values or num_values + 2 * sequence.num_tokens <= _MAX_OPENING_VALUES
 
     def open(self, opening: RowOpening) -> None:
-        """Add a row opening to the plan."""
+        """Add a row opening (the message that allocates a row for a sequence on the worker) to the plan."""
         self.openings.append(opening)
         self.num_opening_values += len(opening.token_ids) + len(opening.block_ids)
 
     def rows_to_plan(self) -> Iterator[tuple[SequenceGroup, list[Row]]]:
-        """Iterate over the rows that need a decision, by group, in order.
+        """Iterate over the rows that need a decision in this plan, as (request group, rows of the group), in scheduling
+        order.
 
-        These are rows with tokens to compute, and decoding rows that need a block or reach their last token.
+        These are rows with tokens to compute, and decoding rows that need a KV cache block or sample their last token.
         """
         due = self.worker_rows.decoding.take_due(self.step)
         for row in due:
@@ -242,9 +254,9 @@ class PlanBuilder:
             yield group, list(group_rows)
 
     def _has_ample_blocks(self, num_due: int) -> bool:
-        """Return whether the pool has enough blocks for all running groups in this plan.
+        """Return whether the pool has enough free KV cache blocks for all running requests in this plan.
 
-        The order of allocation and of preemption then does not matter.
+        Then no request is preempted, and the order in which blocks are allocated does not matter.
         """
         num_missing = (
             self.cache.room.num_missing_blocks(row.allocation, min(row.num_uncomputed_tokens, self.max_tokens))
@@ -254,11 +266,12 @@ class PlanBuilder:
         return num_blocks <= self.cache.pool.num_free
 
     def share_prompts(self, num_next_tokens: int, precedes: Callable[[SequenceGroup], bool]) -> None:
-        """Divide the step's tokens among the rows that do not decode, so that short prompts precede long prompts.
+        """Divide the step's token budget among the rows that do not decode, so that short prompts are computed before
+        long prompts.
 
         Rows get tokens in order of their remaining tokens, fewest first. Up to `num_next_tokens` tokens are reserved
         for the next waiting request. Rows with at most that many remaining tokens get their tokens before this
-        reservation, and so do the groups for which `precedes` is true. Those groups also precede all other groups.
+        reservation. Requests for which `precedes` is true get their tokens first of all.
         """
         active = self.worker_rows.active
         rows = [(not precedes(row.sequence.group), row.num_uncomputed_tokens, row.order, row) for row in active]
@@ -272,7 +285,8 @@ class PlanBuilder:
             num_free -= num_tokens
 
     def share_tokens(self, rows: Iterable[Row]) -> Work:
-        """Return how many tokens of the budget each row computes. A decoding row has one token already."""
+        """Return the number of tokens that each row computes in this plan, as (row, number) pairs. A decoding row has
+        one token already, and the other rows share the free tokens of the step in order."""
         num_free = self.num_free_tokens
         work = []
         for row in rows:
@@ -288,7 +302,8 @@ class PlanBuilder:
         return work
 
     def compute(self, work: Work) -> None:
-        """Allocate the missing blocks of the rows, and add their computation to the plan. Rows with 0 tokens rest."""
+        """Add the computation of these rows to the plan, and allocate the KV cache blocks that are missing for it. A
+        row with 0 tokens rests in this step."""
         for row in _tails_to_copy(self.cache, work):
             index, source, target = self.cache.replace_tail(row.allocation)
             self.copies.append((source, target))
@@ -306,7 +321,8 @@ class PlanBuilder:
                 self._plan_row(row, num_tokens)
 
     def _plan_row(self, row: Row, num_tokens: int) -> None:
-        """Plan `num_tokens` positions of a row. The row has the blocks for them."""
+        """Add the computation of `num_tokens` positions of a row to the plan. The row must have the KV cache blocks for
+        these positions."""
         sequence, start = row.sequence, row.allocation.num_computed_tokens
         samples = num_tokens == row.num_uncomputed_tokens
         num_owed = max(0, min(start + num_tokens, sequence.num_prompt_tokens - 1) - start)
@@ -323,22 +339,24 @@ class PlanBuilder:
         self.cache.publish(row.allocation, row.num_settled_tokens)
 
     def add_beam_changes(self, beam_group: BeamGroup) -> None:
-        """Add the changes of the last beam selection to the plan. They create rows in slots that had none."""
+        """Add the changes from the last selection of a beam search to the plan: rows to fork, and tokens to append. The
+        forks create rows in slots that had none."""
         self.forks.extend(beam_group.forks)
         self.appended_tokens.extend(beam_group.appended)
         self.worker_rows.num_open += len(beam_group.new_slots)
         beam_group.forget_changes()
 
     def _slide(self, row: Row) -> None:
-        """Free the blocks that the row's sliding window has passed, if the model has a window."""
+        """Free the KV cache blocks of a row that the sliding window has passed. Does nothing if the model has no
+        sliding window."""
         if self.cache.window:
             self.cache.slide(row.allocation, row.next_position)
 
     def freeze(self, epoch: int, **others: Collection[Any]) -> StepPlan:
-        """Return the finished plan.
+        """Return the finished plan as the message for the worker.
 
-        `others` are the columns that are known last: the moves between device and host, the slots of ended rows, the
-        grammars to release, and the changed (slot, number of tokens) pairs.
+        `others` are the columns that are known last: the block transfers between device and host, the slots of ended
+        rows, the grammars to release, and the changed (slot, number of tokens) pairs.
         """
         columns: dict[str, tuple[Any, ...]] = {}
         for phase, names in PHASES.items():
@@ -351,14 +369,14 @@ class PlanBuilder:
 
 
 def num_missing_blocks(cache: CacheManager, work: Work) -> int:
-    """Return the number of blocks that a group must get before its rows can compute the tokens of `work`."""
+    """Return the number of KV cache blocks that a request must get before its rows can compute the tokens of `work`."""
     num_missing = sum(cache.room.num_missing_blocks(row.allocation, num_tokens) for row, num_tokens in work)
     return num_missing + len(_tails_to_copy(cache, work))
 
 
 def _tails_to_copy(cache: CacheManager, work: Work) -> list[Row]:
-    """Return the beams that must copy the block of their next position, because another sequence holds it too
-    (copy-on-write)."""
+    """Return the beams that must copy the KV cache block of their next position before they write to it, because
+    another sequence holds the block too (copy-on-write)."""
     sharing: dict[int, list[Row]] = {}
     for row, num_tokens in work:
         writes = num_tokens and row.sequence.group.beam is not None
