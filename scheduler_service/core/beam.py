@@ -22,7 +22,7 @@ _MAX_EXPONENT = 700.0  # exp overflows at 709.8
 
 @dataclass(frozen=True, slots=True)
 class BeamState:
-    """A running beam: its output tokens and their cumulative log-probability."""
+    """A running beam of a beam search: its output tokens so far, and their cumulative log-probability."""
 
     cumulative_logprob: float
     output_token_ids: Sequence[int]
@@ -30,7 +30,7 @@ class BeamState:
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A beam of the next step: the beam at index `parent`, extended by one token."""
+    """A beam of the next step: the current beam at index `parent`, extended by one token."""
 
     parent: int
     token_id: int
@@ -39,9 +39,9 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class BeamStep:
-    """The result of one step of a beam search: the next running beams, best first.
+    """The result of one step of a beam search: the running beams of the next step, best first.
 
-    If `is_done` is true, the search has ended and the children are not needed.
+    If `is_done` is true, the search has ended and `children` is not needed.
     """
 
     children: list[Child]
@@ -50,7 +50,7 @@ class BeamStep:
 
 @dataclass(frozen=True, slots=True)
 class FinishedHypothesis:
-    """A finished output that the search may return."""
+    """A finished output of a beam search, which the search may return."""
 
     token_ids: tuple[int, ...]  # includes the stop token
     cumulative_logprob: float
@@ -59,7 +59,8 @@ class FinishedHypothesis:
 
 
 class BeamSearch:
-    """A beam search over one prompt.
+    """A beam search over one prompt, without the model: it chooses beams from the candidate tokens that the worker
+    reports.
 
     Call `advance` with the candidates of every step until the search is done. Then call `best`.
     """
@@ -74,10 +75,10 @@ class BeamSearch:
     ) -> None:
         """Create a search with at most `max_output_tokens` output tokens.
 
-        An output of fewer than `min_tokens` tokens cannot end: stop tokens are ignored as candidates there, even if the
-        worker reports them. `end_token_ids` are the end tokens of a grammar, and they are a subset of the stop tokens.
-        With a grammar, its end tokens end an output at any length. The other stop tokens then do not end an output
-        below `min_tokens`, but continue it.
+        An output of fewer than `min_tokens` tokens cannot end: the search ignores candidates that are stop tokens
+        there, even if the worker reports them. `end_token_ids` are the end tokens of a grammar, and they are a subset
+        of the stop tokens. With a grammar, its end tokens end an output at any length. The other stop tokens then do
+        not end an output below `min_tokens`, but continue it.
         """
         self._params = params
         self._stop_token_ids = stop_token_ids
@@ -87,7 +88,7 @@ class BeamSearch:
         self._finished: list[FinishedHypothesis] = []  # best first, at most beam_width
 
     def advance(self, beams: Sequence[BeamState], candidates: Sequence[Sequence[tuple[int, float]]]) -> BeamStep:
-        """Choose the next running beams.
+        """Choose the running beams of the next step.
 
         `beams` are the children of the last step, in the same order. The first step has one beam with no output.
         `candidates[i]` are the most likely (token id, log-probability) pairs after beam i, best first. A list of
@@ -109,7 +110,7 @@ class BeamSearch:
         return BeamStep(children, not children or self._cannot_improve(children[0].cumulative_logprob, num_tokens))
 
     def best(self, n: int) -> list[FinishedHypothesis]:
-        """Return the `n` hypotheses with the best score, best first.
+        """Return the `n` finished hypotheses with the best scores, best first.
 
         A search that is done has `beam_width` hypotheses, with one exception. If the vocabulary (less the stop tokens)
         is smaller than the beam, fewer hypotheses may exist, and fewer are returned.
@@ -119,7 +120,8 @@ class BeamSearch:
     def _ranked(
         self, beams: Sequence[BeamState], candidates: Sequence[Sequence[tuple[int, float]]], num_tokens: int
     ) -> Iterator[tuple[float, int, int]]:
-        """Merge the candidates of all beams, best first: (negated cumulative log-probability, parent, token id)."""
+        """Merge the candidate tokens of all beams, best first. Each item is (negated cumulative log-probability, index
+        of the parent beam, token id)."""
         # For a row with a grammar, the worker reports stop tokens here only if the grammar allows no other token.
         barred = self._stop_token_ids if num_tokens <= self._min_tokens and not self._end_token_ids else frozenset()
         columns = [
@@ -140,7 +142,8 @@ class BeamSearch:
         del self._finished[self._params.beam_width :]
 
     def _cannot_improve(self, best_running: float, num_tokens: int) -> bool:
-        """Return whether the search ends although beams still run.
+        """Return whether the beam search ends although beams still run, because they can no longer beat the finished
+        hypotheses.
 
         `best_running` is the best cumulative log-probability of the running beams.
         """
@@ -154,7 +157,8 @@ class BeamSearch:
         return self._score(best_running, length) <= self._finished[-1].score
 
     def _score(self, cumulative_logprob: float, num_tokens: int) -> float:
-        """Return the cumulative log-probability divided by num_tokens ** length_penalty, for any finite penalty.
+        """Return the score of an output: its cumulative log-probability divided by num_tokens ** length_penalty, for
+        any finite penalty.
 
         The power itself may overflow, so the exponent is limited.
         """

@@ -10,7 +10,7 @@ from statistics import median_low
 
 
 class PreemptionMode(StrEnum):
-    """The method by which a preempted request gets its KV cache back."""
+    """The method by which a preempted request gets its KV cache back: by a swap to the host, or by recomputation."""
 
     AUTO = "auto"  # the cheaper of the two
     SWAP = "swap"
@@ -25,16 +25,18 @@ _MIN_PROMPT_TOKENS = 4
 
 
 class CostModel:
-    """The measured costs of one worker.
+    """The measured costs of one worker: how fast it computes prompts and decode steps, and how fast it moves KV cache
+    blocks.
 
-    Sizes are in bytes, rates are per second. The model reads no clock. It knows only the step durations that are
+    Sizes are in bytes, rates are per second. The model reads no clock. It uses only the step durations that are
     reported to it.
     """
 
     def __init__(self, mode: PreemptionMode, block_bytes: int, swap_bandwidth: float) -> None:
-        """Create a model without measurements.
+        """Create a cost model without measurements.
 
-        `swap_bandwidth` is in bytes per second for each direction. 0 means that there is no host memory to swap to.
+        `block_bytes` is the size of a KV cache block. `swap_bandwidth` is in bytes per second for each direction
+        between device and host. It is 0 if there is no host memory to swap to.
         """
         self._mode = mode
         self._block_bytes = block_bytes
@@ -65,7 +67,8 @@ class CostModel:
         self.prefill_rate = _weighted_median(sorted(self._steps))
 
     def max_prompt_tokens(self, slowdown: float) -> int | None:
-        """Return how many prompt tokens a step may compute without taking longer than `slowdown` times a decode step.
+        """Return how many prompt tokens a step may compute so that it takes at most `slowdown` times as long as a
+        decode step.
 
         The result is at least 4. It is None until both rates have been measured.
         """
@@ -74,8 +77,8 @@ class CostModel:
         return max(_MIN_PROMPT_TOKENS, int((slowdown - 1.0) * median_low(self._decode_seconds) * self.prefill_rate))
 
     def prefers_swap(self, num_blocks: int, num_tokens: int) -> bool:
-        """Return whether to swap a preempted request's blocks out and in again, rather than recompute its `num_tokens`
-        tokens.
+        """Return whether to swap a preempted request's KV cache blocks out and in again, rather than recompute its
+        `num_tokens` tokens.
 
         The result is False if there is no host memory to swap to. In mode "auto" it is True until the prefill rate has
         been measured.
@@ -85,7 +88,7 @@ class CostModel:
         return self._mode is PreemptionMode.SWAP or self._move_is_cheaper(2 * num_blocks, num_tokens)
 
     def prefers_load(self, num_blocks: int, num_tokens: int) -> bool:
-        """Return whether to load cached blocks from the host, rather than recompute their `num_tokens` tokens.
+        """Return whether to load cached KV blocks from the host, rather than recompute their `num_tokens` tokens.
 
         The preemption mode does not affect this choice.
         """
@@ -98,7 +101,7 @@ class CostModel:
 
 
 def _weighted_median(values: list[tuple[float, int]]) -> float:
-    """Return the first value at which the cumulative weight reaches half of the total.
+    """Return the weighted median: the first value at which the cumulative weight reaches half of the total.
 
     `values` is a sorted list of (value, weight).
     """

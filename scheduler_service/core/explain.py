@@ -14,7 +14,7 @@ from scheduler_service.core.worker_state import WorkerState
 
 
 def stats(state: Lifecycle) -> SchedulerStats:
-    """Return the current gauges and the counters since start."""
+    """Return the scheduler's metrics: the current gauges, and the counters since start."""
     worker, waiting, counters = state.worker, state.waiting, state.counters
     cache = worker.cache
     num_copying, num_host_copying = cache.moves.num_copying()
@@ -48,7 +48,8 @@ def stats(state: Lifecycle) -> SchedulerStats:
 
 
 def report(state: Lifecycle, tenant: str, request_id: str) -> RequestReport:
-    """Return the state of one request and the reason why it waits. Raises KeyError if the request does not exist."""
+    """Return a report on one request: its state, and the reason why it waits. Raises KeyError if the tenant has no
+    unfinished request with this id."""
     group, worker = state.groups[tenant, request_id], state.worker
     has_place = group.state in QUEUED and group not in state.waiting.held
     position = state.waiting.position(group) if has_place else None
@@ -76,7 +77,7 @@ def report(state: Lifecycle, tenant: str, request_id: str) -> RequestReport:
 
 
 def block_map(state: Lifecycle) -> BlockMap:
-    """Return the owner of every block of the connected worker."""
+    """Return the use of every KV cache block of the connected worker, and the requests that hold the blocks."""
     cache = state.worker.cache
     device, host = (
         [BlockUse.FREE.value if node is None else BlockUse.CACHED.value for node in contents[1:]]
@@ -101,7 +102,7 @@ def block_map(state: Lifecycle) -> BlockMap:
 
 
 def _num_wanted_blocks(group: SequenceGroup, worker: WorkerState) -> int:
-    """Return the number of blocks that a group must still get in order to start or to continue."""
+    """Return the number of KV cache blocks that a request must still get in order to start or to continue."""
     cache = worker.cache
     if group.state is GroupState.RUNNING:
         lacking = [row for row in group.open_rows if row in worker.rows.active]
@@ -140,7 +141,8 @@ def _reason(group: SequenceGroup, worker: WorkerState, position: int | None, num
 
 
 def _cost(group: SequenceGroup) -> str:
-    """Return the reason for a waiting group's position in the queue. Empty unless the policy depends on the cache."""
+    """Return a clause that explains a waiting request's position in the queue by its wait or by its uncached prompt
+    tokens. It is empty if the policy does not depend on the prefix cache."""
     if group.is_overdue:
         return "; it has waited longer than the limit, so only earlier requests that have too are served first"
     if group.cursor is None:
@@ -149,9 +151,9 @@ def _cost(group: SequenceGroup) -> str:
 
 
 def _holders(group: SequenceGroup, others: list[SequenceGroup]) -> tuple[BlockHolder, ...]:
-    """Return the requests that hold device blocks, largest first.
+    """Return the requests that hold KV cache blocks on the device, most blocks first.
 
-    All requests of other tenants are one entry without a name.
+    All requests of other tenants are one entry without a request id.
     """
     counts: Counter[str | None] = Counter()
     for other in others:

@@ -17,7 +17,10 @@ LiveGroups = list[tuple[SequenceGroup, list[Sequence]]]  # each group with its l
 
 
 def check(state: Lifecycle, pipeline_depth: int, num_step_tokens: int) -> None:
-    """Assert S1 to S5, S7, S8 and S10 to S12. A simulation calls this function after every event."""
+    """Assert the invariants S1 to S5, S7, S8 and S10 to S12 of the scheduler's state. ARCHITECTURE.md lists them.
+
+    A simulation calls this function after every event. Raises AssertionError if an invariant does not hold.
+    """
     worker = state.worker
     groups = [(group, group.live_sequences) for group in state.groups.values()]
     _check_queues(state, groups)
@@ -34,7 +37,10 @@ def check(state: Lifecycle, pipeline_depth: int, num_step_tokens: int) -> None:
 
 
 def check_sample(state: Lifecycle, pipeline_depth: int, num_step_tokens: int) -> None:
-    """Assert a few invariants in time that does not grow with the pools: the counts of blocks, rows and plans."""
+    """Assert a few invariants of the scheduler's state: the counts of KV cache blocks, rows and plans.
+
+    The time does not grow with the size of the block pools. Raises AssertionError if an invariant does not hold.
+    """
     worker = state.worker
     pool = worker.cache.pool
     assert 0 <= pool.num_idle_cached <= pool.num_free <= pool.num_blocks, "S1"
@@ -78,9 +84,10 @@ def _check_queues(state: Lifecycle, groups: LiveGroups) -> None:
 
 
 def _check_grammars(state: Lifecycle, groups: LiveGroups) -> None:
-    """Assert that a group with a grammar is PREPARING if and only if the grammar is not ready.
+    """Assert that a request with a grammar is in the state PREPARING if and only if the worker has not prepared the
+    grammar yet.
 
-    Assert also that the number of requests of each grammar is right.
+    Also assert that the number of requests counted for each grammar is right.
     """
     grammars = state.worker.grammars
     num_needing = Counter(group.request.grammar for group, _ in groups if group.request.grammar is not None)
@@ -146,9 +153,9 @@ def _check_rows(worker: WorkerState, groups: LiveGroups, in_flight: dict[Row, in
 
 
 def _check_dispatches(worker: WorkerState, pipeline_depth: int, num_step_tokens: int) -> dict[Row, int]:
-    """Assert S11 for the plans in flight.
+    """Assert invariant S11 (limits on tokens and pipeline depth) for the plans in flight.
 
-    Returns the number of samples in flight that will count, by row.
+    Return, for each row, the number of its samples in flight that the scheduler will use.
     """
     dispatches = worker.unacknowledged
     assert len(dispatches) <= pipeline_depth, "S11"
@@ -188,7 +195,10 @@ def _check_blocks(worker: WorkerState, groups: LiveGroups) -> None:
 
 
 def _check_writable(cache: CacheManager, row: Row, holders: list[int]) -> None:
-    """Assert S12. A beam's tail may be shared until the plan that writes it."""
+    """Assert invariant S12: the KV cache blocks that a row may still write are neither shared nor published.
+
+    The exception is the last block of a beam. Other beams may share it until the plan that writes it.
+    """
     is_beam = row.sequence.group.beam is not None
     for block in row.allocation.block_table[row.next_position // cache.block_size :]:
         assert is_beam or holders[block] == 1, f"S12: block {block} will be written and is shared"
@@ -235,7 +245,8 @@ def _check_content(cache: CacheManager) -> None:
 
 
 def _check_cursors(state: Lifecycle, cache: CacheManager) -> None:
-    """Assert that the cursors are where the prefix index says, and that their groups are ordered as the policy says."""
+    """Assert that the cursor of each waiting prompt is at the end of the prompt's cached blocks, and that the waiting
+    requests are in the policy's order."""
     state.standings.update(state.now)
     followed = {group.cursor: group for group in state.groups.values() if group.cursor is not None}
     standing = [cursor for node in cache.index.nodes() for same in (node.cursors or {}).values() for cursor in same]
@@ -258,7 +269,8 @@ def _check_idle(pool: BlockPool, nodes: list[Node | None]) -> None:
 
 
 def _check_published(block_size: int, allocation: Allocation) -> None:
-    """Assert S7: the content that a row has published or matched is the content of its tokens."""
+    """Assert invariant S7: the KV cache content that a sequence has published or matched is the content of its own
+    tokens."""
     node, num_published = allocation.last_node, allocation.num_published_blocks
     token_bytes = []
     for i in range(num_published - 1, -1, -1):

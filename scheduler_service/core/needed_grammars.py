@@ -12,7 +12,7 @@ _MAX_PLAN_BYTES = 4 * 1024 * 1024
 
 @dataclass(slots=True)
 class _Need:
-    """A grammar that at least one request needs."""
+    """The record of a grammar that at least one unfinished request needs."""
 
     num_requests: int = 0
     grammar_id: int = 0  # 0 until a plan contains the grammar
@@ -20,10 +20,10 @@ class _Need:
 
 
 class NeededGrammars:
-    """The grammars that requests need, with the id of each on the worker.
+    """The grammars that unfinished requests need, and the id by which plans refer to each grammar.
 
-    Every grammar in a plan gets an id. Ids start at 1, rise, and are never reused within the epoch. If `prepares` is
-    false, every grammar counts as ready at once.
+    A grammar gets its id when it is first sent to the worker. Ids start at 1, rise, and are never reused within the
+    epoch. If `prepares` is false, because no worker is connected, every grammar counts as ready at once.
     """
 
     def __init__(self, *, prepares: bool) -> None:
@@ -34,7 +34,7 @@ class NeededGrammars:
         self.last_id = 0
 
     def need(self, grammar: Grammar) -> bool:
-        """Count a request that needs a grammar. Returns whether the grammar is ready."""
+        """Count one more request that needs a grammar. Return whether the worker has prepared the grammar already."""
         need = self._needs.get(grammar)
         if need is None:
             need = self._needs[grammar] = _Need(is_ready=not self._prepares)
@@ -43,7 +43,8 @@ class NeededGrammars:
         return need.is_ready
 
     def give_up(self, grammar: Grammar) -> None:
-        """Stop counting a request that needed a grammar. The worker releases a grammar that no request needs."""
+        """Count one request less that needs a grammar. A later plan makes the worker release a grammar that no request
+        needs."""
         need = self._needs[grammar]
         need.num_requests -= 1
         if not need.num_requests:
@@ -54,21 +55,21 @@ class NeededGrammars:
                 self.num_unreported -= 1
 
     def id_of(self, grammar: Grammar) -> int:
-        """Return the id of a grammar that is needed; 0 if no plan has contained it."""
+        """Return the id by which plans refer to a grammar, or 0 if the grammar has not been sent to the worker yet."""
         return self._needs[grammar].grammar_id
 
     def is_ready(self, grammar: Grammar) -> bool:
         return self._needs[grammar].is_ready
 
     def is_preparing(self, grammar: Grammar | None) -> bool:
-        """Return whether a plan has sent a needed grammar to the worker, and the worker has not yet reported that it is
-        ready."""
+        """Return whether the worker is preparing a grammar now: a plan has sent the grammar, and the worker has not
+        reported that it is ready."""
         return grammar is not None and self.id_of(grammar) > 0 and not self.is_ready(grammar)
 
     def report(self, grammar_id: int, *, is_ready: bool) -> Grammar | None:
-        """Record that the worker has prepared a grammar, or has failed to prepare it.
+        """Record the worker's report that it has prepared a grammar, or has failed to prepare it.
 
-        Returns the grammar, or None if no request needs the grammar any more or the grammar is ready already.
+        Return the grammar, or None if no request needs the grammar any more or the grammar is ready already.
         """
         for grammar, need in self._needs.items():
             if need.grammar_id == grammar_id and not need.is_ready:
@@ -77,7 +78,7 @@ class NeededGrammars:
         return None
 
     def take_added(self, admits: Callable[[Grammar], bool]) -> list[AddedGrammar]:
-        """Return the grammars for the next plan, up to the byte limit.
+        """Return the grammars that the next plan sends to the worker, up to the byte limit.
 
         The caller must send that plan. `admits` returns whether a grammar may be sent now.
         """

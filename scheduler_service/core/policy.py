@@ -19,7 +19,8 @@ _NUM_ABSENT = 64  # counters of absent tenants that a fair policy adds before it
 
 
 class WaitingState(NamedTuple):
-    """The state of a waiting request that its policy may use. The state changes while the request waits."""
+    """The state of a waiting request that a scheduling policy may use to order it. The state changes while the request
+    waits."""
 
     arrived_at: float  # seconds of the caller's clock
     has_precedence: bool  # it has run before, or has waited longer than the policy's longest wait
@@ -28,7 +29,7 @@ class WaitingState(NamedTuple):
 
 
 class Policy:
-    """A policy that orders requests by a key and ignores tenants.
+    """A scheduling policy that orders requests by a key and ignores tenants.
 
     Subclasses that rank tenants override its methods. All keys of a policy have one shape. They end in `arrival`, which
     makes them unique.
@@ -44,31 +45,33 @@ class Policy:
     max_wait_s = math.inf  # seconds after which a request has precedence; infinite if it never does
 
     def __init__(self, name: str, running_key: Callable[[Request, int], tuple[Any, ...]]) -> None:
-        """Create a policy of the given name.
+        """Create a scheduling policy of the given name.
 
-        `running_key` orders the running requests. The lowest key is scheduled first and preempted last.
+        `running_key` returns the sort key of a running request, from the request and the sequence number of its
+        arrival. The request with the lowest key is scheduled first and preempted last.
         """
         self.name = name
         self.running_key = running_key
 
     def key(self, request: Request, arrival: int, standing: WaitingState) -> tuple[Any, ...]:
-        """Return the key that orders a request among its tenant's waiting requests: the lowest is next.
+        """Return the sort key of a request among its tenant's waiting requests. The request with the lowest key is
+        next.
 
         `arrival` is the sequence number of the request's arrival.
         """
         return self.running_key(request, arrival)
 
     def rank(self, tenant: str) -> float:
-        """Return the rank of a tenant. A tenant of the lowest rank is next."""
+        """Return the current rank of a tenant. The waiting tenant with the lowest rank is served next."""
         return 0.0
 
     def arrived(self, tenant: str) -> None:
         """Record that a tenant has a request, and had no waiting or running request before."""
 
     def queued(self, tenant: str) -> None:
-        """Record that a request of the tenant waits, and that no other request of the tenant did.
+        """Record that a request of the tenant waits, and that no other request of the tenant was waiting before.
 
-        `arrived` was called before.
+        `arrived` was called before for this tenant.
         """
 
     def unqueued(self, tenant: str) -> None:
@@ -78,7 +81,8 @@ class Policy:
         """Record that the tenant's last request has ended."""
 
     def charge(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Charge a tenant with requests for prompt and output tokens."""
+        """Charge a tenant for the prompt tokens and output tokens that the worker has computed for its requests. The
+        tenant must have a request."""
 
 
 class FairPolicy(Policy):
@@ -106,8 +110,9 @@ class FairPolicy(Policy):
     def __init__(self, name: str = "fair", *, moves_keys: bool = False, max_wait_s: float = math.inf) -> None:
         """Create a fair policy without counters.
 
-        `moves_keys`: order a tenant's requests by the number of tokens that they would compute if they started now.
-        `max_wait_s`: the seconds after which a waiting request has precedence.
+        If `moves_keys` is true, a tenant's requests are also ordered by the number of tokens that they would compute if
+        they started now. `max_wait_s` is the number of seconds after which a waiting request has precedence over later
+        requests.
         """
         super().__init__(name, _by_priority_of_operators)
         self.moves_keys = moves_keys
@@ -170,17 +175,18 @@ class FairPolicy(Policy):
         self._counters[tenant] += self.PROMPT_WEIGHT * num_prompt_tokens + self.OUTPUT_WEIGHT * num_output_tokens
 
     def _forget(self) -> None:
-        """Drop the counters of absent tenants that would be raised anyway when the tenant waits again."""
+        """Drop the counters of tenants without requests, if the counter would be raised anyway when the tenant waits
+        again."""
         kept = {name: count for name, count in self._counters.items() if name in self._present or count > self._floor}
         self._counters = kept
         self._num_absent_kept = len(kept) - len(self._present)
 
 
 def _by_priority_of_operators(request: Request, arrival: int) -> tuple[Any, ...]:
-    """Return a running key that ignores the priorities of tenants.
+    """Return a sort key for running requests that ignores the priorities set by tenants.
 
-    A tenant could otherwise use its priorities to preempt every other tenant's requests. The priorities of requests
-    without a tenant count.
+    Otherwise a tenant could use its priorities to preempt the requests of every other tenant. The priority of a request
+    without a tenant counts.
     """
     return 0 if request.tenant else request.priority, arrival
 
@@ -207,9 +213,10 @@ POLICIES = tuple(_POLICIES)  # the first is the default
 
 
 def create_policy(name: str, max_wait_s: float = DEFAULT_MAX_WAIT_S) -> Policy:
-    """Return a new policy by name.
+    """Return a new scheduling policy by its name.
 
-    `max_wait_s` is the longest wait in seconds, if the policy has such a bound. Raises ValueError for an unknown name.
+    `max_wait_s` is the longest wait of a request in seconds, and is used only by the policy "agent". Raises ValueError
+    for an unknown name.
     """
     if name not in _POLICIES:
         raise ValueError(f"policy is {name!r}, choose one of {', '.join(POLICIES)}")

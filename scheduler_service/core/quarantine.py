@@ -18,7 +18,11 @@ _MAX_LONE_CRASHES = 2
 
 
 class Quarantine:
-    """The suspected groups, and the suspects of the current trial."""
+    """The requests that are suspected of crashing the worker, and the suspects of the current trial.
+
+    In a trial, a part of the suspects runs without any other request, until each has produced a token or the worker
+    crashes.
+    """
 
     def __init__(self) -> None:
         self.suspects: list[SequenceGroup] = []  # in order of arrival
@@ -26,13 +30,14 @@ class Quarantine:
         self.charged: set[SequenceGroup] = set()  # charged until a token is confirmed
 
     def admits(self, request: SequenceGroup) -> bool:
-        """Return whether the request may run while the current trial runs."""
+        """Return whether a request may run now. During a trial, only the suspects of the trial may run."""
         return not self._trial or request in self._trial
 
     def crashed(self, computed: Iterable[SequenceGroup], preparing: Set[SequenceGroup]) -> list[SequenceGroup]:
-        """Charge the requests that were computed or whose grammars were prepared when the worker was lost.
+        """Charge the crash of the worker to the requests that it was computing or whose grammars it was preparing.
 
-        Returns the requests that must fail.
+        Return the requests that must fail, because the worker has crashed twice while it worked only on this request or
+        its grammar.
         """
         charged = sorted({*computed, *preparing}, key=lambda request: request.order)
         causes = {request.request.grammar if request in preparing else request for request in charged}
@@ -48,7 +53,8 @@ class Quarantine:
         return failed
 
     def cleared(self, request: SequenceGroup) -> None:
-        """Clear the charges of a request, because one of its tokens was confirmed or because it ended."""
+        """Clear all charges against a request, because the worker has computed one of its tokens or because the request
+        has ended."""
         if request not in self.charged:
             return
         self.charged.remove(request)

@@ -8,8 +8,8 @@ from pagewire.common.wire.messages import GrammarKind, SamplingParams
 
 
 class EarlyStopping(Enum):
-    """The condition under which a beam search with enough hypotheses ends (the three values of transformers'
-    `early_stopping`)."""
+    """The condition under which a beam search ends when it has `beam_width` finished hypotheses. The members are the
+    three values of `early_stopping` in transformers."""
 
     HEURISTIC = 1  # False: if the best beam, at its present length, cannot beat the worst hypothesis
     FIRST = 2  # True: immediately
@@ -18,7 +18,8 @@ class EarlyStopping(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BeamParams:
-    """The parameters of a beam search. The search returns its best `Request.n` hypotheses."""
+    """The parameters of a request's beam search. The search returns its best `Request.n` hypotheses (finished
+    outputs)."""
 
     beam_width: int
     length_penalty: float = 1.0  # a hypothesis scores cumulative_logprob / num_output_tokens ** length_penalty
@@ -26,7 +27,7 @@ class BeamParams:
 
 
 class OutputMode(Enum):
-    """The way in which a request's output reaches its client."""
+    """The way in which the output of a request reaches its client."""
 
     STREAMED = "streamed"  # token by token; the output of a beam search is known only at its end
     WHOLE = "whole"  # once, at its end
@@ -35,7 +36,8 @@ class OutputMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar that an output must match. Any of the end tokens ends the output."""
+    """A grammar that the output of a request must match (structured output). Each of the end tokens can end a complete
+    output."""
 
     kind: GrammarKind
     text: str
@@ -44,7 +46,7 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A validated request. All defaults are resolved."""
+    """A validated generation request, as the scheduler receives it. All defaults are filled in."""
 
     request_id: str
     tenant: str
@@ -66,12 +68,12 @@ class Request:
 
     @property
     def num_rows(self) -> int:
-        """The largest number of worker rows that the request has at once."""
+        """The largest number of sequences of this request that run on the worker at the same time."""
         return self.beam.beam_width if self.beam else self.n
 
 
 class AdmissionReason(Enum):
-    """The reason why a request is not admitted."""
+    """The reason why the scheduler rejects a new request."""
 
     INVALID = "invalid"  # the request can never run
     DUPLICATE = "duplicate"  # the tenant has an unfinished request of this id
@@ -79,7 +81,8 @@ class AdmissionReason(Enum):
 
 
 class AdmissionError(Exception):
-    """A request that `Scheduler.add` rejects. `field` is the name of the invalid field, or empty."""
+    """The exception that `Scheduler.add` raises for a request that it rejects. `field` is the name of the invalid
+    request field, or empty if no field is at fault."""
 
     def __init__(self, reason: AdmissionReason, field_name: str, message: str) -> None:
         super().__init__(message)
@@ -90,7 +93,7 @@ class AdmissionError(Exception):
 class EndReason(Enum):
     """The reason why a sequence ended.
 
-    The first three reach the client as a finish reason, the others as an error status.
+    The first three reasons reach the client as a finish reason, the others as an error status.
     """
 
     STOP = "stop"
@@ -108,7 +111,11 @@ class EndReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SequenceEnd:
-    """The only end event of a sequence. Times are in seconds of the caller's clock; None: it never happened."""
+    """The event that a sequence has ended. Each sequence has exactly one such event.
+
+    The times are in seconds of the caller's clock. A time is None if the step never happened, for example if the
+    sequence was never scheduled.
+    """
 
     sequence_id: int
     reason: EndReason
@@ -128,7 +135,8 @@ class SequenceEnd:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The log-probability and rank of a token, and the most likely or listed tokens at its position."""
+    """The log-probability and the rank of one token, with the log-probabilities of other tokens at its position: the
+    most likely tokens, or the tokens that the request lists."""
 
     token_id: int
     logprob: float
@@ -147,7 +155,8 @@ class Hypothesis:
 
 @dataclass(frozen=True, slots=True)
 class TokenOutputs:
-    """The outputs of one event, for the clients.
+    """The new tokens, log-probabilities and ends of sequences that one event of the scheduler produced, for the
+    clients.
 
     Sequence `sequence_ids[i]` got token `token_ids[i]`. A sequence that got a token and ended is in both `sequence_ids`
     and `ended`. `logprobs` contains the sequences that requested log-probabilities. The tokens of a beam search are in
@@ -168,7 +177,8 @@ NUM_SESSION_AGES = len(SESSION_AGES_S) + 1
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """The current gauges and the counters since start. Block counts are for the connected worker."""
+    """The scheduler's metrics: the current gauges, and the counters since start. The block counts are for the connected
+    worker."""
 
     num_running: int  # sequences
     num_waiting: int
@@ -199,7 +209,8 @@ class SchedulerStats:
 
 @dataclass(frozen=True, slots=True)
 class BlockHolder:
-    """A holder of device blocks. `request_id` is None for the requests of tenants other than the caller's."""
+    """A request that holds KV cache blocks on the device, with the number of these blocks. `request_id` is None for the
+    sum over other tenants, whose requests the caller must not see."""
 
     request_id: str | None
     num_blocks: int
@@ -207,7 +218,8 @@ class BlockHolder:
 
 @dataclass(frozen=True, slots=True)
 class RequestReport:
-    """The state of a request and the reason why it waits."""
+    """A report for operators and clients on one request: its state, the reason why it waits, and the blocks that it
+    holds and needs."""
 
     request_id: str
     tenant: str
@@ -229,7 +241,8 @@ class RequestReport:
 
 
 class BlockUse(IntEnum):
-    """The use of a block. A value of at least HELD identifies the owner: HELD + its index in `BlockMap.owners`."""
+    """The use of one KV cache block in a `BlockMap`. A value of at least HELD identifies the request that holds the
+    block: HELD + the index of the request in `BlockMap.owners`."""
 
     FREE = 0
     CACHED = 1  # idle, and its content can be matched
@@ -240,7 +253,7 @@ class BlockUse(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """The use of every block of both pools. Entry i describes block i + 1."""
+    """The use of every KV cache block on the device and on the host, for diagnosis. Entry i describes block i + 1."""
 
     owners: tuple[str, ...]  # request ids
     device: tuple[int, ...]  # BlockUse
@@ -248,7 +261,7 @@ class BlockMap:
 
 
 class Tier(Enum):
-    """The tier of memory that contains a copy of a block's content."""
+    """The tier of memory that contains a copy of a KV cache block's content: the device or the host."""
 
     DEVICE = "device"
     HOST = "host"
@@ -256,9 +269,9 @@ class Tier(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """An event: a block's content can now be matched.
+    """A prefix cache event: the content of a full KV cache block can now be matched by prompts, in one tier.
 
-    Hashes are chained xxh3_64 over the parent's hash and the tokens.
+    The hash of a block is an xxh3_64 over the hash of the parent block and the tokens of the block.
     """
 
     block_hash: int
@@ -271,7 +284,7 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """An event: the last copy of a content in this tier is gone."""
+    """A prefix cache event: the last copy of a KV cache block's content in this tier is gone."""
 
     block_hash: int
     tier: Tier
@@ -280,7 +293,7 @@ class BlockRemoved:
 
 @dataclass(frozen=True, slots=True)
 class CacheCleared:
-    """An event: nothing is cached any more, in either tier."""
+    """A prefix cache event: nothing is cached any more, neither on the device nor on the host."""
 
 
 KvEvent = BlockStored | BlockRemoved | CacheCleared

@@ -168,9 +168,9 @@ class Results:
     ) -> None:
         """Append one token to each decoding row.
 
-        This is the scheduler's hot loop. Normally it examines only the tokens and the stop tokens of each row. Single
-        rows are examined only if a sample was dropped, or if the first token of a row was late, since the plan was
-        sent, or while requests are suspected of a worker crash.
+        This is the scheduler's hot loop. Normally it examines only the tokens and the stop tokens of each row. The rows
+        are examined one by one only in two cases: a sample was dropped or a first token was late since the plan was
+        sent, or a worker crash is charged to any request.
         """
         columns, quarantine = dispatch.columns, self._state.quarantine
         if dispatch.num_drops != worker.rows.drops.num_drops or quarantine.charged:

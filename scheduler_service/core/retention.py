@@ -28,26 +28,28 @@ _NUM_ALL_GAPS = 1000
 
 
 class ReturnEstimate:
-    """An estimate of when absent sessions return.
+    """An estimate of when each session without requests will send its next request. It decides whose idle KV cache
+    blocks are evicted first.
 
-    This one expects the most recently used session first. So the least recently used session loses its blocks first.
+    This class expects the most recently used session first. So the least recently used session loses its blocks first.
     """
 
     def returned(self, session: Session, gap_s: float) -> None:
-        """Record that a session without requests has a new request, `gap_s` seconds after its last request ended."""
+        """Record that a session without requests has sent a new request, `gap_s` seconds after its last request
+        ended."""
 
     def last_needed_at(self, session: Session) -> float:
-        """Return the time that orders sessions without requests: the session with the lowest time loses its blocks
-        first.
+        """Return the time that orders sessions without requests: the session with the lowest time loses its KV cache
+        blocks first.
 
-        The time is in seconds of the caller's clock, as if the session had been used last at that time. It is called
-        after the session's last request has ended.
+        The time is in seconds of the caller's clock, as if the session had been used last at that time. The method is
+        called after the session's last request has ended.
         """
         return session.last_used_at
 
 
 class LearnedReturnEstimate(ReturnEstimate):
-    """An estimate that learns how long sessions stay away.
+    """An estimate that learns how long sessions stay away between their requests.
 
     The session most likely to return now is expected first. Gaps between requests have long tails. Assume that they are
     Lomax distributed, with a scale g for each session. If a session has been away for a time a, the chance that it
@@ -79,7 +81,10 @@ EXPECTATIONS = {"lru": ReturnEstimate, "learned": LearnedReturnEstimate}
 
 
 class Retention:
-    """The sessions of one worker's cache, and the priorities of their blocks."""
+    """The sessions in one worker's cache, and the eviction priorities of their idle KV cache blocks.
+
+    A session is a series of requests in which each prompt starts with the previous prompt and output.
+    """
 
     def __init__(self, cache: CacheManager, expectation: ReturnEstimate) -> None:
         self.cache = cache
@@ -91,17 +96,18 @@ class Retention:
         cache.tiers.set_priorities(self._priority_of, self._tenant_of, self._is_expected)
 
     def update(self, now: float) -> None:
-        """Set the horizon of the eviction order.
+        """Update the eviction order so that sessions without recent use lose their KV cache blocks before other
+        sessions.
 
-        Sessions that were not used recently are then evicted before other sessions. Their tenant's share no longer
-        protects them.
+        A tenant normally keeps its share of the cache. That share does not protect sessions without recent use.
         """
         self.cache.pool.order.horizon = self.cache.host_pool.order.horizon = (IDLE, now - _SHARED_S)
 
     def arrived(self, group: SequenceGroup, now: float) -> None:
-        """Assign a group to a session.
+        """Assign a request to the session that it continues, or to a new session.
 
-        The group is new to this worker's cache. The group's cursor, if it has one, must be in place.
+        The request is new to this worker's cache. If the request has a cursor in the prefix index, the cursor must be
+        in place.
         """
         session = self._find(group) or self._begin(group, now)
         if session.num_blocks and not session.num_groups:
@@ -115,21 +121,23 @@ class Retention:
             sequence.allocation.free_list = session.free_list
 
     def waits(self, group: SequenceGroup) -> None:
-        """Update the session of a group that waits, or whose cached prefix has changed."""
+        """Update the priority of a session's KV cache blocks, because a request of the session waits or its cached
+        prefix has changed."""
         if group.session is not None:
             group.session.waiting[group] = None
             self.cache.tiers.priority_changed(group.session.free_list)
 
     def runs(self, group: SequenceGroup) -> None:
-        """Update the session of a group that no longer waits."""
+        """Update the priority of a session's KV cache blocks, because a request of the session no longer waits."""
         if group.session is not None and group in group.session.waiting:
             del group.session.waiting[group]
             self.cache.tiers.priority_changed(group.session.free_list)
 
     def ended(self, group: SequenceGroup, num_tokens: int, now: float) -> None:
-        """Record that a group has ended.
+        """Record in the request's session that the request has ended, and update the priority of the session's KV cache
+        blocks.
 
-        It had computed `num_tokens` tokens, or 0 if it never ran.
+        The request had computed `num_tokens` tokens, or 0 if it never ran.
         """
         session = group.session
         if session is None:
@@ -145,14 +153,14 @@ class Retention:
             self._forget_lost()
 
     def lose(self, group: SequenceGroup) -> None:
-        """Detach a group from its session."""
+        """Remove the reference from a request to its session."""
         group.session = None
 
     def _is_expected(self, free_list: int) -> bool:
-        """Return whether a session is absent and expected to return.
+        """Return whether a session has no request now but is expected to send one.
 
-        It is expected if it has returned before, or if its last request set `will_return` or a retention time. A
-        session with requests is not absent: its requests order their own loads.
+        A session is expected to return if it has returned before, or if its last request set `will_return` or a
+        retention time. A session with requests is not counted, because these requests load the blocks themselves.
         """
         session = self._sessions.get(free_list)
         if session is None or session.num_groups or session.will_return is False:
@@ -164,7 +172,8 @@ class Retention:
         return "" if session is None else session.tenant
 
     def _priority_of(self, free_list: int) -> RetentionPriority:
-        """Return the priority of a free list.
+        """Return the eviction priority of a free list, which has the idle KV cache blocks of one session. The lowest
+        priority is evicted first.
 
         A session with a waiting request is certain to need its blocks. It needs them sooner if the request has fewer
         blocks to compute.
@@ -186,7 +195,8 @@ class Retention:
     def _find(self, group: SequenceGroup) -> Session | None:
         """Return the session that a request continues, or None.
 
-        It is the session that the request names, or the session whose blocks its prompt starts with.
+        A request continues the session that it names. If it names none, it continues a session without a name if its
+        prompt starts with at least half of the session's blocks.
         """
         request, cursor = group.request, group.cursor
         if request.session_id:
@@ -212,7 +222,8 @@ class Retention:
         return session
 
     def _forget_lost(self) -> None:
-        """Remove the sessions that have neither requests nor blocks."""
+        """Remove the sessions that have neither requests nor KV cache blocks, so that their free lists can be used
+        again."""
         pools = self.cache.pool, self.cache.host_pool
         moving = {move.free_list for move in self.cache.moves}
         for session in list(self._sessions.values()):

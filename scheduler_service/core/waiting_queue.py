@@ -19,11 +19,12 @@ _UNKNOWN = WaitingState(
 
 
 class WaitingQueue:
-    """The waiting groups in order of (rank of the tenant, order of the group).
+    """The queue of waiting requests, ordered by (rank of the tenant, order of the request among its tenant's requests).
 
-    The queue informs the policy when a tenant starts or stops waiting. Each tenant has a sorted list. If tenants are
-    not ranked, one list contains all groups. The first groups of the lists are compared at each query, since ranks may
-    change at any time. Held groups count like all others, but have no position: no group waits for them.
+    The queue informs the scheduling policy when a tenant starts or stops waiting. Each tenant has a sorted list of
+    requests. If the policy does not rank tenants, one list contains all requests. The first requests of the lists are
+    compared at each query, because ranks may change at any time. Held requests wait for something else, such as their
+    grammar. They count like all others but have no position, so no other request waits for them.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -35,17 +36,18 @@ class WaitingQueue:
         self.num_prompt_tokens = 0
 
     def __len__(self) -> int:
-        """Return the number of waiting groups, including held groups."""
+        """Return the number of waiting requests, including held requests."""
         return len(self.held) + sum(map(len, self._groups.values()))
 
     def add(self, group: SequenceGroup) -> None:
-        """Add a group, for the first time or again. Its order determines its position."""
+        """Add a request to the queue, for the first time or after a preemption. Its `waiting_order` determines its
+        position."""
         group.num_waiting_sequences = 1 if group.request.beam else group.num_unfinished
         self._place(group)
         self._count(group, 1)
 
     def remove(self, group: SequenceGroup) -> None:
-        """Remove a group. Raises KeyError if the group is not queued."""
+        """Remove a request from the queue. Raises KeyError if the request is not in the queue."""
         if group in self.held:
             del self.held[group]
         else:
@@ -53,17 +55,19 @@ class WaitingQueue:
         self._count(group, -1)
 
     def hold(self, group: SequenceGroup) -> None:
-        """Hold a group that waits for something other than its turn. Raises KeyError if the group has no position."""
+        """Take a request out of the order, because it must wait for something else, such as its grammar. The request
+        stays in the queue. Raises KeyError if the request has no position."""
         self._displace(group)
         self.held[group] = None
 
     def release(self, group: SequenceGroup) -> None:
-        """Give a held group a position again, by its order. Raises KeyError if the group is not held."""
+        """Put a held request back into the order of the queue, for example because its grammar is ready. Raises
+        KeyError if the request is not held."""
         del self.held[group]
         self._place(group)
 
     def reorder(self, group: SequenceGroup, order: tuple[Any, ...]) -> None:
-        """Give a queued group another order, and move it to the new position."""
+        """Give a request in the queue a new `waiting_order`, and move the request to its new position."""
         if order == group.waiting_order:
             return
         if group in self.held:
@@ -99,24 +103,32 @@ class WaitingQueue:
         return index
 
     def next(self) -> SequenceGroup | None:
-        """Return the first group that is not held, or None. O(tenants) if tenants are ranked, else O(1)."""
+        """Return the waiting request that is first in the order, or None if all requests are held or the queue is
+        empty.
+
+        The time is O(tenants) if the policy ranks tenants, else O(1).
+        """
         return min((groups[0] for groups in self._groups.values()), key=self._ranked_order, default=None)
 
     def first(self, number: int) -> list[SequenceGroup]:
-        """Return up to `number` first groups of each list, sorted, without held groups."""
+        """Return the first waiting requests in order, up to `number` for each tenant. Held requests are left out.
+
+        If the policy does not rank tenants, the result has up to `number` requests in all.
+        """
         return sorted((each for groups in self._groups.values() for each in groups[:number]), key=self._ranked_order)
 
     def __iter__(self) -> Iterator[SequenceGroup]:
-        """Iterate over the groups that are not held, in the order in which they would run if no rank changed."""
+        """Iterate over the waiting requests in the order in which they would run if no tenant's rank changed. Held
+        requests are left out."""
         return iter(sorted((group for groups in self._groups.values() for group in groups), key=self._ranked_order))
 
     def _ranked_order(self, group: SequenceGroup) -> tuple[float, tuple[Any, ...]]:
         return self._policy.rank(group.request.tenant), group.waiting_order
 
     def position(self, group: SequenceGroup) -> int:
-        """Return the position, from 1, of a queued group that is not held.
+        """Return the position in the queue, from 1, of a waiting request that is not held.
 
-        It is the position in the order in which groups would run if no rank changed.
+        The positions follow the order in which requests would run if no tenant's rank changed.
         """
         rank = self._policy.rank(group.request.tenant)
         num_before = 0
@@ -141,17 +153,18 @@ class WaitingQueue:
 
 
 def num_uncached_tokens(group: SequenceGroup) -> int:
-    """Return the number of prompt tokens that a waiting group would compute if it started now, as far as known."""
+    """Return the number of prompt tokens that a waiting request would compute if it started now, according to its
+    cursor in the prefix index. Without a cursor, this is the length of the prompt."""
     cursor = group.cursor
     return len(group.request.prompt_token_ids) - (0 if cursor is None else cursor.num_blocks * cursor.block_size)
 
 
 class WaitingOrder:
-    """The orders of the queued groups, kept up to date with the policy.
+    """The order of the waiting requests, kept up to date as the scheduling policy demands.
 
-    A group that has not run yet has a cursor in the worker's prefix index. Only changes of its own prefix move the
-    cursor. So the time to keep the order is proportional to the number of changes. Nothing is tracked if the policy's
-    keys do not move.
+    A request that has not run yet has a cursor, which marks the end of its cached blocks in the worker's prefix index.
+    The cursor moves only if the cached part of this prompt changes. So the time to keep the order is proportional to
+    the number of such changes. Nothing is tracked if the policy's keys do not depend on the cache.
     """
 
     def __init__(self, policy: Policy, waiting: WaitingQueue, new_expectation: Callable[[], ReturnEstimate]) -> None:
@@ -164,7 +177,7 @@ class WaitingOrder:
         self._fresh: OrderedDict[SequenceGroup, None] = OrderedDict()
 
     def join(self, cache: CacheManager, groups: list[SequenceGroup], now: float) -> None:
-        """Reorder the waiting groups by the cache of a worker that has connected."""
+        """Reorder the waiting requests for a newly connected worker, whose prefix cache is `cache`."""
         if not self._policy.moves_keys:
             return
         self._retention = Retention(cache, self._new_expectation())
@@ -173,7 +186,7 @@ class WaitingOrder:
             self._waiting.reorder(group, self.order(group))
 
     def lose(self, groups: Iterable[SequenceGroup]) -> None:
-        """Drop the cursors and sessions of a lost worker's cache."""
+        """Drop the cursors and sessions of the waiting requests, because they belong to the cache of a lost worker."""
         for group in groups:
             group.cursor = None
             if self._retention is not None:
@@ -182,7 +195,7 @@ class WaitingOrder:
         self._followed.clear()
 
     def add(self, group: SequenceGroup, now: float) -> None:
-        """Set the order of a group that is about to wait for the first time."""
+        """Determine the order of a new request that is about to wait for the first time."""
         if self._policy.moves_keys:
             self._fresh[group] = None
             if self._retention is not None:
@@ -190,14 +203,14 @@ class WaitingOrder:
         group.waiting_order = self.order(group)
 
     def enter(self, group: SequenceGroup) -> None:
-        """Set the order of a group that ran and is about to wait again."""
+        """Determine the order of a request that ran and is about to wait again."""
         if self._policy.moves_keys:
             group.waiting_order = self.order(group)
             if self._retention is not None:
                 self._retention.waits(group)
 
     def leave(self, group: SequenceGroup) -> None:
-        """Stop tracking a group that no longer waits."""
+        """Stop tracking a request that no longer waits, and remove its cursor from the prefix index."""
         self._fresh.pop(group, None)
         if self._retention is not None:
             if group.cursor is not None:
@@ -207,15 +220,16 @@ class WaitingOrder:
             self._retention.runs(group)
 
     def end(self, group: SequenceGroup, num_tokens: int, now: float) -> None:
-        """Record that a group that no longer waits has ended.
+        """Record that a request has ended, so that the idle KV cache blocks of its session get a new priority.
 
-        It had computed `num_tokens` tokens, or 0 if it never ran.
+        The request had computed `num_tokens` tokens, or 0 if it never ran.
         """
         if self._retention is not None:
             self._retention.ended(group, num_tokens, now)
 
     def update(self, now: float) -> None:
-        """Reorder the groups whose cached prefix has changed, and the groups that have waited too long."""
+        """Reorder the waiting requests whose cached prefix has changed, and the requests that have waited longer than
+        the policy's longest wait."""
         if self._retention is not None:
             self._retention.update(now)
             for cursor in self._retention.cache.index.cursors.take_moved():
@@ -231,11 +245,13 @@ class WaitingOrder:
             self._waiting.reorder(group, self.order(group))
 
     def awaits_load(self, group: SequenceGroup) -> bool:
-        """Return whether the last cached block of a waiting group's prompt is on the host only."""
+        """Return whether the last cached block of a waiting request's prompt is on the host only, so that it must be
+        loaded onto the device."""
         return group.cursor is not None and group.cursor.num_blocks > 0 and not group.cursor.node.blocks
 
     def order(self, group: SequenceGroup) -> tuple[object, ...]:
-        """Return the group's current order according to the policy."""
+        """Return the sort key that the policy gives to a waiting request now. The request with the lowest key is
+        next."""
         if not self._policy.moves_keys:
             return self._policy.key(group.request, group.arrival, _UNKNOWN)
         block_size = _BLOCK_SIZE if self._retention is None else self._retention.cache.block_size
@@ -245,7 +261,8 @@ class WaitingOrder:
         return self._policy.key(group.request, group.arrival, standing)
 
     def _arrive(self, group: SequenceGroup, retention: Retention, now: float) -> None:
-        """Register a waiting group with a worker's cache: create its cursor, and assign it to a session."""
+        """Register a waiting request with a worker's prefix cache: create a cursor for its prompt, and assign the
+        request to a session."""
         sequence, cache = group.sequences[0], retention.cache
         if not group.has_precedence and cache.enable_prefix_caching and sequence.may_match:
             max_blocks = (sequence.num_tokens - 1) // cache.block_size
