@@ -86,8 +86,8 @@ class Policy:
 
 
 class FairPolicy(Policy):
-    """A fair share for every tenant, by the virtual token counters of Sheng et al., "Fairness in Serving Large Language
-    Models", OSDI 2024.
+    """A scheduling policy that gives every tenant a fair share of the worker, by the virtual token counters of Sheng et
+    al., "Fairness in Serving Large Language Models", OSDI 2024.
 
     A tenant's counter is the service that the tenant has received: prompt tokens with weight 1, output tokens with
     weight 2. The waiting tenant with the lowest counter is next. Within a tenant, priority and arrival decide. When a

@@ -38,7 +38,7 @@ RETENTIONS = (*EXPECTATIONS, "belady")  # which sessions' idle blocks are kept l
 
 @dataclass(frozen=True, slots=True)
 class SimulationSettings:
-    """The settings of a simulation. Sizes are in tokens of the trace."""
+    """The settings of a simulation of the scheduler. Sizes are in tokens of the trace."""
 
     pool_tokens: int
     speed: WorkerSpeed
@@ -52,7 +52,8 @@ class SimulationSettings:
     retention: str = "lru"  # one of RETENTIONS
 
     def check(self, trace: Trace) -> None:
-        """Raise ValueError if the settings do not fit together, or do not fit the trace."""
+        """Raise ValueError if the settings contradict each other, or if the scale does not divide the trace's block
+        size."""
         scale = self.speed.scale
         for what, size in (("the block size", self.block_size), ("the trace's block size", trace.block_size)):
             if size % scale:
@@ -70,11 +71,16 @@ class SimulationSettings:
             )
 
     def think_s(self, request: TraceRequest) -> float:
-        """Return the seconds between the previous answer and a request, at most `max_think_s`."""
+        """Return the seconds between the end of a session's previous answer and `request`. The result is at most
+        `max_think_s`, if this limit is set."""
         return min(request.think_s, math.inf if self.max_think_s is None else self.max_think_s)
 
     def tenant(self, session: int, name: str) -> str:
-        """Return the tenant of a session, by the session's index and name."""
+        """Return the name of the tenant to which a session of the trace belongs. `session` is the index of the session,
+        and `name` is its name.
+
+        The result is an empty string if the settings define no tenants.
+        """
         if not self.tenant_shares:
             return name if self.has_session_tenants else ""
         owners = [tenant for tenant, share in enumerate(self.tenant_shares) for _ in range(share)]
@@ -83,7 +89,8 @@ class SimulationSettings:
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """The times of a finished request, in seconds of simulated time."""
+    """The times of a request that has finished in a simulation, in seconds of simulated time. `session` and `index`
+    identify the request in the trace."""
 
     session: int
     index: int
@@ -95,9 +102,9 @@ class ServedRequest:
 
 @dataclass(frozen=True, slots=True)
 class ServedSession:
-    """The times of a session in simulated seconds.
+    """The times of a session that has finished in a simulation, in seconds of simulated time.
 
-    `alone_s` is the time that the session would need alone, with a cache that never evicts.
+    `alone_s` is the time that the session would need without other sessions, with a prefix cache that never evicts.
     """
 
     session: int
@@ -108,9 +115,10 @@ class ServedSession:
 
 @dataclass(slots=True)
 class SimulatedRun:
-    """The results of a run.
+    """The results of a simulation of one trace.
 
-    `gaps` counts the seconds between tokens of the core. Each of these tokens represents `scale` tokens of the trace.
+    `gaps` counts the seconds between tokens of the scheduler's core. Each of these tokens represents `scale` tokens of
+    the trace.
     """
 
     requests: list[ServedRequest] = field(default_factory=list)
@@ -128,7 +136,8 @@ class SimulatedRun:
 
 
 class Belady(ReturnEstimate):
-    """An estimate that knows the trace: the session whose next request comes last loses its blocks first.
+    """An estimate of session returns that knows the future from the trace: the session whose next request comes last
+    loses its KV cache blocks first.
 
     After Belady, "A Study of Replacement Algorithms for a Virtual-Storage Computer", 1966. Sessions have the same names
     as in the trace. The estimate knows when a session's next request arrives, but not how long the request will then
@@ -149,7 +158,7 @@ class Belady(ReturnEstimate):
 
 @dataclass(slots=True)
 class _SessionUnderWay:
-    """A session in progress. It sends one request after another."""
+    """A session of the trace that is in progress. The simulation sends its requests one after another."""
 
     session: int
     started_at: float
@@ -158,13 +167,13 @@ class _SessionUnderWay:
 
 
 class Simulation(Observer):
-    """A simulation of one policy on one trace.
+    """A simulation of the scheduler with one policy on one trace of requests.
 
-    It acts as all clients, and observes the step loop. `run` may be called once.
+    The simulation acts as all clients, and observes the step loop. `run` may be called once.
     """
 
     def __init__(self, trace: Trace, policy: Policy, settings: SimulationSettings) -> None:
-        """Create a simulation. Raises ValueError if the settings do not fit the trace."""
+        """Create a simulation with a simulated worker. Raises ValueError if the settings do not fit the trace."""
         settings.check(trace)
         self._trace = trace
         self._settings = settings
@@ -210,10 +219,10 @@ class Simulation(Observer):
         )
 
     def run(self, progress: Callable[[SimulatedRun, float], None] | None = None) -> SimulatedRun:
-        """Run the whole trace, and return the results.
+        """Simulate the whole trace, and return the results.
 
-        `progress` is called after each step with the results so far and the simulated time. Raises RuntimeError if
-        requests remain that the scheduler does not run.
+        `progress` is called after each step with the results so far and the simulated time in seconds. Raises
+        RuntimeError if the simulation ends with unfinished requests, because the scheduler does not run them.
         """
         self._progress = progress or (lambda run, now: None)
         for _ in range(min(len(self._unstarted), self._settings.max_sessions or NO_LIMIT)):
@@ -263,7 +272,8 @@ class Simulation(Observer):
         self._open[sample.sequence_id] = session
 
     def _go_on(self, session: _SessionUnderWay) -> None:
-        """Continue a session after a request has ended: schedule its next request, or start the next session."""
+        """Continue a session after one of its requests has ended: schedule the session's next request, or start another
+        session if this session has ended."""
         session.index += 1
         requests = self._trace.sessions[session.session].requests
         if session.index < len(requests):

@@ -32,10 +32,11 @@ _ROWS = (
 
 
 def figures(run: SimulatedRun, settings: SimulationSettings, ttft_goal_s: float | None = None) -> dict[str, Any]:
-    """Return the figures of a run as plain data for JSON.
+    """Return the measurements of a simulated run as plain data for JSON, for example makespan, time to first token and
+    cache hits.
 
-    A figure that was not measured is None. `ttft_goal_s` is the time to first token, in seconds, that counts as good
-    for the goodput.
+    A measurement that does not exist is None. `ttft_goal_s` is the longest time to first token, in seconds, with which
+    a request counts for the goodput. If it is None, no goodput is computed.
     """
     assert run.stats is not None
     scale, stats = settings.speed.scale, run.stats
@@ -66,7 +67,11 @@ def figures(run: SimulatedRun, settings: SimulationSettings, ttft_goal_s: float 
 
 
 def table(by_policy: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a table with one row per figure and one column per policy. A row without any value is left out."""
+    """Return a text table that compares simulated runs, with one row per measurement and one column per policy. A row
+    without any value is left out.
+
+    `by_policy` has the result of `figures` for each policy.
+    """
     lines = [["", *by_policy]]
     for title, path, form in _ROWS:
         values = [_at(found, path) for found in by_policy.values()]
@@ -103,10 +108,10 @@ def summary(weighted: Iterable[tuple[float, int]]) -> dict[str, float] | None:
 
 
 def fairness(run: SimulatedRun) -> float | None:
-    """Return Jain's index over the slowdowns of the sessions, or None without sessions.
+    """Return Jain's fairness index over the slowdowns of the sessions in a simulated run, or None without sessions.
 
-    A slowdown is relative to the session's time alone, with a cache that never evicts. The index is 1 if all sessions
-    are slowed equally, and 1/n if one of n has the whole delay.
+    The slowdown of a session is its time divided by the time that it would need alone, with a prefix cache that never
+    evicts. The index is 1 if all sessions are slowed equally, and 1/n if one of n sessions has the whole delay.
     """
     slowdowns = [
         (session.ended_at - session.started_at) / session.alone_s for session in run.sessions if session.alone_s
@@ -116,10 +121,10 @@ def fairness(run: SimulatedRun) -> float | None:
 
 
 def _token_gaps(run: SimulatedRun, settings: SimulationSettings) -> Iterable[tuple[float, int]]:
-    """Yield the gaps between tokens of the trace, as (seconds, count).
+    """Yield the times between successive output tokens of the trace, as (seconds, count).
 
-    One token of the core represents `scale` tokens of the trace. All but one of these follow at the decode rate. The
-    remaining token has the rest of the gap, including any wait.
+    One token of the scheduler's core represents `scale` tokens of the trace. All but one of these tokens follow at the
+    decode rate. The remaining token has the rest of the gap, including any wait.
     """
     scale, usual_s = settings.speed.scale, 1 / settings.speed.decode_rate
     for gap, count in run.gaps.items():

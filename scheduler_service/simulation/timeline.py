@@ -9,9 +9,9 @@ from scheduler_service.serving.step_loop import StepLoop
 
 
 class Timeline(Clock):
-    """A clock of simulated time.
+    """A clock of simulated time, with a queue of future events.
 
-    One heap of (time, number) orders all events. Events at the same time happen in the order in which they were added.
+    A heap orders all events by (time, number). Events at the same time happen in the order in which they were added.
     """
 
     def __init__(self) -> None:
@@ -39,9 +39,9 @@ class Timeline(Clock):
         self.at(self.time + delay, action, *args)
 
     def drive(self, loop: StepLoop, wake_seconds: Callable[[], float]) -> None:
-        """Run all events until no event is left.
+        """Run all events of the simulation in order of time, until no event is left.
 
-        The step loop runs `wake_seconds()` after it becomes due.
+        The step loop runs `wake_seconds()` seconds of simulated time after it becomes due.
         """
         while self._heap:
             self.time, _, action, args = heappop(self._heap)
@@ -51,7 +51,7 @@ class Timeline(Clock):
                 self.after(wake_seconds(), self._take_turn, loop)
 
     def catch_up(self) -> None:
-        """Run all events that are due now, before the step loop continues."""
+        """Run all events that are due at the present simulated time, before the step loop continues."""
         while self._heap and self._heap[0][0] <= self.time:
             _, _, action, args = heappop(self._heap)
             action(*args)

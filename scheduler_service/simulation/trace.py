@@ -21,12 +21,13 @@ BlockRuns = tuple[tuple[int, int], ...]
 
 
 class TraceError(ValueError):
-    """A file that is not a trace, or a line with missing or invalid fields. The message names the file and the line."""
+    """The error that a file is not a trace of requests, or that a line has missing or invalid fields. The message names
+    the file, and the line if one is at fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """A request of a trace. Lengths are in tokens."""
+    """A request that a trace has recorded. Lengths are in tokens."""
 
     think_s: float  # seconds after the previous answer; 0 for the first request of a session
     num_prompt_tokens: int
@@ -37,9 +38,9 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class TraceSession:
-    """A series of requests.
+    """A series of requests that one client of a trace sends, for example a conversation.
 
-    The first is sent at `start_s`, and each later request after the answer to the one before.
+    The first request is sent at `start_s`, and each later request after the answer to the previous request.
     """
 
     name: str
@@ -49,7 +50,11 @@ class TraceSession:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A trace: its sessions in the order of the file. `block_size` is 0 if the format does not describe content."""
+    """A recorded series of requests to replay, as sessions in the order of the file.
+
+    `block_size` is the number of tokens in each block of a prompt. It is 0 if the file format does not describe the
+    content of prompts.
+    """
 
     form: str
     block_size: int
@@ -62,7 +67,7 @@ class Trace:
 
 
 def read_trace(path: Path, max_requests: int | None = None) -> Trace:
-    """Read a trace of any format, plain or compressed by gzip.
+    """Read a trace of requests from a file in any of the supported formats, plain or compressed by gzip.
 
     At most `max_requests` requests are read. Raises TraceError for a file that is not a trace, and OSError for a file
     that cannot be read.
@@ -80,17 +85,17 @@ def read_trace(path: Path, max_requests: int | None = None) -> Trace:
 
 
 class TraceContent:
-    """The token ids of a trace's prompts and outputs, generated from its block ids.
+    """The generator of token ids for the prompts and outputs of a trace. A trace describes content only by block ids.
 
-    Every content has a number, and all tokens of a block are this number. Tokens that no block id describes belong to
-    one request alone. Each request has a number of its own for them.
+    Every block id stands for a number, and all tokens of the block are this number. So equal blocks have equal tokens.
+    Tokens that no block id describes belong to one request alone, and have a number that no other request uses.
     """
 
     def __init__(self, trace: Trace, scale: int) -> None:
-        """Create the contents of a trace.
+        """Create the generator of a trace's token ids.
 
-        `scale` is the number of the trace's tokens that one generated token represents. It divides the trace's block
-        size.
+        `scale` is the number of the trace's tokens that one generated token represents. It must divide the trace's
+        block size.
         """
         self._trace = trace
         self._scale = scale
@@ -103,7 +108,10 @@ class TraceContent:
             *self._bases, self._num_contents = accumulate(num_ids, initial=0)
 
     def tokens(self, session: int, index: int) -> tuple[list[int], list[int]]:
-        """Return the prompt and the output of a request. `session` and `index` are indexes. Neither result is empty."""
+        """Return the prompt and the output of a request, each as a list of token ids that is not empty.
+
+        `session` is the index of the session in the trace. `index` is the index of the request in the session.
+        """
         requests = self._trace.sessions[session].requests
         request, base = requests[index], self._bases[session]
         num_prompt = max(1, round(request.num_prompt_tokens / self._scale))
@@ -126,20 +134,20 @@ class TraceContent:
 
 
 def _num_ids(prompts: Iterable[BlockRuns]) -> int:
-    """Return the number of ids from 0 to the greatest id."""
+    """Return the number of block ids from 0 to the greatest block id in the prompts."""
     return max((first + count for runs in prompts for first, count in runs), default=0)
 
 
 def _goes_on(request: TraceRequest, following: TraceRequest) -> bool:
-    """Return whether the next prompt starts with all blocks of this prompt.
+    """Return whether the prompt of `following` starts with all blocks of the prompt of `request`.
 
-    The next prompt's further blocks then describe the output of this request.
+    The further blocks of the following prompt then describe the output of `request`.
     """
     return common_blocks(request.block_runs, following.block_runs) == num_blocks(request.block_runs)
 
 
 def common_blocks(runs: BlockRuns, others: BlockRuns) -> int:
-    """Return the number of blocks in the common prefix of two prompts."""
+    """Return the number of blocks in the common prefix of two prompts. Each prompt is given as runs of block ids."""
     num_common = 0
     for block, other in zip(_blocks(runs), _blocks(others), strict=False):
         if block != other:
@@ -149,7 +157,7 @@ def common_blocks(runs: BlockRuns, others: BlockRuns) -> int:
 
 
 def num_blocks(runs: BlockRuns) -> int:
-    """Return the number of blocks of a prompt."""
+    """Return the number of blocks of a prompt, which is given as runs of block ids."""
     return sum(count for _, count in runs)
 
 
@@ -182,7 +190,8 @@ def _read(path: Path, lines: IO[str], max_requests: int | None) -> Trace:
 
 
 def _limited(sessions: Iterable[TraceSession], max_requests: int | None) -> Iterator[TraceSession]:
-    """Yield the sessions up to `max_requests` requests. The last session is cut off if necessary."""
+    """Yield the sessions of a trace until they have `max_requests` requests together. The last session is cut off if
+    necessary. None means no limit."""
     num_requests = 0
     for session in sessions:
         if max_requests is not None and num_requests + len(session.requests) >= max_requests:
@@ -216,9 +225,9 @@ def _agent_sessions(path: Path, lines: Iterable[str], block_sizes: set[int]) -> 
 
 
 def _requests_of(entries: list[dict[str, Any]], block_size: int) -> tuple[TraceRequest, ...]:
-    """Return the requests of a session.
+    """Return the requests of a session, from the entries of an agent trace.
 
-    Each needs the tokens that are not in the longest common prefix with the previous request.
+    A request needs the prompt tokens that are not in the longest common prefix with the session's previous prompt.
     """
     requests: list[TraceRequest] = []
     for entry in entries:
@@ -231,7 +240,11 @@ def _requests_of(entries: list[dict[str, Any]], block_size: int) -> tuple[TraceR
 
 
 def _mooncake(path: Path, lines: Iterable[str]) -> Iterator[TraceSession]:
-    """Read a trace in which each request is a session. A block id identifies a block and all blocks before it."""
+    """Read the sessions of a trace in the Mooncake format. Each request is a session of its own.
+
+    A block id in this format identifies the block together with all blocks before it. Raises TraceError for a line that
+    is not a request.
+    """
     seen: set[int] = set()
     for where, entry in _json_lines(path, lines):
         try:
@@ -247,7 +260,11 @@ def _mooncake(path: Path, lines: Iterable[str]) -> Iterator[TraceSession]:
 
 
 def _azure(path: Path, lines: Iterable[str]) -> Iterator[TraceSession]:
-    """Read a trace in which each request is a session, and only the lengths are known."""
+    """Read the sessions of a trace in the Azure format. Each request is a session of its own, and only the lengths of
+    prompt and output are known.
+
+    Raises TraceError for a line that is not a request.
+    """
     first_at: datetime | None = None
     for number, row in enumerate(csv.DictReader(lines), start=2):
         try:
@@ -262,7 +279,7 @@ def _azure(path: Path, lines: Iterable[str]) -> Iterator[TraceSession]:
 def _request(
     think_s: float, num_prompt_tokens: int, num_output_tokens: int, runs: BlockRuns, num_known: int
 ) -> TraceRequest:
-    """Return a request, in which an empty output becomes one token long: a request ends with a token.
+    """Return a request of a trace. An empty output becomes one token long, because a request ends with a token.
 
     Raises ValueError if a number is negative or a run of blocks is empty.
     """
@@ -273,7 +290,7 @@ def _request(
 
 
 def _runs(blocks: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield runs of consecutive ids, as (first id, count)."""
+    """Yield the runs of consecutive block ids in `blocks`, as (first id, count)."""
     start = 0
     for i in range(1, len(blocks) + 1):
         if i == len(blocks) or blocks[i] != blocks[i - 1] + 1:

@@ -14,10 +14,10 @@ from scheduler_service.simulation.timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpeed:
-    """The rates of a simulated worker.
+    """The speed of a simulated worker: how long it takes to compute tokens and to move KV cache blocks.
 
-    The worker computes prompts one after another, and decodes any number of rows beside them at one rate. Moves between
-    device and host overlap with both.
+    The worker computes prompts one after another, and decodes any number of rows beside them at one rate. Block
+    transfers between device and host overlap with both.
     """
 
     prefill_rate: float  # prompt tokens per second
@@ -29,7 +29,7 @@ class WorkerSpeed:
 
     @property
     def max_step_tokens(self) -> int:
-        """The token budget of a step, including the tokens of decoding rows.
+        """The token budget of a simulated step, including the tokens of decoding rows.
 
         The default is the number of prompt tokens that the worker can compute while every row decodes one token.
         """
@@ -38,23 +38,25 @@ class WorkerSpeed:
         return max(1, round((1 / self.decode_rate - self.step_overhead_s) * self.prefill_rate))
 
     def prompt_s(self, num_tokens: float) -> float:
-        """Return the seconds to compute `num_tokens` prompt tokens of the trace, in the fullest steps possible."""
+        """Return the seconds in which the simulated worker computes `num_tokens` prompt tokens of the trace, in steps
+        that are as full as possible."""
         return num_tokens / self.prefill_rate + math.ceil(num_tokens / self.max_step_tokens) * self.step_overhead_s
 
     def step_s(self, num_prompt_tokens: int, num_decoding_rows: int) -> float:
-        """Return the seconds of a step: the time of its prompts.
+        """Return the duration of a simulated step in seconds: the time to compute its prompt tokens.
 
-        If rows decode, it is at least the time of one token of the core.
+        If any rows decode, the duration is at least the time to decode one token of the scheduler's core.
         """
         prompt_s = self.prompt_s(num_prompt_tokens * self.scale)
         return max(prompt_s, self.scale / self.decode_rate) if num_decoding_rows else prompt_s
 
     def transfer_s(self, num_tokens: int) -> float:
-        """Return the seconds to move `num_tokens` tokens of the core between device and host, one way."""
+        """Return the seconds in which the simulated worker moves the KV cache of `num_tokens` tokens of the core
+        between device and host, one way."""
         return num_tokens * self.scale / self.transfer_rate
 
     def alone_s(self, num_prompt_tokens: int, num_output_tokens: int) -> float:
-        """Return the seconds of a request that has the worker to itself.
+        """Return the seconds that a request would take if the simulated worker computed nothing else.
 
         The lengths are in tokens of the trace. The first output token comes with the last prompt token.
         """
@@ -63,7 +65,8 @@ class WorkerSpeed:
 
 @dataclass(slots=True)
 class TraceRow:
-    """A row of the simulated worker: the tokens before its next sample, and its output."""
+    """The simulated worker's state of one running sequence: the number of tokens to compute before its next sample, and
+    its output from the trace."""
 
     output: list[int]
     num_sampled: int
@@ -72,9 +75,11 @@ class TraceRow:
 
 
 class TraceWorker:
-    """A worker that carries out plans for requests with one sample.
+    """A simulated worker: it computes nothing, and answers each plan with tokens of the trace after a modelled time.
+    Requests must have one sample each.
 
-    Moves overlap with computation. The moves of one plan follow the moves of the plan before.
+    Block transfers between device and host overlap with computation. The transfers of a plan start after the transfers
+    of the plan before.
     """
 
     def __init__(self, speed: WorkerSpeed, block_size: int, timeline: Timeline, loop: StepLoop) -> None:
@@ -88,9 +93,9 @@ class TraceWorker:
         self._moves_end_at = 0.0
 
     def send(self, plan: StepPlan) -> None:
-        """Start a plan.
+        """Start the simulation of a plan. The result reaches the step loop after the modelled time.
 
-        Raises NotImplementedError for forks and beams, which requests with one sample do not have.
+        Raises NotImplementedError for forks, block copies and beams, which requests with one sample do not have.
         """
         if plan.fork_target_slots or plan.copy_source_blocks or plan.append_token_slots:
             raise NotImplementedError("the simulated worker supports neither forks nor beams")
@@ -117,7 +122,8 @@ class TraceWorker:
         self._timeline.after(duration_s, self._loop.exchange.result, result)
 
     def close(self, reason: str) -> None:
-        """Raise RuntimeError: the scheduler closes a worker only if it violates the protocol."""
+        """Raise RuntimeError with `reason`. The scheduler closes a worker only if the worker violates the protocol, and
+        that would be a bug in the simulation."""
         raise RuntimeError(reason)
 
     def _patch(self, plan: StepPlan) -> None:
@@ -134,7 +140,7 @@ class TraceWorker:
             self._rows[slot].work = num_tokens
 
     def _move(self, plan: StepPlan) -> None:
-        """Move blocks in both directions at once, after the moves of earlier plans."""
+        """Simulate the block transfers of a plan. Both directions run at once, after the transfers of earlier plans."""
         num_blocks = max(len(plan.swap_out_device_blocks), len(plan.swap_in_device_blocks))
         if num_blocks:
             self._moves_end_at = max(self._moves_end_at, self._timeline.time)
