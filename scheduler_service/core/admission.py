@@ -150,7 +150,7 @@ def _lacks_blocks(cache: CacheManager, request: Request) -> tuple[str, str]:
 
     Both are empty strings if the worker has enough blocks.
     """
-    num_blocks = cache.room.num_most_blocks(request)
+    num_blocks = cache.room.max_request_blocks(request)
     if num_blocks <= cache.pool.num_blocks:
         return "", ""
     what = "beam_width" if request.beam else "n"

@@ -129,18 +129,18 @@ def _reason(group: SequenceGroup, worker: WorkerState, position: int | None, num
         return "its blocks are being loaded from the host"
     was = "it was preempted and " if group.num_preemptions else "it "
     if position is not None and position > 1:
-        return f"{was}waits behind {position - 1} other requests{_cost(group)}"
+        return f"{was}waits behind {position - 1} other requests{_position_reason(group)}"
     if worker.last_acknowledged_step < group.planned_step:
         return f"{was}waits for a token in flight"
     if worker.rows.slots.num_free < group.num_first_slots:
         of_all = f"{group.num_first_slots} of {worker.rows.slots.num_slots}"
-        return f"{was}waits for {of_all} rows, {worker.rows.slots.num_free} are free{_cost(group)}"
+        return f"{was}waits for {of_all} rows, {worker.rows.slots.num_free} are free{_position_reason(group)}"
     if num_wanted > num_free:
-        return f"{was}waits for {num_wanted} blocks, {num_free} are free{_cost(group)}"
-    return f"{was}is next{_cost(group)}"
+        return f"{was}waits for {num_wanted} blocks, {num_free} are free{_position_reason(group)}"
+    return f"{was}is next{_position_reason(group)}"
 
 
-def _cost(group: SequenceGroup) -> str:
+def _position_reason(group: SequenceGroup) -> str:
     """Return a clause that explains a waiting request's position in the queue by its wait or by its uncached prompt
     tokens. It is empty if the policy does not depend on the prefix cache."""
     if group.is_overdue:

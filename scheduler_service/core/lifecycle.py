@@ -209,7 +209,7 @@ class Lifecycle:
         if grammar is not None and not self.worker.grammars.need(grammar):
             self._enter(group, GroupState.PREPARING)
 
-    def prepared(self, grammar: Grammar, outputs: TokenOutputs, error: str) -> None:
+    def grammar_prepared(self, grammar: Grammar, outputs: TokenOutputs, error: str) -> None:
         """Handle the worker's report on a grammar, for all requests that wait for this grammar.
 
         If `error` is empty, the grammar is ready, and the requests now wait for admission. Otherwise the worker could
@@ -271,7 +271,7 @@ class Lifecycle:
         if group.rowless_sequences:
             self.rowless[group] = None
 
-    def opened(self, group: SequenceGroup) -> None:
+    def all_rows_open(self, group: SequenceGroup) -> None:
         """Record that every sequence of a running request has a row (the worker's state of one running sequence)."""
         del self.rowless[group]
 
@@ -320,7 +320,7 @@ class Lifecycle:
         worker.forget(group)
         self._enter(group, GroupState.WAITING)
 
-    def redo(self, group: SequenceGroup, worker: WorkerState, now: float) -> None:
+    def recompute(self, group: SequenceGroup, worker: WorkerState, now: float) -> None:
         """Make a request recompute its KV cache, because a failed row has written bad content into blocks that the
         request uses. Sampled tokens of the request that have not arrived yet will be ignored."""
         if group.state is not GroupState.WAITING:
@@ -336,7 +336,7 @@ class Lifecycle:
             if row.is_gated:  # results that were reported or are in flight are forgotten
                 row.rewind()
 
-    def lost_its_swap(self, group: SequenceGroup) -> None:
+    def return_to_waiting(self, group: SequenceGroup) -> None:
         """Return a swapped-out request to the state WAITING, because no remaining sequence of the request has blocks on
         the host. The sequences with blocks on the host have ended in the meantime."""
         self._enter(group, GroupState.WAITING)
@@ -422,7 +422,7 @@ class Lifecycle:
         )
         group.num_unfinished -= 1
         if group.num_unfinished == 0:
-            self._leave(group)
+            self._remove_group(group)
 
     def end_search(self, group: SequenceGroup, beam: BeamGroup, outputs: TokenOutputs) -> None:
         """End the request of a finished beam search, and add its best hypotheses and the ends of its sequences to
@@ -436,7 +436,7 @@ class Lifecycle:
         self.counters.count_search(beam, sum(len(found.token_ids) for found in best))
         for sequence_id in beam.output_ids[len(best) :]:  # the vocabulary is smaller than the beam
             outputs.ended.append(_sequence_end(first, sequence_id, EndReason.LENGTH, 0))
-        self._leave(group)
+        self._remove_group(group)
 
     def end_group(self, group: SequenceGroup, reason: EndReason, outputs: TokenOutputs, *, message: str = "") -> None:
         """End every unfinished sequence of a request, for example because the client has cancelled it. The request may
@@ -448,9 +448,9 @@ class Lifecycle:
         self.counters.count_search(group.beam, 0)
         for sequence_id in group.beam.output_ids:
             outputs.ended.append(_sequence_end(group.sequences[0], sequence_id, reason, 0, message=message))
-        self._leave(group)
+        self._remove_group(group)
 
-    def _leave(self, group: SequenceGroup) -> None:
+    def _remove_group(self, group: SequenceGroup) -> None:
         """Remove a request whose last sequence has ended, and release everything that the request still has on the
         worker."""
         tenant = group.request.tenant

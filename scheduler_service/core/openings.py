@@ -56,7 +56,7 @@ class RowAllocator:
                         return False
                     state.preempt(state.running[-1], worker, builder)
             else:
-                state.opened(group)
+                state.all_rows_open(group)
         return True
 
     def _allocate_sample(self, sequence: Sequence, relatives: list[Row], builder: PlanBuilder) -> bool:
@@ -101,7 +101,7 @@ class RowAllocator:
         if group.state is GroupState.SWAPPED and group.swapped_allocations:
             return self._swap_in(group, builder)
         if group.state is GroupState.SWAPPED:
-            state.lost_its_swap(group)
+            state.return_to_waiting(group)
         return group.state is GroupState.WAITING and self._start(group, builder)
 
     def _may_open(self, builder: PlanBuilder) -> bool:
@@ -117,17 +117,17 @@ class RowAllocator:
     def _next(self, builder: PlanBuilder) -> SequenceGroup | None:
         """Return the waiting request that is next, or None.
 
-        If the step has no tokens left, skip a request whose next KV cache block another row is about to compute. That
-        request can match the block later, and the requests after it go first.
+        If the step has no tokens left, skip a request whose next KV cache block a running sequence is about to compute.
+        The skipped request can match the block later, and the requests after it go first.
         """
         state, group = self._state, self._state.next_waiting(builder.now)
         is_early = builder.num_free_tokens <= 0 and self._may_open(builder)
-        if group is None or not is_early or not self._is_under_way(group):
+        if group is None or not is_early or not self._is_being_computed(group):
             return group
         groups = [] if state.quarantine.suspects else state.waiting.first(_MAX_SLOWED_PROMPTS)
-        return next((each for each in groups if not self._is_under_way(each)), None)
+        return next((each for each in groups if not self._is_being_computed(each)), None)
 
-    def _is_under_way(self, group: SequenceGroup) -> bool:
+    def _is_being_computed(self, group: SequenceGroup) -> bool:
         """Return whether a running sequence is about to compute the KV cache block that a waiting request would compute
         first.
 

@@ -66,7 +66,10 @@ class Policy:
         return 0.0
 
     def arrived(self, tenant: str) -> None:
-        """Record that a tenant has a request, and had no waiting or running request before."""
+        """Record that a tenant has a request, and had no waiting or running request before.
+
+        A policy that ranks tenants then begins to count the service of this tenant.
+        """
 
     def queued(self, tenant: str) -> None:
         """Record that a request of the tenant waits, and that no other request of the tenant was waiting before.
@@ -125,8 +128,8 @@ class FairPolicy(Policy):
         self._num_absent_kept = 0
 
     def key(self, request: Request, arrival: int, standing: WaitingState) -> tuple[Any, ...]:
-        """Return a key that orders a tenant's requests by priority and arrival or, if keys move, also by uncached
-        prompt length.
+        """Return the sort key of a request among its tenant's waiting requests. The key consists of priority and
+        arrival or, if keys move, also of the uncached prompt length.
 
         If keys move, a request that computes half as much is treated as if it had arrived two thirds of `max_wait_s`
         earlier. Within a priority, requests with precedence go first.

@@ -30,7 +30,8 @@ class Quarantine:
         self.charged: set[SequenceGroup] = set()  # charged until a token is confirmed
 
     def admits(self, request: SequenceGroup) -> bool:
-        """Return whether a request may run now. During a trial, only the suspects of the trial may run."""
+        """Return whether a request may run now. While the scheduler searches for the request that crashes the worker,
+        only the suspects of the current trial may run."""
         return not self._trial or request in self._trial
 
     def crashed(self, computed: Iterable[SequenceGroup], preparing: Set[SequenceGroup]) -> list[SequenceGroup]:

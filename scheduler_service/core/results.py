@@ -42,30 +42,32 @@ class Results:
     def __init__(self, state: Lifecycle) -> None:
         self._state = state
 
-    def take(self, worker: WorkerState, dispatch: Dispatch, resolved: ResolvedResult, now: float) -> TokenOutputs:
+    def process(self, worker: WorkerState, dispatch: Dispatch, resolved: ResolvedResult, now: float) -> TokenOutputs:
         """Process the result of the plan `dispatch`, and return the new tokens and the ends of sequences.
 
         Each row is checked again just before it is processed, because an earlier row may have ended its sequence or
         caused it to be recomputed.
         """
         outputs = TokenOutputs()
-        self._take_failures(worker, dispatch, resolved.samples, outputs, now)
+        self._process_failures(worker, dispatch, resolved.samples, outputs, now)
         for planned, entries in resolved.prompt_logprobs:
             if not planned.row.sequence.is_finished:
-                self._take_prompt_logprobs(planned, entries, outputs)
+                self._process_prompt_logprobs(planned, entries, outputs)
         for sample in resolved.samples:
             if sample.row.is_dropped:
                 continue
             if sample.status is RowStatus.OK:
-                self._take_sample(worker, sample, outputs, now)
+                self._process_sample(worker, sample, outputs, now)
             elif sample.status is RowStatus.LATE:
                 worker.rows.repeat(sample.row)
         if resolved.decoded:
-            self._take_decoded(worker, dispatch, resolved.decoded, outputs)
+            self._process_decoded(worker, dispatch, resolved.decoded, outputs)
         return outputs
 
-    def _take_prompt_logprobs(self, planned: PlannedRow, entries: list[TokenLogprobs], outputs: TokenOutputs) -> None:
-        """Add the log-probabilities of a row's prompt tokens to the outputs, except for entries that were sent
+    def _process_prompt_logprobs(
+        self, planned: PlannedRow, entries: list[TokenLogprobs], outputs: TokenOutputs
+    ) -> None:
+        """Add the log-probabilities of a sequence's prompt tokens to the outputs, except for entries that were sent
         before."""
         sequence = planned.row.sequence
         new = entries[max(0, sequence.num_prompt_logprobs_sent - planned.start) :]
@@ -73,11 +75,11 @@ class Results:
             sequence.num_prompt_logprobs_sent += len(new)
             outputs.prompt_logprobs.setdefault(sequence.sequence_id, []).extend(new)
 
-    def _take_failures(
+    def _process_failures(
         self, worker: WorkerState, dispatch: Dispatch, samples: list[SampledRow], outputs: TokenOutputs, now: float
     ) -> None:
-        """End the requests with failed rows, and make every request that used the KV cache blocks of these rows
-        recompute its content.
+        """End the requests with failed rows (running sequences), and make every request that used the KV cache blocks
+        of these rows recompute its content.
 
         A row fails if the worker could not compute it, or if its logits are not numbers. The blocks that it wrote are
         bad even if the sequence has ended in the meantime. A failure of a grammar ends the request, but its blocks stay
@@ -111,20 +113,21 @@ class Results:
                     for one in other.sequences
                     for bad in written
                 ):
-                    self._state.redo(other, worker, now)
+                    self._state.recompute(other, worker, now)
             if ends:
                 reason, message = _FAILURES[failed[row]]
                 self._state.end_group(group, reason, outputs, message=message)
 
-    def _take_sample(self, worker: WorkerState, sample: SampledRow, outputs: TokenOutputs, now: float) -> None:
-        """Process the result of one individually planned row: a token, the candidates of a beam, or an embedding."""
+    def _process_sample(self, worker: WorkerState, sample: SampledRow, outputs: TokenOutputs, now: float) -> None:
+        """Process the result of one running sequence that was planned individually: a token, the candidates of a beam,
+        or an embedding."""
         row, sequence, token_id = sample.row, sample.row.sequence, sample.token_id
         if self._state.quarantine.charged:
             self._state.quarantine.cleared(sequence.group)
         if sequence.first_token_at is None:
             sequence.first_token_at = now
         if sample.candidates is not None:
-            self._take_candidates(worker, row, sample.candidates, outputs)
+            self._process_candidates(worker, row, sample.candidates, outputs)
             return
         if sample.embedding is not None:
             self._state.end(sequence, EndReason.STOP, outputs, embedding=sample.embedding)
@@ -144,7 +147,7 @@ class Results:
             if row.is_gated:
                 worker.rows.active[row] = None
 
-    def _take_candidates(
+    def _process_candidates(
         self, worker: WorkerState, row: Row, candidates: list[tuple[int, float]], outputs: TokenOutputs
     ) -> None:
         """Store the candidates for the next token of a beam.
@@ -163,14 +166,14 @@ class Results:
         self._state.charge_search(group, beam, len(step.children))
         worker.branch(group, beam, step.children)
 
-    def _take_decoded(
+    def _process_decoded(
         self, worker: WorkerState, dispatch: Dispatch, token_ids: list[int], outputs: TokenOutputs
     ) -> None:
-        """Append one token to each decoding row.
+        """Append one token to each sequence that decodes one token in every plan.
 
-        This is the scheduler's hot loop. Normally it examines only the tokens and the stop tokens of each row. The rows
-        are examined one by one only in two cases: a sample was dropped or a first token was late since the plan was
-        sent, or a worker crash is charged to any request.
+        This is the scheduler's hot loop. Normally it examines only the tokens and the stop tokens of each sequence. The
+        sequences are examined one by one only in two cases: a sample was dropped or a first token was late since the
+        plan was sent, or a worker crash is charged to any request.
         """
         columns, quarantine = dispatch.columns, self._state.quarantine
         if dispatch.num_drops != worker.rows.drops.num_drops or quarantine.charged:

@@ -153,7 +153,8 @@ class Retention:
             self._forget_lost()
 
     def lose(self, group: SequenceGroup) -> None:
-        """Remove the reference from a request to its session."""
+        """Remove the reference from a request to its session, because the request has ended or the worker's cache is
+        lost."""
         group.session = None
 
     def _is_expected(self, free_list: int) -> bool:

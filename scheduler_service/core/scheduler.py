@@ -122,7 +122,8 @@ class Scheduler:
         """Return the plan of the next step, or None if the worker has nothing to do or if `pipeline_depth` plans are in
         flight already.
 
-        None is also returned while the worker still computes requests that must not run beside the suspects of a crash.
+        Some requests may be suspected of crashing the worker, and run without others. None is also returned while the
+        worker still computes a request that must not run beside them.
         """
         self._state.now = now
         state, worker, openings = self._state, self._state.worker, self._openings
@@ -178,7 +179,7 @@ class Scheduler:
         del worker.unacknowledged[0]
         if not dispatch.has_moves:  # a worker may do the moves during the step, which distorts its duration
             worker.cost.observe_step(dispatch.num_tokens, dispatch.num_prompt_tokens, result.duration_us / 1e6)
-        outputs = self._results.take(worker, dispatch, resolved, now)
+        outputs = self._results.process(worker, dispatch, resolved, now)
         began_block = [row for row in dispatch.began_block if row.slot >= 0]
         for row in began_block:
             worker.cache.publish(row.allocation, row.num_settled_tokens)
@@ -212,7 +213,7 @@ class Scheduler:
             raise WorkerProtocolError(f"grammar {grammar_id} is reported, but no plan added a grammar with this id")
         grammar = worker.grammars.report(grammar_id, is_ready=not error)
         if grammar is not None:
-            self._state.prepared(grammar, outputs, error)
+            self._state.grammar_prepared(grammar, outputs, error)
         return outputs
 
     # Planning
@@ -260,16 +261,19 @@ class Scheduler:
         return False
 
     def _may_prepare(self, grammar: Grammar) -> bool:
-        """Return whether the worker may prepare the grammar now. While suspects of a worker crash are tried, only
-        grammars of the current suspects are prepared."""
+        """Return whether the worker may prepare this grammar now.
+
+        While the scheduler searches for the request that crashes the worker, only grammars of the suspects that may run
+        are prepared.
+        """
         quarantine = self._state.quarantine
         return not quarantine.suspects or any(
             group.request.grammar == grammar and quarantine.admits(group) for group in self._state.waiting.held
         )
 
     def _isolate_trial(self, worker: WorkerState, now: float) -> bool:
-        """Discard the KV cache of all requests that must not run beside the current suspects of a worker crash, and
-        make these requests wait.
+        """Let the suspects of a worker crash run without other requests: discard the KV cache of all other requests,
+        and make these requests wait.
 
         Return False while a plan in flight still computes such a request.
         """

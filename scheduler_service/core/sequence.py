@@ -355,14 +355,14 @@ class Row:
 
     @property
     def num_in_flight(self) -> int:
-        """The number of tokens that plans in flight sample for this row and that the scheduler will use. It is 0 for a
-        dropped row."""
+        """The number of tokens that plans in flight sample for this running sequence and that the scheduler will use.
+        It is 0 for a dropped row."""
         return 0 if self.is_dropped else self.num_expected_tokens - len(self.allocation.token_ids)
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """The number of token positions of this row that still have to be planned. Tokens that plans in flight will
-        sample are included.
+        """The number of token positions of this running sequence that still have to be planned. Tokens that plans in
+        flight will sample are included.
 
         It is 0 if the tokens in flight reach the sequence's length limit, because the sequence then ends.
         """
@@ -373,7 +373,8 @@ class Row:
 
     @property
     def num_settled_tokens(self) -> int:
-        """The number of planned positions whose tokens are known and that will not be computed again.
+        """The number of planned positions of this running sequence whose tokens are known and that will not be computed
+        again.
 
         Only these positions may be published in the prefix index. The block of a position that may be computed again
         must not be shared.
@@ -382,30 +383,30 @@ class Row:
 
     @property
     def may_repeat(self) -> bool:
-        """Whether the position of the row's last known token may be computed a second time.
+        """Whether the position of the sequence's last known token may be computed a second time.
 
-        This happens to a gated row (a row that waits for the scheduler's choice after each sample) after a preemption,
-        and to a row whose grammar mask was not ready in time. The KV cache blocks that the second computation reads and
-        writes must still belong to this row.
+        This happens after a preemption if the row is gated (it waits for the scheduler's choice after each sample). It
+        also happens if a grammar mask was not ready in time. The KV cache blocks that the second computation reads and
+        writes must still belong to this sequence.
         """
         return self.is_gated or self.sequence.group.request.grammar is not None
 
     @property
     def next_position(self) -> int:
-        """The first token position that the row may compute from now on. The blocks that this position reads must be
-        kept."""
+        """The first token position that this running sequence may compute from now on. The KV cache blocks that this
+        position reads must be kept."""
         num_computed = self.allocation.num_computed_tokens
         return min(num_computed, len(self.allocation.token_ids) - 1) if self.may_repeat else num_computed
 
     def plan(self, step: int, num_tokens: int, *, samples: bool) -> None:
-        """Record that the plan of `step` computes `num_tokens` more positions of this row. If `samples` is true, the
-        plan also samples the next token."""
+        """Record that the plan of `step` computes `num_tokens` more positions of this running sequence. If `samples` is
+        true, the plan also samples the next token."""
         self.planned_step = step
         self.allocation.compute(num_tokens)
         self._num_expected += samples
 
     def reported(self) -> None:
-        """Record that the candidates for a beam's next token have arrived from the worker. No sample of this row is in
+        """Record that the worker has reported the candidates for a beam's next token. No sample of this beam is in
         flight any more."""
         self._num_expected = len(self.allocation.token_ids)
 
@@ -416,8 +417,8 @@ class Row:
         self._num_expected = len(self.allocation.token_ids)
 
     def repeat(self) -> None:
-        """Record that one planned sample of this row will not arrive, because the row's grammar mask was not ready in
-        time.
+        """Record that one planned sample of this running sequence will not arrive, because its grammar mask was not
+        ready in time.
 
         The position before the sample is computed again, if it has been computed.
         """
@@ -425,18 +426,20 @@ class Row:
         self.allocation.compute_again(self._num_expected - 1)
 
     def rewind(self) -> None:
-        """Ignore the results of this row that have not arrived yet. The sequence's next row computes the position of
-        the last token again."""
+        """Ignore the results of this running sequence that have not arrived yet. After the interruption, the position
+        of the last token is computed again."""
         self.drop()
         self.allocation.compute_again(len(self.allocation.token_ids) - 1)
 
     def drop(self) -> None:
-        """Ignore the sampled tokens of this row that have not arrived yet."""
+        """Ignore the sampled tokens of this row (the worker's state of one running sequence) that have not arrived
+        yet."""
         self.drops.num_drops += self.num_in_flight > 0
         self.is_dropped = True
 
     def vacate(self) -> None:
-        """Mark the row as without a slot on the worker. Samples that are still in flight count when they arrive."""
+        """Mark this row (the worker's state of one running sequence) as without a slot on the worker. Samples that are
+        still in flight count when they arrive."""
         self.slot = -1
 
     def join_decoding(self, steps: StepCount) -> None:
@@ -445,17 +448,18 @@ class Row:
         self.last_step = steps.num_steps + self.sequence.max_num_tokens - self._num_expected
         self.allocation.join_decoding(steps)
 
-    def due_by(self, block_step: int) -> int:
-        """Set and return the step in which the scheduler must next examine this decoding row.
+    def set_due_step(self, block_step: int) -> int:
+        """Set and return the step in which the scheduler must next examine this decoding sequence.
 
-        `block_step` is the step in which the row needs its next KV cache block. The result is lower if the row samples
-        its last token in an earlier step.
+        `block_step` is the step in which the sequence needs its next KV cache block. The result is lower if the last
+        token is sampled in an earlier step.
         """
         self.due_step = min(block_step, self.last_step)
         return self.due_step
 
     def leave_decoding(self, steps: StepCount) -> None:
-        """Stop counting one token of this row for every plan. Each later plan counts its tokens by a call of `plan`."""
+        """Stop counting one token of this running sequence for every plan. Each later plan counts its tokens by a call
+        of `plan`."""
         self.planned_step, self._num_expected, self.due_step = steps.num_steps, self.num_expected_tokens, 0
         self.allocation.leave_decoding()
 

@@ -157,7 +157,7 @@ class Belady(ReturnEstimate):
 
 
 @dataclass(slots=True)
-class _SessionUnderWay:
+class _ActiveSession:
     """A session of the trace that is in progress. The simulation sends its requests one after another."""
 
     session: int
@@ -195,7 +195,7 @@ class Simulation(Observer):
         block_size = settings.block_size // settings.speed.scale
         self._worker = TraceWorker(settings.speed, block_size, self._timeline, self._loop)
         self._unstarted = deque(range(len(trace.sessions)))
-        self._open: dict[int, _SessionUnderWay] = {}  # by sequence id
+        self._open: dict[int, _ActiveSession] = {}  # by sequence id
         self._run = SimulatedRun()
         self._loop.exchange.worker_ready(
             WorkerCapacity(
@@ -241,9 +241,9 @@ class Simulation(Observer):
     def _start_session(self) -> None:
         index = self._unstarted.popleft()
         started_at = max(self._timeline.time, self._trace.sessions[index].start_s)
-        self._timeline.at(started_at, self._arrive, _SessionUnderWay(index, started_at))
+        self._timeline.at(started_at, self._arrive, _ActiveSession(index, started_at))
 
-    def _arrive(self, session: _SessionUnderWay) -> None:
+    def _arrive(self, session: _ActiveSession) -> None:
         source = self._trace.sessions[session.session]
         prompt, output = self._content.tokens(session.session, session.index)
         request = Request(
@@ -263,7 +263,7 @@ class Simulation(Observer):
             if error.reason is not AdmissionReason.INVALID:
                 raise
             self._run.num_rejected += 1
-            self._go_on(session)
+            self._continue_session(session)
             return
         traced = source.requests[session.index]
         self._run.num_needed_tokens += traced.num_needed_tokens
@@ -271,7 +271,7 @@ class Simulation(Observer):
         self._worker.outputs[sample.sequence_id] = output
         self._open[sample.sequence_id] = session
 
-    def _go_on(self, session: _SessionUnderWay) -> None:
+    def _continue_session(self, session: _ActiveSession) -> None:
         """Continue a session after one of its requests has ended: schedule the session's next request, or start another
         session if this session has ended."""
         session.index += 1
@@ -312,4 +312,4 @@ class Simulation(Observer):
                 now,
             )
         )
-        self._go_on(session)
+        self._continue_session(session)

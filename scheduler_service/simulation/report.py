@@ -74,7 +74,7 @@ def table(by_policy: Mapping[str, Mapping[str, Any]]) -> str:
     """
     lines = [["", *by_policy]]
     for title, path, form in _ROWS:
-        values = [_at(found, path) for found in by_policy.values()]
+        values = [_lookup(found, path) for found in by_policy.values()]
         if any(value is not None for value in values):
             lines.append([title] + [_text(value, form) for value in values])
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
@@ -141,7 +141,7 @@ def _goodput(ttfts: list[float], goal_s: float, makespan_s: float) -> dict[str, 
     }
 
 
-def _at(found: Any, path: tuple[str, ...]) -> Any:
+def _lookup(found: Any, path: tuple[str, ...]) -> Any:
     for key in path:
         found = None if found is None else found[key]
     return found

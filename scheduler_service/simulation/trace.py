@@ -118,8 +118,8 @@ class TraceContent:
         # The first token comes with the prompt. The number of further tokens gives them the duration of the trace's
         # tokens.
         num_output = 1 + round((request.num_output_tokens - 1) / self._scale)
-        goes_on = index + 1 < len(requests) and _goes_on(request, requests[index + 1])
-        tokens = self._tokens_of(base, requests[index + 1 if goes_on else index].block_runs)
+        continues = index + 1 < len(requests) and _continues(request, requests[index + 1])
+        tokens = self._tokens_of(base, requests[index + 1 if continues else index].block_runs)
         num_fresh = num_prompt + num_output - len(tokens)
         if num_fresh > 0:
             self._num_contents += 1
@@ -138,7 +138,7 @@ def _num_ids(prompts: Iterable[BlockRuns]) -> int:
     return max((first + count for runs in prompts for first, count in runs), default=0)
 
 
-def _goes_on(request: TraceRequest, following: TraceRequest) -> bool:
+def _continues(request: TraceRequest, following: TraceRequest) -> bool:
     """Return whether the prompt of `following` starts with all blocks of the prompt of `request`.
 
     The further blocks of the following prompt then describe the output of `request`.

@@ -296,10 +296,10 @@ def test_eviction_above_the_horizon_takes_from_the_largest_owner():
     taken = [pool.free_list_of(block) for block in pool.free_blocks()]
     assert taken == [4, 4, 2, 2, 1, 3, 1, 3, 1]
     assert [pool.allocate() for _ in range(5)] == [blocks[i] for i in (7, 8, 3, 4, 0)]
-    assert order.yields(2, 1)
-    assert not order.yields(1, 2)
-    assert not order.yields(3, 1), "another owner's"
-    assert order.yields(4, 1)
+    assert order.may_evict(2, 1)
+    assert not order.may_evict(1, 2)
+    assert not order.may_evict(3, 1), "another owner's"
+    assert order.may_evict(4, 1)
 
 
 # Cursors

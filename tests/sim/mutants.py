@@ -50,7 +50,7 @@ MUTANTS = (
     ),
     mutant(
         "a group that can never fit is admitted",
-        "num_most_blocks",
+        "max_request_blocks",
         "num_shared + num_rows * (num_blocks - num_shared) + num_copies",
         "num_blocks",
     ),
@@ -112,8 +112,10 @@ MUTANTS = (
         "index.forget_host",
         "lambda block: None",
     ),
-    mutant("bad blocks stay published", "_take_failures", "worker.cache.unpublish(bad.allocation)", ""),
-    mutant("what was computed on bad blocks is kept", "_take_failures", "self._state.redo(other, worker, now)", ""),
+    mutant("bad blocks stay published", "_process_failures", "worker.cache.unpublish(bad.allocation)", ""),
+    mutant(
+        "what was computed on bad blocks is kept", "_process_failures", "self._state.recompute(other, worker, now)", ""
+    ),
     mutant("copies of bad blocks on the host stay published", "forget_subtree", "self.forget_host(host_block)", ""),
     mutant(
         "a sample publishes on top of a block that is not held",
@@ -123,14 +125,14 @@ MUTANTS = (
     ),
     mutant(
         "a preempted beam's bad blocks stay published",
-        "_take_failures",
+        "_process_failures",
         "sequence.has_failed",
         "sequence.has_failed or row.is_dropped and not sequence.is_finished",
     ),
     Mutant(
         "a second bad row unpublishes what others wrote since the first",
         (
-            Patch("_take_failures", "ends or bad.is_finished", "False"),
+            Patch("_process_failures", "ends or bad.is_finished", "False"),
             Patch(
                 "depends_on",
                 "max(self.num_matched_blocks, self.num_published_blocks)",
@@ -206,10 +208,10 @@ MUTANTS = (
         "self.device.free(block)",
         "self.device.free(block)\nself.index.add_copy(node, block)",
     ),
-    mutant("a cursor stays on content that is lost", "_lose", "self.cursors.repel(node)", ""),
+    mutant("a cursor stays on content that is lost", "_record_loss", "self.cursors.move_back(node)", ""),
     mutant(
         "a cursor stops at what was published while it waited",
-        "draw",
+        "advance_waiting",
         "cursor.advance()",
         "cursor.node, cursor.num_blocks = node, cursor.num_blocks + 1\n"
         "node.num_cursors += 1\n"
@@ -255,10 +257,10 @@ MUTANTS = (
     mutant(
         "a plan computes more than its budget", "share_tokens", "num_free -= num_tokens", "num_free -= num_tokens // 2"
     ),
-    mutant("tokens in flight outlive the end of their sequence", "take", "sample.row.is_dropped", "False"),
+    mutant("tokens in flight outlive the end of their sequence", "process", "sample.row.is_dropped", "False"),
     mutant(
         "prompt log-probabilities outlive the end of their request",
-        "take",
+        "process",
         "not planned.row.sequence.is_finished",
         "True",
     ),
@@ -396,7 +398,7 @@ MUTANTS = (
     ),
     mutant("an end token is ignored below min_tokens", "_may_stop", "token_id in group.end_token_ids", "False"),
     mutant("a beam dies at an end token below min_tokens", "_ranked", "not self._end_token_ids", "True"),
-    mutant("a gated row with a grammar is planned once", "_take_sample", "worker.rows.active[row] = None", ""),
+    mutant("a gated row with a grammar is planned once", "_process_sample", "worker.rows.active[row] = None", ""),
     mutant(
         "a row is gated as by the worker before",
         "take_slot",
@@ -410,14 +412,14 @@ MUTANTS = (
             Patch("grammar_ready", "not error", "True"),
             Patch(
                 "grammar_ready",
-                "self._state.prepared(grammar, outputs, error)",
-                "self._state.prepared(grammar, outputs, '')",
+                "self._state.grammar_prepared(grammar, outputs, error)",
+                "self._state.grammar_prepared(grammar, outputs, '')",
             ),
         ),
     ),
     mutant(
         "a row whose grammar failed goes on",
-        "_take_failures",
+        "_process_failures",
         "sample.status in _GRAMMAR_FAILURES",
         "sample.status is RowStatus.GRAMMAR_FAILED",
     ),
@@ -483,7 +485,7 @@ MUTANTS = (
     # Events and reports
     mutant(
         "a block's removal from the device is not told",
-        "_lose",
+        "_record_loss",
         "self._changes.append((node, tier, False))",
         "tier is Tier.DEVICE or self._changes.append((node, tier, False))",
     ),

@@ -82,7 +82,7 @@ class EvictionOrder:
             self._insert(free_list, priority)
 
     def added(self, free_list: int) -> None:
-        """Record that a KV cache block was added to a free list."""
+        """Record that a KV cache block was added to a free list, so that the eviction order includes the block."""
         owner = self._owner.get(free_list)
         if owner is None:
             name = self.owner_of(free_list)
@@ -108,12 +108,13 @@ class EvictionOrder:
             return free_list
         return next(iter(self._levels[self._most_blocks])).free_lists[0][1]
 
-    def yields(self, free_list: int, other: int) -> bool:
+    def may_evict(self, free_list: int, other: int) -> bool:
         """Return whether a KV cache block in `free_list` may be evicted so that a block of the free list `other` can
         take its place.
 
         The priority of `free_list` must be lower than the priority of `other`. If the two lists have different owners,
-        the priority of `free_list` must also be below the horizon.
+        the priority of `free_list` must also be below `horizon`, under which lists are evicted regardless of their
+        owner.
         """
         priority = self.priority_of(free_list)
         is_exposed = priority < self.horizon or self.owner_of(free_list) == self.owner_of(other)
@@ -146,7 +147,8 @@ class EvictionOrder:
                 yield next(blocks)
 
     def _remaining(self, owner: _Owner, ring: Ring) -> Iterator[tuple[int, int]]:
-        """Iterate over an owner's KV cache blocks in free lists at or above the horizon, as (free list, block)."""
+        """Iterate over an owner's KV cache blocks in the free lists whose priority is at or above `horizon`, as (free
+        list, block). Lists below `horizon` are evicted regardless of their owner."""
         for _, free_list in islice(owner.free_lists, bisect_left(owner.free_lists, (self.horizon,)), None):
             for block in ring(free_list):
                 yield free_list, block
@@ -161,8 +163,8 @@ class EvictionOrder:
             del free_lists[bisect_left(free_lists, (priority, free_list))]
 
     def _count(self, owner: _Owner, num_blocks: int) -> None:
-        """Set an owner's number of blocks in the eviction order, which may change by one at a time. `_levels` groups
-        the owners by this number."""
+        """Change an owner's number of idle blocks by one, and file the owner under the new number, so that the owner
+        with the most blocks is found quickly."""
         level = self._levels.get(owner.num_blocks)
         if level is not None:  # the owner has blocks
             del level[owner]

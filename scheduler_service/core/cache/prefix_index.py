@@ -101,7 +101,7 @@ class Cursor:
             node.cursors = {}
         node.cursors.setdefault(next_bytes, {})[self] = None
 
-    def lift(self) -> None:
+    def detach(self) -> None:
         """Detach the cursor (the position of a waiting prompt in the prefix index) from its node."""
         standing = self.node.cursors
         assert standing is not None
@@ -169,7 +169,7 @@ class Cursors:
         """Stop tracking the cursor of a prompt that no longer waits, and detach the cursor from its node."""
         self.number -= 1
         self._moved.pop(cursor, None)
-        cursor.lift()
+        cursor.detach()
         for node in cursor.chain():
             node.num_cursors -= 1
 
@@ -179,16 +179,16 @@ class Cursors:
         moved, self._moved = self._moved, {}
         return list(moved)
 
-    def draw(self, node: Node) -> None:
+    def advance_waiting(self, node: Node) -> None:
         """Advance the cursors of the waiting prompts that continue with the content of `node`. This content has just
         been cached."""
         waiting = node.parent.cursors if node.parent is not None else None
         for cursor in list((waiting or {}).get(node.token_bytes, ())):
-            cursor.lift()
+            cursor.detach()
             cursor.advance()
             self._moved[cursor] = None
 
-    def repel(self, node: Node) -> None:
+    def move_back(self, node: Node) -> None:
         """Move the cursors on `node` and its descendants back to the node's parent, because the content of `node` is no
         longer cached."""
         assert node.parent is not None
@@ -196,7 +196,7 @@ class Cursors:
         for visited in nodes:
             nodes.extend(child for child in visited.children.values() if child.num_cursors)
             for cursor in [cursor for standing in (visited.cursors or {}).values() for cursor in standing]:
-                cursor.lift()
+                cursor.detach()
                 while cursor.node is not node.parent:
                     assert cursor.node.parent is not None
                     cursor.node.num_cursors -= 1
@@ -282,7 +282,7 @@ class PrefixIndex:
         return node
 
     def add_copy(self, node: Node, block: int) -> None:
-        """Record that device block `block` contains a copy of the node's content.
+        """Record that device block `block` contains a copy of the content of a prefix index node.
 
         Raises RuntimeError if the block is published already.
         """
@@ -295,10 +295,10 @@ class PrefixIndex:
         if is_first:
             self._changes.append((node, Tier.DEVICE, True))
             if self.cursors.number and not node.host_block:
-                self.cursors.draw(node)
+                self.cursors.advance_waiting(node)
 
     def add_host_copy(self, node: Node, host_block: int) -> None:
-        """Record that host block `host_block` contains a copy of the node's content.
+        """Record that host block `host_block` contains a copy of the content of a prefix index node.
 
         The node must have no host copy yet.
         """
@@ -309,7 +309,7 @@ class PrefixIndex:
         self.num_cached_host_blocks += 1
         self._changes.append((node, Tier.HOST, True))
         if not node.blocks:
-            self.cursors.draw(node)
+            self.cursors.advance_waiting(node)
 
     def forget(self, block: int) -> None:
         """Remove the record of a device block's content, because the block is reused. Does nothing if the block is not
@@ -321,7 +321,7 @@ class PrefixIndex:
         self.num_cached_blocks -= 1
         node.blocks = tuple(copy for copy in node.blocks if copy != block)
         if not node.blocks:
-            self._lose(node, Tier.DEVICE)
+            self._record_loss(node, Tier.DEVICE)
 
     def forget_host(self, host_block: int) -> None:
         """Remove the record of a host block's content, because the block is reused. Does nothing if the block contains
@@ -332,7 +332,7 @@ class PrefixIndex:
         self.host_contents[host_block] = None
         self.num_cached_host_blocks -= 1
         node.host_block = 0
-        self._lose(node, Tier.HOST)
+        self._record_loss(node, Tier.HOST)
 
     def forget_subtree(self, node: Node) -> tuple[list[int], list[int]]:
         """Forget all cached copies of a node's content and of the contents of all its descendants.
@@ -393,11 +393,12 @@ class PrefixIndex:
             node = self.roots[root] = Node(root, None, b"", root.block_hash)
         return node
 
-    def _lose(self, node: Node, tier: Tier) -> None:
-        """Handle the loss of the last copy of a node's content in one tier (device or host)."""
+    def _record_loss(self, node: Node, tier: Tier) -> None:
+        """Record that the last copy of a node's content in one tier (device or host) is gone. Move the cursors of
+        waiting prompts if the content is not cached any more."""
         self._changes.append((node, tier, False))
         if node.num_cursors and not node.is_cached:
-            self.cursors.repel(node)
+            self.cursors.move_back(node)
         self._prune(node)
 
     def _prune(self, node: Node) -> None:

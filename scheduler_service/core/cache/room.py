@@ -189,7 +189,7 @@ class Room:
     def num_blocks_for(self, num_positions: int) -> int:
         return -(-num_positions // self.block_size)
 
-    def num_most_blocks(self, request: Request) -> int:
+    def max_request_blocks(self, request: Request) -> int:
         """Return the largest number of KV cache blocks that a request may need at once before it can finish.
 
         All sequences of the request share the full blocks of the prompt. Each beam of a beam search may also need a
@@ -201,10 +201,10 @@ class Room:
         num_shared = (len(request.prompt_token_ids) - 1) // self.block_size
         if self.window and request.beam:
             num_shared = 0  # the window may have passed the prompt before a late beam gets its row
-        num_most = num_shared + num_rows * (num_blocks - num_shared) + num_copies
+        max_blocks = num_shared + num_rows * (num_blocks - num_shared) + num_copies
         if not self.window:
-            return num_most
-        return min(num_most, num_rows * min(num_blocks, self.num_chunk_blocks(1)) + num_copies)
+            return max_blocks
+        return min(max_blocks, num_rows * min(num_blocks, self.num_chunk_blocks(1)) + num_copies)
 
     def num_chunk_blocks(self, num_tokens: int) -> int:
         """Return the largest number of KV cache blocks that a sequence reads and writes while it computes `num_tokens`

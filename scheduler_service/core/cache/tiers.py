@@ -128,13 +128,13 @@ class MoveLedger:
         while self._pending and self._pending[0].step <= step:
             move = self._pending.popleft()
             if move.node is not None:
-                self._copied(move, move.node)
+                self._record_copy(move, move.node)
             self._device.free(move.device_block, spare=move.node is not None, free_list=move.free_list)
             self._host.free(move.host_block, free_list=move.free_list)
             self.num_moved_out += move.is_out
             self.num_moved_in += not move.is_out
 
-    def _copied(self, move: Move, node: Node) -> None:
+    def _record_copy(self, move: Move, node: Node) -> None:
         """Record in the prefix index that the transfer has made a second copy of the content.
 
         Does nothing if the content was found to be bad and removed from the index in the meantime.
@@ -339,7 +339,7 @@ class Tiers:
         """
         target = self.pool.next_without_loss()
         return target > 0 and (
-            self.index.contents[target] is None or self.pool.order.yields(self.pool.free_list_of(target), free_list)
+            self.index.contents[target] is None or self.pool.order.may_evict(self.pool.free_list_of(target), free_list)
         )
 
     def _missing_nodes(self, host_block: int) -> list[Node]:

@@ -26,7 +26,7 @@ class DecodeColumns:
     has_logprobs: bool
 
     def take(self, kept: list[int]) -> "DecodeColumns":
-        """Return new columns with only the rows at the indices `kept`.
+        """Return new columns with only the rows (running sequences) at the indices `kept`.
 
         `any_stop` and `has_logprobs` keep their values.
         """
@@ -56,18 +56,18 @@ class DecodeBatch:
         return len(self._rows)
 
     def join(self, row: Row) -> None:
-        """Add a row that samples a token in the last plan. From the next plan on, the row decodes one token in every
-        plan."""
+        """Add a row (running sequence) that samples a token in the last plan. From the next plan on, the row decodes
+        one token in every plan."""
         num_in_table = row.allocation.num_granted_blocks * self._block_size - row.allocation.num_computed_tokens
         row.join_decoding(self._steps)
         self._rows[row.slot] = row
         self._columns = None
-        self._due[row.due_by(self._steps.num_steps + num_in_table + 1)].append(row)
+        self._due[row.set_due_step(self._steps.num_steps + num_in_table + 1)].append(row)
 
     def got_block(self, row: Row, step: int) -> None:
         """Record that the plan of `step` gave a decoding row its next KV cache block. The row is examined again when
         this block is full."""
-        self._due[row.due_by(step + self._block_size)].append(row)
+        self._due[row.set_due_step(step + self._block_size)].append(row)
 
     def leave(self, row: Row) -> None:
         """Remove a row that no longer decodes one token in every plan."""
@@ -76,15 +76,16 @@ class DecodeBatch:
         self._columns = None
 
     def take_due(self, step: int) -> list[Row]:
-        """Remove and return the decoding rows that the plan of `step` must examine: rows that need a KV cache block or
-        sample their last token.
+        """Remove and return the decoding rows (running sequences) that the plan of `step` must examine, because they
+        need a KV cache block or sample their last token.
 
         A row that left and joined again may have two entries. It is returned once.
         """
         return [row for row in dict.fromkeys(self._due.pop(step, ())) if row.due_step == step]
 
     def columns(self) -> DecodeColumns:
-        """Return the columns of all decoding rows. They are rebuilt only after a row has joined or left."""
+        """Return the columns of all rows that decode one token in every plan. They are rebuilt only after a row has
+        joined or left."""
         if self._columns is None:
             slots = sorted(self._rows)
             rows = [self._rows[slot] for slot in slots]

@@ -54,8 +54,8 @@ class Dispatch:
     has_moves: bool
 
     def sampling_rows(self) -> list[PlannedRow]:
-        """Return the individually planned rows that sample a token in this step, in slot order. Decoding rows are not
-        included."""
+        """Return the individually planned rows (running sequences) that sample a token in this step, in slot order.
+        Rows that decode one token in every plan are not included."""
         return sorted([row for row in self.rows if row.samples], key=_slot)
 
     def groups(self) -> set[SequenceGroup]:
@@ -64,8 +64,8 @@ class Dispatch:
 
 
 class SampledRow(NamedTuple):
-    """The part of a step's result for one row that samples. If the status is OK, the row has a token, candidates for a
-    beam, or an embedding."""
+    """The part of a step's result for one running sequence that samples. If the status is OK, it has a token,
+    candidates for a beam, or an embedding."""
 
     row: Row
     status: RowStatus
@@ -119,7 +119,8 @@ def read_result(dispatch: Dispatch, result: StepResult, vocab_size: int) -> Reso
 
 
 def _merge(rows: list[PlannedRow], columns: DecodeColumns) -> list[tuple[int, Row]]:
-    """Return the individually planned rows and the decoding rows together in slot order, as (slot, row)."""
+    """Return the individually planned rows and the rows that decode in every plan together in slot order, as (slot,
+    row)."""
     pairs = [(planned.slot, planned.row) for planned in rows]
     pairs.extend(zip(columns.slots, columns.rows, strict=True))
     return sorted(pairs, key=itemgetter(0))

@@ -115,16 +115,16 @@ class WorkerRows:
         self.drops = DropCount()
 
     def take_slot(self, sequence: Sequence) -> Row:
-        """Create and return a row for a sequence. The row gets a slot that is reserved for the request, or a free slot
-        if none is reserved."""
+        """Create and return a row (the worker's state of one running sequence) for a sequence. The row gets a slot that
+        is reserved for the request, or a free slot if none is reserved."""
         request, reserved = sequence.group.request, sequence.group.reserved_slots
         slot = reserved.pop(0) if reserved else self.slots.take()
         gates = request.grammar is not None and self._gates_grammars
         return sequence.take_slot(slot, self.drops, is_gated=gates or not sequence.group.chooses_tokens)
 
     def open(self, sequence: Sequence) -> Row:
-        """Create and return a row for a sequence that starts to run. The row is planned individually until it
-        decodes."""
+        """Create and return a row on the worker for a sequence that starts to run. The row is planned individually
+        until it decodes one token in every plan."""
         row = self.take_slot(sequence)
         self.active[row] = None
         self.num_open += 1
@@ -157,8 +157,8 @@ class WorkerRows:
             group.beam.forget_step()
 
     def repeat(self, row: Row) -> None:
-        """Handle a row that could not sample in the oldest plan, because its grammar mask was not ready. The worker
-        computes the row's last position again in the next plan.
+        """Handle a row (running sequence) that could not sample in the oldest plan, because its grammar mask was not
+        ready. The worker computes the row's last position again in the next plan.
 
         Each plan in flight then does the work that the preceding plan was to do. A decoding row without a first token
         is planned individually until it has a token, because its result needs individual handling.
@@ -232,8 +232,8 @@ class PlanBuilder:
         self.num_opening_values += len(opening.token_ids) + len(opening.block_ids)
 
     def rows_to_plan(self) -> Iterator[tuple[SequenceGroup, list[Row]]]:
-        """Iterate over the rows that need a decision in this plan, as (request group, rows of the group), in scheduling
-        order.
+        """Iterate over the running sequences (rows) that need a decision in this plan, as (request group, rows of the
+        group), in scheduling order.
 
         These are rows with tokens to compute, and decoding rows that need a KV cache block or sample their last token.
         """
@@ -285,8 +285,10 @@ class PlanBuilder:
             num_free -= num_tokens
 
     def share_tokens(self, rows: Iterable[Row]) -> Work:
-        """Return the number of tokens that each row computes in this plan, as (row, number) pairs. A decoding row has
-        one token already, and the other rows share the free tokens of the step in order."""
+        """Return the number of tokens that each running sequence computes in this plan, as (row, number) pairs.
+
+        A decoding row has one token already, and the other rows share the free tokens of the step in order.
+        """
         num_free = self.num_free_tokens
         work = []
         for row in rows:
@@ -302,8 +304,8 @@ class PlanBuilder:
         return work
 
     def compute(self, work: Work) -> None:
-        """Add the computation of these rows to the plan, and allocate the KV cache blocks that are missing for it. A
-        row with 0 tokens rests in this step."""
+        """Add the computation of these running sequences to the plan, and allocate the KV cache blocks that are missing
+        for it. A row with 0 tokens rests in this step."""
         for row in _tails_to_copy(self.cache, work):
             index, source, target = self.cache.replace_tail(row.allocation)
             self.copies.append((source, target))
@@ -321,8 +323,8 @@ class PlanBuilder:
                 self._plan_row(row, num_tokens)
 
     def _plan_row(self, row: Row, num_tokens: int) -> None:
-        """Add the computation of `num_tokens` positions of a row to the plan. The row must have the KV cache blocks for
-        these positions."""
+        """Add the computation of `num_tokens` positions of a running sequence to the plan. The sequence must have the
+        KV cache blocks for these positions."""
         sequence, start = row.sequence, row.allocation.num_computed_tokens
         samples = num_tokens == row.num_uncomputed_tokens
         num_owed = max(0, min(start + num_tokens, sequence.num_prompt_tokens - 1) - start)
@@ -347,8 +349,8 @@ class PlanBuilder:
         beam_group.forget_changes()
 
     def _slide(self, row: Row) -> None:
-        """Free the KV cache blocks of a row that the sliding window has passed. Does nothing if the model has no
-        sliding window."""
+        """Free the KV cache blocks of a running sequence that the sliding window has passed. Does nothing if the model
+        has no sliding window."""
         if self.cache.window:
             self.cache.slide(row.allocation, row.next_position)
 
@@ -369,7 +371,8 @@ class PlanBuilder:
 
 
 def num_missing_blocks(cache: CacheManager, work: Work) -> int:
-    """Return the number of KV cache blocks that a request must get before its rows can compute the tokens of `work`."""
+    """Return the number of KV cache blocks that a request must get before it can compute the tokens of `work`, which
+    are given per running sequence."""
     num_missing = sum(cache.room.num_missing_blocks(row.allocation, num_tokens) for row, num_tokens in work)
     return num_missing + len(_tails_to_copy(cache, work))
 
