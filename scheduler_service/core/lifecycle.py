@@ -321,8 +321,8 @@ class Lifecycle:
         self._enter(group, GroupState.WAITING)
 
     def recompute(self, group: SequenceGroup, worker: WorkerState, now: float) -> None:
-        """Make a request recompute its KV cache, because a failed row has written bad content into blocks that the
-        request uses. Sampled tokens of the request that have not arrived yet will be ignored."""
+        """Make a request recompute its KV cache, because a failed computation has written bad content into blocks that
+        the request uses. Sampled tokens of the request that have not arrived yet will be ignored."""
         if group.state is not GroupState.WAITING:
             self.discard(group, worker, now)
         for row in group.rows:

@@ -78,10 +78,11 @@ class Policy:
         """
 
     def unqueued(self, tenant: str) -> None:
-        """Record that the tenant has no waiting request any more."""
+        """Record that the tenant has no waiting request any more. Requests of the tenant may still run."""
 
     def left(self, tenant: str) -> None:
-        """Record that the tenant's last request has ended."""
+        """Record that the tenant's last request has ended, so that the tenant has neither waiting nor running
+        requests."""
 
     def charge(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Charge a tenant for the prompt tokens and output tokens that the worker has computed for its requests. The

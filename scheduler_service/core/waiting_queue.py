@@ -36,7 +36,8 @@ class WaitingQueue:
         self.num_prompt_tokens = 0
 
     def __len__(self) -> int:
-        """Return the number of waiting requests, including held requests."""
+        """Return the number of waiting requests. Held requests, which wait for something else such as their grammar,
+        are included."""
         return len(self.held) + sum(map(len, self._groups.values()))
 
     def add(self, group: SequenceGroup) -> None:
@@ -61,8 +62,8 @@ class WaitingQueue:
         self.held[group] = None
 
     def release(self, group: SequenceGroup) -> None:
-        """Put a held request back into the order of the queue, for example because its grammar is ready. Raises
-        KeyError if the request is not held."""
+        """Put a held request back into the order of the waiting queue, for example because its grammar is ready now.
+        Raises KeyError if the request is not held."""
         del self.held[group]
         self._place(group)
 
@@ -126,7 +127,8 @@ class WaitingQueue:
         return self._policy.rank(group.request.tenant), group.waiting_order
 
     def position(self, group: SequenceGroup) -> int:
-        """Return the position in the queue, from 1, of a waiting request that is not held.
+        """Return the position in the queue, from 1, of a waiting request. The request must not be held (waiting for
+        something else, such as its grammar).
 
         The positions follow the order in which requests would run if no tenant's rank changed.
         """

@@ -21,8 +21,8 @@ BlockRuns = tuple[tuple[int, int], ...]
 
 
 class TraceError(ValueError):
-    """The error that a file is not a trace of requests, or that a line has missing or invalid fields. The message names
-    the file, and the line if one is at fault."""
+    """Raised if a file is not a trace of requests, or if one of its lines has missing or invalid fields. The message
+    names the file, and the line if one is at fault."""
 
 
 @dataclass(frozen=True, slots=True)

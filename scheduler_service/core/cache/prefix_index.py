@@ -312,8 +312,8 @@ class PrefixIndex:
             self.cursors.advance_waiting(node)
 
     def forget(self, block: int) -> None:
-        """Remove the record of a device block's content, because the block is reused. Does nothing if the block is not
-        published."""
+        """Remove the record of a device block's content, for example because the block is reused. Does nothing if the
+        block is not published."""
         node = self.contents[block]
         if node is None:
             return
@@ -324,8 +324,8 @@ class PrefixIndex:
             self._record_loss(node, Tier.DEVICE)
 
     def forget_host(self, host_block: int) -> None:
-        """Remove the record of a host block's content, because the block is reused. Does nothing if the block contains
-        no cached copy."""
+        """Remove the record of a host block's content, for example because the block is reused. Does nothing if the
+        block contains no cached copy."""
         node = self.host_contents[host_block]
         if node is None:
             return

@@ -29,7 +29,7 @@ class CacheManager:
         the part on the host.
 
         `cursor` is the position of the waiting prompt in the prefix index, or None if the index must be searched. The
-        last token is never matched, because the next token is sampled from its computation.
+        last token is never matched, because the model must compute it to sample the next token.
         """
         if cursor is not None:
             chain = cursor.chain()

@@ -165,8 +165,8 @@ class Tiers:
         owner_of: Callable[[int], str],
         is_expected: Callable[[int], bool],
     ) -> None:
-        """Set the functions that tell the eviction order about the free lists of idle blocks. Each list has the blocks
-        of one session.
+        """Set the functions that describe the free lists of idle KV cache blocks to the eviction order. Each list has
+        the blocks of one session.
 
         `priority_of` returns the eviction priority of a free list. `owner_of` returns the tenant of a free list.
         `is_expected` returns whether the session of a free list has no request now but is expected to send one.

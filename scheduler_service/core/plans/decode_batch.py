@@ -42,7 +42,10 @@ class DecodeColumns:
 
 
 class DecodeBatch:
-    """The rows (running sequences on the worker) that decode one token in every plan, by slot."""
+    """The rows (running sequences on the worker) that decode one token in every plan, by slot.
+
+    The scheduler visits such a row only when it needs a KV cache block, samples its last token, or leaves.
+    """
 
     def __init__(self, steps: StepCount, block_size: int) -> None:
         self._steps = steps
@@ -70,7 +73,8 @@ class DecodeBatch:
         self._due[row.set_due_step(step + self._block_size)].append(row)
 
     def leave(self, row: Row) -> None:
-        """Remove a row that no longer decodes one token in every plan."""
+        """Remove a row (running sequence) that no longer decodes one token in every plan, for example because its
+        sequence has ended."""
         del self._rows[row.slot]
         row.leave_decoding(self._steps)
         self._columns = None

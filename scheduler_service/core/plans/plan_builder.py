@@ -266,12 +266,12 @@ class PlanBuilder:
         return num_blocks <= self.cache.pool.num_free
 
     def share_prompts(self, num_next_tokens: int, precedes: Callable[[SequenceGroup], bool]) -> None:
-        """Divide the step's token budget among the rows that do not decode, so that short prompts are computed before
-        long prompts.
+        """Divide the step's token budget among the running sequences that do not decode in every plan, so that short
+        prompts are computed before long prompts.
 
-        Rows get tokens in order of their remaining tokens, fewest first. Up to `num_next_tokens` tokens are reserved
-        for the next waiting request. Rows with at most that many remaining tokens get their tokens before this
-        reservation. Requests for which `precedes` is true get their tokens first of all.
+        Sequences get tokens in order of their remaining tokens, fewest first. Up to `num_next_tokens` tokens are
+        reserved for the next waiting request. Sequences with at most that many remaining tokens get their tokens before
+        this reservation. Requests for which `precedes` is true get their tokens first of all.
         """
         active = self.worker_rows.active
         rows = [(not precedes(row.sequence.group), row.num_uncomputed_tokens, row.order, row) for row in active]
