@@ -69,7 +69,7 @@ FACTS = [
     ("docs/models.md", f"settings files {model_file.MAX_SETTINGS_BYTES // MIB} MiB,"),
     ("docs/models.md", f"the index of weights {model_file.MAX_LISTING_BYTES // MIB} MiB,"),
     ("docs/models.md", f"{chat_template._MAX_NAMED} named chat templates,"),
-    ("docs/models.md", f"and {template_sandbox.MAX_TEMPLATE_CHARS:,} characters per template"),
+    ("docs/models.md", f"and {template_sandbox.MAX_TEMPLATE_CHARS:,} characters of all templates together"),
     ("docs/models.md", f": {', '.join(f'`{name}`' for name in classes._BY_NAME)}; other"),
     ("docs/reliability.md", f"Given up after {liveness.MAX_SILENCE} s without a heartbeat"),
     ("docs/reliability.md", f"and exit code {EXIT_REFUSED}; a fenced scheduler exits with {EXIT_FENCED}"),

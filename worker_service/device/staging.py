@@ -20,7 +20,10 @@ def aligned(size: int) -> int:
 
 
 class Upload:
-    """The packed columns of one step, as int32. Each column starts at a multiple of `ALIGNMENT`."""
+    """The packed columns of one step: integers, and the bits of float32 values, as int32.
+
+    Each column starts at a multiple of `ALIGNMENT`.
+    """
 
     def __init__(self) -> None:
         self._parts: list[NDArray[np.int32]] = []

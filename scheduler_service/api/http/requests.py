@@ -145,7 +145,7 @@ class QueuedRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=Tru
     will_return: bool | None = None
     retention_seconds: Annotated[int, Meta(ge=1, le=UINT32.high)] | None = None
     truncate_prompt_tokens: (
-        Annotated[int, Meta(ge=-1, le=UINT32.high), why("-1: truncate to the maximum sequence length")] | None
+        Annotated[int, Meta(ge=-1, le=UINT32.high), why("-1: truncate to max_model_len - 1 tokens")] | None
     ) = None
     truncation_side: Annotated[Literal["left", "right"], why("the side to truncate; default: left")] | None = None
     add_special_tokens: bool | None = None
