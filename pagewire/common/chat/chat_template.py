@@ -47,10 +47,11 @@ def render(
     add_generation_prompt: bool = True,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return the text of the prompt that continues a conversation, including special tokens. Raises ChatTemplateError.
+    """Render a conversation with a chat template. Return the text of the prompt, including special tokens.
 
-    `variables` are additional variables for the template, such as `enable_thinking` or `tools`. A message's content is
-    a text, or a list of parts as in OpenAI's API. The template receives the content in the form that it supports.
+    `variables` are additional variables for the template, such as `enable_thinking` or `tools`. The content of a
+    message is a text, or a list of parts as in OpenAI's API. The template receives the content in the form that it
+    supports. Raises ChatTemplateError if a message is invalid or the template fails.
     """
     given = {"add_generation_prompt": add_generation_prompt, **(variables or {})}
     try:
@@ -60,7 +61,9 @@ def render(
 
 
 def text_of(message: Message) -> str:
-    """Return the text of a message's content. If the content has several parts, return the text of the last part."""
+    """Return the text of a chat message's content. If the content has several parts, return the text of
+    the last part.
+    """
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
@@ -69,10 +72,9 @@ def text_of(message: Message) -> str:
 
 
 def without_suffix(prompt: str, message: Message) -> str:
-    """Return the prompt without the text that the template writes after the content of the last message.
-
-    transformers does the same for `continue_final_message`. Raises ChatTemplateError if the prompt does not contain the
-    content.
+    """Remove from a rendered prompt the text that the chat template writes after the content of the last message, so
+    that the model continues this message. transformers does the same for `continue_final_message`. Raises
+    ChatTemplateError if the last message is empty or the prompt does not contain its content.
     """
     content = text_of(message)
     stripped = content.strip()
@@ -88,10 +90,10 @@ def without_suffix(prompt: str, message: Message) -> str:
 
 
 def refusals(template: str, special_tokens: Mapping[str, str]) -> dict[str, str]:
-    """Return the kinds of conversation that a template cannot render, with the reason for each.
+    """Return the kinds of conversation that a chat template cannot render, with the reason for each.
 
-    Kinds that fail for the same reason share one entry. Raises BudgetExceeded for a template that does not end,
-    because it would keep any renderer (such as a router) busy forever.
+    Kinds that fail for the same reason share one entry. Raises BudgetExceeded for a template that needs too many steps,
+    because such a template would keep any process that renders it (such as a router) busy forever.
     """
     kinds: dict[str, list[str]] = {}
     for kind, conversations, tools in _KINDS:
@@ -106,7 +108,9 @@ def refusals(template: str, special_tokens: Mapping[str, str]) -> dict[str, str]
 def _failure(
     template: str, messages: Sequence[Message], special_tokens: Mapping[str, str], tools: Sequence[Any] | None
 ) -> str:
-    """Return the reason why a template cannot render a conversation, or an empty text. Raises BudgetExceeded."""
+    """Return the reason why a chat template cannot render a conversation, or an empty text if it can. Raises
+    BudgetExceeded if the rendering needs too many steps.
+    """
     try:
         _rendered(template, messages, special_tokens, {"add_generation_prompt": True, "tools": tools})
     except BudgetExceeded:
@@ -119,7 +123,9 @@ def _failure(
 def _rendered(
     template: str, messages: Sequence[Message], special_tokens: Mapping[str, str], variables: Mapping[str, Any]
 ) -> str:
-    """Return the rendered prompt. Raises ChatTemplateError for invalid messages, and TemplateFailure."""
+    """Render a conversation with a chat template and return the prompt. Raises ChatTemplateError for invalid messages,
+    and TemplateFailure if the template fails.
+    """
     asked = template, tuple(sorted(special_tokens.items()))
     taken = to_template_form(messages, asked)
     given = {**special_tokens, **UNSET, **variables}

@@ -16,18 +16,24 @@ _COUNTED = "[{,\\"
 
 
 class SchemaBudgetError(ValueError):
-    """The schemas of a request have too many values or characters. The message names the kind and the limit."""
+    """The JSON Schemas of one request have too many values or characters. The error message names the kind and the
+    limit.
+    """
 
 
 class SchemaBudget:
-    """The remaining number of values and characters for the schemas of one request."""
+    """A budget for the number of values and characters in the JSON Schemas of one request. The budget limits the time
+    that the event loop spends on the conversion of schemas to a grammar.
+    """
 
     def __init__(self) -> None:
         self._num_values = MAX_VALUES
         self._num_chars = MAX_CHARS
 
     def take(self, num_values: int, num_chars: int = 0) -> None:
-        """Charge values and characters. Raises SchemaBudgetError if the budget is exceeded."""
+        """Subtract JSON values and characters from the request's budget for JSON Schemas. Raises SchemaBudgetError if
+        less than zero remains.
+        """
         self._num_values -= num_values
         self._num_chars -= num_chars
         if self._num_values < 0:
@@ -36,7 +42,9 @@ class SchemaBudget:
             raise SchemaBudgetError(f"more than {MAX_CHARS} characters")
 
     def take_tree(self, value: Any) -> None:
-        """Charge a JSON value and all values nested in it. Raises SchemaBudgetError if the budget is exceeded."""
+        """Subtract a JSON value and all values nested in it from the request's budget for JSON Schemas. Raises
+        SchemaBudgetError if less than zero remains.
+        """
         waiting = [value]
         self.take(1)
         for item in waiting:
@@ -48,7 +56,8 @@ class SchemaBudget:
                 waiting += item.values() if isinstance(item, dict) else ()
 
     def take_json(self, text: str) -> None:
-        """Charge a JSON text before it is parsed: at least one value for each value that it contains. Raises
-        SchemaBudgetError."""
+        """Charge a JSON text to the request's budget for JSON Schemas before the text is parsed. At least one value is
+        charged for each value in the text. Raises SchemaBudgetError if the budget is exceeded.
+        """
         self.take(1, len(text))
         self.take(sum(map(text.count, _COUNTED)))

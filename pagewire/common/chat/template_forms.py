@@ -79,7 +79,7 @@ compiled = functools.lru_cache(maxsize=8)(Template)
 
 
 class ChatTemplateError(ValueError):
-    """The template fails, or the messages have no form that it supports.
+    """A conversation cannot be rendered: the chat template fails, or it supports no form of the given messages.
 
     Attributes:
         place: the position of the fault in the messages, such as "[2].role", or empty if unknown.
@@ -91,7 +91,9 @@ class ChatTemplateError(ValueError):
 
 
 def to_template_form(messages: Sequence[Message], asked: AskedTemplate) -> list[dict[str, Any]]:
-    """Return messages in the form that a template supports. Raises ChatTemplateError for invalid messages."""
+    """Convert the messages of a conversation to the form that a model's chat template supports. Raises
+    ChatTemplateError if a message has missing fields, fields of wrong types, or content of an unsupported type.
+    """
     for index, message in enumerate(messages):
         _check(message, f"[{index}]")
     plain = _with_one_system([_plain(message, asked) for message in messages], asked)
@@ -100,9 +102,9 @@ def to_template_form(messages: Sequence[Message], asked: AskedTemplate) -> list[
 
 
 def refused_medium(field: str, kind: Any) -> str:
-    """Return the reason for refusing a content part because of its type, or an empty text if the type is no medium.
-
-    `field` is the name of the type's field, and `kind` its value.
+    """Return the reason for refusing a content part such as an image, or an empty text if the part's type is no known
+    medium. `field` is the name of the field that holds the type, for the error message. `kind` is the value of that
+    field.
     """
     verb = _MEDIA.get(kind) if isinstance(kind, str) else None
     if verb is None:
@@ -116,9 +118,8 @@ def refused_medium(field: str, kind: Any) -> str:
 def conversation_with_call(
     *call_ids: str, in_json: bool = False, content: str | None = "", reasoning: str | None = None
 ) -> list[dict[str, Any]]:
-    """Return a question, an answer with one call for each id, and the results of the calls.
-
-    The arguments are mappings, or JSON texts if `in_json`.
+    """Return a conversation to test a chat template with: a question, an answer with one tool call for each id, and the
+    results of the calls. The arguments of the calls are mappings, or JSON texts if `in_json`.
     """
     calls, results = [], []
     for call_id, text in zip(call_ids, _ARGUMENTS, strict=False):
@@ -132,10 +133,10 @@ def conversation_with_call(
 
 
 def tools_in_template_form(tools: Any, asked: AskedTemplate) -> Any:
-    """Return tools in the form that a template supports.
+    """Return tool definitions in the form that a chat template supports.
 
-    If the template cannot render tools without a description, parameters or properties, the missing fields are added as
-    empty ones. A value that is no list of functions is returned unchanged.
+    Some templates cannot render a tool without a description, parameters or properties. For such a template, the
+    missing fields are added with empty values. A value that is no list of functions is returned unchanged.
     """
     if not isinstance(tools, list | tuple) or _takes_bare_tools(asked):
         return tools
@@ -143,7 +144,9 @@ def tools_in_template_form(tools: Any, asked: AskedTemplate) -> Any:
 
 
 def _check(message: Any, place: str) -> None:
-    """Raise ChatTemplateError for a value that is no message, or that has fields of wrong types."""
+    """Raise ChatTemplateError for a value that is no chat message, or for a message whose fields have wrong types.
+    `place` is the position of the message in the conversation, such as "[2]", for the error message.
+    """
     if not isinstance(message, Mapping) or "role" not in message:
         raise ChatTemplateError(f"{reprlib.repr(message)} is not a message; one is a mapping such as {QUESTION}")
     needed = ("role", "content") if message["role"] in _SPEAKING else ("role",)
@@ -174,10 +177,10 @@ def _wrong_type(place: str, value: Any, expected: str) -> ChatTemplateError:
 
 
 def _plain(message: Message, asked: AskedTemplate) -> dict[str, Any]:
-    """Return a message without fields that are None, because templates expect no None.
+    """Return a chat message without the fields that are None, because chat templates expect no None.
 
-    A refusal becomes content. The role "developer" becomes "system" if the template does not write out developers'
-    messages. Reasoning is copied to each name that templates read.
+    A refusal (the model's text in place of an answer) becomes content. The role "developer" becomes "system" if the
+    template does not write out developer messages. Reasoning is copied to each field name that templates read.
     """
     plain = {name: value for name, value in message.items() if value is not None}
     if refusal := plain.pop("refusal", ""):  # the text that the model wrote in place of an answer
@@ -193,7 +196,9 @@ def _plain(message: Message, asked: AskedTemplate) -> dict[str, Any]:
 
 
 def _with_one_system(messages: list[dict[str, Any]], asked: AskedTemplate) -> list[dict[str, Any]]:
-    """Join the system and developer messages at the beginning if the template writes out only one of them."""
+    """Return the conversation with its leading system and developer messages joined to one message, if the chat
+    template writes out only one such message. Otherwise return the conversation unchanged.
+    """
     first = list(itertools.takewhile(lambda message: message["role"] in ("system", "developer"), messages))
     roles = tuple(message["role"] for message in first[:2])
     if len(first) < 2 or _takes_roles(asked, roles) or not _takes_roles(asked, roles[:1]):
@@ -202,11 +207,11 @@ def _with_one_system(messages: list[dict[str, Any]], asked: AskedTemplate) -> li
 
 
 def _with_system_turns(messages: Sequence[dict[str, Any]], asked: AskedTemplate) -> list[dict[str, Any]]:
-    """Convert system messages that a template would drop or refuse to user turns with a heading.
+    """Convert system messages that a chat template would drop or refuse to user messages with a heading.
 
-    The template may drop a first message, or refuse a message after the first turn. A converted turn is joined to its
-    neighbor if the template does not support both turns in sequence. System messages keep their positions, so the
-    prompt in front of them still hits the prefix cache.
+    The template may drop a system message at the beginning, or refuse a system message after the first user message. A
+    converted message is joined to a neighboring user message if the template does not support the two messages in
+    sequence. System messages keep their positions, so the prompt in front of them still hits the prefix cache.
     """
     turns: list[list[dict[str, Any]]] = []  # each entry holds the messages of one turn
     has_begun = was_written = False  # a turn has begun; the last turn contains a system message
@@ -230,7 +235,9 @@ def _with_system_turns(messages: Sequence[dict[str, Any]], asked: AskedTemplate)
 
 
 def _joined(messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return one message with the texts of all messages. A single message is returned unchanged."""
+    """Return one chat message that contains the texts of all given messages, with an empty line between two texts. A
+    single message is returned unchanged.
+    """
     if len(messages) == 1:
         return messages[0]
     return {**messages[0], "content": "\n\n".join(_text(_parts(each.get("content", ""))) for each in messages)}
@@ -238,7 +245,9 @@ def _joined(messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=64)
 def _takes_later(asked: AskedTemplate, role: str) -> bool:
-    """Return whether a template writes out system messages of a role in place, after the first turn."""
+    """Return whether a chat template writes out a system message (with this role) that follows the first turn. The
+    template must write out the message at its place in the conversation.
+    """
     first = [{"role": "system", "content": _PROBES[0]}] if _takes_roles(asked, ("system",)) else []
     later = {"role": role, "content": _PROBES[1]}
     conversations = [[*first, QUESTION, later], [*first, QUESTION, _ANSWER, later, QUESTION]]
@@ -251,14 +260,18 @@ def _takes_later(asked: AskedTemplate, role: str) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _leaves_out(asked: AskedTemplate, role: str) -> bool:
-    """Return whether a template renders a conversation that begins with a message of a role, but drops its text."""
+    """Return whether a chat template silently drops the text of a message with this role at the beginning of a
+    conversation. The result is False if the template fails for such a conversation.
+    """
     rendered = _rendered([{"role": role, "content": _PROBES[0]}, QUESTION], asked, tools=None)
     return rendered is not None and _PROBES[0] not in rendered
 
 
 @functools.lru_cache(maxsize=64)
 def _takes_turn_after(asked: AskedTemplate, role: str) -> bool:
-    """Return whether a template writes out a user's turn that follows a user's turn or a tool's result."""
+    """Return whether a chat template writes out a user message that directly follows a message of `role`. `role` is
+    "user" or "tool".
+    """
     before = (
         [QUESTION] if role == "user" else conversation_with_call("call00000", in_json=_form_of_calls(asked).in_json)
     )
@@ -268,15 +281,17 @@ def _takes_turn_after(asked: AskedTemplate, role: str) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _takes_roles(asked: AskedTemplate, roles: tuple[str, ...]) -> bool:
-    """Return whether a template writes out one or two messages of the given roles in front of a question."""
+    """Return whether a chat template writes out one or two messages of the given roles in front of a
+    user's question.
+    """
     first = [{"role": role, "content": text} for role, text in zip(roles, _PROBES, strict=False)]
     return _shows(_rendered([*first, QUESTION], asked, tools=None), _PROBES[: len(roles)])
 
 
 def _with_one_call_each(messages: Sequence[dict[str, Any]], asked: AskedTemplate) -> Iterator[dict[str, Any]]:
-    """Split an answer with several calls into one message per call, each followed by its result.
-
-    Answers are split only if the template writes out one call but not two.
+    """Split each assistant message that has several tool calls into one message per call, and yield all messages of the
+    conversation. Each of the new messages is followed by the result of its call. Messages are split only if the chat
+    template writes out one call but not two.
     """
     rest = deque(messages)
     while rest:
@@ -297,7 +312,7 @@ def _with_one_call_each(messages: Sequence[dict[str, Any]], asked: AskedTemplate
 
 
 def _in_form(message: dict[str, Any], asked: AskedTemplate) -> dict[str, Any]:
-    """Return a message whose content, calls and call ids have a form that the template writes out."""
+    """Return a chat message whose content, tool calls and call ids have a form that the chat template writes out."""
     if "tool_call_id" in message:
         message = {**message, "tool_call_id": _id(message["tool_call_id"], asked)}
     if isinstance(calls := message.get("tool_calls"), Sequence):
@@ -309,9 +324,9 @@ def _in_form(message: dict[str, Any], asked: AskedTemplate) -> dict[str, Any]:
 
 
 def _with_one_text(message: dict[str, Any], asked: AskedTemplate) -> dict[str, Any]:
-    """Append the content of an answer with calls to its reasoning if the template refuses both together.
-
-    The template of gpt-oss writes either of them as reasoning.
+    """Return a message with tool calls in a form for chat templates that refuse content and reasoning together. For
+    such a template, the content is appended to the reasoning. The template of gpt-oss, for example, writes only one of
+    the two texts, as reasoning.
     """
     match message:
         case {"reasoning_content": str(reasoning), "content": content} if reasoning and content:
@@ -322,9 +337,8 @@ def _with_one_text(message: dict[str, Any], asked: AskedTemplate) -> dict[str, A
 
 
 def _call(call: Any, asked: AskedTemplate) -> Any:
-    """Return a tool call with an id and arguments in the form that the template supports.
-
-    The arguments are a mapping, or JSON as in OpenAI's API.
+    """Return a tool call whose id and arguments have the form that the chat template supports. The arguments are a
+    mapping, or a JSON text as in OpenAI's API.
     """
     if isinstance(call, Mapping) and "id" in call:
         call = {**call, "id": _id(call["id"], asked)}
@@ -336,10 +350,10 @@ def _call(call: Any, asked: AskedTemplate) -> Any:
 
 
 def _arguments(given: Any, *, in_json: bool) -> Any:
-    """Return the arguments of a call as JSON if `in_json`, else as a mapping.
+    """Return the arguments of a tool call as a JSON text if `in_json`, else as a mapping.
 
-    Missing or blank arguments become empty. A text that is no JSON object, such as one of a truncated call, is stored
-    under the key `NOT_AN_OBJECT`.
+    Missing or blank arguments become an empty object. If a mapping is needed but the text is no JSON object, such as
+    the text of a truncated call, the text is stored under the key `NOT_AN_OBJECT`.
     """
     if given is None or (isinstance(given, str) and not given.strip()):
         given = {}
@@ -355,8 +369,9 @@ def _arguments(given: Any, *, in_json: bool) -> Any:
 
 
 def _id(call_id: Any, asked: AskedTemplate) -> Any:
-    """Return the id of a call. If the template refuses ids of its length, return a replacement derived from a hash of
-    the id."""
+    """Return the id of a tool call. If the chat template refuses ids of this length, return a replacement of 9
+    characters that is derived from a hash of the id.
+    """
     if not isinstance(call_id, str) or _ID.fullmatch(call_id) or _takes_long_ids(asked):
         return call_id
     return hashlib.sha256(call_id.encode(errors="surrogatepass")).hexdigest()[:_NUM_ID_CHARS]
@@ -374,10 +389,8 @@ def _whole_tool(tool: Any) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _takes_bare_tools(asked: AskedTemplate) -> bool:
-    """Return whether a template needs no complete tools.
-
-    True if the template renders tools that have only a name or empty parameters. True also if it renders no tools at
-    all.
+    """Return whether a chat template can render incomplete tool definitions, which have only a name or empty
+    parameters. The result is also True if the template renders no tools at all.
     """
     fields: list[dict[str, Any]] = [{}, {"description": "Looks."}, {"parameters": _NO_PARAMETERS}, {"parameters": {}}]
     bare = [[{"type": "function", "function": {"name": "look", **each}}] for each in fields]
@@ -387,7 +400,7 @@ def _takes_bare_tools(asked: AskedTemplate) -> bool:
 
 
 class _CallForm(NamedTuple):
-    """The form in which a template gets an answer with calls."""
+    """The form in which a chat template gets an assistant message with tool calls."""
 
     in_json: bool  # arguments are JSON texts, else mappings
     no_content: str | None  # the content of an answer that has only calls
@@ -395,7 +408,9 @@ class _CallForm(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _form_of_calls(asked: AskedTemplate) -> _CallForm:
-    """Return the form in which a template writes out a call, or else a form that it renders without error."""
+    """Return the form in which a chat template writes out a tool call. If no form is written out, return a form that
+    the template renders without an error.
+    """
     forms = [_CallForm(in_json, no_content) for no_content in ("", None) for in_json in (False, True)]
     made = {form: _with_call(asked, "call00000", form=form) for form in forms}
     shown = [form for form, rendered in made.items() if _shows(rendered, _ARGUMENTS[:1])]
@@ -404,19 +419,21 @@ def _form_of_calls(asked: AskedTemplate) -> _CallForm:
 
 @functools.lru_cache(maxsize=64)
 def _takes_calls(asked: AskedTemplate, number: int) -> bool:
-    """Return whether a template writes out `number` calls of one answer."""
+    """Return whether a chat template writes out an assistant message that has `number` tool calls."""
     return _shows(_with_call(asked, *("call00000", "call00001")[:number]), _ARGUMENTS[:number])
 
 
 @functools.lru_cache(maxsize=64)
 def _takes_long_ids(asked: AskedTemplate) -> bool:
-    """Return whether a template renders calls with ids of any length. True also if it renders no calls at all."""
+    """Return whether a chat template renders tool calls with ids of any length. The result is also True if the template
+    renders no tool calls at all.
+    """
     return _with_call(asked, _LONG_ID) is not None or _with_call(asked, "call00000") is None
 
 
 @functools.lru_cache(maxsize=64)
 def _takes_both(asked: AskedTemplate) -> bool:
-    """Return whether a template renders an answer that has text, reasoning and a call."""
+    """Return whether a chat template renders an assistant message that has text, reasoning and a tool call."""
     form = _form_of_calls(asked)._replace(no_content="a")
     return _with_call(asked, "call00000", form=form, reasoning="b") is not None
 
@@ -424,9 +441,8 @@ def _takes_both(asked: AskedTemplate) -> bool:
 def _with_call(
     asked: AskedTemplate, *call_ids: str, form: _CallForm | None = None, reasoning: str | None = None
 ) -> str | None:
-    """Return the rendered text of calls with these ids and their results, or None if the template fails.
-
-    `form` is by default the form that the template supports.
+    """Render a test conversation that has tool calls with the given ids, and return the rendered text. Return None if
+    the chat template fails. `form` is by default the form of tool calls that the template supports.
     """
     in_json, content = form or _form_of_calls(asked)
     conversation = conversation_with_call(*call_ids, in_json=in_json, content=content, reasoning=reasoning)
@@ -434,9 +450,9 @@ def _with_call(
 
 
 def _takes(asked: AskedTemplate, role: str, num_parts: int) -> bool:
-    """Return whether a template writes out a message's content that has `num_parts` parts (0: a plain text).
-
-    If the template writes out no content of the role, the result for the user's role applies.
+    """Return whether a chat template writes out a message whose content has `num_parts` parts. 0 parts means that the
+    content is a plain text. If the template writes out no content of messages with this role, the result for the role
+    "user" applies.
     """
     role = _probed_role(asked, role)
     if role != "user" and not any(_writes(asked, role, number) for number in (0, 1)):
@@ -445,10 +461,10 @@ def _takes(asked: AskedTemplate, role: str, num_parts: int) -> bool:
 
 
 def _probed_role(asked: AskedTemplate, role: str) -> str:
-    """Return the role to use for tests of a template.
+    """Return the role under which the results of tests of a chat template are cached.
 
     All roles that the template does not mention in quotes share one name. The cache thus never stores a role that a
-    client made up, and the number of roles is bounded by the template.
+    client made up, and the number of cached roles is bounded by the template.
     """
     template, _ = asked
     if role in _KNOWN_ROLES or (_ROLE.fullmatch(role) and any(f"{quote}{role}{quote}" in template for quote in "'\"")):
@@ -458,7 +474,9 @@ def _probed_role(asked: AskedTemplate, role: str) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _writes(asked: AskedTemplate, role: str, num_parts: int) -> bool:
-    """Render a short conversation with a content of a given form, and return whether the text contains the content."""
+    """Render a short test conversation, and return whether the rendered text contains a message's content. The message
+    has the given role. Its content is a plain text if `num_parts` is 0, else a list of that many parts.
+    """
     template, special_tokens = asked
     texts = _PROBES[: max(num_parts, 1)]
     message = {"role": role, "content": [_text_part(text) for text in texts] if num_parts else texts[0]}
@@ -480,7 +498,9 @@ def _writes(asked: AskedTemplate, role: str, num_parts: int) -> bool:
 
 
 def _content(content: Any, asked: AskedTemplate, role: str) -> str | list[dict[str, Any]] | None:
-    """Return a message's content in a form that the template writes out for the role. None stays None."""
+    """Return the content of a chat message in a form that the chat template writes out for messages of this role. The
+    form is a text or a list of parts. None stays None.
+    """
     if content is None:
         return None
     parts = _parts(content)
@@ -504,7 +524,9 @@ def _text_part(text: str) -> dict[str, Any]:
 
 
 def _parts(content: Any) -> list[dict[str, Any]]:
-    """Return a content as a list of parts. Each part is a text, or reasoning that preceded the texts."""
+    """Return the content of a chat message as a list of parts. Each part has the type "text", or "thinking" for
+    reasoning. Raises ChatTemplateError for any other type of part.
+    """
     if isinstance(content, str):
         return [_text_part(content)]
     parts = []
@@ -530,7 +552,9 @@ def _parts(content: Any) -> list[dict[str, Any]]:
 def _rendered(
     messages: Sequence[dict[str, Any]], asked: AskedTemplate, tools: Sequence[Any] | None = TOOLS
 ) -> str | None:
-    """Return the rendered text of messages and tools, or None if the template fails. Contents are converted first."""
+    """Return the text that a chat template renders from messages and tools, or None if the template fails. The contents
+    of the messages are first converted to the form that the template supports.
+    """
     template, special_tokens = asked
     given = {**dict(special_tokens), **UNSET, "add_generation_prompt": True, "tools": tools}
     taken = [{**each, "content": _content(each["content"], asked, each["role"])} for each in messages]

@@ -57,19 +57,26 @@ _SPACES = re.compile(r"\s")
 
 
 class TemplateFailure(ValueError):
-    """A template cannot be used, or cannot render these variables. The message has the reason and, if known,
-    the line."""
+    """A chat template cannot be compiled, or cannot render a conversation. The message has the reason and, if known,
+    the line of the template.
+    """
 
 
 class BudgetExceeded(TemplateFailure):
-    """The template did not end within its budget."""
+    """The rendering of a chat template needs more steps than its budget allows, for example because of a very long
+    loop.
+    """
 
 
 class Template:
-    """A compiled chat template. Several threads may use it at the same time."""
+    """A chat template that is compiled in the sandbox. Several threads may render the same template at
+    the same time.
+    """
 
     def __init__(self, text: str) -> None:
-        """Compile the template. Raises TemplateFailure if it is too long or invalid."""
+        """Compile the text of a chat template. Raises TemplateFailure if the text is too long or is no
+        valid template.
+        """
         if len(text) > MAX_TEMPLATE_CHARS:
             raise TemplateFailure(f"it has {len(text)} characters, but at most {MAX_TEMPLATE_CHARS} are allowed")
         self._environment = _Environment()
@@ -79,7 +86,9 @@ class Template:
             raise _failure(error) from None
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """Return the rendered text. Raises TemplateFailure for any error in the template, and BudgetExceeded."""
+        """Return the text that the chat template renders with the given variables. Raises BudgetExceeded if the
+        rendering needs too many steps, and TemplateFailure for any other error in the template.
+        """
         self._environment.renew_budget()
         try:
             return self._template.render(variables)
@@ -88,7 +97,9 @@ class Template:
 
 
 def _failure(error: Exception) -> TemplateFailure:
-    """Return an exception whose message is the reason and the line in the template."""
+    """Convert an error in a chat template to a TemplateFailure. The message gives the reason and, if known, the line of
+    the template.
+    """
     reason = (str(error) or type(error).__name__).partition("\n")[0]
     if isinstance(error, MemoryError | RecursionError):
         reason = f"it is nested too deeply or needs too much memory ({type(error).__name__})"
@@ -104,7 +115,9 @@ def _failure(error: Exception) -> TemplateFailure:
 
 
 class _Budget:
-    """The remaining steps of one rendering."""
+    """The remaining steps that one rendering of a chat template may use. Loop iterations, calls, items of lists, and
+    every 64 characters of text cost one step each.
+    """
 
     def __init__(self) -> None:
         self._num_left = MAX_STEPS
@@ -118,8 +131,9 @@ class _Budget:
         self.take(1 + num_chars // _CHARS_PER_STEP)
 
     def take_tree(self, value: Any) -> None:
-        """Charge every text, item and key of a value. An object that occurs twice is charged twice, because it is
-        written twice."""
+        """Charge every text, item and key in a nested value to the rendering's budget. An object that occurs twice in
+        the value is charged twice, because the template would write the object twice.
+        """
         waiting = [value]
         while waiting:
             item = waiting.pop()
@@ -130,7 +144,9 @@ class _Budget:
                 waiting += item
 
     def take_items(self, value: Any) -> None:
-        """Charge a value and the number of its items, but not the contents of the items."""
+        """Charge a value and the number of its items to the rendering's budget, but not the contents of the items.
+        Raises TemplateError for an integer with too many bits.
+        """
         if isinstance(value, str):
             self.take_text(len(value))
         elif isinstance(value, int):
@@ -148,9 +164,10 @@ class _Budget:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """A Jinja2 environment with metering.
+    """A Jinja2 sandbox environment that charges the work of a chat template to a budget.
 
-    The meters are filters that no template can name. `_Metering` inserts them where work must be charged.
+    The charges are made by filters with names that no template can write. `_Metering` inserts these filters wherever
+    work must be charged.
     """
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
@@ -179,7 +196,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     @property
     def budget(self) -> _Budget:
-        """The budget of the rendering on the current thread."""
+        """The budget of steps for the chat template that the current thread renders."""
         budget: _Budget = self._rendering.budget
         return budget
 
@@ -192,8 +209,9 @@ class _Environment(ImmutableSandboxedEnvironment):
     # The meters that `_Metering` inserts.
 
     def _iteration(self, num_chars: int) -> bool:
-        """Charge a loop iteration or a macro call whose body has `num_chars` characters of template text.
-        Return True."""
+        """Charge one loop iteration or macro call to the rendering's budget. `num_chars` is the number of characters of
+        template text in the body. Always return True, so that the call can be part of a loop condition.
+        """
         self.budget.take_text(num_chars)
         return True
 
@@ -202,7 +220,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return value
 
     def _cut(self, value: Any, start: Any, stop: Any, step: Any) -> Any:
-        """Charge a slice and return it."""
+        """Charge a slice of a value to the rendering's budget, and return the slice."""
         self.budget.take_items(value)
         return value[slice(start, stop, step)]
 
@@ -218,9 +236,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        """Return the JSON of a value without escapes for HTML, and charge each piece.
-
-        transformers' `tojson` has the same options in the same order.
+        """Return a value as JSON without escapes for HTML, and charge each piece of the text to the rendering's budget.
+        The filter `tojson` of transformers has the same options in the same order.
         """
         encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
         pieces = []
@@ -265,7 +282,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def _metered(self, name: str, function: Any) -> Callable[..., Any]:
-        """Return a filter or test that charges its work."""
+        """Wrap a Jinja2 filter or test in a function that charges the work and the result to the rendering's budget."""
         num_passed = 1 if hasattr(function, "jinja_pass_arg") else 0
 
         @wraps(function)
@@ -281,7 +298,9 @@ class _Environment(ImmutableSandboxedEnvironment):
         return metered
 
     def _take_filter(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Charge a filter or test in advance."""
+        """Charge the work of a Jinja2 filter or test to the rendering's budget before the filter runs. Raises
+        TemplateError for arguments that the sandbox does not allow, such as very large widths.
+        """
         budget, value = self.budget, args[0]
         if name in _CONSTANT_FILTERS:
             budget.take()
@@ -318,8 +337,10 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Metering(NodeTransformer):
-    """Rewrites a template so that calls of the environment replace operations that Jinja2 would compile to plain
-    Python."""
+    """A transformer of a parsed Jinja2 template that makes all work count. Jinja2 would compile some operations to
+    plain Python, such as loops and comparisons. The transformer inserts calls of the environment that charge the work
+    of these operations.
+    """
 
     def visit_Macro(self, node: nodes.Macro | nodes.CallBlock | nodes.For) -> nodes.Node:
         iteration = _meter(_Environment._iteration, nodes.Const(_num_own_chars(node.body)))
@@ -359,14 +380,18 @@ class _Metering(NodeTransformer):
 
 
 class _Namespace(Namespace):
-    """A Jinja2 namespace that never writes out its contents, because the budget does not cover them."""
+    """A Jinja2 namespace object that never writes out its contents, because the rendering's budget does
+    not cover them.
+    """
 
     def __repr__(self) -> str:
         return "<namespace>"
 
 
 class _Generation(Extension):
-    """The tag `{% generation %}`, which marks the model's own words for training. It has no effect here."""
+    """The Jinja2 tag `{% generation %}`. In training, the tag marks the text generated by the model. Here the tag has
+    no effect.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - as in Jinja2
 
@@ -384,8 +409,9 @@ def _meter(method: Any, first: nodes.Expr, *args: nodes.Expr) -> nodes.Filter:
 
 
 def _num_own_chars(body: Iterable[nodes.Node]) -> int:
-    """Return the number of characters of template text in a body, without nested loops and macros, which are charged
-    apart."""
+    """Return the number of characters of template text in the body of a loop or macro. Nested loops and macros are not
+    counted, because they are charged separately.
+    """
     total = 0
     for node in body:
         if isinstance(node, nodes.TemplateData):
@@ -397,7 +423,9 @@ def _num_own_chars(body: Iterable[nodes.Node]) -> int:
 
 @pass_context  # otherwise Jinja2 would finalize constants once, at compile time and without a budget
 def _finalize(context: Context, value: Any) -> str:
-    """Return the text of a value that the template writes out, and charge it."""
+    """Convert a value to the text that the chat template writes out, and charge the value and the text to the
+    rendering's budget.
+    """
     assert isinstance(context.environment, _Environment)
     budget = context.environment.budget
     budget.take_tree(value)
@@ -407,8 +435,9 @@ def _finalize(context: Context, value: Any) -> str:
 
 
 def _check_method(budget: _Budget, method: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Charge a method of a text or a container for its whole owner. Raises TemplateError for a method that is not
-    allowed."""
+    """Charge the call of a method of a text or container to the rendering's budget. The cost covers the whole object
+    that has the method. Raises TemplateError for a method that chat templates may not call.
+    """
     owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
     served = next((names for kind, names in _METHODS if isinstance(owner, kind)), None)
     if served is None or owner is None:  # a plain function, or an object of Jinja2's own
@@ -425,7 +454,9 @@ def _check_method(budget: _Budget, method: Any, args: tuple[Any, ...], kwargs: M
 def _check_text_method(
     budget: _Budget, owner: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Charge the output of a text's method, and repeated passes over the text."""
+    """Charge the output of a string method to the rendering's budget, and also repeated passes of the method over the
+    string. Raises TemplateError if a width is too large.
+    """
     if name in _COMPARING:
         budget.take_text(len(owner) * max((len(arg) for arg in args if isinstance(arg, str)), default=1))
     if name in ("split", "rsplit", "splitlines"):

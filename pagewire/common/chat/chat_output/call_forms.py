@@ -14,7 +14,7 @@ FREE_TEXTS = (ANY_TEXT, "regex", "triggered_tags")  # formats with `excludes`
 
 
 class Asked(NamedTuple):
-    """The constraints that a request puts on an output."""
+    """The constraints that a chat request puts on the model's output, such as the functions that may be called."""
 
     functions: Mapping[str, Parameters]  # by name
     text: Form  # of an output without calls
@@ -24,13 +24,15 @@ class Asked(NamedTuple):
 
 
 def json_between(begin: str, parameters: Parameters, end: str | list[str]) -> Form:
-    """Return the format of JSON arguments between the texts `begin` and `end`."""
+    """Return the structural tag format of a tool call's JSON arguments between the texts `begin` and `end`."""
     content = {"type": "json_schema", "json_schema": parameters.schema}
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
 class TaggedCalls(NamedTuple):
-    """Calls between tags, anywhere in free text. If the content must match a format, calls replace the content."""
+    """A format of model output in which tool calls are marked by tags anywhere in free text. If a request constrains
+    the content to a format, the output has either calls or content.
+    """
 
     tag: CallTag
     trigger: str  # begins every call and appears in no other text
@@ -46,7 +48,9 @@ class TaggedCalls(NamedTuple):
 
 
 class LeadingCalls(NamedTuple):
-    """Calls that make up the whole output. The first character of the output shows that it consists of calls."""
+    """A format of model output in which tool calls make up the whole output. The first character of the output shows
+    that the output consists of calls.
+    """
 
     tag: CallTag
     opener: str

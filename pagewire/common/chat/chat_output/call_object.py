@@ -19,7 +19,9 @@ Rest = type[Content | Arguments] | None
 
 
 def read_one_or_several(unread: Unread) -> Reading[Rest]:
-    """Read one call or a list of calls, and yield their parts. Return the kind of the text that follows."""
+    """Read a tool call, or a list of tool calls, from the model's output, and yield the parts of the calls. Return the
+    kind of the text that follows: `Content`, `Arguments` (the call was broken), or None if the text is no call.
+    """
     if not (yield from unread.accept("[")):
         return (yield from read_call(unread))
     rest = yield from read_call(unread)
@@ -34,10 +36,11 @@ def read_one_or_several(unread: Unread) -> Reading[Rest]:
 
 
 def read_call(unread: Unread, names: Container[str] | None = None, *, is_open: bool = False) -> Reading[Rest]:
-    """Read a call and yield its parts. Return the kind of the text that follows.
+    """Read one tool call that is a JSON object, and yield its parts. Return the kind of the text that follows:
+    `Content`, `Arguments` (the call is broken), or None if the text is no call.
 
-    `is_open`: the opening brace was already read. If `names` is given, no tag has announced the call. The object is
-    then a call only if its name is in `names`, it has arguments, and its one other key is a type.
+    `is_open` says that the opening brace was already read. `names` is given if no tag has announced the call. The
+    object is then a call only if its function name is in `names`, it has arguments, and its only other key is "type".
     """
     name: str | None = None
     early: str | None = None  # arguments that preceded the name
@@ -82,7 +85,7 @@ def _begin(unread: Unread, name: str) -> Reading[None]:
 
 
 def _read_arguments_text(unread: Unread) -> Reading[bool]:
-    """Yield the arguments of a call. Return whether they are complete."""
+    """Read the arguments of a tool call, and yield them as they arrive. Return whether the arguments are complete."""
     if (yield from unread.next()) == "{":
         return (yield from told(Arguments, read_value(unread)))
     text, is_whole = yield from held(read_value(unread))
@@ -96,7 +99,9 @@ def _held_arguments(unread: Unread) -> Generator[None, None, str | None]:
 
 
 def _unwrapped(text: str) -> str:
-    """Return the JSON of arguments that a model may have written as a string containing JSON, or as null."""
+    """Return the arguments of a tool call as a JSON object's text. A model may have written the arguments as a string
+    that contains JSON, or as null.
+    """
     value = _loaded(text)
     if isinstance(value, str) and isinstance(_loaded(value), dict):
         return value

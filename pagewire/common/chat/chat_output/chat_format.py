@@ -49,13 +49,16 @@ class ChatFormat(NamedTuple):
         return self.thinking is not None or self.is_in_channels
 
     def tags(self, functions: Functions) -> tuple[str, ...]:
-        """Return the tags to recognize in an output that may call `functions`. If the tokenizer has them as special
-        tokens, decoding must keep them."""
+        """Return the tags, such as "<think>", that the parser must find in an output that may call `functions`. If some
+        tags are special tokens of the tokenizer, decoding must keep these tokens in the text.
+        """
         calls = self._read_in(functions)
         return (*(self.thinking or ()), *(calls.tags if calls else ()))
 
     def parser(self, prompt: str, functions: Functions) -> OutputParser:
-        """Return a parser for the output that follows `prompt` and may call `functions`. Raises SchemaBudgetError."""
+        """Return a parser for the model's output that follows `prompt` and may call `functions`. Raises
+        SchemaBudgetError if the JSON Schemas of the functions are too large.
+        """
         calls = self._read_in(functions)
         read = partial(calls.read, read_functions(functions)) if calls else read_content
         read_all = partial(self._read, is_reasoning=self.is_reasoning(prompt), read=read)
@@ -65,8 +68,9 @@ class ChatFormat(NamedTuple):
         return self.calls if functions or self.is_in_channels else None
 
     def is_reasoning(self, prompt: str) -> bool:
-        """Return whether the output begins inside its reasoning, because the prompt ends with the begin tag of
-        reasoning."""
+        """Return whether the model's output begins inside reasoning. This is the case if the prompt ends with the begin
+        tag of reasoning.
+        """
         return self.thinking is not None and prompt.rstrip().endswith(self.thinking.begin)
 
     def _read(self, unread: Unread, *, is_reasoning: bool, read: Callable[[Unread], Reading[None]]) -> Reading[None]:
@@ -86,13 +90,14 @@ class ChatFormat(NamedTuple):
         text: Form | None = None,
         max_reasoning_tokens: int | None = None,
     ) -> Form:
-        """Return the structural tag for an output that follows `prompt`.
+        """Return the structural tag (a grammar in JSON) that constrains the model's output after `prompt`.
 
         With `functions`, the output has any number of calls (at most one unless `is_parallel`) within free text. If
-        `text` is another format, the calls replace it. With `is_required` the output has calls and no text. The
-        constraints apply after the reasoning, if the prompt or the output begins reasoning. `max_reasoning_tokens`
-        limits the reasoning; free text can then not begin any further reasoning. Raises ValueError if there are
-        functions but the format has no calls, and SchemaBudgetError.
+        `text` is another format than free text, the output has either calls or this text. With `is_required` the output
+        has calls and no text. The constraints apply after the reasoning, if the prompt or the output begins reasoning.
+        `max_reasoning_tokens` limits the reasoning; free text can then not begin any further reasoning. Raises
+        ValueError if there are functions but the format has no calls, and SchemaBudgetError if the functions' JSON
+        Schemas are too large.
         """
         if functions and self.calls is None:
             raise ValueError("this chat format has no tool calls")
@@ -120,8 +125,9 @@ class ChatFormat(NamedTuple):
 
 
 def _without(form: Any, texts: list[str]) -> Any:
-    """Return a copy of a format in which every free text, at any depth, excludes `texts`. Constant texts may contain
-    them."""
+    """Return a copy of a structural tag format in which every free text, at any depth, must not contain `texts`.
+    Constant texts in the format may still contain these texts.
+    """
     if isinstance(form, list):
         return [_without(each, texts) for each in form]
     if not isinstance(form, dict):
@@ -197,15 +203,18 @@ REASONING_PARSERS = (*(name for names, *_ in _REASONING for name in names), _GPT
 
 
 class ChatRules(NamedTuple):
-    """The server's settings that apply to all chats."""
+    """The server's settings for the parsing of model output and for tool calls. The settings apply to all chat
+    requests.
+    """
 
     strict_tools: bool = True  # schemas also constrain the calls that the model makes by choice (tool_choice "auto")
     tool_call_parser: str | None = None  # None: select by the chat template
     reasoning_parser: str | None = None
 
     def check(self) -> None:
-        """Raise ValueError if the gpt-oss format is combined with another: its channels contain both calls and
-        reasoning."""
+        """Raise ValueError if only one of the two parsers is set to the gpt-oss format. The channels of gpt-oss contain
+        both calls and reasoning, so this format cannot be combined with another.
+        """
         calls, reasoning = self.tool_call_parser, self.reasoning_parser
         if None not in (calls, reasoning) and (calls == _OPENAI) != (reasoning == _GPT_OSS):
             raise ValueError(
@@ -219,7 +228,9 @@ class ChatRules(NamedTuple):
 
 @lru_cache(maxsize=16)
 def format_of(template: str, tool_call_parser: str | None = None, reasoning_parser: str | None = None) -> ChatFormat:
-    """Return the format of a model's output: by the parsers' names if they are given, else by the chat template."""
+    """Return the format in which a model writes reasoning and tool calls. The parsers' names select the format if they
+    are given. Otherwise the text of the chat template decides.
+    """
     if reasoning_parser == _GPT_OSS:
         tool_call_parser, reasoning_parser = _OPENAI, _NONE
     thinking = _chosen(_REASONING, reasoning_parser, lambda texts: any(text in template for text in texts))
@@ -232,10 +243,10 @@ def _chosen(
     name: str | None,
     is_told: Callable[[tuple[str, ...]], bool],
 ) -> _Format | None:
-    """Return the format from `table` that matches the template and has the given name, if any.
+    """Return the output format from `table` that fits the chat template, or None.
 
-    If no format of that name matches, return the first one with the name. Without a name, return the first format that
-    matches, or None.
+    With a name, only the formats of that name are considered. If no format of that name fits the template, return the
+    first format of that name. Without a name, return the first format that fits.
     """
     found = [(texts, each) for names, texts, each in table if name is None or name in names]
     first = found[0][1] if found and name is not None else None

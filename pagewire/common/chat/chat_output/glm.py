@@ -14,7 +14,9 @@ _ARGUMENTS = ArgumentTags("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>"
 
 
 def read_calls(functions: Mapping[str, Parameters], unread: Unread) -> Reading[None]:
-    """Yield content and the tool calls in it."""
+    """Read the output of a GLM model, and yield its content and tool calls. A tool call lies between <tool_call> and
+    </tool_call>.
+    """
     marker = yield from unread.until((BEGIN,), Content)
     while marker:
         name = yield from read_name(unread)
@@ -32,5 +34,7 @@ def read_calls(functions: Mapping[str, Parameters], unread: Unread) -> Reading[N
 
 
 def call_tag(name: str, parameters: Parameters) -> dict[str, Any]:
-    """Return the structural tag part for a call of the function `name`. The arguments match its JSON Schema."""
+    """Return the structural tag part for one tool call of a GLM model to the function `name`. The part makes the
+    arguments match the function's JSON Schema.
+    """
     return {"type": "tag", "begin": f"{BEGIN}{name}\n", "content": _ARGUMENTS.form(parameters), "end": END}

@@ -25,7 +25,9 @@ _ANALYSIS = "analysis"
 
 
 def read_messages(functions: Mapping[str, Any], unread: Unread) -> Reading[None]:
-    """Yield the messages of an output. Text outside of any message is content."""
+    """Read the output of a gpt-oss model, and yield the parts of its messages: reasoning, content and tool calls. Text
+    outside of any message is content.
+    """
     seen_kinds: set[type[Content | Reasoning]] = set()
     header = [(yield from unread.begins_with("to="))]
     marker = START if header[0] else (yield from told(Content, unread.pieces_until(TAGS)))
@@ -60,10 +62,10 @@ def _read_call_text(unread: Unread, name: str) -> Reading[str]:
 
 
 def form(asked: Asked) -> Form:
-    """Return the format of outputs, for structural tags.
+    """Return the structural tag format that constrains the output of a gpt-oss model.
 
-    A call ends an output, so an output has at most one. If reasoning has a token budget, at most one message precedes
-    the last one.
+    A tool call ends an output, so an output has at most one call. If reasoning has a token budget, at most one message
+    precedes the last message.
     """
     calls = [
         json_between(f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json{MESSAGE}", parameters, ["", CALL])

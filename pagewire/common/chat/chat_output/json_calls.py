@@ -22,13 +22,16 @@ class JsonCalls(NamedTuple):
         return (*self.begins, self.end)
 
     def read_calls(self, _functions: Mapping[str, Any], unread: Unread) -> Reading[None]:
-        """Yield content and the tool calls in it. A call is an object or a list of objects between tags; the end tag
-        may be missing."""
+        """Read the model's output, and yield its content and tool calls. A call is a JSON object, or a list of JSON
+        objects, between tags. The end tag may be missing.
+        """
         tags = CallTags(self.begins, (self.end,), is_ended=self.is_ended)
         yield from tags.read(unread, lambda _: read_one_or_several(unread))
 
     def call_tag(self, name: str, parameters: Parameters) -> dict[str, Any]:
-        """Return the structural tag part for a call of the function `name`. The arguments match its JSON Schema."""
+        """Return the structural tag part for one tool call, a JSON object, to the function `name`. The part makes the
+        arguments match the function's JSON Schema.
+        """
         opener, closer = "[]" if self.is_list else ("\n", "\n")
         begin = f'{self.begins[0]}{opener}{{"name": {json.dumps(name)}, "arguments": '
         return json_between(begin, parameters, f"}}{closer}{self.end if self.is_ended else ''}")

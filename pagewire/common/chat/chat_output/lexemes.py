@@ -16,13 +16,17 @@ _SCALAR = re.compile(r"[\w.+-]*")
 
 
 def read_name(unread: Unread) -> Generator[None, None, str]:
-    """Skip spaces and read a function's name. Return the name, or an empty text."""
+    """Skip whitespace in the model's output, and read the name of a called function. Return the name, or an empty text
+    if there is none.
+    """
     yield from unread.skip()
     return (yield from held(unread.run(_NAME)))[0]
 
 
 def read_string(unread: Unread) -> Generator[None, None, str | None]:
-    """Read a JSON string and return its value, or None if the next text is no complete string."""
+    """Read a JSON string from the model's output. Return the string's value, or None if the next text is no complete
+    JSON string.
+    """
     if (yield from unread.next()) != '"':
         return None
     text, is_whole = yield from held(read_value(unread))
@@ -30,10 +34,11 @@ def read_string(unread: Unread) -> Generator[None, None, str | None]:
 
 
 def read_value(unread: Unread) -> PieceReading[bool]:
-    """Read a JSON value and yield its text as it arrives. Return whether the value is complete.
+    """Read a JSON value from the model's output, and yield its text as it arrives. Return whether the value is
+    complete.
 
-    A value is complete if its brackets and quotes close; nothing else is checked. Reading stops where the text can no
-    longer be JSON.
+    A value counts as complete if its brackets and quotes are closed; nothing else is checked. Reading stops where the
+    text can no longer be JSON.
     """
     first = yield from unread.next()
     if first in ("{", "[", '"'):
@@ -52,7 +57,9 @@ def _nested_value(unread: Unread) -> PieceReading[bool]:
 
 
 class _Nesting:
-    """The state of a scan through a value in brackets or quotes."""
+    """The open brackets and quotes in a scan through a JSON value, whose text arrives in pieces. The scan finds the end
+    of the value.
+    """
 
     def __init__(self) -> None:
         self.is_closed = False
@@ -62,8 +69,9 @@ class _Nesting:
         self._is_escaped = False
 
     def end_of_value(self, text: str, at: int) -> int:
-        """Continue the scan at `at`. Return the position after the value, or the length of the text if the value goes
-        on."""
+        """Continue the scan through a JSON value at the position `at` of `text`. Return the position after the value,
+        the position where the text stops being JSON, or the length of the text if the value is still open.
+        """
         while at < len(text) and not (self.is_closed or self.is_broken):
             if self._is_escaped:
                 self._is_escaped = False

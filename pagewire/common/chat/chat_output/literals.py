@@ -21,10 +21,10 @@ _FORMATTED = re.compile(r"[ft]r?''", re.IGNORECASE)
 
 
 def json_of(text: str) -> str | None:
-    """Return the JSON of a value that is written in JSON or Python.
+    """Convert a value that a model wrote in JSON or as a Python literal to JSON text.
 
-    Return None if the text is no value, or if it is Python with more than `_MAX_PYTHON_CHARS` characters outside of
-    strings.
+    Return None if the text is no such value, or if it is Python with more than `_MAX_PYTHON_CHARS` characters outside
+    of strings. The limit exists because Python's parser is slow and holds the GIL.
     """
     text = _unpadded(text.strip())
     try:
@@ -46,8 +46,9 @@ def json_of(text: str) -> str | None:
 
 
 def _unpadded(text: str) -> str:
-    """Remove leading zeros from an integer. Models write months and days with them, but JSON and Python do not allow
-    them."""
+    """Remove the leading zeros from the text of an integer, such as "07". Models write months and days this way, but
+    JSON and Python do not allow leading zeros. Other texts are returned unchanged.
+    """
     digits = text.removeprefix("-")
     if not (digits.startswith("0") and digits.isascii() and digits.isdecimal()):
         return text
@@ -55,7 +56,9 @@ def _unpadded(text: str) -> str:
 
 
 class _InJson(ast.NodeTransformer):
-    """Replaces Python nodes that JSON has no equivalent for: sets become lists, and JSON's names become constants."""
+    """A transformer of Python's syntax tree that replaces nodes without an equivalent in JSON. Sets become lists. The
+    names true, false and null become constants.
+    """
 
     def visit_Set(self, node: ast.Set) -> ast.expr:
         return ast.List([self.visit(element) for element in node.elts], ast.Load())
@@ -65,5 +68,5 @@ class _InJson(ast.NodeTransformer):
 
 
 def _refuse(constant: str) -> Any:
-    """Raise ValueError: JSON has no NaN or Infinity."""
+    """Raise ValueError for the constant NaN or Infinity, because JSON does not allow these constants."""
     raise ValueError(constant)

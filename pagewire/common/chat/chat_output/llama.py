@@ -15,7 +15,9 @@ _BRACE = "{"
 
 
 def read_calls(functions: Mapping[str, Any], unread: Unread) -> Reading[None]:
-    """Yield content and the tool calls in it. Without a tag, an object anywhere in the text may be a call."""
+    """Read the output of a Llama model, and yield its content and tool calls. Even without a tag, a JSON object
+    anywhere in the text may be a call.
+    """
     marker = yield from unread.until((TAG, _BRACE), Content)
     while marker:
         rest = yield from read_call(unread, functions, is_open=marker == _BRACE)
@@ -27,5 +29,7 @@ def read_calls(functions: Mapping[str, Any], unread: Unread) -> Reading[None]:
 
 
 def call_tag(name: str, parameters: Parameters) -> dict[str, Any]:
-    """Return the structural tag part for a call of the function `name`. The arguments match its JSON Schema."""
+    """Return the structural tag part for one tool call of a Llama model to the function `name`. The part makes the
+    arguments match the function's JSON Schema.
+    """
     return json_between(f'{{"name": {json.dumps(name)}, "parameters": ', parameters, "}")

@@ -17,7 +17,7 @@ TAGS = (BEGIN, _ARGUMENTS, _NUMBER)
 
 
 def read_calls(_functions: Mapping[str, Any], unread: Unread) -> Reading[None]:
-    """Yield content and the tool calls in it."""
+    """Read the output of a Mistral model, and yield its content and tool calls."""
     marker = yield from unread.until((BEGIN,), Content)
     while marker:
         is_list = bool((yield from unread.ahead("[", "{")))
@@ -42,11 +42,14 @@ def _read_named(unread: Unread) -> Reading[Rest]:
 
 
 def named_call_tag(name: str, parameters: Parameters) -> dict[str, Any]:
-    """Return the structural tag part for a call as NAME[ARGS] and arguments that match the function's JSON Schema."""
+    """Return the structural tag part for one tool call of a newer Mistral model, written as NAME[ARGS] and the
+    arguments. The part makes the arguments match the function's JSON Schema.
+    """
     return json_between(f"{BEGIN}{name}{_ARGUMENTS}", parameters, "")
 
 
 def listed_call_tag(name: str, parameters: Parameters) -> dict[str, Any]:
-    """Return the structural tag part for a call in a list of objects. The arguments match the function's JSON
-    Schema."""
+    """Return the structural tag part for one tool call of an older Mistral model, written as a list with one JSON
+    object. The part makes the arguments match the function's JSON Schema.
+    """
     return json_between(f'{BEGIN}[{{"name": {json.dumps(name)}, "arguments": ', parameters, "}]")

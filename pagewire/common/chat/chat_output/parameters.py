@@ -11,7 +11,7 @@ _JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", 
 
 
 class Parameters:
-    """The parameters of one function.
+    """The parameters of one function that a model may call, as described by a JSON Schema.
 
     Attributes:
         schema: the JSON Schema of the parameters.
@@ -21,9 +21,8 @@ class Parameters:
     """
 
     def __init__(self, schema: Any, budget: SchemaBudget) -> None:
-        """Read the JSON Schema of one function's parameters. Raises SchemaBudgetError.
-
-        All functions of a request share `budget`.
+        """Read the JSON Schema of one function's parameters. All functions of a request share `budget`, which limits
+        the size of their schemas. Raises SchemaBudgetError if the budget is exceeded.
         """
         budget.take_tree(schema)
         named: dict[str, Any] = schema if isinstance(schema, dict) else {}
@@ -37,10 +36,10 @@ class Parameters:
         self._budget = budget
 
     def json_form(self, key: str) -> dict[str, Any]:
-        """Return the format of a property's value in JSON.
+        """Return the structural tag format for the JSON value of one property of a function's parameters.
 
-        The property's schema may refer to definitions of the whole schema, so each format gets a copy of them. Raises
-        SchemaBudgetError if the copies exceed the budget.
+        The property's schema may refer to definitions of the whole schema, so each format gets a copy of these
+        definitions. Raises SchemaBudgetError if the copies exceed the budget.
         """
         value = self.properties[key]
         if self._definitions and isinstance(value, dict):
@@ -50,8 +49,9 @@ class Parameters:
 
 
 def read_functions(functions: Mapping[str, Any]) -> dict[str, Parameters]:
-    """Return the parameters of functions by name. Values may be `Parameters` or JSON Schemas. Raises
-    SchemaBudgetError."""
+    """Return the parameters of each function that a request allows the model to call, by the function's name. The given
+    values are `Parameters` or JSON Schemas. Raises SchemaBudgetError if the schemas are too large.
+    """
     budget = SchemaBudget()
     return {
         name: given if isinstance(given, Parameters) else Parameters(given, budget) for name, given in functions.items()
@@ -59,19 +59,21 @@ def read_functions(functions: Mapping[str, Any]) -> dict[str, Parameters]:
 
 
 def values_in(schema: Any) -> list[Any]:
-    """Return the values that a schema lists in `enum` or `const`, or an empty list."""
+    """Return the values that a JSON Schema lists in `enum` or `const`, or an empty list."""
     if not isinstance(schema, dict):
         return []
     return [*_listed(schema, "enum"), *([schema["const"]] if "const" in schema else ())]
 
 
 def json_type(value: Any) -> str:
-    """Return the name of the JSON type of a value."""
+    """Return the name of the JSON type of a Python value, such as "string" or "array"."""
     return _JSON_TYPES.get(type(value), "null")
 
 
 def _types_of(schema: Any, root: Any, budget: SchemaBudget) -> frozenset[str]:
-    """Return the JSON types that a schema allows, as far as it specifies them. Each nested schema is visited once."""
+    """Return the names of the JSON types that a JSON Schema allows, as far as the schema specifies them. Nested schemas
+    and references are followed, and each nested schema is visited once.
+    """
     types: set[str] = set()
     waiting, visited = [schema], {id(schema)}
     for each in waiting:

@@ -12,13 +12,15 @@ class Reasoning(NamedTuple):
 
 
 class CallStart(NamedTuple):
-    """The beginning of a call of the function `name`."""
+    """A part of a parsed model output: the beginning of a tool call of the function `name`."""
 
     name: str
 
 
 class Arguments(NamedTuple):
-    """The next piece of the arguments of the latest call. The pieces form JSON unless the model wrote invalid JSON."""
+    """A part of a parsed model output: the next piece of the arguments of the latest tool call. The pieces together
+    form JSON, unless the model wrote invalid JSON.
+    """
 
     text: str
 

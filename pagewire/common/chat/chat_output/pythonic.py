@@ -34,7 +34,9 @@ class PythonicCalls(NamedTuple):
         return (*self.begins, *self.ends)
 
     def read_calls(self, functions: Mapping[str, Any], unread: Unread) -> Reading[None]:
-        """Yield content and the tool calls in it. Text that names no function of the request is no call."""
+        """Read the model's output, and yield its content and the tool calls in Python syntax. Text such as f(x) is no
+        call if the request has no function of that name.
+        """
         tags = CallTags(self.begins, self.ends, is_ended=False, may_lack=self.may_lack)
         yield from tags.read(unread, lambda _: self._read_list(functions, unread))
 
@@ -54,16 +56,15 @@ class PythonicCalls(NamedTuple):
         return rest
 
     def call_tag(self, name: str, parameters: Parameters) -> dict[str, Any]:
-        """Return the structural tag part for a call between this format's tags."""
+        """Return the structural tag part for one tool call in Python syntax, between the tags of this format."""
         tag = bare_call_tag(name, parameters)
         begin, end = f"{self.begins[0]}{self.opener or _LINE}", f"{self.closer or _LINE}{self.ends[0]}"
         return {**tag, "begin": begin + tag["begin"], "end": tag["end"] + end}
 
 
 def bare_call_tag(name: str, parameters: Parameters) -> dict[str, Any]:
-    """Return the structural tag part for a call without tags.
-
-    The arguments match the function's JSON Schema, and are in the schema's order.
+    """Return the structural tag part for one tool call in Python syntax, such as f(a=1), without tags. The part makes
+    the arguments match the function's JSON Schema and follow the schema's order.
     """
     arguments = {
         "type": "tags_in_order",
@@ -115,7 +116,9 @@ def _read_call(functions: Mapping[str, Any], unread: Unread) -> Reading[Rest]:
 
 
 def _argument(unread: Unread) -> Generator[None, None, str]:
-    """Read the text of an argument, up to the comma or the bracket that follows."""
+    """Read one argument of a tool call in Python syntax, up to the comma or bracket that follows. Return the argument's
+    text.
+    """
     pieces: list[str] = []
     depth = 0
     while True:

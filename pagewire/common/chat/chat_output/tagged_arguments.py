@@ -21,14 +21,15 @@ class ArgumentTags(NamedTuple):
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """The texts that end a value: the end tag, with and without its leading newline."""
+        """The texts that end an argument's value: the end tag, with and without its leading newline."""
         return tuple(dict.fromkeys((self.end, self.end.lstrip("\n"))))
 
     def are_ahead(self, unread: Unread) -> Generator[None, None, bool]:
         return bool((yield from unread.ahead(self.begin, self.end_of_all)))
 
     def tell(self, unread: Unread, parameters: Parameters | None) -> Reading[bool]:
-        """Read the arguments of a call and yield them as JSON. Return whether their end tag was read.
+        """Read the tagged arguments of a tool call, and yield them as pieces of a JSON object. Return whether the end
+        tag of the arguments was read.
 
         If the end tag was not read, the text that follows is no part of the arguments. A value without an end tag
         extends to a line that begins with the next tag.
@@ -58,7 +59,9 @@ class ArgumentTags(NamedTuple):
         return bool(marker)
 
     def _read_value_text(self, unread: Unread, types: Set[str]) -> Reading[str]:
-        """Yield a value as JSON. Return the tag that ended the value, or an empty text."""
+        """Read the value of one argument of a tool call, and yield the value as JSON. Return the tag that ended the
+        value, or an empty text if the output ended first.
+        """
         pieces = unread.pieces_until((*self.ends, f"\n{self.begin}", f"\n{self.end_of_all}"))
         if types <= _TEXT:
             yield Arguments('"')
@@ -71,7 +74,8 @@ class ArgumentTags(NamedTuple):
         return marker
 
     def form(self, parameters: Parameters) -> dict[str, Any]:
-        """Return the structural tag format of the arguments that a JSON Schema describes, in the schema's order.
+        """Return the structural tag format for the tagged arguments of one tool call. The arguments match the
+        function's JSON Schema and follow the schema's order.
 
         If the schema names no properties and allows others, any text matches.
         """
@@ -91,7 +95,9 @@ class ArgumentTags(NamedTuple):
 
 
 def _typed(text: str, types: Set[str]) -> str:
-    """Return the JSON of a value that is written as text, or else the text as a JSON string."""
+    """Convert the value of a tool call's argument to JSON. The model wrote the value as plain text, JSON or Python.
+    `types` are the JSON types that the function's schema allows. A text that is no such value becomes a JSON string.
+    """
     found = json_of(text)
     if found is None:
         return _quoted(text)

@@ -22,10 +22,11 @@ _ALL_TEXT = re.compile(".*", re.DOTALL)
 
 
 class Unread:
-    """The unread text of an output.
+    """The text of a model's output that was received but not yet parsed.
 
-    Invariant: a reader that waits for more text leaves at most the beginning of a marker unread. The reader keeps all
-    other text that it has examined. A token therefore costs the same in a long output as in a short one.
+    Invariant: a reader that waits for more text leaves at most the beginning of a marker (a tag to search for) unread.
+    All other text that the reader has examined counts as read. A token therefore costs the same in a long output as in
+    a short one.
     """
 
     def __init__(self) -> None:
@@ -44,31 +45,38 @@ class Unread:
 
     @property
     def place(self) -> int:
-        """The number of characters of the whole output that were read."""
+        """The position of the parser in the model's output: the number of characters that were read so far."""
         return self._num_added - len(self.text) + self.at
 
     def kept(self) -> str:
-        """Return the text that was read since the last tag, including the tag and the newlines in front of it."""
+        """Return the text that was read since the last tag, including the tag and the newlines in front of it. The
+        caller uses this text as content if the tag turns out not to begin a tool call.
+        """
         return "".join(self._kept or ())
 
     def keep(self) -> None:
-        """Start to keep the text that is read from this position, as if a tag were here."""
+        """Start to keep a copy of the text that is read from this position, as if a tag were here. `kept` returns the
+        copy.
+        """
         self._kept = []
 
     def forget(self) -> None:
-        """Stop keeping the text that was read since the last tag."""
+        """Stop keeping a copy of the text that was read since the last tag, and delete the copy."""
         self._kept = None
 
     def until(self, markers: tuple[str, ...], tell: Tell) -> Reading[str]:
-        """Read up to and past the first of some markers, and yield the text in front of the marker as parts.
+        """Read the model's output up to and including the first of some markers (tags). Yield the text in front of the
+        marker as parts, which are built with `tell`.
 
-        Newlines directly in front of the marker are dropped. Return the marker, or an empty text if the text ends
+        Newlines directly in front of the marker are dropped. Return the marker, or an empty text if the output ends
         without one. Invariant: no marker is a prefix of another.
         """
         return (yield from told(tell, self.pieces_until(markers, _NEWLINES)))
 
     def thoughts(self, reading: Reading[str]) -> Reading[str]:
-        """Record the text that `reading` reads as reasoning. Return the marker that ends the text."""
+        """Run `reading`, and record the part of the model's output that it reads as reasoning. Return the marker that
+        ends the reasoning, or an empty text if the output ends first.
+        """
         begin = self.place
         self.reasoning.append((begin, math.inf))
         marker = yield from reading
@@ -76,10 +84,11 @@ class Unread:
         return marker
 
     def pieces_until(self, markers: tuple[str, ...], trimmed: str = "") -> PieceReading[str]:
-        """Read up to and past the first of some markers, and yield the text in front of the marker in pieces.
+        """Read the model's output up to and including the first of some markers (tags). Yield the text in front of the
+        marker in pieces.
 
         Characters in `trimmed` that directly precede the marker are dropped. Return the marker, or an empty text if the
-        text ends without one.
+        output ends without one.
         """
         self._kept = None
         search = _search_of(markers)
@@ -104,15 +113,18 @@ class Unread:
             yield None
 
     def begins_with(self, *markers: str) -> Generator[None, None, str]:
-        """Read past one of some markers if the text begins with it, after whitespace. Return the marker, or an empty
-        text."""
+        """Read one of some markers (tags) if the unread output begins with it, after optional whitespace. Return the
+        marker that was read, or an empty text if none was.
+        """
         marker = yield from self.ahead(*markers)
         if marker:
             self.take(self.text.index(marker, self.at) + len(marker))
         return marker
 
     def ahead(self, *markers: str) -> Generator[None, None, str]:
-        """Return the marker with which the text begins, after whitespace, or an empty text. The text stays unread."""
+        """Return the marker (tag) with which the unread output begins, after optional whitespace. Return an empty text
+        if there is none. Nothing is read: the output stays unread.
+        """
         spaces: list[str] = []
         longest = max(map(len, markers))
         while True:
@@ -129,14 +141,15 @@ class Unread:
         return found
 
     def ends_within(self, *markers: str) -> bool:
-        """Return whether the unread text is only whitespace, optionally followed by the beginning of one of some
-        markers."""
+        """Return whether the unread text of the model's output is only whitespace, optionally followed by the beginning
+        of one of some markers (tags).
+        """
         place = self._past(_SPACES)
         rest = self.text[place : place + max(map(len, markers)) + 1]
         return any(marker.startswith(rest) for marker in markers)
 
     def skip(self, characters: str = _SPACES) -> Generator[None, None, None]:
-        """Read past all of the given characters."""
+        """Read past all of the given characters (by default whitespace) at the beginning of the unread output."""
         while True:
             self.take(self._past(characters))
             if self.at < len(self.text) or self.is_whole:
@@ -144,16 +157,15 @@ class Unread:
             yield None
 
     def newline(self) -> Generator[None, None, None]:
-        """Read past one newline, if it is the next character."""
+        """Read past one newline, if a newline is the next character of the model's output."""
         while self.at == len(self.text) and not self.is_whole:
             yield None
         if self.text.startswith("\n", self.at):
             self.take(self.at + 1)
 
     def run(self, pattern: re.Pattern[str]) -> PieceReading[bool]:
-        """Read on as long as `pattern` matches. Return whether any text matched.
-
-        The pattern must match the empty text and every prefix of a match.
+        """Read the model's output as long as `pattern` matches, and yield the text as it arrives. Return whether any
+        text matched. The pattern must match the empty text and every prefix of a match.
         """
         has_read = False
         while True:
@@ -166,25 +178,29 @@ class Unread:
             yield None
 
     def character(self) -> Generator[None, None, str]:
-        """Read one character and return it, or an empty text at the end."""
+        """Read one character of the model's output. Return the character, or an empty text at the end of the output."""
         while self.at == len(self.text) and not self.is_whole:
             yield None
         return self.take(min(self.at + 1, len(self.text)))
 
     def accept(self, character: str) -> Generator[None, None, bool]:
-        """Skip whitespace, and read the next character if it equals `character`. Return whether it did."""
+        """Skip whitespace in the model's output, and read the next character if it equals `character`. Return whether
+        the character was read.
+        """
         is_next = (yield from self.next()) == character
         if is_next:
             self.take(self.at + 1)
         return is_next
 
     def next(self) -> Generator[None, None, str]:
-        """Skip whitespace and return the next character, which stays unread, or an empty text at the end."""
+        """Skip whitespace in the model's output. Return the next character without reading it, or an empty text at the
+        end.
+        """
         yield from self.skip()
         return self.text[self.at : self.at + 1]
 
     def take(self, end: int) -> str:
-        """Read up to the position `end` and return the text that was read."""
+        """Read the model's output up to the position `end` of the unread text. Return the text that was read."""
         text = self.text[self.at : end]
         self.at = end
         if self._kept is not None:
@@ -192,7 +208,9 @@ class Unread:
         return text
 
     def _past(self, characters: str) -> int:
-        """Return the first position that has none of the given characters. The text stays unread."""
+        """Return the position after all leading `characters` of the unread output. Nothing is read: the output stays
+        unread.
+        """
         place = self.at
         while place < len(self.text) and self.text[place] in characters:
             place += 1
@@ -200,7 +218,9 @@ class Unread:
 
 
 class _Search(NamedTuple):
-    """A search for the first of some markers."""
+    """A compiled search for the first occurrence of any of several markers (tags) in a model's output. The text arrives
+    in pieces, so a marker may be split between two pieces.
+    """
 
     pattern: re.Pattern[str]
     markers: tuple[str, ...]
@@ -208,8 +228,9 @@ class _Search(NamedTuple):
     longest: int
 
     def safe_end(self, text: str, at: int) -> int:
-        """Return the position up to which no marker can begin, whatever text follows. The text contains no whole
-        marker."""
+        """Return the position up to which the text can be passed on. No marker (tag) can begin before this position,
+        whatever text follows. `text` must not contain a whole marker.
+        """
         for place in range(max(at, len(text) + 1 - self.longest), len(text)):
             if text[place] in self.firsts and any(marker.startswith(text[place:]) for marker in self.markers):
                 return place
@@ -223,7 +244,9 @@ def _search_of(markers: tuple[str, ...]) -> _Search:
 
 
 def told(tell: Tell, reading: PieceReading[_Result]) -> Reading[_Result]:
-    """Yield the pieces of a reading as output parts, built with `tell`. Return the result of the reading."""
+    """Turn the text pieces of a reading (a generator that parses model output) into output parts, which are built with
+    `tell`. Return the result of the reading.
+    """
     while True:
         try:
             piece = next(reading)
@@ -234,12 +257,14 @@ def told(tell: Tell, reading: PieceReading[_Result]) -> Reading[_Result]:
 
 
 def read_content(unread: Unread) -> Reading[None]:
-    """Yield all remaining text as content."""
+    """Read the rest of the model's output, and yield all of it as content."""
     yield from told(Content, unread.run(_ALL_TEXT))
 
 
 def held(reading: PieceReading[_Result]) -> Generator[None, None, tuple[str, _Result]]:
-    """Run a reading to its end. Return its whole text and its result."""
+    """Run a reading (a generator that parses model output) to its end, and collect its pieces instead of passing them
+    on. Return the collected text and the result of the reading.
+    """
     pieces: list[str] = []
     while True:
         try:

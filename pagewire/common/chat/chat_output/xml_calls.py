@@ -28,8 +28,9 @@ class XmlCalls(NamedTuple):
         return (self.begin, self.end)
 
     def read_calls(self, functions: Mapping[str, Parameters], unread: Unread) -> Reading[None]:
-        """Yield content and the tool calls in it. The outer tag may be missing if the request has the called
-        function."""
+        """Read the model's output, and yield its content and tool calls. The outer tag of a call may be missing if the
+        request has a function of the call's name.
+        """
         tags = CallTags((self.begin, _FUNCTION), (self.end,), is_ended=True)
         yield from tags.read(unread, partial(self._read_call, functions, unread))
 
@@ -45,7 +46,9 @@ class XmlCalls(NamedTuple):
         return Content
 
     def call_tag(self, name: str, parameters: Parameters) -> dict[str, Any]:
-        """Return the structural tag part for a call of the function `name`. The arguments match its JSON Schema."""
+        """Return the structural tag part for one tool call in XML-like tags to the function `name`. The part makes the
+        arguments match the function's JSON Schema.
+        """
         return {
             "type": "tag",
             "begin": f"{self.begin}\n{_FUNCTION}{name}>\n",
