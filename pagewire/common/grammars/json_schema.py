@@ -77,10 +77,11 @@ _LEAST = 1e-30  # above 0, and short enough in digits
 
 
 def for_library(schema: Any) -> dict[str, Any]:
-    """Return a schema for the library that allows the same values as the given schema.
+    """Convert a JSON Schema to a schema that the grammar library llguidance enforces.
 
-    The result allows fewer values where the library cannot enforce the schema exactly. Options in the schema's
-    "x-guidance" are kept. Raises ValueError if the schema is neither an object nor true.
+    The converted schema allows the same values as the given schema, or fewer values where llguidance cannot enforce the
+    schema exactly. Options in the schema's "x-guidance" are kept. Raises ValueError if the schema is neither an object
+    nor true, or if it allows no value.
     """
     read = _read(schema, {} if schema is True else schema)
     if read is False:
@@ -96,10 +97,10 @@ def for_library(schema: Any) -> dict[str, Any]:
 
 
 def enforceable(root: Any, schema: Any, left_out: set[str]) -> Any:
-    """Return a schema without annotations and without the keywords that the library cannot enforce.
+    """Return a JSON Schema without annotations and without the keywords that the grammar library cannot enforce.
 
-    `schema` is `root` or a schema within it. The names of the unenforceable keywords are added to `left_out`. oneOf is
-    one of them: it is converted to anyOf, because its schemas may overlap.
+    `schema` is `root` or a schema within `root`. The names of the unenforceable keywords are added to `left_out`. An
+    unenforceable oneOf is converted to anyOf.
     """
     if not isinstance(schema, dict):
         return schema
@@ -122,7 +123,9 @@ def enforceable(root: Any, schema: Any, left_out: set[str]) -> Any:
 
 
 def without_unset(schema: Any) -> Any:
-    """Return a schema without keywords that are null. Serializers write null for keywords that are not set."""
+    """Return a JSON Schema without the keywords whose value is null. Serializers write null for keywords that are not
+    set.
+    """
     if not isinstance(schema, dict):
         return schema
     given = {name: value for name, value in schema.items() if not _is_unset(name, value)}
@@ -156,9 +159,8 @@ def _is_enforced(name: str, value: Any, schema: dict[str, Any], root: Any) -> bo
 
 
 def _is_discriminated(schemas: Any, schema: dict[str, Any], root: Any) -> bool:
-    """Return whether the discriminator ensures that at most one schema of a oneOf allows a value.
-
-    Each schema must require the property that the discriminator names.
+    """Return whether the schemas of a oneOf in a JSON Schema are mutually exclusive because of a discriminator. Each
+    schema must require the property that the discriminator names.
     """
     match schema.get("discriminator"), schemas:
         case {"propertyName": str(name)}, [_, _, *_]:
@@ -170,17 +172,23 @@ def _is_discriminated(schemas: Any, schema: dict[str, Any], root: Any) -> bool:
 
 
 def _texts(value: Any) -> set[str]:
-    """Return the texts in a list, or the names in an object."""
+    """Return the set of strings in a JSON list, or the set of names in a JSON object. Return an empty set for other
+    values.
+    """
     return {each for each in value if isinstance(each, str)} if isinstance(value, list | dict) else set()
 
 
 def _referred(root: Any, reference: Any) -> Any:
-    """Return the schema that a reference such as "#/$defs/name" points to, or None."""
+    """Return the part of a JSON Schema that a reference such as "#/$defs/name" points to. Return None if there is no
+    such part.
+    """
     return reduce(_member, unquote(str(reference)).split("/")[1:], root)
 
 
 def _member(value: Any, name: str) -> Any:
-    """Return the member of an object or a list that a segment of a JSON Pointer names, or None."""
+    """Return the member of a JSON object or list that a segment of a JSON Pointer names. Return None if there is no
+    such member.
+    """
     match value:
         case dict():
             return value.get(name.replace("~1", "/").replace("~0", "~"))
@@ -190,9 +198,9 @@ def _member(value: Any, name: str) -> Any:
 
 
 def _read(root: Any, schema: Any) -> Any:
-    """Return the converted form of a schema within the schema `root`.
+    """Convert a JSON Schema within the schema `root` to the form that the grammar library llguidance enforces.
 
-    The result may be true or false. A value that is no schema is returned unchanged, and the library reports the
+    The result may be true or false. A value that is no schema is returned unchanged, and llguidance later reports the
     error.
     """
     if not isinstance(schema, dict):
@@ -216,7 +224,9 @@ def _read(root: Any, schema: Any) -> Any:
 
 
 def schemas_within(schema: dict[str, Any]) -> list[Any]:
-    """Return the schemas that a schema contains directly, without those nested deeper."""
+    """Return the schemas that a JSON Schema contains directly, such as the schemas of its properties. Schemas nested
+    deeper are left out.
+    """
     found: list[Any] = []
     for name, value in schema.items():
         _with_schemas(name, value, found.append)
@@ -224,7 +234,7 @@ def schemas_within(schema: dict[str, Any]) -> list[Any]:
 
 
 def _with_schemas(name: str, value: Any, read: Callable[[Any], Any]) -> Any:
-    """Return the value of a keyword, with `read` applied to each schema in it."""
+    """Return the value of a keyword in a JSON Schema, with `read` applied to each schema that the value contains."""
     if name in _LISTED and isinstance(value, list):
         return [read(item) for item in value]
     if name in _SINGLE:
@@ -235,7 +245,9 @@ def _with_schemas(name: str, value: Any, read: Callable[[Any], Any]) -> Any:
 
 
 def _excludes_nothing(name: str, value: Any, schema: dict[str, Any], root: Any) -> bool:
-    """Return whether a keyword has no effect: every value that the rest of the schema allows is allowed with it too."""
+    """Return whether a keyword of a JSON Schema has no effect: the schema allows the same values without
+    the keyword.
+    """
     if _is_unset(name, value):
         return True
     match name:
@@ -269,7 +281,7 @@ def _allows_all(schema: Any) -> bool:
 
 
 def _allows_texts(schema: Any, root: Any, num_references: int = 0) -> bool:
-    """Return whether a schema, or the schema it refers to, allows every text."""
+    """Return whether a JSON Schema allows every string as a value. References are followed, up to a limit."""
     kinds = schema.get("type", "string") if isinstance(schema, dict) else None
     if not isinstance(kinds, str | list) or "string" not in kinds:
         return schema is True
@@ -284,9 +296,10 @@ _INWARD = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum
 
 
 def _inward(name: str, bound: Any) -> Any:
-    """Return the nearest bound in the allowed direction that the library represents exactly.
+    """Return the nearest bound of a number range that the grammar library llguidance represents exactly. The range
+    never gets wider.
 
-    The library treats some exclusive bounds that are whole numbers as inclusive: the bound nearer to 0 if the other
+    llguidance treats some exclusive bounds that are whole numbers as inclusive: the bound nearer to 0 if the other
     bound is within 1 of it. Such a bound is moved inward.
     """
     if isinstance(bound, bool) or not isinstance(bound, int | float) or abs(bound) > sys.float_info.max:
@@ -299,6 +312,8 @@ def _inward(name: str, bound: Any) -> Any:
 
 
 def _told(text: str) -> None:
-    """Raise ValueError for a number that the library would read as a different number."""
+    """Check that the grammar library llguidance reads a number of a JSON Schema exactly. Raises ValueError if
+    llguidance would read a different number.
+    """
     if abs(float(text)) > _LARGEST or (text.lstrip("-").isdecimal() and int(text) != float(text)):
         raise ValueError(f"const or enum has the number {text:.40}, which is read inexactly; use a string")

@@ -39,8 +39,9 @@ _DECODER = json.JSONDecoder()
 
 
 def _byte_level_pieces() -> frozenset[str]:
-    """Return GPT-2's characters for the 256 bytes: printable bytes stand for themselves, and other characters for the
-    rest."""
+    """Return the 256 characters by which GPT-2's tokenizer represents bytes. Printable bytes are represented by the
+    same character, and the remaining bytes by other characters.
+    """
     shown = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     return frozenset(map(chr, [*shown, *range(0x100, 0x200 - len(shown))]))
 
@@ -51,25 +52,31 @@ BYTE_PIECES = (frozenset(f"<0x{byte:02X}>" for byte in range(0x100)), _byte_leve
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """A literal text in a grammar. With `is_any_case`, upper and lower case both match."""
+    """A literal text in a grammar: the output must contain exactly this text. With `is_any_case`, upper and lower case
+    both match.
+    """
 
     text: str
     is_any_case: bool = False
 
 
 class Alphabet:
-    """The set of characters that a tokenizer's tokens can spell."""
+    """The set of characters that a tokenizer's tokens can spell. The set shows whether an output can contain the
+    literal texts of a grammar.
+    """
 
     def __init__(self, tokens: Iterable[bytes]) -> None:
-        """Collect the characters from `tokens`, the bytes of each token."""
+        """Collect the characters that can be spelled from `tokens`, which are the bytes of each token of
+        the tokenizer.
+        """
         tokens = set(tokens)
         self._bytes = frozenset(token[0] for token in tokens if len(token) == 1)
         self._characters = frozenset("".join(token.decode(errors="ignore") for token in tokens))
 
     def fault(self, literals: Iterable[Literal], names: Iterable[str]) -> str:
-        """Return an error message for the first text that no tokens can spell, or an empty text.
-
-        `names`: names of tokens that may stand for these names in the texts.
+        """Return an error message for the first literal text of a grammar that no tokens can spell, or an empty text.
+        `names` are the names of special tokens. Such a token may stand for its name in a literal, so the name needs no
+        spelling.
         """
         for literal in literals:
             text = literal.text
@@ -83,7 +90,9 @@ class Alphabet:
         return ""
 
     def missing(self, literal: Literal) -> str:
-        """Return the first character of a text that no tokens can spell, or an empty text."""
+        """Return the first character of a literal text that the tokenizer's tokens cannot spell. Return an empty text
+        if all characters can be spelled.
+        """
         return next((each for each in literal.text if not self._is_spelled(each, literal.is_any_case)), "")
 
     def _is_spelled(self, character: str, is_any_case: bool) -> bool:
@@ -92,7 +101,9 @@ class Alphabet:
 
 
 def literals_of(lark: str) -> Iterator[Literal]:
-    """Yield the literal texts of a grammar in Lark, including the texts in its JSON Schemas and regular expressions."""
+    """Yield the literal texts in a grammar that is written in Lark. Texts in the grammar's JSON Schemas and regular
+    expressions are included.
+    """
     at = 0
     while found := _IN_LARK.search(lark, at):
         at = found.end()
@@ -107,7 +118,9 @@ def literals_of(lark: str) -> Iterator[Literal]:
 
 
 def _unquoted(text: str) -> str:
-    """Return the text between quotes. If the text has escapes that JSON does not have, leave them as they are."""
+    """Return the text that a quoted text in a grammar stands for. If the quoted text has escapes that JSON does not
+    have, the escapes stay in the text.
+    """
     try:
         return json.loads(text)
     except ValueError:
@@ -115,7 +128,7 @@ def _unquoted(text: str) -> str:
 
 
 def _of_regex(pattern: str, flags: str = "") -> Iterator[Literal]:
-    """Yield the longest runs of plain characters in a regular expression."""
+    """Yield the literal texts in a regular expression, which are the longest runs of plain characters."""
     is_any_case = "i" in flags or re.search(r"\(\?[a-zA-Z]*i", pattern) is not None
     text = ""
     for found in _IN_REGEX.finditer(pattern):
@@ -129,14 +142,18 @@ def _of_regex(pattern: str, flags: str = "") -> Iterator[Literal]:
 
 
 def _character(found: re.Match[str]) -> str:
-    """Return the character that a part of a regular expression stands for, or an empty text."""
+    """Return the literal character that a piece of a regular expression stands for. Return an empty text if the piece
+    is an operator or a class.
+    """
     if number := found["x"] or found["u"] or found["U"] or found["hex"]:
         return chr(int(number, 16)) if int(number, 16) <= sys.maxunicode else ""
     return _CONTROLS[found["control"]] if found["control"] else found["text"] or ""
 
 
 def _of_schema(schema: Any) -> Iterator[Literal]:
-    """Yield the names and values in a schema as JSON texts, and the literal texts in its patterns."""
+    """Yield the literal texts that an output must spell to follow a JSON Schema: the names and fixed values in the
+    schema, as JSON, and the literal texts in the schema's patterns.
+    """
     if not isinstance(schema, dict):
         return
     values = [schema[name] for name in ("const",) if name in schema]

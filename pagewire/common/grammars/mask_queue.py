@@ -19,7 +19,8 @@ _SLACK = 20  # a mask may wait for later, cheaper masks up to this multiple of i
 
 
 class MaskJob:
-    """The computation of a mask: the tokens that a matcher allows after some further tokens.
+    """The computation of one token mask, for one step of a sequence with a grammar. The mask says which tokens the
+    grammar allows after some further tokens.
 
     Attributes:
         mask: one bit per token, from the lowest bit of the first int32. Valid once the job is done.
@@ -49,7 +50,9 @@ class MaskJob:
 
 
 class _Lane:
-    """The queue of one thread, ordered by due time. Jobs that a caller of `finish` has begun stay in the queue."""
+    """The queue of token masks that one thread must compute, ordered by due time. A job in the queue may already run on
+    the thread of a caller of `MaskQueue.finish`.
+    """
 
     def __init__(self, lock: threading.Lock) -> None:
         self.has_jobs = threading.Condition(lock)
@@ -57,14 +60,17 @@ class _Lane:
 
 
 class MaskQueue:
-    """A pool of two threads that compute masks. The threads start with the first job.
+    """A pool of two threads that compute token masks of grammars in the background. The threads start with the first
+    job.
 
-    The jobs of a row must be submitted one after another. The threads run at normal priority: consuming tokens needs
-    the GIL, and the thread that holds the GIL must not be kept off the processors.
+    The jobs of one sequence must be submitted one after another. The threads run at normal priority: consuming tokens
+    needs the GIL, and the operating system must not delay the thread that holds the GIL.
     """
 
     def __init__(self, *, has_threads: bool = True) -> None:
-        """Create a queue. Without `has_threads`, `finish` computes all masks on the caller's thread."""
+        """Create a queue of token masks. Without `has_threads`, no threads are started, and `finish` computes all masks
+        on the caller's thread.
+        """
         self._has_threads = has_threads
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
@@ -74,7 +80,7 @@ class MaskQueue:
         self._is_closed = False
 
     def put(self, job: MaskJob) -> None:
-        """Queue the computation of a mask."""
+        """Queue the computation of a token mask. Without threads, do nothing: `finish` then computes the mask."""
         if not self._has_threads:
             return
         seconds = job.matcher.pace.seconds
@@ -86,10 +92,11 @@ class MaskQueue:
                 self._start()
 
     def finish(self, jobs: Sequence[MaskJob], deadline: float | None) -> None:
-        """Return when all jobs are done, or at the deadline, a time of `time.perf_counter`.
+        """Wait until the token masks of all given jobs are computed, or until the deadline, a time of
+        `time.perf_counter`. None means no deadline.
 
-        Jobs that have not begun are computed on this thread, cheapest first, as long as they will end before the
-        deadline.
+        Jobs that have not begun are computed on the caller's thread, cheapest first. A job is left to the other threads
+        if it would probably not end before the deadline.
         """
         for job in sorted(jobs, key=lambda job: job.matcher.pace.seconds):
             if deadline is not None and time.perf_counter() + job.matcher.pace.seconds > deadline:
@@ -100,7 +107,7 @@ class MaskQueue:
             self._is_done.wait_for(lambda: all(job.is_done for job in jobs), seconds)
 
     def close(self) -> None:
-        """Stop the threads."""
+        """Stop the threads that compute token masks, and wait until they have ended."""
         with self._lock:
             self._is_closed = True
             self._quick.has_jobs.notify_all()
@@ -115,7 +122,7 @@ class MaskQueue:
             thread.start()
 
     def _compute(self, job: MaskJob) -> None:
-        """Compute a job unless another thread has begun it."""
+        """Compute the token mask of a job on the current thread, unless another thread has begun the job."""
         with self._lock:
             if job.is_begun:
                 return

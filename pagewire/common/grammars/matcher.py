@@ -48,25 +48,31 @@ _Content = tuple[str, str, tuple[int, ...]]  # kind, text, end tokens
 
 
 class GrammarError(ValueError):
-    """A grammar cannot be read, refuses a token, or allows no token in its state. The message gives the reason."""
+    """A grammar cannot be compiled, does not allow a token of the output, or allows no next token. The error message
+    gives the reason.
+    """
 
 
 class GrammarLimitError(GrammarError):
-    """A grammar needs more work or memory than the limits allow."""
+    """A grammar needs more work or memory than the limits allow, either to compile or to compute a token mask."""
 
 
 class GrammarDeadEndError(GrammarError):
-    """A grammar allows no token although the output is incomplete: no tokens spell the text that must follow."""
+    """A grammar allows no next token although the output is incomplete, because no tokens of the tokenizer spell the
+    text that must follow.
+    """
 
 
 def version() -> str:
-    """Return the version of llguidance, on which the meaning of a grammar depends."""
+    """Return the version of the grammar library llguidance. The result of a grammar may differ between versions."""
     return metadata.version("llguidance")
 
 
 @contextmanager
 def _caught() -> Iterator[None]:
-    """Convert errors of the library to GrammarError, including its panics, which are no subclasses of Exception."""
+    """Convert all errors of the grammar library llguidance in the body of a `with` to GrammarError. Panics in
+    llguidance's Rust code, which are not subclasses of Exception, are converted too.
+    """
     try:
         yield
     except (GrammarError, KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -76,26 +82,31 @@ def _caught() -> Iterator[None]:
 
 
 class MaskCost:
-    """The expected time of a grammar's masks in seconds: the time of the slowest mask, which decays with each further
-    mask."""
+    """An estimate of the time in seconds to compute the next token mask of a grammar. The estimate is the time of the
+    slowest mask so far, which decays with each further mask.
+    """
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def observe(self, seconds: float) -> None:
-        """Record the time of a mask."""
+        """Record how long the computation of a token mask took, and update the estimate."""
         self.seconds = max(seconds, _REMEMBERED * self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class _MaskSizes:
-    """The number of tokens in a mask that the library fills, and the number of logits that the model has."""
+    """The number of tokens in a mask that the grammar library fills, and the number of logits that the model has. The
+    tokenizer may have more tokens than the model has logits.
+    """
 
     num_tokens: int
     vocab_size: int
 
     def cut(self, address: int, mask_bytes: int) -> None:
-        """Clear the bits of tokens that have no logit. Raises GrammarDeadEndError if no other token is allowed."""
+        """Clear the bits of a token mask for tokens without a logit. Raises GrammarDeadEndError if the mask then allows
+        no token.
+        """
         if num_bits := self.vocab_size % 32:
             last = ctypes.c_uint32.from_address(address + mask_bytes - 4)
             last.value &= (1 << num_bits) - 1
@@ -104,7 +115,9 @@ class _MaskSizes:
 
 
 class Matcher:
-    """The state of a grammar after the tokens of one output."""
+    """The state of a grammar after the tokens that one sequence has produced so far. The state determines which tokens
+    the grammar allows next.
+    """
 
     def __init__(self, state: LLMatcher, end_token_ids: frozenset[int], pace: MaskCost, sizes: _MaskSizes) -> None:
         self._state = state
@@ -114,16 +127,16 @@ class Matcher:
         self.end_token_id: int | None = None  # the end token that was consumed; after it no other token is allowed
 
     def copy(self) -> "Matcher":
-        """Return an independent matcher in the same state."""
+        """Return an independent copy of the matcher, in the same state of the grammar."""
         copied = Matcher(self._state.deep_copy(), self._end_token_ids, self.pace, self._sizes)
         copied.end_token_id = self.end_token_id
         return copied
 
     def consume(self, token_ids: Sequence[int]) -> None:
-        """Advance the state by tokens. Tokens after the first end token are ignored.
+        """Advance the state of the grammar by tokens of the output. Tokens after the first end token are ignored.
 
-        Raises GrammarError for a token that is not allowed, and GrammarLimitError. The matcher is unusable after an
-        error.
+        Raises GrammarError for a token that the grammar does not allow, and GrammarLimitError if a token needs too much
+        work. The matcher is unusable after an error.
         """
         if self.end_token_id is not None:
             return
@@ -142,11 +155,12 @@ class Matcher:
             self.end_token_id = token_ids[end]
 
     def fill_mask(self, address: int, mask_bytes: int) -> None:
-        """Write the mask of allowed tokens to the memory at `address`.
+        """Write the mask of the tokens that the grammar allows next to the memory at `address`.
 
         The mask has one bit per token, from the lowest bit of the first int32. `mask_bytes` must be `4 *
-        ceil(vocab_size / 32)`. After an end token, only that token is allowed. Raises GrammarDeadEndError if no token
-        is allowed, GrammarLimitError, and GrammarError.
+        ceil(vocab_size / 32)`. If the output has ended, only the end token is allowed. Raises GrammarDeadEndError if no
+        token is allowed, GrammarLimitError if the mask needs too much work, and GrammarError for other errors of the
+        library.
         """
         if self.end_token_id is not None:
             ctypes.memset(address, 0, mask_bytes)
@@ -167,7 +181,7 @@ class Matcher:
             self._sizes.cut(address, mask_bytes)
 
     def error(self) -> GrammarError | None:
-        """Return the error that made the matcher unusable, or None."""
+        """Return the error that made this matcher of a grammar unusable, or None if the matcher is usable."""
         if not self._state.is_error():
             return None
         text = self._state.get_error()
@@ -177,17 +191,18 @@ class Matcher:
         return (GrammarLimitError if is_limit else GrammarError)(text)
 
     def forced_text(self) -> str:
-        """Return the text that must come next, up to the first point where several texts can follow."""
+        """Return the text that must come next according to the grammar. The text ends at the first point where the
+        grammar allows several continuations.
+        """
         return "" if self._state.is_error() else self._state.compute_ff_bytes().decode(errors="ignore")
 
 
 class GrammarCompiler:
-    """A compiler of grammars for one tokenizer. It belongs to one thread."""
+    """A compiler of grammars for one tokenizer. Only one thread may use a compiler."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int) -> None:
-        """Load a tokenizer from the content of its tokenizer.json.
-
-        `vocab_size` is the number of the model's logits. The tokenizer may have more tokens.
+        """Load a tokenizer, for which grammars are compiled, from the content of its tokenizer.json. `vocab_size` is
+        the number of the model's logits. The tokenizer may have more tokens than the model has logits.
         """
         self._tokenizer_json = tokenizer_json
         num_tokens, added, special, self._spells_all = _tokens(tokenizer_json)
@@ -198,7 +213,10 @@ class GrammarCompiler:
         self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}  # by end tokens
 
     def compile(self, kind: str, text: str, end_token_ids: tuple[int, ...]) -> Matcher:
-        """Return a matcher at the beginning of a grammar. Raises GrammarError, with the library's message."""
+        """Compile a grammar. Return a matcher that is at the beginning of the grammar. Raises GrammarError if the
+        grammar is invalid or needs characters that no tokens can spell, and GrammarLimitError if the grammar is too
+        large.
+        """
         with _caught():
             tokenizer = self._tokenizer(end_token_ids)
             special = {name: self._special[name] for name in _asked_for(kind, text) if name in self._special}
@@ -217,7 +235,9 @@ class GrammarCompiler:
         return matcher
 
     def _alphabet(self, tokenizer: LLTokenizer) -> Alphabet | None:
-        """Return the characters that the tokens can spell, or None if they can spell every text."""
+        """Return the set of characters that the tokenizer's tokens can spell, or None if the tokens can spell every
+        text.
+        """
         if self._spells_all:
             return None
         if self._known_alphabet is None:
@@ -234,18 +254,21 @@ class GrammarCompiler:
 
 
 class GrammarCache:
-    """A cache of recently used grammars, limited in memory. It belongs to one thread."""
+    """A least-recently-used cache of compiled grammars, limited in memory. Only one thread may use a cache."""
 
     def __init__(self, compiler: GrammarCompiler, max_bytes: int) -> None:
-        """Create an empty cache. `max_bytes` limits its memory, which is estimated from the lengths of the grammars'
-        texts."""
+        """Create an empty cache of compiled grammars. `max_bytes` limits the cache's memory, which is estimated from
+        the length of each grammar's text.
+        """
         self._compiler = compiler
         self._max_bytes = max_bytes
         self._kept: OrderedDict[_Content, Matcher] = OrderedDict()
         self._num_bytes = 0
 
     def get(self, kind: str, text: str, end_token_ids: tuple[int, ...]) -> Matcher:
-        """Return a new matcher at the beginning of a grammar. Raises GrammarError."""
+        """Return a new matcher that is at the beginning of a grammar. The grammar is compiled if it is not in the
+        cache. Raises GrammarError if the grammar is invalid.
+        """
         content = (kind, text, end_token_ids)
         kept = self._kept.get(content)
         if kept is not None:
@@ -264,18 +287,20 @@ def _num_bytes(content: _Content) -> int:
 
 
 def _asked_for(kind: str, text: str) -> list[str]:
-    """Return the names in a structural tag's `special_tokens`. Each of these special tokens may stand for its name."""
+    """Return the names of the special tokens that a structural tag lists in `special_tokens`. In the texts of the tag,
+    each of these tokens may stand for its name.
+    """
     tag = from_json(text) if kind == "structural_tag" else None
     names = tag.get("special_tokens") if isinstance(tag, dict) else None
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def _tokens(tokenizer_json: str) -> tuple[int, dict[str, int], dict[str, int], bool]:
-    """Read a tokenizer.json.
+    """Read the tokens of a tokenizer from the content of its tokenizer.json.
 
-    Return the number of tokens, the ids of added and of special tokens by name, and whether every byte has a piece.
-    Added tokens are included only if their names have the form <...>, because the library recognizes no others in
-    texts. For a broken tokenizer return 0, no tokens and True; the library reports the reason.
+    Return the number of tokens, the ids of added and of special tokens by name, and whether every byte has a token.
+    Added tokens are included only if their names have the form <...>, because the grammar library recognizes no other
+    names in texts. For a broken tokenizer return 0, no tokens and True; the library then reports the reason.
     """
     try:
         tokenizer = json.loads(tokenizer_json)
@@ -292,11 +317,11 @@ def _tokens(tokenizer_json: str) -> tuple[int, dict[str, int], dict[str, int], b
 
 
 def _to_lark(kind: str, text: str, token_names: Mapping[str, int], alone: Container[str]) -> str:
-    """Return a grammar in Lark, which may still be invalid. Raises ValueError for an unknown kind, or a text that does
-    not fit.
+    """Convert a request's grammar of any kind to a grammar in Lark, the syntax that llguidance reads. The result may
+    still be invalid.
 
-    `token_names`: ids of the tokens that may stand for their names in structural tags. `alone`: the names that no other
-    tokens can spell.
+    `token_names` has the ids of the tokens that may stand for their names in structural tags. `alone` has the names
+    that no other tokens can spell. Raises ValueError for an unknown kind, or for a text that does not fit the kind.
     """
     match kind:
         case "json_schema":
@@ -315,8 +340,9 @@ def _to_lark(kind: str, text: str, token_names: Mapping[str, int], alone: Contai
 
 
 def _choices(text: str) -> list[str]:
-    """Return the texts of a choice without duplicates. Raises ValueError if `text` is no JSON array of at least one
-    text."""
+    """Return the texts of a grammar of the kind "choice" without duplicates. The output must be one of these texts.
+    Raises ValueError if `text` is no JSON array of at least one nonempty text.
+    """
     choices = json.loads(text)
     if (
         not isinstance(choices, list)

@@ -62,10 +62,12 @@ _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def structural_tag_to_lark(text: str, token_names: Mapping[str, int], alone: Container[str]) -> str:
-    """Return the grammar of a structural tag in Lark. Raises ValueError for an invalid tag or an unsupported feature.
+    """Convert a structural tag (xgrammar's JSON format for text with tagged parts) to a grammar in Lark. Raises
+    ValueError for an invalid tag or an unsupported feature.
 
     Each token of `token_names` may stand for its name in texts. A model that has a token for the beginning of a tag is
-    trained to use the token. A name in `alone` must be written with its token, because no other tokens can spell it.
+    trained to use the token. A name in `alone` must be written with its token, because no other tokens can spell the
+    name.
     """
     rules = _Rules(token_names, alone)
     start = rules.expression(format_in(text))
@@ -73,8 +75,9 @@ def structural_tag_to_lark(text: str, token_names: Mapping[str, int], alone: Con
 
 
 def format_in(text: str) -> Any:
-    """Return the format of a structural tag. A tag of the older form is converted. Raises ValueError for an invalid
-    tag."""
+    """Return the format (a JSON object with a type) of a structural tag. A tag of the older form with "structures" is
+    converted. Raises ValueError for an invalid tag.
+    """
     tag = from_json(text)
     if _checked(tag, "a structural tag").get("type", "structural_tag") != "structural_tag":
         raise ValueError(f"a structural tag has the type {tag['type']!r:.80}, but must have the type 'structural_tag'")
@@ -94,7 +97,7 @@ def format_in(text: str) -> Any:
 
 
 class _Rules:
-    """The rules of a Lark grammar under construction."""
+    """A Lark grammar under construction, to which each format of a structural tag adds its rules."""
 
     def __init__(self, token_names: Mapping[str, int], alone: Container[str]) -> None:
         self._token_names = token_names
@@ -104,7 +107,9 @@ class _Rules:
         self._schemas: dict[str, str] = {}  # the names of rules by their JSON Schemas
 
     def expression(self, form: Any) -> str:
-        """Add the rules of a format. Return the expression that refers to them."""
+        """Add the rules of a structural tag format to the Lark grammar. Return the Lark expression that refers to these
+        rules. Raises ValueError for an unsupported format.
+        """
         kind = _kind(form)
         match kind:
             case "const_string":
@@ -134,8 +139,9 @@ class _Rules:
         raise ValueError(f"formats of type {kind!r} are not supported in structural tags")
 
     def rule(self, body: str, attributes: str = "") -> str:
-        """Return the name of a rule with this body. Equal rules share one name, because the library would
-        parse both."""
+        """Add a rule with this body to the Lark grammar, and return the name of the rule. Equal rules share one name,
+        because the grammar library would otherwise parse each of them.
+        """
         line = f"{attributes}: {body}"
         if line not in self._names:
             self._names[line] = f"r{len(self.lines)}"
@@ -160,9 +166,10 @@ class _Rules:
         return self.sequence([self.literal(begin), self.expression(content), ending])
 
     def literal(self, text: str, *, takes_tokens: bool = False) -> str:
-        """Return the expression of a constant text, in which tokens may stand for their names.
+        """Return the Lark expression of a constant text. If the text contains the name of a special token, the token
+        may stand for its name.
 
-        With `takes_tokens`, a token must stand for its name. The same applies to names that no other tokens can
+        With `takes_tokens`, the token must stand for its name. The same applies to a name that no other tokens can
         spell.
         """
         before, name, behind = self._cut(text)
@@ -174,8 +181,9 @@ class _Rules:
         return self.sequence([_quoted(before), token, self.literal(behind, takes_tokens=takes_tokens)])
 
     def text(self, form: Any, ends: Sequence[str] = (), pattern: str = _ANY_TEXT) -> str:
-        """Return the expression of any text that matches `pattern` and contains none of the format's excluded texts or
-        `ends`."""
+        """Return the Lark expression of any text that matches `pattern` and contains neither the texts that the format
+        excludes nor any of `ends`.
+        """
         excluded = [_quoted(text) for text in (*(form.get("excludes") or ()), *ends)]
         if not excluded:
             return pattern
@@ -184,10 +192,9 @@ class _Rules:
         return name
 
     def up_to(self, ends: Sequence[str], form: Any) -> str:
-        """Return the grammar expression for a format's text up to and including the first of the texts `ends`.
+        """Return the Lark expression of a format's text up to and including the first of the texts `ends`.
 
-        In an end, a special token may take the place of its name. After `max_tokens` tokens of text, an end must
-        follow.
+        In an end, a special token may stand for its name. After `max_tokens` tokens of text, an end must follow.
         """
         text, most = self.text(form), form.get("max_tokens")
         if most is None:
@@ -203,10 +210,8 @@ class _Rules:
         return self.either([*found, self.sequence([limited, forced])])
 
     def up_to_token(self, end: str, text: str) -> list[str]:
-        """Return the expressions for a text up to and including an end that contains a special token in place of its
-        name.
-
-        The list is empty if the end contains no token's name.
+        """Return the Lark expressions of a text up to and including the text `end`, in which a special token stands for
+        its name. The list is empty if the end contains no token's name.
         """
         before, name, behind = self._cut(end)
         if not name:
@@ -217,11 +222,11 @@ class _Rules:
         return [self.sequence([begun, token, self.literal(behind)])]
 
     def _cut(self, text: str) -> tuple[str, str, str]:
-        """Split a text at the first name of a token. Return the text in front of the name, the name, and the text after
-        it.
+        """Split a text at the first name of a special token. Return the text in front of the name, the name, and the
+        text after the name.
 
-        If several names begin at the same position, the longest counts. Without a name, return the text and two empty
-        texts.
+        If several names begin at the same position, the longest name counts. If the text contains no name, return the
+        text and two empty texts.
         """
         found = [(text.find(name), -len(name), name) for name in self._token_names if name in text]
         if not found:
@@ -234,14 +239,15 @@ class _Rules:
         return len(before) < position < len(before) + len(name)
 
     def separated(self, form: Any) -> str:
-        """Return the expression of tags with a separator between them."""
+        """Return the Lark expression of a structural tag format that consists of tags with a separator between them."""
         tag = self.either([self.tag(one) for one in _tags(form)])
         more = "" if form.get("stop_after_first") else f" ({self.literal(form.get('separator', ''))} {tag})*"
         tags = self.rule(f"{tag}{more}")
         return tags if form.get("at_least_one") else self.rule(f"{tags} |")
 
     def in_order(self, form: Any) -> str:
-        """Return the expression of tags in order, with a separator between them.
+        """Return the Lark expression of a structural tag format whose tags occur in a fixed order, with a separator
+        between them. Tags that are not required may be missing.
 
         Each rule refers to the rule of the following tags, so the number of rules is proportional to the number of
         tags.
@@ -258,7 +264,9 @@ class _Rules:
         return first
 
     def triggered(self, form: Any) -> str:
-        """Return the expression of free text in which each trigger must begin one of the tags."""
+        """Return the Lark expression of free text with tags in it. Each trigger is a text that must begin one of the
+        tags wherever it occurs. Raises ValueError if a tag begins with no trigger, or a trigger begins no tag.
+        """
         triggers, tags = _field(form, "triggers", "triggered_tags"), _tags(form)
         for tag in tags:
             if not _field(tag, "begin", "a tag").startswith(tuple(triggers)):
@@ -282,8 +290,9 @@ class _Rules:
 
 
 def _kind(form: Any) -> str:
-    """Return the type of a format. Raises ValueError if the format has an unsupported field, such as texts to
-    exclude."""
+    """Return the type of a structural tag format, such as "sequence". Raises ValueError if the format has a field that
+    this server does not support for the type.
+    """
     kind: str = _field(_checked(form, "a format"), "type", "a format")
     for name in form.keys() - _FIELDS.get(kind, form.keys()) - {"type"}:
         if form[name] not in (None, False, [], "json"):  # values that xgrammar writes for fields that are not set
@@ -292,8 +301,9 @@ def _kind(form: Any) -> str:
 
 
 def _tags(form: Any) -> list[Any]:
-    """Return the tags among which a format chooses. The type of these tags is optional. Raises ValueError for other
-    formats."""
+    """Return the tags in a structural tag format, such as "triggered_tags". The type field of these tags may be
+    missing. Raises ValueError if an entry has another type than "tag".
+    """
     tags: list[Any] = _field(form, "tags", form["type"])
     for tag in tags:
         if (kind := _kind({"type": "tag"} | _checked(tag, "a tag"))) != "tag":
@@ -304,7 +314,9 @@ def _tags(form: Any) -> list[Any]:
 
 
 def _checked(form: Any, what: str) -> dict[str, Any]:
-    """Return a part of a structural tag. Raises ValueError if it is no object or has fields of wrong types."""
+    """Check a part of a structural tag, and return it unchanged. `what` names the part in error messages. Raises
+    ValueError if the part is no JSON object or has fields of wrong types.
+    """
     if not isinstance(form, dict):
         raise ValueError(f"{what} must be a JSON object, but is {form!r:.80}")
     for name, value in form.items():
@@ -325,5 +337,5 @@ def _quoted(text: str) -> str:
 
 
 def _regex(pattern: str) -> str:
-    """Return a regular expression between slashes, with the slashes in it escaped."""
+    """Return a regular expression in Lark's syntax: between slashes, with the slashes in the expression escaped."""
     return "/" + re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern, flags=re.DOTALL) + "/"

@@ -47,19 +47,24 @@ _COPY_SECONDS = 0.015  # the share of the CPU time limit that is reserved for th
 
 
 class Trials:
-    """A process that tries grammars. Its methods block, and only one thread may call them at a time."""
+    """A client of a separate process that tests whether grammars can be used within limits of CPU time and memory. The
+    methods block, and only one thread may call the methods at a time.
+    """
 
     def __init__(self, tokenizer_json: str, vocab_size: int, end_token_ids: tuple[int, ...]) -> None:
-        """Start the process. Raises GrammarError if it cannot read the tokenizer."""
+        """Start the process that tests grammars, and wait until it has loaded the tokenizer. Raises GrammarError if the
+        process cannot read the tokenizer.
+        """
         self._first = {"tokenizer": tokenizer_json, "vocab_size": vocab_size, "end_token_ids": end_token_ids}
         self._process: subprocess.Popen[str] | None = None
         self._is_closed = False
         self._start()
 
     def run(self, kind: str, text: str, end_token_ids: tuple[int, ...]) -> str:
-        """Return the reason why a grammar cannot be used, in the library's words, or an empty text.
+        """Test a grammar in the separate process. Return the reason why the grammar cannot be used, as reported by the
+        grammar library, or an empty text.
 
-        If the process ends, it is started again once. Raises GrammarError if the new process ends too.
+        If the process ends, it is restarted once. Raises GrammarError if the new process ends too.
         """
         for _ in range(2):
             if self._process is None:
@@ -70,7 +75,7 @@ class Trials:
         raise GrammarError(_ENDED)
 
     def close(self) -> None:
-        """End the process and start no other. Any thread may call this method."""
+        """End the process that tests grammars, and prevent a restart. Any thread may call this method."""
         self._is_closed = True
         if self._process is not None:
             self._process.kill()
@@ -88,7 +93,7 @@ class Trials:
             raise GrammarError(error)
 
     def _ask(self, question: dict[str, object]) -> str | None:
-        """Return the answer to a question, or None if the process has ended."""
+        """Send one question to the process that tests grammars. Return the answer, or None if the process has ended."""
         process = self._process
         if process is None:  # it ended while it read the tokenizer
             return None
@@ -109,7 +114,10 @@ class Trials:
 
 
 def _serve(questions: IO[str], answers: IO[str]) -> None:
-    """Answer each line of questions with one line of answers until the questions end."""
+    """Test grammars until the input ends. This function is the main loop of the separate process. The first line of
+    `questions` has the tokenizer, and each further line has a grammar. The answer to each line is one line: an error
+    message or an empty text. A forked child tests each grammar.
+    """
     first = json.loads(questions.readline())
     ends = tuple(first["end_token_ids"])
     try:
@@ -131,7 +139,9 @@ def _serve(questions: IO[str], answers: IO[str]) -> None:
 
 
 def _limit() -> None:
-    """Let the operating system end this process at its limit of CPU time, and on Linux also limit its memory."""
+    """Limit the CPU time of this process, and on Linux also its memory. The operating system ends the process when it
+    exceeds the CPU time.
+    """
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, MAX_CPU_SECONDS - _COPY_SECONDS)
     if sys.platform == "linux":
@@ -141,8 +151,9 @@ def _limit() -> None:
 
 
 def _try(compiler: GrammarCompiler, vocab_size: int, kind: str, text: str, end_token_ids: list[int]) -> str:
-    """Return the reason why a grammar cannot be used, or an empty text. The trial includes the masks along
-    one output."""
+    """Compile a grammar and compute the token masks along one random output. Return the reason why the grammar cannot
+    be used, or an empty text.
+    """
     try:
         return _Walk(compiler.compile(kind, text, tuple(end_token_ids)), vocab_size).take(text)
     except GrammarError as error:
@@ -152,7 +163,9 @@ def _try(compiler: GrammarCompiler, vocab_size: int, kind: str, text: str, end_t
 
 
 class _Walk:
-    """A random output that looks for slow masks: it repeats a token, and sometimes draws another one."""
+    """A random output along which the token masks of a grammar are computed, to find grammars with slow masks. The
+    output repeats a token, and sometimes draws another one.
+    """
 
     def __init__(self, matcher: Matcher, vocab_size: int) -> None:
         self._matcher = matcher
@@ -161,10 +174,11 @@ class _Walk:
         self._mask = create_string_buffer(4 * -(-vocab_size // 32))
 
     def take(self, seed: str) -> str:
-        """Return the reason why the grammar needs too much work along this output, or an empty text.
+        """Compute the token masks of a grammar along a random output. Return the reason why the grammar needs too much
+        work, or an empty text.
 
-        `seed` determines the tokens, so every process gets the same result unless masks are slow.
-        Raises GrammarDeadEndError if no token is allowed, and GrammarError.
+        `seed` determines the tokens, so every process gets the same result unless masks are slow. Raises
+        GrammarDeadEndError if no token is allowed, and GrammarError for other errors of the grammar library.
         """
         rng, token_id = random.Random(seed), -1
         began = time.process_time()
@@ -197,7 +211,7 @@ class _Walk:
             raise GrammarDeadEndError(f"{where}{error}" + (f", {forced[:80]!r}" if forced else "")) from None
 
     def _draw(self, rng: random.Random) -> int:
-        """Return a random allowed token. At least one token must be allowed."""
+        """Return a random token that the current token mask allows. At least one token must be allowed."""
         mask = self._mask.raw
         start = rng.randrange(len(mask))
         rest = mask[start:].lstrip(b"\0") or mask.lstrip(b"\0")  # from the next byte with an allowed token
